@@ -1,0 +1,9 @@
+"""The only room that calls torch.distributed: communicators, meshes, transports and the events they emit."""
+
+from shardlab.comm.communicator import Communicator
+from shardlab.comm.copies import broadcast_coalesced
+from shardlab.comm.events import CollectiveEvent, Observer
+from shardlab.comm.mesh import Mesh
+from shardlab.comm.pending import Pending, wait_all
+
+__all__ = ["CollectiveEvent", "Communicator", "Mesh", "Observer", "Pending", "broadcast_coalesced", "wait_all"]

@@ -1,0 +1,317 @@
+"""The verbs: every byte that ranks exchange passes through a ``Communicator``, and each call is an event.
+
+    pending = comm.all_reduce(tensor, tag="gradients of bucket 0")
+    ...                                   # compute goes on
+    pending.wait()                        # now the sum is in ``tensor``
+
+A communicator belongs to one axis of the mesh: the group of ranks along it, a transport, a lane. A group of one moves
+nothing and records nothing, so engines need no special case for it. Sums are sums: whoever wants a mean divides.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from shardlab.comm.events import CollectiveEvent, Observer
+from shardlab.comm.lanes import Job, Lane, ThreadLane
+from shardlab.comm.pending import Pending
+from shardlab.comm.transports.base import Bounds, Reduction, Transport
+from shardlab.partition.chunks import even_bounds
+from shardlab.partition.wire import ring_wire_bytes
+from shardlab.vocabulary import Collective
+
+_INSIDE = tuple(str(Path(__file__).parent.parent / room) for room in ("comm", "engines", "tensor_parallel"))
+
+
+class Communicator:
+    """Collectives along one axis of the mesh.
+
+    Args:
+        transport: how bytes move; None for a group of one.
+        lane: where the transport runs.
+        ranks: the global ranks of the group, in group order.
+        rank: this process's position in ``ranks``.
+        axis: the axis' name, which every event carries.
+    """
+
+    def __init__(self, transport: Transport | None, lane: Lane | None, ranks: Sequence[int], rank: int, axis: str):
+        if (transport is None) != (len(ranks) == 1):
+            raise ValueError(f"transport: a group of {len(ranks)} ranks needs {'none' if len(ranks) == 1 else 'one'}")
+        self.axis = axis
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self._transport = transport
+        self._lane = lane
+        self._send_lane: ThreadLane | None = None
+        self._observers: tuple[Observer, ...] = ()
+        self._seq = 0
+
+    @property
+    def num_ranks(self) -> int:
+        """Size of the group."""
+        return len(self.ranks)
+
+    @property
+    def emulated(self) -> bool:
+        """Whether an emulated link delays the collectives."""
+        return self._transport is not None and self._transport.emulated
+
+    @contextlib.contextmanager
+    def observed_by(self, observer: Observer) -> Iterator[None]:
+        """Inside, ``observer`` is told of every collective that is issued."""
+        self._observers = (*self._observers, observer)
+        try:
+            yield
+        finally:
+            self._observers = tuple(known for known in self._observers if known is not observer)
+
+    def all_reduce(self, tensor: Tensor, *, reduction: Reduction = "sum", tag: str = "") -> Pending:
+        """Reduce ``tensor`` (any shape) over the group, in place on every rank."""
+        flat = _flat(tensor)
+        transport = self._transport
+        if transport is None:
+            return Pending()
+
+        def job() -> None:
+            transport.all_reduce(flat, reduction)
+            _copy_back(flat, tensor)
+
+        return self._submit(Collective.ALL_REDUCE, flat, job, tag, keep=(tensor, flat))
+
+    def reduce_scatter(
+        self, buffer: Tensor, output: Tensor | None = None, *, bounds: Bounds | None = None, tag: str = ""
+    ) -> Pending:
+        """Sum ``buffer`` over the group; this rank keeps its chunk.
+
+        Args:
+            buffer: contiguous, one-dimensional, the same size on every rank.
+            output: receives this rank's chunk; None puts it into its place in ``buffer`` (the rest is then stale).
+            bounds: num_ranks + 1 offsets of the chunks; None for equal ones.
+            tag: what it is for.
+        """
+        bounds = self._bounds(buffer, bounds)
+        target = self._chunk(buffer, bounds) if output is None else output
+        transport = self._transport
+        if transport is None:
+            return self._moved_nothing(target, buffer)
+        own_bytes = target.nbytes
+        return self._submit(
+            Collective.REDUCE_SCATTER,
+            buffer,
+            lambda: transport.reduce_scatter(target, buffer, bounds),
+            tag,
+            own_chunk_bytes=own_bytes,
+            scratch_bytes=transport.scratch_bytes(own_bytes * self.num_ranks, reduces_and_scatters=True),
+            keep=(buffer, target),
+        )
+
+    def all_gather(
+        self, buffer: Tensor, chunk: Tensor | None = None, *, bounds: Bounds | None = None, tag: str = ""
+    ) -> Pending:
+        """Fill ``buffer`` with the chunks of all ranks.
+
+        Args:
+            buffer: contiguous, one-dimensional, the size of all chunks together.
+            chunk: this rank's chunk; None where it lies in its place in ``buffer`` already.
+            bounds: num_ranks + 1 offsets of the chunks; None for equal ones.
+            tag: what it is for.
+        """
+        bounds = self._bounds(buffer, bounds)
+        place = self._chunk(buffer, bounds)
+        if chunk is not None:
+            place.copy_(chunk)
+        transport = self._transport
+        if transport is None:
+            return Pending()
+        return self._submit(
+            Collective.ALL_GATHER,
+            buffer,
+            lambda: transport.all_gather(buffer, bounds),
+            tag,
+            own_chunk_bytes=place.nbytes,
+            keep=(buffer,),
+        )
+
+    def broadcast(self, tensor: Tensor, src: int = 0, *, tag: str = "") -> Pending:
+        """Copy ``tensor`` (any shape, any dtype) from group rank ``src`` into the others', in place."""
+        flat = _flat(tensor)
+        transport = self._transport
+        if transport is None:
+            return Pending()
+
+        def job() -> None:
+            transport.broadcast(flat, src)
+            _copy_back(flat, tensor)
+
+        return self._submit(Collective.BROADCAST, flat, job, tag, keep=(tensor, flat))
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        buffer: Tensor,
+        *,
+        output_sizes: Sequence[int] | None = None,
+        sizes: Sequence[int] | None = None,
+        tag: str = "",
+    ) -> Pending:
+        """Send part j of ``buffer`` to rank j; part i of ``output`` comes from rank i.
+
+        Args:
+            output: contiguous, one-dimensional.
+            buffer: contiguous, one-dimensional.
+            output_sizes: elements from each rank; None for equal parts.
+            sizes: elements to each rank; None for equal parts.
+            tag: what it is for.
+        """
+        parts_in = self._parts(output, output_sizes)
+        parts_out = self._parts(buffer, sizes)
+        transport = self._transport
+        if transport is None:
+            return self._moved_nothing(output, buffer)
+        own_bytes = parts_out[self.rank] * buffer.element_size()
+        return self._submit(
+            Collective.ALL_TO_ALL,
+            buffer,
+            lambda: transport.all_to_all(output, buffer, parts_in, parts_out),
+            tag,
+            own_chunk_bytes=own_bytes,
+            keep=(output, buffer),
+        )
+
+    def send(self, tensor: Tensor, dst: int, *, tag: str = "") -> Pending:
+        """Send ``tensor`` to group rank ``dst``. Sends have a lane of their own, so that a ring does not deadlock."""
+        transport = self._peer(dst, "dst")
+        flat = _flat(tensor)
+        if self._send_lane is None and isinstance(self._lane, ThreadLane):
+            self._send_lane = ThreadLane(f"send-{self.axis}")
+        lane = self._send_lane or self._lane
+        return self._submit(Collective.SEND, flat, lambda: transport.send(flat, dst), tag, keep=(flat,), lane=lane)
+
+    def recv(self, tensor: Tensor, src: int, *, tag: str = "") -> Pending:
+        """Receive from group rank ``src`` into ``tensor``."""
+        transport = self._peer(src, "src")
+        flat = _flat(tensor)
+
+        def job() -> None:
+            transport.recv(flat, src)
+            _copy_back(flat, tensor)
+
+        return self._submit(Collective.RECV, flat, job, tag, keep=(tensor, flat))
+
+    def barrier(self, *, tag: str = "") -> Pending:
+        """Done when every rank of the group has issued it."""
+        if self._transport is None:
+            return Pending()
+        return self._submit(Collective.BARRIER, None, self._transport.barrier, tag)
+
+    def close(self) -> None:
+        """End the lanes; collectives that are queued are finished first."""
+        for lane in (self._lane, self._send_lane):
+            if lane is not None:
+                lane.close()
+        self._lane = self._send_lane = None
+
+    def _submit(
+        self,
+        op: Collective,
+        buffer: Tensor | None,
+        job: Job,
+        tag: str,
+        *,
+        own_chunk_bytes: int | None = None,
+        scratch_bytes: int = 0,
+        keep: tuple[Tensor, ...] = (),
+        lane: Lane | None = None,
+    ) -> Pending:
+        lane = lane or self._lane
+        if lane is None or self._transport is None:
+            raise RuntimeError(f"communicator: axis {self.axis!r} is closed")
+        num_bytes = 0 if buffer is None else buffer.nbytes
+        event = CollectiveEvent(
+            seq=self._seq,
+            op=op,
+            axis=self.axis,
+            tag=tag,
+            dtype="" if buffer is None else str(buffer.dtype).removeprefix("torch."),
+            numel=0 if buffer is None else buffer.numel(),
+            num_bytes=num_bytes,
+            wire_bytes=ring_wire_bytes(op, num_bytes, self.num_ranks, own_chunk_bytes),
+            group_size=self.num_ranks,
+            transport=self._transport.name,
+            emulated=self._transport.emulated,
+            source_line=_caller(),
+            scratch_bytes=scratch_bytes,
+        )
+        self._seq += 1
+        for observer in self._observers:
+            observer.issued(event)
+        finish = lane.submit(job, event, self._observers)
+        return Pending(finish, keep=keep, event=event, observers=self._observers)
+
+    def _bounds(self, buffer: Tensor, bounds: Bounds | None) -> Bounds:
+        _require_flat(buffer)
+        if bounds is None:
+            if buffer.numel() % self.num_ranks:
+                raise ValueError(
+                    f"buffer: {buffer.numel()} elements do not divide into {self.num_ranks} equal chunks; pass bounds"
+                )
+            return even_bounds(buffer.numel(), self.num_ranks)
+        if len(bounds) != self.num_ranks + 1 or bounds[-1] != buffer.numel():
+            raise ValueError(
+                f"bounds: {self.num_ranks + 1} offsets ending at {buffer.numel()} are needed, not {bounds}"
+            )
+        return bounds
+
+    def _chunk(self, buffer: Tensor, bounds: Bounds) -> Tensor:
+        return buffer[bounds[self.rank] : bounds[self.rank + 1]]
+
+    def _parts(self, buffer: Tensor, sizes: Sequence[int] | None) -> list[int]:
+        _require_flat(buffer)
+        if sizes is None:
+            bounds = self._bounds(buffer, None)
+            return [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+        if len(sizes) != self.num_ranks or sum(sizes) != buffer.numel():
+            raise ValueError(f"sizes: {self.num_ranks} numbers adding up to {buffer.numel()} are needed, not {sizes}")
+        return list(sizes)
+
+    def _peer(self, rank: int, field: str) -> Transport:
+        if self._transport is None or rank == self.rank or not 0 <= rank < self.num_ranks:
+            raise ValueError(
+                f"{field}: {rank} is not another rank of the {self.num_ranks} of axis {self.axis!r} (this is {self.rank})"
+            )
+        return self._transport
+
+    @staticmethod
+    def _moved_nothing(output: Tensor, buffer: Tensor) -> Pending:
+        if output.data_ptr() != buffer.data_ptr():
+            output.copy_(buffer)
+        return Pending()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The same elements, one-dimensional and contiguous: gloo reads the wrong memory of any other tensor, silently."""
+    return tensor.detach().contiguous().view(-1)
+
+
+def _copy_back(flat: Tensor, tensor: Tensor) -> None:
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def _require_flat(buffer: Tensor) -> None:
+    if buffer.dim() != 1 or not buffer.is_contiguous():
+        raise ValueError(
+            f"buffer: a contiguous one-dimensional tensor is needed, not shape {tuple(buffer.shape)} "
+            f"with strides {buffer.stride()}"
+        )
+
+
+def _caller() -> str:
+    """``file:line`` of the first frame outside the rooms that only pass calls on: the line a person can look at."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

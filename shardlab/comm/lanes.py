@@ -1,0 +1,130 @@
+"""Where collectives run beside the compute: one lane a communicator, in the order they were issued.
+
+Transports are written as plain blocking code. A lane makes them asynchronous:
+
+* ``ThreadLane``: one thread takes job after job. The thread sleeps in gloo, not in Python, so backward goes on; the time
+  a job began and ended is known exactly, and a sleep in a job (an emulated link) burns no CPU.
+* ``StreamLane``: NCCL's calls only enqueue work, so the lane is a CUDA stream, and two CUDA events are its clock.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from time import perf_counter_ns
+from typing import Protocol
+
+import torch
+
+from shardlab.comm.events import CollectiveEvent, Observer
+
+Job = Callable[[], None]
+
+
+class Lane(Protocol):
+    """Runs jobs one after another; ``submit`` returns at once with the function that waits for this job."""
+
+    def submit(self, job: Job, event: CollectiveEvent, observers: tuple[Observer, ...]) -> Job:
+        """Queue ``job``; the returned call waits for it and raises what it raised."""
+
+    def close(self) -> None:
+        """End the lane after the jobs that are queued."""
+
+
+class _Ticket:
+    """One job in a ThreadLane: done, or failed with an exception."""
+
+    def __init__(self, job: Job, event: CollectiveEvent, observers: tuple[Observer, ...]) -> None:
+        self.job, self.event, self.observers = job, event, observers
+        self.ready = _producer_of_current_stream()
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        self.event.start_ns = perf_counter_ns()
+        for observer in self.observers:
+            observer.started(self.event)
+        try:
+            if self.ready is not None:
+                self.ready.synchronize()
+            self.job()
+        except BaseException as error:  # a thread must not lose it: wait() raises it in the caller
+            self.error = error
+        self.event.end_ns = perf_counter_ns()
+        for observer in self.observers:
+            observer.completed(self.event)
+        self.done.set()
+
+    def wait(self) -> None:
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class ThreadLane:
+    """A daemon thread that runs blocking transports in issue order."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[_Ticket | None] = SimpleQueue()
+        self._thread = threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
+        self._thread.start()
+        # A mesh that is dropped without close() must not leave its thread behind.
+        self._abandon = weakref.finalize(self, self._queue.put, None)
+
+    def submit(self, job: Job, event: CollectiveEvent, observers: tuple[Observer, ...]) -> Job:
+        """Queue ``job`` for the thread."""
+        ticket = _Ticket(job, event, observers)
+        self._queue.put(ticket)
+        return ticket.wait
+
+    def close(self) -> None:
+        """End the thread after the jobs that are queued."""
+        self._abandon()
+        self._thread.join()
+
+
+def _serve(queue: "SimpleQueue[_Ticket | None]") -> None:
+    # Grad mode is per thread: without this the sums of a composed reduce-scatter would be taped.
+    with torch.no_grad():
+        while (ticket := queue.get()) is not None:
+            ticket.run()
+            del ticket  # or the last job's buffers would live until the next one
+
+
+class StreamLane:
+    """A CUDA stream beside the compute stream, for transports whose calls only enqueue (NCCL)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def submit(self, job: Job, event: CollectiveEvent, observers: tuple[Observer, ...]) -> Job:
+        """Enqueue ``job`` behind everything the current stream has been given so far."""
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            begin.record()
+            job()
+            end.record()
+        event.device_times = (begin, end)
+        for observer in observers:
+            observer.started(event)
+
+        def wait() -> None:
+            torch.cuda.current_stream().wait_event(end)
+            for observer in observers:
+                observer.completed(event)
+
+        return wait
+
+    def close(self) -> None:
+        """Wait for the stream."""
+        self._stream.synchronize()
+
+
+def _producer_of_current_stream() -> torch.cuda.Event | None:
+    """An event after all work given to the current stream: a staged transport must not read a tensor before it."""
+    if not torch.cuda.is_initialized():
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event

@@ -1,0 +1,157 @@
+"""The mesh: ranks laid out on named axes, and one communicator per axis.
+
+    mesh = Mesh({"data": 4})                      # four ranks, one axis
+    mesh = Mesh({"replica": 2, "shard": 2})       # row by row: ranks 0 1 / 2 3
+    mesh = Mesh({"data": 2}, ranks=[0, 3])        # a subset; on ranks 1 and 2 ``mesh.is_member`` is False
+
+The last axis varies fastest, so its groups are neighbours: put the axis that talks most there. Building a mesh is
+itself collective: every rank of the default group builds the same one, also those that are no members.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from shardlab.comm.communicator import Communicator
+from shardlab.comm.events import Observer
+from shardlab.comm.lanes import Lane, StreamLane, ThreadLane
+from shardlab.comm.transports.base import Transport
+from shardlab.comm.transports.emulated import EmulatedLink
+from shardlab.comm.transports.gloo import GlooTransport
+from shardlab.comm.transports.nccl import NcclTransport
+from shardlab.comm.transports.staged import StagedTransport
+from shardlab.partition.wire import Link
+
+
+class Mesh:
+    """Named axes over all ranks or some of them.
+
+    Args:
+        axes: size of each axis by name, slowest first; the sizes multiply to the number of ranks.
+        ranks: global ranks on the mesh, row by row; None for all.
+        device: where tensors live; decides, with the default group's backend, how bytes travel.
+        link: emulate this link on every axis; not with NCCL.
+
+    Raises:
+        ValueError: sizes that do not multiply to the number of ranks, unknown or repeated ranks.
+    """
+
+    def __init__(
+        self,
+        axes: Mapping[str, int],
+        *,
+        ranks: Sequence[int] | None = None,
+        device: torch.device | str = "cpu",
+        link: Link | None = None,
+    ) -> None:
+        self.axes = dict(axes)
+        self.device = torch.device(device)
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.ranks = tuple(range(world_size) if ranks is None else ranks)
+        _check(self.axes, self.ranks, world_size)
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._groups: list[dist.ProcessGroup] = []
+        self._communicators: dict[str, Communicator] = {}
+        for axis in self.axes:
+            self._build(axis, link)
+
+    @classmethod
+    def alone(cls, device: torch.device | str = "cpu") -> "Mesh":
+        """An axis ``data`` of this rank only: what an engine gets that trains in one process."""
+        return cls({"data": 1}, ranks=[dist.get_rank() if dist.is_initialized() else 0], device=device)
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this rank is on the mesh."""
+        return self._rank in self.ranks
+
+    @property
+    def data(self) -> Communicator:
+        """The communicator of the axis ``data``."""
+        return self["data"]
+
+    def __getitem__(self, axis: str) -> Communicator:
+        if axis not in self.axes:
+            raise ValueError(f"axis: {axis!r} is not on this mesh, which has {', '.join(self.axes)}")
+        if not self.is_member:
+            raise RuntimeError(f"mesh: rank {self._rank} is not among its ranks {list(self.ranks)} and takes no part")
+        return self._communicators[axis]
+
+    @property
+    def communicators(self) -> tuple[Communicator, ...]:
+        """One per axis, in the order of the axes; none on a rank that is no member."""
+        return tuple(self._communicators.values())
+
+    @contextlib.contextmanager
+    def observed_by(self, observer: Observer) -> Iterator[None]:
+        """Inside, ``observer`` is told of the collectives of every axis."""
+        with contextlib.ExitStack() as stack:
+            for communicator in self.communicators:
+                stack.enter_context(communicator.observed_by(observer))
+            yield
+
+    def close(self) -> None:
+        """End the communicators and their process groups. All members call it."""
+        for communicator in self.communicators:
+            communicator.close()
+        for group in self._groups:
+            dist.destroy_process_group(group)
+        self._groups.clear()
+
+    def __enter__(self) -> "Mesh":
+        return self
+
+    def __exit__(self, exc_type: object, *exc: object) -> None:
+        # After an error the other ranks may never come, so waiting for what is queued could last for ever.
+        if exc_type is None:
+            self.close()
+
+    def _build(self, axis: str, link: Link | None) -> None:
+        for line in _lines(self.axes, self.ranks, axis):
+            # Every rank must take part in making every group, also of groups it does not belong to.
+            group = dist.new_group(list(line)) if len(line) > 1 else None
+            if self._rank not in line:
+                continue
+            transport, lane = (None, None) if group is None else self._travel(group, axis, link, len(line))
+            if group is not None:
+                self._groups.append(group)
+            self._communicators[axis] = Communicator(transport, lane, line, line.index(self._rank), axis)
+
+    def _travel(
+        self, group: dist.ProcessGroup, axis: str, link: Link | None, num_ranks: int
+    ) -> tuple[Transport, Lane]:
+        if dist.get_backend(group) == "nccl":
+            if link is not None:
+                raise ValueError("link: a link can be emulated over gloo only, not over NCCL; use device='cpu'")
+            return NcclTransport(group), StreamLane(self.device)
+        transport: Transport = GlooTransport(group)
+        if self.device.type == "cuda":
+            transport = StagedTransport(GlooTransport(group), self.device)
+        if link is not None:
+            transport = EmulatedLink(transport, link, num_ranks)
+        return transport, ThreadLane(f"comm-{axis}")
+
+
+def _lines(axes: dict[str, int], ranks: tuple[int, ...], axis: str) -> list[tuple[int, ...]]:
+    """The groups along ``axis``: ranks that differ in that coordinate only."""
+    names = list(axes)
+    strides = {name: prod(list(axes.values())[index + 1 :]) for index, name in enumerate(names)}
+    others = [name for name in names if name != axis]
+    starts = [
+        sum(strides[name] * place for name, place in zip(others, places, strict=True))
+        for places in product(*(range(axes[name]) for name in others))
+    ]
+    return [tuple(ranks[start + strides[axis] * step] for step in range(axes[axis])) for start in starts]
+
+
+def _check(axes: dict[str, int], ranks: tuple[int, ...], world_size: int) -> None:
+    if not axes or any(size < 1 for size in axes.values()):
+        raise ValueError(f"axes: each axis needs a size of at least 1, not {axes}")
+    if len(set(ranks)) != len(ranks) or any(not 0 <= rank < world_size for rank in ranks):
+        raise ValueError(f"ranks: distinct ranks from 0 to {world_size - 1} are needed, not {list(ranks)}")
+    if prod(axes.values()) != len(ranks):
+        raise ValueError(f"axes: {axes} hold {prod(axes.values())} ranks, but there are {len(ranks)}")

@@ -1,0 +1,45 @@
+"""What a transport must do: move the bytes of one collective and return when they have moved (or are enqueued).
+
+Every tensor is contiguous and one-dimensional. ``bounds`` are the num_ranks + 1 offsets of the ranks' chunks.
+"""
+
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+Reduction = Literal["sum", "max"]
+Bounds = tuple[int, ...]
+
+
+class Transport(Protocol):
+    """How collectives travel in one group of ranks; ranks are positions in the group."""
+
+    name: str
+    emulated: bool
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
+        """Reduce ``tensor`` over the group, in place."""
+
+    def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds) -> None:
+        """Sum ``buffer`` over the group; ``output`` receives this rank's chunk and may be that part of ``buffer``."""
+
+    def all_gather(self, buffer: Tensor, bounds: Bounds) -> None:
+        """Fill ``buffer`` with every rank's chunk; this rank's is in place already."""
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Copy ``tensor`` from ``src`` to all."""
+
+    def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
+        """Send part j of ``buffer`` to rank j; part i of ``output`` comes from rank i."""
+
+    def send(self, tensor: Tensor, dst: int) -> None:
+        """Send to one rank."""
+
+    def recv(self, tensor: Tensor, src: int) -> None:
+        """Receive from one rank."""
+
+    def barrier(self) -> None:
+        """Return when all ranks have come here."""
+
+    def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:
+        """Bytes held during a collective beside the caller's buffers."""

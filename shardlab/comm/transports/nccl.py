@@ -1,0 +1,70 @@
+"""NCCL as it is: its calls enqueue on the current stream and return (``StreamLane`` makes that a stream of its own)."""
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shardlab.comm.transports.base import Bounds, Reduction
+from shardlab.comm.transports.gloo import REDUCE_OPS
+
+# torch 2.13 names these ..._single and warns at the old names, which are all that 2.11 has. Decided here, once.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class NcclTransport:
+    """Collectives over NCCL on CUDA tensors; equal chunks take the one-call path, uneven ones a grouped call."""
+
+    emulated = False
+    name = "nccl"
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._rank = dist.get_rank(group)
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
+        """Reduce in place."""
+        dist.all_reduce(tensor, REDUCE_OPS[reduction], self._group)
+
+    def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds) -> None:
+        """In place where ``output`` is this rank's chunk of ``buffer``."""
+        chunks = _chunks(buffer, bounds)
+        if len({chunk.numel() for chunk in chunks}) == 1:
+            _reduce_scatter(output, buffer, group=self._group)
+        else:
+            dist.reduce_scatter(output, chunks, group=self._group)
+
+    def all_gather(self, buffer: Tensor, bounds: Bounds) -> None:
+        """In place."""
+        chunks = _chunks(buffer, bounds)
+        if len({chunk.numel() for chunk in chunks}) == 1:
+            _all_gather(buffer, chunks[self._rank], group=self._group)
+        else:
+            dist.all_gather(chunks, chunks[self._rank], group=self._group)
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Copy from ``src``."""
+        dist.broadcast(tensor, group=self._group, group_src=src)
+
+    def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
+        """Sizes are elements per rank."""
+        dist.all_to_all_single(output, buffer, output_sizes, sizes, group=self._group)
+
+    def send(self, tensor: Tensor, dst: int) -> None:
+        """Send to one rank."""
+        dist.send(tensor, group=self._group, group_dst=dst)
+
+    def recv(self, tensor: Tensor, src: int) -> None:
+        """Receive from one rank."""
+        dist.recv(tensor, group=self._group, group_src=src)
+
+    def barrier(self) -> None:
+        """A barrier on the stream."""
+        dist.barrier(self._group)
+
+    def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:  # noqa: ARG002
+        """NCCL's own channels are allocated once, outside of torch's allocator."""
+        return 0
+
+
+def _chunks(buffer: Tensor, bounds: Bounds) -> list[Tensor]:
+    return [buffer[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)]

@@ -1,0 +1,182 @@
+"""A probabilistic grammar whose entropy is known exactly: text with a floor that no model's loss can go below.
+
+In each state one word is drawn, and the word decides the next state; no word of a state is the beginning of another
+word of that state. Who knows the state at the start therefore reads words and states off the bytes without doubt, and
+the text carries exactly the entropy of the draws:
+
+    floor = sum_s pi(s) H(s) / sum_s pi(s) L(s)      nats per byte
+
+Legend: pi(s) share of draws made in state s (the stationary distribution, pi = pi P), H(s) = -sum_w p(w|s) ln p(w|s)
+entropy of one draw, L(s) = sum_w p(w|s) bytes(w) mean length of one draw. The numerator is the entropy rate per word of
+a unifilar source (Shannon, "A mathematical theory of communication", 1948, section 7); the ratio of the two means is
+the rate per byte, since both averages are over the same draws.
+
+A model that sees windows from anywhere in the text does not know the state at first. It is given the first byte and
+predicts the S bytes after it; not knowing its place (state, and bytes of the word so far) after that byte costs it at
+most the entropy of the place given the byte, once per window. So the best mean loss on windows of S predictions lies
+between the floor and ``floor + start_entropy / S``.
+"""
+
+import json
+import math
+import random
+from bisect import bisect
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+
+from shardlab.data_sets.files import data_path
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One word of a state: its bytes, its probability, the state that follows."""
+
+    word: bytes
+    probability: float
+    next_state: str
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """States by name, each a choice of words; text starts in the state ``start``."""
+
+    start: str
+    states: Mapping[str, tuple[Draw, ...]]
+
+    def __post_init__(self) -> None:
+        """Check everything that the formula for the floor stands on."""
+        for name, draws in self.states.items():
+            _check_state(name, draws, self.states)
+        for name in (self.start, *self.states):
+            if name not in self.states or self.start not in _reachable(self.states, name):
+                raise ValueError(f"grammar: state {name!r} must exist and lead back to {self.start!r}")
+        if unreached := sorted(set(self.states) - _reachable(self.states, self.start)):
+            raise ValueError(f"grammar: states {unreached} are never reached from {self.start!r}")
+
+    def text(self, num_bytes: int, seed: int = 0) -> bytes:
+        """The first ``num_bytes`` bytes of a text drawn with ``seed``; the last word may be cut.
+
+        The same on every machine: only ``random.Random.random`` is used, whose sequence Python guarantees.
+        """
+        draw_uniform = random.Random(seed).random
+        tables = {
+            name: (list(accumulate(draw.probability for draw in draws))[:-1], draws)
+            for name, draws in self.states.items()
+        }
+        state, words, length = self.start, [], 0
+        while length < num_bytes:
+            cumulative, draws = tables[state]
+            draw = draws[bisect(cumulative, draw_uniform())]
+            words.append(draw.word)
+            length += len(draw.word)
+            state = draw.next_state
+        return b"".join(words)[:num_bytes]
+
+    @property
+    def stationary(self) -> dict[str, float]:
+        """Share of all draws that are made in each state: the solution of pi = pi P with sum 1."""
+        names = list(self.states)
+        balance = -torch.eye(len(names), dtype=torch.float64)
+        for column, name in enumerate(names):
+            for draw in self.states[name]:
+                balance[names.index(draw.next_state), column] += draw.probability
+        balance[-1] = 1  # The balance equations have one too many; the last makes way for sum(pi) = 1.
+        ones = torch.zeros(len(names), dtype=torch.float64)
+        ones[-1] = 1
+        return dict(zip(names, torch.linalg.solve(balance, ones).tolist(), strict=True))
+
+    @property
+    def mean_word_bytes(self) -> float:
+        """Mean bytes of one draw."""
+        return sum(
+            share * draw.probability * len(draw.word)
+            for name, share in self.stationary.items()
+            for draw in self.states[name]
+        )
+
+    @property
+    def floor_nats_per_byte(self) -> float:
+        """Exact entropy rate: the lowest mean cross-entropy that a model can reach, see the head of this file."""
+        nats_per_word = sum(
+            share * _entropy([draw.probability for draw in self.states[name]])
+            for name, share in self.stationary.items()
+        )
+        return nats_per_word / self.mean_word_bytes
+
+    @property
+    def start_entropy(self) -> float:
+        """Entropy in nats of the place in the grammar after a byte from anywhere in the text, given that byte."""
+        places: defaultdict[tuple[int, str, bytes], float] = defaultdict(float)
+        first_bytes: defaultdict[int, float] = defaultdict(float)
+        mean_word_bytes = self.mean_word_bytes
+        for name, share in self.stationary.items():
+            for draw in self.states[name]:
+                for index, byte in enumerate(draw.word):
+                    last = index == len(draw.word) - 1
+                    place = (byte, draw.next_state, b"") if last else (byte, name, draw.word[: index + 1])
+                    places[place] += share * draw.probability / mean_word_bytes
+                    first_bytes[byte] += share * draw.probability / mean_word_bytes
+        return _entropy(list(places.values())) - _entropy(list(first_bytes.values()))
+
+    def nats(self, text: bytes) -> float:
+        """Minus the log-probability of ``text``, which must start in the start state; a cut last word is left out.
+
+        Raises:
+            ValueError: the grammar cannot produce the text.
+        """
+        state, position, total = self.start, 0, 0.0
+        while position < len(text):
+            draw = next((draw for draw in self.states[state] if text.startswith(draw.word, position)), None)
+            if draw is None:
+                rest = text[position:]
+                if any(draw.word.startswith(rest) for draw in self.states[state]):
+                    break
+                raise ValueError(f"text is not of this grammar: no word of state {state!r} at byte {position}")
+            total -= math.log(draw.probability)
+            position += len(draw.word)
+            state = draw.next_state
+        return total
+
+
+def load_grammar(path: Path | None = None) -> Grammar:
+    """The grammar of a JSON file, by default ``data/grammar.json``.
+
+    Raises:
+        ValueError: probabilities of a state that do not add up to 1, an unknown state, an ambiguous word.
+        FileNotFoundError: there is no such file.
+    """
+    spec = json.loads((data_path("grammar.json") if path is None else path).read_text(encoding="utf-8"))
+    states = {
+        name: tuple(Draw(word.encode(), probability, next_state) for word, probability, next_state in draws)
+        for name, draws in spec["states"].items()
+    }
+    return Grammar(spec["start"], states)
+
+
+def _entropy(probabilities: list[float]) -> float:
+    return -sum(probability * math.log(probability) for probability in probabilities if probability > 0)
+
+
+def _check_state(name: str, draws: tuple[Draw, ...], states: Mapping[str, object]) -> None:
+    if abs(sum(draw.probability for draw in draws) - 1) > 1e-9 or min(d.probability for d in draws) <= 0:
+        raise ValueError(f"grammar: probabilities of state {name!r} must be above 0 and add up to 1")
+    if unknown := sorted({draw.next_state for draw in draws} - set(states)):
+        raise ValueError(f"grammar: state {name!r} leads to unknown states {unknown}")
+    for index, draw in enumerate(draws):
+        if not draw.word or any(other.word.startswith(draw.word) for at, other in enumerate(draws) if at != index):
+            raise ValueError(f"grammar: word {draw.word!r} of state {name!r} is empty or begins another word")
+
+
+def _reachable(states: Mapping[str, tuple[Draw, ...]], start: str) -> set[str]:
+    seen, waiting = set(), [start]
+    while waiting:
+        state = waiting.pop()
+        if state in states and state not in seen:
+            seen.add(state)
+            waiting.extend(draw.next_state for draw in states[state])
+    return seen

@@ -1,0 +1,255 @@
+"""The one interface of every strategy; what differs between two of them is in their own files.
+
+    engine = Bucketed(model, lambda tensors: torch.optim.AdamW(tensors, lr=3e-4), mesh)
+    loss = engine(x, y)
+    engine.backward(loss)
+    engine.clip_grad_norm_(1.0)
+    engine.step()
+    engine.zero_grad()
+
+The module keeps its class, its parameter names and its buffers; any torch optimizer works. Gradients are means over the
+ranks of the data axis. ``loss.backward()`` instead of ``engine.backward(loss)`` is right too: what is pending is
+finished before clipping or stepping.
+"""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shardlab.comm import Mesh, broadcast_coalesced
+from shardlab.engines.clip import clip_
+from shardlab.engines.step_tensors import StepTensors
+from shardlab.vocabulary import MeshAxis, Role
+
+OptimizerFn = Callable[[StepTensors], torch.optim.Optimizer]
+_WRAPPED = "_shardlab_engine"
+
+
+@dataclass(frozen=True)
+class ShardRow:
+    """One piece of a tensor that this rank holds: elements ``start`` to ``stop`` of the flattened parameter."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    role: Role
+    bucket: int
+    start: int
+    stop: int
+    num_bytes: int
+
+
+class Engine(ABC):
+    """A strategy around a plain module.
+
+    Args:
+        model: an ``nn.Module`` on its device. Parameters and buffers are broadcast from the first rank of the data axis.
+        optimizer_fn: makes the optimizer from the tensors this rank steps (``StepTensors``).
+        mesh: its axis ``data`` is averaged over; None for this process alone.
+
+    Raises:
+        ValueError: the module is wrapped by an engine already, has no parameters, or the mesh has no axis ``data``.
+    """
+
+    name: ClassVar[str]
+    shards_gradients: ClassVar[bool] = False
+    """Whether the gradients of ``step_tensors()`` are this rank's part only, so that a norm needs a reduction."""
+
+    def __init__(self, model: nn.Module, optimizer_fn: OptimizerFn, mesh: Mesh | None = None) -> None:
+        if getattr(model, _WRAPPED, None) is not None:
+            raise ValueError("model: it is wrapped by an engine already; close() that engine first")
+        self.module = model
+        self.mesh = Mesh.alone() if mesh is None else mesh
+        self.comm = self.mesh[MeshAxis.DATA]
+        self.params: dict[str, nn.Parameter] = dict(model.named_parameters())  # tied weights appear once
+        if not self.params:
+            raise ValueError("model: it has no parameters, so there is nothing to train")
+        if complex_names := [name for name, param in self.params.items() if param.is_complex()]:
+            raise ValueError(f"model: complex parameters are not supported: {complex_names}")
+        self.num_steps = 0
+        self._sync = True
+        self._reduced = False
+        broadcast_coalesced(
+            self.comm, [*self.params.values(), *model.buffers()], tag="parameters and buffers from rank 0"
+        )
+        self._prepare()
+        self.optimizer = optimizer_fn(self.step_tensors())
+        self._check_optimizer()
+        self._hooks = [hook for param in self.params.values() if (hook := self._watch(param)) is not None]
+        object.__setattr__(model, _WRAPPED, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of ``loss``, averaged over the data axis unless inside ``no_sync()``."""
+        self._reduced = False
+        loss.backward()
+        if self._sync:
+            self.finish_gradients()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward only accumulates on this rank; the next backward outside communicates the sum."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def finish_gradients(self) -> None:
+        """Return when the gradients are means over the data axis. Called by clip and step where it is still due."""
+        if not self._reduced:
+            self._finish_gradients()
+            self._reduced = True
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients so that their global norm is at most ``max_norm``.
+
+        Args:
+            max_norm: greater than 0.
+            norm_type: 1, 2 or inf.
+
+        Returns:
+            The norm before clipping, 0-d, equal on all ranks.
+        """
+        self.finish_gradients()
+        return clip_(self.step_tensors(), max_norm, norm_type, self.comm if self.shards_gradients else None)
+
+    def step(self) -> None:
+        """One optimizer step; afterwards the parameters are equal on all ranks."""
+        self.finish_gradients()
+        self.optimizer.step()
+        self.num_steps += 1
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for param in self.params.values():
+            param.grad = None
+        self._reduced = False
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the first parameter group; setting it sets all groups."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = value
+
+    def step_tensors(self) -> StepTensors:
+        """What this rank steps, by name, in the module's order."""
+        return StepTensors(self.params)
+
+    def owners(self) -> dict[str, tuple[int, ...]]:
+        """The ranks that step (a piece of) each parameter, in the module's order."""
+        everyone = tuple(range(self.comm.num_ranks))
+        return dict.fromkeys(self.params, everyone)
+
+    def owned(self) -> dict[str, tuple[int, int]]:
+        """The elements of each flattened parameter that this rank steps, as (start, stop); only what it does step."""
+        return {name: (0, param.numel()) for name, param in self.params.items()}
+
+    def shard_map(self) -> list[ShardRow]:
+        """Every piece of a parameter, gradient or optimizer state that this rank holds."""
+        return [
+            ShardRow(name, tuple(param.shape), role, -1, 0, param.numel(), num_bytes)
+            for name, param in self.params.items()
+            for role, num_bytes in held(param, self.optimizer.state.get(param, {}), param.grad)
+        ]
+
+    def live_tensors(self) -> dict[Role, list[Tensor]]:
+        """The engine's long-lived tensors by role; a storage that appears in two roles belongs to the first.
+
+        Step counters of the optimizer and buffers of the module are ``Role.OTHER``, so that optimizer state is exactly
+        what the formulas count.
+        """
+        states = [
+            (key, value) for state in self.optimizer.state.values() for key, value in state.items()
+            if isinstance(value, Tensor)
+        ]  # fmt: skip
+        return {
+            Role.PARAMETER: [param.detach() for param in self.params.values()],
+            Role.GRADIENT: [param.grad for param in self.params.values() if param.grad is not None],
+            Role.OPTIMIZER_STATE: [value for key, value in states if key != "step"],
+            Role.OTHER: [value for key, value in states if key == "step"] + list(self.module.buffers()),
+        }
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of one copy of the parameters that are padding."""
+        return 0
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """A copy of the module's whole state, the same on every rank, which loads strict into the plain module."""
+        return {
+            name: value.detach().clone() if isinstance(value, Tensor) else value
+            for name, value in self.module.state_dict().items()
+        }
+
+    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what ``full_state_dict()`` or the plain module's ``state_dict()`` gave.
+
+        Raises:
+            RuntimeError: names or shapes differ; torch names them.
+        """
+        self.module.load_state_dict(state, strict=True)
+
+    def close(self) -> None:
+        """Take the hooks off: the module trains alone again. Called twice it does nothing more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        object.__setattr__(self.module, _WRAPPED, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _prepare(self) -> None:
+        """Lay out what the strategy needs, before the optimizer is made."""
+
+    def _check_optimizer(self) -> None:
+        """Refuse an optimizer the strategy cannot bear, before the module is touched."""
+
+    @abstractmethod
+    def _finish_gradients(self) -> None:
+        """Make the gradients means over the data axis. Every rank calls it equally often."""
+
+    def _on_gradient(self, param: nn.Parameter) -> None:
+        """A gradient has been accumulated into ``param.grad``."""
+        self._reduced = False
+        if param.grad is not None and param.grad.is_sparse and self.comm.num_ranks > 1:
+            name = next(name for name, known in self.params.items() if known is param)
+            raise ValueError(
+                f"model: parameter {name!r} has a sparse gradient, which strategy {self.name!r} cannot average; "
+                "build the embedding with sparse=False"
+            )
+
+    def _watch(self, param: nn.Parameter) -> RemovableHandle | None:
+        if not param.is_floating_point():
+            return None
+        # A frozen parameter may be thawed later, but torch takes the hook only while it requires a gradient.
+        frozen = not param.requires_grad
+        param.requires_grad_(True)
+        hook: RemovableHandle = param.register_post_accumulate_grad_hook(self._on_gradient)
+        param.requires_grad_(not frozen)
+        return hook
+
+
+def held(param: Tensor, state: Mapping[str, Any], gradient: Tensor | None) -> Iterator[tuple[Role, int]]:
+    """Roles and bytes of what is held for one (piece of a) parameter."""
+    yield Role.PARAMETER, param.nbytes
+    if gradient is not None:
+        yield Role.GRADIENT, gradient.nbytes
+    if held := sum(value.nbytes for key, value in state.items() if isinstance(value, Tensor) and key != "step"):
+        yield Role.OPTIMIZER_STATE, held

@@ -1,0 +1,149 @@
+"""A gradient bucket: a flat buffer whose slots are the gradients of some parameters.
+
+``param.grad`` is the state. None: nothing here yet. A view of the slot: the gradient lies in the bucket, and autograd
+adds the next micro-batch to it in place. Another tensor: a gradient that must still be copied in. While the bucket is
+in flight its parameters have no ``.grad``, so no second backward can write into a buffer that is being sent.
+"""
+
+from collections.abc import Mapping, Sequence
+from enum import Enum, auto
+
+import torch
+from torch import Tensor, nn
+
+from shardlab.comm import Pending
+from shardlab.engines.unused import nobody_used, write_unused, write_used
+from shardlab.partition.buckets import assign_buckets
+from shardlab.partition.flat import FlatLayout, ParamSpec, flat_layout, owned_layout, owned_order
+from shardlab.partition.owners import assign_owners
+from shardlab.vocabulary import Partition
+
+DEFAULT_BUCKET_BYTES = 25 * 1024**2
+
+
+class BucketState(Enum):
+    """OPEN takes gradients; IN_FLIGHT is being reduced; REDUCED holds means."""
+
+    OPEN = auto()
+    IN_FLIGHT = auto()
+    REDUCED = auto()
+
+
+class Bucket:
+    """Parameters that travel together.
+
+    Args:
+        index: position among the buckets, which is the order of their collectives.
+        layout: where each parameter lies and which rank holds which chunk.
+        names: parameter names in slot order.
+        params: the parameters in slot order, all of one dtype and device.
+    """
+
+    def __init__(self, index: int, layout: FlatLayout, names: Sequence[str], params: Sequence[nn.Parameter]) -> None:
+        self.index = index
+        self.layout = layout
+        self.names = tuple(names)
+        self.params = tuple(params)
+        self.buffer: Tensor | None = None  # flat gradients, [padded_numel]; made when first needed
+        self.views: list[Tensor] = []  # of the buffer, one a slot, in the parameters' shapes
+        self.state = BucketState.OPEN
+        self.pending: Pending | None = None
+        self.waiting: set[int] = set()  # slots whose gradient this backward still owes
+        self.unused: list[int] = []  # slots this rank sent as unused
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter requires a gradient now; a bucket that is wholly frozen is never sent."""
+        return any(param.requires_grad for param in self.params)
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of the buffer that belong to no parameter."""
+        return self.layout.padding_numel * self.params[0].element_size()
+
+    def new_buffer(self) -> Tensor:
+        """A flat tensor for one value per element, padding included; [padded_numel], zeros."""
+        return torch.zeros(self.layout.padded_numel, dtype=self.params[0].dtype, device=self.params[0].device)
+
+    def slots_of(self, flat: Tensor) -> list[Tensor]:
+        """Views of a flat buffer, one a slot, in the parameters' shapes."""
+        return [
+            flat[slot.start : slot.stop].view(param.shape)
+            for slot, param in zip(self.layout.slots, self.params, strict=True)
+        ]
+
+    def arm(self) -> None:
+        """Expect a gradient from every parameter that is trainable now."""
+        self.waiting = {slot for slot, param in enumerate(self.params) if param.requires_grad}
+
+    def take(self, slot: int, gradient: Tensor, *, add: bool) -> None:
+        """Put a gradient into its slot (``add``: onto what is there) and make ``param.grad`` the slot's view."""
+        if self.buffer is None:
+            self.buffer = self.new_buffer()
+            self.views = self.slots_of(self.buffer)
+        view = self.views[slot]
+        if add:
+            view.add_(gradient)
+        elif gradient.data_ptr() != view.data_ptr():
+            write_used(view, gradient)
+        self.params[slot].grad = view
+
+    def fill(self) -> None:
+        """Complete every slot before sending, and take ``.grad`` away from the parameters."""
+        self.unused = []
+        if self.buffer is None:
+            self.buffer = self.new_buffer()
+            self.views = self.slots_of(self.buffer)
+        for slot, param in enumerate(self.params):
+            if param.grad is None:
+                write_unused(self.views[slot])
+                self.unused.append(slot)
+            else:
+                self.take(slot, param.grad, add=False)
+            param.grad = None
+
+    def hand_out(self, divisor: int) -> None:
+        """Make the buffer a mean and give every used parameter its ``.grad``."""
+        assert self.buffer is not None
+        unused = {slot for slot in self.unused if nobody_used(self.views[slot])}
+        if divisor > 1:
+            self.buffer.div_(divisor)
+        for slot, param in enumerate(self.params):
+            if slot not in unused:
+                param.grad = self.views[slot]
+
+
+def build_buckets(
+    params: Mapping[str, nn.Parameter],
+    num_ranks: int,
+    capacity_bytes: int,
+    partition: Partition = Partition.ELEMENTS,
+) -> list[Bucket]:
+    """Divide parameters into buckets; the same on every rank, since it depends on their order and sizes alone.
+
+    Parameters that are frozen now have buckets of their own, which cost nothing until they are thawed.
+
+    Args:
+        params: parameters by name, in the module's order.
+        num_ranks: chunks of each bucket; 1 where nothing is sharded.
+        capacity_bytes: bytes of a full bucket.
+        partition: how a bucket's elements are divided over the ranks.
+    """
+    names = list(params)
+    specs = [ParamSpec(name, tuple(param.shape), param.element_size()) for name, param in params.items()]
+    keys = [(param.dtype, param.device, param.requires_grad) for param in params.values()]
+    whole = partition is not Partition.ELEMENTS
+    owners = assign_owners(specs, num_ranks, partition) if whole else ()
+    buckets = []
+    for index, members in enumerate(assign_buckets(specs, capacity_bytes, keys)):
+        together = [specs[member] for member in members]
+        order = list(members)
+        if whole:
+            bucket_owners = [owners[member] for member in members]
+            layout = owned_layout(together, bucket_owners, num_ranks)
+            order = [members[place] for place in owned_order(bucket_owners)]
+        else:
+            layout = flat_layout(together, num_ranks)
+        slot_names = [names[member] for member in order]
+        buckets.append(Bucket(index, layout, slot_names, [params[name] for name in slot_names]))
+    return buckets

@@ -1,0 +1,39 @@
+"""Data parallel, naive: after backward, one all-reduce per parameter.
+
+What changes against ``single``: every rank trains on its own rows, and the gradients become means over the ranks.
+Everything is replicated. Per rank for P fp32 parameters with Adam: 4P parameters, 4P gradients, 8P state; on the wire
+2P(N-1)/N elements a step, in as many messages as there are parameters, none of them hidden behind compute.
+"""
+
+import torch
+from torch import nn
+
+from shardlab.comm import Pending
+from shardlab.engines.base import Engine
+from shardlab.engines.unused import mark_used, nobody_used, write_unused
+
+
+class DDP(Engine):
+    """Replicated parameters; gradients are all-reduced one by one when backward has ended."""
+
+    name = "ddp"
+
+    def _finish_gradients(self) -> None:
+        trainable = [(name, param) for name, param in self.params.items() if param.requires_grad]
+        used = {name for name, param in trainable if param.grad is not None}
+        pending = [self._send(name, param) for name, param in trainable]
+        for (name, param), collective in zip(trainable, pending, strict=True):
+            collective.wait()
+            assert param.grad is not None
+            if name not in used and nobody_used(param.grad):
+                param.grad = None
+            elif self.comm.num_ranks > 1:
+                param.grad.div_(self.comm.num_ranks)
+
+    def _send(self, name: str, param: nn.Parameter) -> Pending:
+        if param.grad is None:
+            param.grad = torch.empty_like(param)
+            write_unused(param.grad)
+        else:
+            mark_used(param.grad)
+        return self.comm.all_reduce(param.grad, tag=f"gradient of {name}")

@@ -1,0 +1,48 @@
+"""Strategies by name."""
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from shardlab.comm import Mesh
+from shardlab.engines.base import Engine, OptimizerFn
+from shardlab.engines.bucketed import Bucketed
+from shardlab.engines.ddp import DDP
+from shardlab.engines.single import Single
+from shardlab.engines.zero1 import ZeRO1
+
+STRATEGIES: dict[str, type[Engine]] = {engine.name: engine for engine in (Single, DDP, Bucketed, ZeRO1)}
+
+
+def engine_options(strategy: str) -> tuple[str, ...]:
+    """Names of the options that a strategy takes beside model, optimizer_fn and mesh.
+
+    Raises:
+        ValueError: an unknown strategy; the message lists the allowed names.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy: {strategy!r} is not one of {', '.join(STRATEGIES)}")
+    parameters = inspect.signature(STRATEGIES[strategy]).parameters.values()
+    return tuple(known.name for known in parameters if known.kind is inspect.Parameter.KEYWORD_ONLY)
+
+
+def build_engine(
+    name: str, model: nn.Module, optimizer_fn: OptimizerFn, mesh: Mesh | None = None, **options: Any
+) -> Engine:
+    """The engine of a strategy.
+
+    Args:
+        name: one of ``STRATEGIES``.
+        model: see ``Engine``.
+        optimizer_fn: see ``Engine``.
+        mesh: see ``Engine``.
+        options: what that strategy's class takes, for example ``bucket_bytes``.
+
+    Raises:
+        ValueError: an unknown strategy, or an option it does not take; the message lists what is allowed.
+    """
+    allowed = engine_options(name)
+    if unknown := sorted(set(options) - set(allowed)):
+        raise ValueError(f"options: {name!r} takes {', '.join(allowed) or 'none'}, not {', '.join(unknown)}")
+    return STRATEGIES[name](model, optimizer_fn, mesh, **options)

@@ -1,0 +1,144 @@
+"""Any torch optimizer with its state sharded over ranks: usable alone, around gradients that are means already.
+
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, comm=mesh.data, lr=3e-4)
+    loss.backward(); average_gradients_somehow(); optimizer.step()
+
+Parameters and gradients stay whole on every rank; each rank steps its pieces, keeps state for those only, and an
+all-gather puts the parameters together. Per rank for P fp32 parameters and Adam: 4P / 4P / 8P/N.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardlab.comm import Communicator
+from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES, build_buckets
+from shardlab.engines.shards import ParameterShards, check_partition
+from shardlab.vocabulary import Partition
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Steps this rank's pieces with an optimizer of class ``optimizer_cls``.
+
+    ``param_groups`` and ``state`` are the inner optimizer's, over pieces; set learning rates there, or use a scheduler.
+
+    Args:
+        params: what any torch optimizer takes: parameters, pairs of name and parameter, or groups. On every rank the
+            same, with equal values.
+        optimizer_cls: the class of the optimizer that steps the pieces.
+        comm: the ranks to shard over.
+        partition: 'elements' cuts buckets into equal chunks; 'round_robin', 'contiguous' and 'balanced' give whole
+            parameters to ranks, which optimizers need that look at whole tensors.
+        bucket_bytes: parameters gathered in one message, in bytes.
+        defaults: arguments of ``optimizer_cls``.
+
+    Raises:
+        ValueError: an unknown partition, or one that the optimizer cannot bear.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_cls: Callable[..., torch.optim.Optimizer],
+        *,
+        comm: Communicator,
+        partition: Partition | str = Partition.ELEMENTS,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        **defaults: Any,
+    ) -> None:
+        super().__init__(params, dict(defaults))
+        self.partition = parse_partition(partition)
+        self.num_steps = 0
+        self._named = _names(self.param_groups)
+        buckets = build_buckets(self._named, comm.num_ranks, bucket_bytes, self.partition)
+        self.shards = ParameterShards(self._named, buckets, comm)
+        self.inner = optimizer_cls(self._groups_of_pieces(), **defaults)
+        check_partition(self.inner, self.partition, comm.num_ranks)
+        # The same objects, so that a scheduler or a user who sets a learning rate reaches the inner optimizer.
+        self.param_groups, self.state, self.defaults = self.inner.param_groups, self.inner.state, self.inner.defaults
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Step this rank's pieces with the gradients of the parameters, then gather the parameters.
+
+        Args:
+            closure: reevaluates the model and returns the loss, as for any torch optimizer; called once.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._take_gradients()
+        self.inner.step()
+        self._drop_gradients()
+        with torch.no_grad():
+            self.shards.gather()
+        self.num_steps += 1
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget (or zero) the gradients of the parameters."""
+        for param in self._named.values():
+            if set_to_none or param.grad is None:
+                param.grad = None
+            else:
+                param.grad.detach().zero_()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while it is built: afterwards the layout is fixed.
+
+        Raises:
+            RuntimeError: called later.
+        """
+        if hasattr(self, "shards"):
+            raise RuntimeError("param_group: the layout over ranks is fixed; build a new ShardedOptimizer with all groups")
+        super().add_param_group(param_group)
+
+    def owners(self) -> dict[str, tuple[int, ...]]:
+        """The ranks that step a piece of each parameter, in the order the parameters were given."""
+        return self.shards.owners()
+
+    def owned(self) -> dict[str, tuple[int, int]]:
+        """The elements (start, stop) of each flattened parameter that this rank steps; only what it does step."""
+        return self.shards.owned()
+
+    def _take_gradients(self) -> None:
+        for name in self.shards.pieces:
+            gradient = self._named[name].grad
+            self.shards.tensors.by_name(name).grad = None if gradient is None else self.shards.slice_of(name, gradient)
+
+    def _drop_gradients(self) -> None:
+        # Or the slices would keep the full gradients alive after the caller's zero_grad().
+        for tensor in self.shards.tensors:
+            tensor.grad = None
+
+    def _groups_of_pieces(self) -> list[dict[str, Any]]:
+        names = {param: name for name, param in self._named.items()}
+        groups = []
+        for group in self.param_groups:
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            pieces: list[Tensor] = [self.shards.tensors.by_name(names[param]) for param in group["params"]]
+            groups.append({**options, "params": pieces})
+        return groups
+
+
+def parse_partition(partition: Partition | str) -> Partition:
+    """The member of ``Partition`` with this name.
+
+    Raises:
+        ValueError: there is none; the message lists the allowed names.
+    """
+    try:
+        return Partition(partition)
+    except ValueError:
+        raise ValueError(f"partition: {partition!r} is not one of {', '.join(Partition)}") from None
+
+
+def _names(groups: list[dict[str, Any]]) -> dict[str, nn.Parameter]:
+    """Parameters by name, in the order given; numbered where the caller gave no names."""
+    named: dict[str, nn.Parameter] = {}
+    for group in groups:
+        names = group.get("param_names") or [str(len(named) + place) for place in range(len(group["params"]))]
+        named.update(zip(names, group["params"], strict=True))
+    return named

@@ -1,0 +1,154 @@
+"""ZeRO-1: the optimizer state is sharded; parameters and gradients are whole on every rank.
+
+What changes against ``bucketed``: the verb. A bucket is reduce-scattered instead of all-reduced, so each rank receives
+the mean of its own chunk only; it steps that chunk, keeps optimizer state for it alone, and all-gathers the parameters
+after the step. An all-reduce is a reduce-scatter and an all-gather, so the wire carries the same 2P(N-1)/N elements.
+
+Per rank for P fp32 parameters with Adam: 4P parameters, 4P gradients, 8P/N state (P with the padding of each bucket to
+a multiple of N). The chunk is reduced inside the bucket, where it is a slice; the rest of the bucket then holds this
+rank's own, stale gradients, so after backward ``param.grad`` is None and the means are the ``.grad`` of
+``step_tensors()``. Use ``engine.zero_grad()``, not the module's. Source: Rajbhandari et al., arXiv 1910.02054, section 5.1.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardlab.comm import Mesh, Pending
+from shardlab.engines.base import OptimizerFn, ShardRow, held
+from shardlab.engines.bucketed import Bucketed
+from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES, Bucket, build_buckets
+from shardlab.engines.sharded_optimizer import parse_partition
+from shardlab.engines.shards import ParameterShards, check_partition
+from shardlab.engines.step_tensors import StepTensors
+from shardlab.engines.unused import nobody_used
+from shardlab.vocabulary import Partition, Role
+
+
+class ZeRO1(Bucketed):
+    """Replicated parameters and gradients, sharded optimizer state.
+
+    Args:
+        model: see ``Engine``.
+        optimizer_fn: see ``Engine``.
+        mesh: see ``Engine``.
+        bucket_bytes: capacity of a bucket in bytes.
+        partition: how a bucket is divided over the ranks, see ``ShardedOptimizer``.
+    """
+
+    name = "zero1"
+    shards_gradients = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_fn: OptimizerFn,
+        mesh: Mesh | None = None,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        partition: Partition | str = Partition.ELEMENTS,
+    ) -> None:
+        self.partition = parse_partition(partition)
+        super().__init__(model, optimizer_fn, mesh, bucket_bytes=bucket_bytes)
+
+    def step(self) -> None:
+        """Step this rank's pieces, then gather the parameters."""
+        super().step()
+        self.shards.gather()
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        super().zero_grad()
+        for tensor in self.step_tensors():
+            tensor.grad = None
+        self._earlier.clear()
+
+    def step_tensors(self) -> StepTensors:
+        """This rank's pieces, by name, in the module's order."""
+        return self.shards.tensors
+
+    def owners(self) -> dict[str, tuple[int, ...]]:
+        """The ranks that step a piece of each parameter, in the module's order."""
+        return self.shards.owners()
+
+    def owned(self) -> dict[str, tuple[int, int]]:
+        """The elements (start, stop) of each flattened parameter that this rank steps; only what it does step."""
+        return self.shards.owned()
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of one copy of the parameters that are padding, over all buckets."""
+        return sum(bucket.padding_bytes for bucket in self.buckets)
+
+    def shard_map(self) -> list[ShardRow]:
+        """Whole parameters and gradients, and the pieces of the optimizer state."""
+        return list(self._rows())
+
+    def live_tensors(self) -> dict[Role, list[Tensor]]:
+        """As ``Bucketed``, with the padding of the flat parameters."""
+        live = super().live_tensors()
+        live[Role.PARAMETER] += self.shards.flat
+        return live
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self.shards = ParameterShards(self.params, self.buckets, self.comm)
+        self._earlier: dict[int, Tensor] = {}  # means of an earlier backward, by bucket, when a later one adds to them
+
+    def _check_optimizer(self) -> None:
+        check_partition(self.optimizer, self.partition, self.comm.num_ranks)
+
+    def _build_buckets(self) -> list[Bucket]:
+        return build_buckets(self.params, self.comm.num_ranks, self.bucket_bytes, self.partition)
+
+    def _reduce(self, bucket: Bucket) -> Pending:
+        assert bucket.buffer is not None
+        return self.comm.reduce_scatter(
+            bucket.buffer, bounds=bucket.layout.bounds, tag=f"gradients of bucket {bucket.index}"
+        )
+
+    def _reduced_bucket(self, bucket: Bucket) -> None:
+        chunk = self._chunk(bucket)
+        unused_here = {bucket.names[slot] for slot in bucket.unused}
+        pieces = bucket.layout.pieces(self.comm.rank)
+        gradients = {piece.name: self._gradient_of(bucket, piece.flat_start, piece.flat_stop) for piece in pieces}
+        unused = {name for name, gradient in gradients.items() if name in unused_here and nobody_used(gradient)}
+        chunk.div_(self.comm.num_ranks)
+        earlier = self._earlier.pop(bucket.index, None)
+        if earlier is not None:
+            chunk.add_(earlier)
+        for name, gradient in gradients.items():
+            tensor = self.shards.tensors.by_name(name)
+            if name not in unused or tensor.grad is not None:
+                tensor.grad = gradient.view(tensor.shape)
+
+    def _reopen(self) -> None:
+        super()._reopen()
+        # The bucket will be filled with this rank's new gradients, so the means so far step aside until the next sum.
+        for bucket in self.buckets:
+            pieces = bucket.layout.pieces(self.comm.rank)
+            if any(self.shards.tensors.by_name(piece.name).grad is not None for piece in pieces):
+                self._earlier[bucket.index] = self._chunk(bucket).clone()
+
+    def _chunk(self, bucket: Bucket) -> Tensor:
+        start, stop = bucket.layout.chunk(self.comm.rank)
+        return self._gradient_of(bucket, start, stop)
+
+    @staticmethod
+    def _gradient_of(bucket: Bucket, start: int, stop: int) -> Tensor:
+        assert bucket.buffer is not None
+        return bucket.buffer[start:stop]
+
+    def _rows(self) -> Iterator[ShardRow]:
+        owned = self.owned()
+        for bucket in self.buckets:
+            for name, param in zip(bucket.names, bucket.params, strict=True):
+                shape = tuple(param.shape)
+                yield ShardRow(name, shape, Role.PARAMETER, bucket.index, 0, param.numel(), param.nbytes)
+                if bucket.buffer is not None:
+                    yield ShardRow(name, shape, Role.GRADIENT, bucket.index, 0, param.numel(), param.nbytes)
+                state: dict[str, Any] = self.optimizer.state.get(self.shards.tensors.by_name(name), {})
+                for role, num_bytes in held(param, state, None):
+                    if role is Role.OPTIMIZER_STATE:
+                        yield ShardRow(name, shape, role, bucket.index, *owned[name], num_bytes)

@@ -1,0 +1,194 @@
+"""The board: one small slot of shared memory per rank that says which collective the rank is in.
+
+A rank writes its slot when a collective is issued and when it is completed; the parent reads all slots at any time,
+also when a rank hangs or is dead. Of several collectives in flight the slot shows the oldest, for that is the one
+everything waits behind; with none in flight it shows the last.
+
+A slot is 512 bytes: version (odd while it is being written), seq, since_ns, state, then op, axis, tag and source line as
+UTF-8 padded with zeros. Nothing is locked between processes: the reader repeats a read that met a change of version.
+"""
+
+import mmap
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from threading import Lock
+from time import perf_counter_ns
+from typing import Protocol
+
+from shardlab.comm.events import CollectiveEvent
+
+_VERSION = struct.Struct("=Q")
+_BODY = struct.Struct("=qqB32s24s160s272s")
+SLOT_BYTES = 512
+_TEXT_BYTES = (32, 24, 160, 272)
+assert _VERSION.size + _BODY.size <= SLOT_BYTES
+
+
+class CallState(IntEnum):
+    """State of the collective in a slot."""
+
+    NONE = 0
+    ISSUED = 1
+    COMPLETED = 2
+    FAILED = 3
+
+
+class Call(Protocol):
+    """What a slot shows of a collective; ``CollectiveEvent`` has all of it."""
+
+    seq: int
+    op: str
+    axis: str
+    tag: str
+    issue_ns: float
+    source_line: str
+
+
+@dataclass(frozen=True)
+class BoardRow:
+    """One slot as read. ``since_ns`` is when the collective was issued, by ``time.perf_counter_ns``."""
+
+    rank: int
+    seq: int
+    since_ns: int
+    state: CallState
+    op: str
+    axis: str
+    tag: str
+    source_line: str
+
+    def waited_s(self, now_ns: int) -> float:
+        """Seconds since the collective was issued; 0 unless it is still under way."""
+        return (now_ns - self.since_ns) / 1e9 if self.state is CallState.ISSUED else 0.0
+
+
+class BoardWriter:
+    """A rank's slot, written as an observer of its communicators (``shardlab.comm.events.Observer``)."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self._map = _map_file(path)
+        self._offset = rank * SLOT_BYTES
+        self._lock = Lock()  # issued() comes from the caller's thread, completed() from the communication thread
+        self._version = 0
+        self._in_flight: dict[int, CollectiveEvent] = {}
+        self._seen: Call | None = None
+
+    def issued(self, event: CollectiveEvent) -> None:
+        """Show the collective unless an older one is still in flight."""
+        with self._lock:
+            self._in_flight[id(event)] = event
+            if len(self._in_flight) == 1:
+                self._write(event, CallState.ISSUED)
+
+    def started(self, event: CollectiveEvent) -> None:
+        """Nothing: issued and not completed is all a hang needs."""
+
+    def completed(self, event: CollectiveEvent) -> None:
+        """Show the next oldest in flight, or this one as completed."""
+        with self._lock:
+            self._in_flight.pop(id(event), None)
+            oldest = next(iter(self._in_flight.values()), None)
+            if oldest is None:
+                self._write(event, CallState.COMPLETED)
+            else:
+                self._write(oldest, CallState.ISSUED)
+
+    def waited(self, event: CollectiveEvent) -> None:
+        """Nothing."""
+
+    def seen(self, call: Call | None) -> None:
+        """Show a collective that was called past the communicator (``stack.py``); None when it has returned.
+
+        What a communicator reports goes first: it knows more of the same collective.
+        """
+        with self._lock:
+            before, self._seen = self._seen, call
+            if not self._in_flight:
+                if call is not None:
+                    self._write(call, CallState.ISSUED)
+                elif before is not None:
+                    self._write(before, CallState.COMPLETED)
+
+    def failed(self, call: Call | None) -> None:
+        """The rank's function raised inside ``call``, or inside the collective the slot shows."""
+        with self._lock:
+            shown = next(iter(self._in_flight.values()), None) or call
+            if shown is not None:
+                self._write(shown, CallState.FAILED)
+
+    def clear(self) -> None:
+        """Forget everything: a new function starts, and what the last one left unfinished is not its doing."""
+        with self._lock:
+            self._in_flight.clear()
+            self._seen = None
+            self._put(bytes(_BODY.size))
+
+    def _write(self, call: Call, state: CallState) -> None:
+        texts = (call.op, call.axis, call.tag, call.source_line[-_TEXT_BYTES[3] :])
+        packed = (text.encode()[:size] for text, size in zip(texts, _TEXT_BYTES, strict=True))
+        self._put(_BODY.pack(call.seq, int(call.issue_ns), state, *packed))
+
+    def _put(self, body: bytes) -> None:
+        start = self._offset + _VERSION.size
+        _VERSION.pack_into(self._map, self._offset, self._version + 1)
+        self._map[start : start + _BODY.size] = body
+        self._version += 2
+        _VERSION.pack_into(self._map, self._offset, self._version)
+
+
+class Board:
+    """All slots, as the parent reads them."""
+
+    def __init__(self, path: Path, world_size: int) -> None:
+        path.write_bytes(bytes(SLOT_BYTES * world_size))
+        self.path = path
+        self._world_size = world_size
+        self._map = _map_file(path)
+
+    def read(self) -> list[BoardRow]:
+        """One row per rank, in rank order."""
+        return [self._read_slot(rank) for rank in range(self._world_size)]
+
+    def close(self) -> None:
+        """Unmap the file; its owner removes it."""
+        self._map.close()
+
+    def _read_slot(self, rank: int) -> BoardRow:
+        start = rank * SLOT_BYTES
+        for _ in range(100):  # bounded: a rank killed in the middle of a write leaves an odd version for good
+            (version,) = _VERSION.unpack_from(self._map, start)
+            body = _BODY.unpack_from(self._map, start + _VERSION.size)
+            if version % 2 == 0 and _VERSION.unpack_from(self._map, start) == (version,):
+                break
+        seq, since_ns, state, *texts = body
+        op, axis, tag, source = (text.rstrip(b"\0").decode(errors="ignore") for text in texts)
+        return BoardRow(rank, seq, since_ns, CallState(state), op, axis, tag, source)
+
+
+def describe(rows: Sequence[BoardRow], processes: Sequence[str]) -> str:
+    """The board as a text table: rank, process, collective, tag, state, since (seconds), source line.
+
+    Args:
+        rows: what ``Board.read`` gave.
+        processes: what each rank's process is doing, in the same order: running, returned, raised, dead.
+    """
+    now_ns = perf_counter_ns()
+    lines = [("rank", "process", "collective", "tag", "state", "since (s)", "source line")]
+    for row, process in zip(rows, processes, strict=True):
+        if row.state is CallState.NONE:
+            lines.append((str(row.rank), process, "-", "-", "no collective yet", "-", "-"))
+            continue
+        collective = f"{row.op} ({row.axis})" if row.axis else row.op
+        since = f"{(now_ns - row.since_ns) / 1e9:.1f}"
+        state = "waiting" if row.state is CallState.ISSUED else row.state.name.lower()
+        lines.append((str(row.rank), process, collective, row.tag or "-", state, since, row.source_line or "-"))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), 0)

@@ -1,0 +1,64 @@
+"""What the caller sees when ranks fail: who, what, and that rank's own traceback."""
+
+import signal
+
+
+class RankError(RuntimeError):
+    """A function raised in a rank. ``__cause__`` is the original exception where it could be sent.
+
+    Attributes:
+        rank: the first rank that failed.
+        exception_type: name of the exception's class.
+        traceback_text: the traceback as that rank saw it.
+    """
+
+    def __init__(self, rank: int, exception_type: str, summary: str, traceback_text: str) -> None:
+        self.rank = rank
+        self.exception_type = exception_type
+        self.traceback_text = traceback_text
+        first_line = f"rank {rank} raised {exception_type}" + (f": {summary}" if summary else "")
+        super().__init__(f"{first_line}\n\nTraceback of rank {rank}:\n{traceback_text}".rstrip())
+
+
+class RankDied(RankError):  # noqa: N818 - the word says it: there was no exception
+    """A rank's process ended without an answer.
+
+    Attributes:
+        exit_code: its exit status; the negative number of the signal that killed it.
+        table: the board at that moment, what every rank was in.
+    """
+
+    def __init__(self, rank: int, exit_code: int | None, table: str) -> None:
+        super().__init__(rank, "RankDied", "", "")
+        self.exit_code = exit_code
+        self.table = table
+        self.args = (f"rank {rank} died: {describe_exit(exit_code)}\n\nWhat each rank was in:\n{table}",)
+
+
+class RankHang(RuntimeError):  # noqa: N818 - as above
+    """Ranks waited in a collective for longer than the pool's ``timeout_s``.
+
+    Attributes:
+        waiting: ranks that wait.
+        table: the board at that moment.
+    """
+
+    def __init__(self, summary: str, waiting: tuple[int, ...], table: str) -> None:
+        self.waiting = waiting
+        self.table = table
+        super().__init__(f"{summary}\n\n{table}")
+
+
+def describe_exit(exit_code: int | None) -> str:
+    """An exit status in words: ``killed by SIGKILL ...`` or ``exit code 3``."""
+    if exit_code is None:
+        return "its process is gone"
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    if name == "SIGKILL":
+        return "killed by SIGKILL (if nobody sent it: the kernel's out-of-memory killer does; try a smaller model)"
+    return f"killed by {name}"

@@ -1,0 +1,82 @@
+"""Where the ranks of one host run: which device each gets, and which backend moves their bytes.
+
+=====================  =======  ======  ======================================================
+this machine           backend  staged  why
+=====================  =======  ======  ======================================================
+a GPU for every rank   nccl     no      the fast path
+no GPU                 gloo     no      CPU tensors over loopback
+fewer GPUs than ranks  gloo     yes     ranks share GPUs; NCCL refuses two ranks on one GPU
+=====================  =======  ======  ======================================================
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One device per rank and the backend between them.
+
+    Attributes:
+        world_size: number of ranks.
+        device_type: ``cpu`` or ``cuda``, the same for all ranks.
+        backend: ``gloo`` or ``nccl``.
+        devices: one torch device string per rank, for example ``("cuda:0", "cuda:1")``.
+        staged: collectives of CUDA tensors go through pinned host memory over gloo.
+        banner: what a person should be told about this placement; None where there is nothing to tell.
+    """
+
+    world_size: int
+    device_type: str
+    backend: str
+    devices: tuple[str, ...]
+    staged: bool = False
+    banner: str | None = None
+
+    def __post_init__(self) -> None:
+        assert len(self.devices) == self.world_size, "one device per rank"
+
+
+def place(world_size: int, device: str = "auto") -> Placement:
+    """Choose devices and backend for ``world_size`` ranks on this machine. CUDA is not initialised here.
+
+    Args:
+        world_size: number of ranks, at least 1.
+        device: ``auto`` (GPUs where there are any), ``cpu`` or ``cuda``.
+
+    Raises:
+        ValueError: ``world_size`` below 1, an unknown ``device``, or ``cuda`` on a machine without a GPU.
+    """
+    check_world_size(world_size)
+    if device not in DEVICES:
+        raise ValueError(f"device={device!r} is unknown; allowed values: {', '.join(DEVICES)}")
+    # device_count asks the driver's management library; it leaves this process free of a CUDA context.
+    num_gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    if device == "cuda" and num_gpus == 0:
+        raise ValueError("device='cuda', but torch sees no GPU on this machine; allowed values here: auto, cpu")
+    if num_gpus == 0:
+        return Placement(world_size, "cpu", "gloo", ("cpu",) * world_size)
+    return _on_gpus(world_size, num_gpus)
+
+
+def check_world_size(world_size: int) -> None:
+    """Raise ValueError unless ``world_size`` is an integer of at least 1."""
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        raise ValueError(f"world_size={world_size!r}: allowed values are integers from 1")
+
+
+def _on_gpus(world_size: int, num_gpus: int) -> Placement:
+    devices = tuple(f"cuda:{rank % num_gpus}" for rank in range(world_size))
+    if num_gpus < world_size:
+        gpus = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+        why = f"{world_size} ranks share {gpus} (NCCL refuses two ranks on one GPU)"
+    elif not dist.is_nccl_available():
+        why = "this torch is built without NCCL"
+    else:
+        return Placement(world_size, "cuda", "nccl", devices)
+    banner = f"{why}: collectives are staged through pinned host memory over gloo, so their times are not NCCL's"
+    return Placement(world_size, "cuda", "gloo", devices, staged=True, banner=banner)

@@ -1,0 +1,89 @@
+"""Collectives that a function calls straight from ``torch.distributed``, seen from outside by its Python stack.
+
+A learner's cell may say ``dist.all_reduce(x)``: no communicator, no event, and yet a hang should name it. So a rank's
+watcher thread looks at the main thread's stack a few times a second. If the innermost Python frame is in torch's
+collectives module, the rank is inside that call. Asynchronous calls that are waited for in user code do not show.
+"""
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter_ns
+from traceback import walk_stack, walk_tb
+from types import FrameType, TracebackType
+
+import torch
+from torch.distributed import distributed_c10d
+
+import shardlab
+
+_COLLECTIVES_FILE = str(distributed_c10d.__file__)
+_LIBRARIES = tuple(str(Path(str(module.__file__)).parent) for module in (torch, shardlab))
+
+
+@dataclass(frozen=True)
+class SeenCall:
+    """A collective found on a stack; it has the fields of ``board.Call``."""
+
+    op: str
+    source_line: str
+    issue_ns: float
+    seq: int = -1
+    axis: str = ""
+    tag: str = "torch.distributed"
+
+
+class StackWatch:
+    """Looks at one thread's stack and knows whether it is still in the call it was in before."""
+
+    def __init__(self, thread_id: int) -> None:
+        self._thread_id = thread_id
+        self._call: SeenCall | None = None
+        self._mark = _new_mark()
+
+    def look(self) -> SeenCall | None:
+        """The collective the thread is in; the same object for as long as it is the same call."""
+        frame = sys._current_frames().get(self._thread_id)
+        if frame is None or frame.f_code.co_filename != _COLLECTIVES_FILE:
+            self._call = None
+            return None
+        # The mark lives and dies with the frame, so a second call of the same function is never taken for the first.
+        # (Comparing id(frame) would take it so: freed frames are re-used. Keeping the frame would keep its tensors.)
+        if self._call is None or frame.f_trace is not self._mark:
+            self._mark = frame.f_trace = _new_mark()
+            self._call = _call_of(walk_stack(frame))
+        return self._call
+
+
+def failed_call(traceback: TracebackType | None) -> SeenCall | None:
+    """The collective in which an exception was raised; None if it was raised elsewhere."""
+    frames = list(walk_tb(traceback))[::-1]
+    if not frames or frames[0][0].f_code.co_filename != _COLLECTIVES_FILE:
+        return None
+    return _call_of(frames)
+
+
+def _call_of(frames: Iterable[tuple[FrameType, int | None]]) -> SeenCall:
+    """``frames``: innermost first, the innermost in torch's collectives module."""
+    op = ""
+    source_line = ""
+    for frame, line in frames:
+        file = frame.f_code.co_filename
+        if not file.startswith(_LIBRARIES):
+            source_line = f"{file}:{line}"
+            break
+        if file == _COLLECTIVES_FILE:
+            op = frame.f_code.co_name  # the outermost: all_gather_object, not the all_gather inside it
+    return SeenCall(op, source_line, perf_counter_ns())
+
+
+class _Mark:
+    """A trace function that traces nothing; each is told from every other by identity."""
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        return None
+
+
+def _new_mark() -> _Mark:
+    return _Mark()

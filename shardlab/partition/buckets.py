@@ -1,0 +1,50 @@
+"""Buckets: which parameters' gradients travel in one message.
+
+Backward makes the last parameters' gradients first, so buckets are filled in reverse order of the parameters and the
+first bucket is full while most of backward is still to come (Li et al., arXiv 2006.15704, section 3.2.3). The bucket
+map must be the same on every rank: it depends on the order of the parameters alone, never on the order of a set.
+"""
+
+from collections.abc import Hashable, Sequence
+
+from shardlab.partition.chunks import require_count
+from shardlab.partition.flat import ParamSpec
+
+
+def assign_buckets(
+    specs: Sequence[ParamSpec], capacity_bytes: int, keys: Sequence[Hashable] | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Indices into ``specs``, bucket by bucket, in reverse order of ``specs`` within each bucket.
+
+    A bucket is closed when the next parameter would take it past ``capacity_bytes``; a larger parameter is alone.
+    With ``keys``, one bucket is open per key at a time, so that parameters of two dtypes that alternate still share
+    buckets with their own kind. Buckets come in the order in which backward completes them.
+
+    Args:
+        specs: parameters in the order in which forward uses them.
+        capacity_bytes: bytes of gradients in a full bucket, at least 1.
+        keys: a hashable per parameter; parameters of different keys, say ``(dtype, trainable)``, never share a bucket.
+
+    Returns:
+        Every index exactly once; no empty bucket.
+
+    Raises:
+        ValueError: ``capacity_bytes`` is below 1, or ``keys`` has another length than ``specs``.
+    """
+    require_count("capacity_bytes", capacity_bytes, 1)
+    if keys is None:
+        keys = (None,) * len(specs)
+    if len(keys) != len(specs):
+        raise ValueError(f"keys must have one entry per parameter: {len(specs)} parameters, {len(keys)} keys")
+    open_buckets: dict[Hashable, list[int]] = {}
+    open_bytes: dict[Hashable, int] = {}
+    buckets: list[list[int]] = []
+    for index in reversed(range(len(specs))):
+        key, num_bytes = keys[index], specs[index].num_bytes
+        if key not in open_buckets or open_bytes[key] + num_bytes > capacity_bytes:
+            open_buckets[key], open_bytes[key] = [], 0
+            buckets.append(open_buckets[key])
+        open_buckets[key].append(index)
+        open_bytes[key] += num_bytes
+    # Complete when its last gradient is there: the lowest index, since backward counts down.
+    return tuple(sorted((tuple(bucket) for bucket in buckets), key=lambda bucket: -bucket[-1]))

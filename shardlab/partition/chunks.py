@@ -1,0 +1,100 @@
+"""A range of ``numel`` elements cut into one contiguous chunk per rank: who holds which element, and what that saves.
+
+Two ways to cut. *Chunks* spread the remainder over the first ranks: 10 elements over 3 ranks are 4, 3, 3; nothing is
+padded and sizes differ by at most one. *Even bounds* give every rank ceil(numel / num_ranks) elements of a padded
+range, 10 over 3 are 4, 4, 4 with 2 of padding: equal chunks are what NCCL's one-call reduce-scatter needs.
+
+Legend: offsets are in elements, chunk ``r`` is ``bounds[r] <= index < bounds[r + 1]``.
+"""
+
+
+def require_count(field: str, value: int, minimum: int) -> None:
+    """Raise ValueError, naming ``field``, when ``value`` is below ``minimum``."""
+    if value < minimum:
+        raise ValueError(f"{field} must be at least {minimum}, got {value}")
+
+
+def require_rank(rank: int, num_ranks: int) -> None:
+    """Raise ValueError when ``rank`` is not one of ``num_ranks`` ranks."""
+    require_count("num_ranks", num_ranks, 1)
+    if not 0 <= rank < num_ranks:
+        raise ValueError(f"rank must be 0 to {num_ranks - 1}, got {rank}")
+
+
+def chunk_sizes(numel: int, num_ranks: int) -> tuple[int, ...]:
+    """Elements of each rank's chunk, the remainder spread over the first ranks.
+
+    Args:
+        numel: elements to divide, 0 or more.
+        num_ranks: ranks, 1 or more; ranks beyond the last element get 0.
+
+    Raises:
+        ValueError: ``numel`` or ``num_ranks`` is too small.
+    """
+    require_count("numel", numel, 0)
+    require_count("num_ranks", num_ranks, 1)
+    size, remainder = divmod(numel, num_ranks)
+    return tuple(size + (rank < remainder) for rank in range(num_ranks))
+
+
+def chunk_bounds(numel: int, num_ranks: int) -> tuple[int, ...]:
+    """The ``num_ranks + 1`` offsets of the chunks of :func:`chunk_sizes`: first 0, last ``numel``.
+
+    Raises:
+        ValueError: ``numel`` or ``num_ranks`` is too small.
+    """
+    require_count("numel", numel, 0)
+    require_count("num_ranks", num_ranks, 1)
+    size, remainder = divmod(numel, num_ranks)
+    return tuple(rank * size + min(rank, remainder) for rank in range(num_ranks + 1))
+
+
+def even_bounds(numel: int, num_ranks: int) -> tuple[int, ...]:
+    """The ``num_ranks + 1`` offsets of equal chunks of ceil(numel / num_ranks) elements.
+
+    The last offset is the padded length, less than ``num_ranks`` elements above ``numel``.
+
+    Raises:
+        ValueError: ``numel`` or ``num_ranks`` is too small.
+    """
+    require_count("numel", numel, 0)
+    require_count("num_ranks", num_ranks, 1)
+    size = -(-numel // num_ranks)
+    return tuple(rank * size for rank in range(num_ranks + 1))
+
+
+def owner_of(index: int, numel: int, num_ranks: int) -> int:
+    """Rank whose chunk (of :func:`chunk_bounds`) holds element ``index``, in constant time.
+
+    Raises:
+        ValueError: ``index`` is not an element, or ``num_ranks`` is too small.
+    """
+    require_count("num_ranks", num_ranks, 1)
+    if not 0 <= index < numel:
+        raise ValueError(f"index must be 0 to {numel - 1}, got {index}")
+    size, remainder = divmod(numel, num_ranks)
+    in_larger_chunks = remainder * (size + 1)
+    if index < in_larger_chunks:
+        return index // (size + 1)
+    return remainder + (index - in_larger_chunks) // size
+
+
+def shard_bytes(numel: int, itemsize: int, num_ranks: int, rank: int) -> int:
+    """Bytes of ``rank``'s chunk of ``numel`` elements of ``itemsize`` bytes each.
+
+    Raises:
+        ValueError: a count is too small or ``rank`` is not one of the ranks.
+    """
+    require_count("itemsize", itemsize, 1)
+    require_rank(rank, num_ranks)
+    return chunk_sizes(numel, num_ranks)[rank] * itemsize
+
+
+def saving(numel: int, num_ranks: int, rank: int) -> float:
+    """Fraction of the replicated memory that ``rank`` does not hold: 0 for one rank, towards 1 for many.
+
+    Raises:
+        ValueError: a count is too small or ``rank`` is not one of the ranks.
+    """
+    require_rank(rank, num_ranks)
+    return 1 - chunk_sizes(numel, num_ranks)[rank] / numel if numel else 0.0

@@ -1,0 +1,225 @@
+"""A flat layout: many parameters laid end to end as one range of elements, and that range cut into a chunk per rank.
+
+This is the shape of a bucket under every strategy. Sharded: the chunk of a rank. Replicated: nothing here. Two cuts:
+
+- ``flat_layout``: parameters one after another, equal chunks, padding at the end. A chunk border may run through a
+  parameter, so a rank holds *pieces*; every collective has equal parts.
+- ``owned_layout``: whole parameters, reordered so that the chunk of a rank is exactly what it owns. No padding, no cut
+  parameter, but uneven chunks.
+
+::
+
+    flat_layout    | a a a a b b | b c c c c . |        owned_layout   | a a a a c c c c | b b b |
+                     rank 0        rank 1                                rank 0            rank 1
+
+Legend: all offsets are in elements; ``start`` is included, ``stop`` is not.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+
+from shardlab.partition.chunks import even_bounds, require_count, require_rank
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """What the arithmetic needs to know of a parameter: ``itemsize`` is bytes per element, shape ``()`` is a scalar."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+
+    def __post_init__(self) -> None:
+        """Check the sizes."""
+        require_count(f"itemsize of {self.name!r}", self.itemsize, 1)
+        if min(self.shape, default=0) < 0:
+            raise ValueError(f"shape of {self.name!r} must have no negative size, got {self.shape}")
+
+    @property
+    def numel(self) -> int:
+        """Elements; 1 for a 0-d parameter."""
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole parameter."""
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one whole parameter lies in the flat range."""
+
+    spec: ParamSpec
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """One past the parameter's last element in the flat range."""
+        return self.start + self.spec.numel
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that lies in one rank's chunk.
+
+    ``flat_start`` to ``flat_stop`` is its place in the flat range, ``param_start`` to ``param_stop`` its place in the
+    flattened parameter; both have ``numel`` elements. ``whole`` says that the piece is the full parameter.
+    """
+
+    slot_index: int
+    name: str
+    flat_start: int
+    flat_stop: int
+    param_start: int
+    param_stop: int
+    whole: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements of the piece, at least 1."""
+        return self.flat_stop - self.flat_start
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Parameters in ``slots``, end to end from element 0; rank r holds elements ``bounds[r]`` to ``bounds[r + 1]``.
+
+    Elements past the last slot are padding: they belong to no parameter. The layout says nothing of dtype; a bucket of
+    mixed dtypes is the caller's mistake (``assign_buckets`` keeps them apart by ``keys``).
+    """
+
+    slots: tuple[Slot, ...]
+    bounds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Slots must touch each other and the bounds must cover them: only our own constructors could break that."""
+        stops = [0, *(slot.stop for slot in self.slots)]
+        assert [slot.start for slot in self.slots] == stops[:-1], "slots leave a gap or overlap"
+        assert len(self.bounds) > 1, "bounds need at least one rank"
+        assert self.bounds[0] == 0, "bounds must start at 0"
+        assert list(self.bounds) == sorted(self.bounds), "bounds must not fall"
+        assert self.bounds[-1] >= stops[-1], "bounds must cover all slots"
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share the range."""
+        return len(self.bounds) - 1
+
+    @property
+    def numel(self) -> int:
+        """Real elements, padding not counted."""
+        return self.slots[-1].stop if self.slots else 0
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the whole range, padding included."""
+        return self.bounds[-1]
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements at the end that belong to no parameter."""
+        return self.padded_numel - self.numel
+
+    @cached_property
+    def chunk_sizes(self) -> tuple[int, ...]:
+        """Elements of each rank's chunk, padding included."""
+        return tuple(stop - start for start, stop in pairwise(self.bounds))
+
+    @property
+    def even(self) -> bool:
+        """Whether all chunks are equal, as one-call collectives need."""
+        return len(set(self.chunk_sizes)) == 1
+
+    def chunk(self, rank: int) -> tuple[int, int]:
+        """First element of ``rank``'s chunk and one past its last.
+
+        Raises:
+            ValueError: ``rank`` is not one of the ranks.
+        """
+        require_rank(rank, self.num_ranks)
+        return self.bounds[rank], self.bounds[rank + 1]
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """What ``rank`` holds of each parameter: its chunk cut by every slot, in slot order, empty pieces left out.
+
+        Raises:
+            ValueError: ``rank`` is not one of the ranks.
+        """
+        chunk_start, chunk_stop = self.chunk(rank)
+        found = (_intersect(index, slot, chunk_start, chunk_stop) for index, slot in enumerate(self.slots))
+        return tuple(piece for piece in found if piece is not None)
+
+    def owner_of_slot(self, slot_index: int) -> int:
+        """Rank that holds the whole parameter in ``slot_index``.
+
+        A parameter without elements belongs to the rank at whose chunk it lies.
+
+        Raises:
+            ValueError: a chunk border runs through the parameter, so no rank holds all of it.
+        """
+        slot = self.slots[slot_index]
+        rank = min(bisect_right(self.bounds, slot.start) - 1, self.num_ranks - 1)
+        if slot.stop > self.bounds[rank + 1]:
+            raise ValueError(f"parameter {slot.spec.name!r} is split over ranks: no rank holds all of it")
+        return rank
+
+
+def flat_layout(specs: Sequence[ParamSpec], num_ranks: int) -> FlatLayout:
+    """Parameters in the given order, cut into equal chunks, padded at the end by fewer than ``num_ranks`` elements.
+
+    Raises:
+        ValueError: ``num_ranks`` is below 1.
+    """
+    slots = _end_to_end(specs)
+    return FlatLayout(slots, even_bounds(slots[-1].stop if slots else 0, num_ranks))
+
+
+def owned_order(owners: Sequence[int]) -> tuple[int, ...]:
+    """Order of the parameters in an owned layout, by (rank, index): slot k is parameter ``owned_order(owners)[k]``."""
+    return tuple(sorted(range(len(owners)), key=lambda index: (owners[index], index)))
+
+
+def owned_layout(specs: Sequence[ParamSpec], owners: Sequence[int], num_ranks: int) -> FlatLayout:
+    """Whole parameters, reordered by (owner, original order): the chunk of a rank is exactly what it owns.
+
+    Args:
+        specs: the parameters.
+        owners: rank of each parameter; a rank may own none.
+        num_ranks: ranks that share the range.
+
+    Raises:
+        ValueError: ``num_ranks`` is below 1, or ``owners`` has another length than ``specs`` or names no rank.
+    """
+    require_count("num_ranks", num_ranks, 1)
+    if len(owners) != len(specs):
+        raise ValueError(f"owners must name one rank per parameter: {len(specs)} parameters, {len(owners)} owners")
+    if unknown := sorted({owner for owner in owners if not 0 <= owner < num_ranks}):
+        raise ValueError(f"owners must be 0 to {num_ranks - 1}, got {unknown}")
+    bounds = [0] * (num_ranks + 1)
+    for spec, owner in zip(specs, owners, strict=True):
+        bounds[owner + 1] += spec.numel
+    for rank in range(num_ranks):
+        bounds[rank + 1] += bounds[rank]
+    return FlatLayout(_end_to_end([specs[index] for index in owned_order(owners)]), tuple(bounds))
+
+
+def _end_to_end(specs: Sequence[ParamSpec]) -> tuple[Slot, ...]:
+    slots = []
+    start = 0
+    for spec in specs:
+        slots.append(Slot(spec, start))
+        start += spec.numel
+    return tuple(slots)
+
+
+def _intersect(slot_index: int, slot: Slot, chunk_start: int, chunk_stop: int) -> Piece | None:
+    start, stop = max(slot.start, chunk_start), min(slot.stop, chunk_stop)
+    if start >= stop:
+        return None
+    whole = stop - start == slot.spec.numel
+    return Piece(slot_index, slot.spec.name, start, stop, start - slot.start, stop - slot.start, whole)

@@ -1,0 +1,131 @@
+"""Whole-parameter ownership: every parameter belongs to exactly one rank, which keeps its optimizer state and steps it.
+
+Sharded: whatever the owner keeps. Optimizers that look at a whole tensor (Adafactor, LAMB, Muon) stay exact under it.
+The price is balance: bytes are as even as parameter sizes allow.
+
+- round robin: parameter i belongs to rank i mod N; the simplest, blind to sizes.
+- contiguous: runs of neighbours, the largest run as small as it can be; neighbours are used together.
+- balanced: largest first, each to the rank with the fewest bytes so far, at most 4/3 - 1/(3N) times the best possible
+  largest load (Graham, "Bounds on multiprocessing timing anomalies", 1969).
+
+Every choice depends on order and bytes only, so all ranks agree without a message.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardlab.partition.chunks import require_count, require_rank
+from shardlab.partition.flat import ParamSpec
+from shardlab.partition.runs import balanced_runs
+from shardlab.vocabulary import Partition
+
+
+def assign_owners(specs: Sequence[ParamSpec], num_ranks: int, partition: Partition) -> tuple[int, ...]:
+    """Owning rank of each parameter, in the order of ``specs``.
+
+    Args:
+        specs: the parameters; bytes decide, not elements.
+        num_ranks: ranks, 1 or more; some own nothing where there are fewer parameters.
+        partition: ``round_robin``, ``contiguous`` or ``balanced``.
+
+    Raises:
+        ValueError: ``num_ranks`` is below 1, or ``partition`` is not one of the three.
+    """
+    require_count("num_ranks", num_ranks, 1)
+    num_bytes = [spec.num_bytes for spec in specs]
+    if partition == Partition.ROUND_ROBIN:
+        return tuple(index % num_ranks for index in range(len(specs)))
+    if partition == Partition.CONTIGUOUS:
+        bounds = balanced_runs(num_bytes, num_ranks)
+        return tuple(rank for rank in range(num_ranks) for _ in range(bounds[rank], bounds[rank + 1]))
+    if partition == Partition.BALANCED:
+        return largest_first(num_bytes, [0] * num_ranks)
+    whole = ", ".join([Partition.ROUND_ROBIN, Partition.CONTIGUOUS, Partition.BALANCED])
+    hint = "; elements cuts through parameters: use flat_layout for it" if partition == Partition.ELEMENTS else ""
+    raise ValueError(f"partition must be one of {whole} to own whole parameters, got {str(partition)!r}{hint}")
+
+
+def largest_first(sizes: Sequence[int], loads: Sequence[int]) -> tuple[int, ...]:
+    """Rank of each item: largest item first, each to the least loaded rank; ties go to the lower index and rank.
+
+    Args:
+        sizes: size of each item, 0 or more.
+        loads: what each rank holds before.
+    """
+    loads = list(loads)
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        rank = min(range(len(loads)), key=loads.__getitem__)
+        owners[index] = rank
+        loads[rank] += sizes[index]
+    return tuple(owners)
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Who owns which whole parameter: ``owners[i]`` is the rank of ``specs[i]``."""
+
+    specs: tuple[ParamSpec, ...]
+    owners: tuple[int, ...]
+    num_ranks: int
+
+    def __post_init__(self) -> None:
+        """Check that each parameter has one owner among the ranks."""
+        if len(self.owners) != len(self.specs):
+            raise ValueError(f"owners must name one rank per parameter: {len(self.specs)}, got {len(self.owners)}")
+        for owner in set(self.owners):
+            require_rank(owner, self.num_ranks)
+
+    @classmethod
+    def assign(cls, specs: Sequence[ParamSpec], num_ranks: int, partition: Partition) -> "Ownership":
+        """The ownership that :func:`assign_owners` chooses, with the same errors."""
+        return cls(tuple(specs), assign_owners(specs, num_ranks, partition), num_ranks)
+
+    def owned_by(self, rank: int) -> tuple[str, ...]:
+        """Names of the parameters of ``rank``, in order.
+
+        Raises:
+            ValueError: ``rank`` is not one of the ranks.
+        """
+        require_rank(rank, self.num_ranks)
+        return tuple(spec.name for spec, owner in zip(self.specs, self.owners, strict=True) if owner == rank)
+
+    def owner_of(self, name: str) -> int:
+        """Rank that owns the parameter ``name``.
+
+        Raises:
+            ValueError: no parameter has this name.
+        """
+        for spec, owner in zip(self.specs, self.owners, strict=True):
+            if spec.name == name:
+                return owner
+        raise ValueError(f"name must be one of {', '.join(spec.name for spec in self.specs)}, got {name!r}")
+
+    @property
+    def table(self) -> dict[str, int]:
+        """Owner of every parameter by name, in the order of the parameters."""
+        return {spec.name: owner for spec, owner in zip(self.specs, self.owners, strict=True)}
+
+    @property
+    def bytes_by_rank(self) -> tuple[int, ...]:
+        """Bytes of the parameters that each rank owns."""
+        return loads_by_rank([spec.num_bytes for spec in self.specs], self.owners, self.num_ranks)
+
+    @property
+    def byte_fractions(self) -> tuple[float, ...]:
+        """Fraction of all bytes (not of all parameters) that each rank owns; they add up to 1 unless there are none."""
+        return fractions(self.bytes_by_rank)
+
+
+def loads_by_rank(sizes: Sequence[int], owners: Sequence[int], num_ranks: int) -> tuple[int, ...]:
+    """Sum of the sizes that each rank owns."""
+    loads = [0] * num_ranks
+    for size, owner in zip(sizes, owners, strict=True):
+        loads[owner] += size
+    return tuple(loads)
+
+
+def fractions(loads: Sequence[int]) -> tuple[float, ...]:
+    """Each load over their sum; zeros where the sum is 0."""
+    total = sum(loads)
+    return tuple(load / total if total else 0.0 for load in loads)

@@ -1,0 +1,123 @@
+"""Bytes and time of a collective on a ring: what one rank sends, and how long that takes on a given link.
+
+===============  ============================  ==================================
+collective       bytes one rank sends          time on a link
+===============  ============================  ==================================
+all-reduce       2 (N - 1) / N * S             2 (N - 1) latency + bytes / bandwidth
+reduce-scatter   (N - 1) / N * S               (N - 1) latency + bytes / bandwidth
+all-gather       (N - 1) / N * S               (N - 1) latency + bytes / bandwidth
+all-to-all       (N - 1) / N * S               (N - 1) latency + bytes / bandwidth
+broadcast        (N - 1) / N * S on average    (N - 1) latency + S / bandwidth
+send, recv       S, 0                          latency + S / bandwidth
+barrier          0                             2 ceil(log2 N) latency
+===============  ============================  ==================================
+
+Legend: N ranks in the group, S bytes of the whole (unsharded) buffer. The root of a broadcast sends all of S down a
+pipelined ring and the last rank sends nothing: the average over ranks is (N - 1) / N * S, yet the time is that of S.
+A group of one moves nothing and takes no time. Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
+clusters of workstations", 2009; the factors are those of nccl-tests' bus bandwidth.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+from shardlab.partition.chunks import require_count
+from shardlab.vocabulary import Collective
+
+_SHARED = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.ALL_TO_ALL)
+_GBPS = {"kbps": 1e-6, "mbps": 1e-3, "gbps": 1.0, "tbps": 1e3, "kb/s": 8e-6, "mb/s": 8e-3, "gb/s": 8.0}
+_US = {"ns": 1e-3, "us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6}
+_QUANTITY = re.compile(r"([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-zµ/]+)")
+
+
+def ring_wire_bytes(op: Collective, num_bytes: int, group_size: int, own_chunk_bytes: int | None = None) -> float:
+    """Bytes that one rank sends for a collective on a ring of ``group_size`` ranks.
+
+    Args:
+        op: the collective.
+        num_bytes: bytes of the whole (unsharded) buffer.
+        group_size: ranks that take part.
+        own_chunk_bytes: bytes of this rank's chunk, where chunks are uneven: then a reduce-scatter sends all of the
+            buffer but the own chunk, an all-gather the own chunk to every other rank, an all-to-all all but the own.
+
+    Raises:
+        ValueError: ``num_bytes`` is negative, ``group_size`` below 1, or ``own_chunk_bytes`` not within ``num_bytes``.
+    """
+    require_count("num_bytes", num_bytes, 0)
+    require_count("group_size", group_size, 1)
+    if own_chunk_bytes is not None and not 0 <= own_chunk_bytes <= num_bytes:
+        raise ValueError(f"own_chunk_bytes must be 0 to {num_bytes}, got {own_chunk_bytes}")
+    if group_size == 1 or op in (Collective.RECV, Collective.BARRIER):
+        return 0.0
+    if op is Collective.SEND:
+        return float(num_bytes)
+    if own_chunk_bytes is not None and op in _SHARED:
+        return float(own_chunk_bytes * (group_size - 1) if op is Collective.ALL_GATHER else num_bytes - own_chunk_bytes)
+    rounds = 2 if op is Collective.ALL_REDUCE else 1
+    return rounds * num_bytes * (group_size - 1) / group_size
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link between two ranks: ``latency_us`` microseconds per message, ``bandwidth_gbps`` 10^9 bits per second."""
+
+    latency_us: float
+    bandwidth_gbps: float
+
+    def __post_init__(self) -> None:
+        """Both must be finite and above 0."""
+        for field, value in (("latency_us", self.latency_us), ("bandwidth_gbps", self.bandwidth_gbps)):
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"link: {field} must be a finite number above 0, got {value}")
+
+    @classmethod
+    def parse(cls, text: str) -> "Link":
+        """A link from text such as ``10Gbps,50us``: bandwidth, then latency; ``Mbps``, ``GB/s``, ``ms`` work too.
+
+        ``b`` is bits and ``B/s`` bytes, prefixes are decimal; letter case does not matter.
+
+        Raises:
+            ValueError: the text is not of this form, or a number is not above 0; the message names the field ``link``.
+        """
+        form = "bandwidth,latency such as 10Gbps,50us (units: Kbps Mbps Gbps Tbps KB/s MB/s GB/s; ns us ms s)"
+        parts = [_QUANTITY.fullmatch(part.strip().lower()) for part in text.split(",")]
+        if len(parts) != 2 or parts[0] is None or parts[1] is None:
+            raise ValueError(f"link must be {form}, got {text!r}")
+        (bandwidth, bandwidth_unit), (latency, latency_unit) = parts[0].groups(), parts[1].groups()
+        if bandwidth_unit not in _GBPS or latency_unit not in _US:
+            raise ValueError(f"link must be {form}, got {text!r}")
+        return cls(float(latency) * _US[latency_unit], float(bandwidth) * _GBPS[bandwidth_unit])
+
+    def __str__(self) -> str:
+        """The form that :meth:`parse` reads, exactly: ``10Gbps,50us``."""
+        return f"{_plain(self.bandwidth_gbps)}Gbps,{_plain(self.latency_us)}us"
+
+    def transfer_us(self, num_bytes: float) -> float:
+        """Microseconds that ``num_bytes`` take at full bandwidth, without latency."""
+        return num_bytes * 8 / (self.bandwidth_gbps * 1e3)
+
+    def ring_time_us(self, op: Collective, num_bytes: int, group_size: int) -> float:
+        """Microseconds of a collective of ``num_bytes`` (whole buffer) on a ring of ``group_size`` such links.
+
+        Raises:
+            ValueError: ``num_bytes`` is negative or ``group_size`` below 1.
+        """
+        wire_bytes = ring_wire_bytes(op, num_bytes, group_size)
+        if group_size == 1:
+            return 0.0
+        if op in (Collective.BROADCAST, Collective.RECV):
+            wire_bytes = num_bytes
+        return _num_messages(op, group_size) * self.latency_us + self.transfer_us(wire_bytes)
+
+
+def _num_messages(op: Collective, group_size: int) -> int:
+    if op is Collective.ALL_REDUCE:
+        return 2 * (group_size - 1)
+    if op is Collective.BARRIER:
+        return 2 * math.ceil(math.log2(group_size))
+    return 1 if op in (Collective.SEND, Collective.RECV) else group_size - 1
+
+
+def _plain(value: float) -> str:
+    return str(int(value)) if value == int(value) else repr(float(value))

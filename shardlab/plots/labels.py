@@ -1,0 +1,41 @@
+"""How runs are named in a picture, and what must be said about where its numbers come from."""
+
+import pandas as pd
+
+SOURCE_NOTES = {
+    "emulated": "emulated link: communication was delayed on purpose",
+    "predicted": "predicted by the planner, not run",
+}
+
+
+def labelled(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with a column ``label``: the run, and its source where one table holds the run from several sources."""
+    sources = frame.groupby("run")["source"].transform("nunique") if len(frame) else pd.Series(dtype="int64")
+    run, source = frame["run"].astype(str), frame["source"].astype(str)
+    return frame.assign(label=run.where(sources <= 1, run + " · " + source))
+
+
+def labels_of(frame: pd.DataFrame) -> list[str]:
+    """Labels in order of first appearance."""
+    return [str(label) for label in frame["label"].drop_duplicates()]
+
+
+def source_note(frame: pd.DataFrame) -> str:
+    """What a reader must know about emulated or predicted rows; empty where all are measured."""
+    notes = []
+    for source, note in SOURCE_NOTES.items():
+        runs = frame.loc[frame["source"] == source, "run"]
+        everywhere = len(runs) == len(frame)
+        names = "" if everywhere else f" ({', '.join(str(run) for run in runs.drop_duplicates())})"
+        notes += [note + names] if len(runs) else []
+    return "; ".join(notes)
+
+
+def subtitle(frame: pd.DataFrame, text: str = "") -> str:
+    """``text`` with the note on the source, if there is one."""
+    return " · ".join(part for part in (text, source_note(frame)) if part)
+
+
+def listing(parts: list[str]) -> str:
+    """'a, b and c'."""
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}" if parts else "none"

@@ -1,0 +1,137 @@
+"""Loss curves, and how far each run's losses lie from those of a reference run."""
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from shardlab.plots.colours import GRID, dash, run_colours
+from shardlab.plots.labels import labelled, labels_of, listing, subtitle
+from shardlab.plots.theme import finish, log_ticks, new_figure, nothing
+from shardlab.plots.units import significant
+from shardlab.tables import STEPS
+
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "hexagon")
+
+
+def loss_curves(steps: pd.DataFrame) -> go.Figure:
+    """Loss of each run against the step.
+
+    Equal losses lie on each other; the first run is drawn wide and pale and each later one thinner, so that all show.
+
+    Args:
+        steps: table ``steps``.
+    """
+    STEPS.check(steps)
+    losses = _losses(steps)
+    if losses.empty:
+        return nothing("Loss", "no losses recorded")
+    figure = new_figure("Loss by step", subtitle(steps, "mean over ranks; curves that coincide lie on each other"))
+    labels = labels_of(losses)
+    colours = run_colours(labels)
+    for index, label in enumerate(labels):
+        rows = losses[losses["label"] == label]
+        width = max(2.0, 9.0 - 7.0 * index / max(len(labels) - 1, 1))
+        figure.add_scatter(
+            x=rows["step"].to_numpy(),
+            y=rows["loss"].to_numpy(),
+            name=label,
+            mode="lines" if len(rows) > 1 else "markers",
+            opacity=0.45 if width > 6 else 1.0,
+            line={"color": colours[label], "width": width, "dash": dash(label)},
+            hovertemplate=f"<b>{label}</b><br>step %{{x}}<br>loss %{{y:.6f}}<extra></extra>",
+        )
+    figure.update_xaxes(title_text="step", tickformat="d")
+    figure.update_yaxes(title_text="loss (nats per token, or the loss function's unit)")
+    return finish(figure, _loss_summary(losses, labels))
+
+
+def loss_difference(steps: pd.DataFrame, reference: str = "single") -> go.Figure:
+    """|loss - loss of the reference| at each step, on a logarithmic axis.
+
+    A difference of exactly zero has no logarithm: such steps are open marks on a line of their own, named 'exactly 0'.
+
+    Args:
+        steps: table ``steps``.
+        reference: the run to compare with.
+
+    Raises:
+        ValueError: no run of that name.
+    """
+    STEPS.check(steps)
+    losses = _losses(steps)
+    runs = labels_of(losses)
+    if reference not in runs:
+        raise ValueError(f"reference {reference!r} is none of the runs: {', '.join(runs) or 'there are none'}")
+    differences = _differences(losses, reference)
+    title = f"Difference of the loss from {reference}"
+    if differences.empty:
+        return nothing(title, "no other run has steps in common with it")
+    figure = new_figure(title, subtitle(steps, "absolute difference at each step"))
+    floor = _zero_floor(differences["difference"])
+    for label, colour in run_colours(labels_of(differences)).items():
+        symbol = SYMBOLS[labels_of(differences).index(label) % len(SYMBOLS)]
+        figure.add_trace(_difference_trace(differences[differences["label"] == label], label, (colour, symbol), floor))
+    figure.update_xaxes(title_text="step", tickformat="d")
+    _difference_axis(figure, differences["difference"], floor)
+    return finish(figure, _difference_summary(differences, reference))
+
+
+def _losses(steps: pd.DataFrame) -> pd.DataFrame:
+    """One row per label and step: the mean of the finite losses over ranks."""
+    rows = labelled(steps[(steps["step"] >= 0) & np.isfinite(steps["loss"])])
+    table = rows.groupby(["label", "step"], sort=False)["loss"].mean().reset_index()
+    return table.astype({"step": "int64", "loss": "float64"})
+
+
+def _differences(losses: pd.DataFrame, reference: str) -> pd.DataFrame:
+    base = losses.loc[losses["label"] == reference, ["step", "loss"]].rename(columns={"loss": "base"})
+    rows = losses[losses["label"] != reference].merge(base, on="step")
+    return rows.assign(difference=(rows["loss"] - rows["base"]).abs())
+
+
+def _zero_floor(differences: pd.Series) -> float:
+    """Where zeros are drawn: a decade below the smallest difference that is not zero."""
+    positive = differences[differences > 0]
+    return float(10 ** (np.floor(np.log10(positive.min())) - 1)) if len(positive) else 1e-16
+
+
+def _difference_trace(rows: pd.DataFrame, label: str, style: tuple[str, str], floor: float) -> go.Scatter:
+    difference = rows["difference"].to_numpy()
+    zero = difference == 0
+    symbol = [f"{style[1]}-open" if is_zero else style[1] for is_zero in zero]
+    return go.Scatter(
+        x=rows["step"].to_numpy(),
+        y=np.where(zero, floor, difference),
+        name=label,
+        mode="lines+markers",
+        line={"color": style[0], "width": 1.5, "dash": dash(label)},
+        marker={"symbol": symbol, "size": 10, "line": {"width": 2}},
+        hovertext=["exactly 0" if is_zero else f"{value:.3e}" for value, is_zero in zip(difference, zero, strict=True)],
+        hovertemplate=f"<b>{label}</b><br>step %{{x}}<br>difference %{{hovertext}}<extra></extra>",
+    )
+
+
+def _difference_axis(figure: go.Figure, differences: pd.Series, floor: float) -> None:
+    """Decades as ticks; where a zero is drawn, its line is named as such."""
+    positive = differences[differences > 0].tolist()
+    ticks = log_ticks(positive) if positive else []
+    ticks = ticks[:: 1 + len(ticks) // 8]
+    names = [f"10<sup>{round(np.log10(tick))}</sup>" for tick in ticks]
+    if (differences == 0).any():
+        ticks, names = [floor, *ticks], ["exactly 0", *names]
+        figure.add_hline(y=floor, line={"color": GRID, "width": 2, "dash": "dash"})
+    figure.update_yaxes(type="log", title_text="|difference|", tickvals=ticks, ticktext=names)
+    if len(ticks) == 1:
+        figure.update_yaxes(range=[np.log10(floor) - 1, np.log10(floor) + 1])
+
+
+def _loss_summary(losses: pd.DataFrame, labels: list[str]) -> str:
+    ends = losses.groupby("label", sort=False)["loss"].agg(["first", "last"])
+    parts = [f"{label} from {ends.at[label, 'first']:.4f} to {ends.at[label, 'last']:.4f}" for label in labels]
+    return f"Loss over {losses['step'].nunique()} steps: {listing(parts)}."
+
+
+def _difference_summary(differences: pd.DataFrame, reference: str) -> str:
+    largest = differences.groupby("label", sort=False)["difference"].max()
+    parts = [f"{label} {'exactly 0' if value == 0 else significant(value)}" for label, value in largest.items()]
+    return f"Largest difference of the loss from {reference} at any step: {listing(parts)}."

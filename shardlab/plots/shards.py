@@ -1,0 +1,108 @@
+"""Who holds which slice: the parameters laid end to end, one row per rank, its slices in its colour."""
+
+from math import prod
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from shardlab.plots.colours import GRID, PALETTE
+from shardlab.plots.labels import subtitle
+from shardlab.plots.select import one_run
+from shardlab.plots.theme import finish, new_figure, nothing
+from shardlab.plots.units import COUNT_UNITS, format_bytes, format_count, scale
+from shardlab.tables import SHARDS
+
+MIN_LABEL_SHARE = 0.06
+
+
+def shard_map(shards: pd.DataFrame, run: str | None = None, role: str = "parameter") -> go.Figure:
+    """Slices each rank holds of one role, along the elements of all parameters.
+
+    Args:
+        shards: table ``shards``.
+        run: which run; None where the table holds one.
+        role: 'parameter', 'gradient' or 'optimizer_state'.
+
+    Raises:
+        ValueError: no such run or role, or several runs and none named.
+    """
+    SHARDS.check(shards)
+    if not len(shards):
+        return nothing("Who holds which slice", "no shards recorded")
+    rows = one_run(shards, run)
+    roles = sorted(set(rows["role"]))
+    if role not in roles:
+        raise ValueError(f"role: {role!r} is none of {', '.join(roles)}")
+    extents = _extents(rows)
+    rows = rows[(rows["role"] == role) & (rows["step"] == rows["step"].max())]
+    rows = rows.drop_duplicates(["rank", "parameter", "start", "stop"])
+    words = f"Who holds which slice of the {role.replace('_', ' ')}s: {rows['run'].iloc[0]}"
+    figure = new_figure(words.replace("states:", "state:"), subtitle(rows, f"{format_count(_end(extents))} elements"))
+    divisor, unit = scale(_end(extents), COUNT_UNITS)
+    ranks = sorted(int(rank) for rank in set(rows["rank"]))
+    for rank in ranks:
+        figure.add_trace(_slices(rows[rows["rank"] == rank], extents, rank, divisor))
+    _axes(figure, extents, ranks, (divisor, unit))
+    return finish(figure, _summary(rows, role, _end(extents)))
+
+
+def _extents(rows: pd.DataFrame) -> pd.DataFrame:
+    """Each parameter's first element and number of elements, in order of first appearance; index: the name."""
+    shapes = rows.drop_duplicates("parameter").set_index("parameter")["shape"]
+    numel = shapes.map(lambda shape: prod(int(size) for size in str(shape).split("x") if size.strip("()").isdigit()))
+    return pd.DataFrame({"begin": numel.cumsum() - numel, "numel": numel}).astype("int64")
+
+
+def _end(extents: pd.DataFrame) -> int:
+    return int(extents["numel"].sum())
+
+
+def _slices(rows: pd.DataFrame, extents: pd.DataFrame, rank: int, divisor: float) -> go.Bar:
+    begin = rows["parameter"].map(extents["begin"]).to_numpy(dtype=np.float64)
+    start, stop = rows["start"].to_numpy(dtype=np.float64), rows["stop"].to_numpy(dtype=np.float64)
+    return go.Bar(
+        base=(begin + start) / divisor,
+        x=(stop - start) / divisor,
+        y=[rank] * len(rows),
+        width=0.72,
+        orientation="h",
+        name=f"rank {rank}",
+        marker={"color": PALETTE[rank % len(PALETTE)], "line": {"color": "rgba(255,255,255,0.7)", "width": 1}},
+        hovertext=[
+            f"<b>{row.parameter}</b> ({row.shape})<br>rank {rank}: elements {row.start:,} to {row.stop:,}"
+            f"<br>{row.stop - row.start:,} elements, {format_bytes(row.bytes)}"
+            + (f"<br>bucket {row.bucket}" if row.bucket >= 0 else "")
+            for row in rows.itertuples()
+        ],
+        hovertemplate="%{hovertext}<extra></extra>",
+    )
+
+
+def _axes(figure: go.Figure, extents: pd.DataFrame, ranks: list[int], unit: tuple[float, str]) -> None:
+    """Ranks downward; parameter borders as lines, and the names of those wide enough above them."""
+    divisor, name = unit
+    for begin in extents["begin"][1:]:
+        figure.add_vline(x=begin / divisor, line={"color": GRID, "width": 1})
+    for parameter, extent in extents.iterrows():
+        if extent["numel"] >= MIN_LABEL_SHARE * _end(extents):
+            figure.add_annotation(
+                x=(extent["begin"] + extent["numel"] / 2) / divisor, y=1, yref="paper", yanchor="bottom",
+                text=str(parameter), showarrow=False, font_size=12, textangle=0 if extent["numel"] > 0.15 *
+                _end(extents) else -30,
+            )  # fmt: skip
+    figure.update_layout(barmode="overlay", height=max(320, 220 + 40 * len(ranks)), showlegend=False, margin_t=124)
+    figure.update_xaxes(title_text=f"element ({name})" if name else "element", range=[0, _end(extents) / divisor],
+                        showgrid=False)  # fmt: skip
+    figure.update_yaxes(tickvals=ranks, ticktext=[f"rank {rank}" for rank in ranks], showgrid=False,
+                        range=[max(ranks) + 0.5, min(ranks) - 0.5])  # fmt: skip
+
+
+def _summary(rows: pd.DataFrame, role: str, numel: int) -> str:
+    held = (rows["stop"] - rows["start"]).groupby(rows["rank"]).sum()
+    low, high = int(held.min()), int(held.max())
+    amount = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+    return (
+        f"Of the {role.replace('_', ' ')} of run {rows['run'].iloc[0]}, {numel:,} elements, each of {len(held)} ranks "
+        f"holds {amount} elements ({low / numel:.1%}{'' if low == high else f' to {high / numel:.1%}'})."
+    )

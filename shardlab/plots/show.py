@@ -1,0 +1,48 @@
+"""One way to show a figure in a notebook: plotly's JSON for live viewers, a PNG for GitHub, text for everyone else.
+
+Never text/html, never plotly.js inside the notebook, no widget state. A PNG costs a browser's start, about two seconds:
+it is made only where the environment says SHARDLAB_PNG=1, which the command that builds the notebooks does.
+"""
+
+import base64
+import os
+from typing import Any
+
+import plotly.graph_objects as go
+from IPython.display import display
+
+from shardlab.plots.plain import plain_json
+from shardlab.plots.theme import HEIGHT, summary_of
+
+PLOTLY_MIME = "application/vnd.plotly.v1+json"
+PNG_WIDTH = 1000
+PNG_SCALE = 1.5
+
+
+def show(figure: go.Figure) -> None:
+    """Display ``figure`` in the current cell."""
+    display(mime_bundle(figure), raw=True)
+
+
+def mime_bundle(figure: go.Figure) -> dict[str, Any]:
+    """The output of a cell: plotly JSON, text summary, and a PNG where one is wanted and a browser is at hand."""
+    content = plain_json(figure)
+    config = {"responsive": True, "displaylogo": False}
+    bundle: dict[str, Any] = {PLOTLY_MIME: content | {"config": config}, "text/plain": summary_of(figure)}
+    image = png(figure) if os.environ.get("SHARDLAB_PNG") == "1" else None
+    return bundle if image is None else bundle | {"image/png": base64.b64encode(image).decode("ascii")}
+
+
+def png(figure: go.Figure) -> bytes | None:
+    """The figure as a PNG on a transparent ground; None where kaleido or a Chrome or Chromium is missing."""
+    try:
+        from choreographer.errors import ChromeNotFoundError
+        from kaleido import calc_fig_sync
+    except ImportError:
+        return None
+    options = {"format": "png", "width": PNG_WIDTH, "height": figure.layout.height or HEIGHT, "scale": PNG_SCALE}
+    try:
+        image: bytes = calc_fig_sync(plain_json(figure), opts=options)
+    except ChromeNotFoundError:
+        return None
+    return image

@@ -1,0 +1,52 @@
+"""Horizontal stacked bars of bytes: one bar per run, one colour per part, the total written at the end."""
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from shardlab.plots.labels import labels_of
+from shardlab.plots.units import byte_scale, format_bytes
+
+GAP = {"color": "rgba(255,255,255,0.7)", "width": 1}
+
+
+def stacked_bars(figure: go.Figure, rows: pd.DataFrame, part: str, colours: dict[str, str], quantity: str) -> None:
+    """Draw ``rows`` (columns ``label``, the column named ``part``, ``bytes``) into ``figure``.
+
+    Parts are stacked in the order of ``colours``; ``quantity`` names the axis, which gets its unit in brackets.
+    """
+    totals = rows.groupby("label", sort=False)["bytes"].sum()
+    divisor, unit = byte_scale(float(totals.max()))
+    for name, colour in colours.items():
+        sizes = rows[rows[part] == name].set_index("label")["bytes"].reindex(totals.index).fillna(0.0)
+        if (sizes > 0).any():
+            figure.add_trace(_part(name, colour, sizes, totals, divisor))
+    figure.add_scatter(
+        x=(totals / divisor).to_numpy(),
+        y=list(totals.index),
+        mode="text",
+        text=[f" {format_bytes(value)}" for value in totals],
+        textposition="middle right",
+        cliponaxis=False,
+        hoverinfo="skip",
+        showlegend=False,
+        name="total",
+    )
+    figure.update_layout(barmode="stack", height=max(340, 210 + 54 * len(totals)), legend_traceorder="normal")
+    largest = float(totals.max()) / divisor
+    figure.update_xaxes(title_text=f"{quantity} ({unit})", range=[0, 1.16 * largest if largest else 1])
+    figure.update_yaxes(categoryorder="array", categoryarray=labels_of(rows), autorange="reversed", showgrid=False)
+
+
+def _part(name: str, colour: str, sizes: pd.Series, totals: pd.Series, divisor: float) -> go.Bar:
+    words = name.replace("_", " ")
+    shares = [f"{size / total:.0%}" if total else "" for size, total in zip(sizes, totals, strict=True)]
+    return go.Bar(
+        x=(sizes / divisor).to_numpy(),
+        y=list(totals.index),
+        orientation="h",
+        name=words,
+        marker={"color": colour, "line": GAP},
+        customdata=[[format_bytes(size), f"{size:,.0f}", share] for size, share in zip(sizes, shares, strict=True)],
+        hovertemplate=f"<b>%{{y}}</b><br>{words}: %{{customdata[0]}} (%{{customdata[1]}} B)"
+        "<br>%{customdata[2]} of the bar<extra></extra>",
+    )

@@ -1,0 +1,78 @@
+"""The look of every figure: transparent paper, grey ink that reads on light and on dark, sizes for a projector."""
+
+import math
+from collections.abc import Sequence
+
+import plotly.graph_objects as go
+
+from shardlab.plots.colours import GRID, INK, PALETTE
+
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
+HEIGHT = 440
+
+_AXIS = {
+    "gridcolor": GRID,
+    "linecolor": GRID,
+    "zerolinecolor": GRID,
+    "tickcolor": GRID,
+    "automargin": True,
+    "title": {"standoff": 12},
+}
+
+TEMPLATE = go.layout.Template(
+    layout={
+        "autosize": True,
+        "height": HEIGHT,
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "colorway": list(PALETTE),
+        "font": {"family": FONT, "size": 15, "color": INK},
+        "title": {"x": 0, "xref": "container", "xanchor": "left", "y": 1, "yref": "container", "yanchor": "top",
+                  "pad": {"l": 12, "t": 14}, "font": {"size": 20}, "subtitle": {"font": {"size": 14, "color": INK}}},
+        "margin": {"l": 12, "r": 24, "t": 84, "b": 12},
+        "xaxis": _AXIS,
+        "yaxis": _AXIS,
+        "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 0, "yref": "container", "yanchor": "bottom",
+                   "bgcolor": "rgba(0,0,0,0)"},
+        "hoverlabel": {"bgcolor": "#23272e", "bordercolor": INK, "align": "left",
+                       "font": {"color": "#f4f4f4", "size": 14, "family": FONT}},
+        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": INK, "activecolor": PALETTE[0]},
+        "bargap": 0.35,
+    }
+)  # fmt: skip
+
+
+def new_figure(title: str, subtitle: str = "") -> go.Figure:
+    """An empty figure in the house's look."""
+    figure = go.Figure(layout={"template": TEMPLATE, "title": {"text": title}})
+    if subtitle:
+        figure.update_layout(title_subtitle_text=subtitle)
+    return figure
+
+
+def finish(figure: go.Figure, summary: str) -> go.Figure:
+    """Attach the plain-text summary that screen readers, ``show`` and the report use."""
+    figure.update_layout(meta={"summary": summary})
+    return figure
+
+
+def nothing(title: str, reason: str) -> go.Figure:
+    """A figure that says why there is nothing to draw."""
+    figure = new_figure(title)
+    figure.update_xaxes(visible=False)
+    figure.update_yaxes(visible=False)
+    figure.add_annotation(text=reason, showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper", font_size=18)
+    return finish(figure, f"{title}: {reason}.")
+
+
+def summary_of(figure: go.Figure) -> str:
+    """The summary attached by ``finish``, else the title."""
+    meta = figure.layout.meta
+    return str(meta["summary"]) if isinstance(meta, dict) and "summary" in meta else str(figure.layout.title.text or "")
+
+
+def log_ticks(values: Sequence[float], step: float = 10.0) -> list[float]:
+    """Powers of ``step`` that enclose the positive values: tick positions of a logarithmic axis."""
+    low, high = math.log(min(values), step), math.log(max(values), step)
+    # a hair of tolerance: log(1000, 10) is 2.9999999999999996
+    return [step**power for power in range(math.floor(low + 1e-9), math.ceil(high - 1e-9) + 1)]

@@ -1,0 +1,211 @@
+"""The timeline of one training step: what each rank computed, and which collectives ran meanwhile.
+
+Per rank a lane of compute (units of the model, optimizer) and a lane of communication for each axis of the mesh. A
+collective's bar runs from the moment the transport began it to its end; the thin strip before it is the time it was
+queued; hatched compute is a rank that waits. One trace per kind and collective, however many bars.
+"""
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from shardlab.analysis import bandwidth, overlap
+from shardlab.plots.colours import COLLECTIVE_COLOURS, GRID, GREY, INK, SPAN_COLOURS
+from shardlab.plots.labels import subtitle
+from shardlab.plots.lanes import COMPUTE, Lanes, lay_out
+from shardlab.plots.nesting import drawn_levels, thin
+from shardlab.plots.select import one_run
+from shardlab.plots.stack import GAP
+from shardlab.plots.theme import finish, new_figure, nothing
+from shardlab.plots.units import format_bytes, format_percent, format_us
+from shardlab.tables import COLLECTIVES, SPANS
+
+
+def collective_timeline(
+    collectives: pd.DataFrame, spans: pd.DataFrame, *, run: str | None = None, step: int | None = None
+) -> go.Figure:
+    """Lanes of compute and communication of one step of one run, in milliseconds from the start of the step.
+
+    Args:
+        collectives: table ``collectives``.
+        spans: table ``spans``; may be empty.
+        run: which run; None where the tables hold one.
+        step: which step; None for the last.
+
+    Raises:
+        ValueError: no such run or step, several runs and none named, or times that cannot be true.
+    """
+    COLLECTIVES.check(collectives)
+    SPANS.check(spans)
+    both = pd.concat([collectives[["run", "source", "step"]], spans[["run", "source", "step"]]])
+    if not len(both):
+        return nothing("Timeline of a step", "no collectives and no spans recorded")
+    chosen = one_run(both, run)
+    name, step = str(chosen["run"].iloc[0]), _step(chosen, step)
+    moved, worked = (table[(table["run"] == name) & (table["step"] == step)] for table in (collectives, spans))
+    measures = overlap(moved, worked)
+    begin, window = _extent(moved, worked)
+    lanes, places = lay_out(moved, worked)
+    note = "bar: start to end; strip: queued; hatched: the rank waits" if len(moved) else "no communication"
+    figure = new_figure(f"Timeline of step {step}: {name}", subtitle(chosen, note))
+    _draw_compute(figure, drawn_levels(worked), lanes, (begin, window))
+    _draw_waits(figure, moved, lanes, begin)
+    _draw_collectives(figure, moved.assign(y=places), (begin, window))
+    _axes(figure, lanes)
+    return finish(figure, _summary(name, step, measures, moved, window))
+
+
+def _step(rows: pd.DataFrame, step: int | None) -> int:
+    steps = sorted({int(number) for number in rows["step"]})
+    if step is not None and step not in steps:
+        raise ValueError(f"step: {step} was not recorded; there are {steps[0]} to {steps[-1]}")
+    return steps[-1] if step is None else step
+
+
+def _extent(moved: pd.DataFrame, worked: pd.DataFrame) -> tuple[float, float]:
+    """(begin, length) of the step over all ranks, in microseconds."""
+    begin = min(float(value) for value in (moved["issue_us"].min(), worked["start_us"].min()) if pd.notna(value))
+    end = max(float(value) for value in (moved["end_us"].max(), worked["end_us"].max()) if pd.notna(value))
+    return begin, end - begin
+
+
+def _draw_compute(figure: go.Figure, spans: pd.DataFrame, lanes: Lanes, extent: tuple[float, float]) -> None:
+    """A trace per kind for the units drawn, and one for the pale ground of what surrounds them."""
+    y = pd.Series({rank: rows[0] for (rank, lane), rows in lanes.positions.items() if lane == COMPUTE}, dtype="float64")
+    spans = spans.assign(y=spans["rank"].astype("int64").map(y))
+    for ground in (True, False):
+        for kind, colour in SPAN_COLOURS.items():
+            rows = spans[(spans["kind"] == str(kind)) & (spans["ground"] == ground)]
+            if len(rows):
+                bars = _grouped(rows, "unit", extent)
+                trace = _bars(bars, str(kind), colour, 0.62 if ground else 0.56)
+                trace.update(opacity=0.3 if ground else 1.0, showlegend=not ground, legendgroup=str(kind))
+                figure.add_trace(trace)
+
+
+def _draw_waits(figure: go.Figure, moved: pd.DataFrame, lanes: Lanes, begin: float) -> None:
+    waits = moved[(moved["wait_end_us"] > moved["wait_start_us"]).fillna(False)]
+    rows = {rank: rows[0] for (rank, lane), rows in lanes.positions.items() if lane == COMPUTE}
+    if not len(waits) or not rows:
+        return
+    waiting = waits["wait_end_us"] - waits["wait_start_us"]
+    texts = [f"<b>waits</b> for {tag}<br>{format_us(time)}" for tag, time in zip(waits["tag"], waiting, strict=True)]
+    figure.add_bar(
+        base=((waits["wait_start_us"] - begin) / 1e3).to_numpy(),
+        x=(waiting / 1e3).to_numpy(),
+        y=[rows[int(rank)] for rank in waits["rank"]],
+        width=0.56,
+        orientation="h",
+        name="waits",
+        marker={"color": "rgba(128,128,128,0.15)", "line": {"color": INK, "width": 1},
+                "pattern": {"shape": "/", "fgcolor": INK, "size": 6}},
+        hovertext=texts,
+        hovertemplate="%{hovertext}<extra></extra>",
+    )  # fmt: skip
+
+
+def _draw_collectives(figure: go.Figure, moved: pd.DataFrame, extent: tuple[float, float]) -> None:
+    """A trace per collective, and one for the strips of all that were queued."""
+    if not len(moved):
+        return
+    queued = moved[moved["start_us"] > moved["issue_us"]]
+    figure.add_bar(
+        base=((queued["issue_us"] - extent[0]) / 1e3).to_numpy(),
+        x=((queued["start_us"] - queued["issue_us"]) / 1e3).to_numpy(),
+        y=(queued["y"] + 0.36).to_numpy(),
+        width=0.12,
+        orientation="h",
+        name="queued",
+        marker={"color": GREY, "opacity": 0.55},
+        hovertext=[f"<b>queued</b>: {tag}" for tag in queued["tag"]],
+        hovertemplate="%{hovertext}<br>%{x:.3f} ms<extra></extra>",
+    )
+    speeds = bandwidth(moved.drop(columns="y"))["bus_gb_per_s"]
+    moved = moved.assign(bus_gb_per_s=speeds)
+    for op, colour in COLLECTIVE_COLOURS.items():
+        rows = moved[moved["op"] == str(op)]
+        if len(rows):
+            figure.add_trace(_bars(_grouped(rows, "tag", extent), str(op).replace("_", " "), colour, 0.56))
+
+
+def _grouped(rows: pd.DataFrame, what: str, extent: tuple[float, float]) -> pd.DataFrame:
+    """Columns y, start, length (ms from the begin of the step) and text: one bar for a row, or for a screen column."""
+    start = rows["start_us"].to_numpy(dtype=np.float64) - extent[0]
+    end = rows["end_us"].to_numpy(dtype=np.float64) - extent[0]
+    table = pd.DataFrame({"y": rows["y"].to_numpy(dtype=np.float64), "start": start, "end": end})
+    table["group"] = -1
+    for _, lane in table.groupby("y"):
+        lane_start, lane_end = lane["start"].to_numpy(dtype=np.float64), lane["end"].to_numpy(dtype=np.float64)
+        table.loc[lane.index, "group"] = thin(lane_start, lane_end, extent[1])
+    table["place"] = np.arange(len(table))
+    bars = table.groupby(["y", "group"], sort=False).agg(
+        start=("start", "min"), end=("end", "max"), count=("place", "size"), place=("place", "first")
+    )
+    describe = _describe_span if what == "unit" else _describe_collective
+    texts = [
+        describe(rows.iloc[place]) if count == 1 else f"<b>{count} merged</b>: zoomed out too far to tell them apart"
+        for place, count in zip(bars["place"], bars["count"], strict=True)
+    ]
+    length = (bars["end"] - bars["start"]) / 1e3
+    return bars.assign(start=bars["start"] / 1e3, length=length, text=texts).reset_index()
+
+
+def _bars(bars: pd.DataFrame, name: str, colour: str, width: float) -> go.Bar:
+    return go.Bar(
+        base=bars["start"].to_numpy(),
+        x=bars["length"].to_numpy(),
+        y=bars["y"].to_numpy(),
+        width=width,
+        orientation="h",
+        name=name,
+        marker={"color": colour, "line": GAP},
+        hovertext=bars["text"].tolist(),
+        hovertemplate="%{hovertext}<extra></extra>",
+    )
+
+
+def _describe_span(row: "pd.Series[str]") -> str:
+    return f"<b>{row['unit'] or 'model'}</b>: {row['kind']}, rank {row['rank']}<br>{_length(row, 'start_us', 'end_us')}"
+
+
+def _describe_collective(row: "pd.Series[str]") -> str:
+    speed = float(row["bus_gb_per_s"])
+    waited = pd.notna(row["wait_start_us"]) and pd.notna(row["wait_end_us"])
+    lines = [
+        f"<b>{row['op']}</b>: {row['tag']}, rank {row['rank']} of {row['group_size']} on {row['axis']}",
+        f"{format_bytes(float(row['bytes']))} {row['dtype']}, sends {format_bytes(float(row['wire_bytes']))}",
+        f"took {_length(row, 'start_us', 'end_us')}" + ("" if np.isnan(speed) else f", bus {speed:.3g} GB/s"),
+        f"queued {_length(row, 'issue_us', 'start_us')}",
+        f"the rank waited {_length(row, 'wait_start_us', 'wait_end_us')}" if waited else "the rank never waited for it",
+        f"transport {row['transport']}, issued in {row['phase']}",
+    ]
+    return "<br>".join(lines)
+
+
+def _length(row: "pd.Series[str]", start: str, end: str) -> str:
+    return format_us(float(row[end]) - float(row[start]))
+
+
+def _axes(figure: go.Figure, lanes: Lanes) -> None:
+    ticks, names = lanes.labels()
+    height = max(16.0, min(44.0, 1100 / lanes.num_rows))
+    figure.update_layout(barmode="overlay", height=round(220 + height * lanes.num_rows))
+    figure.update_xaxes(title_text="time from the start of the step (ms)", rangemode="tozero", zeroline=False)
+    figure.update_yaxes(tickvals=ticks, ticktext=names, range=[lanes.bottom + 0.6, -0.6], showgrid=False, zeroline=False)
+    for rank in sorted({rank for rank, _ in lanes.positions})[1:]:
+        top = min(rows[0] for (owner, _), rows in lanes.positions.items() if owner == rank)
+        figure.add_hline(y=top - 0.5 - 0.175, line={"color": GRID, "width": 1})
+
+
+def _summary(name: str, step: int, measures: pd.DataFrame, moved: pd.DataFrame, window: float) -> str:
+    head = f"Step {step} of run {name}: {measures['rank'].nunique()} ranks, {format_us(window)}."
+    if not len(moved):
+        return f"{head} No communication."
+    sent = moved.groupby("rank")["wire_bytes"].sum().mean()
+    count = len(moved) / moved["rank"].nunique()
+    middle = measures[["overlap", "exposed_us"]].median()
+    return (
+        f"{head} {count:g} collectives a rank send {format_bytes(float(sent))};"
+        f" {format_percent(middle['overlap'])} of communication is hidden by compute,"
+        f" {format_us(middle['exposed_us'])} exposed (medians over ranks)."
+    )

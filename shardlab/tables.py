@@ -1,0 +1,149 @@
+"""The five tables that every run leaves: their columns, dtypes and units. Nothing else describes a record.
+
+=============  ==========================================================================
+collectives    one row per collective and rank: what moved, how much, when
+spans          one row per stretch of compute and rank: which unit, forward or backward
+memory         one row per role and sample: live bytes
+shards         one row per piece of a tensor a rank holds
+steps          one row per step and rank: loss, times, peaks
+=============  ==========================================================================
+
+Times are microseconds on one axis for all ranks of a host (``time.perf_counter_ns``, which is CLOCK_MONOTONIC and
+therefore shared), counted from the start of the run. Bytes are exact integers; ``wire_bytes`` is what this rank sends.
+"""
+
+from dataclasses import dataclass
+
+import pandas as pd
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: ``dtype`` is pandas' name for it, ``meaning`` says the unit."""
+
+    name: str
+    dtype: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """A named list of columns."""
+
+    name: str
+    columns: tuple[Column, ...]
+
+    @property
+    def column_names(self) -> list[str]:
+        """Names of all columns, in order."""
+        return [column.name for column in self.columns]
+
+    def frame(self, rows: list[dict[str, object]] | pd.DataFrame) -> pd.DataFrame:
+        """Rows as a DataFrame with exactly this table's columns and dtypes.
+
+        Raises:
+            ValueError: a column is missing or unknown; the message names it.
+        """
+        frame = pd.DataFrame(rows, columns=None if len(rows) else self.column_names)
+        self.check(frame)
+        return frame[self.column_names].astype({column.name: column.dtype for column in self.columns})
+
+    def check(self, frame: pd.DataFrame) -> None:
+        """Raise ValueError, naming the columns, unless ``frame`` has exactly the columns of this table."""
+        missing = [name for name in self.column_names if name not in frame.columns]
+        unknown = [name for name in frame.columns if name not in self.column_names]
+        if missing or unknown:
+            raise ValueError(
+                f"table {self.name!r}: missing columns {missing}, unknown columns {unknown}; "
+                f"it has {', '.join(self.column_names)}"
+            )
+
+
+KEYS = (
+    Column("run", "string", "name of the run, for example the strategy"),
+    Column("source", "string", "measured, emulated (a link was emulated) or predicted"),
+    Column("rank", "Int64", "rank in the whole group"),
+    Column("step", "Int64", "training step, from 0; -1 before the first"),
+)
+
+COLLECTIVES = Table(
+    "collectives",
+    (
+        *KEYS,
+        Column("seq", "Int64", "position among this rank's collectives of the run, from 0"),
+        Column("axis", "string", "axis of the mesh (vocabulary.MeshAxis)"),
+        Column("op", "string", "vocabulary.Collective"),
+        Column("tag", "string", "what it was for, for example 'gradients of bucket 2'"),
+        Column("phase", "string", "phase in which it was issued (vocabulary.Phase)"),
+        Column("dtype", "string", "element type, for example float32"),
+        Column("numel", "Int64", "elements of the whole (unsharded) buffer"),
+        Column("bytes", "Int64", "bytes of the whole (unsharded) buffer"),
+        Column("wire_bytes", "float64", "bytes this rank sends, by the ring formula"),
+        Column("group_size", "Int64", "ranks that take part"),
+        Column("transport", "string", "gloo, nccl, staged, or one of them with an emulated link"),
+        Column("issue_us", "float64", "the caller issued it"),
+        Column("start_us", "float64", "the transport began it"),
+        Column("end_us", "float64", "its result was there"),
+        Column("wait_start_us", "float64", "the caller began to wait; NaN if it never waited"),
+        Column("wait_end_us", "float64", "the caller went on; NaN if it never waited"),
+    ),
+)
+
+SPANS = Table(
+    "spans",
+    (
+        *KEYS,
+        Column("unit", "string", "module name, or optimizer, data"),
+        Column("kind", "string", "vocabulary.SpanKind"),
+        Column("start_us", "float64", "begin"),
+        Column("end_us", "float64", "end"),
+    ),
+)
+
+MEMORY = Table(
+    "memory",
+    (
+        *KEYS,
+        Column("time_us", "float64", "when the sample was taken"),
+        Column("phase", "string", "phase (vocabulary.Phase)"),
+        Column("where", "string", "'rest' after a step, 'peak' of the step, or the unit the sample was taken in"),
+        Column("role", "string", "vocabulary.Role"),
+        Column("bytes", "Int64", "live bytes of this role, each storage counted once"),
+        Column("allocated_bytes", "Int64", "CUDA allocator: bytes in tensors; NA on CPU"),
+        Column("reserved_bytes", "Int64", "CUDA allocator: bytes held; NA on CPU"),
+        Column("resident_bytes", "Int64", "resident set of the process; NA where it was not read"),
+    ),
+)
+
+SHARDS = Table(
+    "shards",
+    (
+        *KEYS,
+        Column("parameter", "string", "name in the user's module"),
+        Column("shape", "string", "shape of the whole parameter, for example 128x64"),
+        Column("role", "string", "parameter, gradient or optimizer_state"),
+        Column("bucket", "Int64", "bucket of the layout; -1 where there is none"),
+        Column("start", "Int64", "first element this rank holds, in the flattened parameter"),
+        Column("stop", "Int64", "one past the last element"),
+        Column("bytes", "Int64", "bytes of this piece"),
+    ),
+)
+
+STEPS = Table(
+    "steps",
+    (
+        *KEYS,
+        Column("loss", "float64", "mean over ranks and micro-batches"),
+        Column("grad_norm", "float64", "global norm before clipping; NaN where it was not computed"),
+        Column("learning_rate", "float64", "of the first parameter group"),
+        Column("step_us", "float64", "time of the step on this rank"),
+        Column("exposed_comm_us", "float64", "communication with no compute at the same time; NaN without any"),
+        Column("overlap", "float64", "share of communication hidden by compute, 0 to 1; NaN without any"),
+        Column("peak_bytes", "Int64", "highest live bytes in the step; NA where it was not traced"),
+        Column("wire_bytes", "float64", "bytes this rank sent in the step"),
+        Column("num_tokens", "Int64", "tokens or samples this rank trained on"),
+        Column("traced_memory", "boolean", "memory was traced in this step, which slows it: leave it out of timings"),
+    ),
+)
+
+TABLES = {table.name: table for table in (COLLECTIVES, SPANS, MEMORY, SHARDS, STEPS)}

@@ -1,0 +1,71 @@
+"""The words every table, plot and engine shares: spelled once, here.
+
+Each is a ``StrEnum``, so a member equals its text: ``Role.GRADIENT == "gradient"``.
+"""
+
+from enum import StrEnum
+
+
+class Collective(StrEnum):
+    """A verb of the communicator."""
+
+    ALL_REDUCE = "all_reduce"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_GATHER = "all_gather"
+    BROADCAST = "broadcast"
+    ALL_TO_ALL = "all_to_all"
+    SEND = "send"
+    RECV = "recv"
+    BARRIER = "barrier"
+
+
+class Phase(StrEnum):
+    """What a rank is doing in its training step."""
+
+    SETUP = "setup"
+    DATA = "data"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    CLIP = "clip"
+    STEP = "step"
+    METRICS = "metrics"
+
+
+class Role(StrEnum):
+    """Why a storage is alive. Each storage has exactly one role."""
+
+    PARAMETER = "parameter"
+    GATHERED_PARAMETER = "gathered_parameter"
+    GRADIENT = "gradient"
+    OPTIMIZER_STATE = "optimizer_state"
+    MASTER_WEIGHT = "master_weight"
+    COMMUNICATION_BUFFER = "communication_buffer"
+    ACTIVATION = "activation"
+    OTHER = "other"
+
+
+class SpanKind(StrEnum):
+    """What a compute span measures."""
+
+    DATA = "data"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+class MeshAxis(StrEnum):
+    """An axis of the mesh of ranks."""
+
+    DATA = "data"
+    SHARD = "shard"
+    REPLICA = "replica"
+    TENSOR = "tensor"
+
+
+class Partition(StrEnum):
+    """How the elements of a bucket are divided over the ranks."""
+
+    ELEMENTS = "elements"
+    ROUND_ROBIN = "round_robin"
+    CONTIGUOUS = "contiguous"
+    BALANCED = "balanced"

@@ -1,0 +1,134 @@
+import hashlib
+import math
+from collections import defaultdict
+
+import pytest
+
+from shardlab.data_sets import Draw, Grammar, data_path, load_grammar
+
+GRAMMAR = load_grammar()
+
+
+def byte_steps(grammar):
+    """The grammar one byte at a time: place -> {byte: (probability, next place)}, a place is (state, bytes so far)."""
+    weight = defaultdict(float)
+    for state, draws in grammar.states.items():
+        for draw in draws:
+            for length in range(len(draw.word) + 1):
+                weight[state, draw.word[:length]] += draw.probability
+    steps = defaultdict(dict)
+    for state, draws in grammar.states.items():
+        for draw in draws:
+            for length in range(len(draw.word)):
+                place, after = (state, draw.word[:length]), (state, draw.word[: length + 1])
+                target = (draw.next_state, b"") if length + 1 == len(draw.word) else after
+                steps[place][draw.word[length]] = (weight[after] / weight[place], target)
+    return steps
+
+
+def stationary_places(grammar):
+    places = defaultdict(float)
+    for state, share in grammar.stationary.items():
+        for draw in grammar.states[state]:
+            for length in range(len(draw.word)):
+                places[state, draw.word[:length]] += share * draw.probability / grammar.mean_word_bytes
+    return places
+
+
+def test_two_states_by_hand():
+    grammar = Grammar("a", {"a": (Draw(b"x", 0.5, "a"), Draw(b"yy", 0.5, "b")), "b": (Draw(b"zzz", 1.0, "a"),)})
+    assert grammar.stationary == pytest.approx({"a": 2 / 3, "b": 1 / 3})
+    assert grammar.mean_word_bytes == pytest.approx(2 / 3 * 1.5 + 1 / 3 * 3)
+    assert grammar.floor_nats_per_byte == pytest.approx(2 / 3 * math.log(2) / 2)
+
+
+def test_the_stationary_distribution_stays_where_it_is():
+    after = defaultdict(float)
+    for state, share in GRAMMAR.stationary.items():
+        for draw in GRAMMAR.states[state]:
+            after[draw.next_state] += share * draw.probability
+    assert sum(after.values()) == pytest.approx(1, abs=1e-12)
+    assert dict(after) == pytest.approx(GRAMMAR.stationary, abs=1e-12)
+
+
+def test_the_floor_is_the_same_counted_byte_by_byte():
+    steps, places = byte_steps(GRAMMAR), stationary_places(GRAMMAR)
+    assert sum(places.values()) == pytest.approx(1, abs=1e-12)
+    by_byte = sum(
+        -share * probability * math.log(probability)
+        for place, share in places.items()
+        for probability, _ in steps[place].values()
+    )
+    assert by_byte == pytest.approx(GRAMMAR.floor_nats_per_byte, abs=1e-12)
+
+
+def test_the_true_model_reaches_the_floor_on_a_long_sample():
+    text = GRAMMAR.text(1_500_000, seed=7)
+    sentences = [line + b"\n" for line in text.split(b"\n")[:-1]]
+    nats = [GRAMMAR.nats(sentence) for sentence in sentences]
+    num_bytes = [len(sentence) for sentence in sentences]
+    floor = GRAMMAR.floor_nats_per_byte
+    # Sentences are independent: the error of the ratio of two sums is that of the mean of nats - floor * bytes.
+    excess = [n - floor * b for n, b in zip(nats, num_bytes, strict=True)]
+    standard_error = math.sqrt(sum(e * e for e in excess)) / sum(num_bytes)
+    assert standard_error < 0.002 * floor
+    assert abs(sum(nats) / sum(num_bytes) - floor) < 4 * standard_error
+
+
+def test_the_best_predictor_on_windows_lies_between_the_floor_and_its_bound():
+    steps, places = byte_steps(GRAMMAR), stationary_places(GRAMMAR)
+    text, window, num_windows = GRAMMAR.text(300_000, seed=3), 64, 400
+    total = late = 0.0
+    for index in range(num_windows):
+        start = index * 733
+        belief = dict(places)
+        for offset, byte in enumerate(text[start : start + window + 1]):
+            after = defaultdict(float)
+            for place, share in belief.items():
+                if byte in steps[place]:
+                    probability, target = steps[place][byte]
+                    after[target] += share * probability
+            seen = sum(after.values())
+            belief = {place: share / seen for place, share in after.items()}
+            total -= math.log(seen) if offset else 0.0
+            late -= math.log(seen) if offset > window // 2 else 0.0
+    mean, late_mean = total / num_windows / window, late / num_windows / (window // 2)
+    floor = GRAMMAR.floor_nats_per_byte
+    assert floor < mean < floor + GRAMMAR.start_entropy / window
+    assert late_mean == pytest.approx(floor, rel=0.06)
+
+
+def test_the_text_is_the_same_everywhere_and_a_longer_one_begins_with_it():
+    text = GRAMMAR.text(10_000)
+    assert len(text) == 10_000
+    assert GRAMMAR.text(20_000).startswith(text)
+    assert GRAMMAR.text(10_000, seed=1) != text
+    assert hashlib.sha256(text).hexdigest() == "be6ae8d4e802f0b2644d62bd512453e8cde90a5cb81bbb4facda04f113a10940"
+
+
+def test_foreign_text_is_refused():
+    with pytest.raises(ValueError, match="no word of state 'sentence' at byte 0"):
+        GRAMMAR.nats(b"hello")
+    assert GRAMMAR.nats(b"this") == 0.0
+
+
+def test_a_missing_data_file_is_named_with_both_places():
+    assert data_path("grammar.json").is_file()
+    with pytest.raises(FileNotFoundError, match=r"'nothing\.json' is neither .* nor "):
+        data_path("nothing.json")
+
+
+@pytest.mark.parametrize(
+    ("states", "message"),
+    [
+        ({"a": (Draw(b"x", 0.5, "a"),)}, "add up to 1"),
+        ({"a": (Draw(b"x", 1.0, "b"),)}, r"unknown states \['b'\]"),
+        ({"a": (Draw(b"x", 0.5, "a"), Draw(b"xy", 0.5, "a"))}, "begins another word"),
+        ({"a": (Draw(b"", 1.0, "a"),)}, "is empty"),
+        ({"a": (Draw(b"x", 1.0, "a"),), "b": (Draw(b"x", 1.0, "a"),)}, "never reached"),
+        ({"a": (Draw(b"x", 1.0, "b"),), "b": (Draw(b"x", 1.0, "b"),)}, "lead back"),
+    ],
+)
+def test_a_grammar_without_an_exact_floor_is_refused(states, message):
+    with pytest.raises(ValueError, match=rf"^grammar: .*{message}"):
+        Grammar("a", states)

@@ -1,0 +1,59 @@
+import keyword
+
+import pytest
+import torch
+
+from shardlab.data_sets import TextData, load_grammar, load_text
+
+
+def test_the_standard_library_is_more_than_ten_megabytes_of_python():
+    data = load_text("stdlib", 64)
+    assert len(data) > 10_000_000
+    assert data.tokens.dtype == torch.uint8
+    assert data.floor_nats_per_byte is None
+    text = bytes(data.tokens.numpy()).decode("utf-8", errors="replace")
+    assert all(word in text for word in keyword.kwlist)
+    assert "site-packages/torch" not in text
+
+
+def test_the_grammar_knows_its_floor():
+    data = load_text("grammar", 64)
+    assert len(data) == 4_000_000
+    assert data.floor_nats_per_byte == load_grammar().floor_nats_per_byte
+    assert bytes(data.tokens[:1000].numpy()) == load_grammar().text(1000)
+
+
+def test_any_file_is_bytes(tmp_path):
+    path = tmp_path / "any.bin"
+    path.write_bytes(bytes(range(256)))
+    for source in (path, str(path)):
+        data = load_text(source, 255)
+        assert data.tokens.tolist() == list(range(256))
+        assert data.name == str(path)
+    path.write_bytes(b"changed")
+    assert len(load_text(path, 3)) == 7
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_data_is_copied_from_anything_like_bytes(kind):
+    source = bytearray(b"abcdef")
+    data = TextData(kind(source), 5)
+    source[0] = 0
+    assert data.tokens.tolist() == list(b"abcdef")
+
+
+def test_errors_name_text_with_path_and_sizes(tmp_path):
+    empty, short = tmp_path / "empty.txt", tmp_path / "short.txt"
+    empty.write_bytes(b"")
+    short.write_bytes(b"x" * 128)
+    with pytest.raises(ValueError, match=rf"^text must be stdlib, grammar or .* no file {tmp_path}/missing"):
+        load_text(tmp_path / "missing", 8)
+    with pytest.raises(ValueError, match=rf"^text must be .* no file {tmp_path}"):
+        load_text(tmp_path, 8)
+    with pytest.raises(ValueError, match=rf"^text {empty} is empty"):
+        load_text(empty, 8)
+    with pytest.raises(ValueError, match=rf"^text {short} has 128 bytes; .* seq_len 128 .* need 129"):
+        load_text(short, 128)
+    with pytest.raises(ValueError, match="seq_len must be at least 1"):
+        load_text(short, 0)
+    assert len(load_text(short, 127)) == 128

@@ -1,0 +1,105 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlab.partition import ParamSpec, flat_layout, owned_layout, owned_order
+
+SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+RANKS = st.integers(1, 9)
+
+
+@st.composite
+def spec_lists(draw, min_size=0):
+    shapes = draw(st.lists(SHAPES, min_size=min_size, max_size=12))
+    return [ParamSpec(f"p{index}", shape, 4) for index, shape in enumerate(shapes)]
+
+
+@st.composite
+def layouts(draw):
+    specs, num_ranks = draw(spec_lists()), draw(RANKS)
+    if draw(st.booleans()):
+        return specs, flat_layout(specs, num_ranks)
+    owners = draw(st.lists(st.integers(0, num_ranks - 1), min_size=len(specs), max_size=len(specs)))
+    return specs, owned_layout(specs, owners, num_ranks)
+
+
+def test_a_border_may_cut_a_parameter_and_padding_is_at_the_end():
+    layout = flat_layout([ParamSpec("a", (4,), 4), ParamSpec("b", (3,), 4), ParamSpec("c", (2, 2), 4)], 2)
+    assert layout.bounds == (0, 6, 12)
+    assert (layout.numel, layout.padded_numel, layout.padding_numel, layout.even) == (11, 12, 1, True)
+    first, second = layout.pieces(1)
+    assert (first.name, first.flat_start, first.flat_stop, first.param_start, first.param_stop) == ("b", 6, 7, 2, 3)
+    assert (first.whole, first.numel) == (False, 1)
+    assert (second.name, second.slot_index, second.whole) == ("c", 2, True)
+    assert layout.owner_of_slot(0) == 0
+    with pytest.raises(ValueError, match="'b' is split"):
+        layout.owner_of_slot(1)
+
+
+def test_a_scalar_has_one_element_and_an_empty_parameter_none():
+    assert (ParamSpec("scale", (), 8).numel, ParamSpec("scale", (), 8).num_bytes) == (1, 8)
+    assert ParamSpec("none", (3, 0), 4).numel == 0
+
+
+@given(layouts())
+def test_the_pieces_of_all_ranks_cover_each_element_once(specs_and_layout):
+    specs, layout = specs_and_layout
+    seen = {spec.name: [] for spec in specs}
+    for rank in range(layout.num_ranks):
+        start, stop = layout.chunk(rank)
+        for piece in layout.pieces(rank):
+            slot = layout.slots[piece.slot_index]
+            assert piece.name == slot.spec.name
+            assert start <= piece.flat_start < piece.flat_stop <= stop
+            assert piece.flat_start - slot.start == piece.param_start
+            assert piece.numel == piece.param_stop - piece.param_start > 0
+            assert piece.whole == (piece.numel == slot.spec.numel)
+            seen[piece.name].extend(range(piece.param_start, piece.param_stop))
+    assert seen == {spec.name: list(range(spec.numel)) for spec in specs}
+
+
+@given(layouts())
+def test_sizes_add_up_to_the_padded_range(specs_and_layout):
+    specs, layout = specs_and_layout
+    assert layout.numel == sum(spec.numel for spec in specs)
+    assert sum(layout.chunk_sizes) == layout.padded_numel == layout.numel + layout.padding_numel
+    assert {slot.spec for slot in layout.slots} == set(specs)
+
+
+@given(spec_lists(), RANKS)
+def test_a_flat_layout_has_equal_chunks(specs, num_ranks):
+    layout = flat_layout(specs, num_ranks)
+    assert layout.even
+    assert [slot.spec for slot in layout.slots] == specs
+    assert 0 <= layout.padding_numel < num_ranks
+
+
+@given(spec_lists(), RANKS, st.data())
+def test_an_owned_layout_gives_each_rank_exactly_its_parameters(specs, num_ranks, data):
+    owners = data.draw(st.lists(st.integers(0, num_ranks - 1), min_size=len(specs), max_size=len(specs)))
+    layout = owned_layout(specs, owners, num_ranks)
+    assert layout.padding_numel == 0
+    assert [slot.spec for slot in layout.slots] == [specs[index] for index in owned_order(owners)]
+    for rank in range(num_ranks):
+        mine = [spec.name for spec, owner in zip(specs, owners, strict=True) if owner == rank and spec.numel]
+        assert [piece.name for piece in layout.pieces(rank)] == mine
+        assert all(piece.whole for piece in layout.pieces(rank))
+    for slot_index, spec_index in enumerate(owned_order(owners)):
+        if specs[spec_index].numel:
+            assert layout.owner_of_slot(slot_index) == owners[spec_index]
+
+
+def test_errors_name_the_field():
+    spec = ParamSpec("a", (4,), 4)
+    with pytest.raises(ValueError, match="num_ranks"):
+        flat_layout([spec], 0)
+    with pytest.raises(ValueError, match="owners must be 0 to 1"):
+        owned_layout([spec], [2], 2)
+    with pytest.raises(ValueError, match="one rank per parameter"):
+        owned_layout([spec], [], 2)
+    with pytest.raises(ValueError, match="itemsize of 'a'"):
+        ParamSpec("a", (4,), 0)
+    with pytest.raises(ValueError, match="shape of 'a'"):
+        ParamSpec("a", (-4,), 4)
+    with pytest.raises(ValueError, match="rank must be 0 to 1"):
+        flat_layout([spec], 2).pieces(2)

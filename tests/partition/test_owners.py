@@ -1,0 +1,85 @@
+from itertools import combinations_with_replacement, pairwise, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlab.partition import Ownership, ParamSpec, assign_owners
+from shardlab.partition.runs import balanced_runs
+from shardlab.vocabulary import Partition
+
+WHOLE = (Partition.ROUND_ROBIN, Partition.CONTIGUOUS, Partition.BALANCED)
+SMALL = st.lists(st.integers(0, 30), max_size=7)
+
+
+def specs_of(numels):
+    return [ParamSpec(f"p{index}", (numel,), 4) for index, numel in enumerate(numels)]
+
+
+def largest_load(numels, owners, num_ranks):
+    return max(
+        sum(size for size, owner in zip(numels, owners, strict=True) if owner == rank) for rank in range(num_ranks)
+    )
+
+
+def test_the_three_partitions_by_hand():
+    specs = specs_of([8, 1, 1, 1, 5])
+    assert assign_owners(specs, 2, Partition.ROUND_ROBIN) == (0, 1, 0, 1, 0)
+    assert assign_owners(specs, 2, Partition.CONTIGUOUS) == (0, 1, 1, 1, 1)
+    assert assign_owners(specs, 2, Partition.BALANCED) == (0, 1, 1, 1, 1)
+    assert assign_owners(specs_of([3, 3, 3, 3]), 2, Partition.BALANCED) == (0, 1, 0, 1)
+
+
+@given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 9), st.sampled_from(WHOLE))
+def test_every_parameter_has_one_owner_and_bytes_add_up(numels, num_ranks, partition):
+    ownership = Ownership.assign(specs_of(numels), num_ranks, partition)
+    owned = [ownership.owned_by(rank) for rank in range(num_ranks)]
+    assert sorted(name for names in owned for name in names) == sorted(ownership.table)
+    assert all(ownership.owner_of(name) == rank for rank, names in enumerate(owned) for name in names)
+    assert sum(ownership.bytes_by_rank) == 4 * sum(numels)
+    if sum(numels):
+        assert sum(ownership.byte_fractions) == pytest.approx(1)
+
+
+@given(SMALL, st.integers(1, 4))
+def test_balanced_is_within_four_thirds_of_the_optimum(numels, num_ranks):
+    owners = assign_owners(specs_of(numels), num_ranks, Partition.BALANCED)
+    best = min(largest_load(numels, choice, num_ranks) for choice in product(range(num_ranks), repeat=len(numels)))
+    assert largest_load(numels, owners, num_ranks) * 3 <= best * 4
+
+
+@given(SMALL, st.integers(1, 4))
+def test_contiguous_runs_have_the_smallest_possible_largest_run(numels, num_ranks):
+    owners = assign_owners(specs_of(numels), num_ranks, Partition.CONTIGUOUS)
+    assert list(owners) == sorted(owners)
+    ordered = combinations_with_replacement(range(num_ranks), len(numels))
+    assert largest_load(numels, owners, num_ranks) == min(largest_load(numels, c, num_ranks) for c in ordered)
+
+
+@given(SMALL, st.lists(st.integers(0, 30), min_size=1, max_size=4))
+def test_runs_on_top_of_a_base_load_are_optimal_too(sizes, base):
+    def largest(bounds):
+        return max(load + sum(sizes[a:b]) for load, (a, b) in zip(base, pairwise(bounds), strict=True))
+
+    bounds = balanced_runs(sizes, len(base), base)
+    cuts = combinations_with_replacement(range(len(sizes) + 1), len(base) - 1)
+    assert (bounds[0], bounds[-1]) == (0, len(sizes))
+    assert largest(bounds) == min(largest((0, *cut, len(sizes))) for cut in cuts)
+
+
+@given(st.integers(0, 60), st.integers(1, 9))
+def test_equal_items_make_runs_within_one_of_each_other(count, num_runs):
+    lengths = [stop - start for start, stop in pairwise(balanced_runs([7] * count, num_runs))]
+    assert max(lengths) - min(lengths) <= 1
+
+
+def test_errors_name_the_field_and_what_to_use():
+    specs = specs_of([1])
+    with pytest.raises(ValueError, match=r"round_robin, contiguous, balanced .* 'elements'; .* use flat_layout"):
+        assign_owners(specs, 2, Partition.ELEMENTS)
+    with pytest.raises(ValueError, match="num_ranks must be at least 1"):
+        assign_owners(specs, 0, Partition.BALANCED)
+    with pytest.raises(ValueError, match="name must be one of p0, got 'q'"):
+        Ownership.assign(specs, 2, Partition.BALANCED).owner_of("q")
+    with pytest.raises(ValueError, match="rank must be 0 to 1"):
+        Ownership(tuple(specs), (2,), 2)
