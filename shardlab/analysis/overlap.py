@@ -31,6 +31,7 @@ def overlap(collectives: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
     Returns:
         One row per (run, source, rank, step) of either table: ``comm_us``, ``compute_us`` (lengths of the merged
         intervals), ``both_us``, ``overlap`` (0 to 1; NaN without communication), ``exposed_us``.
+        Runs in order of first appearance, among the spans first.
 
     Raises:
         ValueError: columns are missing, a time is missing, or an interval ends before it begins.
@@ -41,14 +42,15 @@ def overlap(collectives: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
     communication = _by_step(collectives, bounds(collectives, "start_us", "end_us", "collectives"))
     waiting = _by_step(*_waits(collectives))
     compute = _by_step(compute_spans, bounds(compute_spans, "start_us", "end_us", "spans"))
-    keys = dict.fromkeys([*communication, *compute, *positions(spans)])
+    keys = dict.fromkeys([*positions(spans), *communication])
+    order = {name: place for place, name in enumerate(dict.fromkeys(key[:2] for key in keys))}
     none = np.empty((0, 2))
     rows = [
         (*key, *_measure(communication.get(key, none), subtract(compute.get(key, none), waiting.get(key, none))))
-        for key in keys
+        for key in sorted(keys, key=lambda key: (order[key[:2]], key))
     ]
     columns = [*KEYS, "comm_us", "compute_us", "both_us", "overlap", "exposed_us"]
-    return pd.DataFrame(rows, columns=columns).sort_values(KEYS, kind="stable", ignore_index=True)
+    return pd.DataFrame(rows, columns=columns)
 
 
 def _measure(communication: Intervals, compute: Intervals) -> tuple[float, float, float, float, float]:

@@ -5,5 +5,6 @@ from shardlab.comm.copies import broadcast_coalesced
 from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.pending import Pending, wait_all
+from shardlab.comm.process import watch_process
 
-__all__ = ["CollectiveEvent", "Communicator", "Mesh", "Observer", "Pending", "broadcast_coalesced", "wait_all"]
+__all__ = ["CollectiveEvent", "Communicator", "Mesh", "Observer", "Pending", "broadcast_coalesced", "wait_all", "watch_process"]

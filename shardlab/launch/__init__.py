@@ -1,0 +1,18 @@
+"""Ranks: start them, call functions on them, see what they print, hear which one failed, and leave none behind."""
+
+from shardlab.launch.context import RankContext, current
+from shardlab.launch.errors import RankDied, RankError, RankHang
+from shardlab.launch.placement import Placement, place
+from shardlab.launch.pool import RankPool, launch
+
+__all__ = [
+    "Placement",
+    "RankContext",
+    "RankDied",
+    "RankError",
+    "RankHang",
+    "RankPool",
+    "current",
+    "launch",
+    "place",
+]

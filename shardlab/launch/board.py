@@ -4,10 +4,11 @@ A rank writes its slot when a collective is issued and when it is completed; the
 also when a rank hangs or is dead. Of several collectives in flight the slot shows the oldest, for that is the one
 everything waits behind; with none in flight it shows the last.
 
-A slot is 512 bytes: version (odd while it is being written), seq, since_ns, state, then op, axis, tag and source line as
-UTF-8 padded with zeros. Nothing is locked between processes: the reader repeats a read that met a change of version.
+A slot is 512 bytes: version (odd while it is being written), seq, since_ns, state, then op, axis, tag and source line
+as UTF-8 padded with zeros. Nothing is locked between processes: the reader repeats a read that met a new version.
 """
 
+import linecache
 import mmap
 import struct
 from collections.abc import Sequence
@@ -16,14 +17,14 @@ from enum import IntEnum
 from pathlib import Path
 from threading import Lock
 from time import perf_counter_ns
-from typing import Protocol
 
 from shardlab.comm.events import CollectiveEvent
+from shardlab.launch.stack import SeenCall
 
 _VERSION = struct.Struct("=Q")
-_BODY = struct.Struct("=qqB32s24s160s272s")
+_BODY = struct.Struct("=qqB32s24s144s272s")
 SLOT_BYTES = 512
-_TEXT_BYTES = (32, 24, 160, 272)
+_TEXT_BYTES = (32, 24, 144, 272)
 assert _VERSION.size + _BODY.size <= SLOT_BYTES
 
 
@@ -34,17 +35,6 @@ class CallState(IntEnum):
     ISSUED = 1
     COMPLETED = 2
     FAILED = 3
-
-
-class Call(Protocol):
-    """What a slot shows of a collective; ``CollectiveEvent`` has all of it."""
-
-    seq: int
-    op: str
-    axis: str
-    tag: str
-    issue_ns: float
-    source_line: str
 
 
 @dataclass(frozen=True)
@@ -60,6 +50,11 @@ class BoardRow:
     tag: str
     source_line: str
 
+    @property
+    def call(self) -> str:
+        """The collective in words: ``all_reduce 'gradients of bucket 2'``."""
+        return f"{self.op} '{self.tag}'" if self.tag else self.op
+
     def waited_s(self, now_ns: int) -> float:
         """Seconds since the collective was issued; 0 unless it is still under way."""
         return (now_ns - self.since_ns) / 1e9 if self.state is CallState.ISSUED else 0.0
@@ -74,7 +69,7 @@ class BoardWriter:
         self._lock = Lock()  # issued() comes from the caller's thread, completed() from the communication thread
         self._version = 0
         self._in_flight: dict[int, CollectiveEvent] = {}
-        self._seen: Call | None = None
+        self._seen: SeenCall | None = None
 
     def issued(self, event: CollectiveEvent) -> None:
         """Show the collective unless an older one is still in flight."""
@@ -99,20 +94,20 @@ class BoardWriter:
     def waited(self, event: CollectiveEvent) -> None:
         """Nothing."""
 
-    def seen(self, call: Call | None) -> None:
+    def seen(self, call: SeenCall | None) -> None:
         """Show a collective that was called past the communicator (``stack.py``); None when it has returned.
 
         What a communicator reports goes first: it knows more of the same collective.
         """
         with self._lock:
             before, self._seen = self._seen, call
-            if not self._in_flight:
+            if not self._in_flight and call is not before:
                 if call is not None:
                     self._write(call, CallState.ISSUED)
                 elif before is not None:
                     self._write(before, CallState.COMPLETED)
 
-    def failed(self, call: Call | None) -> None:
+    def failed(self, call: SeenCall | None) -> None:
         """The rank's function raised inside ``call``, or inside the collective the slot shows."""
         with self._lock:
             shown = next(iter(self._in_flight.values()), None) or call
@@ -126,7 +121,7 @@ class BoardWriter:
             self._seen = None
             self._put(bytes(_BODY.size))
 
-    def _write(self, call: Call, state: CallState) -> None:
+    def _write(self, call: CollectiveEvent | SeenCall, state: CallState) -> None:
         texts = (call.op, call.axis, call.tag, call.source_line[-_TEXT_BYTES[3] :])
         packed = (text.encode()[:size] for text, size in zip(texts, _TEXT_BYTES, strict=True))
         self._put(_BODY.pack(call.seq, int(call.issue_ns), state, *packed))
@@ -184,9 +179,16 @@ def describe(rows: Sequence[BoardRow], processes: Sequence[str]) -> str:
         collective = f"{row.op} ({row.axis})" if row.axis else row.op
         since = f"{(now_ns - row.since_ns) / 1e9:.1f}"
         state = "waiting" if row.state is CallState.ISSUED else row.state.name.lower()
-        lines.append((str(row.rank), process, collective, row.tag or "-", state, since, row.source_line or "-"))
+        lines.append((str(row.rank), process, collective, row.tag or "-", state, since, _with_text(row.source_line)))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def _with_text(source_line: str) -> str:
+    """``file:line`` with the code that stands there, where this process can see it; it knows its own cells."""
+    file, _, line = source_line.rpartition(":")
+    text = linecache.getline(file, int(line)).strip() if line.isdigit() else ""
+    return f"{source_line}: {text[:80]}" if text else source_line or "-"
 
 
 def _map_file(path: Path) -> mmap.mmap:

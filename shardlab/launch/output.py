@@ -20,7 +20,7 @@ class RankOutput:
         os.set_blocking(pipe.fileno(), False)
 
     def fileno(self) -> int:
-        """For ``multiprocessing.connection.wait``."""
+        """What ``multiprocessing.connection.wait`` waits on."""
         return self._pipe.fileno()
 
     def pump(self) -> None:

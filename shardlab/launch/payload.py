@@ -1,8 +1,8 @@
 """Functions, arguments and results as bytes, also where the other side cannot import their module.
 
 cloudpickle sends what a notebook cell or a script defines by value. So does this module with code of every module that
-is not installed (a test file, a ``helpers.py`` beside the notebook): a warm rank then always runs the code as it is now,
-not as it was when the rank first imported it. Installed packages and shardlab itself go by name.
+is not installed (a test file, a ``helpers.py`` beside the notebook): a warm rank then always runs the code as it is
+now, not as it was when the rank first imported it. Installed packages and shardlab itself go by name.
 """
 
 import io
@@ -14,8 +14,9 @@ import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType, ModuleType
+from typing import Any
 
-import cloudpickle  # type: ignore[import-untyped]
+import cloudpickle
 import torch
 
 import shardlab
@@ -61,7 +62,7 @@ def pack(value: object, what: str) -> Payload:
             ) from error
 
 
-def unpack(payload: Payload) -> object:
+def unpack(payload: Payload) -> Any:
     """The object that was packed. The text of its cells is put where tracebacks look for it."""
     for file, text in payload.sources.items():
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
@@ -87,7 +88,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, value: object) -> object:
         if isinstance(value, torch.Tensor) and value.is_cuda:
-            return value.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
+            return value.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if isinstance(value, FunctionType | type):
             self._send_by_value(value.__module__)
         if isinstance(value, FunctionType):

@@ -1,11 +1,15 @@
-"""Collectives that a function calls straight from ``torch.distributed``, seen from outside by its Python stack.
+"""Collectives that no communicator reports, such as a plain ``dist.all_reduce``, seen by the rank's Python stack.
 
 A learner's cell may say ``dist.all_reduce(x)``: no communicator, no event, and yet a hang should name it. So a rank's
 watcher thread looks at the main thread's stack a few times a second. If the innermost Python frame is in torch's
-collectives module, the rank is inside that call. Asynchronous calls that are waited for in user code do not show.
+collectives module, or in a communicator that nobody observes, the rank is inside that call. Asynchronous calls of torch
+that are waited for in user code do not show: the group's own timeout ends those.
 """
 
+import concurrent.futures
+import queue
 import sys
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,19 +23,24 @@ from torch.distributed import distributed_c10d
 import shardlab
 
 _COLLECTIVES_FILE = str(distributed_c10d.__file__)
+_COMM_FOLDER = str(Path(str(shardlab.__file__)).parent / "comm")
+# A communicator that waits for its thread is, innermost, in one of these.
+_WAIT_FILES = (str(threading.__file__), str(queue.__file__), str(concurrent.futures._base.__file__))
 _LIBRARIES = tuple(str(Path(str(module.__file__)).parent) for module in (torch, shardlab))
+
+Frame = tuple[FrameType, int | None]
 
 
 @dataclass(frozen=True)
 class SeenCall:
-    """A collective found on a stack; it has the fields of ``board.Call``."""
+    """A collective found on a stack; it has the fields of a ``CollectiveEvent`` that the board shows."""
 
     op: str
     source_line: str
     issue_ns: float
     seq: int = -1
     axis: str = ""
-    tag: str = "torch.distributed"
+    tag: str = ""
 
 
 class StackWatch:
@@ -40,18 +49,18 @@ class StackWatch:
     def __init__(self, thread_id: int) -> None:
         self._thread_id = thread_id
         self._call: SeenCall | None = None
-        self._mark = _new_mark()
+        self._mark = _Mark()
 
     def look(self) -> SeenCall | None:
         """The collective the thread is in; the same object for as long as it is the same call."""
         frame = sys._current_frames().get(self._thread_id)
-        if frame is None or frame.f_code.co_filename != _COLLECTIVES_FILE:
+        if frame is None or not _is_collective(walk_stack(frame)):
             self._call = None
             return None
         # The mark lives and dies with the frame, so a second call of the same function is never taken for the first.
         # (Comparing id(frame) would take it so: freed frames are re-used. Keeping the frame would keep its tensors.)
         if self._call is None or frame.f_trace is not self._mark:
-            self._mark = frame.f_trace = _new_mark()
+            self._mark = frame.f_trace = _Mark()
             self._call = _call_of(walk_stack(frame))
         return self._call
 
@@ -59,21 +68,29 @@ class StackWatch:
 def failed_call(traceback: TracebackType | None) -> SeenCall | None:
     """The collective in which an exception was raised; None if it was raised elsewhere."""
     frames = list(walk_tb(traceback))[::-1]
-    if not frames or frames[0][0].f_code.co_filename != _COLLECTIVES_FILE:
-        return None
-    return _call_of(frames)
+    return _call_of(frames) if _is_collective(frames) else None
 
 
-def _call_of(frames: Iterable[tuple[FrameType, int | None]]) -> SeenCall:
-    """``frames``: innermost first, the innermost in torch's collectives module."""
+def _is_collective(frames: Iterable[Frame]) -> bool:
+    """Whether the innermost frame that does not merely wait for a thread belongs to a collective."""
+    files = (frame.f_code.co_filename for frame, _ in frames)
+    return _is_collective_file(next((file for file in files if file not in _WAIT_FILES), ""))
+
+
+def _is_collective_file(file: str) -> bool:
+    return file == _COLLECTIVES_FILE or file.startswith(_COMM_FOLDER)
+
+
+def _call_of(frames: Iterable[Frame]) -> SeenCall:
+    """``frames``: innermost first."""
     op = ""
     source_line = ""
     for frame, line in frames:
         file = frame.f_code.co_filename
-        if not file.startswith(_LIBRARIES):
+        if not file.startswith(_LIBRARIES) and file not in _WAIT_FILES:
             source_line = f"{file}:{line}"
             break
-        if file == _COLLECTIVES_FILE:
+        if _is_collective_file(file):
             op = frame.f_code.co_name  # the outermost: all_gather_object, not the all_gather inside it
     return SeenCall(op, source_line, perf_counter_ns())
 
@@ -81,9 +98,5 @@ def _call_of(frames: Iterable[tuple[FrameType, int | None]]) -> SeenCall:
 class _Mark:
     """A trace function that traces nothing; each is told from every other by identity."""
 
-    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+    def __call__(self, *_: object) -> None:
         return None
-
-
-def _new_mark() -> _Mark:
-    return _Mark()

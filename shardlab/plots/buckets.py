@@ -5,10 +5,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from shardlab.plots.colours import run_colours
-from shardlab.plots.labels import listing
 from shardlab.plots.loss import SYMBOLS
 from shardlab.plots.theme import finish, new_figure, nothing
-from shardlab.plots.units import format_bytes, format_us
+from shardlab.plots.units import format_bytes, format_us, tick
 
 TITLE = "Step time against bucket size"
 COLUMNS = ("bucket_bytes", "step_us", "exposed_comm_us", "run")
@@ -41,7 +40,7 @@ def bucket_curve(buckets: pd.DataFrame) -> go.Figure:
         _ring(figure, rows, colour)
     sizes = sorted(table["bucket_bytes"].unique())
     sizes = sizes[:: 1 + len(sizes) // 10]
-    figure.update_xaxes(type="log", tickvals=sizes, ticktext=[format_bytes(size) for size in sizes])
+    figure.update_xaxes(type="log", tickvals=sizes, ticktext=[tick(format_bytes(size)) for size in sizes])
     return finish(figure, _summary(table, runs))
 
 
@@ -73,7 +72,7 @@ def _line(rows: pd.DataFrame, column: str, run: str, style: tuple[str, str]) -> 
 
 
 def _ring(figure: go.Figure, rows: pd.DataFrame, colour: str) -> None:
-    best = rows.loc[rows["step_us"].idxmin()]
+    best = rows.sort_values("step_us", kind="stable").iloc[0]
     figure.add_scatter(
         x=[best["bucket_bytes"]],
         y=[best["step_us"] / 1e3],
@@ -91,11 +90,10 @@ def _summary(table: pd.DataFrame, runs: list[str]) -> str:
     parts = []
     for run in runs:
         rows = table[table["run"] == run]
-        best = rows.loc[rows["step_us"].idxmin()]
+        best = rows.sort_values("step_us", kind="stable").iloc[0]
         parts.append(
-            f"{run} is fastest with buckets of {format_bytes(best['bucket_bytes'])}: {format_us(best['step_us'])} a step, "
-            f"{format_us(best['exposed_comm_us'])} exposed"
+            f"{run} is fastest with buckets of {format_bytes(best['bucket_bytes'])}: "
+            f"{format_us(best['step_us'])} a step, {format_us(best['exposed_comm_us'])} exposed"
         )
-    return f"{'; '.join(parts)}. Sizes from {format_bytes(table['bucket_bytes'].min())} to " + (
-        f"{format_bytes(table['bucket_bytes'].max())}."
-    )
+    low, high = table["bucket_bytes"].min(), table["bucket_bytes"].max()
+    return f"{'; '.join(parts)}. Sizes from {format_bytes(low)} to {format_bytes(high)}."

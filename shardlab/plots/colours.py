@@ -1,9 +1,10 @@
 """One colour per role, collective, span kind and strategy, the same in every picture.
 
-Eight hues near Okabe and Ito's, moved to middle lightness: each keeps a contrast of 2.9 or more against white AND against
-JupyterLab's dark background (#111111), and any two differ for people with protanopia, deuteranopia or tritanopia
-(CIE 1976 distance 12 or more in Machado's simulation; tests/plots measures both). Related things share a hue: gradients
-and the reduce-scatter that shards them are orange, gathered parameters and the all-gather that makes them are violet.
+Eight hues near Okabe and Ito's, moved to middle lightness: each keeps a contrast of 2.9 or more against white AND
+against JupyterLab's dark background (#111111), and any two differ for people with protanopia, deuteranopia or
+tritanopia (CIE 1976 distance 12 or more in Machado's simulation; tests/plots measures both). Related things share a
+hue: gradients and the reduce-scatter that shards them are orange, gathered parameters and the all-gather that makes
+them are violet.
 """
 
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ GREEN = "#009e73"
 PINK = "#cc79a7"
 VIOLET = "#885efb"
 SAND = "#af8f4c"
-WINE = "#ad2b5a"
+WINE = "#ac2a58"
 BROWN = "#8d571b"
 GREY = "#7d7d7d"
 PALETTE = (BLUE, ORANGE, GREEN, PINK, VIOLET, SAND, WINE, BROWN)
@@ -49,10 +50,10 @@ COLLECTIVE_COLOURS = {
 }
 
 SPAN_COLOURS = {
-    SpanKind.DATA: "#b39a86",
+    SpanKind.DATA: "#b08d57",
     SpanKind.FORWARD: "#8c96a6",
     SpanKind.BACKWARD: "#5b6678",
-    SpanKind.OPTIMIZER: "#2f8f8a",
+    SpanKind.OPTIMIZER: "#1f8a70",
 }
 
 STRATEGY_COLOURS = {

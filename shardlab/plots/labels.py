@@ -32,8 +32,8 @@ def source_note(frame: pd.DataFrame) -> str:
 
 
 def subtitle(frame: pd.DataFrame, text: str = "") -> str:
-    """``text`` with the note on the source, if there is one."""
-    return " · ".join(part for part in (text, source_note(frame)) if part)
+    """``text`` after the note on the source, if there is one: a narrow figure cuts the end of the line."""
+    return " · ".join(part for part in (source_note(frame), text) if part)
 
 
 def listing(parts: list[str]) -> str:

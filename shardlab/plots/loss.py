@@ -29,7 +29,7 @@ def loss_curves(steps: pd.DataFrame) -> go.Figure:
     labels = labels_of(losses)
     colours = run_colours(labels)
     for index, label in enumerate(labels):
-        rows = losses[losses["label"] == label]
+        rows = losses[losses["label"] == label].sort_values("step", kind="stable")
         width = max(2.0, 9.0 - 7.0 * index / max(len(labels) - 1, 1))
         figure.add_scatter(
             x=rows["step"].to_numpy(),
@@ -41,7 +41,7 @@ def loss_curves(steps: pd.DataFrame) -> go.Figure:
             hovertemplate=f"<b>{label}</b><br>step %{{x}}<br>loss %{{y:.6f}}<extra></extra>",
         )
     figure.update_xaxes(title_text="step", tickformat="d")
-    figure.update_yaxes(title_text="loss (nats per token, or the loss function's unit)")
+    figure.update_yaxes(title_text="loss")
     return finish(figure, _loss_summary(losses, labels))
 
 
@@ -68,9 +68,12 @@ def loss_difference(steps: pd.DataFrame, reference: str = "single") -> go.Figure
         return nothing(title, "no other run has steps in common with it")
     figure = new_figure(title, subtitle(steps, "absolute difference at each step"))
     floor = _zero_floor(differences["difference"])
-    for label, colour in run_colours(labels_of(differences)).items():
-        symbol = SYMBOLS[labels_of(differences).index(label) % len(SYMBOLS)]
-        figure.add_trace(_difference_trace(differences[differences["label"] == label], label, (colour, symbol), floor))
+    labels = labels_of(differences)
+    colours = run_colours(labels)
+    for place, label in enumerate(labels):
+        # later marks are smaller, so that runs with the same difference all show
+        style = (colours[label], SYMBOLS[place % len(SYMBOLS)], max(7, 14 - 3 * place))
+        figure.add_trace(_difference_trace(differences[differences["label"] == label], label, style, floor))
     figure.update_xaxes(title_text="step", tickformat="d")
     _difference_axis(figure, differences["difference"], floor)
     return finish(figure, _difference_summary(differences, reference))
@@ -95,17 +98,18 @@ def _zero_floor(differences: pd.Series) -> float:
     return float(10 ** (np.floor(np.log10(positive.min())) - 1)) if len(positive) else 1e-16
 
 
-def _difference_trace(rows: pd.DataFrame, label: str, style: tuple[str, str], floor: float) -> go.Scatter:
+def _difference_trace(rows: pd.DataFrame, label: str, style: tuple[str, str, int], floor: float) -> go.Scatter:
+    colour, shape, size = style
     difference = rows["difference"].to_numpy()
     zero = difference == 0
-    symbol = [f"{style[1]}-open" if is_zero else style[1] for is_zero in zero]
+    symbol = [f"{shape}-open" if is_zero else shape for is_zero in zero]
     return go.Scatter(
         x=rows["step"].to_numpy(),
         y=np.where(zero, floor, difference),
         name=label,
         mode="lines+markers",
-        line={"color": style[0], "width": 1.5, "dash": dash(label)},
-        marker={"symbol": symbol, "size": 10, "line": {"width": 2}},
+        line={"color": colour, "width": 1.5, "dash": dash(label)},
+        marker={"symbol": symbol, "size": size, "line": {"color": colour, "width": 2}},
         hovertext=["exactly 0" if is_zero else f"{value:.3e}" for value, is_zero in zip(difference, zero, strict=True)],
         hovertemplate=f"<b>{label}</b><br>step %{{x}}<br>difference %{{hovertext}}<extra></extra>",
     )
@@ -126,8 +130,9 @@ def _difference_axis(figure: go.Figure, differences: pd.Series, floor: float) ->
 
 
 def _loss_summary(losses: pd.DataFrame, labels: list[str]) -> str:
-    ends = losses.groupby("label", sort=False)["loss"].agg(["first", "last"])
-    parts = [f"{label} from {ends.at[label, 'first']:.4f} to {ends.at[label, 'last']:.4f}" for label in labels]
+    losses = losses.sort_values("step", kind="stable")
+    curves = [losses.loc[losses["label"] == label, "loss"].tolist() for label in labels]
+    parts = [f"{label} from {curve[0]:.4f} to {curve[-1]:.4f}" for label, curve in zip(labels, curves, strict=True)]
     return f"Loss over {losses['step'].nunique()} steps: {listing(parts)}."
 
 

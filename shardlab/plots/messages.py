@@ -8,7 +8,7 @@ from shardlab.plots.colours import COLLECTIVE_COLOURS, run_colours
 from shardlab.plots.labels import listing
 from shardlab.plots.loss import SYMBOLS
 from shardlab.plots.theme import finish, log_ticks, new_figure, nothing
-from shardlab.plots.units import format_bytes, format_us
+from shardlab.plots.units import format_bytes, format_us, tick
 
 TITLE = "Time of a message against its size"
 COLUMNS = ("op", "bytes", "time_us", "fitted_us")
@@ -39,10 +39,10 @@ def message_times(messages: pd.DataFrame) -> go.Figure:
         _draw(figure, op, (colours[op], SYMBOLS[place % len(SYMBOLS)]), rows)
     sizes, times = log_ticks(messages["bytes"].tolist()), log_ticks(messages["time_us"].tolist())
     figure.update_xaxes(
-        type="log", title_text="size (bytes)", tickvals=sizes, ticktext=[format_bytes(size) for size in sizes]
+        type="log", title_text="size (bytes)", tickvals=sizes, ticktext=[tick(format_bytes(size)) for size in sizes]
     )
     figure.update_yaxes(
-        type="log", title_text="time (µs, ms)", tickvals=times, ticktext=[format_us(time) for time in times]
+        type="log", title_text="time (µs, ms)", tickvals=times, ticktext=[tick(format_us(time)) for time in times]
     )
     return finish(figure, _summary(messages, ops))
 
@@ -50,9 +50,11 @@ def message_times(messages: pd.DataFrame) -> go.Figure:
 def _draw(figure: go.Figure, op: str, style: tuple[str, str], rows: pd.DataFrame) -> None:
     colour, symbol = style
     rate = rows["bytes"] / rows["time_us"] / 1e3
+    # the model is affine in the size, so straight lines between its values ARE the model: drawn finely they curve here
+    sizes = np.geomspace(rows["bytes"].iloc[0], rows["bytes"].iloc[-1], 80)
     figure.add_scatter(
-        x=rows["bytes"].to_numpy(),
-        y=rows["fitted_us"].to_numpy(),
+        x=sizes,
+        y=np.interp(sizes, rows["bytes"].to_numpy(dtype=np.float64), rows["fitted_us"].to_numpy(dtype=np.float64)),
         mode="lines",
         name=f"{op}: fit",
         legendgroup=op,

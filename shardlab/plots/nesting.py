@@ -29,7 +29,7 @@ def drawn_levels(spans: pd.DataFrame) -> pd.DataFrame:
 
 
 def thin(start: NDArray[np.float64], end: NDArray[np.float64], window: float) -> NDArray[np.intp]:
-    """A group number for each bar: beyond MAX_BARS bars, those shorter than a column of the screen are grouped by column.
+    """A group for each bar: beyond MAX_BARS bars, those shorter than a column of the screen are grouped by column.
 
     Args:
         start: begin of each bar.

@@ -6,7 +6,7 @@ import plotly.graph_objects as go
 
 from shardlab.plots.colours import EXPOSED, HIDDEN
 from shardlab.plots.labels import labelled, labels_of, listing, subtitle
-from shardlab.plots.stack import GAP
+from shardlab.plots.stack import END_TEXT_PX, GAP
 from shardlab.plots.theme import finish, new_figure, nothing
 from shardlab.plots.units import format_percent, format_us
 
@@ -49,14 +49,15 @@ def overlap_bars(overlap_table: pd.DataFrame) -> go.Figure:
         name="overlap",
     )
     figure.update_layout(barmode="stack", height=max(340, 210 + 54 * len(medians)), legend_traceorder="normal")
-    figure.update_xaxes(title_text="time per rank and step (ms)", range=[0, 1.22 * float(ends.max()) or 1.0])
+    figure.update_layout(margin_r=END_TEXT_PX)
+    figure.update_xaxes(title_text="time per rank and step (ms)", range=[0, 1.02 * float(ends.max()) or 1.0])
     figure.update_yaxes(categoryorder="array", categoryarray=labels_of(rows), autorange="reversed", showgrid=False)
     return finish(figure, _summary(medians))
 
 
 def _bar(figure: go.Figure, name: str, colour: str, times_us: pd.Series) -> None:
     figure.add_bar(
-        x=(times_us / 1e3).to_numpy(),
+        x=(times_us / 1e3).where(times_us > 0).to_numpy(),
         y=list(times_us.index),
         orientation="h",
         name=name,

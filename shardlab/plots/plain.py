@@ -1,6 +1,6 @@
 """A figure as plain JSON: lists instead of binary arrays, six significant digits, nothing that is not drawn.
 
-Rounded lists are smaller than plotly's base64 of float64, and viewers with an older plotly.js (before 2.35) read them too.
+Rounded lists are smaller than plotly's base64 of float64, and viewers with an older plotly.js (before 2.35) read them.
 """
 
 import math
@@ -14,8 +14,9 @@ DIGITS = 6
 
 def plain_json(figure: go.Figure) -> dict[str, Any]:
     """``{"data": ..., "layout": ...}`` of Python's own types; NaN and infinity become None."""
-    content = figure.to_dict()
-    return {"data": _plain(content.get("data", [])), "layout": _plain(content.get("layout", {}))}
+    # figure.to_dict() would already have turned arrays into base64
+    traces = [trace.to_plotly_json() for trace in figure.data]
+    return {"data": _plain(traces), "layout": _plain(figure.layout.to_plotly_json())}
 
 
 def _plain(value: Any) -> Any:

@@ -6,11 +6,11 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from shardlab.plots.choose import one_run
 from shardlab.plots.colours import GRID, PALETTE
 from shardlab.plots.labels import subtitle
-from shardlab.plots.select import one_run
 from shardlab.plots.theme import finish, new_figure, nothing
-from shardlab.plots.units import COUNT_UNITS, format_bytes, format_count, scale
+from shardlab.plots.units import COUNT_UNITS, format_bytes, format_count, format_percent, scale
 from shardlab.tables import SHARDS
 
 MIN_LABEL_SHARE = 0.06
@@ -37,7 +37,7 @@ def shard_map(shards: pd.DataFrame, run: str | None = None, role: str = "paramet
     extents = _extents(rows)
     rows = rows[(rows["role"] == role) & (rows["step"] == rows["step"].max())]
     rows = rows.drop_duplicates(["rank", "parameter", "start", "stop"])
-    words = f"Who holds which slice of the {role.replace('_', ' ')}s: {rows['run'].iloc[0]}"
+    words = f"Who holds which slice of the {role.replace('_', ' ')}s: {rows['label'].iloc[0]}"
     figure = new_figure(words.replace("states:", "state:"), subtitle(rows, f"{format_count(_end(extents))} elements"))
     divisor, unit = scale(_end(extents), COUNT_UNITS)
     ranks = sorted(int(rank) for rank in set(rows["rank"]))
@@ -70,10 +70,10 @@ def _slices(rows: pd.DataFrame, extents: pd.DataFrame, rank: int, divisor: float
         name=f"rank {rank}",
         marker={"color": PALETTE[rank % len(PALETTE)], "line": {"color": "rgba(255,255,255,0.7)", "width": 1}},
         hovertext=[
-            f"<b>{row.parameter}</b> ({row.shape})<br>rank {rank}: elements {row.start:,} to {row.stop:,}"
-            f"<br>{row.stop - row.start:,} elements, {format_bytes(row.bytes)}"
-            + (f"<br>bucket {row.bucket}" if row.bucket >= 0 else "")
-            for row in rows.itertuples()
+            f"<b>{row['parameter']}</b> ({row['shape']})<br>rank {rank}: elements {row['start']:,} to {row['stop']:,}"
+            f"<br>{row['stop'] - row['start']:,} elements, {format_bytes(row['bytes'])}"
+            + (f"<br>bucket {row['bucket']}" if row["bucket"] >= 0 else "")
+            for row in rows.to_dict("records")
         ],
         hovertemplate="%{hovertext}<extra></extra>",
     )
@@ -102,7 +102,8 @@ def _summary(rows: pd.DataFrame, role: str, numel: int) -> str:
     held = (rows["stop"] - rows["start"]).groupby(rows["rank"]).sum()
     low, high = int(held.min()), int(held.max())
     amount = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+    share = format_percent(low / numel) + ("" if low == high else f" to {format_percent(high / numel)}")
     return (
-        f"Of the {role.replace('_', ' ')} of run {rows['run'].iloc[0]}, {numel:,} elements, each of {len(held)} ranks "
-        f"holds {amount} elements ({low / numel:.1%}{'' if low == high else f' to {high / numel:.1%}'})."
+        f"Run {rows['run'].iloc[0]}, {role.replace('_', ' ')}, {numel:,} elements: "
+        f"each of {len(held)} ranks holds {amount} elements ({share})."
     )

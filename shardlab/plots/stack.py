@@ -6,7 +6,8 @@ import plotly.graph_objects as go
 from shardlab.plots.labels import labels_of
 from shardlab.plots.units import byte_scale, format_bytes
 
-GAP = {"color": "rgba(255,255,255,0.7)", "width": 1}
+GAP = {"color": "rgba(255,255,255,0.45)", "width": 1}
+END_TEXT_PX = 96  # room for what is written behind the longest bar
 
 
 def stacked_bars(figure: go.Figure, rows: pd.DataFrame, part: str, colours: dict[str, str], quantity: str) -> None:
@@ -32,8 +33,8 @@ def stacked_bars(figure: go.Figure, rows: pd.DataFrame, part: str, colours: dict
         name="total",
     )
     figure.update_layout(barmode="stack", height=max(340, 210 + 54 * len(totals)), legend_traceorder="normal")
-    largest = float(totals.max()) / divisor
-    figure.update_xaxes(title_text=f"{quantity} ({unit})", range=[0, 1.16 * largest if largest else 1])
+    figure.update_layout(margin_r=END_TEXT_PX)
+    figure.update_xaxes(title_text=f"{quantity} ({unit})", range=[0, 1.02 * float(totals.max()) / divisor or 1.0])
     figure.update_yaxes(categoryorder="array", categoryarray=labels_of(rows), autorange="reversed", showgrid=False)
 
 
@@ -41,7 +42,7 @@ def _part(name: str, colour: str, sizes: pd.Series, totals: pd.Series, divisor: 
     words = name.replace("_", " ")
     shares = [f"{size / total:.0%}" if total else "" for size, total in zip(sizes, totals, strict=True)]
     return go.Bar(
-        x=(sizes / divisor).to_numpy(),
+        x=(sizes / divisor).where(sizes > 0).to_numpy(),  # a bar of length 0 would still draw its outline
         y=list(totals.index),
         orientation="h",
         name=words,

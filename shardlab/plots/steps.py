@@ -3,6 +3,7 @@
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+from numpy.typing import NDArray
 
 from shardlab.plots.colours import run_colours
 from shardlab.plots.labels import labelled, labels_of, listing, subtitle
@@ -28,25 +29,31 @@ def step_times(steps: pd.DataFrame) -> go.Figure:
         return nothing("Time of a step", "no timed steps (steps with traced memory do not count)")
     figure = new_figure("Time of a step", subtitle(timed, "median and quartiles; a dot is one step on one rank"))
     labels = labels_of(timed)
-    quartiles = timed.groupby("label", sort=False)["step_us"].quantile([0.25, 0.5, 0.75]).unstack()
-    for place, (label, colour) in enumerate(run_colours(labels).items()):
+    colours = run_colours(labels)
+    medians = []
+    for place, label in enumerate(labels):
         times_us = timed.loc[timed["label"] == label, "step_us"].to_numpy(dtype=np.float64)
-        _draw(figure, label, (place, colour), times_us, quartiles.loc[label].to_numpy(dtype=np.float64))
+        quartiles_us = np.quantile(times_us, [0.25, 0.5, 0.75])
+        _draw(figure, label, (place, colours[label]), times_us, quartiles_us)
+        medians.append(f"{label} {format_us(quartiles_us[1])}")
     figure.update_layout(height=max(340, 190 + 62 * len(labels)), showlegend=False)
     figure.update_xaxes(title_text="time of a step (ms)", rangemode="tozero")
     figure.update_yaxes(
-        tickvals=list(range(len(labels))), ticktext=labels, range=[len(labels) - 0.4, -0.6], showgrid=False
+        tickvals=list(range(len(labels))),
+        ticktext=labels,
+        range=[len(labels) - 0.4, -0.6],
+        showgrid=False,
+        zeroline=False,
     )
-    parts = [f"{label} {format_us(quartiles.at[label, 0.5])}" for label in labels]
-    return finish(figure, f"Median time of a step: {listing(parts)}.")
+    return finish(figure, f"Median time of a step: {listing(medians)}.")
 
 
 def _draw(
     figure: go.Figure,
     label: str,
     style: tuple[int, str],
-    times_us: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
-    quartiles_us: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
+    times_us: NDArray[np.float64],
+    quartiles_us: NDArray[np.float64],
 ) -> None:
     """Dots under the row's line, the quartile bar and the median on it."""
     place, colour = style

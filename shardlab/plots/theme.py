@@ -14,7 +14,9 @@ _AXIS = {
     "gridcolor": GRID,
     "linecolor": GRID,
     "zerolinecolor": GRID,
-    "tickcolor": GRID,
+    "ticks": "outside",
+    "ticklen": 6,
+    "tickcolor": "rgba(0,0,0,0)",  # room between names and bars, no marks
     "automargin": True,
     "title": {"standoff": 12},
 }

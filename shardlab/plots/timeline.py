@@ -2,21 +2,20 @@
 
 Per rank a lane of compute (units of the model, optimizer) and a lane of communication for each axis of the mesh. A
 collective's bar runs from the moment the transport began it to its end; the thin strip before it is the time it was
-queued; hatched compute is a rank that waits. One trace per kind and collective, however many bars.
+queued; a strip under compute is a rank that waits. One trace per kind and collective, however many bars.
 """
 
-import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
 from shardlab.analysis import bandwidth, overlap
-from shardlab.plots.colours import COLLECTIVE_COLOURS, GRID, GREY, INK, SPAN_COLOURS
+from shardlab.plots.choose import one_run
+from shardlab.plots.colours import COLLECTIVE_COLOURS, EXPOSED, GREY, GRID, SPAN_COLOURS
 from shardlab.plots.labels import subtitle
 from shardlab.plots.lanes import COMPUTE, Lanes, lay_out
-from shardlab.plots.nesting import drawn_levels, thin
-from shardlab.plots.select import one_run
-from shardlab.plots.stack import GAP
+from shardlab.plots.nesting import drawn_levels
 from shardlab.plots.theme import finish, new_figure, nothing
+from shardlab.plots.timeline_bars import bars, grouped
 from shardlab.plots.units import format_bytes, format_percent, format_us
 from shardlab.tables import COLLECTIVES, SPANS
 
@@ -41,12 +40,12 @@ def collective_timeline(
     if not len(both):
         return nothing("Timeline of a step", "no collectives and no spans recorded")
     chosen = one_run(both, run)
-    name, step = str(chosen["run"].iloc[0]), _step(chosen, step)
-    moved, worked = (table[(table["run"] == name) & (table["step"] == step)] for table in (collectives, spans))
+    name, step = str(chosen["label"].iloc[0]), _step(chosen, step)
+    moved, worked = (_rows(table, chosen, step) for table in (collectives, spans))
     measures = overlap(moved, worked)
     begin, window = _extent(moved, worked)
     lanes, places = lay_out(moved, worked)
-    note = "bar: start to end; strip: queued; hatched: the rank waits" if len(moved) else "no communication"
+    note = "red strips: the rank waits; grey strips: queued" if len(moved) else "no communication"
     figure = new_figure(f"Timeline of step {step}: {name}", subtitle(chosen, note))
     _draw_compute(figure, drawn_levels(worked), lanes, (begin, window))
     _draw_waits(figure, moved, lanes, begin)
@@ -60,6 +59,13 @@ def _step(rows: pd.DataFrame, step: int | None) -> int:
     if step is not None and step not in steps:
         raise ValueError(f"step: {step} was not recorded; there are {steps[0]} to {steps[-1]}")
     return steps[-1] if step is None else step
+
+
+def _rows(table: pd.DataFrame, chosen: pd.DataFrame, step: int) -> pd.DataFrame:
+    """The rows of the chosen run, source and step."""
+    run, source = chosen["run"].iloc[0], chosen["source"].iloc[0]
+    rows: pd.DataFrame = table[(table["run"] == run) & (table["source"] == source) & (table["step"] == step)]
+    return rows
 
 
 def _extent(moved: pd.DataFrame, worked: pd.DataFrame) -> tuple[float, float]:
@@ -77,8 +83,8 @@ def _draw_compute(figure: go.Figure, spans: pd.DataFrame, lanes: Lanes, extent: 
         for kind, colour in SPAN_COLOURS.items():
             rows = spans[(spans["kind"] == str(kind)) & (spans["ground"] == ground)]
             if len(rows):
-                bars = _grouped(rows, "unit", extent)
-                trace = _bars(bars, str(kind), colour, 0.62 if ground else 0.56)
+                merged = grouped(rows, "unit", extent)
+                trace = bars(merged, str(kind), colour, 0.62 if ground else 0.56)
                 trace.update(opacity=0.3 if ground else 1.0, showlegend=not ground, legendgroup=str(kind))
                 figure.add_trace(trace)
 
@@ -93,15 +99,14 @@ def _draw_waits(figure: go.Figure, moved: pd.DataFrame, lanes: Lanes, begin: flo
     figure.add_bar(
         base=((waits["wait_start_us"] - begin) / 1e3).to_numpy(),
         x=(waiting / 1e3).to_numpy(),
-        y=[rows[int(rank)] for rank in waits["rank"]],
-        width=0.56,
+        y=[rows[int(rank)] + 0.38 for rank in waits["rank"]],
+        width=0.14,
         orientation="h",
-        name="waits",
-        marker={"color": "rgba(128,128,128,0.15)", "line": {"color": INK, "width": 1},
-                "pattern": {"shape": "/", "fgcolor": INK, "size": 6}},
+        name="rank waits",
+        marker={"color": EXPOSED},
         hovertext=texts,
         hovertemplate="%{hovertext}<extra></extra>",
-    )  # fmt: skip
+    )
 
 
 def _draw_collectives(figure: go.Figure, moved: pd.DataFrame, extent: tuple[float, float]) -> None:
@@ -112,11 +117,11 @@ def _draw_collectives(figure: go.Figure, moved: pd.DataFrame, extent: tuple[floa
     figure.add_bar(
         base=((queued["issue_us"] - extent[0]) / 1e3).to_numpy(),
         x=((queued["start_us"] - queued["issue_us"]) / 1e3).to_numpy(),
-        y=(queued["y"] + 0.36).to_numpy(),
-        width=0.12,
+        y=(queued["y"] + 0.38).to_numpy(),
+        width=0.14,
         orientation="h",
         name="queued",
-        marker={"color": GREY, "opacity": 0.55},
+        marker={"color": GREY, "opacity": 0.7},
         hovertext=[f"<b>queued</b>: {tag}" for tag in queued["tag"]],
         hovertemplate="%{hovertext}<br>%{x:.3f} ms<extra></extra>",
     )
@@ -125,73 +130,18 @@ def _draw_collectives(figure: go.Figure, moved: pd.DataFrame, extent: tuple[floa
     for op, colour in COLLECTIVE_COLOURS.items():
         rows = moved[moved["op"] == str(op)]
         if len(rows):
-            figure.add_trace(_bars(_grouped(rows, "tag", extent), str(op).replace("_", " "), colour, 0.56))
-
-
-def _grouped(rows: pd.DataFrame, what: str, extent: tuple[float, float]) -> pd.DataFrame:
-    """Columns y, start, length (ms from the begin of the step) and text: one bar for a row, or for a screen column."""
-    start = rows["start_us"].to_numpy(dtype=np.float64) - extent[0]
-    end = rows["end_us"].to_numpy(dtype=np.float64) - extent[0]
-    table = pd.DataFrame({"y": rows["y"].to_numpy(dtype=np.float64), "start": start, "end": end})
-    table["group"] = -1
-    for _, lane in table.groupby("y"):
-        lane_start, lane_end = lane["start"].to_numpy(dtype=np.float64), lane["end"].to_numpy(dtype=np.float64)
-        table.loc[lane.index, "group"] = thin(lane_start, lane_end, extent[1])
-    table["place"] = np.arange(len(table))
-    bars = table.groupby(["y", "group"], sort=False).agg(
-        start=("start", "min"), end=("end", "max"), count=("place", "size"), place=("place", "first")
-    )
-    describe = _describe_span if what == "unit" else _describe_collective
-    texts = [
-        describe(rows.iloc[place]) if count == 1 else f"<b>{count} merged</b>: zoomed out too far to tell them apart"
-        for place, count in zip(bars["place"], bars["count"], strict=True)
-    ]
-    length = (bars["end"] - bars["start"]) / 1e3
-    return bars.assign(start=bars["start"] / 1e3, length=length, text=texts).reset_index()
-
-
-def _bars(bars: pd.DataFrame, name: str, colour: str, width: float) -> go.Bar:
-    return go.Bar(
-        base=bars["start"].to_numpy(),
-        x=bars["length"].to_numpy(),
-        y=bars["y"].to_numpy(),
-        width=width,
-        orientation="h",
-        name=name,
-        marker={"color": colour, "line": GAP},
-        hovertext=bars["text"].tolist(),
-        hovertemplate="%{hovertext}<extra></extra>",
-    )
-
-
-def _describe_span(row: "pd.Series[str]") -> str:
-    return f"<b>{row['unit'] or 'model'}</b>: {row['kind']}, rank {row['rank']}<br>{_length(row, 'start_us', 'end_us')}"
-
-
-def _describe_collective(row: "pd.Series[str]") -> str:
-    speed = float(row["bus_gb_per_s"])
-    waited = pd.notna(row["wait_start_us"]) and pd.notna(row["wait_end_us"])
-    lines = [
-        f"<b>{row['op']}</b>: {row['tag']}, rank {row['rank']} of {row['group_size']} on {row['axis']}",
-        f"{format_bytes(float(row['bytes']))} {row['dtype']}, sends {format_bytes(float(row['wire_bytes']))}",
-        f"took {_length(row, 'start_us', 'end_us')}" + ("" if np.isnan(speed) else f", bus {speed:.3g} GB/s"),
-        f"queued {_length(row, 'issue_us', 'start_us')}",
-        f"the rank waited {_length(row, 'wait_start_us', 'wait_end_us')}" if waited else "the rank never waited for it",
-        f"transport {row['transport']}, issued in {row['phase']}",
-    ]
-    return "<br>".join(lines)
-
-
-def _length(row: "pd.Series[str]", start: str, end: str) -> str:
-    return format_us(float(row[end]) - float(row[start]))
+            figure.add_trace(bars(grouped(rows, "tag", extent), str(op).replace("_", " "), colour, 0.56))
 
 
 def _axes(figure: go.Figure, lanes: Lanes) -> None:
     ticks, names = lanes.labels()
     height = max(16.0, min(44.0, 1100 / lanes.num_rows))
     figure.update_layout(barmode="overlay", height=round(220 + height * lanes.num_rows))
-    figure.update_xaxes(title_text="time from the start of the step (ms)", rangemode="tozero", zeroline=False)
-    figure.update_yaxes(tickvals=ticks, ticktext=names, range=[lanes.bottom + 0.6, -0.6], showgrid=False, zeroline=False)
+    figure.update_layout(uniformtext={"minsize": 11, "mode": "hide"})  # a name is written where it fits, else left out
+    figure.update_xaxes(title_text="time in the step (ms)", rangemode="tozero", zeroline=False)
+    figure.update_yaxes(
+        tickvals=ticks, ticktext=names, range=[lanes.bottom + 0.6, -0.6], showgrid=False, zeroline=False
+    )
     for rank in sorted({rank for rank, _ in lanes.positions})[1:]:
         top = min(rows[0] for (owner, _), rows in lanes.positions.items() if owner == rank)
         figure.add_hline(y=top - 0.5 - 0.175, line={"color": GRID, "width": 1})

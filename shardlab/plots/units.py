@@ -1,4 +1,4 @@
-"""Numbers as a person reads them: decimal bytes, times, counts, three significant digits, the unit always beside them."""
+"""Numbers as a person reads them: decimal bytes, times, counts, in three significant digits with their unit."""
 
 import math
 
@@ -26,8 +26,17 @@ def format_count(count: float) -> str:
 
 
 def format_percent(share: float) -> str:
-    """A share of one: 0.4567 is '46 %'."""
-    return NONE if math.isnan(share) else f"{100 * share:.0f} %"
+    """A share of one: 0.4567 is '46 %', 0.0321 is '3.2 %'."""
+    if math.isnan(share):
+        return NONE
+    whole = abs(share) >= 0.0995 or share == 0
+    return f"{100 * share:.0f} %" if whole else f"{100 * share:.1f} %"
+
+
+def tick(text: str) -> str:
+    """A formatted number without zeros at its end, for the marks of an axis: '1.00 kB' is '1 kB'."""
+    number, _, unit = text.partition(" ")
+    return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}".rstrip()
 
 
 def byte_scale(largest: float) -> tuple[float, str]:

@@ -122,7 +122,8 @@ def step_row(run, rank, step):
         "loss": loss,
         "grad_norm": 1.0,
         "learning_rate": 3e-4,
-        "step_us": {"single": 90_000, "ddp": 70_000, "bucketed": 66_000, "zero1": 68_000}[run] + 100.0 * (step % 5),
+        "step_us": {"single": 90_000, "ddp": 70_000, "bucketed": 66_000, "zero1": 68_000}[run]
+        + 900.0 * (step * 7 % 10),
         "exposed_comm_us": np.nan,
         "overlap": np.nan,
         "peak_bytes": pd.NA,

@@ -1,0 +1,140 @@
+"""The main job: one model, several strategies on the same ranks and the same data, true records of each.
+
+    comparison = compare(CompareConfig(ranks=4, steps=20), Path("runs/first"))
+    comparison.summary                      # one row per strategy
+    collective_timeline(comparison.records.collectives, comparison.records.spans, run="bucketed", step=5)
+"""
+
+import json
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+import shardlab
+from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.run import Progress, RankReport, now_ns, run_strategy
+from shardlab.experiment.summary import summarise
+from shardlab.launch import RankPool
+from shardlab.trace.store import Records, load_runs, write_manifest
+
+# What every rank will import anyway, imported once before the ranks are forked.
+PRELOAD = ("shardlab.experiment.run", "torch._dynamo")
+
+OnProgress = Callable[[Progress], None]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What ``compare`` leaves.
+
+    Attributes:
+        summary: one row per strategy, the columns of ``summary.json``.
+        records: the five tables of all strategies; ``run`` is the strategy.
+        directory: where it lies on disk.
+    """
+
+    summary: pd.DataFrame
+    records: Records
+    directory: Path
+
+    @property
+    def losses_equal(self) -> bool:
+        """Whether every strategy's losses equal the single process'; True where that did not run."""
+        return not (self.summary["losses_equal"] == False).any()  # noqa: E712  (None is neither)
+
+
+def compare(
+    config: CompareConfig, directory: Path, *, pool: RankPool | None = None, on_progress: OnProgress | None = None
+) -> Comparison:
+    """Run every strategy and write records and summary.
+
+    Args:
+        config: what to run.
+        directory: must not hold anything yet.
+        pool: warm ranks to use; None starts some and ends them.
+        on_progress: called in this process after every step of rank 0.
+
+    Raises:
+        ValueError: ``directory`` holds something already.
+        RankError: a rank failed; see ``launch``. The records so far stay on disk.
+    """
+    check_empty(directory)
+    if pool is not None:
+        return _compare(config, directory, pool, on_progress)
+    with RankPool(config.ranks, device=config.device, timeout_s=config.timeout_s, preload=PRELOAD) as own:
+        return _compare(config, directory, own, on_progress)
+
+
+def load_comparison(directory: Path | str) -> Comparison:
+    """What ``compare`` wrote into ``directory``.
+
+    Raises:
+        ValueError: it holds no comparison.
+    """
+    directory = Path(directory)
+    path = directory / "summary.json"
+    if not path.is_file():
+        raise ValueError(f"out: {directory} holds no summary.json, so it is no finished comparison")
+    summary = pd.DataFrame(json.loads(path.read_text()))
+    records = load_runs(_run_directory(directory, strategy) for strategy in summary["strategy"])
+    return Comparison(summary, records, directory)
+
+
+def check_empty(directory: Path) -> None:
+    """Refuse to mix two runs.
+
+    Raises:
+        ValueError: the directory holds something, or is a file.
+    """
+    if directory.is_file():
+        raise ValueError(f"out: {directory} is a file; name a directory")
+    if directory.is_dir() and any(directory.iterdir()):
+        raise ValueError(f"out: {directory} holds another run; name a new or an empty directory")
+
+
+def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress: OnProgress | None) -> Comparison:
+    def on_message(_: int, message: object) -> None:
+        if on_progress is not None and isinstance(message, Progress):
+            on_progress(message)
+
+    for strategy in config.strategies:
+        where = _run_directory(directory, strategy)
+        manifest = _manifest(config, strategy, pool)
+        write_manifest(where, manifest)  # before it runs, so that a killed run can be read
+        reports = pool.run(run_strategy, config, strategy, where, now_ns(), on_message=on_message)
+        write_manifest(where, {**manifest, **_costs([report for report in reports if report is not None])})
+    records = load_runs(_run_directory(directory, strategy) for strategy in config.strategies)
+    summary = summarise(records, config.dtype)
+    (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    return Comparison(pd.DataFrame(summary), records, directory)
+
+
+def _run_directory(directory: Path, strategy: str) -> Path:
+    return directory / "records" / strategy
+
+
+def _manifest(config: CompareConfig, strategy: str, pool: RankPool) -> dict[str, Any]:
+    return {
+        "run": strategy,
+        "ranks": 1 if strategy == "single" else config.ranks,
+        "versions": {
+            "shardlab": shardlab.__version__, "torch": torch.__version__, "python": platform.python_version(),
+        },
+        "devices": pool.placement.devices,
+        "backend": pool.placement.backend,
+        "config": config.as_dict(),
+        "padding_bytes": 0,
+        "recorder_share": None,
+    }  # fmt: skip
+
+
+def _costs(reports: list[RankReport]) -> dict[str, Any]:
+    return {
+        "padding_bytes": max(report.padding_bytes for report in reports),
+        "recorder_share": max(report.recorder_share for report in reports),
+    }

@@ -1,0 +1,121 @@
+"""What an experiment is: every field checked before a rank starts, with its name and what it may be."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from shardlab.data_sets import load_text
+from shardlab.engines import STRATEGIES
+from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES
+from shardlab.engines.sharded_optimizer import parse_partition
+from shardlab.launch import place
+from shardlab.models import MODELS
+from shardlab.partition.wire import Link
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+SEQUENCES_PER_RANK = 4
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """One model, several strategies, the same data.
+
+    Attributes:
+        strategies: names from ``engines.STRATEGIES``, in the order in which they run.
+        ranks: number of ranks, at least 1.
+        steps: optimizer steps, at least 1.
+        model: a name from ``models.MODELS``.
+        text: 'stdlib' (the Python standard library's source), 'grammar' (known entropy), or a file's path.
+        batch: sequences of the global batch in one step; None for 4 a rank and micro-batch.
+        seq_len: bytes of one sequence.
+        accumulation: micro-batches a step.
+        dtype: float32 or float64.
+        device: auto, cpu or cuda.
+        seed: of the model and of the choice of sequences.
+        learning_rate: of AdamW.
+        clip: maximal global gradient norm; None for no clipping.
+        bucket_mib: capacity of a bucket in MiB.
+        partition: how ZeRO-1 divides a bucket, see ``ShardedOptimizer``.
+        link: emulate this link, for example '10Gbps,50us'; None for the real one.
+        timeout_s: a collective that takes longer ends the run.
+
+    Raises:
+        ValueError: a field has a value it cannot have; the message names the field and the allowed values.
+    """
+
+    strategies: tuple[str, ...] = ("single", "ddp", "bucketed", "zero1")
+    ranks: int = 4
+    steps: int = 20
+    model: str = "gpt-1m"
+    text: str = "stdlib"
+    batch: int | None = None
+    seq_len: int = 64
+    accumulation: int = 1
+    dtype: str = "float32"
+    device: str = "auto"
+    seed: int = 0
+    learning_rate: float = 1e-3
+    clip: float | None = None
+    bucket_mib: float = DEFAULT_BUCKET_BYTES / 1024**2
+    partition: str = "elements"
+    link: str | None = None
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        _one_of("model", self.model, MODELS)
+        _one_of("dtype", self.dtype, DTYPES)
+        if not self.strategies:
+            raise ValueError(f"strategies: at least one is needed of {', '.join(STRATEGIES)}")
+        for strategy in self.strategies:
+            _one_of("strategies", strategy, STRATEGIES)
+        if len(set(self.strategies)) != len(self.strategies):
+            raise ValueError(f"strategies: {', '.join(self.strategies)} names one twice")
+        for field in ("ranks", "steps", "seq_len", "accumulation"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}: {getattr(self, field)} is below 1")
+        for field in ("learning_rate", "bucket_mib", "timeout_s", "clip"):
+            if (value := getattr(self, field)) is not None and not value > 0:
+                raise ValueError(f"{field}: {value} is not greater than 0")
+        self._check_batch()
+        parse_partition(self.partition)
+        if self.link is not None:
+            Link.parse(self.link)
+        placement = place(self.ranks, self.device)
+        if self.link is not None and placement.backend == "nccl":
+            raise ValueError("link: a link can be emulated over gloo only; add device=cpu")
+        load_text(self.text, self.seq_len)
+
+    def _check_batch(self) -> None:
+        parts = self.ranks * self.accumulation
+        if self.batch is not None and (self.batch < 1 or self.batch % parts):
+            nearest = max(parts, round(self.batch / parts) * parts)
+            raise ValueError(
+                f"batch: {self.batch} sequences do not divide among {self.ranks} ranks x {self.accumulation} "
+                f"micro-batches; a multiple of {parts} does, for example {nearest}"
+            )
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences in one step, over all ranks and micro-batches."""
+        return self.batch or SEQUENCES_PER_RANK * self.ranks * self.accumulation
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Capacity of a bucket."""
+        return max(1, int(self.bucket_mib * 1024**2))
+
+    def engine_options(self, allowed: tuple[str, ...]) -> dict[str, Any]:
+        """Those of this configuration's engine options that a strategy takes."""
+        known = {"bucket_bytes": self.bucket_bytes, "partition": self.partition}
+        return {name: value for name, value in known.items() if name in allowed}
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the manifest."""
+        return asdict(self)
+
+
+def _one_of(field: str, value: str, allowed: Any) -> None:
+    if value not in allowed:
+        raise ValueError(f"{field}: {value!r} is not one of {', '.join(allowed)}")

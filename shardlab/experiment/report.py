@@ -1,0 +1,128 @@
+"""The report page of a comparison: the table first, then the pictures that explain it."""
+
+from pathlib import Path
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from shardlab.analysis.overlap import overlap
+from shardlab.experiment.compare import Comparison
+from shardlab.experiment.config import CompareConfig
+from shardlab.plots import (
+    collective_timeline,
+    loss_curves,
+    loss_difference,
+    memory_by_role,
+    overlap_bars,
+    report_page,
+    step_times,
+    wire_volume,
+)
+from shardlab.trace.store import Records
+from shardlab.vocabulary import Phase
+
+MB = 1e6
+TIMELINE_PREFERENCE = ("bucketed", "zero1", "ddp")
+COLUMNS = {
+    "strategy": ("strategy", 1),
+    "ranks": ("ranks", 1),
+    "loss_last": ("last loss", 1),
+    "max_loss_difference": ("max loss difference", 1),
+    "step_ms": ("step (ms)", 1),
+    "exposed_comm_ms": ("exposed comm (ms)", 1),
+    "overlap": ("overlap (%)", 0.01),
+    "parameter_bytes": ("parameters (MB)", MB),
+    "gradient_bytes": ("gradients (MB)", MB),
+    "optimizer_bytes": ("optimizer (MB)", MB),
+    "peak_bytes": ("peak (MB)", MB),
+    "wire_bytes_per_step": ("on the wire (MB/step)", MB),
+}
+
+
+def readable_summary(summary: pd.DataFrame) -> pd.DataFrame:
+    """The summary with units a person reads: ms, percent, MB (decimal)."""
+    return pd.DataFrame(
+        {
+            label: summary[name] if divisor == 1 else summary[name].astype("Float64") / divisor
+            for name, (label, divisor) in COLUMNS.items()
+        }
+    )
+
+
+def write_report(comparison: Comparison, config: CompareConfig) -> Path:
+    """Write ``report.html`` beside the records; its path."""
+    path = comparison.directory / "report.html"
+    title = f"{config.model} on {config.ranks} {'rank' if config.ranks == 1 else 'ranks'}"
+    path.write_text(report_page(title, _lead(comparison, config), _tables(comparison), _figures(comparison)))
+    return path
+
+
+def verdict(comparison: Comparison) -> str:
+    """One sentence: are the losses equal?"""
+    difference = comparison.summary["max_loss_difference"].max()
+    if pd.isna(difference):
+        return "Losses were not compared: the strategy 'single' did not run."
+    equal = "equal" if comparison.losses_equal else "NOT equal"
+    return f"Losses are {equal}: the largest difference from the single process is {difference:.1e}."
+
+
+def _lead(comparison: Comparison, config: CompareConfig) -> str:
+    manifest = next(iter(comparison.records.manifests.values()))
+    link = f", link emulated as {config.link}" if config.link else ""
+    return (
+        f"{config.steps} steps on {config.text}, {config.global_batch} sequences of {config.seq_len} bytes a step, "
+        f"{config.dtype}, {manifest['backend']} on {manifest['devices'][0]}{link}, torch {manifest['versions']['torch']}. "
+        f"{verdict(comparison)}"
+    )
+
+
+def _tables(comparison: Comparison) -> dict[str, pd.DataFrame]:
+    caption = (
+        "Times are medians over steps and ranks; bytes are decimal, the maximum over ranks, at rest after a step; "
+        "the peak is that of one traced step"
+    )
+    return {caption: readable_summary(comparison.summary)}
+
+
+def _figures(comparison: Comparison) -> dict[str, go.Figure]:
+    records = comparison.records
+    strategy_traffic = records.collectives[records.collectives["phase"] != Phase.METRICS]
+    timed = _timed(records)
+    figures = {"Every strategy trains on the same rows.": loss_curves(records.steps)}
+    if "single" in set(records.steps["run"]) and records.steps["run"].nunique() > 1:
+        figures["Only the order of summation differs."] = loss_difference(records.steps)
+    figures["What each rank holds between two steps."] = memory_by_role(records.memory)
+    if (records.memory["where"] == "peak").any():
+        figures["The highest moment of a step, on the rank where it is highest."] = memory_by_role(
+            records.memory, where="peak"
+        )
+    for run in dict.fromkeys((*_in_preference(strategy_traffic),)):
+        figures[f"When {run} computes and when it communicates."] = collective_timeline(
+            *timed, run=run, step=_quiet_step(records, run)
+        )
+    figures["Communication that compute hides costs nothing; the exposed rest lengthens the step."] = overlap_bars(
+        overlap(strategy_traffic[strategy_traffic["step"] > 0], records.spans[records.spans["step"] > 0])
+    )
+    figures["Bytes sent by one rank in one step, by the ring formula."] = wire_volume(
+        strategy_traffic, runs=list(comparison.summary["strategy"])
+    )
+    figures["Middle half of the steps, memory-traced ones left out."] = step_times(records.steps)
+    return figures
+
+
+def _in_preference(collectives: pd.DataFrame) -> list[str]:
+    runs = set(collectives["run"])
+    return [run for run in TIMELINE_PREFERENCE if run in runs]
+
+
+def _timed(records: Records) -> tuple[pd.DataFrame, pd.DataFrame]:
+    return records.collectives[records.collectives["phase"] != Phase.METRICS], records.spans
+
+
+def _quiet_step(records: Records, run: str) -> int:
+    """The step of median length: neither a lucky nor an unlucky one."""
+    steps = records.steps[(records.steps["run"] == run) & (records.steps["rank"] == records.steps["rank"].min())]
+    timed = steps[~steps["traced_memory"] & (steps["step"] > 0)]
+    steps = steps if timed.empty else timed
+    order = steps["step_us"].sort_values().index
+    return int(steps.loc[order[len(order) // 2], "step"])

@@ -1,0 +1,109 @@
+"""The training step, the same for every strategy."""
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from math import nan
+
+import torch
+from torch import Tensor
+
+from shardlab.engines import Engine
+from shardlab.trace.recorder import Recorder
+from shardlab.vocabulary import Phase, SpanKind
+
+LossFn = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a finished step reports.
+
+    Attributes:
+        loss: mean over ranks and micro-batches, before the step.
+        grad_norm: global norm before clipping; NaN without clipping, when nobody asked for it.
+        learning_rate: with which the step was made.
+        step: number of optimizer steps so far, from 1.
+    """
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    step: int
+
+
+class TrainStep:
+    """Called once per micro-batch; every ``accumulation``-th call makes an optimizer step.
+
+        train_step = TrainStep(engine, next_token_loss, accumulation=4, max_norm=1.0)
+        result = train_step(inputs, targets)      # None while it accumulates, then a StepResult
+
+    Args:
+        engine: any strategy.
+        loss_fn: loss of (output, targets), a mean over the micro-batch.
+        accumulation: micro-batches a step, at least 1.
+        max_norm: clip the global gradient norm to this; None for no clipping.
+        scheduler: an LR scheduler, stepped after each optimizer step.
+        recorder: records phases and what is held at rest.
+
+    Raises:
+        ValueError: ``accumulation`` is below 1.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        loss_fn: LossFn,
+        *,
+        accumulation: int = 1,
+        max_norm: float | None = None,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        if accumulation < 1:
+            raise ValueError(f"accumulation: {accumulation} is below 1")
+        self.engine, self.loss_fn = engine, loss_fn
+        self.accumulation, self.max_norm = accumulation, max_norm
+        self.scheduler, self.recorder = scheduler, recorder
+        self._losses: list[Tensor] = []
+
+    def __call__(self, inputs: Tensor, targets: Tensor) -> StepResult | None:
+        """One micro-batch of this rank's rows."""
+        last = len(self._losses) == self.accumulation - 1
+        with contextlib.nullcontext() if last else self.engine.no_sync():
+            self._losses.append(self._forward_backward(inputs, targets))
+        return self._update() if last else None
+
+    def _forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with self._phase(Phase.FORWARD, SpanKind.FORWARD):
+            loss = self.loss_fn(self.engine(inputs), targets) / self.accumulation
+        with self._phase(Phase.BACKWARD, SpanKind.BACKWARD):
+            self.engine.backward(loss)
+        return loss.detach()
+
+    def _update(self) -> StepResult:
+        grad_norm: Tensor | None = None
+        if self.max_norm is not None:
+            with self._phase(Phase.CLIP, SpanKind.OPTIMIZER):
+                grad_norm = self.engine.clip_grad_norm_(self.max_norm)
+        learning_rate = self.engine.learning_rate
+        with self._phase(Phase.STEP, SpanKind.OPTIMIZER):
+            self.engine.step()
+        if self.recorder is not None:
+            self.recorder.at_rest()
+        self.engine.zero_grad()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        loss = self._mean_loss()
+        return StepResult(loss, nan if grad_norm is None else float(grad_norm), learning_rate, self.engine.num_steps)
+
+    def _mean_loss(self) -> float:
+        with self._phase(Phase.METRICS):
+            total = torch.stack(self._losses).sum().to(torch.float64)
+            self._losses.clear()
+            self.engine.comm.all_reduce(total, tag="loss").wait()
+            return float(total) / self.engine.comm.num_ranks
+
+    def _phase(self, phase: Phase, kind: SpanKind | None = None) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.recorder is None else self.recorder.phase(phase, kind)

@@ -1,0 +1,81 @@
+"""One row per strategy: what it cost, beside the proof that it trained the same model."""
+
+from typing import Any
+
+import pandas as pd
+
+from shardlab.analysis.memory import at_rest
+from shardlab.trace.store import Records
+from shardlab.vocabulary import Role
+
+REFERENCE = "single"
+# Sums in another order differ in the last bits, and training carries the difference along.
+LOSS_TOLERANCE = {"float32": 1e-4, "float64": 1e-9}
+
+
+def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
+    """The rows of ``summary.json``.
+
+    Times are medians over steps and ranks; the first step and memory-traced ones are left out where others remain.
+    Bytes are the maximum over ranks, at rest after the last step; ``peak_bytes`` is the highest moment of the traced
+    steps. ``wire_bytes_per_step`` is what the rank that sends most sends in the last step, without the loss for the
+    report. ``max_loss_difference`` is against 'single', null where that did not run.
+    """
+    losses = {str(run): own.groupby("step")["loss"].first() for run, own in records.steps.groupby("run", sort=False)}
+    rest = at_rest(records.memory).pivot_table(index="run", columns="role", values="bytes", aggfunc="max")
+    return [
+        {
+            **_training(run, losses, records, dtype),
+            **_times(records.steps[records.steps["run"] == run]),
+            **_bytes(run, rest, records),
+        }
+        for run in losses
+    ]
+
+
+def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: str) -> dict[str, Any]:
+    own = losses[run]
+    reference = losses.get(REFERENCE)
+    difference = None if reference is None else float((own - reference).abs().max())
+    return {
+        "strategy": run,
+        "ranks": int(records.manifests[run]["ranks"]),
+        "steps": len(own),
+        "loss_first": float(own.iloc[0]),
+        "loss_last": float(own.iloc[-1]),
+        "max_loss_difference": difference,
+        "losses_equal": None if difference is None else difference <= LOSS_TOLERANCE[dtype],
+    }
+
+
+def _times(steps: pd.DataFrame) -> dict[str, Any]:
+    timed = steps[~steps["traced_memory"] & (steps["step"] > 0)]
+    if timed.empty:
+        timed = steps
+    return {
+        "step_ms": float(timed["step_us"].median()) / 1e3,
+        "exposed_comm_ms": _number(timed["exposed_comm_us"].median(), 1e-3),
+        "overlap": _number(timed["overlap"].median()),
+        "source": str(steps["source"].iloc[0]),
+    }
+
+
+def _bytes(run: str, rest: pd.DataFrame, records: Records) -> dict[str, Any]:
+    steps = records.steps[records.steps["run"] == run]
+    last = steps[steps["step"] == steps["step"].max()]
+    held = {str(role): int(num_bytes) for role, num_bytes in rest.loc[run].to_dict().items()}
+    return {
+        "peak_bytes": int(steps["peak_bytes"].max()),
+        "parameter_bytes": held[Role.PARAMETER],
+        "gradient_bytes": held[Role.GRADIENT],
+        "optimizer_bytes": held[Role.OPTIMIZER_STATE],
+        "other_bytes": held[Role.OTHER],
+        "padding_bytes": int(records.manifests[run]["padding_bytes"]),
+        "wire_bytes_per_step": float(last["wire_bytes"].max()),
+        "recorder_share": records.manifests[run]["recorder_share"],
+    }
+
+
+def _number(value: Any, factor: float = 1.0) -> float | None:
+    """A float, or None where there is no number: without communication there is no overlap."""
+    return None if pd.isna(value) else float(value) * factor

@@ -1,0 +1,168 @@
+"""The processes of one set of ranks: started together, ended together, never mended.
+
+A crew knows processes and pipes, nothing of results; ``collector.py`` waits for answers, ``pool.py`` replaces crews.
+"""
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from time import monotonic
+
+from shardlab.launch import forkserver, worker
+from shardlab.launch.board import Board
+from shardlab.launch.messages import Stop, Task
+from shardlab.launch.output import RankOutput
+from shardlab.launch.placement import Placement
+
+_REAP_S = 2.0
+
+
+@dataclass(frozen=True)
+class CrewConfig:
+    """How to start a crew.
+
+    Attributes:
+        group_timeout_s: after this torch gives up a collective by itself.
+        num_threads: torch threads in each rank.
+        preload: modules for the forkserver beside torch.
+    """
+
+    placement: Placement
+    group_timeout_s: float
+    num_threads: int
+    preload: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """The parent's side of one rank."""
+
+    rank: int
+    process: ForkServerProcess
+    control: Connection
+    output: RankOutput
+    life: Connection
+
+    def send_signal(self, signum: int) -> None:
+        """Signal the rank and what it started, if it still runs."""
+        pid = self.process.pid
+        if pid is None or not self.process.is_alive():
+            return
+        try:
+            os.killpg(pid, signum)
+        except ProcessLookupError:  # not yet the leader of a group of its own
+            with suppress(ProcessLookupError):
+                os.kill(pid, signum)
+
+    def close(self) -> None:
+        """Free what this side holds of a rank that has ended."""
+        self.process.join(_REAP_S)
+        if not self.process.is_alive():
+            self.process.close()
+        self.output.finish()
+        self.output.close()
+        self.control.close()
+
+
+class Crew:
+    """Running ranks. Use ``end`` in every case; ends by itself if this process dies in whatever way."""
+
+    def __init__(self, config: CrewConfig) -> None:
+        self._owner_pid = os.getpid()
+        self._ended = False
+        self._directory = Path(tempfile.mkdtemp(prefix="shardlab-"))
+        self.board = Board(self._directory / "board", config.placement.world_size)
+        self.ranks: list[RankProcess] = []
+        try:
+            context = forkserver.context(config.preload)
+            with forkserver.hidden_main():
+                for rank in range(config.placement.world_size):
+                    self.ranks.append(self._start_rank(rank, config, context))
+        except BaseException:
+            self.end()
+            raise
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether every rank still runs."""
+        return not self._ended and all(rank.process.is_alive() for rank in self.ranks)
+
+    def send(self, task: Task) -> None:
+        """Give every rank the same task. A rank that is dead takes nothing: its sentinel tells."""
+        for rank in self.ranks:
+            with suppress(BrokenPipeError, ConnectionResetError):
+                rank.control.send(task)
+
+    def stop(self, grace_s: float) -> None:
+        """Ask idle ranks to leave, then ``end``."""
+        if not self._ended and os.getpid() == self._owner_pid:
+            for rank in self.ranks:
+                with suppress(OSError):
+                    rank.control.send(Stop())
+            self._wait_for_all(grace_s)
+        self.end()
+
+    def end(self, grace_s: float = 0.0) -> None:
+        """End all ranks: SIGTERM, and after ``grace_s`` SIGKILL. Doing it twice is harmless."""
+        # A fork of this process holds a copy of the crew, which is not its own to end.
+        if self._ended or os.getpid() != self._owner_pid:
+            return
+        self._ended = True
+        try:
+            if grace_s > 0:
+                self._signal(signal.SIGTERM)
+                self._wait_for_all(grace_s)
+        finally:
+            self._signal(signal.SIGKILL)
+            for rank in self.ranks:
+                rank.life.close()
+        for rank in self.ranks:
+            rank.close()
+        self.board.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _signal(self, signum: int) -> None:
+        for rank in self.ranks:
+            rank.send_signal(signum)
+
+    def _wait_for_all(self, grace_s: float) -> None:
+        deadline = monotonic() + grace_s
+        while running := [rank for rank in self.ranks if rank.process.is_alive()]:
+            if monotonic() >= deadline:
+                return
+            # Their output is taken meanwhile: a rank that waits for room in its pipe could not leave.
+            outputs = [rank.output for rank in running if rank.output.is_open]
+            wait(
+                [*(output.fileno() for output in outputs), *(rank.process.sentinel for rank in running)],
+                max(0.0, deadline - monotonic()),
+            )
+            for output in outputs:
+                output.pump()
+
+    def _start_rank(self, rank: int, config: CrewConfig, context: ForkServerContext) -> RankProcess:
+        control, rank_control = context.Pipe()
+        output, rank_output = context.Pipe(duplex=False)
+        rank_life, life = context.Pipe(duplex=False)
+        rank_config = worker.RankConfig(
+            rank=rank,
+            placement=config.placement,
+            directory=self._directory,
+            group_timeout_s=config.group_timeout_s,
+            num_threads=config.num_threads,
+            environ=dict(os.environ),
+            control=rank_control,
+            output=rank_output,
+            life=rank_life,
+        )
+        process = context.Process(target=worker.main, args=(rank_config,), name=f"shardlab-rank-{rank}")
+        process.start()
+        for theirs in (rank_control, rank_output, rank_life):
+            theirs.close()
+        return RankProcess(rank, process, control, RankOutput(rank, output), life)

@@ -1,0 +1,235 @@
+"""Ranks for a notebook: start once, call functions on all of them, get the results in rank order.
+
+Only the first start of a process is slow (one ``import torch``, in the forkserver); later ones take about a tenth of a
+second, a call on warm ranks a few milliseconds.
+"""
+
+import atexit
+import math
+import os
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self, TypeVar
+
+from shardlab.launch.collector import Collector
+from shardlab.launch.context import is_inside_rank
+from shardlab.launch.crew import Crew, CrewConfig
+from shardlab.launch.errors import RankError, RankHang
+from shardlab.launch.messages import Task
+from shardlab.launch.payload import Payload, pack, unpack
+from shardlab.launch.placement import Placement, check_world_size, place
+from shardlab.launch.torchrun import TorchrunRanks
+from shardlab.launch.torchrun_env import torchrun_env
+
+T = TypeVar("T")
+
+_STOP_GRACE_S = 2.0
+_INTERRUPT_GRACE_S = 1.0  # ranks are gone within 2 s of Ctrl-C; meanwhile their `finally` clauses save what they hold
+_FAILURE_GRACE_S = 0.3
+
+
+class RankPool:
+    """A group of ranks that stays warm between calls.
+
+    Ranks start at the first ``run`` and end with ``close``, with the ``with`` block, or with this process, however that
+    ends. After an error the ranks are ended and the next ``run`` starts fresh ones. Under ``torchrun`` the pool is the
+    group that torchrun made, and ``run`` calls the function in this process.
+
+    Args:
+        world_size: number of ranks.
+        device: ``auto``, ``cpu`` or ``cuda`` (``placement.place``).
+        timeout_s: a rank that waits in one collective for longer than this ends the run with ``RankHang``.
+        threads_per_rank: torch threads in each rank; by default the cores of this machine divided among the ranks.
+        preload: modules that all ranks will import, imported once instead (``torch._dynamo`` for every optimizer,
+            ``pandas`` for records); counts for the first pool of a process only.
+
+    Raises:
+        ValueError: a field has a value it cannot have; the message names it.
+        RuntimeError: this process is itself a rank of a pool.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        device: str = "auto",
+        timeout_s: float = 60.0,
+        threads_per_rank: int | None = None,
+        preload: Sequence[str] = (),
+    ) -> None:
+        _check(world_size, timeout_s, threads_per_rank)
+        if is_inside_rank():
+            raise RuntimeError("a RankPool inside a rank: ranks cannot start ranks; call it in the parent")
+        env = torchrun_env()
+        self._torchrun = TorchrunRanks(env, world_size, device, timeout_s) if env else None
+        self.placement: Placement = self._torchrun.placement if self._torchrun else place(world_size, device)
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self._config = CrewConfig(
+            placement=self.placement,
+            # Later than our own report, which knows all ranks; it stays for waits that the board cannot see.
+            group_timeout_s=max(timeout_s + 2.0, 10.0),
+            num_threads=threads_per_rank or max(1, _num_cores() // world_size),
+            preload=preload,
+        )
+        self._crew: Crew | None = None
+        self._ender: weakref.finalize[[], RankPool] | None = None
+        self._is_closed = False
+        self._is_running = False
+        self._is_announced = self.placement.banner is None
+
+    def run(
+        self,
+        fn: Callable[..., T],
+        /,
+        *args: object,
+        on_message: Callable[[int, object], None] | None = None,
+        **kwargs: object,
+    ) -> list[T]:
+        """Call ``fn(rank, *args, **kwargs)`` on every rank, inside the initialised process group.
+
+        ``fn`` may be defined in a cell, be a lambda or a closure. What ranks print appears while they run, each line
+        behind ``[rank r]``. CUDA tensors are sent and returned as CPU tensors.
+
+        Args:
+            fn: the function.
+            args: its arguments after the rank.
+            on_message: called here with (rank, message) for each ``current().emit(message)`` of a rank.
+            kwargs: its keyword arguments.
+
+        Returns:
+            The results in rank order.
+
+        Raises:
+            RankError: ``fn`` raised; the first rank that did, with its traceback and the exception as ``__cause__``.
+            RankDied: a rank's process is gone.
+            RankHang: a rank waited in a collective for longer than ``timeout_s``.
+            TypeError: ``fn`` or an argument cannot be pickled.
+        """
+        self._check_usable()
+        if self._torchrun is not None:
+            self.start()
+            return self._torchrun.run(fn, args, kwargs, on_message)
+        call = pack((fn, args, kwargs), "the function or one of its arguments")
+        self.start()
+        payloads = self._attempt(Task(call, tuple(sys.path)), on_message)
+        return [unpack(payload) for payload in payloads]
+
+    def start(self) -> None:
+        """Start the ranks and wait until their group is up; does nothing if they are."""
+        self._check_usable()
+        self._announce()
+        if self._torchrun is not None:
+            self._torchrun.start()
+            return
+        if self._crew is not None and self._crew.is_alive:
+            return
+        self._end_crew(0.0)  # one that died between two calls
+        self._crew = Crew(self._config)
+        # Not a bound method of the pool: the pool must be free to go. Registered with atexit as well, for that runs
+        # before multiprocessing's own exit function, which would wait for the ranks for ever.
+        self._ender = weakref.finalize(self, self._crew.end)
+        atexit.register(self._ender)
+        self._attempt(None, None)
+
+    def restart(self) -> None:
+        """End the ranks; the next ``run`` starts fresh ones."""
+        self._check_usable()
+        self._end_crew(_STOP_GRACE_S, politely=True)
+
+    def close(self) -> None:
+        """End the ranks for good. Closing twice is harmless."""
+        self._is_closed = True
+        self._end_crew(_STOP_GRACE_S, politely=True)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids in rank order; empty while no ranks run, and under torchrun."""
+        ranks = self._crew.ranks if self._crew is not None else []
+        return tuple(rank.process.pid or 0 for rank in ranks)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else "warm" if self._crew is not None else "not started"
+        return f"RankPool({self.world_size} ranks on {', '.join(dict.fromkeys(self.placement.devices))}, {state})"
+
+    def _attempt(self, task: Task | None, on_message: Callable[[int, object], None] | None) -> list[Payload]:
+        """Send ``task`` and collect; None collects the sign of life of a start. Ranks that failed are ended."""
+        crew = self._crew
+        assert crew is not None
+        self._is_running = True
+        try:
+            if task is None:
+                return Collector(crew).collect()
+            crew.send(task)
+            return Collector(crew, self.timeout_s, on_message).collect()
+        except (RankError, RankHang) as error:
+            self._end_crew(_FAILURE_GRACE_S)
+            # Where the collector noticed says nothing to the reader of a notebook, and fills a screen there.
+            raise error.with_traceback(None) from error.__cause__
+        except BaseException as error:
+            self._end_crew(_FAILURE_GRACE_S if isinstance(error, Exception) else _INTERRUPT_GRACE_S)
+            raise
+        finally:
+            self._is_running = False
+
+    def _end_crew(self, grace_s: float, *, politely: bool = False) -> None:
+        crew, self._crew = self._crew, None
+        if crew is None:
+            return
+        if politely:
+            crew.stop(grace_s)
+        else:
+            crew.end(grace_s)
+        if self._ender is not None:
+            atexit.unregister(self._ender)
+            self._ender.detach()
+
+    def _check_usable(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("this RankPool is closed; make a new one")
+        if self._is_running:
+            raise RuntimeError("this RankPool is running a function; run one at a time, or use a second pool")
+
+    def _announce(self) -> None:
+        if not self._is_announced:
+            self._is_announced = True
+            sys.stdout.write(f"{self.placement.banner}\n")
+
+
+def launch(
+    fn: Callable[..., T],
+    /,
+    world_size: int,
+    *args: object,
+    device: str = "auto",
+    timeout_s: float = 60.0,
+    **kwargs: object,
+) -> list[T]:
+    """Call ``fn(rank, *args, **kwargs)`` on ``world_size`` fresh ranks, once; the results in rank order.
+
+    The one-shot form of ``RankPool``: the same arguments, output and errors.
+    """
+    with RankPool(world_size, device=device, timeout_s=timeout_s) as pool:
+        return pool.run(fn, *args, **kwargs)  # type: ignore[arg-type]
+
+
+def _check(world_size: int, timeout_s: float, threads_per_rank: int | None) -> None:
+    check_world_size(world_size)
+    if not (timeout_s > 0 and math.isfinite(timeout_s)):
+        raise ValueError(f"timeout_s={timeout_s!r}: allowed values are seconds above 0")
+    if threads_per_rank is not None and threads_per_rank < 1:
+        raise ValueError(f"threads_per_rank={threads_per_rank!r}: allowed values are integers from 1")
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

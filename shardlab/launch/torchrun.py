@@ -1,0 +1,73 @@
+"""The same pool on the group that ``torchrun`` made: this process is one rank, the others were started by torchrun."""
+
+import atexit
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from shardlab.comm.objects import all_gather_object
+from shardlab.launch.context import enter, no_emit, torchrun_context
+from shardlab.launch.payload import Payload, pack, unpack
+from shardlab.launch.torchrun_env import TorchrunEnv
+
+T = TypeVar("T")
+
+
+class TorchrunRanks:
+    """All ranks of a torchrun job, seen from one of them.
+
+    Raises:
+        ValueError: ``world_size`` is not the number of processes torchrun started.
+    """
+
+    def __init__(self, env: TorchrunEnv, world_size: int, device: str, timeout_s: float) -> None:
+        if world_size != env.world_size:
+            raise ValueError(
+                f"world_size={world_size}, but torchrun started {env.world_size} ranks; "
+                f"allowed value here: {env.world_size} (or start torchrun with {world_size})"
+            )
+        self._context = torchrun_context(env, device)
+        self._timeout_s = timeout_s
+        self.placement = self._context.placement
+
+    def start(self) -> None:
+        """Make this process a rank; the group is made if the script has not made it."""
+        enter(self._context)
+        if self._context.device.type == "cuda":
+            torch.cuda.set_device(self._context.device)
+        if not dist.is_initialized():
+            dist.init_process_group(self.placement.backend, timeout=timedelta(seconds=self._timeout_s))
+            # Not when a pool closes: torchrun's store would hand a second group the addresses of the first.
+            atexit.register(_leave_group)
+
+    def run(
+        self,
+        fn: Callable[..., T],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        on_message: Callable[[int, object], None] | None,
+    ) -> list[T]:
+        """Call ``fn(rank, ...)`` here, as every other process does; the results of all, in rank order.
+
+        Communicates the pickled results, once. An exception leaves as it is: this process ends with it, and torchrun
+        then ends the others. Messages reach ``on_message`` on rank 0 only, and only rank 0's own.
+        """
+        rank = self._context.rank
+
+        def emit(message: object) -> None:
+            if on_message is not None:
+                on_message(rank, message)
+
+        enter(replace(self._context, emit=emit if rank == 0 else no_emit))
+        result = fn(rank, *args, **kwargs)
+        packed = all_gather_object(pack(result, f"the result of rank {rank}"))
+        return [unpack(cast(Payload, payload)) for payload in packed]
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

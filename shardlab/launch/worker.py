@@ -1,0 +1,196 @@
+"""What runs in a rank: come up apart from the parent, join the group, then call what the parent sends."""
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from threading import Lock, Thread, main_thread
+from time import perf_counter_ns
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from shardlab.comm import watch_process
+from shardlab.launch import context, lifeline
+from shardlab.launch.board import BoardWriter
+from shardlab.launch.messages import Answer, Failure, Note, Stop, Task
+from shardlab.launch.payload import Payload, pack, unpack
+from shardlab.launch.placement import Placement
+from shardlab.launch.stack import StackWatch, failed_call
+
+_LOOK_EVERY_S = 0.2
+
+
+@dataclass(frozen=True)
+class RankConfig:
+    """All a rank needs to come up.
+
+    Attributes:
+        directory: the pool's own; holds the board and the store through which the ranks find each other.
+        group_timeout_s: after this torch gives up a collective by itself.
+        environ: the parent's environment as it is now; the forkserver has it as it was when that began.
+        control: tasks in, answers out.
+        output: what the rank prints.
+        life: closes when the parent is gone.
+    """
+
+    rank: int
+    placement: Placement
+    directory: Path
+    group_timeout_s: float
+    num_threads: int
+    environ: dict[str, str]
+    control: Connection
+    output: Connection
+    life: Connection
+
+
+class _EndedByParent(BaseException):
+    """SIGTERM, as an exception: with blocks and finally clauses get to save what they hold."""
+
+
+class _Control:
+    """The rank's end of the control pipe; ``emit`` may be called from any thread."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._lock = Lock()
+
+    def receive(self) -> object:
+        return self._pipe.recv()
+
+    def send(self, message: Answer | Note | Failure) -> None:
+        with self._lock:
+            self._pipe.send(message)
+
+    def emit(self, message: object) -> None:
+        self.send(Note(pack(message, "the message")))
+
+
+def main(config: RankConfig) -> None:
+    """Entry point of a rank's process."""
+    _come_apart(config)
+    control = _Control(config.control)
+    board = BoardWriter(config.directory / "board", config.rank)
+    Thread(target=_watch, args=(config.life, board), daemon=True, name="shardlab-watch").start()
+    try:
+        _join_group(config, board, control)
+        control.send(Answer(pack(None, "nothing")))
+        _serve(config.rank, board, control)
+    except (_EndedByParent, EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the parent ends this rank, or has gone
+    except Exception as error:
+        control.send(_failure(config.rank, error))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _come_apart(config: RankConfig) -> None:
+    """Own session, so that Ctrl-C reaches only the parent, which then ends the ranks; own output; the parent's env."""
+    os.setsid()
+    lifeline.hold(config.life)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    for fd in (1, 2):
+        os.dup2(config.output.fileno(), fd)
+    config.output.close()
+    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(  # type: ignore[misc]  # noqa: SIM115
+        2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+    )
+    faulthandler.enable()  # a crash in C code prints its Python stack into the rank's output
+    os.environ.clear()
+    os.environ.update(config.environ)
+
+
+def _on_sigterm(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    raise _EndedByParent
+
+
+def _watch(life: Connection, board: BoardWriter) -> None:
+    stack = StackWatch(main_thread().ident or 0)
+    while not life.poll(_LOOK_EVERY_S):
+        board.seen(stack.look())
+    lifeline.cut()
+
+
+def _join_group(config: RankConfig, board: BoardWriter, control: _Control) -> None:
+    torch.set_num_threads(config.num_threads)
+    placement = config.placement
+    device = torch.device(placement.devices[config.rank])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if sys.platform.startswith("linux"):
+        # Without it gloo looks up the host's name, which on many laptops and containers fails or takes seconds.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    world_size = placement.world_size
+    watch_process(board)
+    context.enter(context.RankContext(config.rank, world_size, device, placement, board, control.emit))
+    dist.init_process_group(
+        placement.backend,
+        store=dist.FileStore(str(config.directory / "store"), world_size),  # type: ignore[attr-defined]
+        rank=config.rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=config.group_timeout_s),
+        device_id=device if placement.backend == "nccl" else None,
+    )
+
+
+def _serve(rank: int, board: BoardWriter, control: _Control) -> None:
+    while not isinstance(task := control.receive(), Stop):
+        assert isinstance(task, Task)
+        board.clear()
+        reply = _answer(rank, task, board)
+        _flush_output()  # before the answer goes: the parent prints all that came before it
+        control.send(reply)
+
+
+def _answer(rank: int, task: Task, board: BoardWriter) -> Answer | Failure:
+    sys.path[:] = task.sys_path
+    try:
+        return Answer(_call(rank, task.call))
+    except _EndedByParent:
+        raise
+    except BaseException as error:  # sys.exit() in a rank is an answer too: the caller must hear of it
+        board.failed(failed_call(error.__traceback__))
+        return _failure(rank, error)
+
+
+def _call(rank: int, call: Payload) -> Payload:
+    fn, args, kwargs = unpack(call)
+    result = fn(rank, *args, **kwargs)
+    return pack(result, f"the result of rank {rank}")
+
+
+def _failure(rank: int, error: BaseException) -> Failure:
+    time_ns = perf_counter_ns()
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next  # our own frames say nothing to the reader
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    first_line = (str(error).splitlines() or [""])[0]
+    return Failure(rank, time_ns, type(error).__name__, first_line, text, _portable(error))
+
+
+def _portable(error: BaseException) -> Payload | None:
+    """The exception itself, where it survives the way: many cannot be built again from their ``args``."""
+    try:
+        payload = pack(error, "the exception")
+        unpack(payload)
+    except Exception:
+        return None
+    return payload
+
+
+def _flush_output() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ctypes.CDLL(None).fflush(None)  # what C code printed sits in the C library's own buffer

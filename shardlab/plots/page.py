@@ -1,0 +1,115 @@
+"""A report as one HTML file: lead, tables, figures. plotly.js is inside once; nothing is fetched, now or later."""
+
+import json
+import re
+from collections.abc import Mapping
+from html import escape
+
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+from shardlab.plots.page_style import SCRIPT, STYLE
+from shardlab.plots.plain import plain_json
+from shardlab.plots.tables import column_text
+from shardlab.plots.theme import HEIGHT, summary_of
+
+# The browser itself refuses any request: a report opened years later shows what it shows today.
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
+)
+
+
+def report_page(title: str, lead: str, tables: Mapping[str, pd.DataFrame], figures: Mapping[str, go.Figure]) -> str:
+    """The whole page as text.
+
+    Args:
+        title: heading of the page.
+        lead: one or two sentences under it.
+        tables: caption -> table, drawn first. Column names carry their unit, for example 'step (ms)'; numbers are
+            aligned right, missing values a dash. The index is not shown.
+        figures: caption -> figure. The figure's title becomes a heading, its summary the accessible name.
+
+    Returns:
+        A complete HTML document of about 5 MB, nearly all of it plotly.js.
+    """
+    sections = [_table(caption, table) for caption, table in tables.items()]
+    sections += [_figure(place, caption, figure) for place, (caption, figure) in enumerate(figures.items())]
+    data = json.dumps([_drawn(figure) for figure in figures.values()], separators=(",", ":"), allow_nan=False)
+    # '</script>' in a name would end the element; '<\/' is the same string to a JSON parser
+    safe = data.replace("</", "<\\/").replace("<!--", "<\\u0021--")
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en">',
+            '<head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            f"<title>{escape(title)}</title>",
+            f"<style>{STYLE}</style></head>",
+            "<body><main>",
+            f'<header><h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p></header>',
+            *sections,
+            "</main>",
+            f'<script type="application/json" id="figures">{safe}</script>',
+            f"<script>{get_plotlyjs() if figures else ''}</script>" if figures else "",
+            f"<script>{SCRIPT}</script>" if figures else "",
+            "</body></html>",
+        ]
+    )
+
+
+def _drawn(figure: go.Figure) -> dict[str, object]:
+    """The figure without its title (it is a heading of the page) and the room the title took."""
+    content = plain_json(figure)
+    layout = content["layout"]
+    layout.pop("title", None)
+    layout["margin"] = {**layout.get("margin", {}), "t": 48 if "annotations" in layout else 16}
+    layout["height"] = (layout.get("height") or HEIGHT) - 56
+    return content
+
+
+def _figure(place: int, caption: str, figure: go.Figure) -> str:
+    summary = summary_of(figure)
+    heading = figure.layout.title.text or caption
+    note = figure.layout.title.subtitle.text
+    height = (figure.layout.height or HEIGHT) - 56
+    return (
+        f"<section><h2>{escape(heading)}</h2>{f'<p class=note>{escape(note)}</p>' if note else ''}"
+        f'<figure><div class="plot" id="figure-{place}" role="img" aria-label="{escape(summary)}" '
+        f'style="height:{height}px"></div>'
+        f"<noscript><p>The drawing needs JavaScript.</p></noscript>"
+        f"<figcaption>{escape(caption)} <span>{_unbroken(escape(summary))}</span></figcaption></figure></section>"
+    )
+
+
+def _table(caption: str, table: pd.DataFrame) -> str:
+    numeric = {name: pd.api.types.is_numeric_dtype(table[name]) for name in table.columns}
+    shown = pd.DataFrame({name: column_text(table[name]) for name in table.columns})
+    head = "".join(f'<th scope="col"{_side(numeric[name])}>{_header(str(name))}</th>' for name in table.columns)
+    rows = []
+    for values in shown.itertuples(index=False, name=None):
+        first, *rest = zip(table.columns, values, strict=True)
+        cells = f'<th scope="row"{_side(numeric[first[0]])}>{escape(first[1])}</th>'
+        cells += "".join(f"<td{_side(numeric[name])}>{escape(value)}</td>" for name, value in rest)
+        rows.append(f"<tr>{cells}</tr>")
+    return (
+        f'<section class="wide"><table><caption>{escape(caption)}</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></section>"
+    )
+
+
+def _header(name: str) -> str:
+    """'step (ms)' with its unit set lighter, on a line of its own."""
+    text, bracket, unit = name.partition(" (")
+    return f"{escape(text)}<br><small>{escape(unit.removesuffix(')'))}</small>" if bracket else escape(text)
+
+
+def _side(is_number: bool) -> str:
+    return ' class="number"' if is_number else ""
+
+
+def _unbroken(text: str) -> str:
+    """No line ends between a number and its unit."""
+    return re.sub(r"(?<=\d) (?=(?:%|[kMGT]?B\b|[mµ]?s\b))", "&nbsp;", text)

@@ -1,0 +1,73 @@
+"""One time axis for all ranks of a host: nanoseconds of ``time.perf_counter_ns``, which is CLOCK_MONOTONIC on Linux.
+
+On CPU a mark is that number. On CUDA a mark is an event on the current stream, so that nothing is synchronised while a
+step runs; after the step the events are resolved against one event whose host time is known.
+"""
+
+from time import perf_counter_ns
+from typing import Protocol
+
+import torch
+
+Mark = float | torch.cuda.Event
+
+
+class Clock(Protocol):
+    """Makes marks now and turns them into nanoseconds later."""
+
+    def mark(self) -> Mark:
+        """Now, in the order of the compute."""
+
+    def resolve(self, mark: Mark) -> float:
+        """Nanoseconds of ``time.perf_counter_ns``; after the step."""
+
+    def settle(self) -> None:
+        """Wait until all marks can be resolved; at the end of a step."""
+
+
+class HostClock:
+    """For compute on the CPU."""
+
+    def mark(self) -> Mark:
+        """The host's time."""
+        return perf_counter_ns()
+
+    def resolve(self, mark: Mark) -> float:
+        """The mark itself."""
+        assert not isinstance(mark, torch.cuda.Event)
+        return mark
+
+    def settle(self) -> None:
+        """Host marks are there at once."""
+
+
+class CudaClock:
+    """For compute on a CUDA stream."""
+
+    def __init__(self) -> None:
+        torch.cuda.synchronize()
+        self._zero = torch.cuda.Event(enable_timing=True)
+        self._zero.record()
+        self._zero.synchronize()
+        self._zero_ns = perf_counter_ns()
+
+    def mark(self) -> Mark:
+        """An event on the current stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def resolve(self, mark: Mark) -> float:
+        """Host time of an event that has happened."""
+        if isinstance(mark, torch.cuda.Event):
+            return self._zero_ns + float(self._zero.elapsed_time(mark)) * 1e6
+        return mark
+
+    def settle(self) -> None:
+        """The step is over: waiting here no longer disturbs what was measured."""
+        torch.cuda.synchronize()
+
+
+def clock_for(device: torch.device) -> Clock:
+    """The clock of a device's compute."""
+    return CudaClock() if device.type == "cuda" else HostClock()

@@ -1,0 +1,172 @@
+"""Bytes by role: what is held at rest, and the exact peak inside one traced step.
+
+At rest the engine says which tensors it holds and why; each storage counts once, in the first role that names it.
+
+Inside a traced step on CPU a dispatch mode sees every storage an operation makes and, by a weak reference, when it is
+freed. The log of these events is replayed when the step is over, when it is known what each storage became: what
+survives as gradient was a gradient from its first byte. The rest made in forward is activation, in backward or the
+optimizer other (temporaries, and gradients of activations). Scratch of the transports is told by the communicator's
+events. Tracing one step slows it some three times; its times are left out of the statistics.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from time import perf_counter_ns
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode  # no public way to see every operation
+
+from shardlab.comm import CollectiveEvent
+from shardlab.vocabulary import Phase, Role
+
+LiveTensors = Mapping[Role, Iterable[Tensor]]
+
+
+def storages_by_role(live: LiveTensors) -> dict[int, tuple[Role, int]]:
+    """Role and bytes of each storage, by its address-like key; a storage named twice has the first role."""
+    found: dict[int, tuple[Role, int]] = {}
+    for role, tensors in live.items():
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            found.setdefault(storage._cdata, (role, storage.nbytes()))
+    return found
+
+
+def bytes_by_role(live: LiveTensors) -> dict[Role, int]:
+    """Live bytes of every role, each storage once; roles that hold nothing are 0."""
+    held = Counter({role: 0 for role in Role})
+    for role, num_bytes in storages_by_role(live).values():
+        held[role] += num_bytes
+    return {role: held[role] for role in Role}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The highest moment of a traced step: when, in which phase, and the bytes of every role then."""
+
+    time_ns: int
+    phase: Phase
+    by_role: dict[Role, int]
+
+    @property
+    def num_bytes(self) -> int:
+        """All roles together."""
+        return sum(self.by_role.values())
+
+
+@dataclass(frozen=True)
+class _Change:
+    key: int
+    num_bytes: int  # negative when freed
+    time_ns: int
+    phase: Phase
+
+
+class MemoryLedger(TorchDispatchMode):
+    """Logs every storage made and freed in this thread while it is entered.
+
+    Args:
+        live: the engine's tensors at the start.
+    """
+
+    def __init__(self, live: LiveTensors) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.phase = Phase.DATA
+        self._log: list[_Change] = []
+        self._known: dict[int, int] = {}  # key of a live storage -> its serial number: keys are used again
+        self._made_in: dict[int, Phase] = {}
+        self._roles: dict[int, Role] = {}
+        self._next = 0
+        for key, (role, num_bytes) in storages_by_role(live).items():
+            self._roles[self._next] = role
+            self._enter_storage(key, num_bytes)
+        self._scratch = self._serial()
+        self._roles[self._scratch] = Role.COMMUNICATION_BUFFER
+        # Watched by weak references too, so that a gradient that is freed in the step is seen to go.
+        for tensors in live.values():
+            for tensor in tensors:
+                self._watch(tensor.untyped_storage())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+        """Run the operation and log the storages of its results."""
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(value, Tensor):
+                storage = value.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._enter_storage(storage._cdata, storage.nbytes())
+                    self._watch(storage)
+        return result
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        super().__exit__(exc_type, exc_value, traceback)  # type: ignore[no-untyped-call]
+        self._closed = True
+
+    _closed = False
+
+    def classify(self, live: LiveTensors) -> Self:
+        """Say what the storages made so far have become; called while the engine holds them."""
+        for key, (role, _) in storages_by_role(live).items():
+            if key in self._known:
+                self._roles[self._known[key]] = role
+        return self
+
+    def started(self, event: CollectiveEvent) -> None:
+        """A transport takes its scratch (from the lane's thread)."""
+        self._log.append(_Change(self._scratch, event.scratch_bytes, perf_counter_ns(), self.phase))
+
+    def completed(self, event: CollectiveEvent) -> None:
+        """A transport gives its scratch back."""
+        self._log.append(_Change(self._scratch, -event.scratch_bytes, perf_counter_ns(), self.phase))
+
+    def peak(self) -> Peak:
+        """Replay the log."""
+        held: Counter[Role] = Counter({role: 0 for role in Role})
+        total = best = -1
+        peak = Peak(0, Phase.DATA, {})
+        total = 0
+        for change in self._log:
+            held[self._role_of(change.key)] += change.num_bytes
+            total += change.num_bytes
+            if total > best:
+                best, peak = total, Peak(change.time_ns, change.phase, dict(held))
+        return peak
+
+    def _role_of(self, serial: int) -> Role:
+        if serial in self._roles:
+            return self._roles[serial]
+        return Role.ACTIVATION if self._made_in[serial] is Phase.FORWARD else Role.OTHER
+
+    def _serial(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+    def _enter_storage(self, key: int, num_bytes: int) -> None:
+        serial = self._serial()
+        self._known[key] = serial
+        self._made_in[serial] = self.phase
+        self._log.append(_Change(serial, num_bytes, perf_counter_ns(), self.phase))
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        # A dead ledger must not be kept alive by tensors that outlive it.
+        weakref.finalize(storage, _forget, weakref.ref(self), storage._cdata, storage.nbytes()).atexit = False
+
+    def _freed(self, key: int, num_bytes: int) -> None:
+        serial = self._known.pop(key, None)
+        if serial is not None and not self._closed:
+            self._log.append(_Change(serial, -num_bytes, perf_counter_ns(), self.phase))
+
+
+def _forget(ledger: "weakref.ref[MemoryLedger]", key: int, num_bytes: int) -> None:
+    if (alive := ledger()) is not None:
+        alive._freed(key, num_bytes)

@@ -1,0 +1,63 @@
+"""Which modules are units, and hooks that mark when each computes.
+
+A unit is a child of the root module; lists of modules are opened, so the blocks of a GPT are units of their own.
+Backward of a unit lasts from the gradient of its output to the gradient of its input. Both are seen by tensor hooks,
+which change nothing in the graph; module backward hooks would insert a node and refuse in-place operations.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shardlab.vocabulary import SpanKind
+
+
+class SpanSink(Protocol):
+    """Takes the beginning and the end of spans."""
+
+    def begin_span(self, unit: str, kind: SpanKind) -> None:
+        """A unit starts to compute."""
+
+    def end_span(self, unit: str, kind: SpanKind) -> None:
+        """It has ended; without a beginning, nothing."""
+
+
+def units(module: nn.Module) -> dict[str, nn.Module]:
+    """The units of a module by name."""
+    found: dict[str, nn.Module] = {}
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList):
+            found |= {f"{name}.{index}": entry for index, entry in child.named_children()}
+        else:
+            found[name] = child
+    return found
+
+
+def watch_units(module: nn.Module, sink: SpanSink) -> list[RemovableHandle]:
+    """Hooks that tell ``sink`` of every unit's forward and backward; remove them to stop."""
+    return [hook for name, unit in units(module).items() for hook in _watch(name, unit, sink)]
+
+
+def _watch(name: str, unit: nn.Module, sink: SpanSink) -> Iterator[RemovableHandle]:
+    def before(_: nn.Module, args: tuple[Any, ...]) -> None:
+        for tensor in _tensors(args):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(lambda _: sink.end_span(name, SpanKind.BACKWARD))
+        sink.begin_span(name, SpanKind.FORWARD)
+
+    def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        sink.end_span(name, SpanKind.FORWARD)
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: sink.begin_span(name, SpanKind.BACKWARD))
+
+    yield unit.register_forward_pre_hook(before)
+    yield unit.register_forward_hook(after)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    leaves, _ = torch.utils._pytree.tree_flatten(value)  # public under this name only since 2.9 as torch.utils.pytree
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -1,0 +1,46 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlab.analysis import intersect, merge, subtract, total
+
+# Integer bounds in a small range: touching, nested and empty intervals all come up, and a set of points is an oracle.
+intervals = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pair[0], sum(pair))), max_size=12
+)
+
+
+def points(rows):
+    return {point for start, end in rows for point in range(int(start), int(end))}
+
+
+@given(intervals)
+def test_merge_covers_the_same_points_with_sorted_disjoint_intervals(rows):
+    merged = merge(rows)
+    assert points(merged) == points(rows)
+    assert (merged[:, 0] < merged[:, 1]).all()
+    assert (merged[1:, 0] > merged[:-1, 1]).all()
+    assert total(rows) == len(points(rows))
+
+
+@given(intervals, intervals)
+def test_intersection_and_difference_are_those_of_the_points(first, second):
+    assert points(intersect(first, second)) == points(first) & points(second)
+    assert points(subtract(first, second)) == points(first) - points(second)
+    assert total(first) == total(intersect(first, second)) + total(subtract(first, second))
+
+
+@given(intervals)
+def test_merge_is_idempotent(rows):
+    np.testing.assert_array_equal(merge(merge(rows)), merge(rows))
+
+
+def test_overlapping_communication_counts_once():
+    assert total([(0, 10), (2, 4)]) == 10
+
+
+@pytest.mark.parametrize("wrong", [(5.0, 4.0), (0.0, float("nan")), (0.0, float("inf"))])
+def test_an_impossible_interval_is_named(wrong):
+    with pytest.raises(ValueError, match="interval 1"):
+        merge([(0, 1), wrong])

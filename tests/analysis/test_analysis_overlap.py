@@ -1,0 +1,104 @@
+import numpy as np
+import pandas as pd
+import pytest
+
+from shardlab.analysis import bandwidth, overlap, wire_bytes
+from shardlab.tables import COLLECTIVES, SPANS
+
+NAN = float("nan")
+
+
+def collectives(*times, **columns):
+    base = {"run": "a", "source": "measured", "rank": 0, "step": 0, "seq": 0, "axis": "data", "op": "all_reduce"}
+    base |= {"tag": "g", "phase": "backward", "dtype": "float32", "numel": 250, "bytes": 1000, "wire_bytes": 1500.0}
+    base |= {"group_size": 4, "transport": "gloo", "wait_start_us": NAN, "wait_end_us": NAN} | columns
+    return COLLECTIVES.frame([base | {"issue_us": s, "start_us": s, "end_us": e} for s, e in times])
+
+
+def spans(*times, **columns):
+    base = {"run": "a", "source": "measured", "rank": 0, "step": 0, "unit": "m", "kind": "forward"} | columns
+    return SPANS.frame([base | {"start_us": start, "end_us": end} for start, end in times])
+
+
+def test_hand_made_half():
+    row = overlap(collectives((0, 10), (20, 30)), spans((5, 25))).iloc[0]
+    assert (row["comm_us"], row["compute_us"], row["both_us"]) == (20, 20, 10)
+    assert row["overlap"] == 0.5
+    assert row["exposed_us"] == 10
+
+
+def test_concurrent_communication_and_nested_spans_count_once():
+    row = overlap(collectives((0, 10), (2, 4)), spans((0, 5), (1, 2), (3, 5))).iloc[0]
+    assert (row["comm_us"], row["compute_us"], row["overlap"]) == (10, 5, 0.5)
+
+
+def test_without_communication_there_is_no_number():
+    row = overlap(collectives(), spans((5, 25))).iloc[0]
+    assert np.isnan(row["overlap"])
+    assert (row["comm_us"], row["exposed_us"], row["compute_us"]) == (0, 0, 20)
+
+
+def test_waiting_inside_a_span_hides_nothing():
+    waited = collectives((0, 10), wait_start_us=0.0, wait_end_us=10.0)
+    assert overlap(waited, spans((0, 10))).iloc[0]["overlap"] == 0
+    half = collectives((0, 10), wait_start_us=5.0, wait_end_us=10.0)
+    assert overlap(half, spans((0, 20))).iloc[0]["overlap"] == 0.5
+
+
+def test_data_loading_is_not_compute():
+    assert overlap(collectives((0, 10)), spans((0, 10), kind="data")).iloc[0]["overlap"] == 0
+
+
+def test_ranks_steps_and_sources_stay_apart():
+    comm = pd.concat([collectives((0, 10), rank=rank, step=step) for rank in (0, 1) for step in (0, 1)])
+    work = pd.concat([spans((0, 10), rank=0, step=0), spans((0, 5), rank=1, step=1, source="predicted")])
+    table = overlap(comm, work).set_index(["source", "rank", "step"])
+    assert table.at[("measured", 0, 0), "overlap"] == 1
+    assert table.at[("measured", 1, 1), "overlap"] == 0
+    assert np.isnan(table.at[("predicted", 1, 1), "overlap"])
+    assert len(table) == 5
+
+
+def test_runs_keep_the_order_they_came_in():
+    work = pd.concat([spans((0, 1), run=run) for run in ("single", "ddp", "bucketed")])
+    assert overlap(collectives((0, 1), run="ddp"), work)["run"].tolist() == ["single", "ddp", "bucketed"]
+
+
+@pytest.mark.parametrize(
+    ("comm", "work", "message"),
+    [
+        (collectives((10, 0)), spans(), r"collectives.*row 0 .*rank 0, step 0, 'g'.*end_us 0 < start_us 10"),
+        (collectives((0, NAN)), spans(), r"collectives.*row 0 .*no end_us"),
+        (collectives(), spans((0, 1), (3, 2)), r"spans.*row 1 .*'m'.*clock ran backwards"),
+        (collectives((0, 1), wait_start_us=3.0, wait_end_us=2.0), spans(), "wait_end_us 2 < wait_start_us 3"),
+        (collectives((0, 1)).drop(columns="end_us"), spans(), "missing columns .'end_us'"),
+        (collectives((0, 1)), spans().drop(columns="kind"), "missing columns .'kind'"),
+    ],
+)
+def test_what_cannot_be_true_is_refused_by_name(comm, work, message):
+    with pytest.raises(ValueError, match=message):
+        overlap(comm, work)
+
+
+@pytest.mark.parametrize(
+    ("op", "factor"), [("all_reduce", 1.5), ("reduce_scatter", 0.75), ("all_gather", 0.75), ("broadcast", 1.0)]
+)
+def test_bandwidth_by_hand(op, factor):
+    row = bandwidth(collectives((0, 2), op=op, bytes=8_000_000)).iloc[0]
+    assert row["algorithm_gb_per_s"] == pytest.approx(4000)
+    assert row["bus_gb_per_s"] == pytest.approx(4000 * factor)
+
+
+def test_no_time_or_no_bytes_has_no_bandwidth():
+    assert np.isnan(bandwidth(collectives((1, 1))).iloc[0]["bus_gb_per_s"])
+    assert np.isnan(bandwidth(collectives((0, 1), op="barrier", bytes=0)).iloc[0]["algorithm_gb_per_s"])
+
+
+def test_wire_bytes_are_summed_per_rank_step_and_op():
+    rows = pd.concat([collectives((0, 1), (1, 2)), collectives((2, 3), op="all_gather", wire_bytes=7.0)])
+    table = wire_bytes(rows).set_index("op")
+    assert table["wire_bytes"].to_dict() == {"all_reduce": 3000.0, "all_gather": 7.0}
+    assert table["num_collectives"].to_dict() == {"all_reduce": 2, "all_gather": 1}
+    assert wire_bytes(rows, ())["wire_bytes"].tolist() == [3007.0]
+    with pytest.raises(ValueError, match="by: no columns"):
+        wire_bytes(rows, ("unit",))

@@ -1,0 +1,40 @@
+"""One warm pool per world size for the whole session, and a look at the end whether a rank is left."""
+
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from shardlab.launch import RankPool
+
+Pools = Callable[[int], RankPool]
+
+
+def rank_processes() -> list[psutil.Process]:
+    """Ranks of this process: what its forkserver has forked."""
+    children = psutil.Process().children()
+    servers = [child for child in children if "multiprocessing.forkserver" in " ".join(child.cmdline())]
+    return [rank for server in servers for rank in server.children(recursive=True)]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_rank_is_left() -> Iterator[None]:
+    yield
+    _, left = psutil.wait_procs(rank_processes(), timeout=5)
+    assert not left, f"ranks left behind: {left}"
+
+
+@pytest.fixture(scope="session")
+def pools(_no_rank_is_left: None) -> Iterator[Pools]:
+    """``pools(world_size)`` is a warm RankPool on CPU; after a test that broke it, it starts fresh ranks by itself."""
+    warm: dict[int, RankPool] = {}
+
+    def pool_of(world_size: int) -> RankPool:
+        if world_size not in warm:
+            # torch._dynamo: any optimizer imports it, which costs a rank more than a second of a core.
+            warm[world_size] = RankPool(world_size, device="cpu", timeout_s=30.0, preload=["torch._dynamo", "pandas"])
+        return warm[world_size]
+
+    yield pool_of
+    for pool in warm.values():
+        pool.close()

@@ -1,0 +1,105 @@
+"""The hang board: what a rank writes is what the parent reads."""
+
+from time import perf_counter_ns
+
+from shardlab.comm.events import CollectiveEvent, Observer
+from shardlab.launch.board import Board, BoardWriter, CallState, describe
+from shardlab.launch.stack import SeenCall
+from shardlab.vocabulary import Collective
+
+
+def event(seq, op=Collective.ALL_REDUCE, tag="gradients", source_line="train.py:31"):
+    return CollectiveEvent(seq, op, "data", tag, "float32", 4, 16, 16.0, 2, "gloo", False, source_line)
+
+
+def shown(board, rank=1):
+    row = board.read()[rank]
+    return row.state, row.seq
+
+
+def make(tmp_path, world_size=3, rank=1):
+    board = Board(tmp_path / "board", world_size)
+    return board, BoardWriter(board.path, rank)
+
+
+def test_writer_is_an_observer(tmp_path):
+    observer: Observer = make(tmp_path)[1]
+    assert observer is not None
+
+
+def test_row_says_what_was_issued(tmp_path):
+    board, writer = make(tmp_path)
+    writer.issued(event(7, Collective.REDUCE_SCATTER))
+    rows = board.read()
+    assert [row.state for row in rows] == [CallState.NONE, CallState.ISSUED, CallState.NONE]
+    row = rows[1]
+    assert (row.rank, row.seq, row.op, row.axis) == (1, 7, "reduce_scatter", "data")
+    assert (row.tag, row.source_line) == ("gradients", "train.py:31")
+    assert 0 <= row.waited_s(perf_counter_ns()) < 60
+
+
+def test_oldest_in_flight_then_the_last(tmp_path):
+    board, writer = make(tmp_path)
+    events = [event(seq) for seq in range(3)]
+    for one in events:
+        writer.issued(one)
+    assert shown(board) == (CallState.ISSUED, 0)
+    writer.completed(events[1])
+    assert shown(board) == (CallState.ISSUED, 0)
+    writer.completed(events[0])
+    assert shown(board) == (CallState.ISSUED, 2)
+    writer.completed(events[2])
+    assert shown(board) == (CallState.COMPLETED, 2)
+
+
+def test_equal_events_of_two_communicators_are_two(tmp_path):
+    board, writer = make(tmp_path)
+    first, second = event(0), event(0)
+    writer.issued(first)
+    writer.issued(second)
+    writer.completed(second)
+    assert shown(board) == (CallState.ISSUED, 0)
+
+
+def test_calls_past_the_communicator_show_only_when_it_is_idle(tmp_path):
+    board, writer = make(tmp_path)
+    call = SeenCall("barrier", "cell:1", float(perf_counter_ns()))
+    writer.seen(call)
+    assert board.read()[1].op == "barrier"
+    one = event(4)
+    writer.issued(one)
+    writer.seen(None)
+    assert shown(board) == (CallState.ISSUED, 4)
+    writer.completed(one)
+    writer.seen(call)
+    writer.failed(None)
+    writer.seen(None)
+    assert board.read()[1].state is CallState.COMPLETED
+
+
+def test_clear_forgets_what_is_in_flight(tmp_path):
+    board, writer = make(tmp_path)
+    writer.issued(event(0))
+    writer.clear()
+    assert board.read()[1].state is CallState.NONE
+    later = event(1)
+    writer.issued(later)
+    assert shown(board) == (CallState.ISSUED, 1)
+
+
+def test_long_texts_are_cut_and_stay_text(tmp_path):
+    board, writer = make(tmp_path)
+    writer.issued(event(0, tag="ä" * 500, source_line="/long" * 200 + "/train.py:31"))
+    row = board.read()[1]
+    assert set(row.tag) == {"ä"}
+    assert row.source_line.endswith("/train.py:31")
+
+
+def test_describe(tmp_path):
+    board, writer = make(tmp_path)
+    writer.issued(event(0))
+    lines = describe(board.read(), ["running", "running", "dead"]).splitlines()
+    assert lines[0].split() == ["rank", "process", "collective", "tag", "state", "since", "(s)", "source", "line"]
+    assert lines[1].split() == ["0", "running", "-", "-", "no", "collective", "yet", "-", "-"]
+    assert lines[2].split() == ["1", "running", "all_reduce", "(data)", "gradients", "waiting", "0.0", "train.py:31"]
+    assert lines[3].split()[:2] == ["2", "dead"]

@@ -1,0 +1,44 @@
+"""What travels by value, what by name, and the text of notebook cells."""
+
+import linecache
+import threading
+import traceback
+
+import cloudpickle
+import pytest
+import torch
+
+from shardlab.launch.payload import pack, unpack
+
+
+def test_installed_code_goes_by_name():
+    assert unpack(pack(torch.nn.Linear, "x")) is torch.nn.Linear
+    assert len(pack(torch.nn.Linear, "x").blob) < 200
+
+
+def test_registry_of_cloudpickle_is_left_as_it_was():
+    pack(test_installed_code_goes_by_name, "x")
+    assert cloudpickle.list_registry_pickle_by_value() == set()
+
+
+def test_what_cannot_be_pickled_is_named():
+    with pytest.raises(TypeError, match="the result of rank 1 cannot be pickled"):
+        pack(threading.Lock(), "the result of rank 1")
+
+
+def test_shared_tensors_stay_shared():
+    x = torch.zeros(3)
+    a, b = unpack(pack((x, x), "x"))
+    assert a is b
+
+
+def test_source_of_a_cell_travels_for_tracebacks(monkeypatch):
+    file, text = "/tmp/ipykernel_1/2.py", "def cell():\n    raise ValueError('in the cell')\n"
+    monkeypatch.setitem(linecache.cache, file, (len(text), None, text.splitlines(keepends=True), file))
+    scope = {"__name__": "__main__"}
+    exec(compile(text, file, "exec"), scope)
+    payload = pack(scope["cell"], "x")
+    monkeypatch.delitem(linecache.cache, file)
+    with pytest.raises(ValueError, match="in the cell") as caught:
+        unpack(payload)()
+    assert "raise ValueError('in the cell')" in "".join(traceback.format_exception(caught.value))

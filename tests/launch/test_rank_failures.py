@@ -1,0 +1,259 @@
+"""Exceptions, deaths and hangs in ranks: the caller hears who, what and where, and can go on."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardlab.comm.events import CollectiveEvent
+from shardlab.comm.pending import Pending
+from shardlab.launch import RankDied, RankError, RankHang, RankPool, current
+from shardlab.vocabulary import Collective
+
+
+class NeedsTwoArgumentsError(Exception):
+    def __init__(self, a, b):
+        super().__init__(f"{a} and {b}")
+
+
+def works_again(pool):
+    return pool.run(lambda rank: rank) == list(range(pool.world_size))
+
+
+def event(tag):
+    return CollectiveEvent(
+        0, Collective.ALL_REDUCE, "data", tag, "float32", 4, 16, 16.0, 2, "gloo", False, "train.py:31"
+    )
+
+
+def test_error_carries_rank_traceback_and_cause(pools):
+    def fail(rank):
+        if rank == 1:
+            raise KeyError("the key")
+        return rank
+
+    with pytest.raises(RankError) as caught:
+        pools(2).run(fail)
+    error = caught.value
+    assert (error.rank, error.exception_type) == (1, "KeyError")
+    assert str(error).splitlines()[0] == "rank 1 raised KeyError: 'the key'"
+    assert 'raise KeyError("the key")' in error.traceback_text
+    assert "worker.py" not in error.traceback_text
+    assert isinstance(error.__cause__, KeyError)
+    assert works_again(pools(2))
+
+
+def test_exception_that_cannot_be_rebuilt_is_told_as_text(pools):
+    def fail(rank):
+        raise NeedsTwoArgumentsError("this", "that")
+
+    with pytest.raises(RankError, match="NeedsTwoArgumentsError: this and that") as caught:
+        pools(2).run(fail)
+    assert caught.value.__cause__ is None
+
+
+def test_earliest_failure_wins(pools):
+    def fail(rank):
+        time.sleep(0.1 * (2 - rank))
+        raise ValueError(f"from rank {rank}")
+
+    with pytest.raises(RankError, match="from rank 2") as caught:
+        pools(3).run(fail)
+    assert caught.value.rank == 2
+
+
+def test_failure_wins_over_those_who_wait_for_the_failed_rank(pools):
+    def fail(rank):
+        if rank == 1:
+            raise ValueError("the cause")
+        dist.barrier()
+
+    with pytest.raises(RankError, match="the cause"):
+        pools(3).run(fail)
+    assert works_again(pools(3))
+
+
+@pytest.mark.parametrize("code", [0, 3, "a message"])
+def test_sys_exit_in_a_rank_is_an_error(pools, code):
+    with pytest.raises(RankError) as caught:
+        pools(2).run(lambda rank: sys.exit(code) if rank == 0 else None)
+    assert (caught.value.rank, caught.value.exception_type) == (0, "SystemExit")
+
+
+def test_killed_rank_names_itself_and_what_the_others_wait_in(pools):
+    def die(rank):
+        if rank == 1:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        current().board.issued(event("gradients of bucket 2"))
+        time.sleep(60)
+
+    with pytest.raises(RankDied, match="rank 1 died: killed by SIGKILL") as caught:
+        pools(2).run(die)
+    assert (caught.value.rank, caught.value.exit_code) == (1, -signal.SIGKILL)
+    assert "out-of-memory" in str(caught.value)
+    row = caught.value.table.splitlines()[1]
+    for words in ("0 ", "running", "all_reduce (data)", "gradients of bucket 2", "waiting", "train.py:31"):
+        assert words in row
+    assert works_again(pools(2))
+
+
+def test_death_wins_over_the_broken_connections_it_causes(pools):
+    def die(rank):
+        if rank == 2:
+            time.sleep(0.5)
+            os._exit(7)
+        dist.all_reduce(torch.ones(1000))
+
+    with pytest.raises(RankDied, match="exit code 7") as caught:
+        pools(3).run(die)
+    assert caught.value.rank == 2
+    rows = caught.value.table.splitlines()
+    assert "dead" in rows[3]
+    for row in rows[1:3]:
+        assert "all_reduce" in row
+        assert "test_rank_failures.py" in row
+
+
+def test_cause_wins_over_an_effect_that_is_heard_of_first(pools):
+    def die(rank):
+        if rank == 0:
+            raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:4711")
+        time.sleep(0.2)
+        os._exit(7)
+
+    with pytest.raises(RankDied, match="rank 1 died"):
+        pools(2).run(die)
+
+
+def test_death_at_once_without_a_collective(pools):
+    with pytest.raises(RankDied, match="exit code 0") as caught:
+        pools(2).run(lambda rank: os._exit(0) if rank == 0 else time.sleep(60))
+    assert "no collective yet" in caught.value.table
+
+
+def test_rank_killed_between_two_calls(pools):
+    pool = pools(2)
+    pool.start()
+    os.kill(pool.pids[1], signal.SIGKILL)
+    time.sleep(0.3)
+    assert works_again(pool)
+
+
+def test_crash_in_c_code_shows_the_python_stack(pools, capsys):
+    import faulthandler
+
+    with pytest.raises(RankDied, match="SIGSEGV"):
+        pools(1).run(lambda rank: faulthandler._sigsegv())
+    assert "[rank 0] Fatal Python error: Segmentation fault" in capsys.readouterr().out
+
+
+def test_hang_by_event_names_who_waits_and_who_is_absent():
+    def skip(rank):
+        if rank != 1:
+            current().board.issued(event("loss"))
+            time.sleep(60)
+
+    with RankPool(3, device="cpu", timeout_s=1.0) as pool:
+        start = time.monotonic()
+        with pytest.raises(RankHang) as caught:
+            pool.run(skip)
+        assert time.monotonic() - start < 30
+        assert caught.value.waiting == (0, 2)
+        first = str(caught.value).splitlines()[0]
+        assert "rank 0 in all_reduce 'loss' at train.py:31" in first
+        assert "Not in it: rank 1 (returned)" in first
+        assert works_again(pool)
+
+
+def test_skipped_collective_of_torch_itself():
+    def skip(rank):
+        if rank == 0:
+            dist.all_reduce(torch.ones(4))
+
+    with RankPool(2, device="cpu", timeout_s=1.0) as pool:
+        with pytest.raises(RankHang) as caught:
+            pool.run(skip)
+        assert caught.value.waiting == (0,)
+        assert "rank 0 in all_reduce" in str(caught.value)
+        assert "test_rank_failures.py" in str(caught.value)
+        assert ": dist.all_reduce(torch.ones(4))" in caught.value.table
+
+
+def test_wait_in_a_communicator_that_nobody_observes():
+    def wait(rank):
+        if rank == 1:
+            Pending(threading.Event().wait).wait()
+
+    with RankPool(2, device="cpu", timeout_s=1.0) as pool:
+        with pytest.raises(RankHang, match="rank 1 in wait") as caught:
+            pool.run(wait)
+        assert caught.value.waiting == (1,)
+
+
+def test_what_one_call_left_unfinished_is_not_the_next_ones_hang():
+    with RankPool(1, device="cpu", timeout_s=0.5) as pool:
+        pool.run(lambda rank: current().board.issued(event("left over")))
+        assert pool.run(lambda rank: time.sleep(1.5)) == [None]
+
+
+def test_long_computation_and_long_sleep_are_no_hang():
+    with RankPool(2, device="cpu", timeout_s=0.3) as pool:
+        assert pool.run(lambda rank: threading.Event().wait(1.5)) == [False, False]
+
+
+def test_many_short_collectives_are_not_one_long_one():
+    def reduce_for_two_seconds(rank):
+        x = torch.zeros(1)
+        while x < 2.0:  # rank 0's clock decides for both
+            x.fill_(time.monotonic() - start)
+            dist.broadcast(x, 0)
+
+    start = time.monotonic()
+    with RankPool(2, device="cpu", timeout_s=0.5) as pool:
+        assert pool.run(reduce_for_two_seconds) == [None, None]
+
+
+def test_stopped_rank_is_ended():
+    def stop(rank):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.barrier()
+
+    with RankPool(2, device="cpu", timeout_s=1.0) as pool:
+        with pytest.raises(RankHang) as caught:
+            pool.run(stop)
+        assert caught.value.waiting == (0,)
+
+
+def test_ended_ranks_run_their_finally_clauses(pools, tmp_path):
+    def fail(rank):
+        if rank == 0:
+            time.sleep(0.3)
+            raise ValueError("x")
+        try:
+            time.sleep(60)
+        finally:
+            (tmp_path / "saved").write_text("yes")
+
+    with pytest.raises(RankError):
+        pools(2).run(fail)
+    assert (tmp_path / "saved").read_text() == "yes"
+
+
+def test_exception_in_on_message_ends_the_run(pools):
+    def refuse(rank, message):
+        raise LookupError(message)
+
+    def talk(rank):
+        current().emit("hello")
+        time.sleep(60)
+
+    with pytest.raises(LookupError, match="hello"):
+        pools(2).run(talk, on_message=refuse)
+    assert works_again(pools(2))

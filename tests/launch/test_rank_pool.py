@@ -1,0 +1,182 @@
+"""Functions go to ranks, results come back."""
+
+import functools
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardlab.comm.objects import all_gather_object
+from shardlab.launch import RankError, RankPool, current, launch
+from tests.launch.helpers import scaled
+
+OFFSET = 100
+LOCK = threading.Lock()  # cannot be pickled: functions that use it have to go by name
+
+
+@dataclass
+class Point:
+    x: int
+
+
+def by_module_code(rank: int, point: Point) -> Point:
+    return Point(point.x + scaled(rank) + OFFSET)
+
+
+def with_lock(rank: int) -> int:
+    with LOCK:
+        return rank
+
+
+def test_results_in_rank_order(pools):
+    assert pools(4).run(lambda rank: rank * 10) == [0, 10, 20, 30]
+
+
+def test_arguments_closures_and_partials(pools):
+    base = 5
+
+    def add(rank, a, *, b):
+        return base + rank + a + b
+
+    assert pools(2).run(add, 1, b=2) == [8, 9]
+    assert pools(2).run(functools.partial(add, b=3), 1) == [9, 10]
+
+
+def test_code_of_a_test_module_travels_with_its_helpers_and_classes(pools):
+    assert pools(2).run(by_module_code, Point(1)) == [Point(101), Point(103)]
+
+
+def test_code_that_cannot_go_by_value_goes_by_name(pools):
+    assert pools(2).run(with_lock) == [0, 1]
+
+
+def test_warm_rank_runs_the_code_as_it_is_now(pools, monkeypatch):
+    pools(2).run(by_module_code, Point(1))
+    monkeypatch.setattr("tests.launch.test_rank_pool.OFFSET", 200)
+    assert pools(2).run(by_module_code, Point(1)) == [Point(201), Point(203)]
+
+
+def test_ranks_are_in_one_group(pools):
+    def total(rank):
+        x = torch.full((3,), float(rank + 1))
+        dist.all_reduce(x)
+        return x, dist.get_rank(), dist.get_world_size()
+
+    for rank, (x, group_rank, world_size) in enumerate(pools(3).run(total)):
+        assert x.tolist() == [6.0, 6.0, 6.0]
+        assert (group_rank, world_size) == (rank, 3)
+
+
+def test_all_gather_object(pools):
+    assert pools(3).run(lambda rank: all_gather_object({"rank": rank})) == [[{"rank": r} for r in range(3)]] * 3
+
+
+def test_ranks_stay_warm_and_restart_on_demand():
+    with RankPool(2, device="cpu") as pool:
+        assert pool.pids == ()
+        first = pool.run(lambda rank: os.getpid())
+        assert pool.run(lambda rank: os.getpid()) == first == list(pool.pids)
+        pool.restart()
+        assert not set(pool.run(lambda rank: os.getpid())) & set(first)
+
+
+def test_current_in_a_rank(pools):
+    def where(rank):
+        context = current()
+        return context.rank, context.world_size, str(context.device), context.board is not None, context.placement
+
+    rows = pools(2).run(where)
+    assert [row[:4] for row in rows] == [(0, 2, "cpu", True), (1, 2, "cpu", True)]
+    assert rows[0][4] == pools(2).placement
+
+
+def test_current_outside_a_rank():
+    with pytest.raises(RuntimeError, match="outside a rank"):
+        current()
+
+
+def test_emit_reaches_the_parent_in_order(pools):
+    def count(rank):
+        for i in range(5):
+            current().emit((rank, i))
+
+    seen = []
+    pools(2).run(count, on_message=lambda rank, message: seen.append((rank, message)))
+    for rank in range(2):
+        assert [message for sender, message in seen if sender == rank] == [(rank, i) for i in range(5)]
+
+
+def test_environment_and_directory_are_the_parents_at_start(monkeypatch, tmp_path):
+    monkeypatch.setenv("SHARDLAB_TEST", "now")
+    monkeypatch.chdir(tmp_path)
+    [result] = launch(lambda rank: (os.environ["SHARDLAB_TEST"], str(Path.cwd())), 1, device="cpu")
+    assert result == ("now", str(tmp_path))
+
+
+def test_threads_per_rank():
+    with RankPool(2, device="cpu", threads_per_rank=3) as pool:
+        assert pool.run(lambda rank: torch.get_num_threads()) == [3, 3]
+
+
+def test_large_arguments_and_results(pools):
+    big = torch.arange(4_000_000, dtype=torch.float32)
+    for rank, result in enumerate(pools(2).run(lambda rank, x: x + rank, big)):
+        assert torch.equal(result, big + rank)
+
+
+def test_launch_passes_arguments():
+    assert launch(lambda rank, a, b: (rank, a, b), 2, 1, b=2, device="cpu") == [(0, 1, 2), (1, 1, 2)]
+
+
+def test_unpicklable_argument_is_refused_before_ranks_start():
+    with RankPool(2, device="cpu") as pool:
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            pool.run(lambda rank, lock: None, threading.Lock())
+        assert pool.pids == ()
+
+
+def test_unpicklable_result_names_the_rank(pools):
+    with pytest.raises(RankError, match="the result of rank 1 cannot be pickled") as caught:
+        pools(2).run(lambda rank: threading.Lock() if rank else None)
+    assert caught.value.exception_type == "TypeError"
+    assert pools(2).run(lambda rank: rank) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "field"),
+    [
+        ({"world_size": 0}, "world_size"),
+        ({"world_size": -1}, "world_size"),
+        ({"world_size": 2, "timeout_s": 0}, "timeout_s"),
+        ({"world_size": 2, "timeout_s": float("nan")}, "timeout_s"),
+        ({"world_size": 2, "threads_per_rank": 0}, "threads_per_rank"),
+        ({"world_size": 2, "device": "tpu"}, "device"),
+    ],
+)
+def test_bad_input_names_the_field(kwargs, field):
+    with pytest.raises(ValueError, match=field):
+        RankPool(**kwargs)
+
+
+def test_closed_pool_says_so():
+    pool = RankPool(1, device="cpu")
+    pool.close()
+    pool.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.run(lambda rank: rank)
+
+
+def test_pool_inside_a_rank_is_refused(pools):
+    with pytest.raises(RankError, match="ranks cannot start ranks"):
+        pools(2).run(lambda rank: RankPool(2))
+
+
+def test_run_inside_on_message_is_refused(pools):
+    pool = pools(2)
+    with pytest.raises(RuntimeError, match="one at a time"):
+        pool.run(lambda rank: current().emit(1), on_message=lambda rank, message: pool.run(lambda rank: rank))
+    assert pool.run(lambda rank: rank) == [0, 1]

@@ -1,0 +1,225 @@
+"""No process, pipe or file of ours stays behind, whatever ends the parent."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shardlab.launch import RankError, RankPool
+from tests.conftest import rank_processes
+from tests.launch.helpers import descendants, gone_within, script_env, wait_for_line
+
+# Each rank is busy in a way that is hard to end, and has a child of its own.
+BUSY = """
+import ctypes, os, signal, subprocess, time
+import torch.distributed as dist
+from shardlab.launch import launch
+
+def work(rank):
+    subprocess.Popen(["sleep", "600"])
+    print("ready", flush=True)
+    match rank:
+        case 0: time.sleep(600)
+        case 1: dist.barrier()
+        case 2: os.kill(os.getpid(), signal.SIGSTOP)
+        case 3: ctypes.PyDLL(None).sleep(600)  # keeps the interpreter lock
+
+launch(work, 4, device="cpu")
+"""
+
+
+def ours(pool):
+    return [psutil.Process(pid) for pid in pool.pids]
+
+
+def test_nothing_left_after_close():
+    before = set(Path(tempfile.gettempdir()).glob("shardlab-*"))
+    pool = RankPool(3, device="cpu")
+    pool.start()
+    ranks = ours(pool)
+    assert len(ranks) == 3
+    assert {rank.pid for rank in ranks} <= {rank.pid for rank in rank_processes()}
+    pool.close()
+    assert gone_within(ranks, 1)
+    assert set(Path(tempfile.gettempdir()).glob("shardlab-*")) <= before
+
+
+def test_nothing_left_after_an_error():
+    with RankPool(2, device="cpu") as pool:
+        pool.start()
+        ranks = ours(pool)
+        with pytest.raises(RankError):
+            pool.run(lambda rank: 1 / 0)
+        assert gone_within(ranks, 1)
+
+
+def test_pool_that_nobody_holds_ends_its_ranks():
+    pool = RankPool(2, device="cpu")
+    pool.start()
+    ranks = ours(pool)
+    del pool
+    gc.collect()
+    assert gone_within(ranks, 2)
+
+
+def test_children_of_ranks_go_with_them(pools):
+    def spawn(rank):
+        return subprocess.Popen(["sleep", "600"]).pid
+
+    with RankPool(2, device="cpu") as pool:
+        grandchildren = [psutil.Process(pid) for pid in pool.run(spawn)]
+        with pytest.raises(RankError):
+            pool.run(lambda rank: 1 / 0)
+        assert gone_within(grandchildren, 2)
+
+
+def test_interrupt_in_this_process_ends_ranks_and_is_raised():
+    with RankPool(2, device="cpu") as pool:
+        pool.start()
+        ranks = ours(pool)
+
+        def interrupt(rank):
+            if rank == 0:
+                os.kill(parent, signal.SIGINT)
+            time.sleep(600)
+
+        parent = os.getpid()
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(interrupt)
+        assert gone_within(ranks, 0.5)
+        assert pool.run(lambda rank: rank) == [0, 1]
+
+
+def start_busy_script(start_script):
+    script = start_script(BUSY)
+    for _ in range(4):
+        wait_for_line(script, "ready")
+    time.sleep(0.3)
+    return script
+
+
+def test_parent_killed(start_script):
+    script = start_busy_script(start_script)
+    family = descendants(script.pid)
+    assert len(family) == 10  # forkserver, resource tracker, four ranks, their four children
+    script.kill()
+    script.wait()
+    assert gone_within(family, 5)
+
+
+def test_interrupted_from_the_terminal(start_script):
+    script = start_busy_script(start_script)
+    family = descendants(script.pid)
+    ranks = [process for process in family if process.ppid() != script.pid]
+    assert len(ranks) == 8
+    os.killpg(script.pid, signal.SIGINT)  # as a terminal does: to the whole foreground group
+    assert gone_within(ranks, 2)
+    output, _ = script.communicate(timeout=20)
+    assert gone_within(family, 2)
+    assert "KeyboardInterrupt" in output
+
+
+def test_forkserver_killed(start_script):
+    text = """
+        import time
+        from shardlab.launch import RankPool
+        with RankPool(2, device="cpu") as pool:
+            pool.start()
+            print("ready", flush=True)
+            time.sleep(2.5)
+            print(pool.run(lambda rank: rank))
+    """
+    script = start_script(textwrap.dedent(text))
+    wait_for_line(script, "ready")
+    [server] = [one for one in descendants(script.pid) if one.ppid() == script.pid and one.children()]
+    ranks = server.children()
+    server.kill()
+    assert gone_within(ranks, 2)
+    output, _ = script.communicate(timeout=20)
+    assert output == "[0, 1]\n"
+
+
+def test_interrupt_while_the_ranks_start(start_script):
+    text = "from shardlab.launch import RankPool\nprint('ready', flush=True)\nRankPool(4, device='cpu').start()"
+    script = start_script(text)
+    wait_for_line(script, "ready")
+    time.sleep(0.5)
+    family = descendants(script.pid)
+    os.killpg(script.pid, signal.SIGINT)
+    output, _ = script.communicate(timeout=20)
+    assert gone_within(family, 5)
+    assert "KeyboardInterrupt" in output
+    assert output.count("Traceback") == 1  # the parent's; the forkserver has nothing to say
+
+
+def test_forgotten_pool_does_not_keep_the_script_from_ending(start_script):
+    # The finalizer makes weakref's exit function the first registered, that is the last to run: too late for ranks.
+    text = """
+        import weakref
+        holder = weakref.WeakSet()
+        finalizer = weakref.finalize(holder, int)
+        from shardlab.launch import RankPool
+        pool = RankPool(2, device="cpu")
+        print(pool.run(lambda rank: rank))
+    """
+    script = start_script(textwrap.dedent(text))
+    output, _ = script.communicate(timeout=60)
+    assert (output, script.returncode) == ("[0, 1]\n", 0)
+
+
+def test_script_without_a_guard_is_run_once(start_script):
+    text = """
+        print("top of the script")
+        from dataclasses import dataclass
+        from shardlab.launch import launch
+
+        @dataclass
+        class Shard:
+            rank: int
+
+        def shard(rank):
+            print("here")
+            return Shard(rank)
+
+        result = launch(shard, 2, device="cpu")
+        print(result == [Shard(0), Shard(1)])
+    """
+    script = start_script(textwrap.dedent(text))
+    output, _ = script.communicate(timeout=60)
+    assert output.splitlines()[0] == "top of the script"
+    assert sorted(output.splitlines()[1:-1]) == ["[rank 0] here", "[rank 1] here"]
+    assert output.splitlines()[-1] == "True"
+    assert script.returncode == 0
+
+
+def test_script_from_standard_input():
+    text = "from shardlab.launch import launch\nprint(launch(lambda rank: rank, 2, device='cpu'))"
+    done = subprocess.run([sys.executable], input=text, capture_output=True, text=True, env=script_env(), timeout=60)
+    assert (done.stdout, done.stderr) == ("[0, 1]\n", "")
+
+
+def test_descriptors_and_children_stay_constant_over_many_pools():
+    def figures():
+        gc.collect()
+        return psutil.Process().num_fds(), psutil.Process().num_threads()
+
+    for _ in range(2):  # the forkserver and its pipes stay
+        RankPool(2, device="cpu").start()
+    before = figures()
+    for turn in range(20):
+        with RankPool(2, device="cpu") as pool:
+            pool.start()
+            ranks = ours(pool)
+            if turn % 4 == 0:
+                with pytest.raises(RankError):
+                    pool.run(lambda rank: 1 / 0)
+        assert gone_within(ranks, 1)
+    assert figures() == before

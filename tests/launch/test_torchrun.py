@@ -1,0 +1,62 @@
+"""The same script, started by torchrun: the pool is the group that torchrun made."""
+
+import subprocess
+import sys
+
+import pytest
+
+from shardlab.launch import RankPool
+from tests.launch.helpers import script_env
+
+SCRIPT = """
+import torch, torch.distributed as dist
+from shardlab.launch import RankPool, current, launch
+
+def work(rank, base):
+    x = torch.full((2,), float(rank))
+    dist.all_reduce(x)
+    current().emit("note")
+    return base + rank, x.tolist(), current().world_size
+
+notes = []
+with RankPool(2, device="cpu", timeout_s=30) as pool:
+    first = pool.run(work, 10, on_message=lambda rank, note: notes.append((rank, note)))
+    second = pool.run(lambda rank: rank)
+again = launch(work, 2, 20, device="cpu")
+print("RESULT", first, second, again, sorted(notes), flush=True)
+"""
+RESULT = "RESULT [(10, [1.0, 1.0], 2), (11, [1.0, 1.0], 2)] [0, 1] [(20, [1.0, 1.0], 2), (21, [1.0, 1.0], 2)] {notes}"
+
+
+def torchrun(path, text):
+    path.write_text(text)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
+    return subprocess.run(command, capture_output=True, text=True, env=script_env(), timeout=120)
+
+
+def test_same_script_with_and_without_torchrun(tmp_path):
+    both = torchrun(tmp_path / "script.py", SCRIPT)
+    assert both.returncode == 0, both.stderr
+    results = sorted(line for line in both.stdout.splitlines() if line.startswith("RESULT"))
+    assert results == [RESULT.format(notes="[(0, 'note')]"), RESULT.format(notes="[]")]
+    alone = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, env=script_env(), timeout=60
+    )
+    assert alone.stdout.strip() == RESULT.format(notes="[(0, 'note'), (1, 'note')]"), alone.stderr
+
+
+def test_exception_in_one_rank_ends_the_job(tmp_path):
+    text = """
+from shardlab.launch import launch
+launch(lambda rank: 1 / rank, 2, device="cpu")
+"""
+    done = torchrun(tmp_path / "script.py", text)
+    assert done.returncode != 0
+    assert "ZeroDivisionError" in done.stderr
+
+
+def test_other_world_size_is_refused_with_both_numbers(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="world_size=4, but torchrun started 2"):
+        RankPool(4, device="cpu")

@@ -1,0 +1,194 @@
+import numpy as np
+import pandas as pd
+import pytest
+
+from shardlab import analysis, plots
+from shardlab.plots.colours import COLLECTIVE_COLOURS, ROLE_COLOURS, STRATEGY_COLOURS
+from shardlab.plots.plain import plain_json
+from shardlab.tables import COLLECTIVES, SPANS
+from tests.plots.sample_records import BYTES_BY_ROLE, NUM_RANKS, NUM_STEPS, NUMEL, RUNS
+
+
+def trace(figure, name):
+    return next(part for part in figure.data if part.name == name)
+
+
+def every_figure(records):
+    overlaps = analysis.overlap(records.collectives, records.spans)
+    size = np.array([1e3, 1e6, 1e8])
+    messages = analysis.with_fit(pd.DataFrame({"op": "all_reduce", "bytes": size, "time_us": 100 + size / 1e4}))
+    buckets = pd.DataFrame({"run": "r", "bucket_bytes": size, "step_us": [9e3, 5e3, 8e3], "exposed_comm_us": 1e3})
+    return {
+        "loss": plots.loss_curves(records.steps),
+        "difference": plots.loss_difference(records.steps),
+        "rest": plots.memory_by_role(records.memory),
+        "peak": plots.memory_by_role(records.memory, "peak"),
+        "timeline": plots.collective_timeline(records.collectives, records.spans, run="zero1", step=3),
+        "overlap": plots.overlap_bars(overlaps),
+        "volume": plots.wire_volume(records.collectives),
+        "steps": plots.step_times(records.steps),
+        "shards": plots.shard_map(records.shards, run="zero1", role="optimizer_state"),
+        "messages": plots.message_times(messages),
+        "buckets": plots.bucket_curve(buckets),
+    }
+
+
+def test_every_figure_has_title_summary_transparent_ground_and_finite_json(records):
+    for name, figure in every_figure(records).items():
+        assert figure.layout.title.text, name
+        summary = plots.summary_of(figure)
+        assert summary.endswith("."), name
+        assert any(letter.isdigit() for letter in summary), name
+        assert figure.layout.template.layout.paper_bgcolor == "rgba(0,0,0,0)", name
+        assert len(str(plain_json(figure))) < 40_000, name
+
+
+def test_axis_titles_carry_units(records):
+    figures = every_figure(records)
+    expected = {"rest": "(MB)", "timeline": "(ms)", "overlap": "(ms)", "volume": "(MB)", "steps": "(ms)"}
+    expected |= {"messages": "(bytes)", "shards": "(M)"}
+    for name, unit in expected.items():
+        assert unit in figures[name].layout.xaxis.title.text, name
+
+
+def test_memory_bars_are_the_bytes_of_the_table_in_the_colour_of_the_role(records):
+    figure = plots.memory_by_role(records.memory)
+    for role in ("parameter", "gradient", "optimizer_state"):
+        bars = trace(figure, role.replace("_", " "))
+        assert dict(zip(bars.y, bars.x, strict=True)) == {run: BYTES_BY_ROLE[run][role] / 1e6 for run in RUNS}
+        assert bars.marker.color == ROLE_COLOURS[role]
+    assert list(trace(figure, "total").text) == [" 19.2 MB", " 19.2 MB", " 19.2 MB", " 12.0 MB"]
+    assert "zero1 12.0 MB" in plots.summary_of(figure)
+    assert "zero1 2.40 MB" in plots.summary_of(figure)
+
+
+def test_memory_of_the_peak_and_of_one_rank(records):
+    largest = 9_000_000 + 1_000 * (NUM_RANKS - 1) + 10 * (NUM_STEPS - 1)
+    bars = trace(plots.memory_by_role(records.memory, "peak"), "activation")
+    assert dict(zip(bars.y, bars.x, strict=True))["ddp"] == largest / 1e6
+    bars = trace(plots.memory_by_role(records.memory, "peak", rank=1), "activation")
+    assert dict(zip(bars.y, bars.x, strict=True))["ddp"] == (9_001_000 + 10 * (NUM_STEPS - 1)) / 1e6
+    with pytest.raises(ValueError, match="where: 'later'"):
+        plots.memory_by_role(records.memory, "later")
+    with pytest.raises(ValueError, match="rank: 9"):
+        plots.memory_by_role(records.memory, rank=9)
+
+
+def test_loss_curves_hold_the_losses(records):
+    figure = plots.loss_curves(records.steps)
+    steps = records.steps
+    for run in RUNS:
+        expected = steps[(steps["run"] == run) & (steps["rank"] == 0)]["loss"].tolist()
+        assert list(trace(figure, run).y) == pytest.approx(expected)
+        assert trace(figure, run).line.color == STRATEGY_COLOURS[run]
+    widths = [line.line.width for line in figure.data]
+    assert widths == sorted(widths, reverse=True)
+
+
+def test_loss_difference_shows_zeros_as_zeros(records):
+    figure = plots.loss_difference(records.steps)
+    equal = trace(figure, "ddp")
+    assert set(equal.hovertext) == {"exactly 0"}
+    assert set(equal.marker.symbol) == {"circle-open"}
+    assert figure.layout.yaxis.ticktext[0] == "exactly 0"
+    assert set(equal.y) == {figure.layout.yaxis.tickvals[0]}
+    other = trace(figure, "zero1")
+    assert min(other.y) > 5 * max(equal.y)
+    assert max(other.y) == pytest.approx(3e-8, rel=1e-4)
+    assert "ddp exactly 0" in plots.summary_of(figure)
+    assert "zero1 3.00e-08" in plots.summary_of(figure)
+    with pytest.raises(ValueError, match="'solo' is none of the runs: single, ddp"):
+        plots.loss_difference(records.steps, reference="solo")
+
+
+def test_loss_difference_of_equal_runs_only(records):
+    figure = plots.loss_difference(records.steps[records.steps["run"].isin(["single", "ddp"])])
+    assert list(figure.layout.yaxis.ticktext) == ["exactly 0"]
+
+
+def test_overlap_bars_are_medians_and_say_where_there_is_no_number(records):
+    table = analysis.overlap(records.collectives, records.spans)
+    figure = plots.overlap_bars(table)
+    exposed = dict(zip(trace(figure, "exposed").y, trace(figure, "exposed").x, strict=True))
+    assert exposed["ddp"] == 10
+    assert exposed["bucketed"] == table[table["run"] == "bucketed"]["exposed_us"].median() / 1e3
+    words = dict(zip(trace(figure, "overlap").y, trace(figure, "overlap").text, strict=True))
+    assert words["single"].strip() == "no communication"
+    assert words["ddp"].strip() == "0 % hidden"
+    assert words["bucketed"].strip() == "69 % hidden"
+    with pytest.raises(ValueError, match=r"missing columns .'exposed_us'"):
+        plots.overlap_bars(table.drop(columns="exposed_us"))
+
+
+def test_wire_volume_is_per_rank_and_step_and_keeps_silent_runs(records):
+    figure = plots.wire_volume(records.collectives, runs=RUNS)
+    sent = 4 * NUMEL * (NUM_RANKS - 1) / NUM_RANKS / 1e6
+    reduced = dict(zip(trace(figure, "all reduce").y, trace(figure, "all reduce").x, strict=True))
+    assert reduced["ddp"] == pytest.approx(2 * sent)
+    gathered = trace(figure, "all gather")
+    assert dict(zip(gathered.y, gathered.x, strict=True))["zero1"] == pytest.approx(sent)
+    assert gathered.marker.color == COLLECTIVE_COLOURS["all_gather"]
+    assert next(iter(trace(figure, "total").text)) == " 0 B"
+    assert "zero1 7.20 MB" in plots.summary_of(figure)
+
+
+def test_step_times_leave_traced_steps_out(records):
+    slow = records.steps.assign(step_us=records.steps["step_us"].where(~records.steps["traced_memory"], 9e9))
+    figure = plots.step_times(slow)
+    timed = slow[(slow["run"] == "zero1") & ~slow["traced_memory"]]["step_us"]
+    assert trace(figure, "zero1").x[0] == pytest.approx(timed.median() / 1e3)
+    bar = trace(figure, "zero1").error_x
+    assert bar.array[0] == pytest.approx((timed.quantile(0.75) - timed.median()) / 1e3)
+
+
+def test_shard_map_tiles_the_parameters(records):
+    figure = plots.shard_map(records.shards, run="zero1", role="optimizer_state")
+    covered = sorted((base, base + x) for part in figure.data for base, x in zip(part.base, part.x, strict=True))
+    assert covered[0][0] == 0
+    assert covered[-1][1] == pytest.approx(NUMEL / 1e6)
+    assert [end for _, end in covered[:-1]] == pytest.approx([start for start, _ in covered[1:]])
+    assert "each of 4 ranks holds 300,000 elements (25 %)" in plots.summary_of(figure)
+    with pytest.raises(ValueError, match="name one of single, ddp, bucketed, zero1"):
+        plots.shard_map(records.shards)
+
+
+def test_messages_fit_line_and_buckets_ring():
+    size = np.array([1e3, 1e6, 1e8])
+    messages = analysis.with_fit(pd.DataFrame({"op": "all_gather", "bytes": size, "time_us": 100 + size / 1e3}))
+    figure = plots.message_times(messages)
+    line = trace(figure, "all_gather: fit")
+    assert np.asarray(line.y) == pytest.approx(100 + np.asarray(line.x) / 1e3, rel=1e-6)
+    assert line.line.color == COLLECTIVE_COLOURS["all_gather"]
+    buckets = pd.DataFrame({"run": "r", "bucket_bytes": size, "step_us": [9e3, 5e3, 8e3], "exposed_comm_us": 1e3})
+    figure = plots.bucket_curve(buckets)
+    assert list(trace(figure, "shortest step").x) == [1e6]
+    assert "fastest with buckets of 1.00 MB: 5.00 ms a step" in plots.summary_of(figure)
+
+
+def test_emulated_and_predicted_are_said(records):
+    collectives = records.collectives.assign(source="emulated")
+    spans = records.spans.assign(source="emulated")
+    figure = plots.collective_timeline(collectives, spans, run="ddp")
+    assert "emulated link" in figure.layout.title.subtitle.text
+    both = pd.concat([records.memory, records.memory.assign(source="predicted")])
+    figure = plots.memory_by_role(both)
+    assert "predicted by the planner" in figure.layout.title.subtitle.text
+    assert "zero1 · predicted" in trace(figure, "parameter").y
+
+
+def test_empty_tables_say_so(records):
+    for figure in (
+        plots.loss_curves(records.steps[:0]),
+        plots.memory_by_role(records.memory[:0]),
+        plots.wire_volume(records.collectives[:0]),
+        plots.collective_timeline(COLLECTIVES.frame([]), SPANS.frame([])),
+        plots.step_times(records.steps[:0]),
+        plots.shard_map(records.shards[:0]),
+    ):
+        assert "no" in plots.summary_of(figure)
+        assert len(figure.layout.annotations) == 1
+
+
+def test_missing_columns_are_named(records):
+    with pytest.raises(ValueError, match=r"table 'steps': missing columns \['loss'\]"):
+        plots.loss_curves(records.steps.drop(columns="loss"))

@@ -1,0 +1,115 @@
+import numpy as np
+import pandas as pd
+import pytest
+
+from shardlab.plots import collective_timeline, summary_of
+from shardlab.plots.colours import COLLECTIVE_COLOURS, SPAN_COLOURS
+from shardlab.plots.lanes import concurrent_rows
+from shardlab.plots.nesting import drawn_levels
+from shardlab.plots.plain import plain_json
+from shardlab.tables import COLLECTIVES, SPANS
+from tests.plots.sample_records import NUM_BLOCKS, NUM_RANKS
+
+
+def bars(figure, name):
+    return [part for part in figure.data if part.name == name]
+
+
+def test_bars_are_the_collectives_in_ms_from_the_start_of_the_step(records):
+    figure = collective_timeline(records.collectives, records.spans, run="zero1", step=3)
+    (reduced,) = bars(figure, "reduce scatter")
+    assert len(reduced.x) == NUM_RANKS * NUM_BLOCKS
+    assert set(reduced.x) == {6.0}
+    rows = records.collectives
+    rows = rows[(rows["run"] == "zero1") & (rows["step"] == 3) & (rows["op"] == "reduce_scatter")]
+    assert sorted(reduced.base) == pytest.approx(sorted((rows["start_us"] - 300_000) / 1e3))
+    assert reduced.marker.color == COLLECTIVE_COLOURS["reduce_scatter"]
+    (queued,) = bars(figure, "queued")
+    assert max(queued.x) == pytest.approx(0.3)
+
+
+def test_hover_tells_bytes_bandwidth_and_waiting(records):
+    figure = collective_timeline(records.collectives, records.spans, run="zero1", step=3)
+    text = bars(figure, "reduce scatter")[0].hovertext[0]
+    for part in ("gradients of bucket 0", "1.20 MB float32", "sends 900 kB", "bus 0.15 GB/s", "queued 300 µs",
+                 "waited 500 µs", "took 6.00 ms", "issued in backward"):  # fmt: skip
+        assert part in text
+
+
+def test_the_level_drawn_is_the_blocks_with_the_model_as_ground(records):
+    figure = collective_timeline(records.collectives, records.spans, run="ddp")
+    ground, solid = bars(figure, "backward")
+    assert len(ground.x) == NUM_RANKS
+    assert ground.opacity < 1
+    assert len(solid.x) == NUM_RANKS * NUM_BLOCKS
+    assert {text.split("</b>")[0] for text in solid.hovertext} == {f"<b>blocks.{i}" for i in range(NUM_BLOCKS)}
+    assert solid.marker.color == SPAN_COLOURS["backward"]
+
+
+def test_lanes_name_ranks_compute_and_axes(records):
+    figure = collective_timeline(records.collectives, records.spans, run="ddp")
+    names = figure.layout.yaxis.ticktext
+    assert names[:2] == ("<b>rank 0</b>  compute", "data axis")
+    assert len(names) == 2 * NUM_RANKS
+
+
+def test_summary_has_the_numbers(records):
+    text = summary_of(collective_timeline(records.collectives, records.spans, run="ddp"))
+    assert text.startswith("Step 9 of run ddp: 4 ranks")
+    assert "4 collectives a rank send 7.20 MB; 0 % of communication is hidden by compute, 10.0 ms exposed" in text
+    text = summary_of(collective_timeline(records.collectives, records.spans, run="single"))
+    assert text.endswith("No communication.")
+
+
+def test_wrong_names_are_refused(records):
+    with pytest.raises(ValueError, match="name one of"):
+        collective_timeline(records.collectives, records.spans)
+    with pytest.raises(ValueError, match="run: 'zero9' is none of"):
+        collective_timeline(records.collectives, records.spans, run="zero9")
+    with pytest.raises(ValueError, match="step: 99 was not recorded; there are 0 to 9"):
+        collective_timeline(records.collectives, records.spans, run="ddp", step=99)
+
+
+def test_a_prediction_of_the_same_run_stays_apart(records):
+    both = [pd.concat([table, table.assign(source="predicted")]) for table in (records.collectives, records.spans)]
+    with pytest.raises(ValueError, match="'ddp' is none of ddp · measured"):
+        collective_timeline(*both, run="ddp")
+    figure = collective_timeline(*both, run="ddp · predicted", step=2)
+    assert len(bars(figure, "all reduce")[0].x) == NUM_RANKS * NUM_BLOCKS
+    assert figure.layout.title.subtitle.text.startswith("predicted by the planner")
+
+
+def test_concurrent_collectives_get_rows_below_each_other():
+    rows = pd.DataFrame({"start_us": [0.0, 1.0, 2.0, 10.0], "end_us": [10.0, 3.0, 4.0, 12.0]})
+    assert concurrent_rows(rows).tolist() == [0, 1, 2, 0]
+
+
+def test_partly_overlapping_spans_are_not_nested():
+    rows = [(0.0, 10.0, "a"), (8.0, 20.0, "b"), (9.0, 12.0, "c")]
+    spans = SPANS.frame(
+        [
+            {"run": "r", "source": "measured", "rank": 0, "step": 0, "unit": unit, "kind": "forward"}
+            | {"start_us": start, "end_us": end}
+            for start, end, unit in rows
+        ]
+    )
+    drawn = drawn_levels(spans)
+    assert sorted(drawn.loc[~drawn["ground"], "unit"]) == ["a", "b"]
+
+
+def test_a_hundred_thousand_spans_give_few_traces_and_few_bars():
+    count = 100_000
+    start = np.arange(count) * 10.0
+    spans = pd.DataFrame(
+        {
+            "run": "r", "source": "measured", "rank": np.arange(count) % 4, "step": 0,
+            "unit": [f"op{index % 97}" for index in range(count)],
+            "kind": np.where(start < start[-1] / 2, "forward", "backward"), "start_us": start, "end_us": start + 8.0,
+        }
+    )  # fmt: skip
+    figure = collective_timeline(COLLECTIVES.frame([]), SPANS.frame(spans))
+    assert len(figure.data) <= 8
+    assert sum(len(part.x) for part in figure.data) < 10_000
+    assert len(str(plain_json(figure))) < 2_000_000
+    drawn = sum(float(np.sum(part.x)) for part in figure.data)
+    assert 0.5 * count * 0.008 < drawn < 1.5 * count * 4 * 0.01
