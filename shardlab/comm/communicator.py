@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from shardlab.comm.events import CollectiveEvent, Observer
@@ -24,7 +25,10 @@ from shardlab.partition.chunks import even_bounds
 from shardlab.partition.wire import ring_wire_bytes
 from shardlab.vocabulary import Collective
 
-_INSIDE = tuple(str(Path(__file__).parent.parent / room) for room in ("comm", "engines", "tensor_parallel"))
+_INSIDE = (
+    *(str(Path(__file__).parent.parent / room) for room in ("comm", "engines", "tensor_parallel")),
+    str(Path(torch.__file__).parent),
+)
 
 
 class Communicator:

@@ -9,7 +9,8 @@
 
 The module keeps its class, its parameter names and its buffers; any torch optimizer works. Gradients are means over the
 ranks of the data axis. ``loss.backward()`` instead of ``engine.backward(loss)`` is right too: what is pending is
-finished before clipping or stepping.
+finished before clipping or stepping. Whoever then uses the same communicator in between calls ``finish_gradients()``
+first, or ranks that used different parameters issue their collectives in different orders.
 """
 
 import contextlib
@@ -73,7 +74,8 @@ class Engine(ABC):
             raise ValueError(f"model: complex parameters are not supported: {complex_names}")
         self.num_steps = 0
         self._sync = True
-        self._reduced = False
+        self._reduced = False  # the gradients are means
+        self._unfinished = False  # a backward outside no_sync() has not been finished
         broadcast_coalesced(
             self.comm, [*self.params.values(), *model.buffers()], tag="parameters and buffers from rank 0"
         )
@@ -84,7 +86,12 @@ class Engine(ABC):
         object.__setattr__(model, _WRAPPED, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
+        """The module's forward.
+
+        A plain ``loss.backward()`` before it is finished first: a forward is the next moment that all ranks share.
+        """
+        if self._unfinished:
+            self.finish_gradients()
         return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> None:
@@ -108,6 +115,7 @@ class Engine(ABC):
         if not self._reduced:
             self._finish_gradients()
             self._reduced = True
+        self._unfinished = False
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that their global norm is at most ``max_norm``.
@@ -132,7 +140,7 @@ class Engine(ABC):
         """Forget all gradients."""
         for param in self.params.values():
             param.grad = None
-        self._reduced = False
+        self._reduced = self._unfinished = False
 
     @property
     def learning_rate(self) -> float:
@@ -228,12 +236,15 @@ class Engine(ABC):
     def _on_gradient(self, param: nn.Parameter) -> None:
         """A gradient has been accumulated into ``param.grad``."""
         self._reduced = False
+        self._unfinished |= self._sync
         if param.grad is not None and param.grad.is_sparse and self.comm.num_ranks > 1:
-            name = next(name for name, known in self.params.items() if known is param)
             raise ValueError(
-                f"model: parameter {name!r} has a sparse gradient, which strategy {self.name!r} cannot average; "
+                f"model: parameter {self._name_of(param)!r} has a sparse gradient, which strategy {self.name!r} cannot average; "
                 "build the embedding with sparse=False"
             )
+
+    def _name_of(self, param: nn.Parameter) -> str:
+        return next(name for name, known in self.params.items() if known is param)
 
     def _watch(self, param: nn.Parameter) -> RemovableHandle | None:
         if not param.is_floating_point():

@@ -90,12 +90,16 @@ class Bucketed(Engine):
     def _on_gradient(self, param: nn.Parameter) -> None:
         super()._on_gradient(param)
         bucket, slot = self._place[param]
-        gradient = param.grad
-        assert gradient is not None
-        late = bucket.state is BucketState.IN_FLIGHT
-        if bucket.state is not BucketState.OPEN:
+        if bucket.state is BucketState.IN_FLIGHT:
+            # Ranks may differ in which buckets are complete, so adding another round here could hang them.
+            raise RuntimeError(
+                f"gradient of {self._name_of(param)!r}: a second loss.backward() has come while the first is being "
+                "reduced; use engine.backward(loss), or engine.finish_gradients() between the two"
+            )
+        if bucket.state is BucketState.REDUCED:
             self._reopen()
-        bucket.take(slot, gradient, add=late and param.grad is not gradient)
+        assert param.grad is not None
+        bucket.take(slot, param.grad)
         if self._sync:
             bucket.waiting.discard(slot)
             self._send_complete()
@@ -133,8 +137,7 @@ class Bucketed(Engine):
         bucket.hand_out(self.comm.num_ranks)
 
     def _reopen(self) -> None:
-        """A gradient has come after the buckets were sent: finish those, and add from here on."""
-        self._finish_gradients()
+        """Another backward before ``zero_grad()``: its gradients are added to the means."""
         for bucket in self.buckets:
             bucket.state = BucketState.OPEN
             bucket.arm()

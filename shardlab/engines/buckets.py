@@ -76,15 +76,13 @@ class Bucket:
         """Expect a gradient from every parameter that is trainable now."""
         self.waiting = {slot for slot, param in enumerate(self.params) if param.requires_grad}
 
-    def take(self, slot: int, gradient: Tensor, *, add: bool) -> None:
-        """Put a gradient into its slot (``add``: onto what is there) and make ``param.grad`` the slot's view."""
+    def take(self, slot: int, gradient: Tensor) -> None:
+        """Copy a gradient into its slot, unless it lies there, and make ``param.grad`` the slot's view."""
         if self.buffer is None:
             self.buffer = self.new_buffer()
             self.views = self.slots_of(self.buffer)
         view = self.views[slot]
-        if add:
-            view.add_(gradient)
-        elif gradient.data_ptr() != view.data_ptr():
+        if gradient.data_ptr() != view.data_ptr():
             write_used(view, gradient)
         self.params[slot].grad = view
 
@@ -99,7 +97,7 @@ class Bucket:
                 write_unused(self.views[slot])
                 self.unused.append(slot)
             else:
-                self.take(slot, param.grad, add=False)
+                self.take(slot, param.grad)
             param.grad = None
 
     def hand_out(self, divisor: int) -> None:

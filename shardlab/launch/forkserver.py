@@ -5,6 +5,7 @@ It is Python's own forkserver: one small process per parent, free of CUDA and of
 
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ def context(preload: Sequence[str] = ()) -> ForkServerContext:
     forkserver = multiprocessing.get_context("forkserver")
     shared = (name for name in _IF_PARENT_HAS if name in sys.modules)
     forkserver.set_forkserver_preload(list(dict.fromkeys((*_ALWAYS, *shared, *preload))))
+    multiprocessing.resource_tracker.ensure_running()  # on its way up it would unblock what is blocked next
     with hidden_main(), _sigint_blocked():
         multiprocessing.forkserver.ensure_running()
     return forkserver
