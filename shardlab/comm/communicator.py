@@ -19,7 +19,7 @@ from torch import Tensor
 from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.lanes import Job, Lane, ThreadLane
 from shardlab.comm.pending import Pending
-from shardlab.comm.process import process_observers
+from shardlab.comm.process import Process
 from shardlab.comm.transports.base import Bounds, Reduction, Transport
 from shardlab.partition.chunks import even_bounds
 from shardlab.partition.wire import ring_wire_bytes
@@ -51,7 +51,7 @@ class Communicator:
         self._transport = transport
         self._lane = lane
         self._send_lane: ThreadLane | None = None
-        self._observers: tuple[Observer, ...] = process_observers()
+        self._observers: tuple[Observer, ...] = Process.observers
         self._seq = 0
 
     @property

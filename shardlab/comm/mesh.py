@@ -19,6 +19,7 @@ import torch.distributed as dist
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Observer
 from shardlab.comm.lanes import Lane, StreamLane, ThreadLane
+from shardlab.comm.process import Process
 from shardlab.comm.transports.base import Transport
 from shardlab.comm.transports.emulated import EmulatedLink
 from shardlab.comm.transports.gloo import GlooTransport
@@ -113,7 +114,7 @@ class Mesh:
     def _build(self, axis: str, link: Link | None) -> None:
         for line in _lines(self.axes, self.ranks, axis):
             # Every rank must take part in making every group, also of groups it does not belong to.
-            group = dist.new_group(list(line)) if len(line) > 1 else None
+            group = dist.new_group(list(line), timeout=Process.timeout) if len(line) > 1 else None
             if self._rank not in line:
                 continue
             transport, lane = (None, None) if group is None else self._travel(group, axis, link, len(line))

@@ -1,23 +1,27 @@
-"""Observers of every communicator in this process, such as the board that shows where a hung rank waits.
+"""What holds for every communicator of this process: who watches it, and how long a collective may take.
 
-A rank's process belongs to whoever started it; that starter watches all meshes, also those made in a notebook cell
-that knows nothing of it. Everything else uses ``observed_by``.
+A rank's process belongs to whoever started it. That starter watches all meshes, also those made in a notebook cell that
+knows nothing of it, and sets the time after which torch gives a collective up. Everything else uses ``observed_by``.
 """
+
+from datetime import timedelta
 
 from shardlab.comm.events import Observer
 
 
-class _Process:
-    """One process, one set of watchers, for its whole life."""
+class Process:
+    """One process, one starter, for its whole life.
+
+    Attributes:
+        observers: told of every collective of every communicator made from now on.
+        timeout: after this torch ends a collective with an error; None for torch's default.
+    """
 
     observers: tuple[Observer, ...] = ()
+    timeout: timedelta | None = None
 
 
-def watch_process(observer: Observer) -> None:
-    """From now on every new communicator tells ``observer`` of its collectives."""
-    _Process.observers = (*_Process.observers, observer)
-
-
-def process_observers() -> tuple[Observer, ...]:
-    """Those who watch the whole process."""
-    return _Process.observers
+def watch_process(observer: Observer, timeout: timedelta) -> None:
+    """From now on every new communicator tells ``observer`` of its collectives and ends them after ``timeout``."""
+    Process.observers = (*Process.observers, observer)
+    Process.timeout = timeout

@@ -5,15 +5,17 @@ nothing hides it. In between a part of the communication travels behind the comp
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pandas as pd
 
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.in_turns import Variant, run_in_turns
+from shardlab.experiment.in_turns import run_in_turns
 from shardlab.launch import RankPool
 from shardlab.vocabulary import Phase
 
 BUCKETED = "bucketed"
+MIB = 1024**2
 
 
 def bucket_sweep(bucket_bytes: Sequence[int], config: CompareConfig, pool: RankPool) -> pd.DataFrame:
@@ -21,12 +23,13 @@ def bucket_sweep(bucket_bytes: Sequence[int], config: CompareConfig, pool: RankP
 
     Args:
         bucket_bytes: capacities, all different and at least 1.
-        config: see ``run_in_turns``; ``link`` decides what is to be seen. At least 2 steps: the first is left out.
+        config: model, data and link; its strategies and bucket size are not used. At least 2 steps: the first is left out.
         pool: ``config.ranks`` ranks.
 
     Returns:
-        One row per size, step and rank, as ``plots.bucket_curve`` takes them: ``run``, ``bucket_bytes``, ``rank``,
-        ``step``, ``step_us``, ``exposed_comm_us``, ``overlap``, ``wire_bytes``, ``num_messages`` (gradient buckets sent).
+        One row per size, step and rank, as ``plots.bucket_curve`` takes them: ``run``, ``rank``, ``step``,
+        ``bucket_bytes``, ``step_us``, ``exposed_comm_us``, ``overlap``, ``wire_bytes``, ``num_messages`` (gradient
+        buckets sent in that step).
 
     Raises:
         ValueError: fewer than 2 steps, or sizes that repeat or are below 1.
@@ -36,12 +39,12 @@ def bucket_sweep(bucket_bytes: Sequence[int], config: CompareConfig, pool: RankP
     if not bucket_bytes or len(set(bucket_bytes)) != len(bucket_bytes) or min(bucket_bytes) < 1:
         raise ValueError(f"bucket_bytes: different sizes of at least 1 byte are needed, got {list(bucket_bytes)}")
     sizes = {str(size): size for size in bucket_bytes}
-    variants = {name: Variant(BUCKETED, {"bucket_bytes": size}) for name, size in sizes.items()}
-    records = run_in_turns(variants, config, pool)
+    records = run_in_turns(
+        {name: replace(config, strategies=(BUCKETED,), bucket_mib=size / MIB) for name, size in sizes.items()}, pool
+    )
     gradients = records.collectives[records.collectives["phase"] == Phase.BACKWARD]
     keys = ["run", "rank", "step"]
     messages = gradients.groupby(keys).size().rename("num_messages").reset_index()
-    rows = records.steps[records.steps["step"] > 0].merge(messages, on=keys, how="left")
+    rows = records.steps[records.steps["step"] > 0].merge(messages, on=keys)
     rows = rows.assign(bucket_bytes=rows["run"].map(sizes).astype("int64"), run=BUCKETED)
-    columns = [*keys, "bucket_bytes", "step_us", "exposed_comm_us", "overlap", "wire_bytes", "num_messages"]
-    return rows[columns].astype({"num_messages": "Int64"}).fillna({"num_messages": 0})
+    return rows[[*keys, "bucket_bytes", "step_us", "exposed_comm_us", "overlap", "wire_bytes", "num_messages"]]

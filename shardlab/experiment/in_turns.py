@@ -1,137 +1,105 @@
 """Several variants of one training, a step of each in turn: what the machine does meanwhile happens to all of them.
 
 A laptop has slow phases of up to a factor of two. Variants that run one after the other meet different ones, and the
-order decides which looks fast; variants that take turns meet the same. Each has a model, an optimizer and records of
-its own; the ranks, the mesh and the rows of each step are shared.
+order decides which looks fast; variants that take turns meet the same. Each has a mesh, a model, an optimizer and
+records of its own; only the ranks are shared.
 """
 
 import tempfile
-from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from shardlab.comm import Mesh
-from shardlab.data_sets import batch, load_text
-from shardlab.engines import build_engine
-from shardlab.experiment.config import DTYPES, CompareConfig
-from shardlab.experiment.run import now_ns
-from shardlab.experiment.step import StepResult, TrainStep
+from shardlab.data_sets import load_text
+from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.run import _engine, _one_step, _recorder, now_ns
+from shardlab.experiment.step import TrainStep
 from shardlab.launch import RankPool, current
-from shardlab.models import build_model, next_token_loss
+from shardlab.models import next_token_loss
 from shardlab.partition.wire import Link
-from shardlab.trace.clock import clock_for
 from shardlab.trace.recorder import Recorder
-from shardlab.trace.store import Records, RunWriter, load_runs, write_manifest
-from shardlab.trace.units import watch_units
-from shardlab.vocabulary import Phase, SpanKind
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to train: a strategy of ``engines.STRATEGIES`` and the options its class takes."""
-
-    strategy: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+from shardlab.trace.store import Records, load_runs, write_manifest
 
 
 def run_in_turns(
-    variants: Mapping[str, Variant], config: CompareConfig, pool: RankPool, directory: Path | None = None
+    variants: Mapping[str, CompareConfig], pool: RankPool, directory: Path | None = None
 ) -> Records:
-    """Train every variant for ``config.steps`` steps, one step of each in turn, and record all.
+    """Train every variant, one step of each in turn, and record all.
 
     The first step allocates and warms up: leave it out of timings. Memory is sampled at rest only.
 
     Args:
-        variants: by the name that ``run`` gets in the tables.
-        config: model, data, link and steps; its strategies, bucket size and accumulation are not used.
-        pool: ``config.ranks`` ranks.
+        variants: by the name that ``run`` gets in the tables; each with one strategy (not 'single'), all with the same
+            number of steps and with the pool's number of ranks.
+        pool: where they run.
         directory: keeps the records; None forgets them on disk once they are read.
 
     Raises:
-        ValueError: no variants, a pool of another size, or an option that a strategy does not take.
+        ValueError: no variants, or one that is not as said above.
         RankError: a rank failed; see ``RankPool.run``.
     """
-    if not variants:
-        raise ValueError("variants: at least one is needed")
-    if pool.world_size != config.ranks:
-        raise ValueError(f"pool: it has {pool.world_size} ranks, but config.ranks is {config.ranks}")
+    _check(variants, pool.world_size)
     with ExitStack() as stack:
         where = directory or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        for name, variant in variants.items():
-            options = {"strategy": variant.strategy, "options": dict(variant.options)}
-            manifest = {"run": name, "ranks": config.ranks, "config": config.as_dict() | options}
-            write_manifest(where / name, manifest | {"devices": pool.placement.devices})
-        pool.run(_train_in_turns, dict(variants), config, where, now_ns())
+        for name, config in variants.items():
+            write_manifest(where / name, {"run": name, "ranks": config.ranks, "config": config.as_dict()})
+        pool.run(_train_in_turns, dict(variants), where, now_ns())
         return load_runs(where / name for name in variants)
-
-
-def _train_in_turns(
-    rank: int, variants: dict[str, Variant], config: CompareConfig, directory: Path, origin_ns: int
-) -> None:
-    link = None if config.link is None else Link.parse(config.link)
-    with ExitStack() as stack:
-        mesh = stack.enter_context(Mesh({"data": config.ranks}, device=current().device, link=link))
-        turns = [
-            stack.enter_context(_Turn(name, variant, config, mesh, RunWriter(directory / name, rank), origin_ns))
-            for name, variant in variants.items()
-        ]
-        for step in range(config.steps):
-            for turn in turns:
-                turn.take(step)
 
 
 class _Turn:
     """One variant on one rank."""
 
-    def __init__(
-        self, name: str, variant: Variant, config: CompareConfig, mesh: Mesh, writer: RunWriter, origin_ns: int
-    ) -> None:
-        self._config, self._mesh, self._writer = config, mesh, writer
+    def __init__(self, config: CompareConfig, train_step: TrainStep, recorder: Recorder) -> None:
+        self._config, self._train_step, self._recorder = config, train_step, recorder
         self._data = load_text(config.text, config.seq_len)
-        model = build_model(config.model, config.seq_len, DTYPES[config.dtype], config.seed).to(mesh.device)
-        self._engine = build_engine(
-            variant.strategy,
-            model,
-            lambda tensors: torch.optim.AdamW(tensors, lr=config.learning_rate),
-            mesh,
-            **variant.options,
-        )
-        self._recorder = Recorder(
-            writer, name, mesh.data.ranks[mesh.data.rank], clock_for(mesh.device), origin_ns,
-            device=mesh.device, emulated=mesh.data.emulated, live_tensors=self._engine.live_tensors,
-        )  # fmt: skip
-        self._hooks = watch_units(model, self._recorder)
-        self._train_step = TrainStep(self._engine, next_token_loss, max_norm=config.clip, recorder=self._recorder)
 
     def take(self, step: int) -> None:
-        """Train one step, and tell this variant's recorder alone."""
-        with self._mesh.observed_by(self._recorder), self._recorder.step(step):
-            result = self._step(step)
-        num_tokens = self._num_rows * self._config.seq_len
+        """Train one step."""
+        config, comm = self._config, self._train_step.engine.comm
+        num_rows = config.global_batch // config.accumulation // config.ranks
+        mine = range(comm.rank * num_rows, (comm.rank + 1) * num_rows)
+        with self._recorder.step(step):
+            result = _one_step(config, self._train_step, self._recorder, self._data, step, mine, current().device)
+        num_tokens = num_rows * config.accumulation * config.seq_len
         self._recorder.finish_step(result.loss, result.grad_norm, result.learning_rate, num_tokens)
 
-    @property
-    def _num_rows(self) -> int:
-        return self._config.global_batch // self._config.ranks
 
-    def _step(self, step: int) -> StepResult:
-        config, first = self._config, self._mesh.data.rank * self._num_rows
-        rows = range(first, first + self._num_rows)
-        with self._recorder.phase(Phase.DATA, SpanKind.DATA):
-            inputs, targets = batch(self._data, step, 0, rows, config.global_batch, config.seq_len, config.seed)
-        result = self._train_step(inputs.to(self._mesh.device), targets.to(self._mesh.device))
-        assert result is not None
-        return result
+def _train_in_turns(rank: int, variants: dict[str, CompareConfig], directory: Path, origin_ns: int) -> None:
+    with ExitStack() as stack:
+        turns = [
+            stack.enter_context(_turn(name, config, directory / name, rank, origin_ns))
+            for name, config in variants.items()
+        ]
+        for step in range(next(iter(variants.values())).steps):
+            for turn in turns:
+                turn.take(step)
 
-    def __enter__(self) -> "_Turn":
-        return self
 
-    def __exit__(self, *exc: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._engine.close()
-        self._writer.close()
+@contextmanager
+def _turn(name: str, config: CompareConfig, directory: Path, rank: int, origin_ns: int) -> Iterator[_Turn]:
+    link = None if config.link is None else Link.parse(config.link)
+    device = current().device
+    # A mesh of its own, so that the variant's recorder hears of the variant's collectives alone.
+    with (
+        Mesh({"data": config.ranks}, device=device, link=link) as mesh,
+        _engine(config, config.strategies[0], mesh, device) as engine,
+        _recorder(engine, mesh, name, directory, rank, origin_ns) as recorder,
+    ):
+        train_step = TrainStep(
+            engine, next_token_loss, accumulation=config.accumulation, max_norm=config.clip, recorder=recorder
+        )
+        yield _Turn(config, train_step, recorder)
+
+
+def _check(variants: Mapping[str, CompareConfig], num_ranks: int) -> None:
+    if not variants:
+        raise ValueError("variants: at least one is needed")
+    for name, config in variants.items():
+        if len(config.strategies) != 1 or config.strategies == ("single",):
+            raise ValueError(f"variants: {name!r} needs one strategy that runs on all ranks, not {config.strategies}")
+        if config.ranks != num_ranks:
+            raise ValueError(f"variants: {name!r} has ranks={config.ranks}, but the pool has {num_ranks}")
+    if len({config.steps for config in variants.values()}) > 1:
+        raise ValueError("variants: all need the same number of steps, since they take turns")

@@ -65,8 +65,9 @@ def run_strategy(
         else:
             link = None if config.link is None else Link.parse(config.link)
             mesh = stack.enter_context(Mesh({"data": config.ranks}, device=context.device, link=link))
+        recorder = stack.enter_context(_recorder(mesh, strategy, directory, rank, origin_ns))
         engine = stack.enter_context(_engine(config, strategy, mesh, context.device))
-        recorder = stack.enter_context(_recorder(engine, mesh, strategy, directory, rank, origin_ns))
+        stack.enter_context(_followed(engine, recorder))
         return _train(config, engine, recorder, context, num_parts)
 
 
@@ -131,22 +132,27 @@ def _engine(config: CompareConfig, strategy: str, mesh: Mesh, device: torch.devi
 
 
 @contextlib.contextmanager
-def _recorder(
-    engine: Engine, mesh: Mesh, run: str, directory: Path, rank: int, origin_ns: int
-) -> Iterator[Recorder]:
-    writer = RunWriter(directory, rank)
-    recorder = Recorder(
-        writer, run, rank, clock_for(mesh.device), origin_ns,
-        device=mesh.device, emulated=engine.comm.emulated, live_tensors=engine.live_tensors,
-    )  # fmt: skip
-    hooks = watch_units(engine.module, recorder)
+def _recorder(mesh: Mesh, run: str, directory: Path, rank: int, origin_ns: int) -> Iterator[Recorder]:
+    """Records what the mesh carries from now on: an engine made inside leaves its first broadcast in step -1."""
+    writer = RunWriter(directory, rank, run, "emulated" if mesh.data.emulated else "measured")
     try:
+        recorder = Recorder(writer, clock_for(mesh.device), origin_ns, device=mesh.device)
         with mesh.observed_by(recorder):
             yield recorder
     finally:
+        writer.close()
+
+
+@contextlib.contextmanager
+def _followed(engine: Engine, recorder: Recorder) -> Iterator[None]:
+    """Inside, the recorder sees the engine's units and what it holds."""
+    recorder.live_tensors = engine.live_tensors
+    hooks = watch_units(engine.module, recorder)
+    try:
+        yield
+    finally:
         for hook in hooks:
             hook.remove()
-        writer.close()
 
 
 @contextlib.contextmanager

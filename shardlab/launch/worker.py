@@ -132,14 +132,15 @@ def _join_group(config: RankConfig, board: BoardWriter, control: _Control) -> No
         # Without it gloo looks up the host's name, which on many laptops and containers fails or takes seconds.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     world_size = placement.world_size
-    watch_process(board)
+    timeout = timedelta(seconds=config.group_timeout_s)
+    watch_process(board, timeout)
     context.enter(context.RankContext(config.rank, world_size, device, placement, board, control.emit))
     dist.init_process_group(
         placement.backend,
         store=dist.FileStore(str(config.directory / "store"), world_size),  # type: ignore[attr-defined]
         rank=config.rank,
         world_size=world_size,
-        timeout=timedelta(seconds=config.group_timeout_s),
+        timeout=timeout,
         device_id=device if placement.backend == "nccl" else None,
     )
 

@@ -71,3 +71,23 @@ class CudaClock:
 def clock_for(device: torch.device) -> Clock:
     """The clock of a device's compute."""
     return CudaClock() if device.type == "cuda" else HostClock()
+
+
+class TimeAxis:
+    """Microseconds since the start of the run, on one axis for all ranks of a host.
+
+    Args:
+        clock: of the compute.
+        origin_ns: ``time.perf_counter_ns`` at the start of the run, the same on all ranks.
+    """
+
+    def __init__(self, clock: Clock, origin_ns: int) -> None:
+        self._clock, self._origin_ns = clock, origin_ns
+
+    def mark_us(self, mark: Mark) -> float:
+        """When a mark was made; after the step."""
+        return (self._clock.resolve(mark) - self._origin_ns) / 1e3
+
+    def host_us(self, time_ns: float) -> float:
+        """A host time on this axis; NaN stays NaN."""
+        return (time_ns - self._origin_ns) / 1e3

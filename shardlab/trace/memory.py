@@ -25,6 +25,7 @@ from shardlab.comm import CollectiveEvent
 from shardlab.vocabulary import Phase, Role
 
 LiveTensors = Mapping[Role, Iterable[Tensor]]
+ByRole = dict[Role, int]
 
 
 def storages_by_role(live: LiveTensors) -> dict[int, tuple[Role, int]]:
@@ -37,12 +38,12 @@ def storages_by_role(live: LiveTensors) -> dict[int, tuple[Role, int]]:
     return found
 
 
-def bytes_by_role(live: LiveTensors) -> dict[Role, int]:
+def bytes_by_role(live: LiveTensors) -> ByRole:
     """Live bytes of every role, each storage once; roles that hold nothing are 0."""
-    held = Counter({role: 0 for role in Role})
+    held = dict.fromkeys(Role, 0)
     for role, num_bytes in storages_by_role(live).values():
         held[role] += num_bytes
-    return {role: held[role] for role in Role}
+    return held
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Peak:
 
     time_ns: int
     phase: Phase
-    by_role: dict[Role, int]
+    by_role: ByRole
 
     @property
     def num_bytes(self) -> int:

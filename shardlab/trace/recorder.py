@@ -1,73 +1,58 @@
 """The recorder of one rank: it listens, and writes table rows when a step is over.
 
 It observes the communicators, the units of the module and the phases of the training step. Nothing it does changes a
-number or synchronises a stream inside a step. It adds up the time it takes itself, for the manifest.
+number or synchronises a stream inside a step. It adds up all the time it takes itself, for the manifest. What is
+communicated before the first step (parameters from rank 0) is recorded as step -1.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from math import isnan, nan
+from math import nan
 from time import perf_counter_ns
 
 import psutil
 import torch
 
-from shardlab.analysis.intervals import intersect, subtract, total
 from shardlab.comm import CollectiveEvent
 from shardlab.tables import COLLECTIVES, MEMORY, SHARDS, SPANS, STEPS
-from shardlab.trace.clock import Clock, Mark
-from shardlab.trace.memory import LiveTensors, MemoryLedger, bytes_by_role
+from shardlab.trace.clock import Clock, Mark, TimeAxis
+from shardlab.trace.memory import ByRole, LiveTensors, MemoryLedger, bytes_by_role
+from shardlab.trace.rows import WHOLE_MODEL, Span, collective_row, memory_rows, span_rows, traffic
 from shardlab.trace.store import Row, RunWriter
-from shardlab.vocabulary import Phase, Role, SpanKind
+from shardlab.vocabulary import Phase, SpanKind
 
-WHOLE_MODEL = "model"
-
-
-@dataclass
-class _Span:
-    unit: str
-    kind: SpanKind
-    begin: Mark
-    end: Mark | None = None
+BEFORE_TRAINING = -1
 
 
 class Recorder:
     """Turns what happens on one rank into rows.
 
+        recorder = Recorder(writer, clock, origin_ns, device=device)
+        with mesh.observed_by(recorder):
+            engine = build_engine(...)                      # its broadcast is step -1
+            recorder.live_tensors = engine.live_tensors
+            with recorder.step(0):
+                ...
+            recorder.finish_step(loss, grad_norm, learning_rate, num_tokens)
+
     Args:
         writer: takes the rows.
-        run: name of the run.
-        rank: global rank.
         clock: of the compute.
         origin_ns: ``time.perf_counter_ns`` at the start of the run, the same on all ranks.
         device: of the compute; on CUDA peaks are the allocator's.
-        emulated: whether a link is emulated, which every row says.
-        live_tensors: the engine's tensors by role, asked at the end of a step.
     """
 
-    def __init__(
-        self,
-        writer: RunWriter,
-        run: str,
-        rank: int,
-        clock: Clock,
-        origin_ns: int,
-        *,
-        device: torch.device,
-        emulated: bool,
-        live_tensors: Callable[[], LiveTensors],
-    ) -> None:
-        self._writer, self._clock, self._origin_ns = writer, clock, origin_ns
-        self._keys: Row = {"run": run, "source": "emulated" if emulated else "measured", "rank": rank}
-        self._live_tensors = live_tensors
+    def __init__(self, writer: RunWriter, clock: Clock, origin_ns: int, *, device: torch.device) -> None:
+        self.live_tensors: Callable[[], LiveTensors] = dict
+        """The engine's tensors by role, asked at the end of a step."""
+        self._writer, self._clock, self._axis = writer, clock, TimeAxis(clock, origin_ns)
         self._on_cuda = device.type == "cuda"
         self._phase = Phase.SETUP
-        self._step = -1
+        self._step = BEFORE_TRAINING
         self._seq = 0
         self._events: list[tuple[CollectiveEvent, Phase]] = []
-        self._spans: list[_Span] = []
-        self._open: dict[tuple[str, SpanKind], _Span] = {}
+        self._spans: list[Span] = []
+        self._open: dict[tuple[str, SpanKind], Span] = {}
         self._memory: list[Row] = []
         self._ledger: MemoryLedger | None = None
         self._process = psutil.Process()
@@ -84,10 +69,14 @@ class Recorder:
             step: its number.
             trace_memory: find its exact peak by role, which slows it; on CUDA the allocator knows every step's peak.
         """
+        if self._step == BEFORE_TRAINING:
+            self._write_setup()
+        began_ns = perf_counter_ns()
         self._step, self._spans, self._memory, self._events, self._cost_ns = step, [], [], [], 0
-        self._ledger = MemoryLedger(self._live_tensors()) if trace_memory and not self._on_cuda else None
+        self._ledger = MemoryLedger(self.live_tensors()) if trace_memory and not self._on_cuda else None
         if self._on_cuda:
             torch.cuda.reset_peak_memory_stats()
+        self.spent(began_ns)
         self._begin, self._end = self._clock.mark(), None
         try:
             with self._ledger or contextlib.nullcontext():
@@ -100,47 +89,51 @@ class Recorder:
     @contextlib.contextmanager
     def phase(self, phase: Phase, kind: SpanKind | None = None) -> Iterator[None]:
         """A phase of the step; with ``kind`` it is also a span of the whole model."""
+        began_ns = perf_counter_ns()
         before, self._phase = self._phase, phase
         if self._ledger is not None:
             self._ledger.phase = phase
         if kind is not None:
             self.begin_span(WHOLE_MODEL, kind)
+        self.spent(began_ns)
         try:
             yield
         finally:
+            began_ns = perf_counter_ns()
             if kind is not None:
                 self.end_span(WHOLE_MODEL, kind)
             self._phase = before
+            self.spent(began_ns)
 
     def begin_span(self, unit: str, kind: SpanKind) -> None:
         """A unit starts to compute."""
-        began = perf_counter_ns()
-        self._open[unit, kind] = _Span(unit, kind, self._clock.mark())
-        self._cost_ns += perf_counter_ns() - began
+        self._open[unit, kind] = Span(unit, kind, self._clock.mark())
 
     def end_span(self, unit: str, kind: SpanKind) -> None:
         """A unit has ended; without a beginning, nothing."""
-        began = perf_counter_ns()
         if (span := self._open.pop((unit, kind), None)) is not None:
             span.end = self._clock.mark()
             self._spans.append(span)
-        self._cost_ns += perf_counter_ns() - began
+
+    def spent(self, since_ns: int) -> None:
+        """Recording has taken from ``since_ns`` until now."""
+        self._cost_ns += perf_counter_ns() - since_ns
 
     def at_rest(self) -> None:
         """The optimizer has stepped: stop the step's clock, and sample what is held before gradients are forgotten."""
         self._end = self._clock.mark()
-        began = perf_counter_ns()
-        live = self._live_tensors()
+        began_ns = perf_counter_ns()
+        live = self.live_tensors()
         if self._ledger is not None:
             self._ledger.classify(live)
-        self._sample("rest", bytes_by_role(live), began)
-        self._cost_ns += perf_counter_ns() - began
+        self._sample("rest", bytes_by_role(live), began_ns, self._phase)
+        self.spent(began_ns)
 
     def issued(self, event: CollectiveEvent) -> None:
         """Remember it, with the phase it was issued in."""
-        began = perf_counter_ns()
+        began_ns = perf_counter_ns()
         self._events.append((event, self._phase))
-        self._cost_ns += perf_counter_ns() - began
+        self.spent(began_ns)
 
     def started(self, event: CollectiveEvent) -> None:
         """The transport took its scratch."""
@@ -156,25 +149,23 @@ class Recorder:
         """Its times are in the event."""
 
     def finish_step(self, loss: float, grad_norm: float, learning_rate: float, num_tokens: int) -> None:
-        """Write the rows of the step that has ended."""
-        began = perf_counter_ns()
+        """Write the rows of the step that has ended, all at once: a killed run has a step whole or not at all."""
+        began_ns = perf_counter_ns()
         self._clock.settle()
-        peak_bytes = self._peak()
-        collectives = [self._collective_row(event, phase) for event, phase in self._events]
-        waits = [(row["wait_start_us"], row["wait_end_us"]) for row in collectives if not isnan(row["wait_start_us"])]
-        spans = [row for span in self._spans for row in self._span_rows(span, waits)]
-        in_step = [row for row in collectives if row["phase"] != Phase.METRICS]
-        exposed, overlap = _exposure(in_step, [row for row in spans if row["unit"] == WHOLE_MODEL])
         assert self._end is not None
-        step_us = self._us(self._end) - self._us(self._begin)
-        row: Row = {
-            **self._here, "loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate, "step_us": step_us,
-            "exposed_comm_us": exposed, "overlap": overlap, "peak_bytes": peak_bytes,
-            "wire_bytes": sum(float(row["wire_bytes"]) for row in in_step),
-            "num_tokens": num_tokens, "traced_memory": self._ledger is not None,
+        step_us = self._axis.mark_us(self._end) - self._axis.mark_us(self._begin)
+        collectives = self._collectives()
+        spans = span_rows(self._spans, collectives, self._axis)
+        step: Row = {
+            "loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate, "step_us": step_us,
+            "peak_bytes": self._peak(), "num_tokens": num_tokens, "traced_memory": self._ledger is not None,
+            **traffic(collectives, spans),
         }  # fmt: skip
-        self._write(collectives, spans, row)
-        self._cost_ns += perf_counter_ns() - began
+        self._writer.append(
+            self._step,
+            {COLLECTIVES.name: collectives, SPANS.name: spans, MEMORY.name: self._memory, STEPS.name: [step]},
+        )
+        self.spent(began_ns)
         if self._ledger is None:
             self._cost_share_ns[0] += self._cost_ns
             self._cost_share_ns[1] += int(step_us * 1e3)
@@ -188,23 +179,18 @@ class Recorder:
 
     def write_shards(self, rows: list[Row]) -> None:
         """Write who holds what."""
-        self._writer.append(SHARDS, [{**self._here, **row} for row in rows])
+        self._writer.append(self._step, {SHARDS.name: rows})
 
-    def _write(self, collectives: list[Row], spans: list[Row], step: Row) -> None:
-        self._writer.append(COLLECTIVES, collectives)
-        self._writer.append(SPANS, spans)
-        self._writer.append(MEMORY, self._memory)
-        self._writer.append(STEPS, [step])
+    def _write_setup(self) -> None:
+        self._clock.settle()
+        self._writer.append(BEFORE_TRAINING, {COLLECTIVES.name: self._collectives()})
 
-    @property
-    def _here(self) -> Row:
-        return {**self._keys, "step": self._step}
-
-    def _us(self, mark: Mark) -> float:
-        return (self._clock.resolve(mark) - self._origin_ns) / 1e3
-
-    def _host_us(self, time_ns: float) -> float:
-        return (time_ns - self._origin_ns) / 1e3
+    def _collectives(self) -> list[Row]:
+        first = self._seq
+        self._seq += len(self._events)
+        return [
+            collective_row(event, phase, seq, self._axis) for seq, (event, phase) in enumerate(self._events, first)
+        ]
 
     def _peak(self) -> int | None:
         if self._on_cuda:
@@ -215,45 +201,6 @@ class Recorder:
         self._sample("peak", peak.by_role, peak.time_ns, peak.phase)
         return peak.num_bytes
 
-    def _sample(self, where: str, held: dict[Role, int], time_ns: int, phase: Phase | None = None) -> None:
-        resident = self._process.memory_info().rss
-        allocated = torch.cuda.memory_allocated() if self._on_cuda else None
-        reserved = torch.cuda.memory_reserved() if self._on_cuda else None
-        self._memory += [
-            {**self._here, "time_us": self._host_us(time_ns), "phase": phase or self._phase, "where": where, "role": role,
-             "bytes": num_bytes, "allocated_bytes": allocated, "reserved_bytes": reserved, "resident_bytes": resident}
-            for role, num_bytes in held.items()
-        ]  # fmt: skip
-
-    def _collective_row(self, event: CollectiveEvent, phase: Phase) -> Row:
-        begin, end = event.start_ns, event.end_ns
-        if event.device_times is not None:
-            begin, end = (self._clock.resolve(mark) for mark in event.device_times)
-        self._seq += 1
-        return {
-            **self._here, "seq": self._seq - 1, "axis": event.axis, "op": event.op, "tag": event.tag, "phase": phase,
-            "dtype": event.dtype, "numel": event.numel, "bytes": event.num_bytes, "wire_bytes": event.wire_bytes,
-            "group_size": event.group_size, "transport": event.transport, "issue_us": self._host_us(event.issue_ns),
-            "start_us": self._host_us(begin), "end_us": self._host_us(end),
-            "wait_start_us": self._host_us(event.wait_start_ns), "wait_end_us": self._host_us(event.wait_end_ns),
-        }  # fmt: skip
-
-    def _span_rows(self, span: _Span, waits: list[tuple[float, float]]) -> list[Row]:
-        """The span without the times in it when the rank only waited for a collective."""
-        assert span.end is not None
-        computing = subtract([(self._us(span.begin), self._us(span.end))], waits)
-        return [
-            {**self._here, "unit": span.unit, "kind": span.kind, "start_us": start, "end_us": end}
-            for start, end in computing.tolist()
-        ]
-
-
-def _exposure(collectives: list[Row], spans: list[Row]) -> tuple[float, float]:
-    """Exposed communication (us) and overlap; NaN without communication."""
-    communication = [(row["start_us"], row["end_us"]) for row in collectives]
-    compute = [(row["start_us"], row["end_us"]) for row in spans]
-    length = total(communication)
-    if length == 0:
-        return nan, nan
-    hidden = total(intersect(communication, compute))
-    return length - hidden, hidden / length
+    def _sample(self, where: str, held: ByRole, time_ns: int, phase: Phase) -> None:
+        time_us, resident_bytes = self._axis.host_us(time_ns), self._process.memory_info().rss
+        self._memory += memory_rows(where, held, time_us, phase, resident_bytes, cuda=self._on_cuda)

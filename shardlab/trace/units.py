@@ -5,7 +5,8 @@ Backward of a unit lasts from the gradient of its output to the gradient of its 
 which change nothing in the graph; module backward hooks would insert a node and refuse in-place operations.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from time import perf_counter_ns
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,9 @@ class SpanSink(Protocol):
 
     def end_span(self, unit: str, kind: SpanKind) -> None:
         """It has ended; without a beginning, nothing."""
+
+    def spent(self, since_ns: int) -> None:
+        """Recording has taken from ``since_ns`` until now."""
 
 
 def units(module: nn.Module) -> dict[str, nn.Module]:
@@ -43,21 +47,41 @@ def watch_units(module: nn.Module, sink: SpanSink) -> list[RemovableHandle]:
 
 def _watch(name: str, unit: nn.Module, sink: SpanSink) -> Iterator[RemovableHandle]:
     def before(_: nn.Module, args: tuple[Any, ...]) -> None:
+        began_ns = perf_counter_ns()
         for tensor in _tensors(args):
             if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(lambda _: sink.end_span(name, SpanKind.BACKWARD))
+                tensor.register_hook(has_gradient_of_input)
         sink.begin_span(name, SpanKind.FORWARD)
+        sink.spent(began_ns)
 
     def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        began_ns = perf_counter_ns()
         sink.end_span(name, SpanKind.FORWARD)
         for tensor in _tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(lambda _: sink.begin_span(name, SpanKind.BACKWARD))
+                tensor.register_hook(has_gradient_of_output)
+        sink.spent(began_ns)
 
+    has_gradient_of_output = _mark(sink.begin_span, name, sink)
+    has_gradient_of_input = _mark(sink.end_span, name, sink)
     yield unit.register_forward_pre_hook(before)
     yield unit.register_forward_hook(after)
 
 
+def _mark(tell: Callable[[str, SpanKind], None], name: str, sink: SpanSink) -> Callable[[Tensor], None]:
+    def hook(_: Tensor) -> None:
+        began_ns = perf_counter_ns()
+        tell(name, SpanKind.BACKWARD)
+        sink.spent(began_ns)
+
+    return hook
+
+
 def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in what a module takes or gives."""
+    if isinstance(value, tuple) and len(value) == 1:
+        (value,) = value
+    if isinstance(value, Tensor):
+        return [value]  # nearly always; flattening a tree costs ten times as much
     leaves, _ = torch.utils._pytree.tree_flatten(value)  # public under this name only since 2.9 as torch.utils.pytree
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

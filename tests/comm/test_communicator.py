@@ -1,0 +1,237 @@
+"""The verbs give what their names say, at 2, 3 and 4 ranks; sums are exact because they are sums of small integers."""
+
+import pytest
+import torch
+
+from shardlab.comm import Mesh
+from shardlab.partition.chunks import chunk_bounds
+
+WORLD_SIZES = (2, 3, 4)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
+
+
+class Log:
+    """An observer that keeps the events."""
+
+    def __init__(self):
+        self.events = []
+        self.calls = []
+
+    def issued(self, event):
+        self.events.append(event)
+        self.calls.append(("issued", event.seq))
+
+    def started(self, event):
+        self.calls.append(("started", event.seq))
+
+    def completed(self, event):
+        self.calls.append(("completed", event.seq))
+
+    def waited(self, event):
+        self.calls.append(("waited", event.seq))
+
+
+def every_verb(rank, dtype):
+    with Mesh({"data": torch.distributed.get_world_size()}) as mesh:
+        comm = mesh.data
+        size = comm.num_ranks
+        summed = torch.arange(6).to(dtype).view(2, 3) * (rank + 1)
+        comm.all_reduce(summed).wait()
+        largest = torch.tensor([rank, -rank]).to(dtype)
+        comm.all_reduce(largest, reduction="max").wait()
+        bounds = chunk_bounds(7, size)
+        buffer = torch.arange(7).to(dtype) * (rank + 1)
+        outside = torch.empty(bounds[rank + 1] - bounds[rank], dtype=dtype)
+        comm.reduce_scatter(buffer.clone(), outside, bounds=bounds).wait()
+        comm.reduce_scatter(buffer, bounds=bounds).wait()
+        gathered = torch.zeros(7, dtype=dtype)
+        comm.all_gather(gathered, outside, bounds=bounds).wait()
+        copied = torch.full((2, 2), rank).to(dtype)
+        comm.broadcast(copied, src=1).wait()
+        output = torch.zeros(size, dtype=dtype)
+        comm.all_to_all(output, torch.arange(size).to(dtype) + 10 * rank).wait()
+        from_left = torch.zeros(3, dtype=dtype)
+        sent = comm.send(torch.full((3,), rank).to(dtype), dst=(rank + 1) % size)
+        comm.recv(from_left, src=(rank - 1) % size).wait()
+        sent.wait()
+        comm.barrier().wait()
+        own = buffer[bounds[rank] : bounds[rank + 1]]
+        return summed, largest, outside, own, gathered, copied, output, from_left
+
+
+@pytest.mark.parametrize("num_ranks", WORLD_SIZES)
+def test_every_verb(pools, num_ranks):
+    factor = num_ranks * (num_ranks + 1) // 2
+    bounds = chunk_bounds(7, num_ranks)
+    for dtype in DTYPES:
+        for rank, results in enumerate(pools(num_ranks).run(every_verb, dtype)):
+            summed, largest, outside, own, gathered, copied, output, from_left = (part.tolist() for part in results)
+            assert summed == [[0, factor, 2 * factor], [3 * factor, 4 * factor, 5 * factor]]
+            assert largest == [num_ranks - 1, 0]
+            expected = [factor * index for index in range(7)]
+            assert outside == own == expected[bounds[rank] : bounds[rank + 1]]
+            assert gathered == expected
+            assert copied == [[1, 1], [1, 1]]
+            assert output == [rank + 10 * src for src in range(num_ranks)]
+            assert from_left == [(rank - 1) % num_ranks] * 3
+
+
+def non_contiguous(rank):
+    with Mesh({"data": 2}) as mesh:
+        whole = torch.arange(24.0).view(4, 6) * (rank + 1)
+        column = whole[:, 1]
+        transposed = (torch.arange(6.0).view(2, 3) * (rank + 1)).t()
+        mesh.data.all_reduce(column).wait()
+        mesh.data.all_reduce(transposed).wait()
+        copied = torch.full((3, 2), float(rank)).t()
+        mesh.data.broadcast(copied, src=1).wait()
+        return whole, transposed, copied
+
+
+def test_non_contiguous_tensors_are_right_and_neighbours_untouched(pools):
+    for rank, (whole, transposed, copied) in enumerate(pools(2).run(non_contiguous)):
+        expected = torch.arange(24.0).view(4, 6) * (rank + 1)
+        expected[:, 1] = torch.arange(24.0).view(4, 6)[:, 1] * 3
+        assert torch.equal(whole, expected)
+        assert torch.equal(transposed, torch.arange(6.0).view(2, 3).t() * 3)
+        assert torch.equal(copied, torch.ones(2, 3))
+
+
+def subset(rank):
+    mesh = Mesh({"data": 2}, ranks=[0, 2])
+    if not mesh.is_member:
+        with pytest.raises(RuntimeError, match="rank 1 is not among its ranks"):
+            _ = mesh.data
+        return None
+    value = torch.tensor([float(rank)])
+    mesh.data.all_reduce(value).wait()
+    mesh.close()
+    return mesh.data.rank, value.item()
+
+
+def test_a_mesh_over_a_subset_leaves_the_others_alone(pools):
+    assert pools(3).run(subset) == [(0, 2.0), None, (1, 2.0)]
+
+
+def two_axes(rank):
+    with Mesh({"replica": 2, "shard": 2}) as mesh:
+        along = {}
+        for axis in ("replica", "shard"):
+            value = torch.tensor([10.0**rank])
+            mesh[axis].all_reduce(value).wait()
+            along[axis] = (mesh[axis].ranks, value.item())
+        return along
+
+
+def test_two_axes_reduce_along_their_own_lines(pools):
+    results = pools(4).run(two_axes)
+    assert [result["shard"] for result in results] == [((0, 1), 11.0)] * 2 + [((2, 3), 1100.0)] * 2
+    assert [result["replica"][0] for result in results] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert results[3]["replica"][1] == 1010.0
+
+
+def events_of(rank):
+    log = Log()
+    with Mesh({"data": 3}) as mesh:
+        with mesh.observed_by(log):
+            mesh.data.reduce_scatter(torch.ones(9), tag="first").wait()
+            mesh.data.all_gather(torch.ones(9)).wait()
+            mesh.data.all_reduce(torch.ones(10)).wait()
+        mesh.data.barrier().wait()
+    fields = [(event.op, event.tag, event.numel, event.num_bytes, event.wire_bytes, event.scratch_bytes) for event in log.events]
+    ordered = all(event.issue_ns <= event.start_ns <= event.end_ns <= event.wait_end_ns for event in log.events)
+    return fields, log.calls, ordered, log.events[0].source_line
+
+
+def test_events_say_what_moved_in_order(pools):
+    for fields, calls, ordered, source_line in pools(3).run(events_of):
+        assert fields == [
+            ("reduce_scatter", "first", 9, 36, 24.0, 36),
+            ("all_gather", "", 9, 36, 24.0, 0),
+            ("all_reduce", "", 10, 40, pytest.approx(2 * 2 / 3 * 40), 0),
+        ]
+        assert ordered
+        for seq in range(3):
+            of_one = [name for name, number in calls if number == seq]
+            assert of_one == ["issued", "started", "completed", "waited"]
+        assert "test_communicator.py:" in source_line
+
+
+def test_a_group_of_one_moves_and_records_nothing():
+    log = Log()
+    mesh = Mesh.alone()
+    with mesh.observed_by(log):
+        buffer = torch.arange(4.0)
+        output = torch.zeros(4)
+        mesh.data.reduce_scatter(buffer, output).wait()
+        mesh.data.all_reduce(buffer).wait()
+        mesh.data.all_gather(buffer).wait()
+        mesh.data.broadcast(buffer).wait()
+        mesh.data.barrier().wait()
+    assert torch.equal(output, torch.arange(4.0))
+    assert not log.events
+
+
+def wrong_calls(rank):
+    messages = []
+    with Mesh({"data": 2}) as mesh:
+        for call in (
+            lambda: mesh.data.reduce_scatter(torch.ones(3)),
+            lambda: mesh.data.all_gather(torch.ones(2, 2)),
+            lambda: mesh.data.reduce_scatter(torch.ones(4), bounds=(0, 1)),
+            lambda: mesh.data.send(torch.ones(1), dst=rank),
+            lambda: mesh["tensor"],
+            lambda: Mesh({"data": 3}),
+            lambda: Mesh({"data": 2}, ranks=[0, 5]),
+        ):
+            with pytest.raises(ValueError) as caught:  # noqa: PT011
+                call()
+            messages.append(str(caught.value).partition(":")[0])
+    return messages
+
+
+def test_wrong_calls_name_the_field(pools):
+    assert pools(2).run(wrong_calls) == [["buffer", "buffer", "bounds", "dst", "axis", "axes", "ranks"]] * 2
+
+
+def in_flight(rank):
+    """The buffer's only name goes away before it is sent."""
+    with Mesh({"data": 2}) as mesh:
+        results = [torch.zeros(50_000) for _ in range(5)]
+        pending = []
+        for result in results:
+            result += torch.full((50_000,), 1.0 + rank)
+            pending.append(mesh.data.all_reduce(result))
+        del result
+        for one in pending:
+            one.wait()
+            one.wait()
+            assert one.waited
+        return [float(result.sum()) for result in results]
+
+
+def test_waiting_is_idempotent_and_many_may_be_in_flight(pools):
+    assert pools(2).run(in_flight) == [[150_000.0] * 5] * 2
+
+
+def signs_of_zero(rank):
+    """The engines tell unused parameters by -0 (engines/unused.py): every reduction must keep it."""
+    with Mesh({"data": torch.distributed.get_world_size()}) as mesh:
+        size = mesh.data.num_ranks
+        found = []
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            reduced = torch.full((64 * size,), -0.0, dtype=dtype)
+            scattered = reduced.clone()
+            mesh.data.all_reduce(reduced).wait()
+            mesh.data.reduce_scatter(scattered).wait()
+            own = scattered[64 * rank : 64 * (rank + 1)]
+            found.append(bool(torch.signbit(reduced).all() and torch.signbit(own).all()))
+            mixed = torch.full((8,), 0.0 if rank == size - 1 else -0.0, dtype=dtype)
+            mesh.data.all_reduce(mixed).wait()
+            found.append(not bool(torch.signbit(mixed).any()))
+        return found
+
+
+@pytest.mark.parametrize("num_ranks", WORLD_SIZES)
+def test_sums_keep_the_sign_of_zero(pools, num_ranks):
+    assert all(all(found) for found in pools(num_ranks).run(signs_of_zero))
