@@ -1,8 +1,80 @@
-"""shardlab: sharded training, hand-written and measured. What does each strategy cost in memory, communication, time?"""
+"""shardlab: sharded training, hand-written and measured. What does each strategy cost in memory, communication, time?
 
+The names below are all a notebook or script needs as a rule. They are imported when first used, so that plots and
+tables work without torch.
+"""
+
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardlab.comm import Communicator, Mesh
+    from shardlab.data_sets import load_text
+    from shardlab.engines import (
+        DDP,
+        Bucketed,
+        Engine,
+        ShardedOptimizer,
+        Single,
+        ZeRO1,
+        build_engine,
+    )
+    from shardlab.experiment import CompareConfig, TrainStep, compare, load_comparison
+    from shardlab.launch import RankPool, launch
+    from shardlab.models import build_model
+    from shardlab.partition import Link
+    from shardlab.plots.show import show
+    from shardlab.trace.store import load_run
+
+_ROOMS = {
+    "shardlab.comm": ("Communicator", "Mesh"),
+    "shardlab.data_sets": ("load_text",),
+    "shardlab.engines": ("DDP", "Bucketed", "Engine", "ShardedOptimizer", "Single", "ZeRO1", "build_engine"),
+    "shardlab.experiment": ("CompareConfig", "TrainStep", "compare", "load_comparison"),
+    "shardlab.launch": ("RankPool", "launch"),
+    "shardlab.models": ("build_model",),
+    "shardlab.partition": ("Link",),
+    "shardlab.plots.show": ("show",),
+    "shardlab.trace.store": ("load_run",),
+}
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+
+__all__ = [
+    "DDP",
+    "Bucketed",
+    "Communicator",
+    "CompareConfig",
+    "Engine",
+    "Link",
+    "Mesh",
+    "RankPool",
+    "ShardedOptimizer",
+    "Single",
+    "TrainStep",
+    "ZeRO1",
+    "build_engine",
+    "build_model",
+    "compare",
+    "launch",
+    "load_comparison",
+    "load_run",
+    "load_text",
+    "show",
+]
 
 try:
     __version__ = version("shardlab")
 except PackageNotFoundError:  # a source tree on the path, not installed
     __version__ = "0+source"
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its room when it is first used."""
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module 'shardlab' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(_ROOM_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

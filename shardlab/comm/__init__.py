@@ -7,4 +7,13 @@ from shardlab.comm.mesh import Mesh
 from shardlab.comm.pending import Pending, wait_all
 from shardlab.comm.process import watch_process
 
-__all__ = ["CollectiveEvent", "Communicator", "Mesh", "Observer", "Pending", "broadcast_coalesced", "wait_all", "watch_process"]
+__all__ = [
+    "CollectiveEvent",
+    "Communicator",
+    "Mesh",
+    "Observer",
+    "Pending",
+    "broadcast_coalesced",
+    "wait_all",
+    "watch_process",
+]

@@ -122,9 +122,7 @@ class Mesh:
                 self._groups.append(group)
             self._communicators[axis] = Communicator(transport, lane, line, line.index(self._rank), axis)
 
-    def _travel(
-        self, group: dist.ProcessGroup, axis: str, link: Link | None, num_ranks: int
-    ) -> tuple[Transport, Lane]:
+    def _travel(self, group: dist.ProcessGroup, axis: str, link: Link | None, num_ranks: int) -> tuple[Transport, Lane]:
         if dist.get_backend(group) == "nccl":
             if link is not None:
                 raise ValueError("link: a link can be emulated over gloo only, not over NCCL; use device='cpu'")

@@ -92,7 +92,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             RuntimeError: called later.
         """
         if hasattr(self, "shards"):
-            raise RuntimeError("param_group: the layout over ranks is fixed; build a new ShardedOptimizer with all groups")
+            raise RuntimeError(
+                "param_group: the layout over ranks is fixed; build a new ShardedOptimizer with all groups"
+            )
         super().add_param_group(param_group)
 
     def owners(self) -> dict[str, tuple[int, ...]]:

@@ -11,15 +11,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from shardlab.comm import Mesh
-from shardlab.data_sets import load_text
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.run import _engine, _one_step, _recorder, now_ns
-from shardlab.experiment.step import TrainStep
+from shardlab.experiment.run import RankRun, now_ns, recorded_run, source_of
 from shardlab.launch import RankPool, current
-from shardlab.models import next_token_loss
 from shardlab.partition.wire import Link
-from shardlab.trace.recorder import Recorder
-from shardlab.trace.store import Records, load_runs, write_manifest
+from shardlab.trace.store import Records, RunWriter, load_runs, write_manifest
 
 
 def run_in_turns(
@@ -48,24 +44,6 @@ def run_in_turns(
         return load_runs(where / name for name in variants)
 
 
-class _Turn:
-    """One variant on one rank."""
-
-    def __init__(self, config: CompareConfig, train_step: TrainStep, recorder: Recorder) -> None:
-        self._config, self._train_step, self._recorder = config, train_step, recorder
-        self._data = load_text(config.text, config.seq_len)
-
-    def take(self, step: int) -> None:
-        """Train one step."""
-        config, comm = self._config, self._train_step.engine.comm
-        num_rows = config.global_batch // config.accumulation // config.ranks
-        mine = range(comm.rank * num_rows, (comm.rank + 1) * num_rows)
-        with self._recorder.step(step):
-            result = _one_step(config, self._train_step, self._recorder, self._data, step, mine, current().device)
-        num_tokens = num_rows * config.accumulation * config.seq_len
-        self._recorder.finish_step(result.loss, result.grad_norm, result.learning_rate, num_tokens)
-
-
 def _train_in_turns(rank: int, variants: dict[str, CompareConfig], directory: Path, origin_ns: int) -> None:
     with ExitStack() as stack:
         turns = [
@@ -74,23 +52,17 @@ def _train_in_turns(rank: int, variants: dict[str, CompareConfig], directory: Pa
         ]
         for step in range(next(iter(variants.values())).steps):
             for turn in turns:
-                turn.take(step)
+                turn.step(step)
 
 
 @contextmanager
-def _turn(name: str, config: CompareConfig, directory: Path, rank: int, origin_ns: int) -> Iterator[_Turn]:
+def _turn(name: str, config: CompareConfig, directory: Path, rank: int, origin_ns: int) -> Iterator[RankRun]:
     link = None if config.link is None else Link.parse(config.link)
-    device = current().device
     # A mesh of its own, so that the variant's recorder hears of the variant's collectives alone.
-    with (
-        Mesh({"data": config.ranks}, device=device, link=link) as mesh,
-        _engine(config, config.strategies[0], mesh, device) as engine,
-        _recorder(engine, mesh, name, directory, rank, origin_ns) as recorder,
-    ):
-        train_step = TrainStep(
-            engine, next_token_loss, accumulation=config.accumulation, max_norm=config.clip, recorder=recorder
-        )
-        yield _Turn(config, train_step, recorder)
+    with Mesh({"data": config.ranks}, device=current().device, link=link) as mesh:
+        writer = RunWriter(directory, rank, name, source_of(mesh))
+        with recorded_run(config, config.strategies[0], mesh, writer, origin_ns) as run:
+            yield run
 
 
 def _check(variants: Mapping[str, CompareConfig], num_ranks: int) -> None:

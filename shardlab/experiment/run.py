@@ -1,24 +1,24 @@
 """One strategy on the ranks: what each rank does, and what it leaves on disk."""
 
 import contextlib
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter_ns
 
 import torch
 
 from shardlab.comm import Mesh
-from shardlab.data_sets import TextData, batch, load_text
+from shardlab.data_sets import batch, load_text
 from shardlab.engines import Engine, StepTensors, build_engine, engine_options
 from shardlab.experiment.config import DTYPES, CompareConfig
 from shardlab.experiment.step import StepResult, TrainStep
-from shardlab.launch import RankContext, current
+from shardlab.launch import current
 from shardlab.models import build_model, next_token_loss
 from shardlab.partition.wire import Link
 from shardlab.trace.clock import clock_for
 from shardlab.trace.recorder import Recorder
-from shardlab.trace.store import RunWriter
+from shardlab.trace.store import Row, RunWriter
 from shardlab.trace.units import watch_units
 from shardlab.vocabulary import Phase, SpanKind
 
@@ -45,84 +45,123 @@ class RankReport:
     padding_bytes: int
 
 
-def run_strategy(
-    rank: int, config: CompareConfig, strategy: str, directory: Path, origin_ns: int
-) -> RankReport | None:
+class RankRun:
+    """One strategy on one rank, recorded: its data, its training step and its recorder.
+
+    Args:
+        config: what to train on.
+        engine: the strategy.
+        recorder: of this rank.
+    """
+
+    def __init__(self, config: CompareConfig, engine: Engine, recorder: Recorder) -> None:
+        self.engine, self.recorder = engine, recorder
+        self._config = config
+        self._data = load_text(config.text, config.seq_len)
+        self._train_step = TrainStep(
+            engine, next_token_loss, accumulation=config.accumulation, max_norm=config.clip, recorder=recorder
+        )
+        comm = engine.comm
+        num_rows = self._micro_batch_rows // comm.num_ranks
+        self._rows = range(comm.rank * num_rows, (comm.rank + 1) * num_rows)
+
+    def step(self, step: int, *, trace_memory: bool = False) -> StepResult:
+        """Train and record step number ``step``; ``trace_memory`` finds its peak by role and slows it."""
+        with self.recorder.step(step, trace_memory=trace_memory):
+            result = self._train(step)
+        num_tokens = len(self._rows) * self._config.accumulation * self._config.seq_len
+        self.recorder.finish_step(result.loss, result.grad_norm, result.learning_rate, num_tokens)
+        return result
+
+    def _train(self, step: int) -> StepResult:
+        config, result = self._config, None
+        for micro_batch in range(config.accumulation):
+            with self.recorder.phase(Phase.DATA, SpanKind.DATA):
+                inputs, targets = batch(
+                    self._data, step, micro_batch, self._rows, self._micro_batch_rows, config.seq_len, config.seed
+                )
+                device = self.engine.mesh.device
+                inputs, targets = inputs.to(device), targets.to(device)
+            result = self._train_step(inputs, targets)
+        assert result is not None
+        return result
+
+    @property
+    def _micro_batch_rows(self) -> int:
+        """Sequences of one micro-batch over all ranks."""
+        return self._config.global_batch // self._config.accumulation
+
+
+@contextlib.contextmanager
+def recorded_run(
+    config: CompareConfig, strategy: str, mesh: Mesh, writer: RunWriter, origin_ns: int
+) -> Iterator[RankRun]:
+    """A model under ``strategy`` on this rank, ready to train, with all it does going to ``writer``.
+
+    The recorder listens before the engine is made, so that its first broadcast is recorded too, as step -1.
+
+    Args:
+        config: model, data and options.
+        strategy: a name from ``engines.STRATEGIES``.
+        mesh: where it trains.
+        writer: of this rank; closed at the end.
+        origin_ns: ``time.perf_counter_ns`` at the start of the run, the same on all ranks.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(writer))
+        recorder = Recorder(writer, clock_for(mesh.device), origin_ns, device=mesh.device)
+        stack.enter_context(mesh.observed_by(recorder))
+        engine = stack.enter_context(_engine(config, strategy, mesh))
+        recorder.live_tensors = engine.live_tensors
+        for hook in watch_units(engine.module, recorder):
+            stack.callback(hook.remove)
+        yield RankRun(config, engine, recorder)
+
+
+def run_strategy(rank: int, config: CompareConfig, strategy: str, directory: Path, origin_ns: int) -> RankReport | None:
     """Train with one strategy on this rank and record it; None on a rank that takes no part.
 
     'single' trains on rank 0 alone, on the rows of all ranks and with the threads of all, so that it sees the same
     global batch.
     """
-    context = current()
     alone = strategy == "single"
     if alone and rank > 0:
         return None
-    num_parts = 1 if alone else config.ranks
     with contextlib.ExitStack() as stack:
         if alone:
             stack.enter_context(_threads(torch.get_num_threads() * config.ranks))
-            mesh = stack.enter_context(Mesh.alone(context.device))
-        else:
-            link = None if config.link is None else Link.parse(config.link)
-            mesh = stack.enter_context(Mesh({"data": config.ranks}, device=context.device, link=link))
-        recorder = stack.enter_context(_recorder(mesh, strategy, directory, rank, origin_ns))
-        engine = stack.enter_context(_engine(config, strategy, mesh, context.device))
-        stack.enter_context(_followed(engine, recorder))
-        return _train(config, engine, recorder, context, num_parts)
+        mesh = stack.enter_context(_mesh(config, alone=alone))
+        writer = RunWriter(directory, rank, strategy, source_of(mesh))
+        run = stack.enter_context(recorded_run(config, strategy, mesh, writer, origin_ns))
+        traced = min(2, config.steps - 1)  # the first step in which all optimizer state is there from the beginning
+        for step in range(config.steps):
+            result = run.step(step, trace_memory=step == traced)
+            if rank == 0:
+                current().emit(Progress(strategy, step, result.loss))
+        run.recorder.write_shards(_shard_rows(run.engine))
+        return RankReport(run.recorder.cost_share, run.engine.padding_bytes)
 
 
-def _train(
-    config: CompareConfig, engine: Engine, recorder: Recorder, context: RankContext, num_parts: int
-) -> RankReport:
-    train_step = TrainStep(
-        engine, next_token_loss, accumulation=config.accumulation, max_norm=config.clip, recorder=recorder
-    )
-    data = load_text(config.text, config.seq_len)
-    rows = config.global_batch // config.accumulation // num_parts
-    mine = range(engine.comm.rank * rows, (engine.comm.rank + 1) * rows)
-    traced = min(2, config.steps - 1)  # the first step in which all optimizer state is there from the beginning
-    for step in range(config.steps):
-        with recorder.step(step, trace_memory=step == traced):
-            result = _one_step(config, train_step, recorder, data, step, mine, context.device)
-        recorder.finish_step(
-            result.loss, result.grad_norm, result.learning_rate, rows * config.accumulation * config.seq_len
-        )
-        if engine.comm.rank == 0:
-            context.emit(Progress(engine.name, step, result.loss))
-    recorder.write_shards(
-        [
-            {
-                "parameter": row.parameter, "shape": "x".join(map(str, row.shape)), "role": row.role,
-                "bucket": row.bucket, "start": row.start, "stop": row.stop, "bytes": row.num_bytes,
-            }
-            for row in engine.shard_map()
-        ]
-    )  # fmt: skip
-    return RankReport(recorder.cost_share, engine.padding_bytes)
+def source_of(mesh: Mesh) -> str:
+    """What the records of a run on ``mesh`` say of where their numbers come from."""
+    return "emulated" if mesh.data.emulated else "measured"
 
 
-def _one_step(
-    config: CompareConfig,
-    train_step: TrainStep,
-    recorder: Recorder,
-    data: TextData,
-    step: int,
-    rows: range,
-    device: torch.device,
-) -> StepResult:
-    result = None
-    for micro_batch in range(config.accumulation):
-        with recorder.phase(Phase.DATA, SpanKind.DATA):
-            inputs, targets = batch(
-                data, step, micro_batch, rows, config.global_batch // config.accumulation, config.seq_len, config.seed
-            )
-        result = train_step(inputs.to(device), targets.to(device))
-    assert result is not None
-    return result
+def now_ns() -> int:
+    """The origin of a run's time axis."""
+    return perf_counter_ns()
 
 
-def _engine(config: CompareConfig, strategy: str, mesh: Mesh, device: torch.device) -> Engine:
-    model = build_model(config.model, config.seq_len, DTYPES[config.dtype], config.seed).to(device)
+def _mesh(config: CompareConfig, *, alone: bool) -> Mesh:
+    device = current().device
+    if alone:
+        return Mesh.alone(device)
+    link = None if config.link is None else Link.parse(config.link)
+    return Mesh({"data": config.ranks}, device=device, link=link)
+
+
+def _engine(config: CompareConfig, strategy: str, mesh: Mesh) -> Engine:
+    model = build_model(config.model, config.seq_len, DTYPES[config.dtype], config.seed).to(mesh.device)
     options = config.engine_options(engine_options(strategy))
 
     def optimizer_fn(tensors: StepTensors) -> torch.optim.Optimizer:
@@ -131,28 +170,14 @@ def _engine(config: CompareConfig, strategy: str, mesh: Mesh, device: torch.devi
     return build_engine(strategy, model, optimizer_fn, mesh, **options)
 
 
-@contextlib.contextmanager
-def _recorder(mesh: Mesh, run: str, directory: Path, rank: int, origin_ns: int) -> Iterator[Recorder]:
-    """Records what the mesh carries from now on: an engine made inside leaves its first broadcast in step -1."""
-    writer = RunWriter(directory, rank, run, "emulated" if mesh.data.emulated else "measured")
-    try:
-        recorder = Recorder(writer, clock_for(mesh.device), origin_ns, device=mesh.device)
-        with mesh.observed_by(recorder):
-            yield recorder
-    finally:
-        writer.close()
-
-
-@contextlib.contextmanager
-def _followed(engine: Engine, recorder: Recorder) -> Iterator[None]:
-    """Inside, the recorder sees the engine's units and what it holds."""
-    recorder.live_tensors = engine.live_tensors
-    hooks = watch_units(engine.module, recorder)
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _shard_rows(engine: Engine) -> list[Row]:
+    return [
+        {
+            "parameter": row.parameter, "shape": "x".join(map(str, row.shape)), "role": row.role,
+            "bucket": row.bucket, "start": row.start, "stop": row.stop, "bytes": row.num_bytes,
+        }
+        for row in engine.shard_map()
+    ]  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -163,8 +188,3 @@ def _threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def now_ns() -> int:
-    """The origin of a run's time axis."""
-    return time.perf_counter_ns()

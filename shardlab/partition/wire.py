@@ -50,11 +50,11 @@ def ring_wire_bytes(op: Collective, num_bytes: int, group_size: int, own_chunk_b
         raise ValueError(f"own_chunk_bytes must be 0 to {num_bytes}, got {own_chunk_bytes}")
     if group_size == 1 or op in (Collective.RECV, Collective.BARRIER):
         return 0.0
-    if op is Collective.SEND:
+    if op == Collective.SEND:
         return float(num_bytes)
     if own_chunk_bytes is not None and op in _SHARED:
-        return float(own_chunk_bytes * (group_size - 1) if op is Collective.ALL_GATHER else num_bytes - own_chunk_bytes)
-    rounds = 2 if op is Collective.ALL_REDUCE else 1
+        return float(own_chunk_bytes * (group_size - 1) if op == Collective.ALL_GATHER else num_bytes - own_chunk_bytes)
+    rounds = 2 if op == Collective.ALL_REDUCE else 1
     return rounds * num_bytes * (group_size - 1) / group_size
 
 
@@ -112,9 +112,9 @@ class Link:
 
 
 def _num_messages(op: Collective, group_size: int) -> int:
-    if op is Collective.ALL_REDUCE:
+    if op == Collective.ALL_REDUCE:
         return 2 * (group_size - 1)
-    if op is Collective.BARRIER:
+    if op == Collective.BARRIER:
         return 2 * math.ceil(math.log2(group_size))
     return 1 if op in (Collective.SEND, Collective.RECV) else group_size - 1
 

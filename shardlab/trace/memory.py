@@ -93,7 +93,7 @@ class MemoryLedger(TorchDispatchMode):
             for tensor in tensors:
                 self._watch(tensor.untyped_storage())
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and log the storages of its results."""
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, list | tuple) else (result,):
@@ -132,7 +132,7 @@ class MemoryLedger(TorchDispatchMode):
 
     def peak(self) -> Peak:
         """Replay the log."""
-        held: Counter[Role] = Counter({role: 0 for role in Role})
+        held: Counter[Role] = Counter(dict.fromkeys(Role, 0))
         total = best = -1
         peak = Peak(0, Phase.DATA, {})
         total = 0

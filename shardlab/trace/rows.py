@@ -67,7 +67,9 @@ def traffic(collectives: Sequence[Row], spans: Iterable[Row]) -> Row:
     }
 
 
-def memory_rows(where: str, held: ByRole, time_us: float, phase: Phase, resident_bytes: int, *, cuda: bool) -> list[Row]:
+def memory_rows(
+    where: str, held: ByRole, time_us: float, phase: Phase, resident_bytes: int, *, cuda: bool
+) -> list[Row]:
     """One row a role; the allocator's and the process' figures stand beside each."""
     common = {
         "time_us": time_us, "phase": phase, "where": where,

@@ -138,7 +138,10 @@ def events_of(rank):
             mesh.data.all_gather(torch.ones(9)).wait()
             mesh.data.all_reduce(torch.ones(10)).wait()
         mesh.data.barrier().wait()
-    fields = [(event.op, event.tag, event.numel, event.num_bytes, event.wire_bytes, event.scratch_bytes) for event in log.events]
+    fields = [
+        (event.op, event.tag, event.numel, event.num_bytes, event.wire_bytes, event.scratch_bytes)
+        for event in log.events
+    ]
     ordered = all(event.issue_ns <= event.start_ns <= event.end_ns <= event.wait_end_ns for event in log.events)
     return fields, log.calls, ordered, log.events[0].source_line
 

@@ -21,7 +21,14 @@ def slow_all_reduce(rank):
         pending.wait()
     event = log.events[0]
     waited_s = (event.wait_end_ns - event.wait_start_ns) / 1e9
-    return float(value.sum()), (event.end_ns - event.start_ns) / 1e3, issued_in_s, waited_s, event.transport, event.emulated
+    return (
+        float(value.sum()),
+        (event.end_ns - event.start_ns) / 1e3,
+        issued_in_s,
+        waited_s,
+        event.transport,
+        event.emulated,
+    )
 
 
 def test_the_link_delays_without_blocking_the_caller(pools):

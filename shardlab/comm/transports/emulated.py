@@ -42,9 +42,7 @@ class EmulatedLink:
 
     def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
         """N-1 exchanges."""
-        self._paced(
-            Collective.ALL_TO_ALL, buffer, lambda: self._inner.all_to_all(output, buffer, output_sizes, sizes)
-        )
+        self._paced(Collective.ALL_TO_ALL, buffer, lambda: self._inner.all_to_all(output, buffer, output_sizes, sizes))
 
     def send(self, tensor: Tensor, dst: int) -> None:
         """One message; the delay is on the receiver's side, where it is seen."""

@@ -1,0 +1,86 @@
+"""The collectives of a few lines of code as rows of the table ``collectives``, for when there is no training step.
+
+    def ranks_do(rank):
+        with Mesh({"data": 2}, device=current().device) as mesh, log_collectives(mesh, rank) as log:
+            mesh.data.all_reduce(torch.ones(4)).wait()
+        return log.rows()
+
+    table = collectives_table(pool.run(ranks_do))
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from math import isfinite
+from typing import Any
+
+import pandas as pd
+import torch
+
+from shardlab.comm import CollectiveEvent, Mesh
+from shardlab.tables import COLLECTIVES
+from shardlab.trace.clock import clock_for
+from shardlab.vocabulary import Phase
+
+Row = dict[str, Any]
+TIMES = ["issue_us", "start_us", "end_us", "wait_start_us", "wait_end_us"]
+
+
+class EventLog:
+    """An observer that keeps every event.
+
+    Args:
+        rank: goes into the rows.
+        device: of the tensors; on CUDA the times are those of the stream.
+        run: goes into the rows.
+    """
+
+    def __init__(self, rank: int, device: torch.device | str = "cpu", run: str = "log") -> None:
+        self._rank, self._run = rank, run
+        self._clock = clock_for(torch.device(device))
+        self._events: list[CollectiveEvent] = []
+
+    def rows(self) -> list[Row]:
+        """One row per collective so far, in the order of issue; all must have ended. Times count from the machine's boot."""
+        self._clock.settle()
+        return [self._row(seq, event) for seq, event in enumerate(self._events)]
+
+    def issued(self, event: CollectiveEvent) -> None:
+        """Keep it; its times are filled in later."""
+        self._events.append(event)
+
+    def started(self, event: CollectiveEvent) -> None:
+        """Its time is in the event."""
+
+    def completed(self, event: CollectiveEvent) -> None:
+        """Its time is in the event."""
+
+    def waited(self, event: CollectiveEvent) -> None:
+        """Its times are in the event."""
+
+    def _row(self, seq: int, event: CollectiveEvent) -> Row:
+        begin, end = event.start_ns, event.end_ns
+        if event.device_times is not None:
+            begin, end = (self._clock.resolve(mark) for mark in event.device_times)
+        times_ns = (event.issue_ns, begin, end, event.wait_start_ns, event.wait_end_ns)
+        return {
+            "run": self._run, "source": "emulated" if event.emulated else "measured", "rank": self._rank, "step": 0,
+            "seq": seq, "axis": event.axis, "op": event.op, "tag": event.tag, "phase": Phase.SETUP,
+            "dtype": event.dtype, "numel": event.numel, "bytes": event.num_bytes, "wire_bytes": event.wire_bytes,
+            "group_size": event.group_size, "transport": event.transport,
+            **{name: time_ns / 1e3 for name, time_ns in zip(TIMES, times_ns, strict=True)},
+        }  # fmt: skip
+
+
+@contextmanager
+def log_collectives(mesh: Mesh, rank: int, run: str = "log") -> Iterator[EventLog]:
+    """Inside, every collective of the mesh goes into the log that is yielded."""
+    log = EventLog(rank, mesh.device, run)
+    with mesh.observed_by(log):
+        yield log
+
+
+def collectives_table(rows_of_ranks: Iterable[list[Row]]) -> pd.DataFrame:
+    """The rows of all ranks as table ``collectives``; times count from the first issue of any rank."""
+    rows = [row for rows in rows_of_ranks for row in rows]
+    origin_us = min((row["issue_us"] for row in rows if isfinite(row["issue_us"])), default=0.0)
+    return COLLECTIVES.frame([row | {name: row[name] - origin_us for name in TIMES} for row in rows])
