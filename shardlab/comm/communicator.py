@@ -11,6 +11,7 @@ nothing and records nothing, so engines need no special case for it. Sums are su
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -277,7 +278,7 @@ class Communicator:
         _require_flat(buffer)
         if sizes is None:
             bounds = self._bounds(buffer, None)
-            return [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+            return [stop - start for start, stop in pairwise(bounds)]
         if len(sizes) != self.num_ranks or sum(sizes) != buffer.numel():
             raise ValueError(f"sizes: {self.num_ranks} numbers adding up to {buffer.numel()} are needed, not {sizes}")
         return list(sizes)
@@ -285,7 +286,7 @@ class Communicator:
     def _peer(self, rank: int, field: str) -> Transport:
         if self._transport is None or rank == self.rank or not 0 <= rank < self.num_ranks:
             raise ValueError(
-                f"{field}: {rank} is not another rank of the {self.num_ranks} of axis {self.axis!r} (this is {self.rank})"
+                f"{field}: {rank} is not another of the {self.num_ranks} ranks of axis {self.axis!r}; this is {self.rank}"
             )
         return self._transport
 

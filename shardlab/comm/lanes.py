@@ -2,8 +2,8 @@
 
 Transports are written as plain blocking code. A lane makes them asynchronous:
 
-* ``ThreadLane``: one thread takes job after job. The thread sleeps in gloo, not in Python, so backward goes on; the time
-  a job began and ended is known exactly, and a sleep in a job (an emulated link) burns no CPU.
+* ``ThreadLane``: one thread takes job after job. The thread sleeps in gloo, not in Python, so backward goes on; when a
+  job began and ended is known exactly, and a sleep in a job (an emulated link) burns no CPU.
 * ``StreamLane``: NCCL's calls only enqueue work, so the lane is a CUDA stream, and two CUDA events are its clock.
 """
 

@@ -49,7 +49,7 @@ class Engine(ABC):
     """A strategy around a plain module.
 
     Args:
-        model: an ``nn.Module`` on its device. Parameters and buffers are broadcast from the first rank of the data axis.
+        model: an ``nn.Module`` on its device. Parameters and buffers become those of the data axis' first rank.
         optimizer_fn: makes the optimizer from the tensors this rank steps (``StepTensors``).
         mesh: its axis ``data`` is averaged over; None for this process alone.
 
@@ -225,9 +225,11 @@ class Engine(ABC):
 
     def _prepare(self) -> None:
         """Lay out what the strategy needs, before the optimizer is made."""
+        return
 
     def _check_optimizer(self) -> None:
-        """Refuse an optimizer the strategy cannot bear, before the module is touched."""
+        """Refuse an optimizer the strategy cannot bear, before hooks are on the module."""
+        return
 
     @abstractmethod
     def _finish_gradients(self) -> None:
@@ -239,8 +241,8 @@ class Engine(ABC):
         self._unfinished |= self._sync
         if param.grad is not None and param.grad.is_sparse and self.comm.num_ranks > 1:
             raise ValueError(
-                f"model: parameter {self._name_of(param)!r} has a sparse gradient, which strategy {self.name!r} cannot average; "
-                "build the embedding with sparse=False"
+                f"model: parameter {self._name_of(param)!r} has a sparse gradient, which strategy {self.name!r} cannot "
+                "average; build the embedding with sparse=False"
             )
 
     def _name_of(self, param: nn.Parameter) -> str:

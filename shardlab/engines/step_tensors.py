@@ -7,8 +7,8 @@ An optimizer takes them as they are, ``torch.optim.AdamW(tensors, lr=1e-3)``; pa
         {"params": tensors.where(lambda name: not name.endswith("bias"))},
     ], lr=1e-3)
 
-Where a strategy shards, a tensor is the piece this rank holds (one-dimensional, or the whole parameter in its shape) and
-empty for a parameter this rank holds nothing of. So every rank makes the same groups, with the same indices.
+Where a strategy shards, a tensor is the piece this rank holds (one-dimensional, or the whole parameter in its shape);
+it is empty for a parameter this rank holds nothing of. So every rank makes the same groups, with the same indices.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,7 @@
 """Telling "no rank used this parameter" from "the gradient is zero", without a message.
 
-One process leaves ``p.grad`` None for a parameter no micro-batch used, and the optimizer then skips it: no weight decay,
-no momentum. Several ranks must agree on that, and a rank alone cannot know. Here the sum itself carries the answer, in
+One process leaves ``p.grad`` None for a parameter no micro-batch used, and the optimizer skips it: no weight decay, no
+momentum. Several ranks must agree on that, and a rank alone cannot know. Here the sum itself carries the answer, in
 the sign of zero (IEEE 754, section 6.3): a sum is -0 only if every term is -0.
 
 * A rank that did not use the parameter sends -0 in each of its elements.

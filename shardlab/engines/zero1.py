@@ -7,7 +7,8 @@ after the step. An all-reduce is a reduce-scatter and an all-gather, so the wire
 Per rank for P fp32 parameters with Adam: 4P parameters, 4P gradients, 8P/N state (P with the padding of each bucket to
 a multiple of N). The chunk is reduced inside the bucket, where it is a slice; the rest of the bucket then holds this
 rank's own, stale gradients, so after backward ``param.grad`` is None and the means are the ``.grad`` of
-``step_tensors()``. Use ``engine.zero_grad()``, not the module's. Source: Rajbhandari et al., arXiv 1910.02054, section 5.1.
+``step_tensors()``. Use ``engine.zero_grad()``, not the module's.
+Source: Rajbhandari et al., arXiv 1910.02054, section 5.1.
 """
 
 from collections.abc import Iterator

@@ -23,7 +23,8 @@ def bucket_sweep(bucket_bytes: Sequence[int], config: CompareConfig, pool: RankP
 
     Args:
         bucket_bytes: capacities, all different and at least 1.
-        config: model, data and link; its strategies and bucket size are not used. At least 2 steps: the first is left out.
+        config: model, data and link; its strategies and bucket size are not used. The first of at least 2 steps is
+            left out.
         pool: ``config.ranks`` ranks.
 
     Returns:

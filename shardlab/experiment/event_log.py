@@ -40,7 +40,7 @@ class EventLog:
         self._events: list[CollectiveEvent] = []
 
     def rows(self) -> list[Row]:
-        """One row per collective so far, in the order of issue; all must have ended. Times count from the machine's boot."""
+        """One row per collective so far, in the order of issue; all must have ended. Times count from the boot."""
         self._clock.settle()
         return [self._row(seq, event) for seq, event in enumerate(self._events)]
 

@@ -18,9 +18,7 @@ from shardlab.partition.wire import Link
 from shardlab.trace.store import Records, RunWriter, load_runs, write_manifest
 
 
-def run_in_turns(
-    variants: Mapping[str, CompareConfig], pool: RankPool, directory: Path | None = None
-) -> Records:
+def run_in_turns(variants: Mapping[str, CompareConfig], pool: RankPool, directory: Path | None = None) -> Records:
     """Train every variant, one step of each in turn, and record all.
 
     The first step allocates and warms up: leave it out of timings. Memory is sampled at rest only.

@@ -40,9 +40,15 @@ def storages_by_role(live: LiveTensors) -> dict[int, tuple[Role, int]]:
 
 def bytes_by_role(live: LiveTensors) -> ByRole:
     """Live bytes of every role, each storage once; roles that hold nothing are 0."""
+    # The same as a sum over storages_by_role, in half the time: it runs in every step.
     held = dict.fromkeys(Role, 0)
-    for role, num_bytes in storages_by_role(live).values():
-        held[role] += num_bytes
+    seen: set[int] = set()
+    for role, tensors in live.items():
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if (key := storage._cdata) not in seen:
+                seen.add(key)
+                held[role] += storage.nbytes()
     return held
 
 

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from math import nan
 from time import perf_counter_ns
 
-import psutil
 import torch
 
 from shardlab.comm import CollectiveEvent
 from shardlab.tables import COLLECTIVES, MEMORY, SHARDS, SPANS, STEPS
 from shardlab.trace.clock import Clock, Mark, TimeAxis
 from shardlab.trace.memory import ByRole, LiveTensors, MemoryLedger, bytes_by_role
+from shardlab.trace.resident import ResidentBytes
 from shardlab.trace.rows import WHOLE_MODEL, Span, collective_row, memory_rows, span_rows, traffic
 from shardlab.trace.store import Row, RunWriter
 from shardlab.vocabulary import Phase, SpanKind
@@ -55,7 +55,7 @@ class Recorder:
         self._open: dict[tuple[str, SpanKind], Span] = {}
         self._memory: list[Row] = []
         self._ledger: MemoryLedger | None = None
-        self._process = psutil.Process()
+        self._resident_bytes = ResidentBytes()
         self._begin: Mark = 0.0
         self._end: Mark | None = None
         self._cost_ns = 0
@@ -202,5 +202,5 @@ class Recorder:
         return peak.num_bytes
 
     def _sample(self, where: str, held: ByRole, time_ns: int, phase: Phase) -> None:
-        time_us, resident_bytes = self._axis.host_us(time_ns), self._process.memory_info().rss
+        time_us, resident_bytes = self._axis.host_us(time_ns), self._resident_bytes()
         self._memory += memory_rows(where, held, time_us, phase, resident_bytes, cuda=self._on_cuda)

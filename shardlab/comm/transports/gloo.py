@@ -9,6 +9,8 @@ Both move (N-1)/N of the buffer per rank, as a ring does. The local sum adds in 
 that it is deterministic and keeps the sign of zero (``engines.unused`` relies on that; ``Tensor.sum`` starts at +0).
 """
 
+from itertools import pairwise
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -39,7 +41,7 @@ class GlooTransport:
 
     def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds) -> None:
         """All-to-all, then the local sum of the N versions of this rank's chunk."""
-        sizes = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+        sizes = [stop - start for start, stop in pairwise(bounds)]
         own = sizes[self._rank]
         received = buffer.new_empty(self._num_ranks * own)
         self.all_to_all(received, buffer, [own] * self._num_ranks, sizes)
@@ -54,7 +56,7 @@ class GlooTransport:
         width = buffer.element_size()
         works = [
             dist.broadcast(raw[start * width : stop * width], group=self._group, group_src=src, async_op=True)
-            for src, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False))
+            for src, (start, stop) in enumerate(pairwise(bounds))
             if stop > start
         ]
         for work in works:

@@ -1,5 +1,7 @@
 """NCCL as it is: its calls enqueue on the current stream and return (``StreamLane`` makes that a stream of its own)."""
 
+from itertools import pairwise
+
 import torch.distributed as dist
 from torch import Tensor
 
@@ -67,4 +69,4 @@ class NcclTransport:
 
 
 def _chunks(buffer: Tensor, bounds: Bounds) -> list[Tensor]:
-    return [buffer[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [buffer[start:stop] for start, stop in pairwise(bounds)]
