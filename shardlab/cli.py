@@ -1,17 +1,21 @@
 """The terminal's face: ``shardlab compare`` and ``shardlab doctor``.
 
-Exit codes: 0 done; 1 a rank failed, or losses differ; 2 bad input; 130 interrupted.
+Exit codes: 0 done; 1 a rank failed, or losses differ; 2 bad input, said in one line; 130 interrupted. Under torchrun
+every process runs this, and rank 0 alone prints.
 """
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import pandas as pd
 import typer
+from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -19,13 +23,18 @@ if TYPE_CHECKING:
     from shardlab.experiment import CompareConfig, Comparison
     from shardlab.experiment.run import Progress as StepDone
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Sharded training, hand-written and measured.")
-DEFAULTS = {"strategies": "single,ddp,bucketed,zero1"}
+BAD_INPUT, INTERRUPTED = 2, 130
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Sharded training, hand-written and measured.",
+)
 
 
 @app.command()
 def compare(
-    strategies: Annotated[str, typer.Option(help="Comma-separated, in order.")] = DEFAULTS["strategies"],
+    strategies: Annotated[str, typer.Option(help="Comma-separated, in order.")] = "single,ddp,bucketed,zero1",
     ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 4,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 20,
     model: Annotated[str, typer.Option(help="Name of a model, for example gpt-1m, gpt-30m, mlp.")] = "gpt-1m",
@@ -46,19 +55,20 @@ def compare(
 ) -> None:
     """Train one model with several strategies on real ranks; compare losses, memory, communication and time."""
     from shardlab import experiment  # torch takes 1.5 s to import, and --help needs none of it
-    from shardlab.experiment.compare import check_empty
 
     directory = out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
-    config = experiment.CompareConfig(
-        strategies=tuple(name.strip() for name in strategies.split(",") if name.strip()),
-        ranks=ranks, steps=steps, model=model, text=text, batch=batch, seq_len=seq_len, accumulation=accumulation,
-        dtype=dtype, device=device, seed=seed, learning_rate=learning_rate, clip=clip, bucket_mib=bucket_mib,
-        partition=partition, link=link, timeout_s=timeout_s,
-    )  # fmt: skip
-    check_empty(directory)
+    with _bad_input():
+        config = experiment.CompareConfig(
+            strategies=tuple(name.strip() for name in strategies.split(",") if name.strip()),
+            ranks=ranks, steps=steps, model=model, text=text, batch=batch, seq_len=seq_len, accumulation=accumulation,
+            dtype=dtype, device=device, seed=seed, learning_rate=learning_rate, clip=clip, bucket_mib=bucket_mib,
+            partition=partition, link=link, timeout_s=timeout_s,
+        )  # fmt: skip
+        if experiment.is_reporter():
+            experiment.claim(directory)
     comparison = _with_progress(config, directory)
-    report = experiment.write_report(comparison, config)
-    _print_result(comparison, report)
+    if experiment.is_reporter():
+        _print_result(comparison, config, experiment.write_report(comparison, config))
     if not comparison.losses_equal:
         raise typer.Exit(1)
 
@@ -75,58 +85,128 @@ def doctor() -> None:
 
 
 def main() -> None:
-    """Entry point: errors become one line (or a rank's traceback) and an exit code."""
+    """Entry point: what a user got wrong is one line; a rank's failure is its traceback; else Python's own."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False) or 0)
+    except Exception as error:
+        if (usage := getattr(error, "format_message", None)) is not None:  # Click's; newer Typers have their own Click
+            _complain(usage())
+            sys.exit(BAD_INPUT)
+        if not _is_rank_failure(error):
+            raise
+        _complain(str(error))
+        sys.exit(1)
+
+
+def _is_rank_failure(error: Exception) -> bool:
+    """Whether the message already holds the traceback of the rank that failed; the parent's own says nothing."""
+    if not isinstance(error, RuntimeError):
+        return False
+    from shardlab.launch import RankError, RankHang
+
+    return isinstance(error, RankError | RankHang)
+
+
+@contextlib.contextmanager
+def _bad_input() -> Iterator[None]:
+    """A ValueError inside is the user's to mend: one line, no traceback. Elsewhere it is a bug and stays one."""
+    from shardlab.experiment import is_reporter
+
+    try:
+        yield
     except ValueError as error:
-        _complain(str(error), 2)
-    except RuntimeError as error:  # RankError, RankDied, RankHang carry their rank's traceback in the message
-        _complain(str(error), 1)
+        if is_reporter():
+            _complain(str(error))
+        raise typer.Exit(BAD_INPUT) from None
 
 
-def _complain(text: str, exit_code: int) -> NoReturn:
-    Console(stderr=True, highlight=False, soft_wrap=True).print("[bold red]error[/]:", Text(text))
-    sys.exit(exit_code)
+def _complain(text: str) -> None:
+    if text:
+        Console(stderr=True, highlight=False, soft_wrap=True).print("[bold red]error:[/]", Text(text))
+
+
+class _Seconds(ProgressColumn):
+    """Time of a strategy so far; it stands still when the strategy is done."""
+
+    def render(self, task: Task) -> Text:
+        """For example ``4.2 s``."""
+        elapsed = task.finished_time if task.finished else task.elapsed
+        return Text("waits" if elapsed is None else f"{elapsed:.1f} s", style="progress.elapsed", justify="right")
+
+
+class _Bars:
+    """A bar for each strategy; one starts when the one before it is done."""
+
+    def __init__(self, config: "CompareConfig", console: Console) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[loss]}"),
+            _Seconds(),
+        )
+        self.progress = Progress(*columns, console=console)
+        self._order = list(config.strategies)
+        self._tasks: dict[str, TaskID] = {
+            name: self.progress.add_task(name, total=config.steps, loss="", start=name == self._order[0])
+            for name in self._order
+        }
+
+    def advance(self, done: "StepDone") -> None:
+        """Rank 0 has finished a step."""
+        task = self._tasks[done.strategy]
+        self.progress.update(task, completed=done.step + 1, loss=f"loss {done.loss:.4f}")
+        following = self._order.index(done.strategy) + 1
+        if self.progress.tasks[task].finished and following < len(self._order):
+            self.progress.start_task(self._tasks[self._order[following]])
 
 
 def _with_progress(config: "CompareConfig", directory: Path) -> "Comparison":
-    from shardlab.experiment import compare as run_comparison
+    from shardlab import experiment
 
-    columns = (
-        TextColumn("{task.description:>10}"), BarColumn(), MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}"), TimeElapsedColumn(),
-    )  # fmt: skip
-    console = Console(stderr=True)
-    console.print(f"{config.model} on {config.ranks} ranks, {config.steps} steps each; records go to {directory}")
-    with Progress(*columns, console=console) as bars:
-        tasks = {name: bars.add_task(name, total=config.steps, loss="", start=False) for name in config.strategies}
-
-        def advance(progress: "StepDone") -> None:
-            task = tasks[progress.strategy]
-            if progress.step == 0:
-                bars.start_task(task)
-            bars.update(task, completed=progress.step + 1, loss=f"loss {progress.loss:.4f}")
-
-        try:
-            return run_comparison(config, directory, on_progress=advance)
-        except KeyboardInterrupt:
-            console.print(f"interrupted: the ranks are gone; the records so far are in {directory}")
-            raise typer.Exit(130) from None
+    console = Console(stderr=True, quiet=not experiment.is_reporter(), highlight=False)
+    console.print(
+        f"{_count(config.ranks, 'rank')}, {_count(config.steps, 'step')} of {config.model} each; "
+        f"records go to {directory}",
+        soft_wrap=True,
+    )
+    bars = _Bars(config, console)
+    try:
+        with bars.progress:
+            return experiment.compare(config, directory, on_progress=bars.advance)
+    except KeyboardInterrupt:
+        console.print(f"interrupted: the ranks are gone; the records so far are in {directory}", soft_wrap=True)
+        raise typer.Exit(INTERRUPTED) from None
 
 
-def _print_result(comparison: "Comparison", report: Path) -> None:
-    from shardlab.experiment.report import readable_summary, verdict
-    from shardlab.plots.tables import column_text
+def _print_result(comparison: "Comparison", config: "CompareConfig", report: Path) -> None:
+    from shardlab.experiment.report import verdict
 
-    shown = readable_summary(comparison.summary)
-    table = Table()
-    for name in shown.columns:
-        numeric = pd.api.types.is_numeric_dtype(shown[name])
-        table.add_column(name.replace(" (", "\n("), justify="right" if numeric else "left", overflow="fold")
-    texts = [column_text(shown[name]) for name in shown.columns]
-    for row in zip(*texts, strict=True):
-        table.add_row(*row)
-    console = Console()
-    console.print(table)
+    console = Console(highlight=False)
+    console.print(_result_table(comparison, config))
     console.print(verdict(comparison))
     console.print(f"Report: {report}", soft_wrap=True)
+
+
+def _result_table(comparison: "Comparison", config: "CompareConfig") -> Table:
+    """Short enough for 80 columns: a word over its unit."""
+    from shardlab.experiment.report import TERMINAL, readable_summary
+    from shardlab.plots.tables import column_text
+
+    shown = readable_summary(comparison.summary, TERMINAL)
+    table = Table(
+        title=f"{config.model}, {_count(config.ranks, 'rank')}, {_count(config.steps, 'step')}",
+        caption="Times: medians. Bytes: maximum over ranks, at rest; peak: in one traced step. MB = 1,000,000 bytes.",
+        box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left",
+        show_edge=False, title_style="bold",
+    )  # fmt: skip
+    for name in shown.columns:
+        numeric = pd.api.types.is_numeric_dtype(shown[name])
+        table.add_column(name, justify="right" if numeric else "left", no_wrap=True)
+    for row in zip(*(column_text(shown[name]) for name in shown.columns), strict=True):
+        table.add_row(*row)
+    return table
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -286,7 +286,7 @@ class Communicator:
     def _peer(self, rank: int, field: str) -> Transport:
         if self._transport is None or rank == self.rank or not 0 <= rank < self.num_ranks:
             raise ValueError(
-                f"{field}: {rank} is not another of the {self.num_ranks} ranks of axis {self.axis!r}; this is {self.rank}"
+                f"{field}: {rank} is not another of the {self.num_ranks} ranks on axis {self.axis!r}: it is {self.rank}"
             )
         return self._transport
 

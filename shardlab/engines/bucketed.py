@@ -60,6 +60,7 @@ class Bucketed(Engine):
                 bucket.pending = None
             bucket.state = BucketState.OPEN
             bucket.arm()
+        self._sending = False
         super().zero_grad()
 
     def shard_map(self) -> list[ShardRow]:
@@ -83,6 +84,7 @@ class Bucketed(Engine):
         }  # fmt: skip
         for bucket in self.buckets:
             bucket.arm()
+        self._sending = False  # some buckets have been sent, and not all have been waited for
 
     def _build_buckets(self) -> list[Bucket]:
         return build_buckets(self.params, num_ranks=1, capacity_bytes=self.bucket_bytes)
@@ -90,7 +92,7 @@ class Bucketed(Engine):
     def _on_gradient(self, param: nn.Parameter) -> None:
         super()._on_gradient(param)
         bucket, slot = self._place[param]
-        if bucket.state is BucketState.IN_FLIGHT:
+        if bucket.state is not BucketState.OPEN and self._sending:
             # Ranks may differ in which buckets are complete, so adding another round here could hang them.
             raise RuntimeError(
                 f"gradient of {self._name_of(param)!r}: a second loss.backward() has come while the first is being "
@@ -113,6 +115,7 @@ class Bucketed(Engine):
                 self._send(bucket)
 
     def _send(self, bucket: Bucket) -> None:
+        self._sending = True
         bucket.fill()
         bucket.pending = self._reduce(bucket)
         bucket.state = BucketState.IN_FLIGHT
@@ -127,11 +130,16 @@ class Bucketed(Engine):
             if bucket.state is BucketState.OPEN and bucket.trainable:
                 self._send(bucket)
         for bucket in self.buckets:
-            if bucket.pending is not None:
-                bucket.pending.wait()
-                bucket.pending = None
-                bucket.state = BucketState.REDUCED
-                self._reduced_bucket(bucket)
+            self._complete(bucket)
+        self._sending = False
+
+    def _complete(self, bucket: Bucket) -> None:
+        """Wait for a bucket that is in flight and take its means."""
+        if bucket.pending is not None:
+            bucket.pending.wait()
+            bucket.pending = None
+            bucket.state = BucketState.REDUCED
+            self._reduced_bucket(bucket)
 
     def _reduced_bucket(self, bucket: Bucket) -> None:
         bucket.hand_out(self.comm.num_ranks)

@@ -62,8 +62,10 @@ class Bucket:
         return self.layout.padding_numel * self.params[0].element_size()
 
     def new_buffer(self) -> Tensor:
-        """A flat tensor for one value per element, padding included; [padded_numel], zeros."""
-        return torch.zeros(self.layout.padded_numel, dtype=self.params[0].dtype, device=self.params[0].device)
+        """A flat tensor for one value per element, [padded_numel]; only the padding is set, to 0."""
+        buffer = torch.empty(self.layout.padded_numel, dtype=self.params[0].dtype, device=self.params[0].device)
+        buffer[self.layout.numel :].zero_()
+        return buffer
 
     def slots_of(self, flat: Tensor) -> list[Tensor]:
         """Views of a flat buffer, one a slot, in the parameters' shapes."""
@@ -78,20 +80,21 @@ class Bucket:
 
     def take(self, slot: int, gradient: Tensor) -> None:
         """Copy a gradient into its slot, unless it lies there, and make ``param.grad`` the slot's view."""
-        if self.buffer is None:
-            self.buffer = self.new_buffer()
-            self.views = self.slots_of(self.buffer)
+        self._allocate()
         view = self.views[slot]
         if gradient.data_ptr() != view.data_ptr():
             write_used(view, gradient)
         self.params[slot].grad = view
 
+    def release(self) -> None:
+        """Free the buffer, once nobody needs what is in it."""
+        self.buffer = None
+        self.views = []
+
     def fill(self) -> None:
         """Complete every slot before sending, and take ``.grad`` away from the parameters."""
         self.unused = []
-        if self.buffer is None:
-            self.buffer = self.new_buffer()
-            self.views = self.slots_of(self.buffer)
+        self._allocate()
         for slot, param in enumerate(self.params):
             if param.grad is None:
                 write_unused(self.views[slot])
@@ -99,6 +102,11 @@ class Bucket:
             else:
                 self.take(slot, param.grad)
             param.grad = None
+
+    def _allocate(self) -> None:
+        if self.buffer is None:
+            self.buffer = self.new_buffer()
+            self.views = self.slots_of(self.buffer)
 
     def hand_out(self, divisor: int) -> None:
         """Make the buffer a mean and give every used parameter its ``.grad``."""

@@ -11,8 +11,9 @@ from shardlab.engines.bucketed import Bucketed
 from shardlab.engines.ddp import DDP
 from shardlab.engines.single import Single
 from shardlab.engines.zero1 import ZeRO1
+from shardlab.engines.zero2 import ZeRO2
 
-STRATEGIES: dict[str, type[Engine]] = {engine.name: engine for engine in (Single, DDP, Bucketed, ZeRO1)}
+STRATEGIES: dict[str, type[Engine]] = {engine.name: engine for engine in (Single, DDP, Bucketed, ZeRO1, ZeRO2)}
 
 
 def engine_options(strategy: str) -> tuple[str, ...]:

@@ -12,8 +12,6 @@ Source: Rajbhandari et al., arXiv 1910.02054, section 5.1.
 """
 
 from collections.abc import Iterator
-from typing import Any
-
 from torch import Tensor, nn
 
 from shardlab.comm import Mesh, Pending
@@ -112,8 +110,11 @@ class ZeRO1(Bucketed):
     def _reduced_bucket(self, bucket: Bucket) -> None:
         chunk = self._chunk(bucket)
         unused_here = {bucket.names[slot] for slot in bucket.unused}
-        pieces = bucket.layout.pieces(self.comm.rank)
-        gradients = {piece.name: self._gradient_of(bucket, piece.flat_start, piece.flat_stop) for piece in pieces}
+        offset, _ = bucket.layout.chunk(self.comm.rank)
+        gradients = {
+            piece.name: chunk[piece.flat_start - offset : piece.flat_stop - offset]
+            for piece in bucket.layout.pieces(self.comm.rank)
+        }
         unused = {name for name, gradient in gradients.items() if name in unused_here and nobody_used(gradient)}
         chunk.div_(self.comm.num_ranks)
         earlier = self._earlier.pop(bucket.index, None)
@@ -130,26 +131,29 @@ class ZeRO1(Bucketed):
         for bucket in self.buckets:
             pieces = bucket.layout.pieces(self.comm.rank)
             if any(self.shards.tensors.by_name(piece.name).grad is not None for piece in pieces):
-                self._earlier[bucket.index] = self._chunk(bucket).clone()
+                self._earlier[bucket.index] = self._set_aside(bucket)
+
+    def _set_aside(self, bucket: Bucket) -> Tensor:
+        return self._chunk(bucket).clone()
 
     def _chunk(self, bucket: Bucket) -> Tensor:
-        start, stop = bucket.layout.chunk(self.comm.rank)
-        return self._gradient_of(bucket, start, stop)
-
-    @staticmethod
-    def _gradient_of(bucket: Bucket, start: int, stop: int) -> Tensor:
+        """This rank's chunk of the reduced gradients, [chunk]."""
         assert bucket.buffer is not None
+        start, stop = bucket.layout.chunk(self.comm.rank)
         return bucket.buffer[start:stop]
 
     def _rows(self) -> Iterator[ShardRow]:
         owned = self.owned()
         for bucket in self.buckets:
             for name, param in zip(bucket.names, bucket.params, strict=True):
-                shape = tuple(param.shape)
+                shape, piece = tuple(param.shape), self.shards.tensors.by_name(name)
                 yield ShardRow(name, shape, Role.PARAMETER, bucket.index, 0, param.numel(), param.nbytes)
-                if bucket.buffer is not None:
-                    yield ShardRow(name, shape, Role.GRADIENT, bucket.index, 0, param.numel(), param.nbytes)
-                state: dict[str, Any] = self.optimizer.state.get(self.shards.tensors.by_name(name), {})
-                for role, num_bytes in held(param, state, None):
+                yield from self._gradient_rows(bucket, name, param)
+                for role, num_bytes in held(piece, self.optimizer.state.get(piece, {}), None):
                     if role is Role.OPTIMIZER_STATE:
                         yield ShardRow(name, shape, role, bucket.index, *owned[name], num_bytes)
+
+    def _gradient_rows(self, bucket: Bucket, name: str, param: nn.Parameter) -> Iterator[ShardRow]:
+        if bucket.buffer is not None:
+            shape = tuple(param.shape)
+            yield ShardRow(name, shape, Role.GRADIENT, bucket.index, 0, param.numel(), param.nbytes)

@@ -3,6 +3,8 @@
     comparison = compare(CompareConfig(ranks=4, steps=20), Path("runs/first"))
     comparison.summary                      # one row per strategy
     collective_timeline(comparison.records.collectives, comparison.records.spans, run="bucketed", step=5)
+
+Under torchrun every process calls it, on a directory that all of them see; rank 0 alone writes what is not a record.
 """
 
 import json
@@ -20,6 +22,7 @@ from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.run import Progress, RankReport, now_ns, run_strategy
 from shardlab.experiment.summary import summarise
 from shardlab.launch import RankPool
+from shardlab.launch.torchrun_env import torchrun_env
 from shardlab.trace.store import Records, load_runs, write_manifest
 
 # What every rank will import anyway, imported once before the ranks are forked.
@@ -60,14 +63,17 @@ def compare(
         on_progress: called in this process after every step of rank 0.
 
     Raises:
-        ValueError: ``directory`` holds something already.
+        ValueError: ``directory`` holds something already, or ``pool`` has another number of ranks than ``config``.
         RankError: a rank failed; see ``launch``. The records so far stay on disk.
     """
-    check_empty(directory)
-    if pool is not None:
-        return _compare(config, directory, pool, on_progress)
-    with RankPool(config.ranks, device=config.device, timeout_s=config.timeout_s, preload=PRELOAD) as own:
-        return _compare(config, directory, own, on_progress)
+    if is_reporter():
+        claim(directory)
+    if pool is None:
+        with RankPool(config.ranks, device=config.device, timeout_s=config.timeout_s, preload=PRELOAD) as own:
+            return _compare(config, directory, own, on_progress)
+    if pool.world_size != config.ranks:
+        raise ValueError(f"pool: it has {pool.world_size} ranks, but config.ranks is {config.ranks}")
+    return _compare(config, directory, pool, on_progress)
 
 
 def load_comparison(directory: Path | str) -> Comparison:
@@ -85,16 +91,27 @@ def load_comparison(directory: Path | str) -> Comparison:
     return Comparison(summary, records, directory)
 
 
-def check_empty(directory: Path) -> None:
-    """Refuse to mix two runs.
+def claim(directory: Path) -> None:
+    """Make the directory of a new comparison; two runs are never mixed.
 
     Raises:
-        ValueError: the directory holds something, or is a file.
+        ValueError: it holds something, is a file, or cannot be made.
     """
     if directory.is_file():
-        raise ValueError(f"out: {directory} is a file; name a directory")
-    if directory.is_dir() and any(directory.iterdir()):
+        raise ValueError(f"out: {directory} is a file; name a new or an empty directory")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        is_empty = not any(directory.iterdir())
+    except OSError as error:
+        raise ValueError(f"out: {directory} cannot be made: {error.strerror}; name another directory") from error
+    if not is_empty:
         raise ValueError(f"out: {directory} holds another run; name a new or an empty directory")
+
+
+def is_reporter() -> bool:
+    """Whether this process writes summaries and prints: always, but under torchrun on rank 0 only."""
+    env = torchrun_env()
+    return env is None or env.rank == 0
 
 
 def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress: OnProgress | None) -> Comparison:
@@ -103,15 +120,33 @@ def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress
             on_progress(message)
 
     for strategy in config.strategies:
+        # Under torchrun each process has its own idea of both; rank 0's count.
+        directory, origin_ns = pool.run(_agree, directory)[0]
         where = _run_directory(directory, strategy)
         manifest = _manifest(config, strategy, pool)
-        write_manifest(where, manifest)  # before it runs, so that a killed run can be read
-        reports = pool.run(run_strategy, config, strategy, where, now_ns(), on_message=on_message)
-        write_manifest(where, {**manifest, **_costs([report for report in reports if report is not None])})
+        _write_manifest(where, manifest)  # before it runs, so that a killed run can be read
+        reports = pool.run(run_strategy, config, strategy, where, origin_ns, on_message=on_message)
+        _write_manifest(where, {**manifest, **_costs([report for report in reports if report is not None])})
+    pool.run(_meet)  # under torchrun the others read the manifests that rank 0 has now written
     records = load_runs(_run_directory(directory, strategy) for strategy in config.strategies)
     summary = summarise(records, config.dtype)
-    (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    if is_reporter():
+        (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     return Comparison(pd.DataFrame(summary), records, directory)
+
+
+def _agree(rank: int, directory: Path) -> tuple[Path, int]:  # noqa: ARG001
+    """This rank's directory, and its idea of when the run begins."""
+    return directory, now_ns()
+
+
+def _meet(rank: int) -> None:
+    """Return when every rank has come: what ``pool.run`` does anyway."""
+
+
+def _write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
+    if is_reporter():
+        write_manifest(directory, manifest)
 
 
 def _run_directory(directory: Path, strategy: str) -> Path:

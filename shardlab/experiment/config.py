@@ -1,5 +1,6 @@
 """What an experiment is: every field checked before a rank starts, with its name and what it may be."""
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from shardlab.engines import STRATEGIES
 from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.engines.sharded_optimizer import parse_partition
 from shardlab.launch import place
+from shardlab.launch.torchrun_env import torchrun_env
 from shardlab.models import MODELS
 from shardlab.partition.wire import Link
 
@@ -76,12 +78,17 @@ class CompareConfig:
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}: {getattr(self, field)} is below 1")
         for field in ("learning_rate", "bucket_mib", "timeout_s", "clip"):
-            if (value := getattr(self, field)) is not None and not value > 0:
-                raise ValueError(f"{field}: {value} is not greater than 0")
+            if (value := getattr(self, field)) is not None and not 0 < value < math.inf:
+                raise ValueError(f"{field}: {value} is not a finite number greater than 0")
         self._check_batch()
         parse_partition(self.partition)
         if self.link is not None:
             Link.parse(self.link)
+        env = torchrun_env()
+        if env is not None and env.world_size != self.ranks:
+            raise ValueError(
+                f"ranks: {self.ranks}, but torchrun started {env.world_size} processes; give the same number"
+            )
         placement = place(self.ranks, self.device)
         if self.link is not None and placement.backend == "nccl":
             raise ValueError("link: a link can be emulated over gloo only; add device=cpu")

@@ -1,5 +1,6 @@
 """The report page of a comparison: the table first, then the pictures that explain it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
@@ -39,12 +40,33 @@ COLUMNS = {
 }
 
 
-def readable_summary(summary: pd.DataFrame) -> pd.DataFrame:
-    """The summary with units a person reads: ms, percent, MB (decimal)."""
+# The same for a terminal of 80 columns: a word over its unit.
+TERMINAL = {
+    "strategy": ("strategy", 1),
+    "loss_last": ("last\nloss", 1),
+    "max_loss_difference": ("loss\nerror", 1),
+    "step_ms": ("step\nms", 1),
+    "exposed_comm_ms": ("exposed\nms", 1),
+    "overlap": ("hidden\n%", 0.01),
+    "parameter_bytes": ("params\nMB", MB),
+    "gradient_bytes": ("grads\nMB", MB),
+    "optimizer_bytes": ("optim\nMB", MB),
+    "peak_bytes": ("peak\nMB", MB),
+    "wire_bytes_per_step": ("sent\nMB/step", MB),
+}
+
+
+def readable_summary(summary: pd.DataFrame, columns: Mapping[str, tuple[str, float]] = COLUMNS) -> pd.DataFrame:
+    """The summary with units a person reads: ms, percent, MB (decimal).
+
+    Args:
+        summary: rows of ``summary.json``.
+        columns: header and divisor of each column to show.
+    """
     return pd.DataFrame(
         {
             label: summary[name] if divisor == 1 else summary[name].astype("Float64") / divisor
-            for name, (label, divisor) in COLUMNS.items()
+            for name, (label, divisor) in columns.items()
         }
     )
 
@@ -71,8 +93,8 @@ def _lead(comparison: Comparison, config: CompareConfig) -> str:
     link = f", link emulated as {config.link}" if config.link else ""
     return (
         f"{config.steps} steps on {config.text}, {config.global_batch} sequences of {config.seq_len} bytes a step, "
-        f"{config.dtype}, {manifest['backend']} on {manifest['devices'][0]}{link}, torch {manifest['versions']['torch']}. "
-        f"{verdict(comparison)}"
+        f"{config.dtype}, {manifest['backend']} on {manifest['devices'][0]}{link}, "
+        f"torch {manifest['versions']['torch']}. {verdict(comparison)}"
     )
 
 

@@ -22,6 +22,10 @@ from shardlab.trace.store import Row, RunWriter
 from shardlab.vocabulary import Phase, SpanKind
 
 BEFORE_TRAINING = -1
+# What is held at rest settles in the first steps (optimizer state appears in step 0). Reading it means touching every
+# tensor, the dearest part of recording, so later it is read at every eighth step: the same steps on every rank.
+ALWAYS_AT_REST = 4
+EVERY_AT_REST = 8
 
 
 class Recorder:
@@ -123,10 +127,11 @@ class Recorder:
         """The optimizer has stepped: stop the step's clock, and sample what is held before gradients are forgotten."""
         self._end = self._clock.mark()
         began_ns = perf_counter_ns()
-        live = self.live_tensors()
-        if self._ledger is not None:
-            self._ledger.classify(live)
-        self._sample("rest", bytes_by_role(live), began_ns, self._phase)
+        if self._ledger is not None or self._step < ALWAYS_AT_REST or self._step % EVERY_AT_REST == 0:
+            live = self.live_tensors()
+            if self._ledger is not None:
+                self._ledger.classify(live)
+            self._sample("rest", bytes_by_role(live), began_ns, self._phase)
         self.spent(began_ns)
 
     def issued(self, event: CollectiveEvent) -> None:
@@ -188,9 +193,7 @@ class Recorder:
     def _collectives(self) -> list[Row]:
         first = self._seq
         self._seq += len(self._events)
-        return [
-            collective_row(event, phase, seq, self._axis) for seq, (event, phase) in enumerate(self._events, first)
-        ]
+        return [collective_row(event, phase, seq, self._axis) for seq, (event, phase) in enumerate(self._events, first)]
 
     def _peak(self) -> int | None:
         if self._on_cuda:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 import psutil
 
@@ -12,7 +13,7 @@ class ResidentBytes:
     def __init__(self) -> None:
         self._process = psutil.Process()
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
-        self._file = open("/proc/self/statm", "rb", buffering=0) if sys.platform == "linux" else None  # noqa: SIM115
+        self._file = Path("/proc/self/statm").open("rb", buffering=0) if sys.platform == "linux" else None  # noqa: SIM115
 
     def __call__(self) -> int:
         """Bytes now."""

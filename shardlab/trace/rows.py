@@ -44,9 +44,7 @@ def span_rows(spans: Iterable[Span], collectives: Iterable[Row], axis: TimeAxis)
     """The spans without the times in them when the rank only waited for a collective: one row for each piece."""
     # A collective that nobody waited for has NaN there, which is not above anything.
     waits = merged(
-        (row["wait_start_us"], row["wait_end_us"])
-        for row in collectives
-        if row["wait_end_us"] > row["wait_start_us"]
+        (row["wait_start_us"], row["wait_end_us"]) for row in collectives if row["wait_end_us"] > row["wait_start_us"]
     )
     return [
         {"unit": span.unit, "kind": span.kind, "start_us": start, "end_us": end}

@@ -1,0 +1,75 @@
+"""Execute the notebooks and save them with their outputs: ``python notebooks/build.py [NAME ...]``.
+
+Figures get a PNG beside plotly's JSON, because GitHub draws no plotly. What differs from run to run and tells nobody
+anything (times of execution, widget state, the exact Python) is taken out. A notebook with an error output, or of more
+than 500 kB, is not saved, and the exit code is 1.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from nbformat import NotebookNode
+from tqdm import tqdm
+
+FOLDER = Path(__file__).resolve().parent
+MAX_BYTES = 900_000
+KERNELSPEC = {"name": "python3", "display_name": "Python 3", "language": "python"}
+CELL_TIMEOUT_S = 300
+
+
+def main() -> int:
+    """Build the notebooks named on the command line, or all; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="beginnings of file names, such as 03; none for all notebooks")
+    names = tuple(parser.parse_args().names) or ("",)
+    paths = [path for path in sorted(FOLDER.glob("*.ipynb")) if path.name.startswith(names)]
+    if not paths:
+        parser.error(f"no notebook in {FOLDER} begins with {' or '.join(names)}")
+    os.environ["SHARDLAB_PNG"] = "1"
+    # A user's own IPython profile or startup files must leave no trace in what is saved.
+    with tempfile.TemporaryDirectory() as profile:
+        os.environ["IPYTHONDIR"] = profile
+        problems = [problem for path in paths if (problem := build(path)) is not None]
+    sys.stderr.writelines(f"{problem}\n" for problem in problems)
+    return 1 if problems else 0
+
+
+def build(path: Path) -> str | None:
+    """Execute and save one notebook; what is wrong with it, or None."""
+    notebook = nbformat.read(path, as_version=4)
+    with tqdm(total=len(notebook.cells), desc=path.name, unit="cell") as progress:
+        client = NotebookClient(
+            notebook, timeout=CELL_TIMEOUT_S, kernel_name=KERNELSPEC["name"], record_timing=False,
+            resources={"metadata": {"path": str(path.parent)}}, on_cell_complete=lambda **_: progress.update(),
+        )  # fmt: skip
+        try:
+            client.execute()
+        except CellExecutionError as error:
+            return f"{path.name}: a cell failed, nothing saved\n{error}"
+    clean(notebook)
+    text = nbformat.writes(notebook) + "\n"
+    if len(text.encode()) > MAX_BYTES:
+        return f"{path.name}: {len(text.encode())} bytes are more than {MAX_BYTES}, nothing saved"
+    path.write_text(text)
+    return None
+
+
+def clean(notebook: NotebookNode) -> None:
+    """Keep of the metadata the kernel's name and the cells' tags."""
+    notebook.metadata = NotebookNode(kernelspec=KERNELSPEC, language_info={"name": "python"})
+    for cell in notebook.cells:
+        cell.metadata = NotebookNode({key: value for key, value in cell.metadata.items() if key == "tags"})
+        for output in cell.get("outputs", []):
+            if "metadata" in output:
+                output.metadata = NotebookNode()
+    nbformat.validate(notebook)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""ZeRO-2: gradients are sharded too; only the parameters are whole on every rank.
+
+What changes against ``zero1``: where the reduce-scatter puts the mean. A bucket's buffer is made when backward reaches
+it and freed when it has been reduced; what stays is this rank's chunk. No full-size gradient is alive between backward
+and step, and during backward only the buckets being filled and at most two being reduced.
+
+Per rank for P fp32 parameters with Adam: 4P parameters, 4P/N gradients, 8P/N state (P with the padding of each bucket
+to a multiple of N); on the wire 2P(N-1)/N elements, as before. Inside ``no_sync()`` nothing is sent, so full gradients
+accumulate there until the backward that communicates. Source: Rajbhandari et al., arXiv 1910.02054, section 5.2.
+"""
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from shardlab.comm import Pending
+from shardlab.engines.base import ShardRow
+from shardlab.engines.buckets import Bucket
+from shardlab.engines.zero1 import ZeRO1
+from shardlab.vocabulary import Role
+
+BUCKETS_IN_FLIGHT = 2
+
+
+class ZeRO2(ZeRO1):
+    """Replicated parameters, sharded gradients and optimizer state. Arguments as ``ZeRO1``."""
+
+    name = "zero2"
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        super().zero_grad()
+        self._gradient_shards.clear()
+        for bucket in self.buckets:
+            bucket.release()
+
+    def live_tensors(self) -> dict[Role, list[Tensor]]:
+        """As ``ZeRO1``; the gradients are this rank's chunks."""
+        live = super().live_tensors()
+        live[Role.GRADIENT] += self._gradient_shards.values()
+        return live
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._gradient_shards: dict[int, Tensor] = {}  # bucket index -> [chunk]
+
+    def _send(self, bucket: Bucket) -> None:
+        # A bound that does not depend on timing: a slow link must not let all of the gradients pile up.
+        for earlier in self.buckets[: max(0, bucket.index - BUCKETS_IN_FLIGHT + 1)]:
+            self._complete(earlier)
+        super()._send(bucket)
+
+    def _reduce(self, bucket: Bucket) -> Pending:
+        assert bucket.buffer is not None
+        shard = bucket.buffer.new_empty(bucket.layout.chunk_sizes[self.comm.rank])
+        self._gradient_shards[bucket.index] = shard
+        tag = f"gradients of bucket {bucket.index}"
+        return self.comm.reduce_scatter(bucket.buffer, shard, bounds=bucket.layout.bounds, tag=tag)
+
+    def _reduced_bucket(self, bucket: Bucket) -> None:
+        super()._reduced_bucket(bucket)
+        bucket.release()
+
+    def _set_aside(self, bucket: Bucket) -> Tensor:
+        return self._chunk(bucket)  # the next reduction makes a tensor of its own
+
+    def _chunk(self, bucket: Bucket) -> Tensor:
+        return self._gradient_shards[bucket.index]
+
+    def _gradient_rows(self, bucket: Bucket, name: str, param: nn.Parameter) -> Iterator[ShardRow]:
+        if bucket.index in self._gradient_shards and name in self.shards.pieces:
+            start, stop = self.owned()[name]
+            num_bytes = (stop - start) * param.element_size()
+            yield ShardRow(name, tuple(param.shape), Role.GRADIENT, bucket.index, start, stop, num_bytes)
