@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from shardlab.experiment.run import Progress as StepDone
 
 BAD_INPUT, INTERRUPTED = 2, 130
+ROOMY = 100  # columns of a terminal in which the table may breathe
+NOTE = "Medians of times; bytes at rest, maximum over ranks; peak of one traced step."
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -57,7 +59,7 @@ def compare(
     from shardlab import experiment  # torch takes 1.5 s to import, and --help needs none of it
 
     directory = out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
-    with _bad_input():
+    with bad_input():
         config = experiment.CompareConfig(
             strategies=tuple(name.strip() for name in strategies.split(",") if name.strip()),
             ranks=ranks, steps=steps, model=model, text=text, batch=batch, seq_len=seq_len, accumulation=accumulation,
@@ -108,13 +110,13 @@ def _is_rank_failure(error: Exception) -> bool:
 
 
 @contextlib.contextmanager
-def _bad_input() -> Iterator[None]:
+def bad_input() -> Iterator[None]:
     """A ValueError inside is the user's to mend: one line, no traceback. Elsewhere it is a bug and stays one."""
-    from shardlab.experiment import is_reporter
-
     try:
         yield
     except ValueError as error:
+        from shardlab.experiment import is_reporter
+
         if is_reporter():
             _complain(str(error))
         raise typer.Exit(BAD_INPUT) from None
@@ -183,22 +185,23 @@ def _print_result(comparison: "Comparison", config: "CompareConfig", report: Pat
     from shardlab.experiment.report import verdict
 
     console = Console(highlight=False)
-    console.print(_result_table(comparison, config))
+    console.print(_result_table(comparison, config, console.width))
+    console.print(NOTE, style="dim")
     console.print(verdict(comparison))
     console.print(f"Report: {report}", soft_wrap=True)
 
 
-def _result_table(comparison: "Comparison", config: "CompareConfig") -> Table:
-    """Short enough for 80 columns: a word over its unit."""
+def _result_table(comparison: "Comparison", config: "CompareConfig", width: int) -> Table:
+    """A word over its unit in each head, so that eleven columns find room in 80 characters."""
     from shardlab.experiment.report import TERMINAL, readable_summary
     from shardlab.plots.tables import column_text
 
     shown = readable_summary(comparison.summary, TERMINAL)
+    gap = 2 if width >= ROOMY else 0  # beside the one space that parts the columns anyway
     table = Table(
         title=f"{config.model}, {_count(config.ranks, 'rank')}, {_count(config.steps, 'step')}",
-        caption="Times: medians. Bytes: maximum over ranks, at rest; peak: in one traced step. MB = 1,000,000 bytes.",
-        box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left",
-        show_edge=False, title_style="bold",
+        title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False,
+        padding=(0, gap, 0, 0),
     )  # fmt: skip
     for name in shown.columns:
         numeric = pd.api.types.is_numeric_dtype(shown[name])

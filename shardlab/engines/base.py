@@ -90,8 +90,7 @@ class Engine(ABC):
 
         A plain ``loss.backward()`` before it is finished first: a forward is the next moment that all ranks share.
         """
-        if self._unfinished:
-            self.finish_gradients()
+        self._settle()
         return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> None:
@@ -220,8 +219,13 @@ class Engine(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, exc_type: object, *exc: object) -> None:
         self.close()
+
+    def _settle(self) -> None:
+        """Finish a plain ``loss.backward()`` that has not been finished."""
+        if self._unfinished:
+            self.finish_gradients()
 
     def _prepare(self) -> None:
         """Lay out what the strategy needs, before the optimizer is made."""

@@ -12,6 +12,7 @@ Source: Rajbhandari et al., arXiv 1910.02054, section 5.1.
 """
 
 from collections.abc import Iterator
+
 from torch import Tensor, nn
 
 from shardlab.comm import Mesh, Pending

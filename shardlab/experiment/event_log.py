@@ -6,6 +6,8 @@
         return log.rows()
 
     table = collectives_table(pool.run(ranks_do))
+
+Inside a training step the recorder (``trace``) does this and more.
 """
 
 from collections.abc import Iterable, Iterator

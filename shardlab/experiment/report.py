@@ -44,7 +44,7 @@ COLUMNS = {
 TERMINAL = {
     "strategy": ("strategy", 1),
     "loss_last": ("last\nloss", 1),
-    "max_loss_difference": ("loss\nerror", 1),
+    "max_loss_difference": ("loss\ndiffers", 1),
     "step_ms": ("step\nms", 1),
     "exposed_comm_ms": ("exposed\nms", 1),
     "overlap": ("hidden\n%", 0.01),

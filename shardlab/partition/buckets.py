@@ -8,7 +8,9 @@ map must be the same on every rank: it depends on the order of the parameters al
 from collections.abc import Hashable, Sequence
 
 from shardlab.partition.chunks import require_count
-from shardlab.partition.flat import ParamSpec
+from shardlab.partition.flat import FlatLayout, ParamSpec, flat_layout, owned_layout
+from shardlab.partition.owners import assign_owners
+from shardlab.vocabulary import Partition
 
 
 def assign_buckets(
@@ -48,3 +50,33 @@ def assign_buckets(
         open_bytes[key] += num_bytes
     # Complete when its last gradient is there: the lowest index, since backward counts down.
     return tuple(sorted((tuple(bucket) for bucket in buckets), key=lambda bucket: -bucket[-1]))
+
+
+def plan_buckets(
+    specs: Sequence[ParamSpec],
+    keys: Sequence[Hashable] | None,
+    num_ranks: int,
+    capacity_bytes: int,
+    partition: Partition = Partition.ELEMENTS,
+) -> tuple[FlatLayout, ...]:
+    """The layout of every bucket, in the order in which backward completes them; names are in ``layout.slots``.
+
+    Args:
+        specs: parameters in the order in which forward uses them.
+        keys: as for :func:`assign_buckets`.
+        num_ranks: chunks of each bucket; 1 where nothing is sharded.
+        capacity_bytes: bytes of gradients in a full bucket, at least 1.
+        partition: ``elements`` cuts each bucket into equal chunks; the others give whole parameters to ranks, balanced
+            over the whole model and not bucket by bucket.
+
+    Raises:
+        ValueError: a count is too small, or ``keys`` has another length than ``specs``.
+    """
+    members = assign_buckets(specs, capacity_bytes, keys)
+    if partition is Partition.ELEMENTS:
+        return tuple(flat_layout([specs[index] for index in bucket], num_ranks) for bucket in members)
+    owners = assign_owners(specs, num_ranks, partition)
+    return tuple(
+        owned_layout([specs[index] for index in bucket], [owners[index] for index in bucket], num_ranks)
+        for bucket in members
+    )

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from pathlib import Path
+import weakref
 
 import psutil
 
@@ -13,11 +13,13 @@ class ResidentBytes:
     def __init__(self) -> None:
         self._process = psutil.Process()
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
-        self._file = Path("/proc/self/statm").open("rb", buffering=0) if sys.platform == "linux" else None  # noqa: SIM115
+        self._statm: int | None = None
+        if sys.platform == "linux":
+            self._statm = os.open("/proc/self/statm", os.O_RDONLY)
+            weakref.finalize(self, os.close, self._statm)
 
     def __call__(self) -> int:
         """Bytes now."""
-        if self._file is None:
+        if self._statm is None:
             return int(self._process.memory_info().rss)
-        self._file.seek(0)
-        return int(self._file.read(128).split()[1]) * self._page_bytes
+        return int(os.pread(self._statm, 128, 0).split()[1]) * self._page_bytes

@@ -9,7 +9,7 @@ def data_path(name: str) -> Path:
     Raises:
         FileNotFoundError: it is in neither place; the message names both.
     """
-    package = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parent
     places = (package / "data" / name, package.parent / "data" / name)
     for place in places:
         if place.is_file():

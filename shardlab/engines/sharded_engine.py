@@ -1,0 +1,128 @@
+"""What strategies share whose parameters live as shards: ownership, full parameters on demand, state dicts."""
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardlab.engines.base import Engine, ShardRow, held
+from shardlab.engines.sharded_unit import ShardedUnit
+from shardlab.engines.shards import check_partition
+from shardlab.engines.step_tensors import StepTensors
+from shardlab.vocabulary import Partition, Role
+
+
+class ShardedEngine(Engine):
+    """An engine whose parameters belong to units; ``partition`` says what a piece of a parameter is."""
+
+    shards_gradients = True
+    units: list[ShardedUnit]
+    _held_by_user: bool
+    partition: Partition = Partition.ELEMENTS
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        super().zero_grad()
+        for unit in self.units:
+            unit.finish_reduce()
+            unit.drop_gradients()
+
+    def step_tensors(self) -> StepTensors:
+        """This rank's pieces, by name, in the module's order."""
+        return self._tensors
+
+    def owners(self) -> dict[str, tuple[int, ...]]:
+        """The ranks of the shard group that hold a piece of each parameter, in the module's order."""
+        holders: dict[str, list[int]] = {name: [] for name in self.params}
+        for unit in self.units:
+            for rank in range(unit.layout.num_ranks):
+                for piece in unit.layout.pieces(rank):
+                    holders[piece.name].append(rank)
+        return {name: tuple(ranks) for name, ranks in holders.items()}
+
+    def owned(self) -> dict[str, tuple[int, int]]:
+        """The elements (start, stop) of each flattened parameter that this rank holds; only what it does hold."""
+        spans = {name: span for unit in self.units for name, span in unit.owned.items()}
+        return {name: spans[name] for name in self.params if name in spans}
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of one full copy of the parameters that are padding, over all units."""
+        return sum(unit.padding_bytes for unit in self.units)
+
+    def shard_map(self) -> list[ShardRow]:
+        """Every piece of a parameter, gradient or optimizer state that this rank holds; ``bucket`` is the unit."""
+        return [
+            ShardRow(name, unit.seats[name].shape, role, index, *span, num_bytes)
+            for index, unit in enumerate(self.units)
+            for name, span in unit.owned.items()
+            for role, num_bytes in held(
+                unit.pieces[name], self.optimizer.state.get(unit.pieces[name], {}), unit.pieces[name].grad
+            )
+        ]
+
+    def live_tensors(self) -> dict[Role, list[Tensor]]:
+        """The engine's tensors by role; gathered parameters are there only while they are gathered."""
+        live = super().live_tensors()
+        live[Role.PARAMETER] = [unit.shard for unit in self.units]
+        live[Role.GATHERED_PARAMETER] = [tensor for unit in self.units for tensor in unit.gathered()]
+        live[Role.GRADIENT] = [tensor for unit in self.units for tensor in unit.live_gradients()]
+        return live
+
+    @contextlib.contextmanager
+    def full_params(self, *, keep_changes: bool = False) -> Iterator[nn.Module]:
+        """Inside, the module has its full parameters on every rank; collective.
+
+        Args:
+            keep_changes: copy what was written into them back into the shards; every rank must write the same.
+        """
+        before, self._held_by_user = self._held_by_user, True
+        for unit in self.units:
+            unit.unshard()
+        try:
+            yield self.module
+            if keep_changes:
+                for unit in self.units:
+                    unit.keep_changes()
+        finally:
+            self._held_by_user = before
+            if not before:
+                for unit in self.units:
+                    unit.reshard()
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """A copy of the module's whole state, the same on every rank, which loads strict; collective."""
+        with self.full_params():
+            return super().full_state_dict()
+
+    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a full state; each rank keeps its shards of it. Collective."""
+        with self.full_params(keep_changes=True):
+            super().load_full_state_dict(state)
+
+    def close(self) -> None:
+        """Put the full parameters back into the module for good: it trains alone again. Collective the first time."""
+        if self._hooks:
+            for unit in self.units:
+                unit.unshard()
+        super().close()
+
+    def __exit__(self, exc_type: object, *exc: object) -> None:
+        # After an error the other ranks may never come to the gather.
+        if exc_type is None:
+            self.close()
+
+    def _prepare(self) -> None:
+        self._held_by_user = False
+        self.units = self._make_units()
+        pieces = {name: piece for unit in self.units for name, piece in unit.pieces.items()}
+        self._tensors = StepTensors({name: pieces[name] for name in self.params})
+
+    def _check_optimizer(self) -> None:
+        check_partition(self.optimizer, self.partition, self.comm.num_ranks)
+
+    @abstractmethod
+    def _make_units(self) -> list[ShardedUnit]:
+        """Shard the parameters."""

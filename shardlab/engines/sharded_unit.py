@@ -1,0 +1,262 @@
+"""Parameters that are sharded, gathered, computed with, resharded and reduced together.
+
+Tensors of a unit, for a layout of N chunks:
+
+* ``shard``: this rank's chunk of the parameters, [chunk], always there; ``pieces`` are its parts by parameter, which the
+  optimizer steps;
+* ``buffer``: all chunks, [N x chunk], while gathered; where the layout keeps a parameter in one stretch (flat) the full
+  parameter is a view of it, else (dim-0) it is a copy and the buffer is dropped at once;
+* gradients: ``param.grad`` of each full parameter until backward has made them all, then one flat buffer that is
+  reduce-scattered, then this rank's chunk, whose parts are the ``.grad`` of the pieces.
+
+A unit is SHARDED, GATHERING or UNSHARDED. Freeing is dropping references: the autograd graph holds none
+(``saved.py``), so what is resharded is free, and what is still needed can never be pulled away under a computation.
+"""
+
+from collections.abc import Mapping
+from enum import Enum, auto
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shardlab.comm import Communicator, Pending
+from shardlab.engines.released import Seats
+from shardlab.engines.unused import nobody_used, write_unused, write_used
+from shardlab.partition.flat import Piece
+
+
+class Layout(Protocol):
+    """What a unit asks of ``FlatLayout`` or ``Dim0Layout``."""
+
+    @property
+    def num_ranks(self) -> int: ...  # noqa: D102
+    @property
+    def bounds(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def padded_numel(self) -> int: ...  # noqa: D102
+    @property
+    def padding_numel(self) -> int: ...  # noqa: D102
+    def chunk(self, rank: int) -> tuple[int, int]: ...  # noqa: D102
+    def pieces(self, rank: int) -> tuple[Piece, ...]: ...  # noqa: D102
+
+
+class UnitState(Enum):
+    """Where the full parameters are."""
+
+    SHARDED = auto()
+    GATHERING = auto()
+    UNSHARDED = auto()
+
+
+class ShardedUnit:
+    """Shards parameters at once and releases them.
+
+    Args:
+        name: in the tags of its collectives.
+        params: full parameters by name, in the layout's slot order, all of one dtype and device.
+        seats: their places in the module.
+        layout: which elements which rank holds.
+        comm: the ranks of the layout.
+        replicas: ranks that hold the same chunk of other groups; None where there are none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: Mapping[str, nn.Parameter],
+        seats: Mapping[str, Seats],
+        layout: Layout,
+        comm: Communicator,
+        replicas: Communicator | None = None,
+    ) -> None:
+        self.name, self.params, self.seats = name, dict(params), {key: seats[key] for key in params}
+        self.layout, self.comm, self.replicas = layout, comm, replicas
+        self.state = UnitState.UNSHARDED
+        self.full: dict[str, Tensor] = {}  # gathered parameters, while UNSHARDED
+        self.addresses: set[int] = set()  # of their storages
+        self.gradient_shard: Tensor | None = None  # [chunk], means
+        self._gathering: tuple[Tensor, Pending] | None = None
+        self._reducing: tuple[Tensor, Tensor, Pending] | None = None
+        self._unused: set[str] = set()
+        self._stretches = _stretches(layout, list(params))
+        self._own = {piece.name: piece for piece in layout.pieces(comm.rank)}
+        self.shard = self._cut()
+        self.pieces = {
+            key: self._piece_of(key, self.shard).requires_grad_(param.requires_grad) for key, param in params.items()
+        }
+        self.reshard()
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter requires a gradient now."""
+        return any(param.requires_grad for param in self.params.values())
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of the gathered buffer that belong to no parameter."""
+        return self.layout.padding_numel * self.shard.element_size()
+
+    @property
+    def owned(self) -> dict[str, tuple[int, int]]:
+        """Elements (start, stop) of each flattened parameter that this rank holds; only what it does hold."""
+        return {name: (piece.param_start, piece.param_stop) for name, piece in self._own.items()}
+
+    def start_unshard(self) -> None:
+        """Begin to gather, unless it has begun or is done."""
+        if self.state is UnitState.SHARDED:
+            buffer = self.shard.new_empty(self.layout.padded_numel)
+            tag = f"parameters of {self.name}"
+            pending = self.comm.all_gather(buffer, self.shard, bounds=self.layout.bounds, tag=tag)
+            self._gathering = (buffer, pending)
+            self.state = UnitState.GATHERING
+
+    def unshard(self) -> None:
+        """Have the full parameters in the module."""
+        self.start_unshard()
+        if self.state is UnitState.GATHERING:
+            assert self._gathering is not None
+            (buffer, pending), self._gathering = self._gathering, None
+            pending.wait()
+            self.full = {name: self._read(name, buffer) for name in self.params}
+            self.addresses = {full.untyped_storage().data_ptr() for full in self.full.values()}
+            for name, param in self.params.items():
+                param.data = self.full[name]
+                self.seats[name].seat()
+            self.state = UnitState.UNSHARDED
+
+    def reshard(self) -> None:
+        """Let go of the full parameters; what was gathered ahead and not used is waited for and dropped."""
+        if self._gathering is not None:
+            self._gathering[1].wait()
+            self._gathering = None
+        for name, param in self.params.items():
+            if self.state is UnitState.UNSHARDED:
+                self.seats[name].vacate()
+            # One element seen as the whole shape: autograd may ask for the shape, nobody for the values.
+            param.data = self.shard.new_zeros(()).expand(self.seats[name].shape)
+        self.full, self.addresses = {}, set()
+        self.state = UnitState.SHARDED
+
+    def keep_changes(self) -> None:
+        """Copy what was written into the full parameters back into the shard."""
+        assert self.state is UnitState.UNSHARDED
+        for name, piece in self._own.items():
+            self.pieces[name].detach().view(-1).copy_(self.full[name].reshape(-1)[piece.param_start : piece.param_stop])
+
+    def start_reduce(self) -> None:
+        """Begin to reduce-scatter the gradients that have accumulated in the parameters."""
+        buffer = self.shard.new_empty(self.layout.padded_numel)
+        if self.layout.padding_numel:
+            buffer.zero_()
+        self._unused = {name for name, param in self.params.items() if param.grad is None}
+        for name, param in self.params.items():
+            self._write(name, param.grad, buffer)
+            param.grad = None
+        output = torch.empty_like(self.shard)
+        tag = f"gradients of {self.name}"
+        pending = self.comm.reduce_scatter(buffer, output, bounds=self.layout.bounds, tag=tag)
+        self._reducing = (buffer, output, pending)
+
+    def finish_reduce(self) -> None:
+        """Have the means in ``gradient_shard``, added to those that are there, and in the ``.grad`` of the pieces."""
+        if self._reducing is None:
+            return
+        (_, shard, pending), self._reducing = self._reducing, None
+        pending.wait()
+        num_ranks = self.comm.num_ranks
+        if self.replicas is not None:
+            self.replicas.all_reduce(shard, tag=f"gradients of {self.name}").wait()
+            num_ranks *= self.replicas.num_ranks
+        unused = {name for name in self._unused & self._own.keys() if nobody_used(self._piece_of(name, shard).view(-1))}
+        shard.div_(num_ranks)
+        self._accept(shard, unused)
+
+    def drop_gradients(self) -> None:
+        """Forget the means."""
+        self.gradient_shard = None
+        for piece in self.pieces.values():
+            piece.grad = None
+
+    def live_gradients(self) -> list[Tensor]:
+        """Everything that holds gradients now."""
+        held = [param.grad for param in self.params.values() if param.grad is not None]
+        held += [self.gradient_shard] if self.gradient_shard is not None else []
+        return held + list(self._reducing[:2] if self._reducing is not None else ())
+
+    def gathered(self) -> list[Tensor]:
+        """Full parameters that are there beside the shard."""
+        return [*self.full.values(), *([self._gathering[0]] if self._gathering is not None else [])]
+
+    def _accept(self, shard: Tensor, unused: set[str]) -> None:
+        had = {name for name, piece in self.pieces.items() if piece.grad is not None}
+        if self.gradient_shard is not None and had:
+            shard.add_(self.gradient_shard)
+        self.gradient_shard = shard
+        for name in self._own:
+            if name not in unused or name in had:
+                self.pieces[name].grad = self._piece_of(name, shard)
+
+    def _cut(self) -> Tensor:
+        """This rank's chunk of the full parameters, padding as zeros."""
+        start, stop = self.layout.chunk(self.comm.rank)
+        first = next(iter(self.params.values()))
+        shard = torch.zeros(stop - start, dtype=first.dtype, device=first.device)
+        for name, piece in self._own.items():
+            flat = self.params[name].detach().reshape(-1)
+            shard[piece.flat_start - start : piece.flat_stop - start].copy_(flat[piece.param_start : piece.param_stop])
+        return shard
+
+    def _piece_of(self, name: str, shard: Tensor) -> Tensor:
+        """A parameter's part of a chunk-sized tensor: whole rows in their shape where it is rows, else flat."""
+        shape = self.seats[name].shape
+        if name not in self._own:
+            return shard.new_empty((0, *(shape or (1,))[1:]))
+        piece, offset = self._own[name], self.layout.chunk(self.comm.rank)[0]
+        part = shard[piece.flat_start - offset : piece.flat_stop - offset]
+        if piece.whole:
+            part = part.view(shape)
+        elif _whole_rows(piece, shape):
+            part = part.view(-1, *shape[1:])
+        return part
+
+    def _read(self, name: str, buffer: Tensor) -> Tensor:
+        shape = self.seats[name].shape
+        stretches = self._stretches[name]
+        if len(stretches) == 1:
+            start, stop, _ = stretches[0]
+            return buffer[start:stop].view(shape)
+        full = buffer.new_empty(shape)
+        for start, stop, at in stretches:
+            full.view(-1)[at : at + stop - start].copy_(buffer[start:stop])
+        return full
+
+    def _write(self, name: str, gradient: Tensor | None, buffer: Tensor) -> None:
+        for start, stop, at in self._stretches[name]:
+            if gradient is None:
+                write_unused(buffer[start:stop])
+            elif len(self._stretches[name]) == 1:
+                write_used(buffer[start:stop].view(gradient.shape), gradient)
+            else:
+                write_used(buffer[start:stop], gradient.reshape(-1)[at : at + stop - start])
+
+
+def _whole_rows(piece: Piece, shape: tuple[int, ...]) -> bool:
+    row = 1
+    for size in shape[1:]:
+        row *= size
+    return len(shape) > 1 and row > 0 and piece.param_start % row == 0 and piece.param_stop % row == 0
+
+
+def _stretches(layout: Layout, names: list[str]) -> dict[str, list[tuple[int, int, int]]]:
+    """Of each parameter the stretches of the gathered buffer: (start, stop, offset in the parameter)."""
+    found: dict[str, list[tuple[int, int, int]]] = {name: [] for name in names}
+    for rank in range(layout.num_ranks):
+        for piece in layout.pieces(rank):
+            stretches = found[piece.name]
+            if stretches and stretches[-1][1] == piece.flat_start:
+                start, _, at = stretches.pop()
+                stretches.append((start, piece.flat_stop, at))
+            else:
+                stretches.append((piece.flat_start, piece.flat_stop, piece.param_start))
+    return found

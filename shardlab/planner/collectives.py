@@ -1,0 +1,205 @@
+"""The exact list of collectives of one step on every rank, without running.
+
+In elements per rank and step on a ring, with M = 1; (N - 1)/N of a buffer is what a rank sends of it:
+
+================  ==========================================================  ===================
+strategy          collectives                                                 elements sent
+================  ==========================================================  ===================
+ddp               an all-reduce per parameter                                 2P (N-1)/N
+bucketed          an all-reduce per bucket                                    2P (N-1)/N
+zero1, zero2      a reduce-scatter, after the step an all-gather per bucket   2P (N-1)/N
+zero3             an all-gather per bucket before forward and again before    3P (N-1)/N
+                  backward, a reduce-scatter
+fsdp full_shard   the same per unit, in the order of execution                3P (N-1)/N
+shard_grad_op     an all-gather in forward, a reduce-scatter                  2P (N-1)/N
+no_shard          an all-reduce per unit                                      2P (N-1)/N
+hybrid_shard      as full_shard over S ranks, then an all-reduce of the       3P (S-1)/S +
+                  shard across R replicas                                     2 P/S (R-1)/R
+================  ==========================================================  ===================
+
+Of M micro-batches only the last sends gradients; each gathers its parameters. A group of one rank sends nothing and has
+no rows. Not listed: what is sent before the first step, and the mean of the loss, which is the training step's.
+Source: Rajbhandari et al., arXiv 1910.02054, section 7; Zhao et al., arXiv 2304.11277, section 3.2.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import nan
+
+import pandas as pd
+
+from shardlab.partition.chunks import require_rank
+from shardlab.partition.wire import ring_wire_bytes
+from shardlab.planner.fsdp_order import backward_order
+from shardlab.planner.groups import ROOT, Group, groups_of
+from shardlab.planner.model import PlannedModel
+from shardlab.planner.setup import Setup, Sharding
+from shardlab.tables import COLLECTIVES
+from shardlab.vocabulary import Collective, MeshAxis, Phase
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective of a step. ``chunk_numels``: elements of each member's chunk, where the verb has chunks."""
+
+    op: Collective
+    axis: MeshAxis
+    tag: str
+    phase: Phase
+    dtype: str
+    itemsize: int
+    numel: int
+    group_size: int
+    chunk_numels: tuple[int, ...] | None = None
+
+    def wire_bytes(self, member: int) -> float:
+        """Bytes that this member of the group sends, by the ring formula."""
+        own = None if self.chunk_numels is None else self.chunk_numels[member] * self.itemsize
+        return ring_wire_bytes(self.op, self.numel * self.itemsize, self.group_size, own)
+
+
+def predicted_collectives(
+    model: PlannedModel, setup: Setup, *, ranks: Sequence[int] | None = None, run: str | None = None
+) -> pd.DataFrame:
+    """Table ``collectives`` with ``source='predicted'``: rank by rank in the order of issue, times NaN.
+
+    Args:
+        model: its parameters.
+        setup: the strategy.
+        ranks: those wanted; None for all.
+        run: name of the run; None for the strategy's.
+
+    Raises:
+        ValueError: a rank or a parameter's name that does not exist.
+    """
+    calls = calls_of_step(model, setup)
+    rows = []
+    for rank in range(setup.num_ranks) if ranks is None else ranks:
+        require_rank(rank, setup.num_ranks)
+        rows += [_row(run or setup.strategy, rank, seq, call, setup) for seq, call in enumerate(calls)]
+    return COLLECTIVES.frame(rows)
+
+
+def calls_of_step(model: PlannedModel, setup: Setup) -> list[Call]:
+    """The collectives of one step in the order of issue, the same on every rank."""
+    planner = _Step(groups_of(model, setup), setup)
+    calls = {
+        "single": planner.nothing, "ddp": planner.replicated, "bucketed": planner.replicated, "zero1": planner.zero1,
+        "zero2": planner.zero1, "zero3": planner.zero3, "fsdp": planner.fsdp,
+    }[setup.strategy]()  # fmt: skip
+    return [call for call in calls if call.group_size > 1]
+
+
+class _Step:
+    """The step of each strategy as a list of calls."""
+
+    def __init__(self, groups: Sequence[Group], setup: Setup) -> None:
+        self.groups, self.setup = groups, setup
+        self.trainable = [group for group in groups if group.trainable]
+        self.axis = MeshAxis.SHARD if setup.hybrid else MeshAxis.DATA
+
+    def nothing(self) -> Iterator[Call]:
+        yield from ()
+
+    def replicated(self) -> Iterator[Call]:
+        for group in self.trainable:
+            yield self.all_reduce(group)
+
+    def zero1(self) -> Iterator[Call]:
+        for group in self.trainable:
+            yield self.reduce_scatter(group)
+        yield from self.clip()
+        for group in self.trainable:
+            yield self.gather(group, Phase.STEP)
+
+    def zero3(self) -> Iterator[Call]:
+        for _ in range(self.setup.micro_batches):
+            for phase in (Phase.FORWARD, Phase.BACKWARD):
+                for group in self.groups:
+                    yield self.gather(group, phase)
+        for group in self.trainable:
+            yield self.reduce_scatter(group)
+        yield from self.clip()
+
+    def fsdp(self) -> Iterator[Call]:
+        for micro_batch in range(self.setup.micro_batches):
+            if self.setup.sharding != Sharding.NO_SHARD:
+                for group in self.groups:
+                    yield self.gather(group, Phase.FORWARD)
+            yield from self.backward(last=micro_batch == self.setup.micro_batches - 1)
+        yield from self.clip()
+
+    def backward(self, *, last: bool) -> Iterator[Call]:
+        """A backward of FSDP: gathers where parameters were resharded, reductions where the step ends."""
+        gathers = self.setup.sharding in (Sharding.FULL_SHARD, Sharding.HYBRID_SHARD)
+        units = {
+            name: [g for g in self.groups if g.name == name] for name in dict.fromkeys(g.name for g in self.groups)
+        }
+        wrapped = [name for name in units if name != ROOT]
+        for verb, name in backward_order(wrapped, ROOT if ROOT in units else None, self.setup.prefetch):
+            for group in units[name]:
+                if verb == "gather" and gathers:
+                    yield self.gather(group, Phase.BACKWARD)
+                elif verb == "reduce" and last and group.trainable:
+                    yield from self.reduce(group)
+
+    def reduce(self, group: Group) -> Iterator[Call]:
+        """The mean of a unit's gradients."""
+        if self.setup.sharding == Sharding.NO_SHARD:
+            yield self.all_reduce(group)
+            return
+        yield self.reduce_scatter(group)
+        if self.setup.hybrid:
+            yield self.across_replicas(group)
+
+    def clip(self) -> Iterator[Call]:
+        """One scalar, where gradients are sharded."""
+        if self.setup.clip and self.setup.num_shards > 1:
+            yield Call(
+                Collective.ALL_REDUCE, self.axis, "gradient norm", Phase.CLIP, "float64", 8, 1, self.setup.num_shards
+            )
+
+    def gather(self, group: Group, phase: Phase) -> Call:
+        layout = group.layout
+        return Call(
+            Collective.ALL_GATHER, self.axis, f"parameters of {group.name}", phase, group.dtype, group.itemsize,
+            layout.padded_numel, layout.num_ranks, layout.chunk_sizes,
+        )  # fmt: skip
+
+    def reduce_scatter(self, group: Group) -> Call:
+        layout = group.layout
+        return Call(
+            Collective.REDUCE_SCATTER, self.axis, f"gradients of {group.name}", Phase.BACKWARD, *self.element(group),
+            layout.padded_numel, layout.num_ranks, layout.chunk_sizes,
+        )  # fmt: skip
+
+    def all_reduce(self, group: Group) -> Call:
+        noun = "gradient" if self.setup.strategy == "ddp" else "gradients"
+        return Call(
+            Collective.ALL_REDUCE, MeshAxis.DATA, f"{noun} of {group.name}", Phase.BACKWARD, *self.element(group),
+            group.layout.padded_numel, self.setup.num_ranks,
+        )  # fmt: skip
+
+    def across_replicas(self, group: Group) -> Call:
+        return Call(
+            Collective.ALL_REDUCE, MeshAxis.REPLICA, f"gradients of {group.name}", Phase.BACKWARD, *self.element(group),
+            group.layout.chunk_sizes[0], self.setup.num_ranks // self.setup.num_shards,
+        )  # fmt: skip
+
+    def element(self, group: Group) -> tuple[str, int]:
+        """Element type and bytes of a gradient on the wire."""
+        precision = self.setup.precision
+        if precision is None or precision.gradient == group.itemsize:
+            return group.dtype, group.itemsize
+        like = next(iter(group.params.values())).with_itemsize(precision.gradient)
+        return like.dtype, precision.gradient
+
+
+def _row(run: str, rank: int, seq: int, call: Call, setup: Setup) -> dict[str, object]:
+    member = rank // setup.num_shards if call.axis == MeshAxis.REPLICA else rank % call.group_size
+    return {
+        "run": run, "source": "predicted", "rank": rank, "step": 0, "seq": seq, "axis": call.axis, "op": call.op,
+        "tag": call.tag, "phase": call.phase, "dtype": call.dtype, "numel": call.numel,
+        "bytes": call.numel * call.itemsize, "wire_bytes": call.wire_bytes(member), "group_size": call.group_size,
+        "transport": "", "issue_us": nan, "start_us": nan, "end_us": nan, "wait_start_us": nan, "wait_end_us": nan,
+    }  # fmt: skip

@@ -1,0 +1,101 @@
+"""Which parameters share a layout, a message and a buffer, by the engines' own arithmetic.
+
+single, ddp: every parameter alone. bucketed, zero1, zero2, zero3: a bucket (``partition.buckets``). fsdp: a unit; one
+that holds parameters of two dtypes, or frozen beside trainable ones, is a group per kind, in order of appearance.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardlab.partition.buckets import plan_buckets
+from shardlab.partition.dim0 import Dim0Layout, dim0_layout
+from shardlab.partition.flat import FlatLayout, Piece, flat_layout
+from shardlab.planner.model import PlannedModel, PlannedParam
+from shardlab.planner.setup import Setup
+from shardlab.vocabulary import Partition
+
+ROOT = "root"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters of one dtype, all trainable or all frozen, in one layout; ``name`` is what its tags say."""
+
+    name: str
+    layout: FlatLayout | Dim0Layout
+    params: Mapping[str, PlannedParam]
+
+    @cached_property
+    def trainable(self) -> bool:
+        """Whether gradients are kept and sent for it."""
+        return any(param.trainable for param in self.params.values())
+
+    @property
+    def used(self) -> bool:
+        """Whether any of its parameters has a gradient of its own."""
+        return any(param.stepped for param in self.params.values())
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of its parameters."""
+        return next(iter(self.params.values())).spec.itemsize
+
+    @property
+    def dtype(self) -> str:
+        """Element type of its parameters."""
+        return next(iter(self.params.values())).dtype
+
+    def stepped(self, shard: int) -> Iterator[Piece]:
+        """The pieces that the holder of chunk ``shard`` steps."""
+        return (piece for piece in self.layout.pieces(shard) if self.params[piece.name].stepped)
+
+
+def groups_of(model: PlannedModel, setup: Setup) -> tuple[Group, ...]:
+    """All groups; buckets in the order of their index, units root first and then in the order of forward.
+
+    Raises:
+        ValueError: ``setup.units`` names an unknown parameter, or one twice.
+    """
+    params = model.params
+    if setup.precision is not None:
+        params = tuple(param.with_itemsize(setup.precision.parameter) for param in params)
+    by_name = {param.spec.name: param for param in params}
+    if setup.strategy == "fsdp":
+        return tuple(_units(by_name, setup))
+    if setup.strategy in ("single", "ddp"):
+        return tuple(Group(name, flat_layout([param.spec], 1), {name: param}) for name, param in by_name.items())
+    return tuple(_buckets(by_name, setup))
+
+
+def _buckets(by_name: Mapping[str, PlannedParam], setup: Setup) -> Iterator[Group]:
+    specs = [param.spec for param in by_name.values()]
+    keys = [_kind(param) for param in by_name.values()]
+    partition = Partition.ELEMENTS if setup.strategy == "bucketed" else Partition(setup.partition)
+    layouts = plan_buckets(specs, keys, setup.num_shards, setup.bucket_bytes, partition)
+    for index, layout in enumerate(layouts):
+        names = [slot.spec.name for slot in layout.slots]
+        yield Group(f"bucket {index}", layout, {name: by_name[name] for name in names})
+
+
+def _units(by_name: Mapping[str, PlannedParam], setup: Setup) -> Iterator[Group]:
+    lay_out = dim0_layout if setup.layout == "dim0" else flat_layout
+    for unit, names in _with_root(by_name, setup.units).items():
+        for kind in dict.fromkeys(_kind(by_name[name]) for name in names):
+            together = {name: by_name[name] for name in names if _kind(by_name[name]) == kind}
+            yield Group(unit, lay_out([param.spec for param in together.values()], setup.num_shards), together)
+
+
+def _with_root(by_name: Mapping[str, PlannedParam], units: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
+    wrapped = [name for names in units.values() for name in names]
+    if unknown := sorted(set(wrapped) - set(by_name)):
+        raise ValueError(f"units: no parameter is called {', '.join(unknown)}")
+    if twice := sorted({name for name in wrapped if wrapped.count(name) > 1}):
+        raise ValueError(f"units: {', '.join(twice)} is in more than one place")
+    if ROOT in units:
+        raise ValueError(f"units: the name {ROOT!r} is taken by the parameters of no unit")
+    return {ROOT: [name for name in by_name if name not in set(wrapped)], **units}
+
+
+def _kind(param: PlannedParam) -> tuple[str, bool]:
+    return param.dtype, param.trainable

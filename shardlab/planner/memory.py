@@ -1,0 +1,119 @@
+"""Bytes at rest (after the optimizer's step, before gradients are forgotten), by role and rank, without running.
+
+For P fp32 parameters with Adam over N ranks; sharded parts include the padding of each bucket or unit:
+
+===============================  ==========  =========  ===============
+strategy                         parameters  gradients  optimizer state
+===============================  ==========  =========  ===============
+single, ddp, bucketed            4P          4P         8P
+zero1                            4P          4P         8P/N
+zero2                            4P          4P/N       8P/N
+zero3, fsdp                      4P/N        4P/N       8P/N
+fsdp no_shard                    4P          4P         8P
+fsdp hybrid_shard in groups of S  4P/S       4P/S       8P/S
+===============================  ==========  =========  ===============
+
+Optimizer state is kept for pieces of parameters, never for padding. Not counted: activations, temporaries, the
+transports' scratch, gradients that accumulate inside ``no_sync()``.
+Source: Rajbhandari et al., arXiv 1910.02054, section 5; Zhao et al., arXiv 2304.11277, section 3.2.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import nan
+
+import pandas as pd
+
+from shardlab.partition.chunks import require_rank
+from shardlab.planner.groups import Group, groups_of
+from shardlab.planner.model import PlannedModel
+from shardlab.planner.setup import Setup
+from shardlab.tables import MEMORY
+from shardlab.vocabulary import Phase, Role
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a rank holds of a group: chunks or all of it; gradients in one buffer, or one tensor per used parameter."""
+
+    parameter_chunks: bool
+    gradient_chunks: bool
+    gradient_buffer: bool = True
+
+
+HOLDINGS = {
+    "single": Holding(False, False, gradient_buffer=False),
+    "ddp": Holding(False, False, gradient_buffer=False),
+    "bucketed": Holding(False, False),
+    "zero1": Holding(False, False),
+    "zero2": Holding(False, True),
+    "zero3": Holding(True, True),
+    "fsdp": Holding(True, True),  # no_shard is one chunk
+}
+
+
+def predicted_memory(
+    model: PlannedModel, setup: Setup, *, ranks: Sequence[int] | None = None, run: str | None = None
+) -> pd.DataFrame:
+    """Table ``memory`` with ``source='predicted'`` and ``where='rest'``: one row per role and rank.
+
+    Args:
+        model: its parameters.
+        setup: the strategy.
+        ranks: those wanted; None for all.
+        run: name of the run; None for the strategy's.
+
+    Raises:
+        ValueError: a rank or a parameter's name that does not exist.
+    """
+    groups = groups_of(model, setup)
+    rows = []
+    for rank in range(setup.num_ranks) if ranks is None else ranks:
+        require_rank(rank, setup.num_ranks)
+        held = bytes_at_rest(groups, setup, rank)
+        held[Role.OTHER] += model.buffer_bytes
+        rows += [_row(run or setup.strategy, rank, role, held[role]) for role in Role]
+    return MEMORY.frame(rows)
+
+
+def bytes_at_rest(groups: Sequence[Group], setup: Setup, rank: int) -> Counter[Role]:
+    """Bytes that ``rank`` holds of ``groups``, the module's buffers left out."""
+    held: Counter[Role] = Counter()
+    for group in groups:
+        held.update(_of_group(group, setup, setup.shard_of(rank)))
+    return held
+
+
+def _of_group(group: Group, setup: Setup, shard: int) -> dict[Role, int]:
+    holding, precision = HOLDINGS[setup.strategy], setup.precision
+    pieces = list(group.stepped(shard))
+    stepped_numel = sum(piece.numel for piece in pieces)
+    gradient_itemsize = group.itemsize if precision is None else precision.gradient
+    has_gradient = group.trainable if holding.gradient_buffer else group.used
+    return {
+        Role.PARAMETER: _numel(group, shard, chunks=holding.parameter_chunks) * group.itemsize,
+        Role.GRADIENT: has_gradient * _numel(group, shard, chunks=holding.gradient_chunks) * gradient_itemsize,
+        Role.MASTER_WEIGHT: 0 if precision is None else stepped_numel * precision.master,
+        Role.OPTIMIZER_STATE: stepped_numel * _state_itemsize(group, setup),
+        Role.OTHER: len(pieces) * setup.optimizer.counter_bytes,
+    }
+
+
+def _numel(group: Group, shard: int, *, chunks: bool) -> int:
+    return group.layout.chunk_sizes[shard] if chunks else group.layout.padded_numel
+
+
+def _state_itemsize(group: Group, setup: Setup) -> int:
+    values = setup.optimizer.values_per_element
+    if setup.precision is None:
+        return values * group.itemsize
+    return sum((setup.precision.momentum, setup.precision.variance)[:values])
+
+
+def _row(run: str, rank: int, role: Role, num_bytes: int) -> dict[str, object]:
+    return {
+        "run": run, "source": "predicted", "rank": rank, "step": 0, "time_us": nan, "phase": Phase.STEP,
+        "where": "rest", "role": role, "bytes": num_bytes,
+        "allocated_bytes": None, "reserved_bytes": None, "resident_bytes": None,
+    }  # fmt: skip

@@ -1,0 +1,116 @@
+"""A strategy with its options, checked: what the engines take, plus what a step does with them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from shardlab.partition.chunks import require_count
+from shardlab.planner.precision import Precision
+from shardlab.vocabulary import Partition
+
+STRATEGIES = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
+LAYOUTS = ("flat", "dim0")
+DEFAULT_BUCKET_BYTES = 25 * 1024**2
+
+
+class Sharding(StrEnum):
+    """How FSDP uses the ranks: shard over all, gather once, replicate over all, or shard in groups."""
+
+    FULL_SHARD = "full_shard"
+    SHARD_GRAD_OP = "shard_grad_op"
+    NO_SHARD = "no_shard"
+    HYBRID_SHARD = "hybrid_shard"
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What an optimizer keeps: tensors of the parameter's shape and dtype, and bytes of a step counter per tensor."""
+
+    values_per_element: int = 2
+    counter_bytes: int = 4
+
+
+ADAM = Optimizer()
+SGD_MOMENTUM = Optimizer(1, 0)
+SGD = Optimizer(0, 0)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A strategy, its ranks and its options; options that a strategy does not take are not looked at.
+
+    Attributes:
+        strategy: single, ddp, bucketed, zero1, zero2, zero3 or fsdp.
+        num_ranks: ranks of the mesh.
+        bucket_bytes: capacity of a bucket in bytes.
+        partition: how zero1, zero2, zero3 divide a bucket.
+        units: fsdp: names of the parameters of each wrapped unit, by the unit's name, in the order of forward. The
+            parameters of no unit are the unit ``root``.
+        layout: fsdp: flat or dim0.
+        sharding: fsdp: see ``Sharding``.
+        shard_group_size: fsdp, hybrid_shard: ranks that shard among themselves; divides ``num_ranks``.
+        prefetch: fsdp: units gathered ahead of the one that computes, in backward.
+        micro_batches: forwards and backwards a step; all but the last in ``no_sync()``.
+        clip: whether gradients are clipped by their global norm.
+        optimizer: what it keeps per element.
+        precision: bytes per element; None for the parameters' own dtype throughout.
+    """
+
+    strategy: str
+    num_ranks: int = 1
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    partition: Partition | str = Partition.ELEMENTS
+    units: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    layout: str = "flat"
+    sharding: Sharding | str = Sharding.FULL_SHARD
+    shard_group_size: int | None = None
+    prefetch: int = 1
+    micro_batches: int = 1
+    clip: bool = False
+    optimizer: Optimizer = ADAM
+    precision: Precision | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field that a user can get wrong."""
+        _require_one_of("strategy", self.strategy, STRATEGIES)
+        _require_one_of("layout", self.layout, LAYOUTS)
+        _require_one_of("partition", self.partition, tuple(Partition))
+        _require_one_of("sharding", self.sharding, tuple(Sharding))
+        for name in ("num_ranks", "bucket_bytes", "micro_batches"):
+            require_count(name, getattr(self, name), 1)
+        require_count("prefetch", self.prefetch, 0)
+        if self.strategy == "single" and self.num_ranks != 1:
+            raise ValueError(f"num_ranks: 'single' trains in one process, got {self.num_ranks}")
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        size = self.shard_group_size
+        if not self.hybrid:
+            if size is not None:
+                raise ValueError(f"shard_group_size: only fsdp with hybrid_shard takes it, got {size}")
+            return
+        if size is None or size < 1 or self.num_ranks % size:
+            raise ValueError(f"shard_group_size must divide the {self.num_ranks} ranks, got {size}")
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether ranks shard in groups and replicate across them."""
+        return self.strategy == "fsdp" and self.sharding == Sharding.HYBRID_SHARD
+
+    @property
+    def num_shards(self) -> int:
+        """Chunks that parameters, gradients or state are cut into."""
+        if self.shard_group_size is not None:
+            return self.shard_group_size
+        replicated = self.strategy in ("single", "ddp", "bucketed")
+        no_shard = self.strategy == "fsdp" and self.sharding == Sharding.NO_SHARD
+        return 1 if replicated or no_shard else self.num_ranks
+
+    def shard_of(self, rank: int) -> int:
+        """Which chunk ``rank`` holds: neighbours shard among themselves, as on ``Mesh({"replica": R, "shard": S})``."""
+        return rank % self.num_shards
+
+
+def _require_one_of(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}: {str(value)!r} is not one of {', '.join(allowed)}")

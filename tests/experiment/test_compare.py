@@ -1,0 +1,187 @@
+"""``compare`` end to end: equal losses, bytes that are the formulas', and what it leaves on disk."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardlab.experiment import CompareConfig, compare, load_comparison, write_report
+from shardlab.models import build_model
+from shardlab.partition.chunks import even_bounds
+from shardlab.vocabulary import Phase, Role
+
+KEYS = {
+    "strategy", "ranks", "steps", "loss_first", "loss_last", "max_loss_difference", "step_ms", "exposed_comm_ms",
+    "overlap", "peak_bytes", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "wire_bytes_per_step",
+}  # fmt: skip
+STRATEGIES = ("single", "ddp", "bucketed", "zero1")
+# Three buckets, none of a size that three ranks divide.
+BUCKET_MIB = 0.75
+
+
+@pytest.fixture(scope="module", params=[("float32", 2, 1), ("float64", 3, 2)], ids=lambda param: f"{param[0]}-{param[1]}")
+def comparison(request, pools, tmp_path_factory):
+    dtype, ranks, accumulation = request.param
+    text = tmp_path_factory.mktemp("text") / "README.md"
+    text.write_text(Path(__file__).read_text())
+    config = CompareConfig(
+        strategies=STRATEGIES, ranks=ranks, steps=4, model="mlp", text=str(text), seq_len=16, dtype=dtype,
+        accumulation=accumulation, clip=1.0, bucket_mib=BUCKET_MIB, device="cpu",
+    )  # fmt: skip
+    progress = []
+    directory = tmp_path_factory.mktemp("run") / "out"
+    result = compare(config, directory, pool=pools(ranks), on_progress=progress.append)
+    return config, result, progress
+
+
+def numel(config):
+    return sum(param.numel() for param in build_model(config.model, config.seq_len).parameters())
+
+
+def row_of(result, strategy):
+    return result.summary.set_index("strategy").loc[strategy]
+
+
+def width(config):
+    return {"float32": 4, "float64": 8}[config.dtype]
+
+
+def test_losses_are_equal(comparison):
+    config, result, _ = comparison
+    assert result.losses_equal
+    tolerance = 1e-9 if config.dtype == "float64" else 1e-5
+    assert (result.summary["max_loss_difference"] <= tolerance).all()
+    assert (result.summary["loss_last"] < result.summary["loss_first"]).all()
+    norms = result.records.steps.pivot_table(index="step", columns="run", values="grad_norm")
+    assert (norms.max(axis=1) - norms.min(axis=1)).max() <= 10 * tolerance
+
+
+def test_summary_has_the_keys_of_the_issue(comparison):
+    config, result, _ = comparison
+    rows = json.loads((result.directory / "summary.json").read_text())
+    assert [row["strategy"] for row in rows] == list(STRATEGIES)
+    for row in rows:
+        assert row.keys() >= KEYS
+        assert row["steps"] == config.steps
+        assert row["ranks"] == (1 if row["strategy"] == "single" else config.ranks)
+        assert row["step_ms"] > 0
+        assert row["recorder_share"] > 0
+        assert row["peak_bytes"] > row["parameter_bytes"] + row["gradient_bytes"] + row["optimizer_bytes"]
+    assert (rows[0]["overlap"], rows[0]["exposed_comm_ms"]) == (None, None)  # no communication: no number
+    assert all(0 <= row["overlap"] <= 1 for row in rows[1:])
+
+
+def test_replicated_bytes_are_4p_4p_8p(comparison):
+    config, result, _ = comparison
+    whole = width(config) * numel(config)
+    for strategy in ("single", "ddp", "bucketed"):
+        row = row_of(result, strategy)
+        held = (row["parameter_bytes"], row["gradient_bytes"], row["optimizer_bytes"])
+        assert held == (whole, whole, 2 * whole), strategy
+        assert row["padding_bytes"] == 0
+
+
+def test_zero1_shards_the_state_and_nothing_else(comparison):
+    config, result, _ = comparison
+    whole, row = width(config) * numel(config), row_of(result, "zero1")
+    padding = row["padding_bytes"]
+    assert (row["parameter_bytes"], row["gradient_bytes"]) == (whole + padding, whole + padding)
+    assert 0 <= padding < config.ranks * width(config) * 10  # less than a chunk's remainder in each of a few buckets
+    rest = result.records.memory.query("where == 'rest' and run == 'zero1' and role == @Role.OPTIMIZER_STATE")
+    last = rest[rest["step"] == rest["step"].max()]
+    assert len(last) == config.ranks
+    assert last["bytes"].sum() == 2 * whole  # nothing is held twice, padding has no state
+    assert row["optimizer_bytes"] == last["bytes"].max()
+    assert row["optimizer_bytes"] == pytest.approx(2 * whole / config.ranks, rel=1e-4)
+
+
+def test_wire_bytes_are_2p_times_n_minus_1_over_n(comparison):
+    config, result, _ = comparison
+    n, whole = config.ranks, width(config) * numel(config)
+    assert row_of(result, "single")["wire_bytes_per_step"] == 0
+    for strategy in ("ddp", "bucketed", "zero1"):
+        steps = result.records.steps[result.records.steps["run"] == strategy]
+        padding = row_of(result, strategy)["padding_bytes"]
+        traffic = result.records.collectives[(result.records.collectives["run"] == strategy)]
+        clip = traffic[traffic["phase"] == Phase.CLIP].groupby(["rank", "step"])["wire_bytes"].sum()
+        norm = 0 if clip.empty else float(clip.iloc[0])  # zero1 sums the norm over the ranks: one number
+        assert norm <= 2 * 8
+        expected = 2 * (whole + padding) * (n - 1) / n + norm
+        assert steps["wire_bytes"].tolist() == pytest.approx([expected] * len(steps), rel=1e-12), strategy
+
+
+def test_the_first_broadcast_is_recorded_but_in_no_step(comparison):
+    config, result, _ = comparison
+    setup = result.records.collectives[result.records.collectives["step"] == -1]
+    assert set(setup["run"]) == {"ddp", "bucketed", "zero1"}
+    assert (setup.groupby(["run", "rank"])["bytes"].sum() == width(config) * numel(config)).all()
+
+
+def test_shards_say_who_holds_what(comparison):
+    config, result, _ = comparison
+    shards = result.records.shards
+    state = shards[(shards["run"] == "zero1") & (shards["role"] == Role.OPTIMIZER_STATE)]
+    for _, pieces in state.groupby("parameter"):
+        ordered = pieces.sort_values("start")
+        size = 1
+        for side in ordered["shape"].iloc[0].split("x"):
+            size *= int(side) if side else 1
+        assert ordered["start"].iloc[0] == 0
+        assert ordered["stop"].iloc[-1] == size
+        assert ordered["start"].tolist()[1:] == ordered["stop"].tolist()[:-1]
+    assert state["bytes"].sum() == 2 * width(config) * numel(config)
+    assert len(even_bounds(10, config.ranks)) == config.ranks + 1
+
+
+def test_progress_comes_in_order(comparison):
+    config, _, progress = comparison
+    assert [(done.strategy, done.step) for done in progress] == [
+        (strategy, step) for strategy in STRATEGIES for step in range(config.steps)
+    ]
+
+
+def test_load_comparison_reads_what_compare_wrote(comparison):
+    _, result, _ = comparison
+    again = load_comparison(result.directory)
+    assert again.summary["loss_last"].tolist() == result.summary["loss_last"].tolist()
+    assert len(again.records.collectives) == len(result.records.collectives)
+    assert again.losses_equal
+
+
+def test_the_report_is_one_self_contained_page(comparison):
+    config, result, _ = comparison
+    page = write_report(result, config).read_text()
+    for words in ("Loss by step", "Difference of the loss", "Timeline of step", "Bytes on the wire", "hidden", *STRATEGIES):
+        assert words in page, words
+    assert "https://cdn" not in page
+    assert f"{config.ranks} ranks" in page
+
+
+def test_a_directory_that_holds_something_is_refused(pools, tmp_path):
+    config = CompareConfig(strategies=("single",), ranks=1, text="grammar", device="cpu")
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="out: .* holds another run; name a new or an empty directory"):
+        compare(config, tmp_path)
+    with pytest.raises(ValueError, match="is a file"):
+        compare(config, tmp_path / "notes.txt")
+    with pytest.raises(ValueError, match="cannot be made"):
+        compare(config, tmp_path / "notes.txt" / "deeper")
+
+
+def test_a_pool_of_another_size_is_refused(pools, tmp_path):
+    config = CompareConfig(strategies=("ddp",), ranks=3, text="grammar", device="cpu")
+    with pytest.raises(ValueError, match="pool: it has 2 ranks, but config.ranks is 3"):
+        compare(config, tmp_path / "out", pool=pools(2))
+
+
+def test_no_comparison_there(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no summary\.json"):
+        load_comparison(tmp_path)
+
+
+def test_without_single_there_is_nothing_to_compare_with(pools, tmp_path):
+    config = CompareConfig(strategies=("bucketed",), ranks=2, steps=1, model="mlp", text="grammar", seq_len=8, device="cpu")
+    result = compare(config, tmp_path / "out", pool=pools(2))
+    assert result.summary["max_loss_difference"].isna().all()
+    assert result.losses_equal
+    assert "not compared" in write_report(result, config).read_text()

@@ -1,0 +1,81 @@
+"""Every field of ``CompareConfig`` that a user can get wrong is refused by name, with what it may be."""
+
+import pytest
+import torch
+
+from shardlab.engines import STRATEGIES
+from shardlab.experiment import CompareConfig
+from shardlab.models import MODELS
+
+WRONG = {
+    "strategies": [("ddp", "zero9"), (), ("ddp", "ddp")],
+    "model": ["gpt-9b"],
+    "dtype": ["int8", "float16"],
+    "ranks": [0, -1],
+    "steps": [0],
+    "seq_len": [0],
+    "accumulation": [0],
+    "learning_rate": [0.0, -1.0, float("nan"), float("inf")],
+    "clip": [0.0, float("nan")],
+    "bucket_mib": [0.0],
+    "timeout_s": [0.0, float("inf")],
+    "partition": ["thirds"],
+    "link": ["fast", "10Gbps", "0Gbps,1us"],
+    "device": ["tpu"],
+    "batch": [0, -4, 7],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in WRONG.items() for value in values])
+def test_a_wrong_value_is_refused_by_its_field(field, value):
+    with pytest.raises(ValueError, match=field) as refusal:
+        CompareConfig(**{"ranks": 2, "text": "grammar", field: value})
+    assert len(str(refusal.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("strategies", ("x",), STRATEGIES),
+        ("model", "x", MODELS),
+        ("dtype", "x", ("float32", "float64")),
+        ("partition", "x", ("elements", "round_robin", "contiguous", "balanced")),
+        ("device", "x", ("auto", "cpu", "cuda")),
+    ],
+)
+def test_the_message_lists_what_is_allowed(field, value, allowed):
+    with pytest.raises(ValueError, match=field) as refusal:
+        CompareConfig(**{"text": "grammar", field: value})
+    assert all(name in str(refusal.value) for name in allowed)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu():
+    with pytest.raises(ValueError, match="device='cuda', but torch sees no GPU"):
+        CompareConfig(text="grammar", device="cuda")
+
+
+def test_a_batch_that_does_not_divide_names_one_that_does():
+    with pytest.raises(ValueError, match="a multiple of 6 does, for example 12"):
+        CompareConfig(ranks=3, accumulation=2, batch=13, text="grammar")
+    assert CompareConfig(ranks=3, accumulation=2, batch=12, text="grammar").global_batch == 12
+    assert CompareConfig(ranks=3, accumulation=2, text="grammar").global_batch == 24
+
+
+def test_texts(tmp_path):
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "short").write_bytes(b"a" * 64)
+    (tmp_path / "enough").write_bytes(b"a" * 65)
+    for name, words in (("empty", "is empty"), ("short", "need 65"), ("missing", "there is no file")):
+        with pytest.raises(ValueError, match=words) as refusal:
+            CompareConfig(text=str(tmp_path / name), seq_len=64)
+        assert "text" in str(refusal.value)
+    assert CompareConfig(text=str(tmp_path / "enough"), seq_len=64).steps == 20
+
+
+def test_torchrun_must_have_started_as_many(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="ranks: 4, but torchrun started 2 processes"):
+        CompareConfig(ranks=4, text="grammar")
+    assert CompareConfig(ranks=2, text="grammar").ranks == 2

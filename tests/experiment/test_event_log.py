@@ -1,0 +1,41 @@
+"""The log's rows are the table ``collectives``, in order of issue, with the bytes of the formulas."""
+
+import torch
+
+from shardlab.comm import Mesh
+from shardlab.experiment.event_log import Row, collectives_table, log_collectives
+from shardlab.partition.wire import ring_wire_bytes
+from tests.conftest import Pools
+
+
+def some_collectives(rank: int, num_ranks: int) -> list[Row]:
+    with Mesh({"data": num_ranks}) as mesh:
+        mesh.data.barrier(tag="before").wait()
+        with log_collectives(mesh, rank, "mine") as log:
+            mesh.data.all_reduce(torch.ones(6), tag="first").wait()
+            pending = mesh.data.broadcast(torch.ones(6, dtype=torch.float64), tag="second")
+            pending.wait()
+        mesh.data.barrier(tag="after").wait()
+        return log.rows()
+
+
+def test_rows_are_those_inside_the_block(pools: Pools) -> None:
+    table = collectives_table(pools(3).run(some_collectives, 3))
+    assert table.groupby("rank")["tag"].agg(list).to_dict() == {rank: ["first", "second"] for rank in range(3)}
+    assert table["seq"].tolist() == [0, 1] * 3
+    assert set(table["run"]) == {"mine"}
+    assert set(table["source"]) == {"measured"}
+    first = table[table["tag"] == "first"].iloc[0]
+    assert (first["bytes"], first["wire_bytes"]) == (24, ring_wire_bytes("all_reduce", 24, 3))
+
+
+def test_times_count_from_the_first_issue_and_do_not_run_backwards(pools: Pools) -> None:
+    table = collectives_table(pools(2).run(some_collectives, 2))
+    assert table["issue_us"].min() == 0
+    assert (table["issue_us"] <= table["start_us"]).all()
+    assert (table["start_us"] <= table["end_us"]).all()
+    assert (table["end_us"] <= table["wait_end_us"]).all()
+
+
+def test_no_rows_are_an_empty_table() -> None:
+    assert collectives_table([[], []]).empty

@@ -1,0 +1,76 @@
+"""Variants take turns and train the same model; a sweep of bucket sizes counts its messages; what is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardlab.experiment import CompareConfig
+from shardlab.experiment.bucket_sweep import bucket_sweep
+from shardlab.experiment.in_turns import run_in_turns
+from shardlab.models import build_model
+from shardlab.partition.wire import ring_wire_bytes
+from tests.conftest import Pools
+
+BASE = CompareConfig(
+    strategies=("bucketed",), ranks=2, steps=3, model="gpt-1m", text="grammar", seq_len=8, batch=4, device="cpu",
+    dtype="float64",
+)  # fmt: skip
+PARAMETER_BYTES = 8 * sum(param.numel() for param in build_model("gpt-1m", 8).parameters())
+
+
+def test_each_step_belongs_to_all_variants_in_turn_and_their_losses_are_equal(pools: Pools) -> None:
+    variants = {"naive": replace(BASE, strategies=("ddp",)), "flat": BASE, "small": replace(BASE, bucket_mib=0.5)}
+    records = run_in_turns(variants, pools(2))
+    losses = records.steps.pivot(index=["step", "rank"], columns="run", values="loss")
+    assert losses.shape == (6, 3)
+    assert losses.sub(losses["naive"], axis=0).abs().to_numpy().max() < 1e-10
+    on_rank_0 = records.collectives[records.collectives["rank"] == 0]
+    order = on_rank_0[on_rank_0["step"] >= 0].groupby(["step", "run"])["issue_us"].min().sort_values().index.tolist()
+    assert order == [(step, run) for step in range(3) for run in variants]
+
+
+def test_a_variant_records_its_own_collectives_alone(pools: Pools) -> None:
+    records = run_in_turns({"flat": BASE, "also flat": BASE}, pools(2))
+    gradients = records.collectives[records.collectives["phase"] == "backward"]
+    assert set(gradients.groupby(["run", "rank", "step"]).size()) == {1}
+    assert set(gradients["bytes"]) == {PARAMETER_BYTES}
+
+
+def test_the_records_stay_where_they_are_wanted(pools: Pools, tmp_path: Path) -> None:
+    run_in_turns({"flat": replace(BASE, steps=1)}, pools(2), tmp_path)
+    assert (tmp_path / "flat" / "manifest.json").is_file()
+
+
+def test_a_sweep_sends_the_same_bytes_in_fewer_messages(pools: Pools) -> None:
+    sizes = [1, 4_000_000, 100_000_000]
+    sweep = bucket_sweep(sizes, replace(BASE, steps=2, link="10Gbps,10us"), pools(2))
+    assert sweep["bucket_bytes"].value_counts().to_dict() == dict.fromkeys(sizes, 2)  # one timed step on two ranks
+    assert set(sweep["wire_bytes"]) == {ring_wire_bytes("all_reduce", PARAMETER_BYTES, 2)}
+    num_messages = sweep.groupby("bucket_bytes")["num_messages"].first()
+    num_parameters = len(list(build_model("gpt-1m", 8).parameters()))
+    assert num_messages[1] == num_parameters
+    assert num_parameters > num_messages[4_000_000] > 1
+    assert num_messages[100_000_000] == 1
+
+
+@pytest.mark.parametrize(
+    ("variants", "words"),
+    [({}, "at least one"),
+     ({"a": replace(BASE, strategies=("single",))}, "'a' needs one strategy"),
+     ({"a": replace(BASE, strategies=("ddp", "bucketed"))}, "'a' needs one strategy"),
+     ({"a": replace(BASE, ranks=1)}, "ranks=1"),
+     ({"a": BASE, "b": replace(BASE, steps=1)}, "same number of steps")],
+)  # fmt: skip
+def test_variants_that_cannot_take_turns_are_refused(
+    pools: Pools, variants: dict[str, CompareConfig], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        run_in_turns(variants, pools(2))
+
+
+@pytest.mark.parametrize(("sizes", "steps", "field"), [([], 2, "bucket_bytes"), ([5, 5], 2, "bucket_bytes"),
+                                                       ([0], 2, "bucket_bytes"), ([5], 1, "steps")])  # fmt: skip
+def test_a_sweep_without_sense_is_refused(pools: Pools, sizes: list[int], steps: int, field: str) -> None:
+    with pytest.raises(ValueError, match=f"^{field}"):
+        bucket_sweep(sizes, replace(BASE, steps=steps), pools(2))

@@ -1,0 +1,107 @@
+"""``TrainStep`` against plain torch: accumulation, clipping, scheduling, and what it reports."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from shardlab.comm import Mesh
+from shardlab.engines import build_engine
+from shardlab.experiment import TrainStep
+
+MICRO_BATCHES = 3
+
+
+def model():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+
+def sgd(tensors):
+    return torch.optim.SGD(tensors, lr=0.5, momentum=0.9)
+
+
+def rows(seed, count=2):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 4, generator=generator, dtype=torch.float64)
+    return x, torch.randn(count, 2, generator=generator, dtype=torch.float64)
+
+
+def engine_of(plain):
+    return build_engine("single", plain, sgd, Mesh.alone())
+
+
+def test_nothing_is_returned_while_it_accumulates():
+    with engine_of(model()) as engine:
+        train_step = TrainStep(engine, nn.functional.mse_loss, accumulation=MICRO_BATCHES)
+        for step in (1, 2):
+            before = [param.clone() for param in engine.params.values()]
+            for micro_batch in range(MICRO_BATCHES - 1):
+                assert train_step(*rows(micro_batch)) is None
+                assert engine.num_steps == step - 1
+                assert all(torch.equal(a, b) for a, b in zip(before, engine.params.values(), strict=True))
+            result = train_step(*rows(9))
+            assert result.step == engine.num_steps == step
+            assert not all(torch.equal(a, b) for a, b in zip(before, engine.params.values(), strict=True))
+
+
+def test_accumulated_micro_batches_are_one_batch():
+    plain = model()
+    optimizer = sgd(plain.parameters())
+    batches = [rows(seed) for seed in range(MICRO_BATCHES)]
+    loss = nn.functional.mse_loss(plain(torch.cat([x for x, _ in batches])), torch.cat([y for _, y in batches]))
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    optimizer.step()
+    with engine_of(model()) as engine:
+        train_step = TrainStep(engine, nn.functional.mse_loss, accumulation=MICRO_BATCHES, max_norm=0.01)
+        *nothing, result = [train_step(x, y) for x, y in batches]
+        assert nothing == [None] * (MICRO_BATCHES - 1)
+        assert result.loss == pytest.approx(float(loss.detach()), abs=1e-12)
+        assert result.grad_norm == pytest.approx(float(norm), abs=1e-12)
+        assert result.grad_norm > 0.01  # before clipping
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(engine.params[name], param, atol=1e-12, rtol=0)
+
+
+def test_without_clipping_nobody_asked_for_a_norm():
+    with engine_of(model()) as engine:
+        result = TrainStep(engine, nn.functional.mse_loss)(*rows(0))
+        assert math.isnan(result.grad_norm)
+        assert (result.step, result.learning_rate) == (1, 0.5)
+
+
+def test_the_learning_rate_is_the_one_of_the_step():
+    with engine_of(model()) as engine:
+        scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, step_size=1, gamma=0.1)
+        train_step = TrainStep(engine, nn.functional.mse_loss, accumulation=2, scheduler=scheduler)
+        rates = [result.learning_rate for seed in range(6) if (result := train_step(*rows(seed))) is not None]
+        assert rates == pytest.approx([0.5, 0.05, 0.005])  # once a step, not once a micro-batch
+        assert engine.learning_rate == pytest.approx(0.0005)
+
+
+@pytest.mark.parametrize("accumulation", [0, -1])
+def test_accumulation_below_one_is_refused(accumulation):
+    with engine_of(model()) as engine, pytest.raises(ValueError, match=f"accumulation: {accumulation} is below 1"):
+        TrainStep(engine, nn.functional.mse_loss, accumulation=accumulation)
+
+
+def two_ranks(rank):
+    with Mesh({"data": 2}) as mesh, build_engine("bucketed", model(), sgd, mesh) as engine:
+        train_step = TrainStep(engine, nn.functional.mse_loss, accumulation=2, max_norm=1e9)
+        results = [train_step(*rows(10 * seed + rank)) for seed in range(4)]
+        return [(result.loss, result.grad_norm) for result in results if result is not None]
+
+
+def test_the_loss_is_the_mean_over_ranks_and_micro_batches(pools):
+    first, second = pools(2).run(two_ranks)
+    assert first == second
+    batches = [rows(10 * seed + rank) for seed in (0, 1) for rank in (0, 1)]
+    plain = model()
+    loss = nn.functional.mse_loss(plain(torch.cat([x for x, _ in batches])), torch.cat([y for _, y in batches]))
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    assert first[0] == pytest.approx((float(loss.detach()), float(norm)), abs=1e-12)
+    assert len(first) == 2

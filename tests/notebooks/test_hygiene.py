@@ -1,0 +1,119 @@
+"""What is saved in the notebooks: readable on GitHub, small, run in order, comparable, free of this machine."""
+
+import json
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat import NotebookNode
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+PATHS = sorted(FOLDER.glob("*.ipynb"))
+PLOTLY = "application/vnd.plotly.v1+json"
+NOT_COMPARED = {"nbval-ignore-output", "nbval-skip"}
+MACHINE_PATH = re.compile(r"(?:/(?:home|Users|root|work|tmp|usr|opt|var|mnt|private)/|[A-Z]:\\)\w")
+
+pytestmark = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+
+
+def read(path: Path) -> NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def code_cells(path: Path) -> list[NotebookNode]:
+    return [cell for cell in read(path).cells if cell.cell_type == "code"]
+
+
+def outputs(path: Path) -> list[NotebookNode]:
+    return [output for cell in code_cells(path) for output in cell.outputs]
+
+
+def tags(cell: NotebookNode) -> set[str]:
+    return set(cell.metadata.get("tags", []))
+
+
+def has_figure(cell: NotebookNode) -> bool:
+    return any(PLOTLY in output.get("data", {}) for output in cell.outputs)
+
+
+def test_it_is_small(path: Path) -> None:
+    assert path.stat().st_size < 500_000
+
+
+def test_metadata_is_the_kernel_and_tags(path: Path) -> None:
+    notebook = read(path)
+    assert dict(notebook.metadata) == {
+        "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
+        "language_info": {"name": "python"},
+    }
+    for cell in notebook.cells:
+        assert set(cell.metadata) <= {"tags"}
+        assert tags(cell) <= NOT_COMPARED | {"nbval-raises-exception"}
+    assert not [data for data in (o.get("data", {}) for o in outputs(path)) if any("widget" in mime for mime in data)]
+
+
+def test_cells_ran_in_order(path: Path) -> None:
+    cells = code_cells(path)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+
+
+def test_no_cell_failed_or_complained(path: Path) -> None:
+    for output in outputs(path):
+        assert output.output_type != "error", output.get("evalue")
+        assert output.get("name") != "stderr", output.get("text")
+
+
+def test_every_figure_is_readable_everywhere(path: Path) -> None:
+    figures = [output.data for cell in code_cells(path) for output in cell.outputs if PLOTLY in output.get("data", {})]
+    assert figures, "a notebook answers with a picture"
+    for data in figures:
+        assert set(data) == {PLOTLY, "image/png", "text/plain"}, "plotly for viewers, PNG for GitHub, text; no HTML"
+        assert len(data["text/plain"].strip("'\" ")) > 20, "the summary says what is to be seen"
+
+
+def test_no_html_but_tables(path: Path) -> None:
+    for output in outputs(path):
+        html = output.get("data", {}).get("text/html", "")
+        assert "<script" not in html
+        assert not html or 'class="dataframe"' in html
+
+
+def test_figures_are_not_compared_and_the_rest_is(path: Path) -> None:
+    for cell in code_cells(path):
+        if has_figure(cell):
+            assert tags(cell) & NOT_COMPARED, "a figure has a PNG only in the build, so nbval cannot compare it"
+    compared = [cell for cell in code_cells(path) if cell.outputs and not tags(cell) & NOT_COMPARED]
+    assert len(compared) >= 3, "bytes, counts and verdicts must be compared"
+
+
+def test_it_begins_with_a_title_and_a_question_and_ends_with_a_file(path: Path) -> None:
+    cells = read(path).cells
+    first, last = cells[0], cells[-1]
+    assert first.cell_type == last.cell_type == "markdown"
+    assert first.source.startswith("# ")
+    assert "**Question.**" in first.source
+    assert "**Prediction.**" in first.source
+    assert "**The file that implements it:**" in last.source
+
+
+def test_it_has_something_to_break_and_an_exercise(path: Path) -> None:
+    text = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
+    assert "## Something to break" in text
+    assert "## Exercise" in text
+
+
+def test_links_lead_somewhere(path: Path) -> None:
+    text = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        assert target.startswith("https://") or (FOLDER / target).is_file(), target
+
+
+def test_no_path_of_a_machine(path: Path) -> None:
+    for cell in code_cells(path):
+        for output in cell.outputs:
+            shown = output.get("text", "") + json.dumps(
+                {mime: data for mime, data in output.get("data", {}).items() if mime != "image/png"}
+            )
+            found = MACHINE_PATH.search(shown)
+            assert found is None, f"cell {cell.execution_count}: {shown[max(0, found.start() - 40) : found.end() + 40]}"

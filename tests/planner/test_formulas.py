@@ -1,0 +1,319 @@
+"""Bytes at rest and elements on the wire against the formulas of the papers, with padding stated."""
+
+from collections import Counter
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardlab.partition import ParamSpec, flat_layout
+from shardlab.partition.dim0 import dim0_layout
+from shardlab.planner import (
+    PRECISIONS,
+    PlannedModel,
+    PlannedParam,
+    Setup,
+    predicted_collectives,
+    predicted_memory,
+)
+from shardlab.planner.collectives import calls_of_step
+from shardlab.planner.fsdp_order import backward_order
+from shardlab.planner.groups import groups_of
+from shardlab.planner.memory import bytes_at_rest
+from shardlab.vocabulary import Collective, MeshAxis, Role
+
+NUM_BLOCKS = 3
+
+
+def blocks_model(rows: int = 12) -> tuple[PlannedModel, dict[str, list[str]]]:
+    """Three blocks between an embedding and a head; every size is a multiple of ``rows``."""
+    specs = [ParamSpec("embedding", (rows, 5), 4)]
+    units = {}
+    for block in range(NUM_BLOCKS):
+        own = [ParamSpec(f"blocks.{block}.weight", (rows, 7), 4), ParamSpec(f"blocks.{block}.bias", (rows,), 4)]
+        units[f"blocks.{block}"] = [spec.name for spec in own]
+        specs += own
+    return PlannedModel.of_specs([*specs, ParamSpec("head", (rows, 2), 4)]), units
+
+
+def fsdp(num_ranks, units, **options):
+    return Setup("fsdp", num_ranks, units=units, **options)
+
+
+def at_rest(model, setup, rank=0):
+    return bytes_at_rest(groups_of(model, setup), setup, rank)
+
+
+def wire_elements(model, setup, rank=0):
+    """Elements that a rank sends in a step."""
+    frame = predicted_collectives(model, setup, ranks=[rank])
+    return float((frame["wire_bytes"] / (frame["bytes"] / frame["numel"])).sum())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("layout", ["flat", "dim0"])
+def test_bytes_at_rest_are_the_formulas_where_ranks_divide_all_sizes(num_ranks, layout):
+    model, units = blocks_model()
+    whole, part = 4 * model.numel, 4 * model.numel // num_ranks
+    expected = {
+        "ddp": (whole, whole, 2 * whole),
+        "bucketed": (whole, whole, 2 * whole),
+        "zero1": (whole, whole, 2 * part),
+        "zero2": (whole, part, 2 * part),
+        "zero3": (part, part, 2 * part),
+        "fsdp": (part, part, 2 * part),
+    }
+    for strategy, sizes in expected.items():
+        setup = Setup(strategy, num_ranks, units=units, layout=layout)
+        for rank in range(num_ranks):
+            held = at_rest(model, setup, rank)
+            assert (held[Role.PARAMETER], held[Role.GRADIENT], held[Role.OPTIMIZER_STATE]) == sizes, strategy
+    for sharding, (held_whole, shards) in {"no_shard": (1, 1), "shard_grad_op": (0, num_ranks)}.items():
+        held = at_rest(model, fsdp(num_ranks, units, sharding=sharding, layout=layout))
+        assert held[Role.PARAMETER] == held[Role.GRADIENT] == (whole if held_whole else part)
+        assert held[Role.OPTIMIZER_STATE] == 2 * whole // shards
+
+
+@pytest.mark.parametrize("layout", ["flat", "dim0"])
+def test_hybrid_shards_over_its_group_only(layout):
+    model, units = blocks_model()
+    setup = fsdp(6, units, sharding="hybrid_shard", shard_group_size=3, layout=layout)
+    for rank in range(6):
+        held = at_rest(model, setup, rank)
+        assert held[Role.PARAMETER] == held[Role.GRADIENT] == 4 * model.numel // 3
+        assert held[Role.OPTIMIZER_STATE] == 8 * model.numel // 3
+
+
+def specs_of(shapes):
+    return [ParamSpec(f"p{index}", shape, 4) for index, shape in enumerate(shapes)]
+
+
+SHAPES = st.lists(st.lists(st.integers(1, 6), max_size=2).map(tuple), min_size=1, max_size=8)
+
+
+@given(
+    SHAPES, st.integers(1, 5), st.sampled_from(["zero1", "zero2", "zero3", "fsdp"]), st.sampled_from(["flat", "dim0"])
+)
+@settings(deadline=None)
+def test_what_ranks_hold_adds_up_to_the_model_and_stated_padding(shapes, num_ranks, strategy, layout):
+    model = PlannedModel.of_specs(specs_of(shapes))
+    units = {"block": ["p0"]}
+    setup = Setup(strategy, num_ranks, units=units, layout=layout, bucket_bytes=64)
+    groups = groups_of(model, setup)
+    held = [bytes_at_rest(groups, setup, rank) for rank in range(num_ranks)]
+    padding = 4 * sum(group.layout.padding_numel for group in groups)
+    padded = 4 * model.numel + padding
+    copies = {"zero1": (num_ranks, num_ranks), "zero2": (num_ranks, 1)}.get(strategy, (1, 1))
+    assert sum(of_rank[Role.PARAMETER] for of_rank in held) == copies[0] * padded
+    assert sum(of_rank[Role.GRADIENT] for of_rank in held) == copies[1] * padded
+    assert sum(of_rank[Role.OPTIMIZER_STATE] for of_rank in held) == 8 * model.numel  # never for padding
+    if layout == "flat" or strategy != "fsdp":
+        assert padding < 4 * num_ranks * len(groups)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 6])
+def test_elements_on_the_wire_are_the_formulas(num_ranks):
+    model, units = blocks_model()
+    share = Fraction(num_ranks - 1, num_ranks)
+    for strategy, volumes in {"ddp": 2, "bucketed": 2, "zero1": 2, "zero2": 2, "zero3": 3, "fsdp": 3}.items():
+        sent = wire_elements(model, Setup(strategy, num_ranks, units=units))
+        assert sent == pytest.approx(float(volumes * model.numel * share), rel=1e-12), strategy
+    for sharding, volumes in {"full_shard": 3, "shard_grad_op": 2, "no_shard": 2}.items():
+        for layout in ("flat", "dim0"):
+            sent = wire_elements(model, fsdp(num_ranks, units, sharding=sharding, layout=layout))
+            assert sent == pytest.approx(float(volumes * model.numel * share), rel=1e-12), sharding
+
+
+def test_hybrid_sends_three_volumes_in_the_group_and_reduces_the_shard_across_replicas():
+    model, units = blocks_model()
+    setup = fsdp(6, units, sharding="hybrid_shard", shard_group_size=3, micro_batches=2, clip=True)
+    calls = calls_of_step(model, setup)
+    by_axis = {axis: [call for call in calls if call.axis == axis] for axis in (MeshAxis.SHARD, MeshAxis.REPLICA)}
+    ops = Counter(call.op for call in by_axis[MeshAxis.SHARD])
+    assert ops == {Collective.ALL_GATHER: 16, Collective.REDUCE_SCATTER: 4, Collective.ALL_REDUCE: 1}
+    gathered = sum(call.numel for call in calls if call.op == Collective.ALL_GATHER)
+    reduced = sum(call.numel for call in calls if call.op == Collective.REDUCE_SCATTER)
+    assert (gathered, reduced) == (4 * model.numel, model.numel)  # 2M and 1 volumes
+    assert {call.group_size for call in by_axis[MeshAxis.SHARD]} == {3}
+    across = by_axis[MeshAxis.REPLICA]
+    assert {(call.op, call.group_size) for call in across} == {(Collective.ALL_REDUCE, 2)}
+    assert sum(call.numel for call in across) == model.numel // 3  # P / S
+    for before, call in pairwise(calls):
+        if call.axis == MeshAxis.REPLICA:
+            assert (before.op, before.tag) == (Collective.REDUCE_SCATTER, call.tag)
+    assert len(by_axis[MeshAxis.SHARD]) + len(across) == len(calls)
+
+
+@pytest.mark.parametrize(("group_size", "axes"), [(1, {"replica"}), (6, {"shard"})])
+def test_a_group_of_one_sends_nothing(group_size, axes):
+    model, units = blocks_model()
+    setup = fsdp(6, units, sharding="hybrid_shard", shard_group_size=group_size)
+    assert {str(call.axis) for call in calls_of_step(model, setup)} == axes
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 5])
+def test_counts_of_collectives_with_micro_batches(micro_batches):
+    model, units = blocks_model()
+    num_units = NUM_BLOCKS + 1
+
+    def counts(setup):
+        return Counter(call.op for call in calls_of_step(model, setup))
+
+    gathers = {"full_shard": 2 * num_units * micro_batches, "shard_grad_op": num_units * micro_batches}
+    for sharding, num_gathers in gathers.items():
+        setup = fsdp(4, units, sharding=sharding, micro_batches=micro_batches)
+        assert counts(setup) == {Collective.ALL_GATHER: num_gathers, Collective.REDUCE_SCATTER: num_units}
+    setup = fsdp(4, units, sharding="no_shard", micro_batches=micro_batches)
+    assert counts(setup) == {Collective.ALL_REDUCE: num_units}
+    zero3 = Setup("zero3", 4, bucket_bytes=400, micro_batches=micro_batches)
+    num_buckets = len(groups_of(model, zero3))
+    assert num_buckets > 1
+    assert counts(zero3) == {
+        Collective.ALL_GATHER: 2 * num_buckets * micro_batches,
+        Collective.REDUCE_SCATTER: num_buckets,
+    }
+    zero2 = Setup("zero2", 4, bucket_bytes=400, micro_batches=micro_batches)
+    assert counts(zero2) == {Collective.ALL_GATHER: num_buckets, Collective.REDUCE_SCATTER: num_buckets}
+
+
+def test_order_of_an_fsdp_step():
+    model, units = blocks_model()
+    names = ["root", "blocks.0", "blocks.1", "blocks.2"]
+    calls = calls_of_step(model, fsdp(2, units, prefetch=0, clip=True))
+    assert [call.tag for call in calls] == [
+        *(f"parameters of {name}" for name in names),
+        "parameters of root",
+        *(f"{kind} of blocks.{block}" for block in (2, 1, 0) for kind in ("parameters", "gradients")),
+        "gradients of root",
+        "gradient norm",
+    ]
+    assert [call.phase for call in calls] == ["forward"] * 4 + ["backward"] * 8 + ["clip"]
+    norm = calls[-1]
+    assert (norm.op, norm.dtype, norm.numel, norm.itemsize) == ("all_reduce", "float64", 1, 8)
+
+
+def short(units, root, prefetch):
+    return " ".join(f"{verb[0]}{name}" for verb, name in backward_order(units, root, prefetch))
+
+
+def test_prefetch_moves_gathers_forward_and_nothing_else():
+    assert short("123", "0", 0) == "g0 g3 r3 g2 r2 g1 r1 r0"
+    assert short("123", "0", 1) == "g0 g3 g2 r3 g1 r2 r1 r0"
+    assert short("123", "0", 2) == "g0 g3 g2 g1 r3 r2 r1 r0"
+    assert short("123", None, 1) == "g3 g2 r3 g1 r2 r1"
+    assert short("", "0", 1) == "g0 r0"
+
+
+@given(st.integers(0, 8), st.booleans(), st.integers(0, 10))
+def test_every_unit_is_gathered_before_it_is_reduced_and_never_too_early(num_units, has_root, prefetch):
+    units = [str(unit) for unit in range(1, num_units + 1)]
+    order = list(backward_order(units, "0" if has_root else None, prefetch))
+    names = units + ["0"] * has_root
+    assert sorted(order) == sorted((verb, name) for verb in ("gather", "reduce") for name in names)
+    alive = set()
+    for verb, name in order:
+        if verb == "gather":
+            alive.add(name)
+        else:
+            assert name in alive
+            alive.remove(name)
+        assert len(alive - {"0"}) <= 1 + prefetch  # the root stays until the end
+
+
+def test_mixed_precision_counts_16_bit_in_the_ranks_and_fp32_in_the_shards():
+    model, units = blocks_model()
+    setup = fsdp(4, units, precision=PRECISIONS["mixed"])
+    held, part = at_rest(model, setup), model.numel // 4
+    assert [held[role] for role in (Role.PARAMETER, Role.GRADIENT, Role.MASTER_WEIGHT, Role.OPTIMIZER_STATE)] == [
+        2 * part, 2 * part, 4 * part, 8 * part,
+    ]  # fmt: skip
+    assert {(call.dtype, call.itemsize) for call in calls_of_step(model, setup)} == {("bfloat16", 2)}
+    zero1 = at_rest(model, Setup("zero1", 4, precision=PRECISIONS["mixed"]))
+    assert (zero1[Role.PARAMETER], zero1[Role.MASTER_WEIGHT]) == (2 * model.numel, 4 * part)
+
+
+def test_a_unit_of_two_kinds_is_a_group_for_each():
+    params = (
+        PlannedParam(ParamSpec("a", (4,), 4)),
+        PlannedParam(ParamSpec("b", (4,), 4), trainable=False),
+        PlannedParam(ParamSpec("c", (4,), 2)),
+        PlannedParam(ParamSpec("d", (4,), 4)),
+    )
+    model = PlannedModel(params, buffer_bytes=24)
+    groups = groups_of(model, fsdp(2, {"u": ["a", "b", "c", "d"]}))
+    assert [(group.name, tuple(group.params), group.dtype) for group in groups] == [
+        ("u", ("a", "d"), "float32"),
+        ("u", ("b",), "float32"),
+        ("u", ("c",), "bfloat16"),
+    ]
+    reduced = [call.numel for call in calls_of_step(model, fsdp(2, {})) if call.op == Collective.REDUCE_SCATTER]
+    assert reduced == [8, 4]
+    frame = predicted_memory(model, fsdp(2, {}))
+    other = frame[frame["role"] == "other"]
+    assert list(other["bytes"]) == [24 + 3 * 4 - 4, 24 + 3 * 4 - 4]  # a on rank 0, d on rank 1, half of c on each
+
+
+def test_layouts_are_those_of_the_partition():
+    model, units = blocks_model(rows=5)
+    specs = {param.spec.name: param.spec for param in model.params}
+    for layout, lay_out in (("flat", flat_layout), ("dim0", dim0_layout)):
+        groups = groups_of(model, fsdp(3, units, layout=layout))
+        assert [group.name for group in groups] == ["root", *units]
+        assert groups[0].layout == lay_out([specs["embedding"], specs["head"]], 3)
+        assert groups[1].layout == lay_out([specs[name] for name in units["blocks.0"]], 3)
+
+
+def test_tables_say_predicted_and_have_every_role_and_rank():
+    model, units = blocks_model()
+    setup = fsdp(3, units)
+    memory = predicted_memory(model, setup, run="mine")
+    assert set(memory["source"]) == {"predicted"}
+    assert set(memory["where"]) == {"rest"}
+    assert set(memory["run"]) == {"mine"}
+    assert [(row["rank"], row["role"]) for row in memory.to_dict("records")] == [
+        (rank, str(role)) for rank in range(3) for role in Role
+    ]
+    collectives = predicted_collectives(model, setup)
+    assert set(collectives["source"]) == {"predicted"}
+    assert set(collectives["run"]) == {"fsdp"}
+    assert collectives["issue_us"].isna().all()
+    only = predicted_collectives(model, setup, ranks=[2])
+    assert only.equals(collectives[collectives["rank"] == 2].reset_index(drop=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "zero4"}, "strategy: 'zero4' is not one of single, ddp"),
+        ({"layout": "rows"}, "layout: 'rows' is not one of flat, dim0"),
+        ({"sharding": "some"}, "sharding: 'some' is not one of full_shard"),
+        ({"partition": "half"}, "partition: 'half' is not one of elements"),
+        ({"num_ranks": 0}, "num_ranks must be at least 1"),
+        ({"micro_batches": 0}, "micro_batches must be at least 1"),
+        ({"bucket_bytes": 0}, "bucket_bytes must be at least 1"),
+        ({"prefetch": -1}, "prefetch must be at least 0"),
+        ({"strategy": "single"}, "num_ranks: 'single' trains in one process, got 4"),
+        ({"sharding": "hybrid_shard"}, "shard_group_size must divide the 4 ranks, got None"),
+        ({"sharding": "hybrid_shard", "shard_group_size": 3}, "shard_group_size must divide the 4 ranks, got 3"),
+        ({"shard_group_size": 2}, "shard_group_size: only fsdp with hybrid_shard"),
+    ],
+)
+def test_bad_setups_name_the_field(options, message):
+    with pytest.raises(ValueError, match=message):
+        Setup(**{"strategy": "fsdp", "num_ranks": 4, **options})
+
+
+def test_bad_models_units_and_ranks_name_the_field():
+    model, units = blocks_model()
+    with pytest.raises(ValueError, match="units: no parameter is called nothing"):
+        predicted_memory(model, fsdp(2, {"u": ["nothing"]}))
+    with pytest.raises(ValueError, match=r"units: blocks\.0\.bias is in more than one place"):
+        predicted_memory(model, fsdp(2, {**units, "u": ["blocks.0.bias"]}))
+    with pytest.raises(ValueError, match="units: the name 'root' is taken"):
+        predicted_memory(model, fsdp(2, {"root": ["head"]}))
+    with pytest.raises(ValueError, match="rank must be 0 to 1, got 2"):
+        predicted_collectives(model, fsdp(2, units), ranks=[2])
+    with pytest.raises(ValueError, match="names must differ, head come twice"):
+        PlannedModel.of_specs([ParamSpec("head", (1,), 4)] * 2)

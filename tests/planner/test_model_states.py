@@ -1,0 +1,113 @@
+"""Model states from a number of parameters, the paper's numbers, and the command that prints them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from shardlab.cli_plan import plan
+from shardlab.planner import Precision, model_states, zero_paper_numbers
+
+app = typer.Typer()
+app.command()(plan)
+
+
+def test_the_formulas_with_k_of_12():
+    num_params, num_ranks = 6_000, 5
+    rows = {row.strategy: row for row in model_states(num_params, num_ranks, "mixed")}
+    assert list(rows) == ["ddp", "zero1", "zero2", "zero3"]
+    assert rows["ddp"].total_bytes == 16 * num_params
+    assert rows["zero1"].total_bytes == 4 * num_params + 12 * num_params // num_ranks
+    assert rows["zero2"].total_bytes == 2 * num_params + 14 * num_params // num_ranks
+    assert rows["zero3"].total_bytes == 16 * num_params // num_ranks
+    for row in rows.values():
+        assert row.total_bytes == row.parameter_bytes + row.gradient_bytes + row.optimizer_bytes
+    sent = [row.wire_elements for row in rows.values()]
+    assert sent == [volumes * num_params * (num_ranks - 1) // num_ranks for volumes in (2, 2, 2, 3)]
+
+
+def test_fp32_and_precisions_of_one_s_own():
+    zero2 = model_states(1_000, 4, "fp32")[2]
+    assert (zero2.parameter_bytes, zero2.gradient_bytes, zero2.optimizer_bytes) == (4_000, 1_000, 2_000)
+    assert model_states(10, 1, Precision(1, 2, 0, 1, 1))[0].total_bytes == 50
+
+
+def test_counts_that_ranks_do_not_divide_are_exact_fractions():
+    zero3 = model_states(10, 3, "fp32")[3]
+    assert zero3.parameter_bytes == 40 / 3
+    assert isinstance(model_states(7.5e9, 64)[3].total_bytes, int)
+
+
+def test_all_numbers_of_the_paper():
+    numbers = zero_paper_numbers()
+    assert len([number for number in numbers if number.where == "table 1"]) == 54
+    assert len([number for number in numbers if number.where == "figure 1"]) == 4
+    wrong = [number for number in numbers if number.computed != number.printed]
+    assert not wrong
+
+
+def test_the_paper_s_numbers_as_the_field_knows_them():
+    printed = {(n.where, n.num_params, n.num_ranks, n.strategy): n.printed for n in zero_paper_numbers()}
+    assert printed["table 1", 7_500_000_000, 1024, "zero3"] == "0.12"
+    assert printed["table 1", 10**12, 1024, "zero3"] == "15.6"  # 15.625, truncated
+    assert printed["table 1", 128 * 10**9, 256, "zero2"] == "263"
+    assert printed["figure 1", 7_500_000_000, 64, "zero3"] == "1.9"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 4, "mixed"), "params must be a whole number of at least 1, got 0"),
+        ((-5e9, 4, "mixed"), "params must be"),
+        ((float("nan"), 4, "mixed"), "params must be"),
+        ((float("inf"), 4, "mixed"), "params must be"),
+        ((1.5, 4, "mixed"), "params must be"),
+        ((7.5e9, 0, "mixed"), "ranks must be at least 1, got 0"),
+        ((7.5e9, 4, "half"), "precision: 'half' is not one of mixed, fp32"),
+    ],
+)
+def test_bad_input_names_the_field(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        model_states(*arguments)
+    with pytest.raises(ValueError, match=message):
+        plan(*arguments)
+    with pytest.raises(ValueError, match="precision: gradient must be at least 1"):
+        Precision(2, 0, 4, 4, 4)
+
+
+def test_plan_prints_json():
+    result = CliRunner().invoke(app, ["--params", "7.5e9", "--ranks", "64", "--precision", "mixed", "--json"])
+    assert result.exit_code == 0
+    rows = json.loads(result.stdout)
+    assert rows[3] == {
+        "strategy": "zero3",
+        "parameter_bytes": 234_375_000,
+        "gradient_bytes": 234_375_000,
+        "optimizer_bytes": 1_406_250_000,
+        "total_bytes": 1_875_000_000,
+        "wire_elements": 22_148_437_500,
+    }
+    assert [row["strategy"] for row in rows] == ["ddp", "zero1", "zero2", "zero3"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [("7.5e9", "64"), ("1e12", "1024"), ("29500001", "7"), ("10000", "2"), ("1", "1")]
+)
+def test_plan_prints_a_table_that_fits_80_columns(arguments, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    result = CliRunner().invoke(app, ["--params", arguments[0], "--ranks", arguments[1]])
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert max(len(line) for line in lines) <= 80
+    assert "…" not in result.stdout
+    [zero3] = [line for line in lines if line.strip().startswith("zero3")]
+    if arguments == ("7.5e9", "64"):
+        assert zero3.split() == ["zero3", "0.23", "0.23", "1.41", "1.88", "98.4", "%", "22.15"]
+
+
+def test_planning_needs_no_torch():
+    code = "import sys, shardlab.planner, shardlab.cli_plan; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

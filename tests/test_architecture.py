@@ -1,0 +1,172 @@
+"""The layers of shared/DESIGN.md, section 1, read from the source: imports point only downward."""
+
+import ast
+import subprocess
+import sys
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "shardlab"
+NUMBERS = {"data_files", "partition", "tables", "vocabulary"}
+# What each room may import, besides itself. A room that is not here fails: decide where it belongs.
+MAY_IMPORT = {
+    "vocabulary": set(),
+    "data_files": set(),
+    "tables": {"vocabulary"},
+    "partition": {"vocabulary"},
+    "comm": NUMBERS,
+    "engines": {"comm", "partition", "vocabulary"},
+    "tensor_parallel": {"comm", "partition", "vocabulary"},
+    "models": NUMBERS,
+    "data_sets": NUMBERS,
+    "analysis": NUMBERS,
+    "plots": {"analysis", *NUMBERS},
+    "planner": {"analysis", *NUMBERS},
+    "trace": {"analysis", "comm", *NUMBERS},
+    "launch": {"comm", *NUMBERS},
+}
+LOWER = set(MAY_IMPORT)
+MAY_IMPORT["experiment"] = LOWER
+MAY_IMPORT["exercises"] = LOWER | {"experiment"}
+MAY_IMPORT["widgets"] = LOWER | {"experiment", "exercises"}
+MAY_IMPORT["cli"] = LOWER | {"experiment", "exercises", "widgets"}
+MAY_IMPORT["cli_plan"] = {"planner"}
+MAY_IMPORT["cli"] |= {"cli_plan"}
+MAY_IMPORT["__main__"] = {"cli"}
+MAY_IMPORT["__init__"] = LOWER | {"experiment"}
+
+WITHOUT_TORCH = ("analysis", "plots", "planner", "partition", "tables", "vocabulary")
+# torch.distributed without sending anything: groups begin and end, and are asked who they are.
+MODULES = ("dist", "torch.distributed", "distributed_c10d", "torch.distributed.distributed_c10d")
+NOT_COLLECTIVES = {
+    "FileStore",
+    "ProcessGroup",
+    "ReduceOp",
+    "__file__",
+    "destroy_process_group",
+    "distributed_c10d",
+    "get_backend",
+    "get_rank",
+    "get_world_size",
+    "init_process_group",
+}
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    return {
+        ".".join(("shardlab", *path.relative_to(PACKAGE).with_suffix("").parts)): ast.parse(path.read_text())
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
+
+
+def room(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def is_package(name: str) -> bool:
+    return f"{name}.__init__" in modules() or name == "shardlab"
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """Full names of all modules a file imports, also inside functions; not those for the type checker alone."""
+    found: set[str] = set()
+    for node in running_code(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide the layer"
+            base = node.module or ""
+            found |= {
+                f"{base}.{alias.name}" if is_package(base) and is_module(f"{base}.{alias.name}") else base
+                for alias in node.names
+            }
+    return found
+
+
+def is_module(name: str) -> bool:
+    return name in modules() or f"{name}.__init__" in modules()
+
+
+def running_code(node: ast.AST):
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from running_code(child)
+
+
+@pytest.mark.parametrize("module", modules())
+def test_imports_point_downward(module: str) -> None:
+    own = room(module)  # (the package itself, with its version and its place on disk, anyone may ask)
+    assert own in MAY_IMPORT, f"room {own!r} has no place in the layers"
+    others = {room(name) for name in imported(modules()[module]) if name.split(".")[0] == "shardlab"}
+    others -= {own, "__init__"}
+    assert others <= MAY_IMPORT[own], f"{module} imports {sorted(others - MAY_IMPORT[own])}"
+
+
+def test_rooms_have_no_cycle() -> None:
+    graph: dict[str, set[str]] = {}
+    for module, tree in modules().items():
+        if room(module) != "__init__":  # the package's own names are imported when they are used
+            uses = {room(name) for name in imported(tree) if name.split(".")[0] == "shardlab"}
+            graph.setdefault(room(module), set()).update(uses - {room(module), "__init__"})
+    order = list(TopologicalSorter(graph).static_order())  # raises CycleError
+    assert order.index("partition") < order.index("comm") < order.index("engines") < order.index("experiment")
+
+
+def test_engines_import_neither_records_nor_tables_nor_pictures() -> None:
+    for module, tree in modules().items():
+        if room(module) in ("engines", "tensor_parallel", "comm"):
+            tops = {name.split(".")[0] for name in imported(tree)}
+            assert not tops & {"pandas", "plotly", "pyarrow"}, module
+            assert not any(name.startswith("shardlab.trace") for name in imported(tree)), module
+
+
+def test_pictures_and_arithmetic_import_no_torch() -> None:
+    for module, tree in modules().items():
+        if room(module) in WITHOUT_TORCH:
+            assert "torch" not in {name.split(".")[0] for name in imported(tree)}, module
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["import shardlab.plots, shardlab.analysis", "import shardlab.trace.store", "import shardlab.cli"],
+)
+def test_a_saved_run_is_read_without_torch(statement: str) -> None:
+    code = f"import sys; {statement}; assert 'torch' not in sys.modules, 'torch was imported'"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)
+
+
+def test_only_comm_calls_collectives() -> None:
+    for module, tree in modules().items():
+        if room(module) == "comm":
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed"):
+                assert {alias.name for alias in node.names} <= NOT_COLLECTIVES, f"{module}:{node.lineno}"
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in MODULES:
+                assert node.attr in NOT_COLLECTIVES or node.attr.startswith("is_"), f"{module}:{node.lineno} uses torch.distributed.{node.attr}"
+
+
+def test_the_test_above_sees_the_collectives_of_comm() -> None:
+    gloo = modules()["shardlab.comm.transports.gloo"]
+    used = {node.attr for node in ast.walk(gloo) if isinstance(node, ast.Attribute)}
+    assert {"all_reduce", "broadcast", "all_to_all_single"} <= used - NOT_COLLECTIVES
+
+
+def test_no_collective_inside_try() -> None:
+    """A rank that catches and goes on leaves the others waiting. (``finally`` alone is fine.)"""
+    verbs = {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "barrier"}
+    for module, tree in modules().items():
+        if room(module) not in ("engines", "tensor_parallel"):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Try) and node.handlers:
+                calls = [call.func for call in ast.walk(node) if isinstance(call, ast.Call)]
+                called = {call.attr for call in calls if isinstance(call, ast.Attribute)}
+                assert not called & verbs, f"{module}:{node.lineno}"

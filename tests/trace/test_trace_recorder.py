@@ -1,0 +1,335 @@
+"""What the recorder writes against what happened: collectives, phases, spans, waits, and its own footprint."""
+
+import math
+import tracemalloc
+from collections import Counter
+
+import pandas as pd
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardlab.analysis import overlap
+from shardlab.partition.wire import ring_wire_bytes
+from shardlab.trace.store import RunWriter, load_run, write_manifest
+from shardlab.vocabulary import Collective, Phase
+from tests.trace.training import CPU, Setting, train
+
+STRATEGIES = ("ddp", "bucketed", "zero1")
+
+
+def record(pool, setting, directory, fn=train):
+    """Train on the ranks; what they returned, and the records."""
+    write_manifest(directory, {"run": setting.strategy, "ranks": pool.world_size})
+    setting.directory = directory
+    return pool.run(fn, setting), load_run(directory)
+
+
+def train_counted(rank, setting):
+    """Train, with a counter under torch.distributed: (function, bytes) of every call, in order."""
+    calls = []
+
+    def counted(name, size_of):
+        plain = getattr(dist, name)
+
+        def call(*args, **kwargs):
+            calls.append((name, size_of(args)))
+            return plain(*args, **kwargs)
+
+        return plain, call
+
+    sizes = {
+        "all_reduce": lambda args: args[0].nbytes,
+        "broadcast": lambda args: args[0].nbytes,
+        "all_to_all_single": lambda args: args[1].nbytes,
+        "send": lambda args: args[0].nbytes,
+        "recv": lambda args: args[0].nbytes,
+    }
+    patched = {name: counted(name, size_of) for name, size_of in sizes.items()}
+    try:
+        for name, (_, call) in patched.items():
+            setattr(dist, name, call)
+        return train(rank, setting), calls
+    finally:
+        for name, (plain, _) in patched.items():
+            setattr(dist, name, plain)
+
+
+def composed(row, num_ranks):
+    """The calls of torch.distributed that the gloo transport makes for a recorded collective."""
+    if row.op == Collective.REDUCE_SCATTER:
+        return [("all_to_all_single", row.bytes)]
+    if row.op == Collective.ALL_GATHER:
+        return ["broadcast"] * num_ranks  # of the chunks, whose sizes add up to the buffer
+    return [(str(row.op), row.bytes)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_recorded_collectives_are_those_that_torch_distributed_saw(pools, tmp_path, strategy, num_ranks):
+    results, records = record(pools(num_ranks), Setting(strategy), tmp_path, train_counted)
+    for rank, (_, calls) in enumerate(results):
+        rows = records.collectives[records.collectives["rank"] == rank]
+        assert rows["seq"].tolist() == list(range(len(rows)))
+        place = 0
+        for row in rows.itertuples():
+            expected = composed(row, num_ranks)
+            seen = calls[place : place + len(expected)]
+            if row.op == Collective.ALL_GATHER:
+                assert [name for name, _ in seen] == expected
+                assert sum(num_bytes for _, num_bytes in seen) == row.bytes
+            else:
+                assert seen == expected
+            place += len(expected)
+        assert place == len(calls), f"not recorded: {calls[place:]}"
+        assert len(rows) > 3 * 2
+
+
+def test_each_row_adds_up(pools, tmp_path):
+    _, records = record(pools(2), Setting("zero1"), tmp_path)
+    rows = records.collectives
+    assert (rows["bytes"] == rows["numel"] * rows["dtype"].map({"float32": 4, "float64": 8})).all()
+    for row in rows[rows["op"] == Collective.ALL_REDUCE].itertuples():
+        assert row.wire_bytes == ring_wire_bytes(Collective.ALL_REDUCE, row.bytes, 2)
+    assert (rows["issue_us"] <= rows["start_us"]).all()
+    assert (rows["start_us"] <= rows["end_us"]).all()
+    waited = rows["wait_end_us"].notna()
+    assert waited.all()
+    assert (rows["end_us"] <= rows["wait_end_us"]).all()
+    in_step = rows[(rows["step"] >= 0) & (rows["phase"] != Phase.METRICS)]
+    sent = in_step.groupby(["rank", "step"])["wire_bytes"].sum()
+    steps = records.steps.set_index(["rank", "step"])["wire_bytes"]
+    pd.testing.assert_series_equal(sent.sort_index(), steps.sort_index(), check_dtype=False)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_is_sent_before_the_first_step_is_step_minus_one(pools, tmp_path, strategy):
+    _, records = record(pools(2), Setting(strategy), tmp_path)
+    before = records.collectives[records.collectives["step"] == -1]
+    assert set(before["phase"]) == {Phase.SETUP}
+    assert set(before["op"]) == {Collective.BROADCAST}
+    num_params = sum(param.numel() for param in Setting().model().parameters())
+    assert before.groupby("rank")["numel"].sum().tolist() == [num_params] * 2
+    assert (records.steps["step"] >= 0).all()
+    assert Phase.SETUP not in set(records.collectives.loc[records.collectives["step"] >= 0, "phase"])
+
+
+def test_phases_say_where_a_collective_was_issued(pools, tmp_path):
+    _, records = record(pools(2), Setting("zero1"), tmp_path)
+    rows = records.collectives[records.collectives["step"] == 1]
+    phases = Counter(zip(rows["op"], rows["phase"], strict=True))
+    num_buckets = rows[rows["rank"] == 0]["tag"].str.startswith("gradients").sum()
+    assert num_buckets > 1
+    assert phases[Collective.REDUCE_SCATTER, Phase.BACKWARD] == 2 * num_buckets
+    assert phases[Collective.ALL_GATHER, Phase.STEP] == 2 * num_buckets
+    assert phases[Collective.ALL_REDUCE, Phase.CLIP] == 2
+    assert phases[Collective.ALL_REDUCE, Phase.METRICS] == 2
+    assert sum(phases.values()) == len(rows) == 4 * num_buckets + 4
+
+
+@pytest.mark.parametrize("strategy", ("single", *STRATEGIES))
+def test_recording_changes_no_bit(pools, tmp_path, strategy):
+    pool = pools(1 if strategy == "single" else 2)
+    recorded, _ = record(pool, Setting(strategy, traced=1), tmp_path)
+    plain = pool.run(train, Setting(strategy))
+    for one, other in zip(recorded, plain, strict=True):
+        assert one.losses == other.losses
+        assert len(set(one.losses)) == 3
+        assert all(torch.equal(a, b) for a, b in zip(one.params, other.params, strict=True))
+
+
+def test_units_and_phases_are_spans(pools, tmp_path):
+    _, records = record(pools(1), Setting("single"), tmp_path)
+    spans = records.spans[records.spans["step"] == 2].set_index(["unit", "kind"])[["start_us", "end_us"]]
+    units = ("first", "blocks.0", "blocks.1", "last")
+    forward = [spans.loc[(unit, "forward")] for unit in units]
+    backward = [spans.loc[(unit, "backward")] for unit in units[:0:-1]]  # the first's input has no gradient
+    for row, following in zip([*forward, *backward], [*forward, *backward][1:], strict=False):
+        assert row["start_us"] <= row["end_us"] <= following["start_us"]
+    whole_forward, whole_backward = spans.loc[("model", "forward")], spans.loc[("model", "backward")]
+    assert whole_forward["start_us"] <= forward[0]["start_us"]
+    assert forward[-1]["end_us"] <= whole_forward["end_us"] <= whole_backward["start_us"]
+    assert backward[-1]["end_us"] <= whole_backward["end_us"]
+    assert len(spans.loc[[("model", "optimizer")]]) == 2  # clip and step
+
+
+class SlowBackward(torch.autograd.Function):
+    """Compute that takes long, whatever the machine does meanwhile."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        import time
+
+        time.sleep(0.15)
+        return gradient
+
+
+class SlowUnit(nn.Module):
+    def forward(self, x):
+        return SlowBackward.apply(x)
+
+
+class HidesTheLast(nn.Sequential):
+    """Gradients of the last layer come first and travel while ``1`` computes; those of the first come at the end."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 4), SlowUnit(), nn.Linear(4, 5))  # 112 and 100 bytes: two buckets
+
+
+def test_what_compute_covers_is_hidden_and_the_rest_is_exposed(pools, tmp_path):
+    # One message takes 2 x 20 ms of latency, far less than the 150 ms of the slow unit.
+    setting = Setting("bucketed", 2, model=HidesTheLast, link="10Gbps,20ms", options={"bucket_bytes": 112})
+    _, records = record(pools(2), setting, tmp_path)
+    for rank in (0, 1):
+        rows = records.collectives[(records.collectives["rank"] == rank) & (records.collectives["step"] == 1)]
+        early, late = (rows[rows["tag"] == f"gradients of bucket {bucket}"].iloc[0] for bucket in (0, 1))
+        spans = records.spans[(records.spans["rank"] == rank) & (records.spans["step"] == 1)]
+        slow = spans[(spans["unit"] == "1") & (spans["kind"] == "backward")].iloc[0]
+        assert slow["start_us"] <= early["start_us"] + 1e3  # it begins with the gradient of the layer above
+        assert early["end_us"] < slow["end_us"] <= late["start_us"]
+        assert early["wait_end_us"] - early["wait_start_us"] < early["end_us"] - early["start_us"]
+        assert late["wait_start_us"] < late["end_us"] <= late["wait_end_us"]
+        step = records.steps[(records.steps["rank"] == rank) & (records.steps["step"] == 1)].iloc[0]
+        hidden = early["end_us"] - early["start_us"]
+        length = hidden + late["end_us"] - late["start_us"]
+        assert step["overlap"] == pytest.approx(hidden / length, abs=0.1)
+        assert step["exposed_comm_us"] == pytest.approx(length - hidden, rel=0.2)
+
+
+def test_spans_leave_out_the_waits(pools, tmp_path):
+    _, records = record(pools(2), Setting("ddp", 2, link="10Gbps,2ms"), tmp_path)
+    for _, rows in records.collectives[records.collectives["step"] == 1].groupby("rank"):
+        spans = records.spans[(records.spans["rank"] == rows["rank"].iloc[0]) & (records.spans["step"] == 1)]
+        waits = list(zip(rows["wait_start_us"], rows["wait_end_us"], strict=True))
+        assert sum(end - start for start, end in waits) > 8 * 2e3
+        for start, end in zip(spans["start_us"], spans["end_us"], strict=True):
+            assert all(end <= wait_start or wait_end <= start for wait_start, wait_end in waits)
+        backward = spans[(spans["unit"] == "model") & (spans["kind"] == "backward")]
+        assert len(backward) >= 2  # cut by the waits at its end
+        assert len(spans[(spans["unit"] == "model") & (spans["kind"] == "forward")]) == 1
+
+
+def test_the_steps_table_says_what_analysis_says(pools, tmp_path):
+    _, records = record(pools(2), Setting("bucketed", link="1Gbps,1ms"), tmp_path)
+    traffic = records.collectives[(records.collectives["phase"] != Phase.METRICS) & (records.collectives["step"] >= 0)]
+    whole = records.spans[records.spans["unit"] == "model"]
+    expected = overlap(traffic, whole).set_index(["rank", "step"]).sort_index()
+    steps = records.steps.set_index(["rank", "step"]).sort_index()
+    assert steps["overlap"].tolist() == pytest.approx(expected["overlap"].tolist())
+    assert steps["exposed_comm_us"].tolist() == pytest.approx(expected["exposed_us"].tolist())
+    assert steps["step_us"].min() > 0
+
+
+def test_one_rank_communicates_nothing(tmp_path):
+    write_manifest(tmp_path, {"run": "single"})
+    train(0, Setting("single", directory=tmp_path))
+    records = load_run(tmp_path)
+    assert records.collectives.empty
+    assert records.steps["overlap"].isna().all()
+    assert records.steps["wire_bytes"].tolist() == [0.0] * 3
+    assert all(math.isfinite(loss) for loss in records.steps["loss"])
+
+
+def test_killed_ranks_leave_every_finished_step(pools, tmp_path):
+    """What is on disk after each step is read in the rank itself, before the writer is closed."""
+    write_manifest(tmp_path, {"run": "ddp"})
+
+    class Killed(Exception):
+        pass
+
+    writer = RunWriter(tmp_path, 0, "ddp", "measured")
+    append, seen = writer.append, []
+
+    def look(step, tables):
+        append(step, tables)
+        seen.append(load_run(tmp_path).steps["step"].tolist())
+
+    writer.append = look
+    train_with(writer, steps=3)
+    assert seen == [[], [0], [0, 1], [0, 1, 2]]
+
+
+def train_with(writer, steps, after_step=None):
+    """One process with a given writer."""
+    from contextlib import closing
+    from time import perf_counter_ns
+
+    from shardlab.comm import Mesh
+    from shardlab.engines import build_engine
+    from shardlab.experiment import TrainStep
+    from shardlab.trace.clock import clock_for
+    from shardlab.trace.recorder import Recorder
+    from tests.trace.training import MLP, adamw
+
+    mesh = Mesh.alone()
+    with closing(writer), build_engine("bucketed", MLP(), adamw, mesh) as engine:
+        recorder = Recorder(writer, clock_for(CPU), perf_counter_ns(), device=CPU)
+        recorder.live_tensors = engine.live_tensors
+        train_step = TrainStep(engine, nn.functional.mse_loss, recorder=recorder)
+        x, y = torch.ones(4, 6), torch.ones(4, 5)
+        for step in range(steps):
+            with recorder.step(step):
+                result = train_step(x, y)
+            recorder.finish_step(result.loss, result.grad_norm, result.learning_rate, 4)
+            if after_step is not None:
+                after_step(step)
+
+
+def test_memory_of_the_recorder_stays_flat(tmp_path):
+    write_manifest(tmp_path, {"run": "bucketed"})
+    ours = tracemalloc.Filter(True, "*/shardlab/*")
+    held = {}
+
+    def look(step):
+        if step == 50:
+            tracemalloc.start()
+        elif step in (99, 299):
+            traces = tracemalloc.take_snapshot().filter_traces([ours]).traces
+            held[step] = sum(trace.size for trace in traces)
+
+    try:
+        train_with(RunWriter(tmp_path, 0, "bucketed", "measured"), 300, look)
+    finally:
+        tracemalloc.stop()
+    file_bytes = sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert 0 < held[299] < held[99] + 4_000 < file_bytes
+    assert load_run(tmp_path).steps["step"].tolist() == list(range(300))
+
+
+def test_the_recorder_states_its_cost(tmp_path):
+    write_manifest(tmp_path, {"run": "bucketed"})
+    from time import perf_counter_ns
+
+    from shardlab.trace.clock import clock_for
+    from shardlab.trace.recorder import Recorder
+
+    recorder = Recorder(RunWriter(tmp_path, 0, "x", "measured"), clock_for(CPU), perf_counter_ns(), device=CPU)
+    assert math.isnan(recorder.cost_share)
+    for step in range(2):
+        with recorder.step(step):
+            recorder.at_rest()
+        recorder.finish_step(1.0, 1.0, 1.0, 1)
+    assert recorder.cost_share > 1  # a step of nothing: all of it is recording
+    recorder._writer.close()
+
+
+@pytest.mark.parametrize("step", [0, 3, 4, 7, 8, 16, 17])
+def test_memory_at_rest_is_read_in_the_first_steps_and_then_at_every_eighth(tmp_path, step):
+    write_manifest(tmp_path, {"run": "x"})
+    from time import perf_counter_ns
+
+    from shardlab.trace.clock import clock_for
+    from shardlab.trace.recorder import Recorder
+
+    writer = RunWriter(tmp_path, 0, "x", "measured")
+    recorder = Recorder(writer, clock_for(CPU), perf_counter_ns(), device=CPU)
+    with recorder.step(step):
+        recorder.at_rest()
+    recorder.finish_step(1.0, 1.0, 1.0, 1)
+    writer.close()
+    assert (len(load_run(tmp_path).memory) == 8) == (step < 4 or step % 8 == 0)

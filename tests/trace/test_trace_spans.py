@@ -1,0 +1,51 @@
+"""The recorder's plain-Python intervals agree with ``analysis.intervals``, which the figures use."""
+
+from math import isnan
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlab.analysis import intervals
+from shardlab.trace.spans import exposure, merged, shared, without
+
+times = st.integers(0, 40).map(float)
+some = st.lists(st.tuples(times, times).map(lambda pair: (min(pair), max(pair))), max_size=8)
+
+
+@given(some)
+def test_merged_is_the_union(given_intervals):
+    assert merged(given_intervals) == [tuple(row) for row in intervals.merge(given_intervals).tolist()]
+
+
+@given(st.tuples(times, times).map(lambda pair: (min(pair), max(pair))), some)
+def test_without_is_the_difference(span, holes):
+    left = without(span, merged(holes))
+    assert left == [tuple(row) for row in intervals.subtract([span], holes).tolist()]
+
+
+@given(some, some)
+def test_shared_is_the_length_of_the_intersection(one, other):
+    assert shared(merged(one), merged(other)) == intervals.total(intervals.intersect(one, other))
+
+
+def test_exposure_of_the_intervals_of_the_issue():
+    assert exposure([(0, 10), (20, 30)], [(5, 25)]) == (10, 0.5)
+    exposed, overlap = exposure([(0, 10), (2, 4)], [])  # what lies within another does not count twice
+    assert (exposed, overlap) == (10, 0)
+
+
+def test_without_communication_there_is_no_number():
+    assert all(isnan(value) for value in exposure([], [(0, 10)]))
+
+
+def test_a_span_is_cut_only_where_a_wait_lies_inside():
+    waits = [(0.0, 2.0), (4.0, 6.0), (9.0, 12.0)]
+    assert without((2.0, 4.0), waits) == [(2.0, 4.0)]
+    assert without((1.0, 10.0), waits) == [(2.0, 4.0), (6.0, 9.0)]
+    assert without((4.5, 5.5), waits) == []
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_merged_takes_any_order(order):
+    assert merged([(0, 2), (1, 3), (5, 6)][::order]) == [(0, 3), (5, 6)]

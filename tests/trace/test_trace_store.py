@@ -1,0 +1,163 @@
+"""Runs on disk: what was written is read, whatever became of the writer."""
+
+import json
+import math
+
+import pandas as pd
+import pytest
+
+from shardlab.tables import TABLES
+from shardlab.trace import store
+from shardlab.trace.store import RunWriter, load_run, load_runs, write_manifest
+
+NAN = math.nan
+
+
+def collective(seq):
+    return {
+        "seq": seq, "axis": "data", "op": "all_reduce", "tag": "gradients of bucket 0 \"ü\"", "phase": "backward",
+        "dtype": "float32", "numel": 3, "bytes": 12, "wire_bytes": 12.5, "group_size": 2, "transport": "gloo",
+        "issue_us": 1.0, "start_us": 2.0, "end_us": 3.0, "wait_start_us": NAN, "wait_end_us": NAN,
+    }  # fmt: skip
+
+
+def one_step(step):
+    return {
+        "loss": 1.0 / (step + 3), "grad_norm": NAN, "learning_rate": 1e-3, "step_us": 10.0, "exposed_comm_us": 1.0,
+        "overlap": NAN, "peak_bytes": None if step % 2 else 2**40, "wire_bytes": 12.5, "num_tokens": 4,
+        "traced_memory": bool(step % 2),
+    }  # fmt: skip
+
+
+def write(directory, steps, rank=0, run="ddp"):
+    """A writer with ``steps`` steps on disk, not closed."""
+    write_manifest(directory, {"run": run, "ranks": 2})
+    writer = RunWriter(directory, rank, run, "measured")
+    for step in range(steps):
+        writer.append(step, {"collectives": [collective(2 * step), collective(2 * step + 1)], "steps": [one_step(step)]})
+    return writer
+
+
+def killed(writer):
+    """Nothing more is written, and nothing is made of the lines."""
+    writer._file.close()
+
+
+def test_round_trip_is_exact(tmp_path):
+    for rank in (0, 1):
+        write(tmp_path, steps=3, rank=rank).close()
+    records = load_run(tmp_path)
+    assert not list(tmp_path.glob("*.jsonl"))
+    for name, table in TABLES.items():
+        table.check(getattr(records, name))
+    assert len(records.collectives) == 12
+    assert records.steps["loss"].tolist() == [1 / 3, 1 / 4, 1 / 5] * 2  # bit for bit
+    assert records.steps["rank"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert records.steps["peak_bytes"].tolist()[:3] == [2**40, pd.NA, 2**40]
+    assert records.steps["traced_memory"].tolist()[:3] == [False, True, False]
+    assert records.collectives["wait_end_us"].isna().all()
+    assert set(records.collectives["tag"]) == {'gradients of bucket 0 "ü"'}
+    assert records.spans.empty
+    assert dict(records.manifests["ddp"]) == {"format": store.FORMAT, "run": "ddp", "ranks": 2}
+
+
+def test_unfinished_and_finished_runs_read_the_same(tmp_path):
+    writer = write(tmp_path, steps=4)
+    unfinished = load_run(tmp_path)
+    writer.close()
+    finished = load_run(tmp_path)
+    for name in TABLES:
+        pd.testing.assert_frame_equal(getattr(unfinished, name), getattr(finished, name))
+
+
+def test_every_step_is_on_disk_when_it_is_over(tmp_path):
+    writer = write(tmp_path, steps=1)
+    assert load_run(tmp_path).steps["step"].tolist() == [0]
+    writer.append(1, {"steps": [one_step(1)]})
+    assert load_run(tmp_path).steps["step"].tolist() == [0, 1]
+    killed(writer)
+
+
+def test_a_stream_cut_anywhere_reads_every_whole_step(tmp_path):
+    killed(write(tmp_path, steps=3))
+    path = tmp_path / "rank0.jsonl"
+    whole = path.read_bytes()
+    ends = [place + 1 for place, byte in enumerate(whole) if byte == ord("\n")]
+    assert len(ends) == 3
+    for length in (0, 1, ends[0] - 1, ends[0], ends[0] + 7, ends[1] - 2, ends[1], len(whole) - 1, len(whole)):
+        path.write_bytes(whole[:length])
+        records = load_run(tmp_path)
+        expected = sum(end <= length for end in ends)
+        assert records.steps["step"].tolist() == list(range(expected)), length
+        assert len(records.collectives) == 2 * expected  # a step is there in all tables or in none
+
+
+def test_killed_while_the_files_were_made(tmp_path):
+    writer = write(tmp_path, steps=2)
+    (tmp_path / "steps.rank0.parquet").write_bytes(b"PAR1 half a fi")
+    assert load_run(tmp_path).steps["step"].tolist() == [0, 1]
+    writer.close()
+    assert load_run(tmp_path).steps["step"].tolist() == [0, 1]
+
+
+def test_long_runs_are_finished_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "STEPS_AT_ONCE", 4)
+    for steps in (7, 8, 9):
+        write(tmp_path / str(steps), steps).close()
+        assert load_run(tmp_path / str(steps)).steps["step"].tolist() == list(range(steps))
+
+
+def test_runs_together(tmp_path):
+    for run in ("ddp", "zero1"):
+        write(tmp_path / run, steps=2, run=run).close()
+    records = load_runs([tmp_path / "ddp", tmp_path / "zero1"])
+    assert records.steps["run"].tolist() == ["ddp"] * 2 + ["zero1"] * 2
+    assert set(records.manifests) == {"ddp", "zero1"}
+
+
+def test_closing_twice_is_harmless(tmp_path):
+    writer = write(tmp_path, steps=1)
+    writer.close()
+    writer.close()
+    assert len(load_run(tmp_path).steps) == 1
+
+
+def test_no_run(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no manifest\.json, so it is no run"):
+        load_run(tmp_path)
+    with pytest.raises(ValueError, match="no runs to load"):
+        load_runs([])
+
+
+def test_newer_format(tmp_path):
+    write(tmp_path, steps=1).close()
+    write_manifest(tmp_path, {"format": store.FORMAT + 1})
+    with pytest.raises(ValueError, match=f"format {store.FORMAT + 1} by a newer shardlab; this one reads up to"):
+        load_run(tmp_path)
+
+
+@pytest.mark.parametrize("text", ['{"format": 1, "run', "", "[]", '{"run": "ddp"}', '{"format": "x"}', "null"])
+def test_damaged_manifest(tmp_path, text):
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged, or not a manifest"):
+        load_run(tmp_path)
+
+
+def test_damaged_lines_and_files_are_named(tmp_path):
+    killed(write(tmp_path, steps=2))
+    path = tmp_path / "rank0.jsonl"
+    path.write_bytes(b"no json\n" + path.read_bytes())
+    with pytest.raises(ValueError, match=r"rank0\.jsonl is damaged"):
+        load_run(tmp_path)
+    path.unlink()
+    (tmp_path / "steps.rank0.parquet").write_bytes(b"no parquet")
+    with pytest.raises(ValueError, match=r"steps\.rank0\.parquet cannot be read"):
+        load_run(tmp_path)
+
+
+def test_the_manifest_is_never_seen_half_written(tmp_path, monkeypatch):
+    write_manifest(tmp_path, {"run": "old"})
+    monkeypatch.setattr(json, "dumps", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("killed")))
+    with pytest.raises(RuntimeError):
+        write_manifest(tmp_path, {"run": "new"})
+    assert load_run(tmp_path).manifests.keys() == {"old"}
