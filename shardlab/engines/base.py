@@ -17,13 +17,14 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shardlab.comm import Mesh, broadcast_coalesced
+from shardlab.comm import Communicator, Mesh, broadcast_coalesced
 from shardlab.engines.clip import clip_
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.vocabulary import MeshAxis, Role
@@ -66,7 +67,8 @@ class Engine(ABC):
             raise ValueError("model: it is wrapped by an engine already; close() that engine first")
         self.module = model
         self.mesh = Mesh.alone() if mesh is None else mesh
-        self.comm = self.mesh[MeshAxis.DATA]
+        self.data_comms = self._data_axes()
+        self.comm = self.data_comms[-1]
         self.params: dict[str, nn.Parameter] = dict(model.named_parameters())  # tied weights appear once
         if not self.params:
             raise ValueError("model: it has no parameters, so there is nothing to train")
@@ -76,14 +78,34 @@ class Engine(ABC):
         self._sync = True
         self._reduced = False  # the gradients are means
         self._unfinished = False  # a backward outside no_sync() has not been finished
-        broadcast_coalesced(
-            self.comm, [*self.params.values(), *model.buffers()], tag="parameters and buffers from rank 0"
-        )
+        for comm in reversed(self.data_comms):
+            broadcast_coalesced(
+                comm, [*self.params.values(), *model.buffers()], tag="parameters and buffers from rank 0"
+            )
         self._prepare()
         self.optimizer = optimizer_fn(self.step_tensors())
         self._check_optimizer()
         self._hooks = [hook for param in self.params.values() if (hook := self._watch(param)) is not None]
         object.__setattr__(model, _WRAPPED, self)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks the gradients are averaged over, each with rows of its own."""
+        return prod(comm.num_ranks for comm in self.data_comms)
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's number among them, from 0."""
+        number = 0
+        for comm in self.data_comms:
+            number = number * comm.num_ranks + comm.rank
+        return number
+
+    def mean_over_ranks(self, value: Tensor, *, tag: str) -> Tensor:
+        """The mean of a tensor over all data ranks, in place; blocking."""
+        for comm in self.data_comms:
+            comm.all_reduce(value, tag=tag).wait()
+        return value.div_(self.num_data_ranks)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward.
@@ -127,7 +149,7 @@ class Engine(ABC):
             The norm before clipping, 0-d, equal on all ranks.
         """
         self.finish_gradients()
-        return clip_(self.step_tensors(), max_norm, norm_type, self.comm if self.shards_gradients else None)
+        return clip_(self.step_tensors(), max_norm, norm_type, self._norm_comm())
 
     def step(self) -> None:
         """One optimizer step; afterwards the parameters are equal on all ranks."""
@@ -221,6 +243,14 @@ class Engine(ABC):
 
     def __exit__(self, exc_type: object, *exc: object) -> None:
         self.close()
+
+    def _data_axes(self) -> tuple[Communicator, ...]:
+        """The axes of the mesh to average over, outer first."""
+        return (self.mesh[MeshAxis.DATA],)
+
+    def _norm_comm(self) -> Communicator | None:
+        """The ranks over which the gradients of ``step_tensors()`` are spread; None where each has all."""
+        return self.comm if self.shards_gradients else None
 
     def _settle(self) -> None:
         """Finish a plain ``loss.backward()`` that has not been finished."""

@@ -9,12 +9,15 @@ from shardlab.comm import Mesh
 from shardlab.engines.base import Engine, OptimizerFn
 from shardlab.engines.bucketed import Bucketed
 from shardlab.engines.ddp import DDP
+from shardlab.engines.fsdp import FSDP
 from shardlab.engines.single import Single
 from shardlab.engines.zero1 import ZeRO1
 from shardlab.engines.zero2 import ZeRO2
 from shardlab.engines.zero3 import ZeRO3
 
-STRATEGIES: dict[str, type[Engine]] = {engine.name: engine for engine in (Single, DDP, Bucketed, ZeRO1, ZeRO2, ZeRO3)}
+STRATEGIES: dict[str, type[Engine]] = {
+    engine.name: engine for engine in (Single, DDP, Bucketed, ZeRO1, ZeRO2, ZeRO3, FSDP)
+}
 
 
 def engine_options(strategy: str) -> tuple[str, ...]:

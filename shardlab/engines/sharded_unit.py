@@ -2,8 +2,8 @@
 
 Tensors of a unit, for a layout of N chunks:
 
-* ``shard``: this rank's chunk of the parameters, [chunk], always there; ``pieces`` are its parts by parameter, which the
-  optimizer steps;
+* ``shard``: this rank's chunk of the parameters, [chunk], always there; ``pieces`` are its parts by parameter, which
+  the optimizer steps;
 * ``buffer``: all chunks, [N x chunk], while gathered; where the layout keeps a parameter in one stretch (flat) the full
   parameter is a view of it, else (dim-0) it is a copy and the buffer is dropped at once;
 * gradients: ``param.grad`` of each full parameter until backward has made them all, then one flat buffer that is

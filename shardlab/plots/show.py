@@ -27,7 +27,8 @@ def show(figure: go.Figure) -> None:
 def mime_bundle(figure: go.Figure) -> dict[str, Any]:
     """The output of a cell: plotly JSON, text summary, and a PNG where one is wanted and a browser is at hand."""
     content = plain_json(figure)
-    config = {"responsive": True, "displaylogo": False}
+    # Not "responsive": JupyterLab fits the width itself, and with both a figure shrinks to nothing when the window does.
+    config = {"displaylogo": False}
     bundle: dict[str, Any] = {PLOTLY_MIME: content | {"config": config}, "text/plain": summary_of(figure)}
     image = png(figure) if os.environ.get("SHARDLAB_PNG") == "1" else None
     return bundle if image is None else bundle | {"image/png": base64.b64encode(image).decode("ascii")}

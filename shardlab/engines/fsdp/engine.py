@@ -1,0 +1,282 @@
+"""Fully sharded data parallel: parameters are gathered unit by unit, just before they are needed.
+
+What changes against ``zero3``: hooks. A unit (by default a block) is gathered before its forward and let go after it,
+gathered again before its backward, and reduce-scattered and let go when its last gradient is there; the next
+``prefetch`` units are gathered ahead, behind the compute of this one. So the full parameters that are there at once are
+those of the root, of one unit and of the prefetched ones, not of the model.
+
+Per rank for P fp32 parameters with Adam, S ranks in the shard group: at rest 4P/S parameters, 4P/S gradients, 8P/S
+state (P with padding); in flight 4 x (root + (1 + prefetch) units) more. On the wire, elements a step:
+
+=============  ====================  =================================================
+sharding       mesh axes             what travels
+=============  ====================  =================================================
+full_shard     data                  3P(N-1)/N: gather, gather, reduce-scatter
+shard_grad_op  data                  2P(N-1)/N: kept between forward and backward
+no_shard       data                  2P(N-1)/N: one all-reduce per unit
+hybrid_shard   replica, shard        3P(S-1)/S, and an all-reduce of P/S over replicas
+=============  ====================  =================================================
+
+Every rank must run the same units in the same order, since all of them gather: where ranks may skip a module, give it
+to a larger unit by ``wrap``. Within a unit ranks may use different parameters.
+Source: Zhao et al., arXiv 2304.11277, sections 3 and 4.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shardlab.comm import Communicator, Mesh
+from shardlab.engines.base import OptimizerFn
+from shardlab.engines.fsdp.group import Group, owners_of_parameters
+from shardlab.engines.fsdp.order import Order
+from shardlab.engines.fsdp.policy import ROOT, WrapPolicy, wrapped_modules
+from shardlab.engines.released import Seats, seats_of
+from shardlab.engines.saved import saved_by_reference
+from shardlab.engines.sharded_engine import ShardedEngine
+from shardlab.engines.sharded_unit import ShardedUnit
+from shardlab.engines.trees import tensors_in
+from shardlab.partition.dim0 import dim0_layout
+from shardlab.partition.flat import ParamSpec, flat_layout
+from shardlab.vocabulary import MeshAxis
+
+LAYOUTS = {"flat": flat_layout, "dim0": dim0_layout}
+
+
+class Sharding(NamedTuple):
+    """A row of the table above.
+
+    Attributes:
+        shard_axis: over which parameters are sharded; None for not at all.
+        replica_axis: over which shards are replicated; None for not at all.
+        reshard_after_forward: whether full parameters are let go between forward and backward.
+    """
+
+    shard_axis: str | None
+    replica_axis: str | None
+    reshard_after_forward: bool
+
+
+SHARDINGS = {
+    "full_shard": Sharding(MeshAxis.DATA, None, True),
+    "shard_grad_op": Sharding(MeshAxis.DATA, None, False),
+    "no_shard": Sharding(None, MeshAxis.DATA, False),
+    "hybrid_shard": Sharding(MeshAxis.SHARD, MeshAxis.REPLICA, True),
+}
+
+
+class FSDP(ShardedEngine):
+    """Sharded parameters, gradients and optimizer state, unit by unit.
+
+    Args:
+        model: see ``Engine``.
+        optimizer_fn: see ``Engine``.
+        mesh: with the axes that ``sharding`` names.
+        sharding: full_shard, shard_grad_op, no_shard or hybrid_shard.
+        wrap: which modules are units, see ``wrapped_modules``.
+        prefetch: units gathered ahead, in forward and in backward; 0 gathers when needed.
+        layout: 'flat' (end to end, padded at the end of the unit) or 'dim0' (each parameter by rows).
+    """
+
+    name = "fsdp"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_fn: OptimizerFn,
+        mesh: Mesh | None = None,
+        *,
+        sharding: str = "full_shard",
+        wrap: WrapPolicy = "block",
+        prefetch: int = 1,
+        layout: str = "flat",
+    ) -> None:
+        if sharding not in SHARDINGS:
+            raise ValueError(f"sharding: {sharding!r} is not one of {', '.join(SHARDINGS)}")
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout: {layout!r} is not one of {', '.join(LAYOUTS)}")
+        if prefetch < 0:
+            raise ValueError(f"prefetch: {prefetch} is below 0")
+        self.sharding, self.wrap, self.prefetch, self.layout = sharding, wrap, prefetch, layout
+        self._in_backward = self._sending = False
+        self._reshards_after_forward = SHARDINGS[sharding].reshard_after_forward
+        super().__init__(model, optimizer_fn, mesh)
+        self._hooks += [hook for group in self.groups for hook in self._watch_group(group)]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward; units are gathered as it reaches them."""
+        self._settle()
+        if self._in_backward:
+            self._order.new_pass()
+        self._in_backward = False
+        try:
+            with saved_by_reference(self.units):
+                return super().__call__(*args, **kwargs)
+        except BaseException:
+            self._let_go()
+            raise
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of ``loss``; units are gathered again and reduced as backward passes them."""
+        try:
+            super().backward(loss)
+        finally:
+            self._let_go()
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        super().zero_grad()
+        self._new_round()
+
+    def unshard(self, unit: str) -> None:
+        """Gather a unit by hand and hold it until ``reshard(unit)``; collective.
+
+        Raises:
+            ValueError: there is no unit of that name; the message lists them.
+        """
+        group = self._group(unit)
+        group.unshard()
+        group.held_by_user = True
+
+    def reshard(self, unit: str) -> None:
+        """Let a unit go that was gathered by hand."""
+        group = self._group(unit)
+        group.held_by_user = False
+        group.reshard()
+
+    def _data_axes(self) -> tuple[Communicator, ...]:
+        row = SHARDINGS[self.sharding]
+        return tuple(self.mesh[axis] for axis in (row.replica_axis, row.shard_axis) if axis is not None)
+
+    def _norm_comm(self) -> Communicator | None:
+        axis = SHARDINGS[self.sharding].shard_axis
+        return None if axis is None else self.mesh[axis]
+
+    def _make_units(self) -> list[ShardedUnit]:
+        row = SHARDINGS[self.sharding]
+        alone = Communicator(None, None, (0,), 0, MeshAxis.SHARD)
+        comm = alone if row.shard_axis is None else self.mesh[row.shard_axis]
+        replicas = None if row.replica_axis is None else self.mesh[row.replica_axis]
+        seats = seats_of(self.module, self.params)
+        wrapped = wrapped_modules(self.module, self.wrap)
+        members = owners_of_parameters(self.module, wrapped, self.params, ROOT)
+        self.groups = [
+            Group(name, wrapped.get(name, self.module), self._units_of(name, names, seats, comm, replicas))
+            for name, names in members.items()
+            if names
+        ]
+        self._order = Order(self.groups)
+        for group in self.groups:
+            group.arm()
+        self._group_of = {
+            param: group for group in self.groups for unit in group.units for param in unit.params.values()
+        }
+        return [unit for group in self.groups for unit in group.units]
+
+    def _units_of(
+        self, name: str, members: list[str], seats: dict[str, Seats], comm: Communicator, replicas: Communicator | None
+    ) -> list[ShardedUnit]:
+        kinds: dict[Any, dict[str, nn.Parameter]] = {}
+        for member in members:
+            param = self.params[member]
+            kinds.setdefault((param.dtype, param.device, param.requires_grad), {})[member] = param
+        return [
+            ShardedUnit(_unit_name(name, place, len(kinds)), params, seats, self._lay_out(params, comm), comm, replicas)
+            for place, params in enumerate(kinds.values())
+        ]
+
+    def _lay_out(self, params: dict[str, nn.Parameter], comm: Communicator) -> Any:
+        specs = [ParamSpec(name, tuple(param.shape), param.element_size()) for name, param in params.items()]
+        return LAYOUTS[self.layout](specs, comm.num_ranks)
+
+    def _watch_group(self, group: Group) -> list[RemovableHandle]:
+        return [
+            group.module.register_forward_pre_hook(lambda *_: self._before_forward(group)),
+            group.module.register_forward_hook(lambda _, __, output: self._after_forward(group, output)),
+        ]
+
+    def _before_forward(self, group: Group) -> None:
+        group.unshard()
+        if not self._in_backward:  # a recomputation in backward follows backward's order
+            for following in self._order.forward_of(group, self.prefetch):
+                following.start_unshard()
+
+    def _after_forward(self, group: Group, output: Any) -> None:
+        if self._in_backward:
+            return
+        if self._reshards_after_forward and not self._held_by_user:
+            group.reshard()
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._before_backward(group))
+
+    def _before_backward(self, group: Group) -> None:
+        self._in_backward = True
+        group.unshard()
+        for following in self._order.backward_of(group, self.prefetch):
+            following.start_unshard()
+
+    def _on_gradient(self, param: nn.Parameter) -> None:
+        super()._on_gradient(param)
+        group = self._group_of[param]
+        if group.reduced and self._sending:
+            raise RuntimeError(
+                f"gradient of {self._name_of(param)!r}: a second loss.backward() has come while the first is being "
+                "reduced; use engine.backward(loss), or engine.finish_gradients() between the two"
+            )
+        if group.reduced:
+            self._new_round()
+        group.waiting.discard(param)
+        if not group.waiting:
+            if not self._held_by_user:
+                group.reshard()
+            if self._sync:
+                self._reduce_complete()
+            else:
+                group.arm()
+
+    def _reduce_complete(self) -> None:
+        """Reduce the groups that are complete, in the order all ranks share, up to the first that is not."""
+        for group in self._order.reduction(self.groups):
+            if group.waiting:
+                return
+            self._reduce(group)
+
+    def _reduce(self, group: Group) -> None:
+        if group.reduced or not group.trainable:
+            return
+        self._sending = True
+        for earlier in self.groups:
+            earlier.finish_reduce()  # one reduction at a time, behind the backward of the next unit
+        group.start_reduce()
+
+    def _finish_gradients(self) -> None:
+        for group in self._order.reduction(self.groups):
+            self._reduce(group)
+        for group in self.groups:
+            group.finish_reduce()
+        self._sending = False
+        self._let_go()
+
+    def _new_round(self) -> None:
+        for group in self.groups:
+            group.reduced = False
+            group.arm()
+        self._sending = False
+
+    def _let_go(self) -> None:
+        """Reshard whatever is still gathered: unused, prefetched in vain, or left by an error."""
+        if not self._held_by_user:
+            for group in self.groups:
+                group.reshard()
+
+    def _group(self, name: str) -> Group:
+        for group in self.groups:
+            if group.name == name:
+                return group
+        raise ValueError(f"unit: {name!r} is not one of {', '.join(group.name for group in self.groups)}")
+
+
+def _unit_name(group: str, place: int, number: int) -> str:
+    return group if number == 1 else f"{group} part {place}"

@@ -1,0 +1,148 @@
+"""The command as a user starts it: a run, a rank that fails, Ctrl-C, and torchrun."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shardlab.experiment import load_comparison
+from shardlab.trace.store import load_run
+
+ROOT = Path(__file__).parent.parent.parent
+SMALL = ["--model", "mlp", "--text", "grammar", "--seq-len", "8", "--device", "cpu"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", "PYTHONWARNINGS": "ignore"}
+
+
+def run(*arguments, prefix=("-m", "shardlab")):
+    command = [sys.executable, *prefix, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, timeout=120)
+
+
+def test_a_run_ends_with_a_table_a_summary_and_a_report(tmp_path):
+    out = tmp_path / "out"
+    done = run("compare", "--ranks", 2, "--steps", 3, "--strategies", "single,zero1", *SMALL, "--out", out)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines[:-1])) <= 80  # (the path of the report is as long as it is)
+    assert "…" not in done.stdout
+    heads = [line.split() for line in lines if line.startswith("strategy")]
+    assert [row[0] for row in map(str.split, lines) if row and row[0] in ("single", "zero1")] == ["single", "zero1"]
+    assert heads
+    assert "Losses are equal" in done.stdout
+    assert lines[-1] == f"Report: {out / 'report.html'}"
+    assert "single" in done.stderr  # progress
+    assert "3/3" in done.stderr
+    assert (out / "report.html").stat().st_size > 1e6
+    assert [row["strategy"] for row in json.loads((out / "summary.json").read_text())] == ["single", "zero1"]
+    again = run("compare", *SMALL, "--out", out)
+    assert (again.returncode, again.stdout) == (2, "")
+    assert "holds another run" in again.stderr
+
+
+FAILING = """
+import sys, time
+import shardlab.experiment.compare as compare
+
+def fails(rank, *arguments):
+    if rank == 1:
+        broken = {}
+        return broken["on purpose"]
+    time.sleep(600)
+
+compare.run_strategy = fails
+from shardlab.cli import main
+main()
+"""
+
+
+def test_a_rank_that_raises_shows_its_traceback_and_leaves_no_process(tmp_path):
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    before = set(psutil.pids())
+    done = run("compare", "--ranks", 2, *SMALL, "--out", tmp_path / "out", prefix=(script,))
+    assert done.returncode == 1
+    assert "rank 1 raised KeyError: 'on purpose'" in done.stderr
+    assert 'return broken["on purpose"]' in done.stderr  # the rank's own line
+    assert "shardlab/cli.py" not in done.stderr  # and not the parent's
+    assert not left_of(before, tmp_path)
+
+
+def left_of(before, directory):
+    """Processes that have come since and work on our directory."""
+    left = []
+    for process in psutil.process_iter(["pid", "cmdline", "environ"]):
+        words = " ".join(process.info["cmdline"] or [])
+        if process.pid not in before and str(directory) in words + str(process.info["environ"]):
+            left.append((process.pid, words))
+    return left
+
+
+def lines_in(path):
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def test_ctrl_c_ends_the_ranks_and_keeps_the_records(tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "shardlab", "compare", "--ranks", "2", "--steps", "1000000", *SMALL]
+    command += ["--strategies", "ddp,zero1", "--out", str(out)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=ENVIRONMENT)
+    try:
+        records = out / "records" / "ddp"
+        wait_for(lambda: min(lines_in(records / f"rank{rank}.jsonl") for rank in (0, 1)) > 5, process)
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 3  # the server that forks, and two ranks
+        process.send_signal(signal.SIGINT)
+        _, alive = psutil.wait_procs(family, timeout=2.0)
+        assert not alive
+        assert process.wait(timeout=10) == 130
+        assert f"records so far are in {out}" in process.stderr.read().replace("\n", " ")
+    finally:
+        process.kill()
+        process.stderr.close()
+    steps = load_run(records).steps
+    for _, rows in steps.groupby("rank"):
+        assert len(rows) >= 5
+        assert rows["step"].tolist() == list(range(len(rows)))
+    assert not (out / "summary.json").exists()
+
+
+def wait_for(condition, process):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("directory", ["named", "by date"])
+def test_under_torchrun_rank_0_alone_writes_and_prints(tmp_path, directory):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardlab")
+    out = ["--out", tmp_path / "out"] if directory == "named" else []
+    command = [sys.executable, *torchrun, "compare", "--ranks", "2", "--steps", "3", *SMALL, *map(str, out)]
+    environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Losses are equal") == 1
+    assert done.stdout.count("Report: ") == 1
+    assert done.stderr.count("records go to") == 1
+    assert "Traceback" not in done.stderr
+    (found,) = tmp_path.glob("out" if directory == "named" else "runs/*")  # one directory, whatever the clocks said
+    result = load_comparison(found)
+    assert result.summary["strategy"].tolist() == ["single", "ddp", "bucketed", "zero1"]
+    assert result.losses_equal
+    assert set(result.records.steps.loc[result.records.steps["run"] == "zero1", "rank"]) == {0, 1}
+    assert (found / "report.html").exists()
+
+
+def test_under_torchrun_bad_input_is_said_once(tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardlab")
+    command = [sys.executable, *torchrun, "compare", "--ranks", "3", *SMALL]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT, timeout=120)
+    assert done.returncode != 0
+    assert done.stderr.count("error: ranks: 3, but torchrun started 2 processes") == 1
