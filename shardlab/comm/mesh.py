@@ -77,7 +77,7 @@ class Mesh:
 
     def __getitem__(self, axis: str) -> Communicator:
         if axis not in self.axes:
-            raise ValueError(f"axis: {axis!r} is not on this mesh, which has {', '.join(self.axes)}")
+            raise ValueError(f"axis: {str(axis)!r} is not on this mesh, which has {', '.join(self.axes)}")
         if not self.is_member:
             raise RuntimeError(f"mesh: rank {self._rank} is not among its ranks {list(self.ranks)} and takes no part")
         return self._communicators[axis]

@@ -123,34 +123,27 @@ class _Step:
 
     def fsdp(self) -> Iterator[Call]:
         for micro_batch in range(self.setup.micro_batches):
-            if self.setup.sharding != Sharding.NO_SHARD:
-                for group in self.groups:
-                    yield self.gather(group, Phase.FORWARD)
+            for group in self.groups:
+                yield self.gather(group, Phase.FORWARD)
             yield from self.backward(last=micro_batch == self.setup.micro_batches - 1)
         yield from self.clip()
 
     def backward(self, *, last: bool) -> Iterator[Call]:
         """A backward of FSDP: gathers where parameters were resharded, reductions where the step ends."""
         gathers = self.setup.sharding in (Sharding.FULL_SHARD, Sharding.HYBRID_SHARD)
-        units = {
-            name: [g for g in self.groups if g.name == name] for name in dict.fromkeys(g.name for g in self.groups)
-        }
+        units = {group.unit: [other for other in self.groups if other.unit == group.unit] for group in self.groups}
         wrapped = [name for name in units if name != ROOT]
+        scattered: list[Group] = []  # reduced in their group of shards, not yet across replicas
         for verb, name in backward_order(wrapped, ROOT if ROOT in units else None, self.setup.prefetch):
-            for group in units[name]:
-                if verb == "gather" and gathers:
-                    yield self.gather(group, Phase.BACKWARD)
-                elif verb == "reduce" and last and group.trainable:
-                    yield from self.reduce(group)
-
-    def reduce(self, group: Group) -> Iterator[Call]:
-        """The mean of a unit's gradients."""
-        if self.setup.sharding == Sharding.NO_SHARD:
-            yield self.all_reduce(group)
-            return
-        yield self.reduce_scatter(group)
-        if self.setup.hybrid:
-            yield self.across_replicas(group)
+            if verb == "gather" and gathers:
+                yield from (self.gather(group, Phase.BACKWARD) for group in units[name])
+            trainable = [group for group in units[name] if group.trainable]
+            if verb == "reduce" and last and trainable:
+                # One reduction at a time: the one before is finished first.
+                yield from map(self.across_replicas, scattered)
+                yield from map(self.reduce_scatter, trainable)
+                scattered = trainable
+        yield from map(self.across_replicas, scattered)
 
     def clip(self) -> Iterator[Call]:
         """One scalar, where gradients are sharded."""
@@ -181,9 +174,12 @@ class _Step:
         )  # fmt: skip
 
     def across_replicas(self, group: Group) -> Call:
+        """The mean of a chunk over the ranks that hold the same one; alone on the mesh with ``no_shard``."""
+        no_shard = self.setup.sharding == Sharding.NO_SHARD
         return Call(
-            Collective.ALL_REDUCE, MeshAxis.REPLICA, f"gradients of {group.name}", Phase.BACKWARD, *self.element(group),
-            group.layout.chunk_sizes[0], self.setup.num_ranks // self.setup.num_shards,
+            Collective.ALL_REDUCE, MeshAxis.DATA if no_shard else MeshAxis.REPLICA, f"gradients of {group.name}",
+            Phase.BACKWARD, *self.element(group), group.layout.chunk_sizes[0],
+            self.setup.num_ranks // self.setup.num_shards,
         )  # fmt: skip
 
     def element(self, group: Group) -> tuple[str, int]:

@@ -1,7 +1,7 @@
 """Which parameters share a layout, a message and a buffer, by the engines' own arithmetic.
 
 single, ddp: every parameter alone. bucketed, zero1, zero2, zero3: a bucket (``partition.buckets``). fsdp: a unit; one
-that holds parameters of two dtypes, or frozen beside trainable ones, is a group per kind, in order of appearance.
+that holds parameters of two dtypes, or frozen beside trainable ones, is a group per kind: ``UNIT part 0``, ``part 1``.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,9 +20,13 @@ ROOT = "root"
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters of one dtype, all trainable or all frozen, in one layout; ``name`` is what its tags say."""
+    """Parameters of one dtype, all trainable or all frozen, in one layout.
+
+    ``name`` is what its tags say; ``unit`` is whose forward and backward need it, for a bucket its own name.
+    """
 
     name: str
+    unit: str
     layout: FlatLayout | Dim0Layout
     params: Mapping[str, PlannedParam]
 
@@ -64,7 +68,7 @@ def groups_of(model: PlannedModel, setup: Setup) -> tuple[Group, ...]:
     if setup.strategy == "fsdp":
         return tuple(_units(by_name, setup))
     if setup.strategy in ("single", "ddp"):
-        return tuple(Group(name, flat_layout([param.spec], 1), {name: param}) for name, param in by_name.items())
+        return tuple(Group(name, name, flat_layout([param.spec], 1), {name: param}) for name, param in by_name.items())
     return tuple(_buckets(by_name, setup))
 
 
@@ -75,15 +79,17 @@ def _buckets(by_name: Mapping[str, PlannedParam], setup: Setup) -> Iterator[Grou
     layouts = plan_buckets(specs, keys, setup.num_shards, setup.bucket_bytes, partition)
     for index, layout in enumerate(layouts):
         names = [slot.spec.name for slot in layout.slots]
-        yield Group(f"bucket {index}", layout, {name: by_name[name] for name in names})
+        yield Group(f"bucket {index}", f"bucket {index}", layout, {name: by_name[name] for name in names})
 
 
 def _units(by_name: Mapping[str, PlannedParam], setup: Setup) -> Iterator[Group]:
     lay_out = dim0_layout if setup.layout == "dim0" else flat_layout
     for unit, names in _with_root(by_name, setup.units).items():
-        for kind in dict.fromkeys(_kind(by_name[name]) for name in names):
+        kinds = dict.fromkeys(_kind(by_name[name]) for name in names)
+        for part, kind in enumerate(kinds):
             together = {name: by_name[name] for name in names if _kind(by_name[name]) == kind}
-            yield Group(unit, lay_out([param.spec for param in together.values()], setup.num_shards), together)
+            name = unit if len(kinds) == 1 else f"{unit} part {part}"
+            yield Group(name, unit, lay_out([param.spec for param in together.values()], setup.num_shards), together)
 
 
 def _with_root(by_name: Mapping[str, PlannedParam], units: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:

@@ -47,7 +47,7 @@ def test_a_run_ends_with_a_table_a_summary_and_a_report(tmp_path):
 
 FAILING = """
 import sys, time
-import shardlab.experiment.compare as compare
+import shardlab.experiment.compare
 
 def fails(rank, *arguments):
     if rank == 1:
@@ -55,7 +55,7 @@ def fails(rank, *arguments):
         return broken["on purpose"]
     time.sleep(600)
 
-compare.run_strategy = fails
+sys.modules["shardlab.experiment.compare"].run_strategy = fails  # pickled by value: it is of __main__
 from shardlab.cli import main
 main()
 """
@@ -98,8 +98,7 @@ def test_ctrl_c_ends_the_ranks_and_keeps_the_records(tmp_path):
         family = psutil.Process(process.pid).children(recursive=True)
         assert len(family) >= 3  # the server that forks, and two ranks
         process.send_signal(signal.SIGINT)
-        _, alive = psutil.wait_procs(family, timeout=2.0)
-        assert not alive
+        wait_for(lambda: not any(map(is_alive, family)), process=None, timeout_s=2.0)
         assert process.wait(timeout=10) == 130
         assert f"records so far are in {out}" in process.stderr.read().replace("\n", " ")
     finally:
@@ -112,12 +111,19 @@ def test_ctrl_c_ends_the_ranks_and_keeps_the_records(tmp_path):
     assert not (out / "summary.json").exists()
 
 
-def wait_for(condition, process):
-    deadline = time.monotonic() + 60
+def wait_for(condition, process=None, timeout_s=60.0):
+    deadline = time.monotonic() + timeout_s
     while not condition():
-        assert process.poll() is None, process.stderr.read()
+        assert process is None or process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline
-        time.sleep(0.05)
+        time.sleep(0.02)
+
+
+def is_alive(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE  # gone, though the parent has not asked yet how
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.parametrize("directory", ["named", "by date"])
