@@ -1,8 +1,8 @@
 """Execute the notebooks and save them with their outputs: ``python notebooks/build.py [NAME ...]``.
 
 Figures get a PNG beside plotly's JSON, because GitHub draws no plotly. What differs from run to run and tells nobody
-anything (times of execution, widget state, the exact Python) is taken out. A notebook with an error output, or of more
-than 500 kB, is not saved, and the exit code is 1.
+anything (times of execution, widget state, the exact Python) is taken out. A notebook with an error, with anything on
+stderr, or of more than 500 kB is not saved, and the exit code is 1.
 """
 
 import argparse
@@ -53,11 +53,19 @@ def build(path: Path) -> str | None:
         except CellExecutionError as error:
             return f"{path.name}: a cell failed, nothing saved\n{error}"
     clean(notebook)
+    if complaint := complaint_of(notebook):
+        return f"{path.name}: a cell wrote to stderr, nothing saved\n{complaint}"
     text = nbformat.writes(notebook) + "\n"
     if len(text.encode()) > MAX_BYTES:
         return f"{path.name}: {len(text.encode())} bytes are more than {MAX_BYTES}, nothing saved"
     path.write_text(text)
     return None
+
+
+def complaint_of(notebook: NotebookNode) -> str:
+    """What the cells wrote to stderr."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return "".join(output.text for output in outputs if output.get("name") == "stderr")
 
 
 def clean(notebook: NotebookNode) -> None:

@@ -150,7 +150,9 @@ def test_only_comm_calls_collectives() -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed"):
                 assert {alias.name for alias in node.names} <= NOT_COLLECTIVES, f"{module}:{node.lineno}"
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) in MODULES:
-                assert node.attr in NOT_COLLECTIVES or node.attr.startswith("is_"), f"{module}:{node.lineno} uses torch.distributed.{node.attr}"
+                assert node.attr in NOT_COLLECTIVES or node.attr.startswith("is_"), (
+                    f"{module}:{node.lineno} uses torch.distributed.{node.attr}"
+                )
 
 
 def test_the_test_above_sees_the_collectives_of_comm() -> None:

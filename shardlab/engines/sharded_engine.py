@@ -73,14 +73,15 @@ class ShardedEngine(Engine):
 
     @contextlib.contextmanager
     def full_params(self, *, keep_changes: bool = False) -> Iterator[nn.Module]:
-        """Inside, the module has its full parameters on every rank; collective.
+        """Inside, the module has its full parameters on every rank, in the dtype they are stored in; collective.
 
         Args:
             keep_changes: copy what was written into them back into the shards; every rank must write the same.
         """
         before, self._held_by_user = self._held_by_user, True
-        for unit in self.units:
-            unit.unshard()
+        for unit in () if before else self.units:
+            unit.reshard()  # what is gathered for compute may have fewer bits
+            unit.unshard(as_stored=True)
         try:
             yield self.module
             if keep_changes:
@@ -106,7 +107,8 @@ class ShardedEngine(Engine):
         """Put the full parameters back into the module for good: it trains alone again. Collective the first time."""
         if self._hooks:
             for unit in self.units:
-                unit.unshard()
+                unit.reshard()
+                unit.unshard(as_stored=True)
         super().close()
 
     def __exit__(self, exc_type: object, *exc: object) -> None:

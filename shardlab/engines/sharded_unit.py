@@ -21,9 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm import Communicator, Pending
+from shardlab.engines.precision import Precision
 from shardlab.engines.released import Seats
 from shardlab.engines.unused import nobody_used, write_unused, write_used
 from shardlab.partition.flat import Piece
+
+FULL_PRECISION = Precision()
 
 
 class Layout(Protocol):
@@ -59,6 +62,7 @@ class ShardedUnit:
         layout: which elements which rank holds.
         comm: the ranks of the layout.
         replicas: ranks that hold the same chunk of other groups; None where there are none.
+        precision: dtypes of gathered parameters and of the reduction.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class ShardedUnit:
         layout: Layout,
         comm: Communicator,
         replicas: Communicator | None = None,
+        precision: Precision = FULL_PRECISION,
     ) -> None:
         self.name, self.params, self.seats = name, dict(params), {key: seats[key] for key in params}
         self.layout, self.comm, self.replicas = layout, comm, replicas
@@ -82,6 +87,8 @@ class ShardedUnit:
         self._stretches = _stretches(layout, list(params))
         self._own = {piece.name: piece for piece in layout.pieces(comm.rank)}
         self.shard = self._cut()
+        self._compute_dtype = precision.compute or self.shard.dtype
+        self._reduce_dtype = precision.reduce_dtype or self.shard.dtype
         self.pieces = {
             key: self._piece_of(key, self.shard).requires_grad_(param.requires_grad) for key, param in params.items()
         }
@@ -102,18 +109,19 @@ class ShardedUnit:
         """Elements (start, stop) of each flattened parameter that this rank holds; only what it does hold."""
         return {name: (piece.param_start, piece.param_stop) for name, piece in self._own.items()}
 
-    def start_unshard(self) -> None:
-        """Begin to gather, unless it has begun or is done."""
+    def start_unshard(self, *, as_stored: bool = False) -> None:
+        """Begin to gather, unless it has begun or is done; ``as_stored``: in the shard's dtype, not the compute one."""
         if self.state is UnitState.SHARDED:
-            buffer = self.shard.new_empty(self.layout.padded_numel)
+            dtype = self.shard.dtype if as_stored else self._compute_dtype
+            buffer = self.shard.new_empty(self.layout.padded_numel, dtype=dtype)
             tag = f"parameters of {self.name}"
             pending = self.comm.all_gather(buffer, self.shard, bounds=self.layout.bounds, tag=tag)
             self._gathering = (buffer, pending)
             self.state = UnitState.GATHERING
 
-    def unshard(self) -> None:
+    def unshard(self, *, as_stored: bool = False) -> None:
         """Have the full parameters in the module."""
-        self.start_unshard()
+        self.start_unshard(as_stored=as_stored)
         if self.state is UnitState.GATHERING:
             assert self._gathering is not None
             (buffer, pending), self._gathering = self._gathering, None
@@ -146,14 +154,14 @@ class ShardedUnit:
 
     def start_reduce(self) -> None:
         """Begin to reduce-scatter the gradients that have accumulated in the parameters."""
-        buffer = self.shard.new_empty(self.layout.padded_numel)
+        buffer = self.shard.new_empty(self.layout.padded_numel, dtype=self._reduce_dtype)
         if self.layout.padding_numel:
             buffer.zero_()
         self._unused = {name for name, param in self.params.items() if param.grad is None}
         for name, param in self.params.items():
             self._write(name, param.grad, buffer)
             param.grad = None
-        output = torch.empty_like(self.shard)
+        output = self.shard.new_empty(self.shard.shape, dtype=self._reduce_dtype)
         tag = f"gradients of {self.name}"
         pending = self.comm.reduce_scatter(buffer, output, bounds=self.layout.bounds, tag=tag)
         self._reducing = (buffer, output, pending)
@@ -169,8 +177,7 @@ class ShardedUnit:
             self.replicas.all_reduce(shard, tag=f"gradients of {self.name}").wait()
             num_ranks *= self.replicas.num_ranks
         unused = {name for name in self._unused & self._own.keys() if nobody_used(self._piece_of(name, shard).view(-1))}
-        shard.div_(num_ranks)
-        self._accept(shard, unused)
+        self._accept(shard.to(self.shard.dtype).div_(num_ranks), unused)
 
     def drop_gradients(self) -> None:
         """Forget the means."""

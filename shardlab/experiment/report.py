@@ -9,6 +9,7 @@ import plotly.graph_objects as go
 from shardlab.analysis.overlap import overlap
 from shardlab.experiment.compare import Comparison
 from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.summary import REFERENCE, timed_steps
 from shardlab.plots import (
     collective_timeline,
     loss_curves,
@@ -19,7 +20,6 @@ from shardlab.plots import (
     step_times,
     wire_volume,
 )
-from shardlab.trace.store import Records
 from shardlab.vocabulary import Phase
 
 MB = 1e6
@@ -28,18 +28,16 @@ COLUMNS = {
     "strategy": ("strategy", 1),
     "ranks": ("ranks", 1),
     "loss_last": ("last loss", 1),
-    "max_loss_difference": ("max loss difference", 1),
+    "max_loss_difference": ("loss differs", 1),
     "step_ms": ("step (ms)", 1),
-    "exposed_comm_ms": ("exposed comm (ms)", 1),
-    "overlap": ("overlap (%)", 0.01),
+    "exposed_comm_ms": ("exposed (ms)", 1),
+    "overlap": ("hidden (%)", 0.01),
     "parameter_bytes": ("parameters (MB)", MB),
     "gradient_bytes": ("gradients (MB)", MB),
     "optimizer_bytes": ("optimizer (MB)", MB),
     "peak_bytes": ("peak (MB)", MB),
-    "wire_bytes_per_step": ("on the wire (MB/step)", MB),
+    "wire_bytes_per_step": ("sent (MB/step)", MB),
 }
-
-
 # The same for a terminal of 80 columns: a word over its unit.
 TERMINAL = {
     "strategy": ("strategy", 1),
@@ -100,51 +98,45 @@ def _lead(comparison: Comparison, config: CompareConfig) -> str:
 
 def _tables(comparison: Comparison) -> dict[str, pd.DataFrame]:
     caption = (
-        "Times are medians over steps and ranks; bytes are decimal, the maximum over ranks, at rest after a step; "
-        "the peak is that of one traced step"
+        "Medians of times over steps and ranks, without the first step. Exposed and hidden: communication. Bytes: "
+        "maximum over ranks, at rest; the peak is that of one traced step. 1 MB is 1,000,000 bytes."
     )
     return {caption: readable_summary(comparison.summary)}
 
 
 def _figures(comparison: Comparison) -> dict[str, go.Figure]:
     records = comparison.records
-    strategy_traffic = records.collectives[records.collectives["phase"] != Phase.METRICS]
-    timed = _timed(records)
+    traffic = records.collectives[records.collectives["phase"] != Phase.METRICS]
+    timed = timed_steps(records.steps)
     figures = {"Every strategy trains on the same rows.": loss_curves(records.steps)}
-    if "single" in set(records.steps["run"]) and records.steps["run"].nunique() > 1:
-        figures["Only the order of summation differs."] = loss_difference(records.steps)
+    if REFERENCE in set(records.steps["run"]) and records.steps["run"].nunique() > 1:
+        figures["Only the order of summation differs."] = loss_difference(records.steps, REFERENCE)
     figures["What each rank holds between two steps."] = memory_by_role(records.memory)
     if (records.memory["where"] == "peak").any():
         figures["The highest moment of a step, on the rank where it is highest."] = memory_by_role(
             records.memory, where="peak"
         )
-    for run in dict.fromkeys((*_in_preference(strategy_traffic),)):
+    for run in (run for run in TIMELINE_PREFERENCE if run in set(traffic["run"])):
         figures[f"When {run} computes and when it communicates."] = collective_timeline(
-            *timed, run=run, step=_quiet_step(records, run)
+            traffic, records.spans, run=run, step=_middle_step(timed[timed["run"] == run])
         )
     figures["Communication that compute hides costs nothing; the exposed rest lengthens the step."] = overlap_bars(
-        overlap(strategy_traffic[strategy_traffic["step"] > 0], records.spans[records.spans["step"] > 0])
+        overlap(_in_steps(traffic, timed), _in_steps(records.spans, timed))
     )
     figures["Bytes sent by one rank in one step, by the ring formula."] = wire_volume(
-        strategy_traffic, runs=list(comparison.summary["strategy"])
+        traffic, runs=list(comparison.summary["strategy"])
     )
-    figures["Middle half of the steps, memory-traced ones left out."] = step_times(records.steps)
+    figures["The first step, which allocates, and memory-traced ones are left out."] = step_times(timed)
     return figures
 
 
-def _in_preference(collectives: pd.DataFrame) -> list[str]:
-    runs = set(collectives["run"])
-    return [run for run in TIMELINE_PREFERENCE if run in runs]
+def _in_steps(table: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """The rows of ``table`` that belong to one of ``steps``."""
+    keys = ["run", "source", "rank", "step"]
+    return table.merge(steps[keys], on=keys)
 
 
-def _timed(records: Records) -> tuple[pd.DataFrame, pd.DataFrame]:
-    return records.collectives[records.collectives["phase"] != Phase.METRICS], records.spans
-
-
-def _quiet_step(records: Records, run: str) -> int:
-    """The step of median length: neither a lucky nor an unlucky one."""
-    steps = records.steps[(records.steps["run"] == run) & (records.steps["rank"] == records.steps["rank"].min())]
-    timed = steps[~steps["traced_memory"] & (steps["step"] > 0)]
-    steps = steps if timed.empty else timed
-    order = steps["step_us"].sort_values().index
-    return int(steps.loc[order[len(order) // 2], "step"])
+def _middle_step(steps: pd.DataFrame) -> int:
+    """The step of median length on the first rank: neither a lucky nor an unlucky one."""
+    own = steps[steps["rank"] == steps["rank"].min()].sort_values("step_us", kind="stable")
+    return int(own["step"].iloc[len(own) // 2])

@@ -33,6 +33,12 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     ]
 
 
+def timed_steps(steps: pd.DataFrame) -> pd.DataFrame:
+    """The steps whose times count: of each run those after the first, not slowed by tracing; all where none is left."""
+    counts = ~steps["traced_memory"] & (steps["step"] > 0)
+    return steps[counts | ~counts.groupby(steps["run"]).transform("any")]
+
+
 def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: str) -> dict[str, Any]:
     own = losses[run]
     reference = losses.get(REFERENCE)
@@ -49,9 +55,7 @@ def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: s
 
 
 def _times(steps: pd.DataFrame) -> dict[str, Any]:
-    timed = steps[~steps["traced_memory"] & (steps["step"] > 0)]
-    if timed.empty:
-        timed = steps
+    timed = timed_steps(steps)
     return {
         "step_ms": float(timed["step_us"].median()) / 1e3,
         "exposed_comm_ms": _number(timed["exposed_comm_us"].median(), 1e-3),

@@ -85,6 +85,8 @@ def _draw_compute(figure: go.Figure, spans: pd.DataFrame, lanes: Lanes, extent: 
             if len(rows):
                 merged = grouped(rows, "unit", extent)
                 trace = bars(merged, str(kind), colour, 0.62 if ground else 0.56)
+                if ground:  # its name would stick out between the bars on it
+                    trace.update(text=None)
                 trace.update(opacity=0.3 if ground else 1.0, showlegend=not ground, legendgroup=str(kind))
                 figure.add_trace(trace)
 
@@ -148,14 +150,15 @@ def _axes(figure: go.Figure, lanes: Lanes) -> None:
 
 
 def _summary(name: str, step: int, measures: pd.DataFrame, moved: pd.DataFrame, window: float) -> str:
-    head = f"Step {step} of run {name}: {measures['rank'].nunique()} ranks, {format_us(window)}."
+    ranks = measures["rank"].nunique()
+    head = f"Step {step} of run {name}: {ranks} {'rank' if ranks == 1 else 'ranks'}, {format_us(window)}."
     if not len(moved):
         return f"{head} No communication."
     sent = moved.groupby("rank")["wire_bytes"].sum().mean()
     count = len(moved) / moved["rank"].nunique()
     middle = measures[["overlap", "exposed_us"]].median()
     return (
-        f"{head} {count:g} collectives a rank send {format_bytes(float(sent))};"
+        f"{head} {count:g} {'collective' if count == 1 else 'collectives'} a rank send {format_bytes(float(sent))};"
         f" {format_percent(middle['overlap'])} of communication is hidden by compute,"
         f" {format_us(middle['exposed_us'])} exposed (medians over ranks)."
     )

@@ -102,7 +102,9 @@ def test_without_a_command_the_commands_are_shown(answers):
 
 
 def test_help_imports_no_torch():
-    code = "import sys; sys.argv = ['shardlab', 'compare', '--help']\ntry:\n    import shardlab.cli; shardlab.cli.main()\n"
+    code = (
+        "import sys; sys.argv = ['shardlab', 'compare', '--help']\ntry:\n    import shardlab.cli; shardlab.cli.main()\n"
+    )
     code += "finally:\n    print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"

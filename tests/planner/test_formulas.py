@@ -2,7 +2,6 @@
 
 from collections import Counter
 from fractions import Fraction
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -140,9 +139,10 @@ def test_hybrid_sends_three_volumes_in_the_group_and_reduces_the_shard_across_re
     across = by_axis[MeshAxis.REPLICA]
     assert {(call.op, call.group_size) for call in across} == {(Collective.ALL_REDUCE, 2)}
     assert sum(call.numel for call in across) == model.numel // 3  # P / S
-    for before, call in pairwise(calls):
-        if call.axis == MeshAxis.REPLICA:
-            assert (before.op, before.tag) == (Collective.REDUCE_SCATTER, call.tag)
+    reductions = [call for call in calls if call.tag.startswith("gradients")]
+    assert [(call.axis, call.tag) for call in reductions] == [
+        (axis, f"gradients of {unit}") for unit in (*reversed(units), "root") for axis in ("shard", "replica")
+    ]
     assert len(by_axis[MeshAxis.SHARD]) + len(across) == len(calls)
 
 
@@ -244,9 +244,9 @@ def test_a_unit_of_two_kinds_is_a_group_for_each():
     model = PlannedModel(params, buffer_bytes=24)
     groups = groups_of(model, fsdp(2, {"u": ["a", "b", "c", "d"]}))
     assert [(group.name, tuple(group.params), group.dtype) for group in groups] == [
-        ("u", ("a", "d"), "float32"),
-        ("u", ("b",), "float32"),
-        ("u", ("c",), "bfloat16"),
+        ("u part 0", ("a", "d"), "float32"),
+        ("u part 1", ("b",), "float32"),
+        ("u part 2", ("c",), "bfloat16"),
     ]
     reduced = [call.numel for call in calls_of_step(model, fsdp(2, {})) if call.op == Collective.REDUCE_SCATTER]
     assert reduced == [8, 4]

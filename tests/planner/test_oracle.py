@@ -11,6 +11,8 @@ import torch
 from shardlab.comm import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.buckets import build_buckets
+from shardlab.engines.fsdp.group import owners_of_parameters
+from shardlab.engines.fsdp.policy import ROOT, wrapped_modules
 from shardlab.planner import ADAM, SGD, SGD_MOMENTUM, Setup, described, predicted_collectives, predicted_memory
 from shardlab.planner.groups import groups_of
 from shardlab.trace.memory import bytes_by_role
@@ -30,7 +32,7 @@ COLUMNS = ["op", "axis", "tag", "dtype", "numel", "bytes", "wire_bytes", "group_
 
 @dataclass(frozen=True)
 class Case:
-    """A strategy; ``options`` go to the engine and to the setup alike."""
+    """A strategy; ``options`` go to the engine and to the setup alike. ``axes`` of the mesh, None for ``data``."""
 
     strategy: str
     options: dict = field(default_factory=dict)
@@ -38,18 +40,41 @@ class Case:
     clip: bool = False
     optimizer: str = "adamw"
     dtype: torch.dtype = torch.float64
+    wrap: str = "block"
+    shard_group_size: int | None = None
 
     def __str__(self) -> str:
         options = [f"{value}" for key, value in self.options.items() if key != "bucket_bytes"]
         more = [f"{self.micro_batches} micro-batches"] * (self.micro_batches > 1) + ["clip"] * self.clip
         other = [self.optimizer] * (self.optimizer != "adamw") + [str(self.dtype)] * (self.dtype != torch.float64)
-        return " ".join([self.strategy, *options, *more, *other])
+        group = [f"in groups of {self.shard_group_size}"] * (self.shard_group_size is not None)
+        return " ".join([self.strategy, *options, *group, *more, *other])
 
-    def setup(self, num_ranks: int) -> Setup:
+    def setup(self, num_ranks: int, units: dict) -> Setup:
         return Setup(
-            self.strategy, num_ranks, micro_batches=self.micro_batches, clip=self.clip,
-            optimizer=OPTIMIZERS[self.optimizer][1], **self.options,
+            self.strategy, num_ranks, units=units, micro_batches=self.micro_batches, clip=self.clip,
+            optimizer=OPTIMIZERS[self.optimizer][1], shard_group_size=self.shard_group_size, **self.options,
         )  # fmt: skip
+
+    def axes(self, num_ranks: int) -> dict[str, int]:
+        size = self.shard_group_size
+        return {"data": num_ranks} if size is None else {"replica": num_ranks // size, "shard": size}
+
+    def wrap_of(self, kind: str) -> str:
+        """The policy; where ranks skip modules, all of them are one unit."""
+        return "root" if kind == "Unused" else self.wrap
+
+    def engine(self, kind: str, mesh: Mesh):
+        options = {"wrap": self.wrap_of(kind)} if self.strategy == "fsdp" else {}
+        model = cases.build(kind).to(self.dtype)
+        return build_engine(self.strategy, model, OPTIMIZERS[self.optimizer][0], mesh, **self.options, **options)
+
+    def units_of(self, kind: str) -> dict[str, list[str]]:
+        """Names of the parameters of every unit but the root."""
+        model = cases.build(kind)
+        wrapped = wrapped_modules(model, self.wrap_of(kind))
+        members = owners_of_parameters(model, wrapped, dict(model.named_parameters()), ROOT)
+        return {name: names for name, names in members.items() if name != ROOT}
 
 
 SMALL = {"bucket_bytes": BUCKET_BYTES}
@@ -63,13 +88,21 @@ CASES = (
     *(Case(name, SMALL, optimizer=optimizer) for name in ("bucketed", "zero1") for optimizer in ("momentum", "sgd")),
     Case("ddp", dtype=torch.float32),
     *(Case(name, SMALL, dtype=torch.float32) for name in ("zero2", "zero3")),
+    *(Case("fsdp", {"layout": layout, "prefetch": depth}) for layout, depth in (("flat", 0), ("dim0", 1), ("flat", 2))),
+    *(Case("fsdp", {"sharding": name}, 2, clip=True) for name in ("full_shard", "shard_grad_op", "no_shard")),
+    Case("fsdp", {"sharding": "shard_grad_op", "layout": "dim0"}, optimizer="sgd", dtype=torch.float32),
+    Case("fsdp", wrap="root"),
+)
+HYBRIDS = tuple(
+    Case("fsdp", {"sharding": "hybrid_shard", "layout": layout}, micro_batches, clip=True, shard_group_size=size)
+    for layout, micro_batches, size in (("flat", 1, 2), ("dim0", 2, 2), ("flat", 1, 1), ("dim0", 1, 4))
 )
 
 
-def observe(engine, case, kind, log, rank):
+def observe(engine, case, kind, log, rank, num_ranks):
     """One step, its events, and what is held before the gradients are forgotten."""
     for micro_batch in range(case.micro_batches):
-        x, y = (cases.own_rows(part, rank) for part in cases.rows(kind, 0, micro_batch, engine.comm.num_ranks))
+        x, y = (cases.own_rows(part, rank) for part in cases.rows(kind, 0, micro_batch, num_ranks))
         x, y = (part.to(case.dtype) if part.is_floating_point() else part for part in (x, y))
         if micro_batch < case.micro_batches - 1:
             with engine.no_sync():
@@ -86,17 +119,15 @@ def observe(engine, case, kind, log, rank):
     return {str(role): held[role] for role in Role}, events
 
 
-def recorded(rank, case, axes):
+def recorded(rank, case, num_ranks):
     """What ``rank`` holds and issues, by model."""
     found = {}
-    with Mesh(axes) as mesh:
+    with Mesh(case.axes(num_ranks)) as mesh:
         for kind in cases.MODELS:
             log = Log()
-            model = cases.build(kind).to(case.dtype)
-            optimizer_fn = OPTIMIZERS[case.optimizer][0]
-            with build_engine(case.strategy, model, optimizer_fn, mesh, **case.options) as engine:
+            with case.engine(kind, mesh) as engine:
                 with mesh.observed_by(log):
-                    found[kind] = observe(engine, case, kind, log, rank)
+                    found[kind] = observe(engine, case, kind, log, rank, num_ranks)
                 engine.zero_grad()
     return found
 
@@ -104,8 +135,9 @@ def recorded(rank, case, axes):
 def predicted(kind, case, num_ranks):
     """The same from the planner's tables, rank by rank."""
     model = described(cases.build(kind).to(case.dtype), unused=UNUSED.get(kind, ()))
-    memory = predicted_memory(model, case.setup(num_ranks)).to_dict("records")
-    collectives = predicted_collectives(model, case.setup(num_ranks)).to_dict("records")
+    setup = case.setup(num_ranks, case.units_of(kind) if case.strategy == "fsdp" else {})
+    memory = predicted_memory(model, setup).to_dict("records")
+    collectives = predicted_collectives(model, setup).to_dict("records")
     for rank in range(num_ranks):
         held = {row["role"]: row["bytes"] for row in memory if row["rank"] == rank}
         rows = [row for row in collectives if row["rank"] == rank]
@@ -113,14 +145,23 @@ def predicted(kind, case, num_ranks):
         yield held, [tuple(row[column] for column in COLUMNS) for row in rows]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_recorded_equals_predicted(pools, case, num_ranks):
-    by_rank = pools(num_ranks).run(recorded, case, {"data": num_ranks})
+def check(pools, case, num_ranks):
+    by_rank = pools(num_ranks).run(recorded, case, num_ranks)
     for kind in cases.MODELS:
         for rank, (held, events) in enumerate(predicted(kind, case, num_ranks)):
             assert by_rank[rank][kind] == (held, events), f"{kind} on rank {rank}"
             assert events
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_recorded_equals_predicted(pools, case, num_ranks):
+    check(pools, case, num_ranks)
+
+
+@pytest.mark.parametrize("case", HYBRIDS, ids=str)
+def test_recorded_equals_predicted_in_groups(pools, case):
+    check(pools, case, 4)
 
 
 # A parameter whose memory is transposed has its bucket's gradient in another order: slower when torch adds to it.
@@ -130,13 +171,9 @@ def test_one_rank_holds_everything_and_sends_nothing(case):
     for kind in cases.MODELS:
         log = Log()
         mesh = Mesh.alone()
-        model = cases.build(kind).to(case.dtype)
-        with (
-            build_engine(case.strategy, model, OPTIMIZERS[case.optimizer][0], mesh, **case.options) as engine,
-            mesh.observed_by(log),
-        ):
+        with case.engine(kind, mesh) as engine, mesh.observed_by(log):
             [expected] = predicted(kind, case, 1)
-            assert observe(engine, case, kind, log, 0) == expected
+            assert observe(engine, case, kind, log, 0, 1) == expected
             assert expected[1] == []
 
 

@@ -34,7 +34,9 @@ def write(directory, steps, rank=0, run="ddp"):
     write_manifest(directory, {"run": run, "ranks": 2})
     writer = RunWriter(directory, rank, run, "measured")
     for step in range(steps):
-        writer.append(step, {"collectives": [collective(2 * step), collective(2 * step + 1)], "steps": [one_step(step)]})
+        writer.append(
+            step, {"collectives": [collective(2 * step), collective(2 * step + 1)], "steps": [one_step(step)]}
+        )
     return writer
 
 

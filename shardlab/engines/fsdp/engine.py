@@ -32,6 +32,7 @@ from shardlab.engines.base import OptimizerFn
 from shardlab.engines.fsdp.group import Group, owners_of_parameters
 from shardlab.engines.fsdp.order import Order
 from shardlab.engines.fsdp.policy import ROOT, WrapPolicy, wrapped_modules
+from shardlab.engines.precision import Precision, cast_floating, parse_precision
 from shardlab.engines.released import Seats, seats_of
 from shardlab.engines.saved import saved_by_reference
 from shardlab.engines.sharded_engine import ShardedEngine
@@ -77,6 +78,7 @@ class FSDP(ShardedEngine):
         wrap: which modules are units, see ``wrapped_modules``.
         prefetch: units gathered ahead, in forward and in backward; 0 gathers when needed.
         layout: 'flat' (end to end, padded at the end of the unit) or 'dim0' (each parameter by rows).
+        precision: 'full', 'bf16', 'fp16' or a ``Precision``.
     """
 
     name = "fsdp"
@@ -91,6 +93,7 @@ class FSDP(ShardedEngine):
         wrap: WrapPolicy = "block",
         prefetch: int = 1,
         layout: str = "flat",
+        precision: Precision | str = "full",
     ) -> None:
         if sharding not in SHARDINGS:
             raise ValueError(f"sharding: {sharding!r} is not one of {', '.join(SHARDINGS)}")
@@ -99,6 +102,7 @@ class FSDP(ShardedEngine):
         if prefetch < 0:
             raise ValueError(f"prefetch: {prefetch} is below 0")
         self.sharding, self.wrap, self.prefetch, self.layout = sharding, wrap, prefetch, layout
+        self.precision = parse_precision(precision)
         self._in_backward = self._sending = False
         self._reshards_after_forward = SHARDINGS[sharding].reshard_after_forward
         super().__init__(model, optimizer_fn, mesh)
@@ -112,7 +116,8 @@ class FSDP(ShardedEngine):
         self._in_backward = False
         try:
             with saved_by_reference(self.units):
-                return super().__call__(*args, **kwargs)
+                inputs, named_inputs = cast_floating((args, kwargs), self.precision.compute)
+                return cast_floating(super().__call__(*inputs, **named_inputs), self.precision.output)
         except BaseException:
             self._let_go()
             raise
@@ -158,6 +163,7 @@ class FSDP(ShardedEngine):
         alone = Communicator(None, None, (0,), 0, MeshAxis.SHARD)
         comm = alone if row.shard_axis is None else self.mesh[row.shard_axis]
         replicas = None if row.replica_axis is None else self.mesh[row.replica_axis]
+        self._cast_buffers()
         seats = seats_of(self.module, self.params)
         wrapped = wrapped_modules(self.module, self.wrap)
         members = owners_of_parameters(self.module, wrapped, self.params, ROOT)
@@ -174,6 +180,12 @@ class FSDP(ShardedEngine):
         }
         return [unit for group in self.groups for unit in group.units]
 
+    def _cast_buffers(self) -> None:
+        if self.precision.buffers is not None:
+            for buffer in self.module.buffers():
+                if buffer.is_floating_point():
+                    buffer.data = buffer.to(self.precision.buffers)
+
     def _units_of(
         self, name: str, members: list[str], seats: dict[str, Seats], comm: Communicator, replicas: Communicator | None
     ) -> list[ShardedUnit]:
@@ -182,7 +194,15 @@ class FSDP(ShardedEngine):
             param = self.params[member]
             kinds.setdefault((param.dtype, param.device, param.requires_grad), {})[member] = param
         return [
-            ShardedUnit(_unit_name(name, place, len(kinds)), params, seats, self._lay_out(params, comm), comm, replicas)
+            ShardedUnit(
+                _unit_name(name, place, len(kinds)),
+                params,
+                seats,
+                self._lay_out(params, comm),
+                comm,
+                replicas,
+                self.precision,
+            )
             for place, params in enumerate(kinds.values())
         ]
 

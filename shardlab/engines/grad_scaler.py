@@ -1,0 +1,81 @@
+"""Loss scaling for float16: gradients below 6e-8 would become zero, so the loss is multiplied before backward.
+
+    scaler = GradScaler()
+    engine.backward(scaler.scale(loss))
+    scaler.unscale_(engine)               # before clipping
+    stepped = scaler.step(engine)
+
+The scale doubles after 2000 good steps and halves after an overflow. An overflow on one rank reaches only that rank's
+pieces, so the ranks agree: one inf or nan anywhere and every rank skips the step.
+Source: Micikevicius et al., arXiv 1710.03740, section 3.2.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlab.engines.base import Engine
+
+
+class GradScaler:
+    """A dynamic loss scale, the same on every rank.
+
+    Args:
+        scale: the first scale, greater than 0.
+        growth: factor after ``interval`` good steps, greater than 1.
+        backoff: factor after an overflow, between 0 and 1.
+        interval: good steps before the scale grows, at least 1.
+    """
+
+    def __init__(self, scale: float = 65536.0, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000) -> None:
+        for field, value, right in (
+            ("scale", scale, scale > 0),
+            ("growth", growth, growth > 1),
+            ("backoff", backoff, 0 < backoff < 1),
+            ("interval", interval, interval >= 1),
+        ):
+            if not right:
+                raise ValueError(f"{field}: {value} is out of range")
+        self.current_scale, self.growth, self.backoff, self.interval = scale, growth, backoff, interval
+        self.num_good_steps = 0
+        self._overflow: bool | None = None  # of the gradients that have been unscaled
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to call backward on."""
+        return loss * self.current_scale
+
+    def unscale_(self, engine: Engine) -> None:
+        """Divide the gradients by the scale and find out, over all ranks, whether one is inf or nan."""
+        engine.finish_gradients()
+        flag = torch.zeros(1, device=engine.mesh.device)
+        for tensor in engine.step_tensors():
+            if tensor.grad is not None:
+                tensor.grad.div_(self.current_scale)
+                flag = torch.maximum(flag, (~torch.isfinite(tensor.grad)).any().to(flag.dtype))
+        for comm in engine.data_comms:
+            comm.all_reduce(flag, reduction="max", tag="overflow").wait()
+        self._overflow = bool(flag.item())
+
+    def step(self, engine: Engine) -> bool:
+        """Step the engine unless a gradient overflowed; whether it stepped, the same on every rank."""
+        if self._overflow is None:
+            self.unscale_(engine)
+        overflow, self._overflow = bool(self._overflow), None
+        if overflow:
+            self.current_scale *= self.backoff
+            self.num_good_steps = 0
+            return False
+        engine.step()
+        self.num_good_steps += 1
+        if self.num_good_steps % self.interval == 0:
+            self.current_scale *= self.growth
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"scale": self.current_scale, "num_good_steps": self.num_good_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.current_scale, self.num_good_steps = float(state["scale"]), int(state["num_good_steps"])

@@ -1,0 +1,83 @@
+"""Mixed precision: compute in 16 bits, step in 32.
+
+The shard stays in the model's own dtype (float32): it is the master weight. What is gathered is its 16-bit copy, so a
+gather moves half the bytes and the gathered parameters take half the memory. Gradients are 16-bit, are summed over the
+ranks in ``reduce``, and become the master's dtype before the mean is taken, so that the optimizer sees float32.
+
+bfloat16 has float32's range and needs nothing more. float16 underflows: use ``GradScaler``.
+Source: Micikevicius et al., arXiv 1710.03740, section 3.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of a sharded engine; None leaves a dtype as it is.
+
+    Attributes:
+        compute: of gathered parameters and floating-point inputs.
+        reduce: in which gradients are summed over ranks; None for ``compute``.
+        output: of the module's floating-point outputs.
+        buffers: of the module's floating-point buffers, from construction on.
+    """
+
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    output: torch.dtype | None = None
+    buffers: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        """Only floating-point dtypes can be any of these."""
+        for field in ("compute", "reduce", "output", "buffers"):
+            dtype = getattr(self, field)
+            if dtype is not None and not dtype.is_floating_point:
+                raise ValueError(f"precision: {field}={dtype} is not a floating-point dtype")
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """The dtype gradients are summed in."""
+        return self.reduce or self.compute
+
+
+PRECISIONS: Mapping[str, Precision] = {
+    "full": Precision(),
+    "bf16": Precision(torch.bfloat16, torch.float32, torch.float32),
+    "fp16": Precision(torch.float16, torch.float32, torch.float32),
+}
+
+
+def parse_precision(precision: Precision | str) -> Precision:
+    """A ``Precision``, or one of the named ones.
+
+    Raises:
+        ValueError: an unknown name; the message lists the allowed ones.
+    """
+    if isinstance(precision, Precision):
+        return precision
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision: {precision!r} is not one of {', '.join(PRECISIONS)}")
+    return PRECISIONS[precision]
+
+
+def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:
+    """``value`` with every floating-point tensor in it as ``dtype``: tuples, lists, dicts and dataclasses, nested."""
+    if dtype is None:
+        return value
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return type(value)({key: cast_floating(entry, dtype) for key, entry in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast_floating(entry, dtype) for entry in value))
+    if isinstance(value, list | tuple):
+        return type(value)(cast_floating(entry, dtype) for entry in value)
+    if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
+        changed = {name: cast_floating(getattr(value, name), dtype) for name in value.__dataclass_fields__}
+        return replace(value, **changed)
+    return value
