@@ -33,6 +33,7 @@ from shardlab.partition.wire import ring_wire_bytes
 from shardlab.planner.fsdp_order import backward_order
 from shardlab.planner.groups import ROOT, Group, groups_of
 from shardlab.planner.model import PlannedModel
+from shardlab.planner.precision import ITEMSIZES
 from shardlab.planner.setup import Setup, Sharding
 from shardlab.tables import COLLECTIVES
 from shardlab.vocabulary import Collective, MeshAxis, Phase
@@ -155,21 +156,21 @@ class _Step:
     def gather(self, group: Group, phase: Phase) -> Call:
         layout = group.layout
         return Call(
-            Collective.ALL_GATHER, self.axis, f"parameters of {group.name}", phase, group.dtype, group.itemsize,
+            Collective.ALL_GATHER, self.axis, f"parameters of {group.name}", phase, *self.parameter_element(group),
             layout.padded_numel, layout.num_ranks, layout.chunk_sizes,
         )  # fmt: skip
 
     def reduce_scatter(self, group: Group) -> Call:
         layout = group.layout
         return Call(
-            Collective.REDUCE_SCATTER, self.axis, f"gradients of {group.name}", Phase.BACKWARD, *self.element(group),
+            Collective.REDUCE_SCATTER, self.axis, f"gradients of {group.name}", Phase.BACKWARD, *self.gradient_element(group),
             layout.padded_numel, layout.num_ranks, layout.chunk_sizes,
         )  # fmt: skip
 
     def all_reduce(self, group: Group) -> Call:
         noun = "gradient" if self.setup.strategy == "ddp" else "gradients"
         return Call(
-            Collective.ALL_REDUCE, MeshAxis.DATA, f"{noun} of {group.name}", Phase.BACKWARD, *self.element(group),
+            Collective.ALL_REDUCE, MeshAxis.DATA, f"{noun} of {group.name}", Phase.BACKWARD, *self.gradient_element(group),
             group.layout.padded_numel, self.setup.num_ranks,
         )  # fmt: skip
 
@@ -178,17 +179,24 @@ class _Step:
         no_shard = self.setup.sharding == Sharding.NO_SHARD
         return Call(
             Collective.ALL_REDUCE, MeshAxis.DATA if no_shard else MeshAxis.REPLICA, f"gradients of {group.name}",
-            Phase.BACKWARD, *self.element(group), group.layout.chunk_sizes[0],
+            Phase.BACKWARD, *self.gradient_element(group), group.layout.chunk_sizes[0],
             self.setup.num_ranks // self.setup.num_shards,
         )  # fmt: skip
 
-    def element(self, group: Group) -> tuple[str, int]:
+    def parameter_element(self, group: Group) -> tuple[str, int]:
+        """Element type and bytes of a parameter on the wire."""
+        cast = self.setup.compute_dtype if self.setup.strategy == "fsdp" else None
+        return (group.dtype, group.itemsize) if cast is None else (cast, ITEMSIZES[cast])
+
+    def gradient_element(self, group: Group) -> tuple[str, int]:
         """Element type and bytes of a gradient on the wire."""
-        precision = self.setup.precision
-        if precision is None or precision.gradient == group.itemsize:
-            return group.dtype, group.itemsize
-        like = next(iter(group.params.values())).with_itemsize(precision.gradient)
-        return like.dtype, precision.gradient
+        cast = self.setup.reduce_dtype if self.setup.strategy == "fsdp" else None
+        if cast is not None:
+            return cast, ITEMSIZES[cast]
+        if self.setup.precision is None or self.setup.precision.gradient == group.itemsize:
+            return self.parameter_element(group)
+        like = next(iter(group.params.values())).with_itemsize(self.setup.precision.gradient)
+        return like.dtype, like.spec.itemsize
 
 
 def _row(run: str, rank: int, seq: int, call: Call, setup: Setup) -> dict[str, object]:

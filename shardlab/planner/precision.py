@@ -36,6 +36,7 @@ class Precision:
         return self.master + self.momentum + self.variance
 
 
+ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 _NEEDED = ("parameter", "gradient")
 PRECISIONS = {"mixed": Precision(2, 2, 4, 4, 4), "fp32": Precision(4, 4, 0, 4, 4)}
 

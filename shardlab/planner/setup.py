@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from shardlab.partition.chunks import require_count
-from shardlab.planner.precision import Precision
+from shardlab.planner.precision import ITEMSIZES, Precision
 from shardlab.vocabulary import Partition
 
 STRATEGIES = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
@@ -53,7 +53,10 @@ class Setup:
         micro_batches: forwards and backwards a step; all but the last in ``no_sync()``.
         clip: whether gradients are clipped by their global norm.
         optimizer: what it keeps per element.
-        precision: bytes per element; None for the parameters' own dtype throughout.
+        precision: bytes per element at rest, with a master copy beside 16-bit parameters as in the ZeRO paper; None for
+            the parameters' own dtype throughout, which is how the engines keep them.
+        compute_dtype: fsdp: what gathers carry, for example bfloat16; None for the parameters' own.
+        reduce_dtype: fsdp: what reductions carry; None for ``compute_dtype``.
     """
 
     strategy: str
@@ -69,6 +72,8 @@ class Setup:
     clip: bool = False
     optimizer: Optimizer = ADAM
     precision: Precision | None = None
+    compute_dtype: str | None = None
+    reduce_dtype: str | None = None
 
     def __post_init__(self) -> None:
         """Check every field that a user can get wrong."""
@@ -76,6 +81,9 @@ class Setup:
         _require_one_of("layout", self.layout, LAYOUTS)
         _require_one_of("partition", self.partition, tuple(Partition))
         _require_one_of("sharding", self.sharding, tuple(Sharding))
+        for name in ("compute_dtype", "reduce_dtype"):
+            if getattr(self, name) is not None:
+                _require_one_of(name, getattr(self, name), tuple(ITEMSIZES))
         for name in ("num_ranks", "bucket_bytes", "micro_batches"):
             require_count(name, getattr(self, name), 1)
         require_count("prefetch", self.prefetch, 0)

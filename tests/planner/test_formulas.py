@@ -297,6 +297,8 @@ def test_tables_say_predicted_and_have_every_role_and_rank():
         ({"strategy": "single"}, "num_ranks: 'single' trains in one process, got 4"),
         ({"sharding": "hybrid_shard"}, "shard_group_size must divide the 4 ranks, got None"),
         ({"sharding": "hybrid_shard", "shard_group_size": 3}, "shard_group_size must divide the 4 ranks, got 3"),
+        ({"compute_dtype": "int8"}, "compute_dtype: 'int8' is not one of bfloat16"),
+        ({"reduce_dtype": "half"}, "reduce_dtype: 'half' is not one of bfloat16"),
         ({"shard_group_size": 2}, "shard_group_size: only fsdp with hybrid_shard"),
     ],
 )

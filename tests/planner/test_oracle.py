@@ -13,6 +13,7 @@ from shardlab.engines import build_engine
 from shardlab.engines.buckets import build_buckets
 from shardlab.engines.fsdp.group import owners_of_parameters
 from shardlab.engines.fsdp.policy import ROOT, wrapped_modules
+from shardlab.engines.precision import PRECISIONS
 from shardlab.planner import ADAM, SGD, SGD_MOMENTUM, Setup, described, predicted_collectives, predicted_memory
 from shardlab.planner.groups import groups_of
 from shardlab.trace.memory import bytes_by_role
@@ -32,7 +33,7 @@ COLUMNS = ["op", "axis", "tag", "dtype", "numel", "bytes", "wire_bytes", "group_
 
 @dataclass(frozen=True)
 class Case:
-    """A strategy; ``options`` go to the engine and to the setup alike. ``axes`` of the mesh, None for ``data``."""
+    """A strategy; ``options`` go to the engine and to the setup alike."""
 
     strategy: str
     options: dict = field(default_factory=dict)
@@ -42,19 +43,28 @@ class Case:
     dtype: torch.dtype = torch.float64
     wrap: str = "block"
     shard_group_size: int | None = None
+    precision: str | None = None
 
     def __str__(self) -> str:
         options = [f"{value}" for key, value in self.options.items() if key != "bucket_bytes"]
         more = [f"{self.micro_batches} micro-batches"] * (self.micro_batches > 1) + ["clip"] * self.clip
         other = [self.optimizer] * (self.optimizer != "adamw") + [str(self.dtype)] * (self.dtype != torch.float64)
         group = [f"in groups of {self.shard_group_size}"] * (self.shard_group_size is not None)
-        return " ".join([self.strategy, *options, *group, *more, *other])
+        mixed = [] if self.precision is None else [self.precision]
+        return " ".join([self.strategy, *options, *group, *mixed, *more, *other])
 
     def setup(self, num_ranks: int, units: dict) -> Setup:
         return Setup(
             self.strategy, num_ranks, units=units, micro_batches=self.micro_batches, clip=self.clip,
-            optimizer=OPTIMIZERS[self.optimizer][1], shard_group_size=self.shard_group_size, **self.options,
+            optimizer=OPTIMIZERS[self.optimizer][1], shard_group_size=self.shard_group_size, **self.options, **self.dtypes(),
         )  # fmt: skip
+
+    def dtypes(self) -> dict[str, str]:
+        if self.precision is None:
+            return {}
+        precision = PRECISIONS[self.precision]
+        dtypes = {"compute_dtype": precision.compute, "reduce_dtype": precision.reduce}
+        return {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items() if dtype is not None}
 
     def axes(self, num_ranks: int) -> dict[str, int]:
         size = self.shard_group_size
@@ -66,6 +76,7 @@ class Case:
 
     def engine(self, kind: str, mesh: Mesh):
         options = {"wrap": self.wrap_of(kind)} if self.strategy == "fsdp" else {}
+        options |= {} if self.precision is None else {"precision": self.precision}
         model = cases.build(kind).to(self.dtype)
         return build_engine(self.strategy, model, OPTIMIZERS[self.optimizer][0], mesh, **self.options, **options)
 
@@ -91,6 +102,8 @@ CASES = (
     *(Case("fsdp", {"layout": layout, "prefetch": depth}) for layout, depth in (("flat", 0), ("dim0", 1), ("flat", 2))),
     *(Case("fsdp", {"sharding": name}, 2, clip=True) for name in ("full_shard", "shard_grad_op", "no_shard")),
     Case("fsdp", {"sharding": "shard_grad_op", "layout": "dim0"}, optimizer="sgd", dtype=torch.float32),
+    Case("fsdp", {"sharding": "no_shard"}, dtype=torch.float32, precision="bf16"),
+    Case("fsdp", {"layout": "dim0"}, 2, dtype=torch.float32, precision="fp16"),
     Case("fsdp", wrap="root"),
 )
 HYBRIDS = tuple(

@@ -1,0 +1,63 @@
+"""The whole idea of fully sharded data parallel in one autograd function: gather, multiply, drop; and back.
+
+    y = sharded_linear(x, weight_shard, bias_shard, comm)
+
+Read it before the hooks of ``fsdp``. Each rank holds 1/N of the rows of the weight and of the bias, and its own rows of
+x. Forward gathers both and drops them; backward gathers the weight again (it was not kept), and reduce-scatters the
+gradients, so that each rank receives the mean over ranks for its own rows.
+
+Legend: B rows of x on this rank, I in features, O out features, N ranks; O is a multiple of N.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlab.comm import Communicator
+
+
+def sharded_linear(x: Tensor, weight_shard: Tensor, bias_shard: Tensor, comm: Communicator) -> Tensor:
+    """``x @ weight.T + bias`` of which this rank holds shards.
+
+    Communicated: O x I + O elements gathered in forward, O x I in backward, O x I + O reduced.
+
+    Args:
+        x: [B, I], this rank's rows.
+        weight_shard: [O/N, I], rows ``rank * O/N`` onwards.
+        bias_shard: [O/N].
+        comm: the ranks that hold the other shards.
+
+    Returns:
+        [B, O]. Gradients of the shards are means over the ranks.
+    """
+    result: Tensor = _ShardedLinear.apply(x, weight_shard, bias_shard, comm)
+    return result
+
+
+class _ShardedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_shard: Tensor, bias_shard: Tensor, comm: Communicator) -> Tensor:
+        ctx.save_for_backward(x, weight_shard)
+        ctx.comm = comm
+        return x @ _gather(weight_shard, comm, "weight").t() + _gather(bias_shard, comm, "bias")
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+        x, weight_shard = ctx.saved_tensors
+        grad_x = grad_y @ _gather(weight_shard, ctx.comm, "weight")
+        grad_weight = _reduce_scatter(grad_y.t() @ x, ctx.comm, "weight")
+        return grad_x, grad_weight, _reduce_scatter(grad_y.sum(0), ctx.comm, "bias"), None
+
+
+def _gather(shard: Tensor, comm: Communicator, name: str) -> Tensor:
+    full = shard.new_empty(comm.num_ranks * shard.numel())
+    comm.all_gather(full, shard.detach().reshape(-1), tag=f"parameters: {name}").wait()
+    return full.view(-1, *shard.shape[1:])
+
+
+def _reduce_scatter(gradient: Tensor, comm: Communicator, name: str) -> Tensor:
+    flat = gradient.contiguous().view(-1)
+    shard = flat.new_empty(flat.numel() // comm.num_ranks)
+    comm.reduce_scatter(flat, shard, tag=f"gradients: {name}").wait()
+    return shard.div_(comm.num_ranks).view(-1, *gradient.shape[1:])
