@@ -13,14 +13,18 @@ if TYPE_CHECKING:
     from shardlab.data_sets import load_text
     from shardlab.engines import (
         DDP,
+        FSDP,
         Bucketed,
         Engine,
         ShardedOptimizer,
         Single,
         ZeRO1,
+        ZeRO2,
+        ZeRO3,
         build_engine,
     )
-    from shardlab.experiment import CompareConfig, TrainStep, compare, load_comparison
+    from shardlab.experiment import CompareConfig, TrainStep
+    from shardlab.experiment.compare import compare, load_comparison
     from shardlab.launch import RankPool, launch
     from shardlab.models import build_model
     from shardlab.partition import Link
@@ -30,7 +34,18 @@ if TYPE_CHECKING:
 _ROOMS = {
     "shardlab.comm": ("Communicator", "Mesh"),
     "shardlab.data_sets": ("load_text",),
-    "shardlab.engines": ("DDP", "Bucketed", "Engine", "ShardedOptimizer", "Single", "ZeRO1", "build_engine"),
+    "shardlab.engines": (
+        "DDP",
+        "FSDP",
+        "Bucketed",
+        "Engine",
+        "ShardedOptimizer",
+        "Single",
+        "ZeRO1",
+        "ZeRO2",
+        "ZeRO3",
+        "build_engine",
+    ),
     "shardlab.experiment": ("CompareConfig", "TrainStep", "compare", "load_comparison"),
     "shardlab.launch": ("RankPool", "launch"),
     "shardlab.models": ("build_model",),
@@ -42,6 +57,7 @@ _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
 __all__ = [
     "DDP",
+    "FSDP",
     "Bucketed",
     "Communicator",
     "CompareConfig",
@@ -53,6 +69,8 @@ __all__ = [
     "Single",
     "TrainStep",
     "ZeRO1",
+    "ZeRO2",
+    "ZeRO3",
     "build_engine",
     "build_model",
     "compare",

@@ -31,7 +31,7 @@ def sharded_linear(x: Tensor, weight_shard: Tensor, bias_shard: Tensor, comm: Co
     Returns:
         [B, O]. Gradients of the shards are means over the ranks.
     """
-    result: Tensor = _ShardedLinear.apply(x, weight_shard, bias_shard, comm)
+    result: Tensor = _ShardedLinear.apply(x, weight_shard, bias_shard, comm)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -43,7 +43,7 @@ class _ShardedLinear(torch.autograd.Function):
         return x @ _gather(weight_shard, comm, "weight").t() + _gather(bias_shard, comm, "bias")
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x, weight_shard = ctx.saved_tensors
         grad_x = grad_y @ _gather(weight_shard, ctx.comm, "weight")
         grad_weight = _reduce_scatter(grad_y.t() @ x, ctx.comm, "weight")

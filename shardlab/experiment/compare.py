@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-import shardlab
+from shardlab import __version__
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.run import Progress, RankReport, now_ns, run_strategy
 from shardlab.experiment.summary import summarise
@@ -158,7 +158,7 @@ def _manifest(config: CompareConfig, strategy: str, pool: RankPool) -> dict[str,
         "run": strategy,
         "ranks": 1 if strategy == "single" else config.ranks,
         "versions": {
-            "shardlab": shardlab.__version__, "torch": torch.__version__, "python": platform.python_version(),
+            "shardlab": __version__, "torch": torch.__version__, "python": platform.python_version(),
         },
         "devices": pool.placement.devices,
         "backend": pool.placement.backend,

@@ -163,15 +163,15 @@ class _Step:
     def reduce_scatter(self, group: Group) -> Call:
         layout = group.layout
         return Call(
-            Collective.REDUCE_SCATTER, self.axis, f"gradients of {group.name}", Phase.BACKWARD, *self.gradient_element(group),
-            layout.padded_numel, layout.num_ranks, layout.chunk_sizes,
+            Collective.REDUCE_SCATTER, self.axis, f"gradients of {group.name}", Phase.BACKWARD,
+            *self.gradient_element(group), layout.padded_numel, layout.num_ranks, layout.chunk_sizes,
         )  # fmt: skip
 
     def all_reduce(self, group: Group) -> Call:
         noun = "gradient" if self.setup.strategy == "ddp" else "gradients"
         return Call(
-            Collective.ALL_REDUCE, MeshAxis.DATA, f"{noun} of {group.name}", Phase.BACKWARD, *self.gradient_element(group),
-            group.layout.padded_numel, self.setup.num_ranks,
+            Collective.ALL_REDUCE, MeshAxis.DATA, f"{noun} of {group.name}", Phase.BACKWARD,
+            *self.gradient_element(group), group.layout.padded_numel, self.setup.num_ranks,
         )  # fmt: skip
 
     def across_replicas(self, group: Group) -> Call:

@@ -156,9 +156,10 @@ def _summary(name: str, step: int, measures: pd.DataFrame, moved: pd.DataFrame, 
         return f"{head} No communication."
     sent = moved.groupby("rank")["wire_bytes"].sum().mean()
     count = len(moved) / moved["rank"].nunique()
+    verb = "collective a rank sends" if count == 1 else "collectives a rank send"
     middle = measures[["overlap", "exposed_us"]].median()
     return (
-        f"{head} {count:g} {'collective' if count == 1 else 'collectives'} a rank send {format_bytes(float(sent))};"
+        f"{head} {count:g} {verb} {format_bytes(float(sent))};"
         f" {format_percent(middle['overlap'])} of communication is hidden by compute,"
         f" {format_us(middle['exposed_us'])} exposed (medians over ranks)."
     )

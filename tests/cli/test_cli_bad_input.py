@@ -4,9 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+ROOT = Path(__file__).parent.parent.parent
 
 # One process imports torch once and forks for each command line: every case is the real entry point all the same.
 RUNNER = """
@@ -70,7 +73,7 @@ def answers(tmp_path_factory):
     (place / "used" / "summary.json").write_text("[]")
     lines = [["compare", "--out", f"out{number}", *options] for number, (options, _) in enumerate(CASES.values())]
     lines += [["compar"], []]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
     command = [sys.executable, "-c", RUNNER, json.dumps(lines)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=place, env=environment, check=True)
     return dict(zip([*CASES, "unknown command", "nothing"], json.loads(done.stdout), strict=True))

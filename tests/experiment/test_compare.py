@@ -162,7 +162,7 @@ def test_the_report_is_one_self_contained_page(comparison):
 def test_a_directory_that_holds_something_is_refused(pools, tmp_path):
     config = CompareConfig(strategies=("single",), ranks=1, text="grammar", device="cpu")
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="out: .* holds another run; name a new or an empty directory"):
+    with pytest.raises(ValueError, match=r"out: .* holds another run; name a new or an empty directory"):
         compare(config, tmp_path)
     with pytest.raises(ValueError, match="is a file"):
         compare(config, tmp_path / "notes.txt")
@@ -172,7 +172,7 @@ def test_a_directory_that_holds_something_is_refused(pools, tmp_path):
 
 def test_a_pool_of_another_size_is_refused(pools, tmp_path):
     config = CompareConfig(strategies=("ddp",), ranks=3, text="grammar", device="cpu")
-    with pytest.raises(ValueError, match="pool: it has 2 ranks, but config.ranks is 3"):
+    with pytest.raises(ValueError, match=r"pool: it has 2 ranks, but config\.ranks is 3"):
         compare(config, tmp_path / "out", pool=pools(2))
 
 

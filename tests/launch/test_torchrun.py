@@ -9,7 +9,7 @@ from shardlab.launch import RankPool
 from tests.launch.helpers import script_env
 
 SCRIPT = """
-import torch, torch.distributed as dist
+import os, torch, torch.distributed as dist
 from shardlab.launch import RankPool, current, launch
 
 def work(rank, base):
@@ -23,7 +23,8 @@ with RankPool(2, device="cpu", timeout_s=30) as pool:
     first = pool.run(work, 10, on_message=lambda rank, note: notes.append((rank, note)))
     second = pool.run(lambda rank: rank)
 again = launch(work, 2, 20, device="cpu")
-print("RESULT", first, second, again, sorted(notes), flush=True)
+# One write: two processes share this pipe, and print() may write piece by piece.
+os.write(1, f"RESULT {first} {second} {again} {sorted(notes)}\\n".encode())
 """
 RESULT = "RESULT [(10, [1.0, 1.0], 2), (11, [1.0, 1.0], 2)] [0, 1] [(20, [1.0, 1.0], 2), (21, [1.0, 1.0], 2)] {notes}"
 

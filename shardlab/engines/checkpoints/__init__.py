@@ -1,0 +1,1 @@
+"""Parts of ``engines.checkpoint``: read together, shards, manifest, directory, files, optimizer_state, codec, rng."""

@@ -1,0 +1,86 @@
+"""Ranks that succeed or fail together, and the few words they tell each other, over the engine's own communicators.
+
+A rank that raises alone leaves the others waiting in their next collective. So whatever may fail is local work without
+a collective in it; afterwards every rank learns of every failure, and all raise the same error.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardlab.comm import Communicator
+
+T = TypeVar("T")
+_TAG = "checkpoint"
+
+
+def together(comms: Sequence[Communicator], device: torch.device, work: Callable[[], T]) -> T:
+    """Do local ``work`` on every rank; return its result where it succeeded on all of them.
+
+    Args:
+        comms: axes whose ranks take part, outer first.
+        device: where tensors of these communicators live.
+        work: must not communicate.
+
+    Raises:
+        ValueError: on all ranks, where a rank's work raised one; the message is that of the first such rank.
+        RuntimeError: likewise for any other exception.
+    """
+    result, failure = _attempt(work)
+    texts = share_texts(comms, device, "" if failure is None else _described(failure))
+    for rank, text in enumerate(texts):
+        if text:
+            kind, message = json.loads(text)
+            where = "" if set(texts) == {text} else f" (on rank {rank})"
+            raise (ValueError if kind == "value" else RuntimeError)(message + where) from failure
+    assert result is not None
+    return result[0]
+
+
+def share_json(comms: Sequence[Communicator], device: torch.device, value: Any) -> list[Any]:
+    """Every rank's ``value`` (anything JSON holds), in the order of the ranks, on every rank."""
+    return [json.loads(text) for text in share_texts(comms, device, json.dumps(value))]
+
+
+def share_texts(comms: Sequence[Communicator], device: torch.device, text: str) -> list[str]:
+    """Every rank's text, in the order of the ranks (row by row over the axes), on every rank.
+
+    A sum in which all others add zeros needs nothing but an all-reduce, so it goes over any number of axes. Sends 8
+    bytes a rank, and all texts together unless all are empty. Also a barrier: none returns before all have come.
+    """
+    number, num_ranks = 0, 1
+    for comm in comms:
+        number, num_ranks = number * comm.num_ranks + comm.rank, num_ranks * comm.num_ranks
+    raw = text.encode()
+    sizes = torch.zeros(num_ranks, dtype=torch.int64, device=device)
+    sizes[number] = len(raw)
+    bounds = [0, *_sum(comms, sizes).cumsum(0).tolist()]
+    if bounds[-1] == 0:
+        return [""] * num_ranks
+    words = torch.zeros(bounds[-1], dtype=torch.uint8, device=device)
+    if raw:
+        words[bounds[number] : bounds[number + 1]] = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(device)
+    joined = _sum(comms, words).cpu().numpy().tobytes()
+    return [joined[bounds[rank] : bounds[rank + 1]].decode() for rank in range(num_ranks)]
+
+
+def _sum(comms: Sequence[Communicator], tensor: Tensor) -> Tensor:
+    for comm in comms:
+        comm.all_reduce(tensor, tag=_TAG).wait()
+    return tensor
+
+
+def _attempt(work: Callable[[], T]) -> tuple[tuple[T] | None, Exception | None]:
+    try:
+        return (work(),), None
+    except Exception as failure:  # whatever it is, the other ranks must hear of it
+        return None, failure
+
+
+def _described(failure: Exception) -> str:
+    if isinstance(failure, ValueError):
+        return json.dumps(["value", str(failure)])
+    return json.dumps(["other", f"{type(failure).__name__}: {failure}"])
