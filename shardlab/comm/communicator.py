@@ -9,27 +9,21 @@ nothing and records nothing, so engines need no special case for it. Sums are su
 """
 
 import contextlib
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from pathlib import Path
 
-import torch
 from torch import Tensor
 
+from shardlab.comm.contiguous import copy_back, flattened, require_flat
 from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.lanes import Job, Lane, ThreadLane
 from shardlab.comm.pending import Pending
 from shardlab.comm.process import Process
+from shardlab.comm.source_line import caller_of_library
 from shardlab.comm.transports.base import Bounds, Reduction, Transport
 from shardlab.partition.chunks import even_bounds
 from shardlab.partition.wire import ring_wire_bytes
 from shardlab.vocabulary import Collective
-
-_INSIDE = (
-    *(str(Path(__file__).parent.parent / room) for room in ("comm", "engines", "tensor_parallel")),
-    str(Path(torch.__file__).parent),
-)
 
 
 class Communicator:
@@ -76,14 +70,14 @@ class Communicator:
 
     def all_reduce(self, tensor: Tensor, *, reduction: Reduction = "sum", tag: str = "") -> Pending:
         """Reduce ``tensor`` (any shape) over the group, in place on every rank."""
-        flat = _flat(tensor)
+        flat = flattened(tensor)
         transport = self._transport
         if transport is None:
             return Pending()
 
         def job() -> None:
             transport.all_reduce(flat, reduction)
-            _copy_back(flat, tensor)
+            copy_back(flat, tensor)
 
         return self._submit(Collective.ALL_REDUCE, flat, job, tag, keep=(tensor, flat))
 
@@ -143,14 +137,14 @@ class Communicator:
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, tag: str = "") -> Pending:
         """Copy ``tensor`` (any shape, any dtype) from group rank ``src`` into the others', in place."""
-        flat = _flat(tensor)
+        flat = flattened(tensor)
         transport = self._transport
         if transport is None:
             return Pending()
 
         def job() -> None:
             transport.broadcast(flat, src)
-            _copy_back(flat, tensor)
+            copy_back(flat, tensor)
 
         return self._submit(Collective.BROADCAST, flat, job, tag, keep=(tensor, flat))
 
@@ -190,7 +184,7 @@ class Communicator:
     def send(self, tensor: Tensor, dst: int, *, tag: str = "") -> Pending:
         """Send ``tensor`` to group rank ``dst``. Sends have a lane of their own, so that a ring does not deadlock."""
         transport = self._peer(dst, "dst")
-        flat = _flat(tensor)
+        flat = flattened(tensor)
         if self._send_lane is None and isinstance(self._lane, ThreadLane):
             self._send_lane = ThreadLane(f"send-{self.axis}")
         lane = self._send_lane or self._lane
@@ -199,11 +193,11 @@ class Communicator:
     def recv(self, tensor: Tensor, src: int, *, tag: str = "") -> Pending:
         """Receive from group rank ``src`` into ``tensor``."""
         transport = self._peer(src, "src")
-        flat = _flat(tensor)
+        flat = flattened(tensor)
 
         def job() -> None:
             transport.recv(flat, src)
-            _copy_back(flat, tensor)
+            copy_back(flat, tensor)
 
         return self._submit(Collective.RECV, flat, job, tag, keep=(tensor, flat))
 
@@ -248,7 +242,7 @@ class Communicator:
             group_size=self.num_ranks,
             transport=self._transport.name,
             emulated=self._transport.emulated,
-            source_line=_caller(),
+            source_line=caller_of_library(),
             scratch_bytes=scratch_bytes,
         )
         self._seq += 1
@@ -258,7 +252,7 @@ class Communicator:
         return Pending(finish, keep=keep, event=event, observers=self._observers)
 
     def _bounds(self, buffer: Tensor, bounds: Bounds | None) -> Bounds:
-        _require_flat(buffer)
+        require_flat(buffer)
         if bounds is None:
             if buffer.numel() % self.num_ranks:
                 raise ValueError(
@@ -275,7 +269,7 @@ class Communicator:
         return buffer[bounds[self.rank] : bounds[self.rank + 1]]
 
     def _parts(self, buffer: Tensor, sizes: Sequence[int] | None) -> list[int]:
-        _require_flat(buffer)
+        require_flat(buffer)
         if sizes is None:
             bounds = self._bounds(buffer, None)
             return [stop - start for start, stop in pairwise(bounds)]
@@ -295,29 +289,3 @@ class Communicator:
         if output.data_ptr() != buffer.data_ptr():
             output.copy_(buffer)
         return Pending()
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """The same elements, one-dimensional and contiguous: gloo reads the wrong memory of any other tensor, silently."""
-    return tensor.detach().contiguous().view(-1)
-
-
-def _copy_back(flat: Tensor, tensor: Tensor) -> None:
-    if flat.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(flat.view(tensor.shape))
-
-
-def _require_flat(buffer: Tensor) -> None:
-    if buffer.dim() != 1 or not buffer.is_contiguous():
-        raise ValueError(
-            f"buffer: a contiguous one-dimensional tensor is needed, not shape {tuple(buffer.shape)} "
-            f"with strides {buffer.stride()}"
-        )
-
-
-def _caller() -> str:
-    """``file:line`` of the first frame outside the rooms that only pass calls on: the line a person can look at."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

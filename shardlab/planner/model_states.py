@@ -21,7 +21,7 @@ from fractions import Fraction
 from shardlab.partition.chunks import require_count
 from shardlab.planner.precision import Precision, precision_named
 
-# strategy -> how many ranks' worth of parameters, gradients and state a rank is spared, and P's sent per step
+# strategy -> whether parameters, gradients and state are sharded, and how many times P travels in a step
 _SHARDED = {
     "ddp": (False, False, False, 2),
     "zero1": (False, False, True, 2),

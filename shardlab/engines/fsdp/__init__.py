@@ -1,6 +1,7 @@
-"""Fully sharded data parallel. Read policy, group, order, engine."""
+"""Fully sharded data parallel. Read sharding, policy, group, order, engine."""
 
-from shardlab.engines.fsdp.engine import FSDP, LAYOUTS, SHARDINGS
+from shardlab.engines.fsdp.engine import FSDP, LAYOUTS
 from shardlab.engines.fsdp.policy import NAMED_POLICIES, parse_wrap, wrapped_modules
+from shardlab.engines.fsdp.sharding import SHARDINGS
 
 __all__ = ["FSDP", "LAYOUTS", "NAMED_POLICIES", "SHARDINGS", "parse_wrap", "wrapped_modules"]

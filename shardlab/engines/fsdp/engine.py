@@ -22,7 +22,7 @@ to a larger unit by ``wrap``. Within a unit ranks may use different parameters.
 Source: Zhao et al., arXiv 2304.11277, sections 3 and 4.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -32,6 +32,7 @@ from shardlab.engines.base import OptimizerFn
 from shardlab.engines.fsdp.group import Group, owners_of_parameters
 from shardlab.engines.fsdp.order import Order
 from shardlab.engines.fsdp.policy import ROOT, WrapPolicy, wrapped_modules
+from shardlab.engines.fsdp.sharding import SHARDINGS
 from shardlab.engines.precision import Precision, cast_floating, parse_precision
 from shardlab.engines.released import Seats, seats_of
 from shardlab.engines.saved import saved_by_reference
@@ -43,28 +44,6 @@ from shardlab.partition.flat import ParamSpec, flat_layout
 from shardlab.vocabulary import MeshAxis
 
 LAYOUTS = {"flat": flat_layout, "dim0": dim0_layout}
-
-
-class Sharding(NamedTuple):
-    """A row of the table above.
-
-    Attributes:
-        shard_axis: over which parameters are sharded; None for not at all.
-        replica_axis: over which shards are replicated; None for not at all.
-        reshard_after_forward: whether full parameters are let go between forward and backward.
-    """
-
-    shard_axis: str | None
-    replica_axis: str | None
-    reshard_after_forward: bool
-
-
-SHARDINGS = {
-    "full_shard": Sharding(MeshAxis.DATA, None, True),
-    "shard_grad_op": Sharding(MeshAxis.DATA, None, False),
-    "no_shard": Sharding(None, MeshAxis.DATA, False),
-    "hybrid_shard": Sharding(MeshAxis.SHARD, MeshAxis.REPLICA, True),
-}
 
 
 class FSDP(ShardedEngine):
@@ -172,7 +151,8 @@ class FSDP(ShardedEngine):
             for name, names in members.items()
             if names
         ]
-        self._order = Order(self.groups)
+        self._root = next((group for group in self.groups if group.name == ROOT), None)
+        self._order = Order(self.groups, self._root)
         for group in self.groups:
             group.arm()
         self._group_of = {
@@ -232,6 +212,9 @@ class FSDP(ShardedEngine):
                 tensor.register_hook(lambda _: self._before_backward(group))
 
     def _before_backward(self, group: Group) -> None:
+        if not self._in_backward and self._root is not None:
+            # The last unit's output may be the model's: then its hook comes before the root's. One order for both.
+            self._root.start_unshard()
         self._in_backward = True
         group.unshard()
         for following in self._order.backward_of(group, self.prefetch):

@@ -1,0 +1,111 @@
+"""Full tensors from stretches that lie on several ranks, in few large messages.
+
+Every rank tells what it has (names, shapes, ranges); then a message carries the stretches of many tensors of one dtype:
+rank by rank, and of each rank one tensor after another. So no tensor needs a collective of its own.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardlab.comm import Communicator
+from shardlab.comm.copies import MESSAGE_BYTES
+from shardlab.engines.checkpoints.shards import TensorShard, dtype_text
+from shardlab.engines.checkpoints.together import share_json
+
+Key = tuple[str, str]  # parameter name, key in its state
+
+
+class Stretch(NamedTuple):
+    """A ``TensorShard`` without its values."""
+
+    name: str
+    key: str
+    shape: list[int]
+    dtype: str
+    device: str  # kind of device: step counters stay on the CPU
+    start: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the full tensor."""
+        itemsize: int = getattr(torch, self.dtype).itemsize
+        return prod(self.shape) * itemsize
+
+
+def gather_shards(
+    mine: Sequence[TensorShard], comm: Communicator | None, device: torch.device
+) -> dict[Key, Tensor]:
+    """Full tensors by name and key, the same on every rank, copies.
+
+    Args:
+        mine: what this rank has, each tensor once.
+        comm: ranks that have the rest; None where this rank has everything.
+        device: where tensors of ``comm`` live.
+    """
+    if comm is None:
+        return {(shard.name, shard.key): shard.tensor.clone().view(shard.shape) for shard in mine}
+    by_rank = [
+        {(name, key): Stretch(name, key, *rest) for name, key, *rest in described}
+        for described in share_json([comm], device, [_describe(shard) for shard in mine])
+    ]
+    own = {(shard.name, shard.key): shard.tensor for shard in mine}
+    full: dict[Key, Tensor] = {}
+    for keys in _messages(by_rank):
+        full.update(_gather_message(keys, by_rank, own, comm, device))
+    return full
+
+
+def _describe(shard: TensorShard) -> Stretch:
+    dtype, kind = dtype_text(shard.tensor), shard.tensor.device.type
+    return Stretch(shard.name, shard.key, list(shard.shape), dtype, kind, shard.start, shard.stop)
+
+
+def _messages(by_rank: Sequence[Mapping[Key, Stretch]]) -> Iterator[list[Key]]:
+    """Keys that travel together; the same on every rank."""
+    known = {key: stretch for described in by_rank for key, stretch in described.items()}
+    by_dtype: dict[str, list[Key]] = {}
+    for key, stretch in known.items():
+        by_dtype.setdefault(stretch.dtype, []).append(key)
+    for same in by_dtype.values():
+        message: list[Key] = []
+        num_bytes = 0
+        for key in same:
+            if message and num_bytes + known[key].num_bytes > MESSAGE_BYTES:
+                yield message
+                message, num_bytes = [], 0
+            message.append(key)
+            num_bytes += known[key].num_bytes
+        yield message
+
+
+def _gather_message(
+    keys: Sequence[Key],
+    by_rank: Sequence[Mapping[Key, Stretch]],
+    own: Mapping[Key, Tensor],
+    comm: Communicator,
+    device: torch.device,
+) -> dict[Key, Tensor]:
+    stretches = [[described[key] for key in keys if key in described] for described in by_rank]
+    sizes = [sum(stretch.stop - stretch.start for stretch in held) for held in stretches]
+    bounds = tuple(accumulate(sizes, initial=0))
+    dtype: torch.dtype = next(getattr(torch, stretch.dtype) for held in stretches for stretch in held)
+    buffer = torch.empty(bounds[-1], dtype=dtype, device=device)
+    parts = [own[key].to(device) for key in keys if key in own]
+    chunk = torch.cat(parts) if parts else buffer[:0]
+    comm.all_gather(buffer, chunk, bounds=bounds, tag="optimizer state").wait()
+    full: dict[Key, Tensor] = {}
+    place = 0
+    for stretch in (stretch for held in stretches for stretch in held):
+        key = (stretch.name, stretch.key)
+        if key not in full:
+            full[key] = torch.empty(stretch.shape, dtype=dtype, device=device if stretch.device == device.type else "cpu")
+        numel = stretch.stop - stretch.start
+        full[key].view(-1)[stretch.start : stretch.stop] = buffer[place : place + numel]
+        place += numel
+    return full

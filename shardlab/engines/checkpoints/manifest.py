@@ -1,0 +1,123 @@
+"""The manifest: one JSON file that says what a checkpoint holds and which file holds which elements of which tensor.
+
+It names no rank, bucket or unit, only parameters and element ranges, so that any strategy at any number of ranks finds
+what it needs.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from shardlab.engines.checkpoints.codec import decode, encode
+from shardlab.engines.checkpoints.shards import Kind, TensorShard, dtype_text
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Elements ``start`` to ``stop`` of a flattened tensor lie in ``file``; the other fields as in ``TensorShard``."""
+
+    kind: str
+    name: str
+    key: str
+    shape: list[int]
+    dtype: str
+    start: int
+    stop: int
+    file: str
+
+    @classmethod
+    def of(cls, shard: TensorShard, file: str) -> "Row":
+        """The row of a shard that is written to ``file``."""
+        shape, dtype = list(shard.shape), dtype_text(shard.tensor)
+        return cls(shard.kind, shard.name, shard.key, shape, dtype, shard.start, shard.stop, file)
+
+    @property
+    def tensor_name(self) -> str:
+        """The tensor's name inside the file."""
+        return "/".join(part for part in (self.kind, self.key, self.name) if part)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+        strategy: that wrote it.
+        num_ranks: that wrote it.
+        num_steps: steps taken.
+        optimizer: name of the optimizer's class.
+        groups: parameter groups, with ``params`` as names.
+        parameters: shape and dtype of every parameter by name.
+        buffers: likewise of the buffers that a state dict has.
+        values: the optimizer's state that is not tensors, by parameter.
+        module_state: what ``get_extra_state()`` of submodules gave, by module.
+        objects: state dicts of what was saved beside the engine.
+        rng: random generators, by rank.
+        extra: the user's own.
+        rows: where the tensors are.
+    """
+
+    strategy: str
+    num_ranks: int
+    num_steps: int
+    optimizer: str
+    groups: list[dict[str, Any]]
+    parameters: dict[str, dict[str, Any]]
+    buffers: dict[str, dict[str, Any]]
+    values: dict[str, dict[str, Any]]
+    module_state: dict[str, Any]
+    objects: dict[str, dict[str, Any]]
+    rng: list[dict[str, Any]]
+    extra: Any
+    rows: list[Row]
+
+    @cached_property
+    def _index(self) -> dict[tuple[str, str], dict[str, list[Row]]]:
+        index: dict[tuple[str, str], dict[str, list[Row]]] = {}
+        for row in self.rows:
+            index.setdefault((row.kind, row.name), {}).setdefault(row.key, []).append(row)
+        return index
+
+    def tensors_of(self, kind: Kind, name: str) -> Mapping[str, list[Row]]:
+        """The rows of one parameter's (or buffer's) tensors, by key."""
+        return self._index.get((kind, name), {})
+
+    @property
+    def files(self) -> list[str]:
+        """Every file that holds tensors."""
+        return sorted({row.file for row in self.rows})
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is written; floats, tuples and tensors inside are encoded."""
+        rows = [asdict(row) for row in self.rows]
+        whole = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {"format": FORMAT, **{key: encode(value, key) for key, value in {**whole, "rows": rows}.items()}}
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of one version of a checkpoint.
+
+    Raises:
+        ValueError: it is missing, damaged, or of a newer format.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise ValueError(f"manifest: {path} is missing")
+    try:
+        written = json.loads(path.read_text())
+        format_number = int(written.pop("format"))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"manifest: {path} is damaged: {error}") from None
+    if format_number > FORMAT:
+        raise ValueError(f"manifest: {path} has format {format_number}; this version of shardlab reads up to {FORMAT}")
+    try:
+        rows = [Row(**row) for row in written.pop("rows")]
+        return Manifest(**{key: decode(value) for key, value in written.items()}, rows=rows)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"manifest: {path} is damaged: {error}") from None

@@ -1,0 +1,131 @@
+"""An optimizer's state in the plain torch format, full tensors, out of any engine and into any engine.
+
+Parameters are numbered through the groups, as torch does it. Every rank makes the same groups (see ``step_tensors``),
+so the numbers are the same everywhere, and the same as those of a plain optimizer with these groups.
+"""
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from shardlab.engines.checkpoints.codec import decode, encode
+from shardlab.engines.checkpoints.gather import gather_shards
+from shardlab.engines.checkpoints.shards import shape_of, state_shards, state_values
+from shardlab.engines.checkpoints.together import share_json
+
+if TYPE_CHECKING:
+    from shardlab.engines.base import Engine
+
+def named_groups(engine: "Engine") -> list[dict[str, Any]]:
+    """The optimizer's parameter groups with names in the place of tensors.
+
+    Raises:
+        ValueError: the optimizer steps a tensor that the engine does not know.
+    """
+    names = {id(tensor): name for name, tensor in engine.step_tensors().items()}
+    groups = []
+    for group in engine.optimizer.param_groups:
+        if any(id(tensor) not in names for tensor in group["params"]):
+            raise ValueError("optimizer: it steps a tensor that is not one of the engine's step_tensors()")
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        groups.append({"params": [names[id(tensor)] for tensor in group["params"]], **options})
+    return groups
+
+
+def gather_optimizer_state(engine: "Engine") -> dict[str, Any]:
+    """See ``Engine.full_optimizer_state_dict``."""
+    groups = named_groups(engine)
+    numbers = _numbers(groups)
+    sharded_over = engine.sharded_over
+    comms = () if sharded_over is None else (sharded_over,)
+    shared = share_json(comms, engine.mesh.device, encode(state_values(engine), "optimizer state"))
+    state: dict[int, dict[str, Any]] = {}
+    for values in decode(shared):
+        for name, found in values.items():
+            state.setdefault(numbers[name], {}).update(found)
+    for (name, key), full in gather_shards(list(state_shards(engine)), sharded_over, engine.mesh.device).items():
+        state.setdefault(numbers[name], {})[key] = full
+    ordered = {number: state[number] for number in sorted(state)}
+    return {"state": ordered, "param_groups": [_numbered(group, numbers) for group in groups]}
+
+
+def install_full_state(engine: "Engine", full: Mapping[str, Any]) -> None:
+    """See ``Engine.load_full_optimizer_state_dict``."""
+    groups, given = named_groups(engine), full["param_groups"]
+    sizes, given_sizes = ([len(group["params"]) for group in some] for some in (groups, given))
+    if sizes != given_sizes:
+        raise ValueError(
+            f"param_groups: the state has groups of {given_sizes} parameters, the engine's optimizer of {sizes}"
+        )
+    states = {
+        name: full["state"].get(number, {})
+        for group, other in zip(groups, given, strict=True)
+        for name, number in zip(group["params"], other["params"], strict=True)
+    }
+    for name, state in states.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                check_state_shape(engine, name, key, tuple(value.shape))
+
+    def piece_of(name: str, piece: Tensor, start: int, stop: int) -> dict[str, Any]:
+        shape = shape_of(engine, name)
+        return {key: _cut(value, shape, piece, start, stop) for key, value in states[name].items()}
+
+    named = [{**other, "params": group["params"]} for group, other in zip(groups, given, strict=True)]
+    install_state(engine, named, piece_of)
+
+
+def install_state(
+    engine: "Engine", groups: list[dict[str, Any]], state_of: Callable[[str, Tensor, int, int], dict[str, Any]]
+) -> None:
+    """Load into the optimizer what this rank holds.
+
+    Args:
+        engine: whose optimizer.
+        groups: options of the parameter groups, and names in the order of the engine's own.
+        state_of: called with name, piece, start and stop for each piece; empty for a parameter that has no state.
+    """
+    numbers = _numbers(named_groups(engine))
+    tensors = engine.step_tensors()
+    pieces = {name: state_of(name, tensors.by_name(name), *span) for name, span in engine.owned().items()}
+    state = {numbers[name]: found for name, found in pieces.items() if found and name in numbers}
+    engine.optimizer.load_state_dict(
+        {"state": state, "param_groups": [_numbered(group, numbers) for group in groups]}
+    )
+
+
+def check_state_shape(engine: "Engine", name: str, key: str, shape: tuple[int, ...]) -> None:
+    """Refuse state that cannot be cut as its parameter is; every rank decides alike.
+
+    Raises:
+        ValueError: the parameter is in pieces, and the state has neither its shape nor a single element.
+    """
+    is_cut = engine.sharded_over is not None and len(engine.owners()[name]) > 1
+    if is_cut and shape != shape_of(engine, name) and prod(shape) != 1:
+        raise ValueError(
+            f"optimizer state: {key!r} of parameter {name!r} has shape {shape}, the parameter {shape_of(engine, name)}, "
+            "and this engine cuts the parameter in pieces; use a partition of whole parameters"
+        )
+
+
+def _cut(value: Any, shape: tuple[int, ...], piece: Tensor, start: int, stop: int) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if tuple(value.shape) != shape:
+        return value.detach().clone()
+    # A copy, or a slice would keep the full tensor alive.
+    return value.detach().reshape(-1)[start:stop].clone().view(piece.shape)
+
+
+def _numbers(groups: list[dict[str, Any]]) -> dict[str, int]:
+    return {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
+
+
+def _numbered(group: dict[str, Any], numbers: Mapping[str, int]) -> dict[str, Any]:
+    options = {
+        key: value.detach().clone() if isinstance(value, Tensor) else value
+        for key, value in group.items() if key != "param_names"
+    }  # fmt: skip
+    return {**options, "params": [numbers[name] for name in group["params"]]}

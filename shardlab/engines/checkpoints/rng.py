@@ -1,0 +1,30 @@
+"""The random generators a training run draws from: torch on CPU and on this rank's GPU, Python's, numpy's."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """The state of every generator, in numbers, text and tensors."""
+    kind, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": [kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), place, has_gauss, cached],
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+    """Go on from there; a generator that the state does not have is left as it is."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    kind, keys, place, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), place, has_gauss, cached))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -1,0 +1,128 @@
+"""What one rank holds of a run: stretches of flattened tensors, under the names of the plain module.
+
+This is where all strategies become alike. A tensor of the optimizer state that has the shape of the piece it belongs to
+goes by elements, like the piece. Any other (a step counter, a factored second moment) goes as a whole, with the rank
+that holds the parameter's first element: every holder has the same counter, and state is factored only where one rank
+holds the whole parameter.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from shardlab.partition.chunks import chunk_bounds
+
+if TYPE_CHECKING:
+    from shardlab.engines.base import Engine
+
+
+class Kind(StrEnum):
+    """What a tensor in a checkpoint is."""
+
+    PARAMETER = "parameter"
+    STATE = "state"
+    BUFFER = "buffer"
+
+
+@dataclass(frozen=True)
+class TensorShard:
+    """Elements ``start`` to ``stop`` of a flattened tensor.
+
+    Attributes:
+        kind: what it is.
+        name: of the parameter or buffer.
+        key: in the optimizer's state of that parameter, for example 'exp_avg'; empty for other kinds.
+        shape: of the full tensor.
+        start: first element.
+        stop: one past the last.
+        tensor: those elements, [stop - start].
+    """
+
+    kind: Kind
+    name: str
+    key: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    tensor: Tensor
+
+    def part(self, index: int, number: int) -> "TensorShard | None":
+        """One of ``number`` nearly equal parts; None where it has no element."""
+        bounds = chunk_bounds(self.stop - self.start, number)
+        first, last = bounds[index], bounds[index + 1]
+        if first == last:
+            return None
+        return replace(self, start=self.start + first, stop=self.start + last, tensor=self.tensor[first:last])
+
+
+def parameter_shards(engine: "Engine") -> Iterator[TensorShard]:
+    """The pieces this rank steps: master weights, where there are such."""
+    for name, piece, start, stop in _pieces(engine):
+        yield TensorShard(Kind.PARAMETER, name, "", shape_of(engine, name), start, stop, _flat(piece))
+
+
+def state_shards(engine: "Engine") -> Iterator[TensorShard]:
+    """The tensors of the optimizer's state of those pieces; none for a parameter that was never stepped."""
+    for name, piece, start, stop in _pieces(engine):
+        for key, value in engine.optimizer.state.get(piece, {}).items():
+            if not isinstance(value, Tensor):
+                continue
+            if value.shape == piece.shape:
+                yield TensorShard(Kind.STATE, name, key, shape_of(engine, name), start, stop, _flat(value))
+            elif start == 0:
+                yield TensorShard(Kind.STATE, name, key, tuple(value.shape), 0, value.numel(), _flat(value).clone())
+
+
+def state_values(engine: "Engine") -> dict[str, dict[str, Any]]:
+    """What else the optimizer's state has for the parameters whose first element this rank holds."""
+    states = {name: engine.optimizer.state.get(piece, {}) for name, piece, start, _ in _pieces(engine) if start == 0}
+    values = {
+        name: {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+        for name, state in states.items()
+    }
+    return {name: found for name, found in values.items() if found}
+
+
+def buffer_shards(module: nn.Module) -> Iterator[TensorShard]:
+    """The buffers that a state dict has."""
+    for name, value in persistent_buffers(module).items():
+        yield TensorShard(Kind.BUFFER, name, "", tuple(value.shape), 0, value.numel(), _flat(value))
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers by name, without those that a state dict leaves out.
+
+    Reads a private set of ``nn.Module``: its public way, ``state_dict()``, touches the parameters too, and they may be
+    released.
+    """
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, owner in module.named_modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None and name not in owner._non_persistent_buffers_set
+    }
+
+
+def shape_of(engine: "Engine", name: str) -> tuple[int, ...]:
+    """The full shape of a parameter, also of one that is released."""
+    return tuple(engine.params[name].shape)
+
+
+def dtype_text(tensor: Tensor) -> str:
+    """For example 'float32'."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _pieces(engine: "Engine") -> Iterator[tuple[str, Tensor, int, int]]:
+    """Name, piece and elements of what this rank steps; a parameter without elements has nothing to keep."""
+    tensors = engine.step_tensors()
+    for name, (start, stop) in engine.owned().items():
+        if start < stop:
+            yield name, tensors.by_name(name), start, stop
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1)
