@@ -1,4 +1,4 @@
-"""Checkpoints that any strategy at any number of ranks can load: ``engine.save(directory)``, ``engine.load(directory)``.
+"""Checkpoints that any strategy at any number of ranks can load: ``engine.save(directory)``, ``engine.load(...)``.
 
 Sharded: each rank writes the pieces it steps and their optimizer state into a file of its own, by parameter name and
 element range; what several ranks hold alike they divide among themselves, so every element is written once. Replicated
@@ -9,15 +9,15 @@ rank: ZeRO-3 and FSDP 12P/N, ZeRO-1 and ZeRO-2 4P + 8P/N, else 12P. On the wire 
 The directory is shared by all ranks. Read next: checkpoints/shards, manifest, directory, together.
 """
 
-import json
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from shardlab.engines.checkpoints.check import check_files, check_mesh, check_model, check_objects, check_optimizer
 from shardlab.engines.checkpoints.codec import encode
 from shardlab.engines.checkpoints.directory import (
     begin,
@@ -29,18 +29,19 @@ from shardlab.engines.checkpoints.directory import (
 )
 from shardlab.engines.checkpoints.files import ShardFiles
 from shardlab.engines.checkpoints.manifest import MANIFEST, Manifest, Row, read_manifest
-from shardlab.engines.checkpoints.optimizer_state import check_state_shape, install_state, named_groups
+from shardlab.engines.checkpoints.optimizer_state import install_state, named_groups
 from shardlab.engines.checkpoints.rng import rng_state, set_rng_state
 from shardlab.engines.checkpoints.shards import (
     Kind,
     TensorShard,
     buffer_shards,
-    dtype_text,
+    described,
     parameter_shards,
     persistent_buffers,
     shape_of,
     state_shards,
     state_values,
+    with_extra_state,
 )
 from shardlab.engines.checkpoints.together import share_json, share_texts, together
 
@@ -53,6 +54,7 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...  # noqa: D102
+
 
 def save_checkpoint(engine: "Engine", directory: Path, extra: Any, objects: Mapping[str, Stateful]) -> None:
     """See ``Engine.save``."""
@@ -71,17 +73,17 @@ def load_checkpoint(engine: "Engine", directory: Path, objects: Mapping[str, Sta
     """See ``Engine.load``."""
     comms, device = engine.data_comms, engine.mesh.device
     # All is checked before the first tensor changes.
-    folder, manifest = together(comms, device, lambda: _checked(engine, directory, objects))
+    folder, manifest = together(comms, device, lambda: _found(engine, directory, objects))
     together(comms, device, lambda: _restore(engine, folder, manifest, objects))
     return manifest.extra
 
 
 def _head(engine: "Engine", extra: Any, objects: Mapping[str, Stateful]) -> dict[str, Any]:
     """The manifest without what each rank adds, encoded."""
-    _check_mesh(engine)
+    check_mesh(engine)
     tensors = engine.step_tensors()
-    parameters = {name: _described(shape_of(engine, name), tensors.by_name(name)) for name in engine.params}
-    buffers = {name: _described(value.shape, value) for name, value in persistent_buffers(engine.module).items()}
+    parameters = {name: described(shape_of(engine, name), tensors.by_name(name)) for name in engine.params}
+    buffers = {name: described(value.shape, value) for name, value in persistent_buffers(engine.module).items()}
     return Manifest(
         strategy=engine.name,
         num_ranks=engine.num_data_ranks,
@@ -91,7 +93,7 @@ def _head(engine: "Engine", extra: Any, objects: Mapping[str, Stateful]) -> dict
         parameters=parameters,
         buffers=buffers,
         values={},
-        module_state={name: module.get_extra_state() for name, module in _with_extra_state(engine.module).items()},
+        module_state={name: module.get_extra_state() for name, module in with_extra_state(engine.module).items()},
         objects={name: thing.state_dict() for name, thing in objects.items()},
         rng=[],
         extra=extra,
@@ -118,7 +120,11 @@ def _write_part(engine: "Engine", folder: Path, shards: list[TensorShard]) -> di
     if shards:
         tensors = {row.tensor_name: shard.tensor for row, shard in zip(rows, shards, strict=True)}
         write_tensors(folder / file, tensors)
-    part = {"rows": [row.to_json() for row in rows], "values": state_values(engine), "rng": rng_state(engine.mesh.device)}
+    part = {
+        "rows": [row.to_json() for row in rows],
+        "values": state_values(engine),
+        "rng": rng_state(engine.mesh.device),
+    }
     encoded: dict[str, Any] = encode(part, "rank")
     return encoded
 
@@ -135,46 +141,15 @@ def _finish(directory: Path, version: str, head: dict[str, Any], parts: list[dic
     publish(directory, version)
 
 
-def _checked(engine: "Engine", directory: Path, objects: Mapping[str, Stateful]) -> tuple[Path, Manifest]:
-    """The manifest, after everything in it has been held against the engine."""
-    _check_mesh(engine)
+def _found(engine: "Engine", directory: Path, objects: Mapping[str, Stateful]) -> tuple[Path, Manifest]:
+    check_mesh(engine)
     folder = latest(directory)
     manifest = read_manifest(folder)
-    for file in manifest.files:
-        if not (folder / file).is_file():
-            raise ValueError(f"file: {folder / file} is missing")
-    tensors = engine.step_tensors()
-    _check_names("parameters", manifest.parameters, engine.params)
-    for name, saved in manifest.parameters.items():
-        _check_same(f"parameters: {name!r}", saved, _described(shape_of(engine, name), tensors.by_name(name)))
-    buffers = persistent_buffers(engine.module)
-    _check_names("buffers", manifest.buffers, buffers)
-    for name, saved in manifest.buffers.items():
-        # Another dtype is fine: engines may keep buffers in fewer bits.
-        _check_same(f"buffers: {name!r}", saved, {**_described(buffers[name].shape, buffers[name]), "dtype": saved["dtype"]})
-    _check_names("module state", manifest.module_state, _with_extra_state(engine.module))
-    _check_optimizer(engine, manifest)
-    if missing := [name for name in objects if name not in manifest.objects]:
-        raise ValueError(f"objects: the checkpoint has {', '.join(manifest.objects) or 'none'}, not {', '.join(missing)}")
+    check_files(folder, manifest)
+    check_model(engine, manifest)
+    check_optimizer(engine, manifest)
+    check_objects(objects, manifest)
     return folder, manifest
-
-
-def _check_optimizer(engine: "Engine", manifest: Manifest) -> None:
-    kind = type(engine.optimizer).__name__
-    if manifest.optimizer != kind:
-        raise ValueError(f"optimizer: the checkpoint is of {manifest.optimizer}, the engine has {kind}")
-    groups = named_groups(engine)
-    if len(groups) != len(manifest.groups):
-        raise ValueError(f"param_groups: the checkpoint has {len(manifest.groups)}, the engine's optimizer {len(groups)}")
-    for number, (saved, own) in enumerate(zip(manifest.groups, groups, strict=True)):
-        if differing := set(saved["params"]) ^ set(own["params"]):
-            raise ValueError(
-                f"param_groups: group {number} of the checkpoint and of the engine's optimizer differ in "
-                f"{_listed(sorted(differing))}"
-            )
-    for name in engine.params:
-        for key, rows in manifest.tensors_of(Kind.STATE, name).items():
-            check_state_shape(engine, name, key, tuple(rows[0].shape))
 
 
 def _restore(engine: "Engine", folder: Path, manifest: Manifest, objects: Mapping[str, Stateful]) -> None:
@@ -188,7 +163,7 @@ def _restore(engine: "Engine", folder: Path, manifest: Manifest, objects: Mappin
                 rows = manifest.tensors_of(Kind.BUFFER, name).get("", [])
                 buffer.copy_(files.read(rows, 0, buffer.numel()).view(buffer.shape))
         _restore_optimizer(engine, files, manifest)
-    for name, module in _with_extra_state(engine.module).items():
+    for name, module in with_extra_state(engine.module).items():
         module.set_extra_state(manifest.module_state[name])
     for name, thing in objects.items():
         thing.load_state_dict(manifest.objects[name])
@@ -212,39 +187,3 @@ def _restore_optimizer(engine: "Engine", files: ShardFiles, manifest: Manifest) 
     # The order within a group is this model's; the options are the checkpoint's.
     groups = [{**saved, "params": group["params"]} for saved, group in zip(manifest.groups, own, strict=True)]
     install_state(engine, groups, state_of)
-
-
-def _check_mesh(engine: "Engine") -> None:
-    if prod(engine.mesh.axes.values()) != engine.num_data_ranks:
-        raise ValueError(
-            f"mesh: a checkpoint is written over the data axes alone, and {engine.mesh.axes} has others; each of their "
-            "ranks holds another part of the model"
-        )
-
-
-def _check_names(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    if missing := [name for name in own if name not in saved]:
-        raise ValueError(f"{what}: the checkpoint has no {_listed(missing)}, which the model has; is it another model's?")
-    if unknown := [name for name in saved if name not in own]:
-        raise ValueError(f"{what}: the checkpoint has {_listed(unknown)}, which the model has not; is it another model's?")
-
-
-def _check_same(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    for field in ("shape", "dtype"):
-        if saved[field] != own[field]:
-            raise ValueError(f"{what} has {field} {saved[field]} in the checkpoint and {own[field]} in the model")
-
-
-def _described(shape: tuple[int, ...], tensor: Tensor) -> dict[str, Any]:
-    return {"shape": list(shape), "dtype": dtype_text(tensor)}
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
-
-
-def _with_extra_state(module: nn.Module) -> dict[str, nn.Module]:
-    """Submodules that have state of their own in a state dict."""
-    plain = nn.Module.get_extra_state
-    return {name: part for name, part in module.named_modules() if type(part).get_extra_state is not plain}

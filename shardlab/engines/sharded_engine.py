@@ -3,11 +3,13 @@
 import contextlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from shardlab.engines.base import Engine, ShardRow, held
+from shardlab.engines.checkpoint import Stateful
 from shardlab.engines.sharded_unit import ShardedUnit
 from shardlab.engines.shards import check_partition
 from shardlab.engines.step_tensors import StepTensors
@@ -46,6 +48,10 @@ class ShardedEngine(Engine):
         """The elements (start, stop) of each flattened parameter that this rank holds; only what it does hold."""
         spans = {name: span for unit in self.units for name, span in unit.owned.items()}
         return {name: spans[name] for name in self.params if name in spans}
+
+    def resident_params(self) -> dict[str, tuple[Tensor, int, int]]:
+        """This rank's shards."""
+        return {name: (self._tensors.by_name(name), *span) for name, span in self.owned().items()}
 
     @property
     def padding_bytes(self) -> int:
@@ -102,6 +108,18 @@ class ShardedEngine(Engine):
         """Load a full state; each rank keeps its shards of it. Collective."""
         with self.full_params(keep_changes=True):
             super().load_full_state_dict(state)
+
+    def load(self, directory: str | Path, **objects: Stateful) -> Any:
+        """As the base. What is gathered is let go first, since it would be stale.
+
+        Raises:
+            ValueError: also inside ``full_params()``, on all ranks.
+        """
+        if self._held_by_user:
+            raise ValueError("load: leave 'with engine.full_params():' first, which holds the parameters as they were")
+        for unit in self.units:
+            unit.reshard()
+        return super().load(directory, **objects)
 
     def close(self) -> None:
         """Put the full parameters back into the module for good: it trains alone again. Collective the first time."""

@@ -37,7 +37,7 @@ class RankReport:
     """What a rank knows when its run is over.
 
     Attributes:
-        recorder_share: time spent recording over the time of the steps; memory-traced steps left out.
+        recorder_share: time spent recording over the time of the steps, see ``Recorder.cost_share``.
         padding_bytes: bytes of one copy of the parameters that are padding.
     """
 

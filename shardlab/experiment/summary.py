@@ -17,9 +17,10 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     """The rows of ``summary.json``.
 
     Times are medians over steps and ranks; the first step and memory-traced ones are left out where others remain.
-    Bytes are the maximum over ranks, at rest after the last step; ``peak_bytes`` is the highest moment of the traced
-    steps. ``wire_bytes_per_step`` is what the rank that sends most sends in the last step, without the loss for the
-    report. ``max_loss_difference`` is against 'single', null where that did not run.
+    Bytes are the maximum over ranks, at rest after the last step in which they were read; ``peak_bytes`` is the highest
+    moment of the traced steps. ``wire_bytes_per_step`` is what the rank that sends most sends in the last step, without
+    the loss for the report. ``recorder_share`` is the time recording took over the time of the steps, on the rank where
+    it is largest. ``max_loss_difference`` is against 'single', null where that did not run.
     """
     losses = {str(run): own.groupby("step")["loss"].first() for run, own in records.steps.groupby("run", sort=False)}
     rest = at_rest(records.memory).pivot_table(index="run", columns="role", values="bytes", aggfunc="max")

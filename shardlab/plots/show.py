@@ -27,7 +27,7 @@ def show(figure: go.Figure) -> None:
 def mime_bundle(figure: go.Figure) -> dict[str, Any]:
     """The output of a cell: plotly JSON, text summary, and a PNG where one is wanted and a browser is at hand."""
     content = plain_json(figure)
-    # Not "responsive": JupyterLab fits the width itself, and with both a figure shrinks to nothing when the window does.
+    # Not "responsive": JupyterLab fits the width itself; with both, a figure loses its height when the window changes.
     config = {"displaylogo": False}
     bundle: dict[str, Any] = {PLOTLY_MIME: content | {"config": config}, "text/plain": summary_of(figure)}
     image = png(figure) if os.environ.get("SHARDLAB_PNG") == "1" else None

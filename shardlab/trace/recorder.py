@@ -24,7 +24,7 @@ from shardlab.vocabulary import Phase, SpanKind
 BEFORE_TRAINING = -1
 # What is held at rest settles in the first steps (optimizer state appears in step 0). Reading it means touching every
 # tensor, the dearest part of recording, so later it is read at every eighth step: the same steps on every rank.
-ALWAYS_AT_REST = 4
+ALWAYS_AT_REST = 2
 EVERY_AT_REST = 8
 
 
@@ -63,7 +63,7 @@ class Recorder:
         self._begin: Mark = 0.0
         self._end: Mark | None = None
         self._cost_ns = 0
-        self._cost_share_ns = [0, 0]  # recording and steps, over the steps that count
+        self._cost_share_ns = [0, 0]  # of recording and of the steps themselves
 
     @contextlib.contextmanager
     def step(self, step: int, *, trace_memory: bool = False) -> Iterator[None]:
@@ -171,14 +171,17 @@ class Recorder:
             {COLLECTIVES.name: collectives, SPANS.name: spans, MEMORY.name: self._memory, STEPS.name: [step]},
         )
         self.spent(began_ns)
-        if self._ledger is None:
+        if self._ledger is None and self._step > 0:
             self._cost_share_ns[0] += self._cost_ns
             self._cost_share_ns[1] += int(step_us * 1e3)
         self._ledger = None
 
     @property
     def cost_share(self) -> float:
-        """Time spent recording over the time of the steps; memory-traced steps left out. NaN before the first."""
+        """Time spent recording over the time of the steps; NaN where none counts.
+
+        Left out as in all timings: step 0, which allocates and warms up, and memory-traced steps.
+        """
         cost, steps = self._cost_share_ns
         return cost / steps if steps else nan
 

@@ -316,8 +316,8 @@ def test_memory_of_the_recorder_stays_flat(tmp_path):
 def test_the_recorder_states_its_cost(tmp_path):
     write_manifest(tmp_path, {"run": "bucketed"})
     recorder = Recorder(RunWriter(tmp_path, 0, "x", "measured"), clock_for(CPU), perf_counter_ns(), device=CPU)
-    assert math.isnan(recorder.cost_share)
     for step in range(2):
+        assert math.isnan(recorder.cost_share)  # step 0 allocates and does not count
         with recorder.step(step):
             recorder.at_rest()
         recorder.finish_step(1.0, 1.0, 1.0, 1)
@@ -325,7 +325,7 @@ def test_the_recorder_states_its_cost(tmp_path):
     recorder._writer.close()
 
 
-@pytest.mark.parametrize("step", [0, 3, 4, 7, 8, 16, 17])
+@pytest.mark.parametrize("step", [0, 1, 2, 7, 8, 16, 17])
 def test_memory_at_rest_is_read_in_the_first_steps_and_then_at_every_eighth(tmp_path, step):
     write_manifest(tmp_path, {"run": "x"})
     writer = RunWriter(tmp_path, 0, "x", "measured")
@@ -334,4 +334,4 @@ def test_memory_at_rest_is_read_in_the_first_steps_and_then_at_every_eighth(tmp_
         recorder.at_rest()
     recorder.finish_step(1.0, 1.0, 1.0, 1)
     writer.close()
-    assert (len(load_run(tmp_path).memory) == 8) == (step < 4 or step % 8 == 0)
+    assert (len(load_run(tmp_path).memory) == 8) == (step < 2 or step % 8 == 0)

@@ -6,8 +6,8 @@
       version-000003.partial/      being written, or left by a run that was killed
 
 A rename is atomic, a folder full of files is not. So a version is written under another name, brought to the disk,
-renamed, and only then does ``latest``, one small file that is replaced in one go, name it. Killed anywhere, a run leaves
-a ``latest`` that names a complete version; the next save clears away what it left.
+renamed, and only then does ``latest``, one small file that is replaced in one go, name it. Wherever a run is killed,
+``latest`` names a complete version; the next save clears away what was left.
 """
 
 import json
@@ -86,8 +86,9 @@ def latest(directory: Path) -> Path:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON file and bring it to the disk."""
-    _write_text(path, json.dumps(value, indent=1, allow_nan=False))
+    """Write a JSON file, one line for an entry of a list, and bring it to the disk."""
+    lines = [f"{json.dumps(key)}: {_on_lines(entry)}" for key, entry in value.items()]
+    _write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -108,3 +109,9 @@ def sync(path: Path) -> None:
 def _write_text(path: Path, text: str) -> None:
     path.write_text(text)
     sync(path)
+
+
+def _on_lines(value: Any) -> str:
+    if not isinstance(value, list):
+        return json.dumps(value, allow_nan=False)
+    return "[\n " + ",\n ".join(json.dumps(entry, allow_nan=False) for entry in value) + "\n]"

@@ -44,15 +44,16 @@ class ShardFiles:
 
     def slice(self, row: Row, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop`` of what one file holds of a tensor; nothing else is read from the disk."""
+        path = self._folder / row.file
         try:
             if row.file not in self._open:
-                opened = safe_open(self._folder / row.file, framework="pt")
+                opened = safe_open(path, framework="pt")
                 self._open[row.file] = self._stack.enter_context(opened)
             part: Tensor = self._open[row.file].get_slice(row.tensor_name)[start:stop]
         except Exception as error:  # safetensors has an error of its own, which is not a ValueError
-            raise ValueError(f"file: {row.tensor_name!r} cannot be read from {self._folder / row.file}: {error}") from error
+            raise ValueError(f"file: {row.tensor_name!r} cannot be read from {path}: {error}") from error
         if part.numel() != stop - start:
-            raise ValueError(f"file: {self._folder / row.file} has fewer elements of {row.tensor_name!r} than it should")
+            raise ValueError(f"file: {path} has fewer elements of {row.tensor_name!r} than it should")
         return part
 
     def __enter__(self) -> Self:

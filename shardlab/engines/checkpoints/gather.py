@@ -38,9 +38,7 @@ class Stretch(NamedTuple):
         return prod(self.shape) * itemsize
 
 
-def gather_shards(
-    mine: Sequence[TensorShard], comm: Communicator | None, device: torch.device
-) -> dict[Key, Tensor]:
+def gather_shards(mine: Sequence[TensorShard], comm: Communicator | None, device: torch.device) -> dict[Key, Tensor]:
     """Full tensors by name and key, the same on every rank, copies.
 
     Args:
@@ -104,7 +102,8 @@ def _gather_message(
     for stretch in (stretch for held in stretches for stretch in held):
         key = (stretch.name, stretch.key)
         if key not in full:
-            full[key] = torch.empty(stretch.shape, dtype=dtype, device=device if stretch.device == device.type else "cpu")
+            place_on = device if stretch.device == device.type else "cpu"
+            full[key] = torch.empty(stretch.shape, dtype=dtype, device=place_on)
         numel = stretch.stop - stretch.start
         full[key].view(-1)[stretch.start : stretch.stop] = buffer[place : place + numel]
         place += numel

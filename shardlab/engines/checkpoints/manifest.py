@@ -37,6 +37,10 @@ class Row:
         shape, dtype = list(shard.shape), dtype_text(shard.tensor)
         return cls(shard.kind, shard.name, shard.key, shape, dtype, shard.start, shard.stop, file)
 
+    def to_json(self) -> dict[str, Any]:
+        """As it is written."""
+        return asdict(self)
+
     @property
     def tensor_name(self) -> str:
         """The tensor's name inside the file."""
@@ -95,9 +99,9 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """As it is written; floats, tuples and tensors inside are encoded."""
-        rows = [asdict(row) for row in self.rows]
         whole = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {"format": FORMAT, **{key: encode(value, key) for key, value in {**whole, "rows": rows}.items()}}
+        whole["rows"] = [row.to_json() for row in self.rows]
+        return {"format": FORMAT, **{key: encode(value, key) for key, value in whole.items()}}
 
 
 def read_manifest(folder: Path) -> Manifest:

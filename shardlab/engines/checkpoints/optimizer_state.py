@@ -18,6 +18,7 @@ from shardlab.engines.checkpoints.together import share_json
 if TYPE_CHECKING:
     from shardlab.engines.base import Engine
 
+
 def named_groups(engine: "Engine") -> list[dict[str, Any]]:
     """The optimizer's parameter groups with names in the place of tensors.
 
@@ -91,9 +92,7 @@ def install_state(
     tensors = engine.step_tensors()
     pieces = {name: state_of(name, tensors.by_name(name), *span) for name, span in engine.owned().items()}
     state = {numbers[name]: found for name, found in pieces.items() if found and name in numbers}
-    engine.optimizer.load_state_dict(
-        {"state": state, "param_groups": [_numbered(group, numbers) for group in groups]}
-    )
+    engine.optimizer.load_state_dict({"state": state, "param_groups": [_numbered(group, numbers) for group in groups]})
 
 
 def check_state_shape(engine: "Engine", name: str, key: str, shape: tuple[int, ...]) -> None:
@@ -102,11 +101,12 @@ def check_state_shape(engine: "Engine", name: str, key: str, shape: tuple[int, .
     Raises:
         ValueError: the parameter is in pieces, and the state has neither its shape nor a single element.
     """
+    full = shape_of(engine, name)
     is_cut = engine.sharded_over is not None and len(engine.owners()[name]) > 1
-    if is_cut and shape != shape_of(engine, name) and prod(shape) != 1:
+    if is_cut and shape != full and prod(shape) != 1:
         raise ValueError(
-            f"optimizer state: {key!r} of parameter {name!r} has shape {shape}, the parameter {shape_of(engine, name)}, "
-            "and this engine cuts the parameter in pieces; use a partition of whole parameters"
+            f"optimizer state: {key!r} of parameter {name!r} has shape {shape} and the parameter {full}, and this "
+            "engine cuts the parameter in pieces; use a partition of whole parameters"
         )
 
 

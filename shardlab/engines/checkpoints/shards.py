@@ -111,6 +111,17 @@ def shape_of(engine: "Engine", name: str) -> tuple[int, ...]:
     return tuple(engine.params[name].shape)
 
 
+def described(shape: tuple[int, ...], tensor: Tensor) -> dict[str, Any]:
+    """What the manifest says of a parameter or buffer of this shape, of which ``tensor`` is a part."""
+    return {"shape": list(shape), "dtype": dtype_text(tensor)}
+
+
+def with_extra_state(module: nn.Module) -> dict[str, nn.Module]:
+    """Submodules that have state of their own in a state dict."""
+    plain = nn.Module.get_extra_state
+    return {name: part for name, part in module.named_modules() if type(part).get_extra_state is not plain}
+
+
 def dtype_text(tensor: Tensor) -> str:
     """For example 'float32'."""
     return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,191 @@
+"""Models of the nasty kinds, and the reference: the same training in one process on the concatenated batch.
+
+Legend: B rows of the global batch, R ranks. Everything is float64, so a lost tail or bias cannot hide in tolerance.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from shardlab.models import GPT, GPTConfig
+
+ROWS_PER_RANK = 2
+
+
+class Uneven(nn.Module):
+    """Sizes no number of ranks divides, and a 0-d parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 13)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.last = nn.Linear(13, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)) * self.scale)
+
+
+class Tied(nn.Module):
+    """One weight under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(7, 7)
+        self.decoder = nn.Linear(7, 7)
+        self.decoder.weight = self.encoder.weight
+        self.head = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.decoder(torch.tanh(self.encoder(x))))
+
+
+class Frozen(nn.Module):
+    """A layer that does not train, with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 9)
+        self.first.weight.requires_grad_(False)
+        self.last = nn.Linear(9, 5)
+        self.register_buffer("shift", torch.arange(9.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x) + self.shift))
+
+
+class Unused(nn.Module):
+    """``spare`` is used by no rank; ``sometimes`` only by rows whose first feature says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 9)
+        self.spare = nn.Linear(9, 9)
+        self.sometimes = nn.Linear(9, 5)
+        self.last = nn.Linear(9, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        out = self.last(hidden)
+        chosen = x[:, 0] > 0
+        if bool(chosen.any()):
+            out = out + torch.where(chosen[:, None], self.sometimes(hidden), torch.zeros_like(out))
+        return out
+
+
+class NonContiguous(nn.Module):
+    """A parameter whose memory is transposed, and a gradient that is an expanded view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 7).t())
+        self.bias = nn.Parameter(torch.zeros(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+class MLP(nn.Sequential):
+    """Three layers."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(7, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 5))
+
+
+class SmallGPT(GPT):
+    """The package's own model, tiny."""
+
+    def __init__(self) -> None:
+        super().__init__(GPTConfig(vocab_size=11, seq_len=6, num_layers=2, num_heads=2, hidden=8))
+
+
+class FewElements(nn.Module):
+    """Fewer elements than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.tensor(0.5))
+        self.b = nn.Parameter(torch.tensor([2.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.a + self.b)[:, :5]
+
+
+MODELS: dict[str, type[nn.Module]] = {
+    kind.__name__: kind for kind in (MLP, SmallGPT, Uneven, Tied, Frozen, Unused, NonContiguous, FewElements)
+}
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": lambda tensors: torch.optim.AdamW(tensors, lr=1e-2, weight_decay=0.1),
+    # Adam forgives a gradient that is off by a factor; these two do not.
+    "sgd": lambda tensors: torch.optim.SGD(tensors, lr=1e-2, momentum=0.9),
+    "adam_large_eps": lambda tensors: torch.optim.Adam(tensors, lr=1e-2, eps=0.1),
+}
+
+
+def build(kind: str, seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return MODELS[kind]().double()
+
+
+def rows(kind: str, step: int, micro_batch: int, num_ranks: int) -> tuple[Tensor, Tensor]:
+    """The global batch, [R * ROWS_PER_RANK, ...]; the first feature's sign differs by row, so also by rank."""
+    generator = torch.Generator().manual_seed(1000 * step + micro_batch)
+    num_rows = num_ranks * ROWS_PER_RANK
+    if kind == "SmallGPT":
+        tokens = torch.randint(0, 11, (num_rows, 7), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+    x = torch.randn(num_rows, 7, generator=generator, dtype=torch.float64)
+    # Only the last rank's rows choose 'sometimes', and only in odd steps: used by some ranks, by none, in turns.
+    x[:, 0] = -x[:, 0].abs()
+    if step % 2:
+        x[-1, 0] = 1.0
+    return x, torch.randn(num_rows, 5, generator=generator, dtype=torch.float64)
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    if target.dtype == torch.int64:
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+    return nn.functional.mse_loss(output, target)
+
+
+@dataclass
+class Result:
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+
+def reference(
+    kind: str,
+    optimizer: str,
+    num_ranks: int,
+    steps: int = 5,
+    micro_batches: int = 1,
+    clip: float | None = None,
+    norm_type: float = 2.0,
+) -> Result:
+    """Plain torch on the concatenated batch."""
+    model = build(kind)
+    optim = OPTIMIZERS[optimizer](list(model.parameters()))
+    result = Result()
+    for step in range(steps):
+        total = 0.0
+        for micro_batch in range(micro_batches):
+            x, y = rows(kind, step, micro_batch, num_ranks)
+            loss = loss_of(model(x), y) / micro_batches
+            loss.backward()
+            total += float(loss.detach())
+        result.losses.append(total)
+        if clip is not None:
+            result.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip, norm_type)))
+        optim.step()
+        optim.zero_grad()
+    result.state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return result
+
+
+def own_rows(x: Tensor, rank: int) -> Tensor:
+    return x[rank * ROWS_PER_RANK : (rank + 1) * ROWS_PER_RANK]

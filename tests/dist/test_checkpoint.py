@@ -1,0 +1,672 @@
+"""Checkpoints: any strategy and number of ranks to any other, full optimizer states, atomicity, bytes, errors.
+
+Every rank count trains the same global batch of 12 rows, so a run that changes the number of ranks half way must end
+where one process ends.
+"""
+
+import json
+import os
+import random
+import re
+import signal
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from shardlab.comm import Mesh
+from shardlab.engines import build_engine
+from shardlab.engines import checkpoint as checkpoint_module
+from shardlab.engines.checkpoints import directory as directory_module
+from shardlab.engines.checkpoints import gather as gather_module
+from shardlab.engines.checkpoints.codec import decode, encode
+from shardlab.engines.checkpoints.files import ShardFiles
+from shardlab.engines.checkpoints.manifest import read_manifest
+from shardlab.engines.grad_scaler import GradScaler
+from shardlab.launch.errors import RankDied
+from tests.comm.test_communicator import Log
+from tests.dist import cases
+from tests.dist.test_engines import Batched
+from tests.dist.test_parity import ENGINES
+
+ROWS = 12
+ADAMW = cases.OPTIMIZERS["adamw"]
+SETUPS = {**ENGINES, "single": ("single", {}), "fsdp-hybrid": ("fsdp", {"sharding": "hybrid_shard"})}
+
+
+def adafactor(tensors):
+    return torch.optim.Adafactor(tensors, lr=1e-2)
+
+
+def adagrad(tensors):
+    return torch.optim.Adagrad(tensors, lr=1e-2)
+
+
+def by_kind(names_and_tensors, **options):
+    """Biases in a group of their own."""
+    bias = [tensor for name, tensor in names_and_tensors if name.endswith("bias")]
+    rest = [tensor for name, tensor in names_and_tensors if not name.endswith("bias")]
+    return torch.optim.AdamW([{"params": rest, "weight_decay": 0.3, "lr": 2e-2}, {"params": bias}], lr=1e-2)
+
+
+def grouped(tensors):
+    return by_kind(list(tensors.items()))
+
+
+def axes_of(setup, num_ranks):
+    return {"replica": 2, "shard": num_ranks // 2} if setup == "fsdp-hybrid" else {"data": num_ranks}
+
+
+def build(setup, kind, mesh, optimizer_fn=ADAMW, seed=0):
+    strategy, options = SETUPS[setup]
+    if strategy == "fsdp" and kind == "Unused":
+        options = {**options, "wrap": "root"}  # a unit that only some ranks run cannot be gathered by all
+    return build_engine(strategy, cases.build(kind, seed), optimizer_fn, mesh, **options)
+
+
+def batch(kind, step, rank=0, num_ranks=1):
+    each = ROWS // num_ranks
+    return tuple(part[rank * each : (rank + 1) * each] for part in cases.rows(kind, step, 0, ROWS // 2))
+
+
+def train(engine, kind, steps, scheduler=None):
+    for step in steps:
+        x, y = batch(kind, step, engine.data_rank, engine.num_data_ranks)
+        engine.backward(cases.loss_of(engine(x), y))
+        engine.step()
+        engine.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def train_plain(model, optimizer, kind, steps):
+    for step in steps:
+        x, y = batch(kind, step)
+        cases.loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def plain(kind, make=None, steps=range(6), seed=0):
+    """One process without any of our code: model and optimizer after these steps."""
+    model = cases.build(kind, seed)
+    optimizer = ADAMW(list(model.parameters())) if make is None else make(model)
+    train_plain(model, optimizer, kind, steps)
+    return model, optimizer
+
+
+def assert_close(found, expected, where):
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=0, msg=lambda m: f"{where}: {m}")
+
+
+def assert_same_state(found, expected):
+    """Two optimizer state dicts of the plain format."""
+    assert found["state"].keys() == expected["state"].keys()
+    for number, state in expected["state"].items():
+        assert found["state"][number].keys() == state.keys()
+        for key, value in state.items():
+            assert found["state"][number][key].shape == value.shape
+            assert found["state"][number][key].dtype == value.dtype
+            assert_close(found["state"][number][key], value, f"{key} of parameter {number}")
+    assert [dict(group) for group in found["param_groups"]] == [dict(group) for group in expected["param_groups"]]
+
+
+def assert_same_model(state, model):
+    expected = model.state_dict()
+    assert state.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_close(state[name], value, name)
+
+
+def first_half(rank, setup, kind, axes, directory, optimizer_fn=ADAMW):
+    with Mesh(axes) as mesh, build(setup, kind, mesh, optimizer_fn) as engine:
+        train(engine, kind, range(3))
+        engine.save(directory, extra={"epoch": 3})
+
+
+def second_half(rank, setup, kind, axes, directory, optimizer_fn=ADAMW):
+    with Mesh(axes) as mesh, build(setup, kind, mesh, optimizer_fn, seed=100 + rank) as engine:
+        extra = engine.load(directory)
+        assert extra == {"epoch": 3}
+        assert engine.num_steps == 3
+        train(engine, kind, range(3, 6))
+        return engine.full_state_dict(), engine.full_optimizer_state_dict()
+
+
+def run_on(pools, num_ranks, fn, setup, *args):
+    if num_ranks == 1:
+        return [fn(0, setup, args[0], {"data": 1}, *args[1:])]
+    return pools(num_ranks).run(fn, setup, args[0], axes_of(setup, num_ranks), *args[1:])
+
+
+JOURNEYS = [
+    ("MLP", "single", 1, "zero1-small", 3),
+    ("MLP", "ddp", 2, "zero2", 4),
+    ("MLP", "fsdp-shard_grad_op", 3, "fsdp-shard_grad_op", 2),
+    ("Uneven", "bucketed", 3, "fsdp-dim0", 2),
+    ("Uneven", "zero1", 4, "zero3", 3),
+    ("Uneven", "zero2", 2, "fsdp-hybrid", 4),
+    ("Uneven", "fsdp-dim0", 4, "zero1-round_robin", 3),
+    ("Tied", "zero2", 3, "fsdp", 4),
+    ("Tied", "zero3", 2, "ddp", 3),
+    ("Frozen", "fsdp", 2, "zero1-balanced", 3),
+    ("Frozen", "zero1-round_robin", 3, "zero2", 2),
+    ("Unused", "fsdp", 3, "zero1-contiguous", 2),
+    ("Unused", "zero3-balanced", 4, "single", 1),
+    ("Unused", "ddp", 3, "zero3-small", 4),
+    ("SmallGPT", "fsdp", 2, "fsdp-dim0", 4),
+    ("SmallGPT", "fsdp-dim0", 3, "fsdp", 2),
+    ("SmallGPT", "fsdp-hybrid", 4, "zero2-balanced", 3),
+    ("NonContiguous", "single", 1, "fsdp-no_shard", 3),
+    ("NonContiguous", "fsdp-no_shard", 2, "bucketed", 4),
+    ("FewElements", "zero1", 4, "zero3", 2),
+    ("FewElements", "fsdp-dim0", 3, "fsdp", 4),
+]
+
+
+@pytest.mark.parametrize(("kind", "source", "before", "target", "after"), JOURNEYS)
+def test_it_goes_on_in_another_strategy_at_another_number_of_ranks(
+    pools, tmp_path, kind, source, before, target, after
+):
+    run_on(pools, before, first_half, source, kind, tmp_path / "c")
+    model, optimizer = plain(kind)
+    for state, optimizer_state in run_on(pools, after, second_half, target, kind, tmp_path / "c"):
+        assert_same_model(state, model)
+        assert_same_state(optimizer_state, optimizer.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("optimizer_fn", "source", "target"),
+    [
+        (adafactor, "zero1-balanced", "zero3-balanced"),
+        (adafactor, "ddp", "zero2-balanced"),
+        (adagrad, "zero1", "fsdp"),
+        (cases.OPTIMIZERS["sgd"], "fsdp-dim0", "zero1"),
+    ],
+)
+def test_factored_scalar_and_early_state(pools, tmp_path, optimizer_fn, source, target):
+    run_on(pools, 3, first_half, source, "MLP", tmp_path / "c", optimizer_fn)
+    model, optimizer = plain("MLP", lambda model: optimizer_fn(list(model.parameters())))
+    for state, optimizer_state in run_on(pools, 2, second_half, target, "MLP", tmp_path / "c", optimizer_fn):
+        assert_same_model(state, model)
+        assert_same_state(optimizer_state, optimizer.state_dict())
+
+
+def full_states(rank, setup, kind, axes, optimizer_fn=ADAMW, message_bytes=None):
+    if message_bytes is not None:
+        gather_module.MESSAGE_BYTES = message_bytes
+    with Mesh(axes) as mesh, build(setup, kind, mesh, optimizer_fn) as engine:
+        train(engine, kind, range(3))
+        taken = engine.full_state_dict(), engine.full_optimizer_state_dict()
+        train(engine, kind, range(3, 4))  # what was taken is a copy
+    gather_module.MESSAGE_BYTES = 64 * 1024**2
+    return taken
+
+
+def from_full_states(rank, setup, kind, axes, state, optimizer_state, optimizer_fn=ADAMW):
+    with Mesh(axes) as mesh, build(setup, kind, mesh, optimizer_fn, seed=100) as engine:
+        engine.load_full_state_dict(state)
+        engine.load_full_optimizer_state_dict(optimizer_state)
+        train(engine, kind, range(3, 6))
+        return engine.full_state_dict(), engine.full_optimizer_state_dict()
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_full_states_go_to_plain_torch_and_back(pools, setup):
+    kind = "Unused" if "balanced" in setup else "Uneven"
+    num_ranks = {"single": 1, "fsdp-hybrid": 4}.get(setup, 3)
+    model, optimizer = plain(kind, steps=range(3))
+    expected_model, expected_optimizer = plain(kind)
+    for state, optimizer_state in run_on(pools, num_ranks, full_states, setup, kind):
+        assert_same_state(optimizer_state, optimizer.state_dict())
+        other, other_optimizer = plain(kind, steps=(), seed=7)
+        other.load_state_dict(state, strict=True)
+        other_optimizer.load_state_dict(optimizer_state)
+        train_plain(other, other_optimizer, kind, range(3, 6))
+        assert_same_model(other.state_dict(), expected_model)
+    states = model.state_dict(), optimizer.state_dict()
+    for state, optimizer_state in run_on(pools, num_ranks, from_full_states, setup, kind, *states):
+        assert_same_model(state, expected_model)
+        assert_same_state(optimizer_state, expected_optimizer.state_dict())
+
+
+def plain_grouped(model):
+    return by_kind(list(model.named_parameters()))
+
+
+def test_parameter_groups_keep_their_numbers_and_options(pools, tmp_path):
+    model, optimizer = plain("Uneven", plain_grouped)
+    run_on(pools, 3, first_half, "zero3", "Uneven", tmp_path / "c", grouped)
+    for state, optimizer_state in run_on(pools, 2, second_half, "fsdp-dim0", "Uneven", tmp_path / "c", grouped):
+        assert_same_model(state, model)
+        assert_same_state(optimizer_state, optimizer.state_dict())
+        plain("Uneven", plain_grouped, steps=())[1].load_state_dict(optimizer_state)
+
+
+def backwards(tensors):
+    return ADAMW(list(tensors)[::-1])
+
+
+def test_the_order_within_a_group_is_the_loading_model_s(pools, tmp_path):
+    run_on(pools, 2, first_half, "zero2", "Uneven", tmp_path / "c", backwards)
+    model, optimizer = plain("Uneven")
+    for state, optimizer_state in run_on(pools, 3, second_half, "zero3", "Uneven", tmp_path / "c", ADAMW):
+        assert_same_model(state, model)
+        assert_same_state(optimizer_state, optimizer.state_dict())
+
+
+def test_small_messages_gather_the_same(pools):
+    _, optimizer = plain("SmallGPT", steps=range(3))
+    for _, optimizer_state in pools(3).run(full_states, "zero1", "SmallGPT", {"data": 3}, ADAMW, 700):
+        assert_same_state(optimizer_state, optimizer.state_dict())
+
+
+def messages_of_a_gather(rank):
+    log = Log()
+    with Mesh({"data": 2}) as mesh, build("zero1", "SmallGPT", mesh) as engine:
+        train(engine, "SmallGPT", range(1))
+        with mesh.observed_by(log):
+            engine.full_optimizer_state_dict()
+    return [event.op for event in log.events]
+
+
+def test_a_full_state_takes_few_messages(pools):
+    for ops in pools(2).run(messages_of_a_gather):
+        assert ops.count("all_gather") == 2, "one for each dtype: float64 moments, float32 counters"
+        assert len(ops) <= 6
+
+
+def with_scheduler(rank, setup, num_ranks, directory, milestones, load):
+    with Mesh({"data": num_ranks}) as mesh, build(setup, "MLP", mesh, seed=rank) as engine:
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(engine.optimizer, milestones, gamma=0.1)
+        scaler = GradScaler(8.0)
+        if load:
+            engine.load(directory, scheduler=scheduler, scaler=scaler)
+            train(engine, "MLP", range(3, 6), scheduler)
+            return engine.full_state_dict(), engine.learning_rate, scheduler.last_epoch, scaler.current_scale
+        scaler.current_scale = 32.0
+        train(engine, "MLP", range(3), scheduler)
+        return engine.save(directory, scheduler=scheduler, scaler=scaler)
+
+
+def test_scheduler_and_scaler_go_on(pools, tmp_path):
+    model = cases.build("MLP")
+    optimizer = ADAMW(list(model.parameters()))
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5], gamma=0.1)
+    for step in range(6):
+        train_plain(model, optimizer, "MLP", [step])
+        scheduler.step()
+    pools(3).run(with_scheduler, "zero1", 3, tmp_path, [2, 5], False)
+    # The milestones are the checkpoint's, not those of the new scheduler.
+    for state, rate, last_epoch, scale in pools(2).run(with_scheduler, "fsdp", 2, tmp_path, [1], True):
+        assert_same_model(state, model)
+        assert (rate, last_epoch, scale) == (optimizer.param_groups[0]["lr"], 6, 32.0)
+
+
+class Dropping(cases.MLP):
+    def __init__(self):
+        super().__init__()
+        self.insert(2, nn.Dropout(0.5))
+
+
+def draws():
+    return torch.rand(3).tolist(), random.random(), float(np.random.rand()), float(np.random.randn())
+
+
+def dropout_goes_on(rank, directory, num_ranks):
+    cases.MODELS["Dropping"] = Dropping
+    with Mesh({"data": num_ranks}) as mesh:
+        with build("zero2", "Dropping", mesh) as engine:
+            torch.manual_seed(rank)
+            random.seed(rank)
+            np.random.seed(rank)
+            np.random.randn()  # the second of a pair is kept, and belongs to the state
+            train(engine, "Dropping", range(3))
+            engine.save(directory)
+            train(engine, "Dropping", range(3, 6))
+            expected, drawn = engine.full_state_dict(), draws()
+        torch.manual_seed(99)
+        with build("zero3", "Dropping", mesh, seed=5) as engine:
+            engine.load(directory)
+            train(engine, "Dropping", range(3, 6))
+            return expected, engine.full_state_dict(), drawn, draws()
+
+
+def test_random_generators_go_on_rank_by_rank(pools, tmp_path):
+    results = pools(2).run(dropout_goes_on, tmp_path, 2)
+    for expected, found, drawn, drawn_again in results:
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert drawn == drawn_again
+    assert results[0][2] != results[1][2]
+
+
+class WithExtraState(Batched):
+    """Buffers of two dtypes, one that no state dict has, and state of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+def buffers_and_extra_state(rank, directory):
+    cases.MODELS["WithExtraState"] = WithExtraState
+    with Mesh({"data": 2}) as mesh:
+        with build("fsdp", "WithExtraState", mesh) as engine:
+            train(engine, "MLP", range(3))
+            engine.module.seen = 7
+            engine.module.scratch.fill_(5)
+            engine.save(directory)
+            expected = engine.full_state_dict()
+        with build("ddp", "WithExtraState", mesh, seed=3) as engine:
+            engine.load(directory)
+            return expected, engine.full_state_dict(), engine.module.seen, engine.module.scratch.tolist()
+
+
+def test_buffers_and_extra_state(pools, tmp_path):
+    (expected, *_), *_ = results = pools(2).run(buffers_and_extra_state, tmp_path)
+    assert expected["norm.num_batches_tracked"] == 3
+    for _, found, seen, scratch in results:
+        assert (seen, scratch) == (7, [0, 0])
+        for name in ("norm.running_mean", "norm.num_batches_tracked", "last.weight"):
+            assert torch.equal(found[name], expected[name]), "buffers are those of the first rank"
+
+
+def stale(rank, directory, setup):
+    """Parameters that forward gathered and nobody let go are not what was loaded."""
+    with Mesh({"data": 2}) as mesh, build(setup, "MLP", mesh) as engine:
+        engine.save(directory)
+        saved = engine.full_state_dict()
+        train(engine, "MLP", range(2))
+        with torch.no_grad():
+            engine(batch("MLP", 0)[0])
+        engine.load(directory)
+        with torch.no_grad():
+            output = engine(batch("MLP", 0)[0])
+        with engine.full_params(), pytest.raises(ValueError, match="load: leave"):
+            engine.load(directory)
+        return saved, output
+
+
+def test_what_is_gathered_is_not_stale_after_loading(pools, tmp_path):
+    for setup in ("fsdp-shard_grad_op", "fsdp-no_shard", "fsdp"):
+        for saved, output in pools(2).run(stale, tmp_path / setup, setup):
+            model = cases.build("MLP")
+            model.load_state_dict(saved)
+            assert_close(output, model(batch("MLP", 0)[0]).detach(), setup)
+
+
+def bytes_read(rank, setup, kind, axes, directory):
+    read = Counter()
+    original = ShardFiles.slice
+
+    def counted(self, row, start, stop):
+        part = original(self, row, start, stop)
+        assert part.numel() == stop - start
+        read["step" if row.key == "step" else row.kind] += part.nbytes
+        return part
+
+    with Mesh(axes) as mesh, build(setup, kind, mesh) as engine:
+        train(engine, kind, range(1))
+        engine.save(directory)
+        ShardFiles.slice = counted
+        engine.load(directory)
+        ShardFiles.slice = original
+        return read, sum(stop - start for start, stop in engine.owned().values()), len(engine.owned())
+
+
+@pytest.mark.parametrize("setup", ["zero3", "fsdp-dim0", "fsdp-hybrid", "zero1", "zero2-balanced", "ddp"])
+def test_a_rank_reads_what_it_holds_and_every_element_is_written_once(pools, tmp_path, setup):
+    numel = sum(param.numel() for param in cases.build("MLP").parameters())
+    for read, owned, num_owned in run_on(pools, 4, bytes_read, setup, "MLP", tmp_path):
+        assert read["parameter"] == 8 * (numel if setup in ("zero1", "zero2-balanced", "ddp") else owned)
+        assert read["state"] == 2 * 8 * owned
+        assert read["step"] == 4 * num_owned
+    manifest = read_manifest(directory_module.latest(tmp_path))
+    written = Counter()
+    elements = set()
+    for row in manifest.rows:
+        span = {(row.kind, row.key, row.name, place) for place in range(row.start, row.stop)}
+        assert not span & elements, "an element is written twice"
+        elements |= span
+        written[row.key or row.kind] += len(span)
+    assert written == {"parameter": numel, "exp_avg": numel, "exp_avg_sq": numel, "step": 6}
+    sizes = [file.stat().st_size for file in sorted(directory_module.latest(tmp_path).glob("*.safetensors"))]
+    assert len(sizes) == 4, "all ranks write"
+    if "balanced" not in setup:
+        assert max(sizes) < sum(sizes) / 4 + 3000, "headers aside, each writes its share"
+
+
+# What is replaced, on which rank, at which of its calls; and which checkpoint counts afterwards: 2 steps, or 4.
+KILLS = {
+    "before rank 1 writes": (checkpoint_module, "write_tensors", 1, 2),
+    "before the manifest": (checkpoint_module, "write_json", 0, 2),
+    "manifest written, not renamed": (checkpoint_module, "publish", 0, 2),
+    "half of a file written": (directory_module, "save_file", 1, 2),
+    "renamed, not yet latest": (directory_module, "_write_text", 0, 2),
+    "latest, old one not yet removed": (directory_module.shutil, "rmtree", 0, 4),
+}
+
+
+def saved_twice(rank, directory, kill=None):
+    def die(*args):
+        if kill[1] == "save_file":
+            args[1].write_bytes(b"half")
+        if kill[1] != "_write_text" or args[0].name.startswith("latest"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args)
+
+    with Mesh({"data": 2}) as mesh, build("zero1", "MLP", mesh) as engine:
+        train(engine, "MLP", range(2))
+        engine.save(directory)
+        train(engine, "MLP", range(2, 4))
+        if kill is not None and rank == kill[2]:
+            original = getattr(kill[0], kill[1])
+            setattr(kill[0], kill[1], die)
+        engine.save(directory)
+
+
+def loaded(rank, directory):
+    with Mesh({"data": 2}) as mesh, build("zero3", "MLP", mesh, seed=9) as engine:
+        engine.load(directory)
+        state, num_steps = engine.full_state_dict(), engine.num_steps
+        engine.save(directory)
+        return state, num_steps
+
+
+@pytest.mark.parametrize("point", KILLS)
+def test_a_kill_leaves_a_whole_checkpoint(pools, tmp_path, point):
+    with pytest.raises(RankDied):
+        pools(2).run(saved_twice, tmp_path, KILLS[point])
+    steps = KILLS[point][3]
+    model, _ = plain("MLP", steps=range(steps))
+    for state, num_steps in pools(2).run(loaded, tmp_path):
+        assert num_steps == steps
+        assert_same_model(state, model)
+    assert len(list(tmp_path.iterdir())) == 2, "the next save clears away what was left: 'latest' and one version"
+
+
+def fails_to_write(rank, directory):
+    with Mesh({"data": 2}) as mesh, build("zero1", "MLP", mesh) as engine:
+        engine.save(directory)
+        before = directory_module.latest(directory)
+
+        def full_disk(*args):
+            raise OSError(28, "No space left on device")
+
+        original = checkpoint_module.write_tensors
+        checkpoint_module.write_tensors = full_disk if rank == 1 else original
+        with pytest.raises(RuntimeError) as caught:
+            engine.save(directory)
+        checkpoint_module.write_tensors = original
+        with pytest.raises(ValueError, match=r"extra\.f: .*not function"):
+            engine.save(directory, extra={"f": lambda: 0})
+        with (
+            Mesh({"tensor": 2, "data": 1}) as two_axes,
+            build("ddp", "MLP", two_axes) as other,
+            pytest.raises(ValueError, match=r"mesh: .*'tensor': 2"),
+        ):
+            other.save(directory)
+        return str(caught.value), before == directory_module.latest(directory)
+
+
+def test_a_rank_that_cannot_write_fails_all(pools, tmp_path):
+    message = "OSError: [Errno 28] No space left on device (on rank 1)"
+    assert pools(2).run(fails_to_write, tmp_path) == [(message, True)] * 2
+
+
+def errors(rank, directory, setup, kind, optimizer_fn, dtype, objects):
+    cases.MODELS["OtherShape"] = OtherShape
+    with Mesh({"data": 2}) as mesh:
+        strategy, options = SETUPS[setup]
+        engine = build_engine(strategy, cases.build(kind).to(dtype), optimizer_fn, mesh, **options)
+        before = engine.full_state_dict()
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            engine.load(directory, **{name: GradScaler() for name in objects})
+        after = engine.full_state_dict()
+        unchanged = all(torch.equal(after[name], value) for name, value in before.items())
+        return str(caught.value), unchanged and engine.num_steps == 0
+
+
+class OtherShape(cases.MLP):
+    def __init__(self):
+        super().__init__()
+        self[4] = nn.Linear(16, 5, bias=False)
+        self[4].bias = nn.Parameter(torch.zeros(5, 1))
+
+
+def edit_manifest(folder, **changes):
+    path = folder / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-16])
+
+
+# How the checkpoint is spoiled; what loads it; words of the message.
+SPOILED = {
+    "no directory": (lambda folder: folder.parent.rename(folder.parent.with_name("d")), {}, "directory: .*/c does not"),
+    "no latest": (lambda folder: (folder.parent / "latest").unlink(), {}, "directory: .*no complete checkpoint"),
+    "no version": (lambda folder: folder.rename(folder.with_name("x")), {}, "directory: .*version-000001.* not exist"),
+    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), {}, r"manifest: .*manifest\.json is missing"),
+    "damaged manifest": (lambda folder: truncate(folder / "manifest.json"), {}, "manifest: .* is damaged"),
+    "unknown field": (lambda folder: edit_manifest(folder, colour=1), {}, "manifest: .* is damaged: .*colour"),
+    "newer format": (lambda folder: edit_manifest(folder, format=2), {}, "manifest: .* has format 2"),
+    "no file": (lambda folder: (folder / "rank-00001.safetensors").unlink(), {}, "file: .*rank-00001.* is missing"),
+    "missing": (None, {"kind": "Uneven"}, "parameters: .*another model, has no 'scale', 'first.weight'"),
+    "shape": (None, {"kind": "OtherShape"}, r"parameters: '4\.bias' has shape \[5\] .* \[5, 1\]"),
+    "dtype": (None, {"dtype": torch.float32}, "parameters: '0.weight' has dtype float64 .* float32"),
+    "optimizer": (None, {"optimizer_fn": adagrad}, "optimizer: the checkpoint is of AdamW, the engine has Adagrad"),
+    "groups": (None, {"optimizer_fn": grouped}, "param_groups: the checkpoint has 1, the engine's optimizer 2"),
+    "object": (None, {"objects": ["scaler"]}, "objects: the checkpoint has none, and no 'scaler'"),
+}
+
+
+@pytest.mark.parametrize("setup", ["ddp", "fsdp"])
+def test_what_cannot_be_loaded_is_named_on_all_ranks_and_changes_nothing(pools, tmp_path, setup):
+    for name, (spoil, options, words) in SPOILED.items():
+        directory = tmp_path / name.replace(" ", "-") / "c"
+        pools(2).run(first_half, "zero1", "MLP", {"data": 2}, directory)
+        if spoil is not None:
+            spoil(directory_module.latest(directory))
+        wanted = {"kind": "MLP", "optimizer_fn": ADAMW, "dtype": torch.float64, "objects": [], **options}
+        (first, unchanged), second = pools(2).run(errors, directory, setup, *wanted.values())
+        assert (first, unchanged) == second
+        assert unchanged
+        assert re.search(words, first), f"{name}: {first}"
+
+
+def test_a_damaged_file_is_named_on_all_ranks(pools, tmp_path):
+    run_on(pools, 3, first_half, "zero3", "MLP", tmp_path)
+    truncate(directory_module.latest(tmp_path) / "rank-00001.safetensors")
+    wanted = {"kind": "MLP", "optimizer_fn": ADAMW, "dtype": torch.float64, "objects": []}
+    (first, _), (second, _) = pools(2).run(errors, tmp_path, "zero3", *wanted.values())
+    assert first == second
+    assert re.match(r"file: '.*' cannot be read from .*rank-00001\.safetensors", first)
+
+
+def refused_full_states(rank, factored):
+    messages = []
+    with Mesh({"data": 2}) as mesh, build("zero1", "MLP", mesh) as engine:
+        state = engine.full_optimizer_state_dict()
+        for wrong in (
+            factored,
+            {**state, "param_groups": state["param_groups"] * 2},
+            {**state, "param_groups": [{**state["param_groups"][0], "params": [0, 1]}]},
+        ):
+            with pytest.raises(ValueError) as caught:  # noqa: PT011
+                engine.load_full_optimizer_state_dict(wrong)
+            messages.append(str(caught.value))
+    return messages
+
+
+def test_a_full_state_that_does_not_fit_is_named(pools):
+    _, optimizer = plain("MLP", lambda model: adafactor(list(model.parameters())))
+    first, second = pools(2).run(refused_full_states, optimizer.state_dict())
+    assert first == second
+    assert first[0].startswith("optimizer state: 'row_var' of parameter '2.weight' has shape (16, 1)")
+    assert "groups of [6, 6] parameters, the engine's optimizer of [6]" in first[1]
+    assert "groups of [2] parameters" in first[2]
+
+
+def mixed_precision(rank, directory):
+    with Mesh({"data": 2}) as mesh:
+        states = []
+        for seed in (0, 1):
+            model = cases.build("MLP", seed).float()
+            with build_engine("fsdp", model, ADAMW, mesh, precision="bf16") as engine:
+                if seed == 0:
+                    train_in_float32(engine, range(3))
+                    engine.save(directory)
+                else:
+                    engine.load(directory)
+                train_in_float32(engine, range(3, 6))
+                states.append(engine.full_state_dict())
+        return states
+
+
+def train_in_float32(engine, steps):
+    for step in steps:
+        x, y = (part.float() for part in batch("MLP", step, engine.data_rank, engine.num_data_ranks))
+        engine.backward(cases.loss_of(engine(x), y))
+        engine.step()
+        engine.zero_grad()
+
+
+def test_under_mixed_precision_the_master_weights_are_saved(pools, tmp_path):
+    for expected, found in pools(2).run(mixed_precision, tmp_path):
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    manifest = read_manifest(directory_module.latest(tmp_path))
+    assert {row.dtype for row in manifest.rows} == {"float32"}
+
+
+def test_python_values_come_back_from_json():
+    values = {
+        "numbers": [1, -2.5, float("inf"), True, None, 2**70],
+        "betas": (0.9, (1, "a")),
+        "milestones": Counter({30: 1, 80: 2}),
+        "keys": {1: "one", ("a", 2): "two", "!x": 3},
+        "text": {"!float": "no mark"},
+    }
+    assert decode(json.loads(json.dumps(encode(values, "values"), allow_nan=False))) == values
+    assert type(decode(encode(values, "values"))["milestones"]) is Counter
+    for tensor in (
+        torch.tensor(1.5),
+        torch.zeros(0, 3),
+        torch.ones(2, 3, dtype=torch.bfloat16),
+        torch.arange(4).bool(),
+    ):
+        found = decode(json.loads(json.dumps(encode(tensor, "tensor"))))
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found, tensor)
+    with pytest.raises(ValueError, match=r"scheduler\.lambdas\[1\]: .*not set"):
+        encode({"lambdas": [1, {2}]}, "scheduler")

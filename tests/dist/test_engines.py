@@ -1,0 +1,410 @@
+"""What every engine promises beside equal losses: bytes, collectives, ownership, freezing, groups, schedulers."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from shardlab.comm import Mesh
+from shardlab.engines import ShardedOptimizer, build_engine
+from shardlab.trace.memory import bytes_by_role
+from shardlab.vocabulary import Role
+from tests.comm.test_communicator import Log
+from tests.dist import cases
+
+STRATEGIES = ("ddp", "bucketed", "zero1", "zero2", "zero3")
+
+
+def adamw(tensors):
+    return torch.optim.AdamW(tensors, lr=1e-2)
+
+
+def one_step(engine, rank, kind="MLP", step=0):
+    num_ranks = engine.comm.num_ranks
+    x, y = (cases.own_rows(part, rank) for part in cases.rows(kind, step, 0, num_ranks))
+    engine.backward(cases.loss_of(engine(x), y))
+    engine.step()
+
+
+def bytes_and_wire(rank, strategy, num_ranks, dtype):
+    log = Log()
+    with Mesh({"data": num_ranks}) as mesh:
+        model = cases.build("MLP").to(dtype)
+        with build_engine(strategy, model, adamw, mesh) as engine, mesh.observed_by(log):
+            x, y = (cases.own_rows(part, rank).to(dtype) for part in cases.rows("MLP", 0, 0, num_ranks))
+            engine.backward(cases.loss_of(engine(x), y))
+            engine.step()
+            held = bytes_by_role(engine.live_tensors())
+            return held, engine.padding_bytes, [(e.op, e.wire_bytes, e.tag) for e in log.events]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_bytes_at_rest_and_on_the_wire_are_the_formulas(pools, num_ranks):
+    numel = sum(param.numel() for param in cases.build("MLP").parameters())
+    for strategy in ("ddp", "bucketed", "zero1", "zero2"):
+        results = pools(num_ranks).run(bytes_and_wire, strategy, num_ranks, torch.float32)
+        for held, padding, events in results:
+            gradients = (4 * numel + padding) // (num_ranks if strategy == "zero2" else 1)
+            assert held[Role.PARAMETER] == 4 * numel + padding
+            assert held[Role.GRADIENT] == gradients
+            assert padding == (-numel % num_ranks) * 4 * strategy.startswith("zero")
+            wire = sum(wire for _, wire, _ in events)
+            assert wire == pytest.approx(2 * (4 * numel + padding) * (num_ranks - 1) / num_ranks, abs=1e-9)
+        states = [held[Role.OPTIMIZER_STATE] for held, _, _ in results]
+        if strategy.startswith("zero"):
+            assert sum(states) == 8 * numel
+            assert max(states) == 8 * -(-numel // num_ranks)
+        else:
+            assert states == [8 * numel] * num_ranks
+
+
+def test_collectives_in_order(pools):
+    expected = {
+        "ddp": [("all_reduce", f"gradient of {n}.{kind}") for n in (0, 2, 4) for kind in ("weight", "bias")],
+        "bucketed": [("all_reduce", "gradients of bucket 0")],
+        "zero1": [("reduce_scatter", "gradients of bucket 0"), ("all_gather", "parameters of bucket 0")],
+        "zero2": [("reduce_scatter", "gradients of bucket 0"), ("all_gather", "parameters of bucket 0")],
+    }
+    for strategy, collectives in expected.items():
+        for _, _, events in pools(2).run(bytes_and_wire, strategy, 2, torch.float32):
+            assert [(op, tag) for op, _, tag in events] == collectives
+
+
+def overlap_order(rank):
+    """Issue order against the hooks: the first bucket must leave before the first layer's gradient is there."""
+    log = Log()
+    seen = []
+    with Mesh({"data": 2}) as mesh:
+        model = cases.build("MLP")
+        model[0].weight.register_post_accumulate_grad_hook(lambda _: seen.append(len(log.events)))
+        with build_engine("bucketed", model, adamw, mesh, bucket_bytes=256) as engine, mesh.observed_by(log):
+            one_step(engine, rank)
+            return seen[0], len(log.events), len(engine.buckets)
+
+
+def test_buckets_leave_during_backward(pools):
+    for before_last_gradient, total, num_buckets in pools(2).run(overlap_order):
+        assert total == num_buckets
+        assert 0 < before_last_gradient < total
+
+
+def accumulate(rank, strategy):
+    log = Log()
+    with Mesh({"data": 2}) as mesh, build_engine(strategy, cases.build("MLP"), adamw, mesh) as engine:
+        x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", 0, 0, 2))
+        with mesh.observed_by(log):
+            with engine.no_sync():
+                for _ in range(3):
+                    engine.backward(cases.loss_of(engine(x), y))
+            inside = [event.op for event in log.events]
+            engine.backward(cases.loss_of(engine(x), y))
+        return inside, [event.op for event in log.events[len(inside) :]]
+
+
+def test_no_sync_sends_no_gradient(pools):
+    for strategy in STRATEGIES:
+        for inside, after in pools(2).run(accumulate, strategy):
+            assert inside == ["all_gather"] * (6 if strategy == "zero3" else 0), "ZeRO-3 gathers for each pass"
+            assert "reduce_scatter" in after or "all_reduce" in after
+
+
+def views(rank):
+    with Mesh({"data": 2}) as mesh, build_engine("bucketed", cases.build("MLP"), adamw, mesh) as engine:
+        addresses = []
+        for step in range(3):
+            one_step(engine, rank, step=step)
+            buffer = engine.buckets[0].buffer
+            assert all(
+                param.grad.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+                for param in engine.params.values()
+            )
+            addresses.append(buffer.data_ptr())
+            engine.zero_grad()
+        return len(set(addresses))
+
+
+def test_gradients_are_views_of_one_lasting_bucket(pools):
+    assert pools(2).run(views) == [1, 1]
+
+
+def freeze_and_thaw(rank, strategy, num_ranks):
+    with Mesh({"data": num_ranks}) as mesh:
+        model = cases.build("Frozen", seed=rank)
+        with build_engine(strategy, model, adamw, mesh) as engine:
+            for step in range(6):
+                toggle(model, step)
+                one_step(engine, rank, "Frozen", step)
+                engine.zero_grad()
+            return engine.full_state_dict()
+
+
+def toggle(model, step):
+    """A frozen weight is thawed, another frozen, and back."""
+    model.first.weight.requires_grad_(step in (2, 3))
+    model.last.requires_grad_(step != 3)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_frozen_and_thawed_mid_run(pools, strategy, num_ranks):
+    model = cases.build("Frozen")
+    optimizer = adamw(list(model.parameters()))
+    for step in range(6):
+        toggle(model, step)
+        x, y = cases.rows("Frozen", step, 0, num_ranks)
+        cases.loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for state in pools(num_ranks).run(freeze_and_thaw, strategy, num_ranks):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+
+
+def groups_and_scheduler(rank, strategy, num_ranks):
+    def optimizer_fn(tensors):
+        is_bias = lambda name: name.endswith("bias")  # noqa: E731
+        return torch.optim.AdamW(
+            [
+                {"params": tensors.where(is_bias), "weight_decay": 0.0},
+                {"params": tensors.where(lambda name: not is_bias(name)), "weight_decay": 0.5, "lr": 3e-2},
+            ],
+            lr=1e-2,
+        )
+
+    with Mesh({"data": num_ranks}) as mesh, build_engine(strategy, cases.build("Uneven"), optimizer_fn, mesh) as engine:
+        scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, step_size=2, gamma=0.5)
+        for step in range(5):
+            one_step(engine, rank, "Uneven", step)
+            engine.zero_grad()
+            scheduler.step()
+        engine.learning_rate = 0.25
+        rates = [group["lr"] for group in engine.optimizer.param_groups]
+        return engine.full_state_dict(), rates
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parameter_groups_by_name_and_schedulers(pools, strategy):
+    model = cases.build("Uneven")
+    biases = [param for name, param in model.named_parameters() if name.endswith("bias")]
+    others = [param for name, param in model.named_parameters() if not name.endswith("bias")]
+    optimizer = torch.optim.AdamW(
+        [{"params": biases, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.5, "lr": 3e-2}], lr=1e-2
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    for step in range(5):
+        x, y = cases.rows("Uneven", step, 0, 3)
+        cases.loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    for state, rates in pools(3).run(groups_and_scheduler, strategy, 3):
+        assert rates == [0.25, 0.25]
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+
+
+def alone(rank, partition, num_ranks):
+    """ShardedOptimizer under gradients averaged by hand."""
+    with Mesh({"data": num_ranks}) as mesh:
+        model = cases.build("Uneven")
+        optimizer = ShardedOptimizer(
+            model.named_parameters(), torch.optim.AdamW, comm=mesh.data, partition=partition, lr=1e-2, weight_decay=0.1
+        )
+        for step in range(5):
+            x, y = (cases.own_rows(part, rank) for part in cases.rows("Uneven", step, 0, num_ranks))
+            cases.loss_of(model(x), y).backward()
+            for param in model.parameters():
+                mesh.data.all_reduce(param.grad).wait()
+                param.grad.div_(num_ranks)
+            optimizer.step()
+            optimizer.zero_grad()
+        state_bytes = sum(
+            value.nbytes for state in optimizer.state.values() for key, value in state.items() if key != "step"
+        )
+        return model.state_dict(), optimizer.owners(), optimizer.owned(), optimizer.num_steps, state_bytes
+
+
+@pytest.mark.parametrize("partition", ["elements", "round_robin", "contiguous", "balanced"])
+def test_sharded_optimizer_alone(pools, partition):
+    expected = cases.reference("Uneven", "adamw", 3).state
+    results = pools(3).run(alone, partition, 3)
+    numel = sum(value.numel() for value in expected.values())
+    assert sum(result[4] for result in results) == 2 * 8 * numel
+    owners = results[0][1]
+    assert list(owners) == [name for name, _ in cases.build("Uneven").named_parameters()]
+    for rank, (state, same_owners, owned, num_steps, _) in enumerate(results):
+        assert same_owners == owners
+        assert set(owned) == {name for name, ranks in owners.items() if rank in ranks}
+        assert num_steps == 5
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+    if partition != "elements":
+        assert all(len(ranks) == 1 for ranks in owners.values())
+
+
+def whole_tensor_optimizer(rank, partition):
+    def optimizer_fn(tensors):
+        return torch.optim.Adafactor(tensors, lr=1e-2)
+
+    model = cases.build("MLP")
+    with Mesh({"data": 2}) as mesh:
+        try:
+            engine = build_engine("zero1", model, optimizer_fn, mesh, partition=partition)
+        except ValueError as error:
+            # The refused module is as it was: another engine can take it.
+            with build_engine("bucketed", model, adamw, mesh) as other:
+                one_step(other, rank)
+            return str(error)
+        for step in range(3):
+            one_step(engine, rank, step=step)
+            engine.zero_grad()
+        return engine.full_state_dict()
+
+
+def test_whole_tensor_optimizers_are_exact_or_refused(pools):
+    (message, _) = pools(2).run(whole_tensor_optimizer, "elements")
+    assert message.startswith("partition: Adafactor")
+    assert "balanced" in message
+    model = cases.build("MLP")
+    optimizer = torch.optim.Adafactor(list(model.parameters()), lr=1e-2)
+    for step in range(3):
+        x, y = cases.rows("MLP", step, 0, 2)
+        cases.loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for state in pools(2).run(whole_tensor_optimizer, "balanced"):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+
+
+class Batched(nn.Module):
+    """Statistics in buffers, of an integer dtype too."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(7)
+        self.last = nn.Linear(7, 5)
+
+    def forward(self, x):
+        return self.last(self.norm(x))
+
+
+def starts_equal(rank, strategy):
+    torch.manual_seed(rank)
+    model = Batched().double()
+    model.norm.running_mean.fill_(rank)
+    model.norm.num_batches_tracked.fill_(rank)
+    with Mesh({"data": 2}) as mesh, build_engine(strategy, model, adamw, mesh) as engine:
+        state = engine.full_state_dict()
+        plain = Batched().double()
+        plain.load_state_dict(state, strict=True)
+        return state
+
+
+def test_parameters_and_buffers_start_as_rank_0_has_them(pools):
+    for strategy in STRATEGIES:
+        first, second = pools(2).run(starts_equal, strategy)
+        assert first["norm.num_batches_tracked"] == 0
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def misuse(rank):
+    messages = []
+    with Mesh({"data": 2}) as mesh:
+        model = cases.build("MLP")
+        engine = build_engine("bucketed", model, adamw, mesh)
+        for call in (
+            lambda: build_engine("zero1", model, adamw, mesh),
+            lambda: build_engine("zero7", cases.build("MLP"), adamw, mesh),
+            lambda: build_engine("ddp", cases.build("MLP"), adamw, mesh, bucket_bytes=1),
+            lambda: build_engine("bucketed", cases.build("MLP"), adamw, mesh, bucket_bytes=0),
+            lambda: build_engine("zero1", cases.build("MLP"), adamw, mesh, partition="thirds"),
+            lambda: build_engine("single", cases.build("MLP"), adamw, mesh),
+            lambda: build_engine("ddp", nn.Tanh(), adamw, mesh),
+            lambda: engine.clip_grad_norm_(1.0, norm_type=3.0),
+            lambda: engine.clip_grad_norm_(0.0),
+        ):
+            with pytest.raises(ValueError) as caught:  # noqa: PT011
+                call()
+            messages.append(str(caught.value).partition(":")[0])
+        engine.close()
+        engine.close()
+        x, y = cases.rows("MLP", 0, 0, 2)
+        cases.loss_of(model(x), y).backward()
+        assert model[0].weight.grad is not None, "after close() the module trains alone"
+    return messages
+
+
+def test_misuse_names_the_field(pools):
+    expected = ["model", "strategy", "options", "bucket_bytes", "partition", "mesh", "model", "norm_type", "max_norm"]
+    assert pools(2).run(misuse) == [expected] * 2
+
+
+def two_plain_backwards(rank):
+    with Mesh({"data": 2}) as mesh, build_engine("bucketed", cases.build("MLP"), adamw, mesh) as engine:
+        x, y = cases.rows("MLP", 0, 0, 1)
+        first, second = cases.loss_of(engine(x), y), cases.loss_of(engine(x), y)
+        first.backward()
+        with pytest.raises(RuntimeError, match=r"second loss\.backward"):
+            second.backward()
+        engine.zero_grad()
+        engine.backward(cases.loss_of(engine(x), y) + cases.loss_of(engine(x), y))
+        engine.step()
+        return engine.full_state_dict()
+
+
+def test_two_forwards_one_backward_and_the_refused_kind(pools):
+    first, second = pools(2).run(two_plain_backwards)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def constant_over_steps(rank, strategy):
+    import gc
+
+    counts = []
+    with (
+        Mesh({"data": 2}) as mesh,
+        build_engine(
+            strategy,
+            cases.build("MLP"),
+            adamw,
+            mesh,
+        ) as engine,
+    ):
+        for step in range(60):
+            one_step(engine, rank, step=step % 5)
+            engine.clip_grad_norm_(1.0)
+            engine.zero_grad()
+            if step in (10, 59):
+                gc.collect()
+                counts.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
+    return counts
+
+
+def test_live_tensors_stay_constant(pools):
+    for strategy in STRATEGIES:
+        for early, late in pools(2).run(constant_over_steps, strategy):
+            assert early == late
+
+
+MAP = (
+    "from tests.dist import cases\nfrom shardlab.engines.buckets import build_buckets\n"
+    "print([b.names for b in build_buckets(dict(cases.build('SmallGPT').named_parameters()), 3, 2000)])"
+)
+
+
+def test_the_bucket_map_does_not_depend_on_the_hash_seed():
+    maps = {
+        subprocess.run(
+            [sys.executable, "-c", MAP],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "77")
+    }
+    assert len(maps) == 1
+    assert "blocks.0.attention.q_proj.weight" in maps.pop()

@@ -1,0 +1,325 @@
+"""What is special about FSDP: collectives by unit, how much is gathered at once, hybrid meshes, nasty modules."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardlab.comm import Mesh
+from shardlab.engines import build_engine
+from shardlab.trace.memory import bytes_by_role
+from shardlab.vocabulary import Role
+from tests.comm.test_communicator import Log
+from tests.dist import cases
+from tests.dist.test_engines import adamw, one_step
+
+UNITS = ("root", "blocks.0", "blocks.1", "blocks.2")
+
+
+class Block(nn.Module):
+    def __init__(self, size=8):
+        super().__init__()
+        self.inner = nn.Linear(size, size)
+
+    def forward(self, x):
+        return x + torch.tanh(self.inner(x))
+
+
+class Blocks(nn.Module):
+    """A root with three equal blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(7, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.leave = nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)
+
+
+def build(kind=Blocks):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return kind().double()
+
+
+def batch(rank, num_ranks, step=0):
+    return tuple(cases.own_rows(part, rank) for part in cases.rows("MLP", step, 0, num_ranks))
+
+
+def reference(kind, num_ranks, steps, loss_of=cases.loss_of):
+    model = build(kind)
+    optimizer = torch.optim.AdamW(list(model.parameters()), lr=1e-2)
+    for step in range(steps):
+        x, y = cases.rows("MLP", step, 0, num_ranks)
+        loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def assert_states(states, expected):
+    for state in states:
+        assert state.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0, msg=lambda m: f"{name}: {m}")  # noqa: B023
+
+
+def collectives(rank, options, micro_batches):
+    log = Log()
+    with Mesh({"data": 2}) as mesh, build_engine("fsdp", build(), adamw, mesh, **options) as engine:
+        with mesh.observed_by(log):
+            for micro_batch in range(micro_batches):
+                x, y = batch(rank, 2)
+                if micro_batch < micro_batches - 1:
+                    with engine.no_sync():
+                        engine.backward(cases.loss_of(engine(x), y))
+                else:
+                    engine.backward(cases.loss_of(engine(x), y))
+            engine.step()
+        padded = sum(unit.layout.padded_numel for unit in engine.units)
+        return [(event.op, event.tag, event.numel) for event in log.events], padded
+
+
+def test_collectives_of_full_shard_in_order(pools):
+    forward = [f"parameters of {unit}" for unit in UNITS]
+    backward = [f"parameters of {unit}" for unit in ("root", *UNITS[:0:-1])]
+    reduced = [f"gradients of {unit}" for unit in (*UNITS[:0:-1], "root")]
+    for prefetch in (0, 1, 2):
+        for events, padded in pools(2).run(collectives, {"prefetch": prefetch}, 1):
+            gathers = [tag for op, tag, _ in events if op == "all_gather"]
+            assert gathers == forward + backward
+            assert [tag for op, tag, _ in events if op == "reduce_scatter"] == reduced
+            assert sum(numel for _, _, numel in events) == 3 * padded
+
+
+def test_micro_batches_gather_twice_and_reduce_once(pools):
+    for events, _ in pools(2).run(collectives, {}, 3):
+        ops = [op for op, _, _ in events]
+        assert ops.count("all_gather") == 2 * len(UNITS) * 3
+        assert ops.count("reduce_scatter") == len(UNITS)
+
+
+def test_shard_grad_op_and_no_shard(pools):
+    for events, padded in pools(2).run(collectives, {"sharding": "shard_grad_op"}, 1):
+        assert [op for op, _, _ in events] == ["all_gather"] * 4 + ["reduce_scatter"] * 4
+        assert sum(numel for _, _, numel in events) == 2 * padded
+    for events, _ in pools(2).run(collectives, {"sharding": "no_shard"}, 1):
+        assert [(op, tag) for op, tag, _ in events] == [
+            ("all_reduce", f"gradients of {unit}") for unit in (*UNITS[:0:-1], "root")
+        ]
+
+
+def gathered_peak(rank, prefetch):
+    """Sampled wherever a unit computes, forward and backward."""
+    samples = []
+    with Mesh({"data": 2}) as mesh:
+        model = build()
+        engine = build_engine("fsdp", model, adamw, mesh, prefetch=prefetch)
+
+        def sample(*_):
+            samples.append(bytes_by_role(engine.live_tensors())[Role.GATHERED_PARAMETER])
+
+        for block in model.blocks:
+            block.inner.register_forward_hook(sample)
+            block.inner.register_full_backward_pre_hook(sample)
+        one_step(engine, rank)
+        block_bytes, root_bytes = (
+            sum(unit.layout.padded_numel for unit in group.units) * 8 for group in (engine.groups[1], engine.groups[0])
+        )
+        after = bytes_by_role(engine.live_tensors())[Role.GATHERED_PARAMETER]
+        return samples, root_bytes, block_bytes, after
+
+
+def test_gathered_parameters_stay_within_root_and_prefetch_and_one(pools):
+    for prefetch in (0, 1, 2):
+        for samples, root_bytes, block_bytes, after in pools(2).run(gathered_peak, prefetch):
+            assert len(samples) == 6
+            assert max(samples) <= root_bytes + (1 + prefetch) * block_bytes
+            assert max(samples) >= root_bytes + block_bytes
+            assert after == 0
+
+
+def hybrid(rank, strategy_options, axes, num_ranks):
+    log = Log()
+    with Mesh(axes) as mesh, build_engine("fsdp", build(), adamw, mesh, **strategy_options) as engine:
+        for step in range(5):
+            x, y = (
+                part[engine.data_rank * 2 : engine.data_rank * 2 + 2] for part in cases.rows("MLP", step, 0, num_ranks)
+            )
+            with mesh.observed_by(log):
+                engine.backward(cases.loss_of(engine(x), y))
+                engine.step()
+            engine.zero_grad()
+        held = bytes_by_role(engine.live_tensors())
+        events = [(event.axis, event.op, event.numel) for event in log.events]
+        return engine.full_state_dict(), held, events, [unit.layout.padded_numel for unit in engine.units]
+
+
+def test_hybrid_shards_in_the_group_and_reduces_over_replicas(pools):
+    expected = reference(Blocks, 4, 5)
+    for layout in ("flat", "dim0"):
+        options = {"sharding": "hybrid_shard", "layout": layout}
+        results = pools(4).run(hybrid, options, {"replica": 2, "shard": 2}, 4)
+        assert_states([result[0] for result in results], expected)
+        for _, held, events, padded in results:
+            assert held[Role.PARAMETER] == 8 * sum(padded) // 2
+            one = events[: len(events) // 5]
+            assert sum(n for axis, op, n in one if op == "all_reduce") == sum(padded) // 2
+            assert {axis for axis, op, _ in one if op == "all_reduce"} == {"replica"}
+            assert sum(n for axis, op, n in one if axis == "shard") == 3 * sum(padded)
+
+
+class Nasty(nn.Module):
+    """A unit used twice, a checkpointed block with dropout, a dict inside a dataclass as output."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(7, 8)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.drop = nn.Dropout(0.5)
+        self.leave = nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.enter(x)
+        x = self.blocks[0](x)
+        x = checkpoint(lambda value: self.drop(self.blocks[1](value)), x, use_reentrant=False)
+        x = self.blocks[0](x)
+        return Output({"y": self.leave(x)}, "a note")
+
+
+@dataclass
+class Output:
+    parts: dict
+    note: str
+
+
+def nasty_loss(output, y):
+    return nn.functional.mse_loss(output.parts["y"], y)
+
+
+def train_nasty(rank, options, same_rows):
+    """With dropout every rank computes the same rows from the same seed, so one process can be the reference."""
+    with Mesh({"data": 2}) as mesh, build_engine("fsdp", build(Nasty), adamw, mesh, **options) as engine:
+        for step in range(4):
+            torch.manual_seed(step)
+            x, y = cases.rows("MLP", step, 0, 1)
+            engine.backward(nasty_loss(engine(x), y))
+            engine.step()
+            engine.zero_grad()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"layout": "dim0", "prefetch": 0}, {"sharding": "shard_grad_op"}, {"wrap": 60}]
+)
+def test_used_twice_checkpointed_with_dropout_custom_output(pools, options):
+    model = build(Nasty)
+    optimizer = torch.optim.AdamW(list(model.parameters()), lr=1e-2)
+    for step in range(4):
+        torch.manual_seed(step)
+        x, y = cases.rows("MLP", step, 0, 1)
+        nasty_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_states(pools(2).run(train_nasty, options, True), model.state_dict())
+
+
+def two_forwards(rank):
+    with Mesh({"data": 2}) as mesh, build_engine("fsdp", build(), adamw, mesh) as engine:
+        x, y = batch(rank, 2)
+        loss = cases.loss_of(engine(x), y) + cases.loss_of(engine(x * 2), y)
+        engine.backward(loss)
+        engine.step()
+        return engine.full_state_dict()
+
+
+def test_two_forwards_before_one_backward(pools):
+    model = build()
+    optimizer = torch.optim.AdamW(list(model.parameters()), lr=1e-2)
+    x, y = cases.rows("MLP", 0, 0, 2)
+    (cases.loss_of(model(x), y) + cases.loss_of(model(x * 2), y)).backward()
+    optimizer.step()
+    assert_states(pools(2).run(two_forwards), model.state_dict())
+
+
+def by_hand(rank):
+    with Mesh({"data": 2}) as mesh:
+        model = build()
+        engine = build_engine("fsdp", model, adamw, mesh)
+        with pytest.raises(RuntimeError, match=r"'blocks\.1\.inner\.weight' is released"):
+            _ = model.blocks[1].inner.weight + 1
+        engine.unshard("blocks.1")
+        direct = model.blocks[1](torch.ones(1, 8).double())
+        engine.reshard("blocks.1")
+        with pytest.raises(ValueError, match="unit: 'blocks'"):
+            engine.unshard("blocks")
+        with pytest.raises(RuntimeError, match="mat1"):
+            engine(torch.ones(2, 3).double())
+        left = bytes_by_role(engine.live_tensors())[Role.GATHERED_PARAMETER]
+        engine.close()
+        alone = model(torch.ones(1, 7).double())
+        return direct.detach(), left, alone.detach()
+
+
+def test_units_by_hand_errors_and_close(pools):
+    model = build()
+    for direct, left, alone in pools(2).run(by_hand):
+        assert torch.equal(direct, model.blocks[1](torch.ones(1, 8).double()).detach())
+        assert left == 0
+        torch.testing.assert_close(alone, model(torch.ones(1, 7).double()).detach(), atol=1e-12, rtol=0)
+
+
+def frozen_part(rank, options):
+    log = Log()
+    with Mesh({"data": 2}) as mesh:
+        model = build()
+        for block in model.blocks:
+            block.inner.weight.requires_grad_(False)
+        with build_engine("fsdp", model, adamw, mesh, **options) as engine:
+            for step in range(3):
+                with mesh.observed_by(log):
+                    one_step(engine, rank, step=step)
+                engine.zero_grad()
+            reduced = {event.tag for event in log.events if event.op == "reduce_scatter"}
+            return engine.full_state_dict(), reduced
+
+
+def test_frozen_weights_of_a_unit_are_gathered_but_never_reduced(pools):
+    model = build()
+    for block in model.blocks:
+        block.inner.weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW(list(model.parameters()), lr=1e-2)
+    for step in range(3):
+        x, y = cases.rows("MLP", step, 0, 2)
+        cases.loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for options in ({}, {"layout": "dim0"}):
+        results = pools(2).run(frozen_part, options)
+        assert_states([state for state, _ in results], model.state_dict())
+        assert results[0][1] == {"gradients of root", *(f"gradients of blocks.{n} part 1" for n in range(3))}
+
+
+def misuse(rank):
+    fields = []
+    with Mesh({"data": 2}) as mesh:
+        for options in ({"sharding": "half"}, {"layout": "dim1"}, {"prefetch": -1}, {"wrap": "layer"}, {"wrap": 0}):
+            with pytest.raises(ValueError) as caught:  # noqa: PT011
+                build_engine("fsdp", build(), adamw, mesh, **options)
+            fields.append(str(caught.value).partition(":")[0])
+        with pytest.raises(ValueError, match="axis: 'replica' is not on this mesh"):
+            build_engine("fsdp", build(), adamw, mesh, sharding="hybrid_shard")
+        with pytest.raises(ValueError, match="partition: Adafactor"):
+            build_engine("fsdp", build(), lambda tensors: torch.optim.Adafactor(tensors), mesh)
+    return fields
+
+
+def test_misuse_names_the_field(pools):
+    assert pools(2).run(misuse) == [["sharding", "layout", "prefetch", "wrap", "wrap"]] * 2

@@ -1,0 +1,140 @@
+"""Mixed precision against a hand-written single process that rounds at the same places, and the loss scale."""
+
+import pytest
+import torch
+
+from shardlab.comm import Mesh
+from shardlab.engines import build_engine
+from shardlab.engines.grad_scaler import GradScaler
+from shardlab.engines.precision import Precision
+from shardlab.trace.memory import bytes_by_role
+from shardlab.vocabulary import Role
+from tests.comm.test_communicator import Log
+from tests.dist import cases
+from tests.dist.test_engines import adamw
+from tests.dist.test_fsdp import Blocks
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def build():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Blocks()
+
+
+def rows(rank, num_ranks, step):
+    x, y = cases.rows("MLP", step, 0, num_ranks)
+    return cases.own_rows(x, rank).float(), cases.own_rows(y, rank).float()
+
+
+def train(rank, num_ranks, options, steps):
+    with Mesh({"data": num_ranks}) as mesh, build_engine("fsdp", build(), adamw, mesh, **options) as engine:
+        for step in range(steps):
+            x, y = rows(rank, num_ranks, step)
+            output = engine(x)
+            engine.backward(cases.loss_of(output, y))
+            engine.step()
+            engine.zero_grad()
+        return engine.full_state_dict(), output.dtype
+
+
+def reference(dtype, reduce, num_ranks, steps):
+    """fp32 master; per rank 16-bit copies, forward and backward; sum in ``reduce``; mean and step in fp32."""
+    master = build()
+    optimizer = adamw(list(master.parameters()))
+    for step in range(steps):
+        sums = None
+        for rank in range(num_ranks):
+            x, y = rows(rank, num_ranks, step)
+            copy = build().to(dtype)
+            copy.load_state_dict({name: value.to(dtype) for name, value in master.state_dict().items()})
+            cases.loss_of(copy(x.to(dtype)).float(), y).backward()
+            gradients = [param.grad.to(reduce) for param in copy.parameters()]
+            sums = gradients if sums is None else [a + b for a, b in zip(sums, gradients, strict=True)]
+        for param, gradient in zip(master.parameters(), sums, strict=True):
+            param.grad = gradient.float() / num_ranks
+        optimizer.step()
+    return master.state_dict()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equals_a_single_process_of_the_same_rounding(pools, dtype, num_ranks):
+    for reduce in (torch.float32, dtype):
+        for layout in ("flat", "dim0"):
+            options = {"precision": Precision(dtype, reduce, torch.float32), "layout": layout}
+            expected = reference(dtype, reduce, num_ranks, 4)
+            for state, output_dtype in pools(num_ranks).run(train, num_ranks, options, 4):
+                assert output_dtype == torch.float32
+                for name, value in expected.items():
+                    assert state[name].dtype == torch.float32
+                    torch.testing.assert_close(state[name], value, atol=1e-6, rtol=0)
+
+
+def bytes_and_wire(rank, precision):
+    log = Log()
+    with Mesh({"data": 2}) as mesh:
+        engine = build_engine("fsdp", build(), adamw, mesh, precision=precision, wrap="root")
+        x, y = rows(rank, 2, 0)
+        engine.unshard("root")
+        gathered = bytes_by_role(engine.live_tensors())[Role.GATHERED_PARAMETER]
+        engine.reshard("root")
+        with mesh.observed_by(log):
+            engine.backward(cases.loss_of(engine(x), y))
+            engine.step()
+        held = bytes_by_role(engine.live_tensors())
+        return (
+            gathered,
+            held,
+            [(event.op, event.dtype, event.num_bytes) for event in log.events],
+            engine.units[0].layout.padded_numel,
+        )
+
+
+def test_gathers_move_16_bits_and_the_state_keeps_32(pools):
+    for gathered, held, events, padded in pools(2).run(bytes_and_wire, "bf16"):
+        assert gathered == 2 * padded
+        assert events == [
+            ("all_gather", "bfloat16", 2 * padded),
+            ("all_gather", "bfloat16", 2 * padded),
+            ("reduce_scatter", "float32", 4 * padded),
+        ]
+        assert held[Role.PARAMETER] == held[Role.GRADIENT] == 2 * padded
+        assert held[Role.OPTIMIZER_STATE] <= 4 * padded
+
+
+def overflow(rank, strategy, options):
+    scales, steps = [], []
+    with Mesh({"data": 2}) as mesh, build_engine(strategy, build(), adamw, mesh, **options) as engine:
+        scaler = GradScaler(scale=4.0, interval=2)
+        for step in range(6):
+            x, y = rows(rank, 2, step)
+            loss = cases.loss_of(engine(x), y)
+            if step == 3 and rank == 1:
+                loss = loss * float("inf")  # on one rank alone
+            engine.backward(scaler.scale(loss))
+            scaler.unscale_(engine)
+            engine.clip_grad_norm_(1.0)
+            steps.append(scaler.step(engine))
+            scales.append(scaler.current_scale)
+            engine.zero_grad()
+        return steps, scales, engine.num_steps, engine.full_state_dict()
+
+
+def test_an_overflow_on_one_rank_makes_all_skip(pools):
+    for strategy, options in (("fsdp", {"precision": "fp16"}), ("zero1", {}), ("bucketed", {})):
+        results = pools(2).run(overflow, strategy, options)
+        for steps, scales, num_steps, state in results:
+            assert steps == [True, True, True, False, True, True]
+            assert scales == [4.0, 8.0, 8.0, 4.0, 4.0, 8.0]
+            assert num_steps == 5
+            assert all(bool(torch.isfinite(value).all()) for value in state.values())
+
+
+def test_wrong_arguments_name_the_field():
+    for arguments, field in (({"scale": 0.0}, "scale"), ({"backoff": 1.0}, "backoff"), ({"interval": 0}, "interval")):
+        with pytest.raises(ValueError, match=field):
+            GradScaler(**arguments)
+    with pytest.raises(ValueError, match="precision: compute"):
+        Precision(compute=torch.int32)
