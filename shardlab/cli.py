@@ -1,4 +1,4 @@
-"""The terminal's face: ``shardlab compare`` and ``shardlab doctor``.
+"""The terminal's face: ``shardlab compare``, ``shardlab plan`` and ``shardlab doctor``.
 
 Exit codes: 0 done; 1 a rank failed, or losses differ; 2 bad input, said in one line; 130 interrupted. Under torchrun
 every process runs this, and rank 0 alone prints.
@@ -19,6 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
+from shardlab.cli_plan import plan
+
 if TYPE_CHECKING:
     from shardlab.experiment import CompareConfig, Comparison
     from shardlab.experiment.run import Progress as StepDone
@@ -32,6 +34,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Sharded training, hand-written and measured.",
 )
+
+
+@contextlib.contextmanager
+def bad_input() -> Iterator[None]:
+    """A ValueError inside is the user's to mend: one line, no traceback. Elsewhere it is a bug and stays one."""
+    try:
+        yield
+    except ValueError as error:
+        from shardlab.experiment import is_reporter
+
+        if is_reporter():
+            _complain(str(error))
+        raise typer.Exit(BAD_INPUT) from None
 
 
 @app.command()
@@ -50,8 +65,16 @@ def compare(
     seed: Annotated[int, typer.Option(help="Of model and data.")] = 0,
     learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-3,
     clip: Annotated[float | None, typer.Option(help="Maximal global gradient norm; none by default.")] = None,
-    bucket_mib: Annotated[float, typer.Option(help="Bucket capacity in MiB.")] = 25.0,
-    partition: Annotated[str, typer.Option(help="zero1: elements, round_robin, contiguous, balanced.")] = "elements",
+    bucket_mib: Annotated[float, typer.Option(help="Bucket capacity in MiB.")] = 1.0,
+    partition: Annotated[str, typer.Option(help="ZeRO: elements, round_robin, contiguous, balanced.")] = "elements",
+    sharding: Annotated[
+        str, typer.Option(help="FSDP: full_shard, shard_grad_op, no_shard, hybrid_shard.")
+    ] = "full_shard",
+    shard_group: Annotated[int | None, typer.Option(help="hybrid_shard: ranks in a group; by default half.")] = None,
+    wrap: Annotated[str, typer.Option(help="FSDP units: block, root, or a number of parameters.")] = "block",
+    prefetch: Annotated[int, typer.Option(help="FSDP: units gathered ahead.")] = 1,
+    layout: Annotated[str, typer.Option(help="FSDP: flat or dim0.")] = "flat",
+    precision: Annotated[str, typer.Option(help="FSDP: full, bf16 or fp16.")] = "full",
     link: Annotated[str | None, typer.Option(help="Emulate a link, for example 10Gbps,50us.")] = None,
     timeout_s: Annotated[float, typer.Option(help="A collective that takes longer ends the run.")] = 300.0,
 ) -> None:
@@ -64,7 +87,8 @@ def compare(
             strategies=tuple(name.strip() for name in strategies.split(",") if name.strip()),
             ranks=ranks, steps=steps, model=model, text=text, batch=batch, seq_len=seq_len, accumulation=accumulation,
             dtype=dtype, device=device, seed=seed, learning_rate=learning_rate, clip=clip, bucket_mib=bucket_mib,
-            partition=partition, link=link, timeout_s=timeout_s,
+            partition=partition, sharding=sharding, shard_group=shard_group, wrap=wrap, prefetch=prefetch,
+            layout=layout, precision=precision, link=link, timeout_s=timeout_s,
         )  # fmt: skip
         if experiment.is_reporter():
             experiment.claim(directory)
@@ -73,6 +97,9 @@ def compare(
         _print_result(comparison, config, experiment.write_report(comparison, config))
     if not comparison.losses_equal:
         raise typer.Exit(1)
+
+
+app.command()(bad_input()(plan))
 
 
 @app.command()
@@ -107,19 +134,6 @@ def _is_rank_failure(error: Exception) -> bool:
     from shardlab.launch import RankError, RankHang
 
     return isinstance(error, RankError | RankHang)
-
-
-@contextlib.contextmanager
-def bad_input() -> Iterator[None]:
-    """A ValueError inside is the user's to mend: one line, no traceback. Elsewhere it is a bug and stays one."""
-    try:
-        yield
-    except ValueError as error:
-        from shardlab.experiment import is_reporter
-
-        if is_reporter():
-            _complain(str(error))
-        raise typer.Exit(BAD_INPUT) from None
 
 
 def _complain(text: str) -> None:

@@ -244,6 +244,7 @@ class Communicator:
             emulated=self._transport.emulated,
             source_line=caller_of_library(),
             scratch_bytes=scratch_bytes,
+            storage=0 if buffer is None else buffer.untyped_storage()._cdata,
         )
         self._seq += 1
         for observer in self._observers:

@@ -24,6 +24,7 @@ class CollectiveEvent:
         numel: elements of the whole buffer; ``num_bytes`` likewise.
         wire_bytes: bytes this rank sends by the ring formula (``partition.wire``).
         scratch_bytes: bytes the transport holds between start and end beside the caller's buffers.
+        storage: identity of the buffer's storage while it is alive, so that a memory ledger can tell what it is.
         source_line: ``file:line`` of the caller outside the library.
         device_times: CUDA events at begin and end, where a stream ran it: whoever records resolves them after the step.
     """
@@ -41,6 +42,7 @@ class CollectiveEvent:
     emulated: bool
     source_line: str
     scratch_bytes: int = 0
+    storage: int = 0
     issue_ns: float = field(default_factory=perf_counter_ns)
     start_ns: float = nan
     end_ns: float = nan

@@ -8,7 +8,8 @@ import torch
 
 from shardlab.data_sets import load_text
 from shardlab.engines import STRATEGIES
-from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES
+from shardlab.engines.fsdp import LAYOUTS, SHARDINGS, parse_wrap
+from shardlab.engines.precision import parse_precision
 from shardlab.engines.sharded_optimizer import parse_partition
 from shardlab.launch import place
 from shardlab.launch.torchrun_env import torchrun_env
@@ -38,7 +39,13 @@ class CompareConfig:
         learning_rate: of AdamW.
         clip: maximal global gradient norm; None for no clipping.
         bucket_mib: capacity of a bucket in MiB.
-        partition: how ZeRO-1 divides a bucket, see ``ShardedOptimizer``.
+        partition: how ZeRO divides a bucket, see ``ShardedOptimizer``.
+        sharding: of FSDP: full_shard, shard_grad_op, no_shard or hybrid_shard.
+        shard_group: ranks in a shard group of hybrid_shard; None for half of the ranks.
+        wrap: of FSDP: 'block', 'root' or a number of parameters.
+        prefetch: units FSDP gathers ahead.
+        layout: of FSDP: 'flat' or 'dim0'.
+        precision: of FSDP: 'full', 'bf16' or 'fp16'.
         link: emulate this link, for example '10Gbps,50us'; None for the real one.
         timeout_s: a collective that takes longer ends the run.
 
@@ -59,8 +66,14 @@ class CompareConfig:
     seed: int = 0
     learning_rate: float = 1e-3
     clip: float | None = None
-    bucket_mib: float = DEFAULT_BUCKET_BYTES / 1024**2
+    bucket_mib: float = 1.0  # a model for learning is small: with the engines' 25 MiB it would be one bucket
     partition: str = "elements"
+    sharding: str = "full_shard"
+    shard_group: int | None = None
+    wrap: str = "block"
+    prefetch: int = 1
+    layout: str = "flat"
+    precision: str = "full"
     link: str | None = None
     timeout_s: float = 300.0
 
@@ -74,13 +87,14 @@ class CompareConfig:
             _one_of("strategies", strategy, STRATEGIES)
         if len(set(self.strategies)) != len(self.strategies):
             raise ValueError(f"strategies: {', '.join(self.strategies)} names one twice")
-        for field in ("ranks", "steps", "seq_len", "accumulation"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}: {getattr(self, field)} is below 1")
+        for field in ("ranks", "steps", "seq_len", "accumulation", "shard_group"):
+            if (number := getattr(self, field)) is not None and number < 1:
+                raise ValueError(f"{field}: {number} is below 1")
         for field in ("learning_rate", "bucket_mib", "timeout_s", "clip"):
             if (value := getattr(self, field)) is not None and not 0 < value < math.inf:
                 raise ValueError(f"{field}: {value} is not a finite number greater than 0")
         self._check_batch()
+        self._check_fsdp()
         parse_partition(self.partition)
         if self.link is not None:
             Link.parse(self.link)
@@ -103,6 +117,29 @@ class CompareConfig:
                 f"micro-batches; a multiple of {parts} does, for example {nearest}"
             )
 
+    def _check_fsdp(self) -> None:
+        _one_of("sharding", self.sharding, SHARDINGS)
+        _one_of("layout", self.layout, LAYOUTS)
+        parse_wrap(self.wrap)
+        parse_precision(self.precision)
+        if self.prefetch < 0:
+            raise ValueError(f"prefetch: {self.prefetch} is below 0")
+        if self.sharding == "hybrid_shard" and "fsdp" in self.strategies and self.ranks % self.shards != 0:
+            raise ValueError(
+                f"shard_group: groups of {self.shards} do not divide {self.ranks} ranks; take a divisor of {self.ranks}"
+            )
+
+    @property
+    def shards(self) -> int:
+        """Ranks in a shard group of hybrid_shard."""
+        return self.shard_group if self.shard_group is not None else max(1, self.ranks // 2)
+
+    def mesh_axes(self, strategy: str) -> dict[str, int]:
+        """The mesh a strategy needs."""
+        if strategy == "fsdp" and self.sharding == "hybrid_shard":
+            return {"replica": self.ranks // self.shards, "shard": self.shards}
+        return {"data": self.ranks}
+
     @property
     def global_batch(self) -> int:
         """Sequences in one step, over all ranks and micro-batches."""
@@ -115,7 +152,11 @@ class CompareConfig:
 
     def engine_options(self, allowed: tuple[str, ...]) -> dict[str, Any]:
         """Those of this configuration's engine options that a strategy takes."""
-        known = {"bucket_bytes": self.bucket_bytes, "partition": self.partition}
+        known = {
+            "bucket_bytes": self.bucket_bytes, "partition": self.partition, "sharding": self.sharding,
+            "wrap": parse_wrap(self.wrap), "prefetch": self.prefetch, "layout": self.layout,
+            "precision": self.precision,
+        }  # fmt: skip
         return {name: value for name, value in known.items() if name in allowed}
 
     def as_dict(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from shardlab.plots import (
 from shardlab.vocabulary import Phase
 
 MB = 1e6
-TIMELINE_PREFERENCE = ("bucketed", "zero1", "ddp")
+TIMELINE_PREFERENCE = ("bucketed", "zero1", "zero2", "zero3", "fsdp", "ddp")
 COLUMNS = {
     "strategy": ("strategy", 1),
     "ranks": ("ranks", 1),

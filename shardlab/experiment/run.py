@@ -61,9 +61,8 @@ class RankRun:
         self._train_step = TrainStep(
             engine, next_token_loss, accumulation=config.accumulation, max_norm=config.clip, recorder=recorder
         )
-        comm = engine.comm
-        num_rows = self._micro_batch_rows // comm.num_ranks
-        self._rows = range(comm.rank * num_rows, (comm.rank + 1) * num_rows)
+        num_rows = self._micro_batch_rows // engine.num_data_ranks
+        self._rows = range(engine.data_rank * num_rows, (engine.data_rank + 1) * num_rows)
 
     def step(self, step: int, *, trace_memory: bool = False) -> StepResult:
         """Train and record step number ``step``; ``trace_memory`` finds its peak by role and slows it."""
@@ -130,7 +129,7 @@ def run_strategy(rank: int, config: CompareConfig, strategy: str, directory: Pat
     with contextlib.ExitStack() as stack:
         if alone:
             stack.enter_context(_threads(torch.get_num_threads() * config.ranks))
-        mesh = stack.enter_context(_mesh(config, alone=alone))
+        mesh = stack.enter_context(_mesh(config, strategy))
         writer = RunWriter(directory, rank, strategy, source_of(mesh))
         run = stack.enter_context(recorded_run(config, strategy, mesh, writer, origin_ns))
         traced = min(2, config.steps - 1)  # the first step in which all optimizer state is there from the beginning
@@ -144,7 +143,7 @@ def run_strategy(rank: int, config: CompareConfig, strategy: str, directory: Pat
 
 def source_of(mesh: Mesh) -> str:
     """What the records of a run on ``mesh`` say of where their numbers come from."""
-    return "emulated" if mesh.data.emulated else "measured"
+    return "emulated" if any(comm.emulated for comm in mesh.communicators) else "measured"
 
 
 def now_ns() -> int:
@@ -152,12 +151,12 @@ def now_ns() -> int:
     return perf_counter_ns()
 
 
-def _mesh(config: CompareConfig, *, alone: bool) -> Mesh:
+def _mesh(config: CompareConfig, strategy: str) -> Mesh:
     device = current().device
-    if alone:
+    if strategy == "single":
         return Mesh.alone(device)
     link = None if config.link is None else Link.parse(config.link)
-    return Mesh({"data": config.ranks}, device=device, link=link)
+    return Mesh(config.mesh_axes(strategy), device=device, link=link)
 
 
 def _engine(config: CompareConfig, strategy: str, mesh: Mesh) -> Engine:

@@ -102,8 +102,7 @@ class TrainStep:
         with self._phase(Phase.METRICS):
             total = torch.stack(self._losses).sum().to(torch.float64)
             self._losses.clear()
-            self.engine.comm.all_reduce(total, tag="loss").wait()
-            return float(total) / self.engine.comm.num_ranks
+            return float(self.engine.mean_over_ranks(total, tag="loss"))
 
     def _phase(self, phase: Phase, kind: SpanKind | None = None) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self.recorder is None else self.recorder.phase(phase, kind)

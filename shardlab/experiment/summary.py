@@ -11,6 +11,7 @@ from shardlab.vocabulary import Role
 REFERENCE = "single"
 # Sums in another order differ in the last bits, and training carries the difference along.
 LOSS_TOLERANCE = {"float32": 1e-4, "float64": 1e-9}
+ROUNDED_LOSS_TOLERANCE = 0.05  # 16-bit compute: another rounding, not another algorithm
 
 
 def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
@@ -44,6 +45,8 @@ def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: s
     own = losses[run]
     reference = losses.get(REFERENCE)
     difference = None if reference is None else float((own - reference).abs().max())
+    rounds = run == "fsdp" and records.manifests[run]["config"]["precision"] != "full"
+    tolerance = ROUNDED_LOSS_TOLERANCE if rounds else LOSS_TOLERANCE[dtype]
     return {
         "strategy": run,
         "ranks": int(records.manifests[run]["ranks"]),
@@ -51,7 +54,7 @@ def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: s
         "loss_first": float(own.iloc[0]),
         "loss_last": float(own.iloc[-1]),
         "max_loss_difference": difference,
-        "losses_equal": None if difference is None else difference <= LOSS_TOLERANCE[dtype],
+        "losses_equal": None if difference is None else difference <= tolerance,
     }
 
 

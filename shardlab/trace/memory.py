@@ -22,8 +22,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # no public way to see every operation
 
 from shardlab.comm import CollectiveEvent
-from shardlab.vocabulary import Phase, Role
+from shardlab.vocabulary import Collective, Phase, Role
 
+_MOVES = {
+    Collective.ALL_GATHER: Role.GATHERED_PARAMETER,
+    Collective.REDUCE_SCATTER: Role.GRADIENT,
+    Collective.ALL_REDUCE: Role.GRADIENT,
+}
 LiveTensors = Mapping[Role, Iterable[Tensor]]
 ByRole = dict[Role, int]
 
@@ -127,6 +132,12 @@ class MemoryLedger(TorchDispatchMode):
             if key in self._known:
                 self._roles[self._known[key]] = role
         return self
+
+    def issued(self, event: CollectiveEvent) -> None:
+        """What a collective moves says what it is: gathered are parameters, reduced are gradients."""
+        serial = self._known.get(event.storage)
+        if serial is not None and event.op in _MOVES:
+            self._roles.setdefault(serial, _MOVES[event.op])
 
     def started(self, event: CollectiveEvent) -> None:
         """A transport takes its scratch (from the lane's thread)."""

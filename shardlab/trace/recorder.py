@@ -138,6 +138,8 @@ class Recorder:
         """Remember it, with the phase it was issued in."""
         began_ns = perf_counter_ns()
         self._events.append((event, self._phase))
+        if self._ledger is not None:
+            self._ledger.issued(event)
         self.spent(began_ns)
 
     def started(self, event: CollectiveEvent) -> None:

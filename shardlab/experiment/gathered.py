@@ -1,0 +1,104 @@
+"""Which units are gathered when: an FSDP engine watched through one or more training steps.
+
+    with watch_gathered(engine) as samples:
+        engine.backward(loss_of(engine(x)))
+    table = gathered_table(samples)
+
+Sampled where it can change and a module computes: when a unit's forward begins (its own parameters and the prefetched
+ones are there) and ends, the same for backward, and once at the end.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shardlab.engines import FSDP
+from shardlab.engines.fsdp.group import Group
+from shardlab.trace.memory import bytes_by_role
+from shardlab.vocabulary import Role
+
+COLUMNS = ("sample", "moment", "unit", "bytes")
+
+
+@dataclass(frozen=True)
+class GatheredSample:
+    """Bytes of gathered parameters by unit at one moment, for example 'blocks.0 forward'; units without any are 0."""
+
+    moment: str
+    by_unit: dict[str, int]
+
+    @property
+    def num_bytes(self) -> int:
+        """All units together."""
+        return sum(self.by_unit.values())
+
+
+@contextmanager
+def watch_gathered(engine: FSDP) -> Iterator[list[GatheredSample]]:
+    """Inside, samples are taken and appended to the list that is yielded; the hooks run after the engine's own."""
+    samples: list[GatheredSample] = []
+
+    def sample(moment: str) -> None:
+        samples.append(GatheredSample(moment, gathered_by_unit(engine)))
+
+    hooks = [hook for group in engine.groups for hook in _watch(group, sample)]
+    try:
+        yield samples
+    finally:
+        for hook in hooks:
+            hook.remove()
+    sample("end")
+
+
+def gathered_by_unit(engine: FSDP) -> dict[str, int]:
+    """Bytes of gathered parameters that each unit holds now, each storage once; a unit without any holds 0."""
+    return {
+        group.name: bytes_by_role(
+            {Role.GATHERED_PARAMETER: [tensor for unit in group.units for tensor in unit.gathered()]}
+        )[Role.GATHERED_PARAMETER]
+        for group in engine.groups
+    }
+
+
+def unit_bytes(engine: FSDP) -> dict[str, int]:
+    """Bytes of each unit when it is gathered, padding included."""
+    return {
+        group.name: sum(
+            unit.layout.padded_numel * (engine.precision.compute or unit.shard.dtype).itemsize for unit in group.units
+        )
+        for group in engine.groups
+    }
+
+
+def gathered_table(samples: list[GatheredSample]) -> pd.DataFrame:
+    """One row per sample and unit: ``sample`` (its number), ``moment``, ``unit``, ``bytes``."""
+    rows = [
+        (number, sample.moment, unit, num_bytes)
+        for number, sample in enumerate(samples)
+        for unit, num_bytes in sample.by_unit.items()
+    ]
+    return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"sample": "int64", "bytes": "int64"})
+
+
+def _watch(group: Group, sample: Any) -> Iterator[RemovableHandle]:
+    def after_forward(_: nn.Module, __: Any, output: Any) -> None:
+        sample(f"{group.name} forward done")
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda _: sample(f"{group.name} backward"))
+
+    def after_gradient(_: Tensor) -> None:
+        if not group.waiting:
+            sample(f"{group.name} backward done")
+
+    yield group.module.register_forward_pre_hook(lambda *_: sample(f"{group.name} forward"))
+    yield group.module.register_forward_hook(after_forward)
+    for unit in group.units:
+        for param in unit.params.values():
+            if param.requires_grad:
+                yield param.register_post_accumulate_grad_hook(after_gradient)
