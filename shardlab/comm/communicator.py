@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardlab.comm.contiguous import copy_back, flattened, require_flat
 from shardlab.comm.events import CollectiveEvent, Observer
-from shardlab.comm.lanes import Job, Lane, ThreadLane
+from shardlab.comm.lanes import Job, Lane
 from shardlab.comm.pending import Pending
 from shardlab.comm.process import Process
 from shardlab.comm.source_line import caller_of_library
@@ -45,7 +45,7 @@ class Communicator:
         self.rank = rank
         self._transport = transport
         self._lane = lane
-        self._send_lane: ThreadLane | None = None
+        self._send_lane: Lane | None = None
         self._observers: tuple[Observer, ...] = Process.observers
         self._seq = 0
 
@@ -185,10 +185,11 @@ class Communicator:
         """Send ``tensor`` to group rank ``dst``. Sends have a lane of their own, so that a ring does not deadlock."""
         transport = self._peer(dst, "dst")
         flat = flattened(tensor)
-        if self._send_lane is None and isinstance(self._lane, ThreadLane):
-            self._send_lane = ThreadLane(f"send-{self.axis}")
-        lane = self._send_lane or self._lane
-        return self._submit(Collective.SEND, flat, lambda: transport.send(flat, dst), tag, keep=(flat,), lane=lane)
+        if self._send_lane is None and self._lane is not None:
+            self._send_lane = self._lane.twin()
+        return self._submit(
+            Collective.SEND, flat, lambda: transport.send(flat, dst), tag, keep=(flat,), lane=self._send_lane
+        )
 
     def recv(self, tensor: Tensor, src: int, *, tag: str = "") -> Pending:
         """Receive from group rank ``src`` into ``tensor``."""

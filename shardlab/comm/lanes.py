@@ -27,6 +27,9 @@ class Lane(Protocol):
     def submit(self, job: Job, event: CollectiveEvent, observers: tuple[Observer, ...]) -> Job:
         """Queue ``job``; the returned call waits for it and raises what it raised."""
 
+    def twin(self) -> "Lane":
+        """Another lane of the same kind, whose jobs run beside this one's."""
+
     def close(self) -> None:
         """End the lane after the jobs that are queued."""
 
@@ -77,6 +80,10 @@ class ThreadLane:
         self._queue.put(ticket)
         return ticket.wait
 
+    def twin(self) -> "ThreadLane":
+        """Another thread."""
+        return ThreadLane(f"{self._thread.name}-twin")
+
     def close(self) -> None:
         """End the thread after the jobs that are queued."""
         self._abandon()
@@ -95,6 +102,7 @@ class StreamLane:
     """A CUDA stream beside the compute stream, for transports whose calls only enqueue (NCCL)."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device)
 
     def submit(self, job: Job, event: CollectiveEvent, observers: tuple[Observer, ...]) -> Job:
@@ -115,6 +123,10 @@ class StreamLane:
                 observer.completed(event)
 
         return wait
+
+    def twin(self) -> "StreamLane":
+        """Another stream."""
+        return StreamLane(self._device)
 
     def close(self) -> None:
         """Wait for the stream."""

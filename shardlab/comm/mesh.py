@@ -57,8 +57,11 @@ class Mesh:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._groups: list[dist.ProcessGroup] = []
         self._communicators: dict[str, Communicator] = {}
+        no_longer_used, Process.retired = Process.retired, ()
         for axis in self.axes:
             self._build(axis, link)
+        for group in no_longer_used:
+            dist.destroy_process_group(group)
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> "Mesh":
@@ -96,11 +99,10 @@ class Mesh:
             yield
 
     def close(self) -> None:
-        """End the communicators and their process groups. All members call it."""
+        """End the communicators; their process groups go when the next mesh is built."""
         for communicator in self.communicators:
             communicator.close()
-        for group in self._groups:
-            dist.destroy_process_group(group)
+        Process.retired = (*Process.retired, *self._groups)
         self._groups.clear()
 
     def __enter__(self) -> "Mesh":

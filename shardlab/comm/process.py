@@ -6,6 +6,8 @@ knows nothing of it, and sets the time after which torch gives a collective up. 
 
 from datetime import timedelta
 
+import torch.distributed as dist
+
 from shardlab.comm.events import Observer
 
 
@@ -15,9 +17,12 @@ class Process:
     Attributes:
         observers: told of every collective of every communicator made from now on.
         timeout: after this torch ends a collective with an error; None for torch's default.
+        retired: groups of closed meshes. A group that one rank destroys ends the others' collectives with a connection
+            error that names nobody; so they stay until the next mesh, which all ranks have reached.
     """
 
     observers: tuple[Observer, ...] = ()
+    retired: tuple[dist.ProcessGroup, ...] = ()
     timeout: timedelta | None = None
 
 

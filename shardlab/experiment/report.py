@@ -82,7 +82,10 @@ def verdict(comparison: Comparison) -> str:
     difference = comparison.summary["max_loss_difference"].max()
     if pd.isna(difference):
         return "Losses were not compared: the strategy 'single' did not run."
+    rounded = comparison.records.manifests.get("fsdp", {}).get("config", {}).get("precision", "full")
     equal = "equal" if comparison.losses_equal else "NOT equal"
+    if rounded != "full" and comparison.losses_equal:
+        equal = f"equal, those of fsdp within the rounding of {rounded}"
     return f"Losses are {equal}: the largest difference from the single process is {difference:.1e}."
 
 

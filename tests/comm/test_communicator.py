@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from shardlab.comm import Mesh
+from shardlab.comm.process import Process
+from shardlab.launch import RankHang, RankPool
 from shardlab.partition.chunks import chunk_bounds
 
 WORLD_SIZES = (2, 3, 4)
@@ -238,3 +240,28 @@ def signs_of_zero(rank):
 @pytest.mark.parametrize("num_ranks", WORLD_SIZES)
 def test_sums_keep_the_sign_of_zero(pools, num_ranks):
     assert all(all(found) for found in pools(num_ranks).run(signs_of_zero))
+
+
+def leaves_early(rank):
+    with Mesh({"data": 3}) as mesh:
+        if rank != 1:
+            mesh.data.all_reduce(torch.ones(1), tag="loss").wait()
+
+
+def test_a_rank_that_leaves_its_mesh_early_is_a_hang_that_names_who_waits():
+    with RankPool(3, timeout_s=2.0) as pool:
+        with pytest.raises(RankHang) as caught:
+            pool.run(leaves_early)
+        assert caught.value.waiting == (0, 2)
+        assert "'loss'" in str(caught.value)
+
+
+def many_meshes(rank):
+    for _ in range(20):
+        with Mesh({"data": 2}) as mesh:
+            mesh.data.barrier().wait()
+    return len(Process.retired)
+
+
+def test_groups_of_closed_meshes_do_not_pile_up(pools):
+    assert pools(2).run(many_meshes) == [1, 1]
