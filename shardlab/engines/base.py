@@ -77,14 +77,15 @@ class Engine(ABC):
             raise ValueError("model: it has no parameters, so there is nothing to train")
         if complex_names := [name for name, param in self.params.items() if param.is_complex()]:
             raise ValueError(f"model: complex parameters are not supported: {complex_names}")
+        self._check_meta()
         self.num_steps = 0
         self._sync = True
         self._reduced = False  # the gradients are means
         self._unfinished = False  # a backward outside no_sync() has not been finished
-        for comm in reversed(self.data_comms):
-            broadcast_coalesced(
-                comm, [*self.params.values(), *model.buffers()], tag="parameters and buffers from rank 0"
-            )
+        self._equalise(
+            [*(param for param in self.params.values() if not param.is_meta), *model.buffers()],
+            "parameters and buffers from rank 0",
+        )
         self._prepare()
         self.optimizer = optimizer_fn(self.step_tensors())
         self._check_optimizer()
@@ -323,6 +324,19 @@ class Engine(ABC):
     def _norm_comm(self) -> Communicator | None:
         """The ranks over which the gradients of ``step_tensors()`` are spread; None where each has all."""
         return self.comm if self.shards_gradients else None
+
+    def _check_meta(self) -> None:
+        """Refuse parameters without memory, unless the strategy can make them."""
+        if meta := [name for name, param in self.params.items() if param.is_meta]:
+            raise ValueError(
+                f"model: {meta[0]!r} and {len(meta) - 1} more parameters are on the meta device; only 'fsdp' builds "
+                "a model unit by unit, else build it on the device"
+            )
+
+    def _equalise(self, tensors: list[Tensor], tag: str) -> None:
+        """Make tensors those of the first data rank, in place."""
+        for comm in reversed(self.data_comms):
+            broadcast_coalesced(comm, tensors, tag=tag)
 
     def _settle(self) -> None:
         """Finish a plain ``loss.backward()`` that has not been finished."""

@@ -130,7 +130,8 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.hidden, config.vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.token_embedding.weight
-        self._init_weights()
+        for name, module in self.named_modules():
+            self.init_weights(name, module)
 
     def forward(self, tokens_bs: torch.Tensor) -> torch.Tensor:
         """Logits of shape (B, S, V) for int64 tokens of shape (B, S), S at most ``config.seq_len``.
@@ -148,11 +149,19 @@ class GPT(nn.Module):
         logits_bsv: torch.Tensor = self.head(self.final_norm(x_bsh))
         return logits_bsv
 
-    def _init_weights(self) -> None:
-        """GPT-2's: normal with deviation 0.02, divided by sqrt(2 L) where a residual is added; biases 0."""
+    def init_weights(self, name: str, module: nn.Module) -> None:
+        """Fill the parameters that one module of this model holds itself, after GPT-2.
+
+        Normal with deviation 0.02, divided by sqrt(2 L) where a residual is added; biases 0; norms 1 and 0.
+
+        Args:
+            name: the module's name in this model.
+            module: the module.
+        """
         residual_std = 0.02 / (2 * self.config.num_layers) ** 0.5
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=residual_std if name.endswith(("out_proj", "fc2")) else 0.02)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
+        if isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=residual_std if name.endswith(("out_proj", "fc2")) else 0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)

@@ -323,3 +323,64 @@ def misuse(rank):
 
 def test_misuse_names_the_field(pools):
     assert pools(2).run(misuse) == [["sharding", "layout", "prefetch", "wrap", "wrap"]] * 2
+
+
+def seeded(name, module):
+    """The same numbers for a module whatever the order of initialisation."""
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    for param in module.parameters(recurse=False):
+        param.copy_(torch.randn(param.shape, generator=generator, dtype=param.dtype) / 4)
+
+
+def from_meta(rank, layout):
+    largest = []
+
+    def init(name, module):
+        seeded(name, module)
+        if rank == 1:  # the ranks differ, and must not in the end
+            for param in module.parameters(recurse=False):
+                param.zero_()
+        largest.append(sum(param.numel() for param in model.parameters() if param.device.type == "cpu"))
+
+    with torch.device("meta"):
+        model = Blocks().double()
+    with Mesh({"data": 2}) as mesh, build_engine("fsdp", model, adamw, mesh, init_fn=init, layout=layout) as engine:
+        for step in range(3):
+            one_step(engine, rank, step=step)
+            engine.zero_grad()
+        return engine.full_state_dict(), max(largest)
+
+
+def test_a_model_on_the_meta_device_is_built_unit_by_unit(pools):
+    model = Blocks().double()
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            seeded(name, module)
+    optimizer = torch.optim.AdamW(list(model.parameters()), lr=1e-2)
+    for step in range(3):
+        x, y = cases.rows("MLP", step, 0, 2)
+        cases.loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    numel = sum(param.numel() for param in model.parameters())
+    for layout in ("flat", "dim0"):
+        results = pools(2).run(from_meta, layout)
+        assert_states([state for state, _ in results], model.state_dict())
+        assert all(largest < numel / 2 for _, largest in results), "never the whole model at once"
+
+
+def meta_misuse(rank):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(7, 5), Block())
+        own = nn.Module()
+        own.weight = nn.Parameter(torch.empty(3))
+    with Mesh({"data": 2}) as mesh:
+        with pytest.raises(ValueError, match="model: '0.weight' and 3 more parameters are on the meta device"):
+            build_engine("zero3", model, adamw, mesh)
+        with pytest.raises(ValueError, match=r"init_fn: module '' \(Module\)"):
+            build_engine("fsdp", own, adamw, mesh)
+    return True
+
+
+def test_meta_misuse_is_named(pools):
+    assert pools(2).run(meta_misuse) == [True, True]

@@ -30,11 +30,12 @@ from torch.utils.hooks import RemovableHandle
 from shardlab.comm import Communicator, Mesh
 from shardlab.engines.base import OptimizerFn
 from shardlab.engines.fsdp.group import Group, owners_of_parameters
+from shardlab.engines.fsdp.materialize import InitFn, materialize, reset_parameters
 from shardlab.engines.fsdp.order import Order
 from shardlab.engines.fsdp.policy import ROOT, WrapPolicy, wrapped_modules
 from shardlab.engines.fsdp.sharding import SHARDINGS
 from shardlab.engines.precision import Precision, cast_floating, parse_precision
-from shardlab.engines.released import Seats, seats_of
+from shardlab.engines.released import seats_of
 from shardlab.engines.saved import saved_by_reference
 from shardlab.engines.sharded_engine import ShardedEngine
 from shardlab.engines.sharded_unit import ShardedUnit
@@ -58,6 +59,8 @@ class FSDP(ShardedEngine):
         prefetch: units gathered ahead, in forward and in backward; 0 gathers when needed.
         layout: 'flat' (end to end, padded at the end of the unit) or 'dim0' (each parameter by rows).
         precision: 'full', 'bf16', 'fp16' or a ``Precision``.
+        init_fn: for parameters on the meta device: called as (name, module) for each module that holds some, unit by
+            unit, to fill them; None calls ``module.reset_parameters()``.
     """
 
     name = "fsdp"
@@ -73,6 +76,7 @@ class FSDP(ShardedEngine):
         prefetch: int = 1,
         layout: str = "flat",
         precision: Precision | str = "full",
+        init_fn: InitFn | None = None,
     ) -> None:
         if sharding not in SHARDINGS:
             raise ValueError(f"sharding: {sharding!r} is not one of {', '.join(SHARDINGS)}")
@@ -82,6 +86,7 @@ class FSDP(ShardedEngine):
             raise ValueError(f"prefetch: {prefetch} is below 0")
         self.sharding, self.wrap, self.prefetch, self.layout = sharding, wrap, prefetch, layout
         self.precision = parse_precision(precision)
+        self._init_fn = init_fn or reset_parameters
         self._in_backward = self._sending = False
         self._reshards_after_forward = SHARDINGS[sharding].reshard_after_forward
         super().__init__(model, optimizer_fn, mesh)
@@ -143,11 +148,10 @@ class FSDP(ShardedEngine):
         comm = alone if row.shard_axis is None else self.mesh[row.shard_axis]
         replicas = None if row.replica_axis is None else self.mesh[row.replica_axis]
         self._cast_buffers()
-        seats = seats_of(self.module, self.params)
         wrapped = wrapped_modules(self.module, self.wrap)
         members = owners_of_parameters(self.module, wrapped, self.params, ROOT)
         self.groups = [
-            Group(name, wrapped.get(name, self.module), self._units_of(name, names, seats, comm, replicas))
+            Group(name, wrapped.get(name, self.module), self._units_of(name, names, comm, replicas))
             for name, names in members.items()
             if names
         ]
@@ -166,9 +170,16 @@ class FSDP(ShardedEngine):
                 if buffer.is_floating_point():
                     buffer.data = buffer.to(self.precision.buffers)
 
+    def _check_meta(self) -> None:
+        if meta := [name for name, buffer in self.module.named_buffers() if buffer.is_meta]:
+            raise ValueError(f"model: buffer {meta[0]!r} is on the meta device; make buffers on the device")
+
     def _units_of(
-        self, name: str, members: list[str], seats: dict[str, Seats], comm: Communicator, replicas: Communicator | None
+        self, name: str, members: list[str], comm: Communicator, replicas: Communicator | None
     ) -> list[ShardedUnit]:
+        if materialize(self.module, members, self.params, self.mesh.device, self._init_fn):
+            self._equalise([self.params[member] for member in members], f"parameters of {name} from rank 0")
+        seats = seats_of(self.module, {member: self.params[member] for member in members})
         kinds: dict[Any, dict[str, nn.Parameter]] = {}
         for member in members:
             param = self.params[member]
