@@ -16,7 +16,6 @@ first, or ranks that used different parameters issue their collectives in differ
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -29,24 +28,12 @@ from shardlab.comm import Communicator, Mesh, broadcast_coalesced
 from shardlab.engines.checkpoint import Stateful, load_checkpoint, save_checkpoint
 from shardlab.engines.checkpoints.optimizer_state import gather_optimizer_state, install_full_state
 from shardlab.engines.clip import clip_
+from shardlab.engines.holdings import ShardRow, held
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.vocabulary import MeshAxis, Role
 
 OptimizerFn = Callable[[StepTensors], torch.optim.Optimizer]
 _WRAPPED = "_shardlab_engine"
-
-
-@dataclass(frozen=True)
-class ShardRow:
-    """One piece of a tensor that this rank holds: elements ``start`` to ``stop`` of the flattened parameter."""
-
-    parameter: str
-    shape: tuple[int, ...]
-    role: Role
-    bucket: int
-    start: int
-    stop: int
-    num_bytes: int
 
 
 class Engine(ABC):
@@ -153,7 +140,7 @@ class Engine(ABC):
             The norm before clipping, 0-d, equal on all ranks.
         """
         self.finish_gradients()
-        return clip_(self.step_tensors(), max_norm, norm_type, self._norm_comm())
+        return clip_(self.step_tensors(), max_norm, norm_type, self.sharded_over)
 
     def step(self) -> None:
         """One optimizer step; afterwards the parameters are equal on all ranks."""
@@ -193,7 +180,7 @@ class Engine(ABC):
     @property
     def sharded_over(self) -> Communicator | None:
         """The ranks over which what ``step_tensors()`` gives is spread; None where each rank steps everything."""
-        return self._norm_comm()
+        return self.comm if self.shards_gradients else None
 
     def resident_params(self) -> dict[str, tuple[Tensor, int, int]]:
         """What this rank keeps of each parameter between steps, and which elements (start, stop) that is."""
@@ -321,10 +308,6 @@ class Engine(ABC):
         """The axes of the mesh to average over, outer first."""
         return (self.mesh[MeshAxis.DATA],)
 
-    def _norm_comm(self) -> Communicator | None:
-        """The ranks over which the gradients of ``step_tensors()`` are spread; None where each has all."""
-        return self.comm if self.shards_gradients else None
-
     def _check_meta(self) -> None:
         """Refuse parameters without memory, unless the strategy can make them."""
         if meta := [name for name, param in self.params.items() if param.is_meta]:
@@ -377,12 +360,3 @@ class Engine(ABC):
         hook: RemovableHandle = param.register_post_accumulate_grad_hook(self._on_gradient)
         param.requires_grad_(not frozen)
         return hook
-
-
-def held(param: Tensor, state: Mapping[str, Any], gradient: Tensor | None) -> Iterator[tuple[Role, int]]:
-    """Roles and bytes of what is held for one (piece of a) parameter."""
-    yield Role.PARAMETER, param.nbytes
-    if gradient is not None:
-        yield Role.GRADIENT, gradient.nbytes
-    if held := sum(value.nbytes for key, value in state.items() if isinstance(value, Tensor) and key != "step"):
-        yield Role.OPTIMIZER_STATE, held

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from shardlab.comm import Mesh, Pending
-from shardlab.engines.base import Engine, OptimizerFn, ShardRow
+from shardlab.engines.base import Engine, OptimizerFn
 from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES, Bucket, BucketState, build_buckets
+from shardlab.engines.holdings import ShardRow
 from shardlab.vocabulary import Role
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardlab.engines.base import Engine, ShardRow, held
+from shardlab.engines.base import Engine
 from shardlab.engines.checkpoint import Stateful
+from shardlab.engines.holdings import ShardRow, held
 from shardlab.engines.sharded_unit import ShardedUnit
 from shardlab.engines.shards import check_partition
 from shardlab.engines.step_tensors import StepTensors

@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from shardlab.comm import Mesh, Pending
-from shardlab.engines.base import OptimizerFn, ShardRow, held
+from shardlab.engines.base import OptimizerFn
 from shardlab.engines.bucketed import Bucketed
 from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES, Bucket, build_buckets
+from shardlab.engines.holdings import ShardRow, held
 from shardlab.engines.sharded_optimizer import parse_partition
 from shardlab.engines.shards import ParameterShards, check_partition
 from shardlab.engines.step_tensors import StepTensors

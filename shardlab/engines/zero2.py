@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from shardlab.comm import Pending
-from shardlab.engines.base import ShardRow
 from shardlab.engines.buckets import Bucket
+from shardlab.engines.holdings import ShardRow
 from shardlab.engines.zero1 import ZeRO1
 from shardlab.vocabulary import Role
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 

@@ -91,7 +91,7 @@ def _axes(figure: go.Figure, extents: pd.DataFrame, ranks: list[int], unit: tupl
                 text=str(parameter), showarrow=False, font_size=12, textangle=0 if extent["numel"] > 0.15 *
                 _end(extents) else -30,
             )  # fmt: skip
-    figure.update_layout(barmode="overlay", height=max(320, 220 + 40 * len(ranks)), showlegend=False, margin_t=124)
+    figure.update_layout(barmode="overlay", height=max(346, 246 + 40 * len(ranks)), showlegend=False, margin_t=150)
     figure.update_xaxes(title_text=f"element ({name})" if name else "element", range=[0, _end(extents) / divisor],
                         showgrid=False)  # fmt: skip
     figure.update_yaxes(tickvals=ranks, ticktext=[f"rank {rank}" for rank in ranks], showgrid=False,

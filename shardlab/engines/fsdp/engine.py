@@ -138,7 +138,9 @@ class FSDP(ShardedEngine):
         row = SHARDINGS[self.sharding]
         return tuple(self.mesh[axis] for axis in (row.replica_axis, row.shard_axis) if axis is not None)
 
-    def _norm_comm(self) -> Communicator | None:
+    @property
+    def sharded_over(self) -> Communicator | None:
+        """The shard group; None where nothing is sharded."""
         axis = SHARDINGS[self.sharding].shard_axis
         return None if axis is None else self.mesh[axis]
 

@@ -1,0 +1,111 @@
+"""Samples of what is gathered: exact bytes of the units that are there, no trace of the hooks; and the picture."""
+
+import pandas as pd
+import pytest
+import torch
+
+from shardlab.comm import Mesh
+from shardlab.engines import FSDP, build_engine
+from shardlab.experiment.gathered import (
+    COLUMNS,
+    GatheredSample,
+    gathered_by_unit,
+    gathered_table,
+    unit_bytes,
+    watch_gathered,
+)
+from shardlab.experiment.gathered_figure import gathered_over_a_step
+from shardlab.models import GPT, GPTConfig, next_token_loss
+from shardlab.plots import summary_of
+from tests.conftest import Pools
+
+BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
+MOMENTS = [
+    "root forward", *(f"{name} forward{end}" for name in BLOCKS for end in ("", " done")), "root forward done",
+    "root backward", *(f"{name} backward{end}" for name in reversed(BLOCKS) for end in ("", " done")),
+    "root backward done", "end",
+]  # fmt: skip
+
+
+def sgd(tensors):
+    return torch.optim.SGD(tensors, lr=0.1)
+
+
+def watched(rank: int, options: dict) -> tuple[list[GatheredSample], dict[str, int], dict[str, int], int]:
+    tokens = torch.arange(9).view(1, 9) + rank
+    with Mesh({"data": 2}) as mesh:
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(vocab_size=16, seq_len=8, num_layers=3, num_heads=1, hidden=6))
+        engine = build_engine("fsdp", model, sgd, mesh, **options)
+        assert isinstance(engine, FSDP)
+        num_hooks = hooks_of(engine)
+        with watch_gathered(engine) as samples:
+            engine.backward(next_token_loss(engine(tokens[:, :-1]), tokens[:, 1:]))
+        with engine.full_params():
+            all_there = gathered_by_unit(engine)
+        return samples, unit_bytes(engine), all_there, hooks_of(engine) - num_hooks
+
+
+def hooks_of(engine: FSDP) -> int:
+    modules = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in engine.module.modules())
+    return modules + sum(len(param._post_accumulate_grad_hooks or ()) for param in engine.params.values())
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("layout", ["flat", "dim0"])
+def test_samples_are_in_order_and_hold_whole_units(pools: Pools, prefetch: int, layout: str) -> None:
+    for samples, whole, all_there, more_hooks in pools(2).run(watched, {"prefetch": prefetch, "layout": layout}):
+        assert [sample.moment for sample in samples] == MOMENTS
+        assert more_hooks == 0
+        if layout == "flat":  # dim0 gathers with its padding and then drops it
+            assert all_there == whole
+            assert all(held in (0, whole[unit]) for sample in samples for unit, held in sample.by_unit.items())
+            at_most = whole["root"] + sum(sorted((whole[name] for name in BLOCKS), reverse=True)[: 1 + prefetch])
+            assert max(sample.num_bytes for sample in samples) == at_most
+        assert samples[-1].num_bytes == 0
+
+
+def test_a_unit_is_there_when_it_begins_and_gone_when_it_has_ended(pools: Pools) -> None:
+    samples, whole, *_ = pools(2).run(watched, {"prefetch": 1})[0]
+    by_moment = {sample.moment: sample.by_unit for sample in samples}
+    assert by_moment["blocks.0 forward"] == whole | {"blocks.2": 0}
+    assert by_moment["blocks.0 forward done"] == whole | {"blocks.0": 0, "blocks.2": 0}
+    assert by_moment["blocks.1 backward"] == whole | {"blocks.2": 0}
+    assert by_moment["blocks.1 backward done"] == whole | {"blocks.1": 0, "blocks.2": 0}
+
+
+def test_shard_grad_op_lets_go_of_nothing_in_forward(pools: Pools) -> None:
+    samples, whole, *_ = pools(2).run(watched, {"sharding": "shard_grad_op"})[0]
+    assert max(sample.num_bytes for sample in samples) == sum(whole.values())
+
+
+def test_gathered_bytes_are_those_of_the_compute_dtype(pools: Pools) -> None:
+    samples, whole, *_ = pools(2).run(watched, {"precision": "bf16", "prefetch": 0})[0]
+    full = pools(2).run(watched, {"prefetch": 0})[0][1]
+    assert {unit: 2 * held for unit, held in whole.items()} == full
+    assert max(sample.num_bytes for sample in samples) == whole["root"] + whole["blocks.0"]
+
+
+def test_the_table_has_a_row_per_sample_and_unit() -> None:
+    table = gathered_table([GatheredSample("a forward", {"a": 4, "b": 0}), GatheredSample("end", {"a": 0, "b": 0})])
+    assert table.to_dict("list") == {
+        "sample": [0, 0, 1, 1], "moment": ["a forward"] * 2 + ["end"] * 2, "unit": ["a", "b"] * 2, "bytes": [4, 0, 0, 0]
+    }  # fmt: skip
+    assert list(gathered_table([]).columns) == list(COLUMNS)
+
+
+def test_the_figure_stacks_units_and_says_the_most(pools: Pools) -> None:
+    samples, whole, *_ = pools(2).run(watched, {})[0]
+    limit = whole["root"] + 2 * whole["blocks.0"]
+    figure = gathered_over_a_step(gathered_table(samples), limit)
+    assert [trace.name for trace in figure.data] == ["root", *BLOCKS]
+    root = figure.data[0]
+    assert list(root.x) == [n for n, sample in enumerate(samples) if sample.by_unit["root"]]
+    assert f"at most {limit / 1e3:.2f} kB in 3 units at once" in summary_of(figure)
+    assert list(figure.layout.xaxis.ticktext) == ["root", "0", "1", "2", "root", "2", "1", "0"]
+
+
+def test_a_figure_of_nothing_says_so_and_a_wrong_table_is_refused() -> None:
+    assert "no samples" in summary_of(gathered_over_a_step(gathered_table([])))
+    with pytest.raises(ValueError, match="missing columns \\['moment'"):
+        gathered_over_a_step(pd.DataFrame({"sample": [0]}))
