@@ -136,7 +136,7 @@ class MemoryLedger(TorchDispatchMode):
     def issued(self, event: CollectiveEvent) -> None:
         """What a collective moves says what it is: gathered are parameters, reduced are gradients."""
         serial = self._known.get(event.storage)
-        if serial is not None and event.op in _MOVES:
+        if serial is not None and event.op in _MOVES and self.phase in (Phase.FORWARD, Phase.BACKWARD):
             self._roles.setdefault(serial, _MOVES[event.op])
 
     def started(self, event: CollectiveEvent) -> None:

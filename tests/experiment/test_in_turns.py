@@ -14,7 +14,7 @@ from tests.conftest import Pools
 
 BASE = CompareConfig(
     strategies=("bucketed",), ranks=2, steps=3, model="gpt-1m", text="grammar", seq_len=8, batch=4, device="cpu",
-    dtype="float64",
+    dtype="float64", bucket_mib=64,
 )  # fmt: skip
 PARAMETER_BYTES = 8 * sum(param.numel() for param in build_model("gpt-1m", 8).parameters())
 

@@ -1,0 +1,63 @@
+"""One notebook in one page of the browser: run all of it, and read what a person would see."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import nbformat
+
+if TYPE_CHECKING:  # the package may be missing; then the tests skip
+    from playwright.sync_api import Locator, Page
+
+OPEN_TIMEOUT_S = 120
+RUN_TIMEOUT_S = 240
+
+RUN_ALL = """() => {
+    window.ran = null;
+    window.jupyterapp.commands.execute("notebook:run-all-cells").then(() => { window.ran = true; });
+}"""
+
+
+class NotebookPage:
+    """The notebook at ``url``, open and with its kernel ready."""
+
+    def __init__(self, page: Page, url: str) -> None:
+        self.page = page
+        page.goto(url, timeout=1e3 * OPEN_TIMEOUT_S)
+        page.locator(".jp-Notebook .jp-CodeCell").first.wait_for(timeout=1e3 * OPEN_TIMEOUT_S)
+        kernel = page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]')
+        kernel.wait_for(timeout=1e3 * OPEN_TIMEOUT_S)
+
+    def run_all(self) -> None:
+        """Run all cells; back when the last one has ended, or one has failed."""
+        self.page.evaluate(RUN_ALL)
+        self.page.wait_for_function("() => window.ran", timeout=1e3 * RUN_TIMEOUT_S)
+
+    def prompts(self) -> list[str]:
+        """What stands before each code cell, such as '[3]:'."""
+        return [text.strip() for text in self.page.locator(".jp-CodeCell .jp-InputPrompt").all_inner_texts()]
+
+    def errors(self) -> list[str]:
+        """Tracebacks, and what cells wrote to stderr."""
+        mimes = ("application/vnd.jupyter.error", "application/vnd.jupyter.stderr")
+        return self.page.locator(", ".join(f'[data-mime-type="{mime}"]' for mime in mimes)).all_inner_texts()
+
+    def output_with(self, text: str) -> Locator:
+        """The first output of a cell in which ``text`` stands."""
+        return self.page.locator(".jp-OutputArea-output", has_text=text).first
+
+
+def write_notebook(path: Path, *cells: str) -> None:
+    """A notebook of code cells that has never run."""
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells], metadata={
+        "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}), path)
+
+
+def copy_without_outputs(source: Path, target: Path) -> None:
+    """The notebook as it was before it ever ran: what is then seen in it comes from the run under test."""
+    notebook = nbformat.read(source, as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    nbformat.write(notebook, target)
