@@ -5,7 +5,7 @@ from shardlab.comm.copies import broadcast_coalesced
 from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.pending import Pending, wait_all
-from shardlab.comm.process import watch_process
+from shardlab.comm.process import become_rank
 
 __all__ = [
     "CollectiveEvent",
@@ -13,7 +13,7 @@ __all__ = [
     "Mesh",
     "Observer",
     "Pending",
+    "become_rank",
     "broadcast_coalesced",
     "wait_all",
-    "watch_process",
 ]

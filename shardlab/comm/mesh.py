@@ -34,7 +34,8 @@ class Mesh:
     Args:
         axes: size of each axis by name, slowest first; the sizes multiply to the number of ranks.
         ranks: global ranks on the mesh, row by row; None for all.
-        device: where tensors live; decides, with the default group's backend, how bytes travel.
+        device: where tensors live; decides, with the default group's backend, how bytes travel. None for this rank's
+            own device, as the pool has placed it; the CPU outside a pool.
         link: emulate this link on every axis; not with NCCL.
 
     Raises:
@@ -46,11 +47,11 @@ class Mesh:
         axes: Mapping[str, int],
         *,
         ranks: Sequence[int] | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         link: Link | None = None,
     ) -> None:
         self.axes = dict(axes)
-        self.device = torch.device(device)
+        self.device = Process.device if device is None else torch.device(device)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.ranks = tuple(range(world_size) if ranks is None else ranks)
         _check(self.axes, self.ranks, world_size)
@@ -64,7 +65,7 @@ class Mesh:
             dist.destroy_process_group(group)
 
     @classmethod
-    def alone(cls, device: torch.device | str = "cpu") -> "Mesh":
+    def alone(cls, device: torch.device | str | None = None) -> "Mesh":
         """An axis ``data`` of this rank only: what an engine gets that trains in one process."""
         return cls({"data": 1}, ranks=[dist.get_rank() if dist.is_initialized() else 0], device=device)
 

@@ -65,6 +65,7 @@ class Engine(ABC):
         if complex_names := [name for name, param in self.params.items() if param.is_complex()]:
             raise ValueError(f"model: complex parameters are not supported: {complex_names}")
         self._check_meta()
+        self._check_device()
         self.num_steps = 0
         self._sync = True
         self._reduced = False  # the gradients are means
@@ -315,6 +316,13 @@ class Engine(ABC):
                 f"model: {meta[0]!r} and {len(meta) - 1} more parameters are on the meta device; only 'fsdp' builds "
                 "a model unit by unit, else build it on the device"
             )
+
+    def _check_device(self) -> None:
+        for name, param in self.params.items():
+            if not param.is_meta and param.device.type != self.mesh.device.type:
+                raise ValueError(
+                    f"model: {name!r} is on {param.device}, the mesh on {self.mesh.device}; use model.to(mesh.device)"
+                )
 
     def _equalise(self, tensors: list[Tensor], tag: str) -> None:
         """Make tensors those of the first data rank, in place."""

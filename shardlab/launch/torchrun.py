@@ -9,6 +9,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from shardlab.comm import become_rank
 from shardlab.comm.objects import all_gather_object
 from shardlab.launch.context import enter, no_emit, torchrun_context
 from shardlab.launch.payload import Payload, pack, unpack
@@ -37,6 +38,7 @@ class TorchrunRanks:
     def start(self) -> None:
         """Make this process a rank; the group is made if the script has not made it."""
         enter(self._context)
+        become_rank(self._context.device, timedelta(seconds=self._timeout_s))
         if self._context.device.type == "cuda":
             torch.cuda.set_device(self._context.device)
         if not dist.is_initialized():

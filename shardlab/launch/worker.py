@@ -17,7 +17,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from shardlab.comm import watch_process
+from shardlab.comm import become_rank
 from shardlab.launch import context, lifeline
 from shardlab.launch.board import BoardWriter
 from shardlab.launch.messages import Answer, Failure, Note, Stop, Task
@@ -133,7 +133,7 @@ def _join_group(config: RankConfig, board: BoardWriter, control: _Control) -> No
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     world_size = placement.world_size
     timeout = timedelta(seconds=config.group_timeout_s)
-    watch_process(board, timeout)
+    become_rank(device, timeout, board)
     context.enter(context.RankContext(config.rank, world_size, device, placement, board, control.emit))
     dist.init_process_group(
         placement.backend,

@@ -1,4 +1,4 @@
-"""On a GPU: ranks that share one (collectives staged over gloo), NCCL where there are enough, CUDA clocks and memory."""
+"""On a GPU: ranks that share one (staged over gloo), NCCL where there are enough, CUDA clocks and memory."""
 
 import pytest
 import torch
