@@ -51,7 +51,7 @@ def lab(browser, tmp_path_factory):
     assert not lab.stop(), "JupyterLab left processes behind"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def open_notebook(browser, lab):
     """``open_notebook(name)`` is a NotebookPage."""
     pages = []

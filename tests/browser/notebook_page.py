@@ -13,9 +13,17 @@ if TYPE_CHECKING:  # the package may be missing; then the tests skip
 OPEN_TIMEOUT_S = 120
 RUN_TIMEOUT_S = 240
 
+# Earlier than this the command to run all cells is not there yet, or runs the few cells that are.
+READY = """() => {
+    const panel = window.jupyterapp?.shell.currentWidget;
+    return panel?.context?.isReady && panel.content.widgets.length === panel.context.model.cells.length
+        && panel.sessionContext.session?.kernel?.status === "idle"
+        && window.jupyterapp.commands.isEnabled("notebook:run-all-cells");
+}"""
 RUN_ALL = """() => {
     window.ran = null;
-    window.jupyterapp.commands.execute("notebook:run-all-cells").then(() => { window.ran = true; });
+    const told = result => { window.ran = String(result); };
+    window.jupyterapp.commands.execute("notebook:run-all-cells").then(told, told);
 }"""
 
 
@@ -25,9 +33,7 @@ class NotebookPage:
     def __init__(self, page: Page, url: str) -> None:
         self.page = page
         page.goto(url, timeout=1e3 * OPEN_TIMEOUT_S)
-        page.locator(".jp-Notebook .jp-CodeCell").first.wait_for(timeout=1e3 * OPEN_TIMEOUT_S)
-        kernel = page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]')
-        kernel.wait_for(timeout=1e3 * OPEN_TIMEOUT_S)
+        page.wait_for_function(READY, timeout=1e3 * OPEN_TIMEOUT_S)
 
     def run_all(self) -> None:
         """Run all cells; back when the last one has ended, or one has failed."""
@@ -50,8 +56,9 @@ class NotebookPage:
 
 def write_notebook(path: Path, *cells: str) -> None:
     """A notebook of code cells that has never run."""
-    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells], metadata={
-        "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}), path)
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(notebook, path)
 
 
 def copy_without_outputs(source: Path, target: Path) -> None:

@@ -245,18 +245,20 @@ def test_sharded_optimizer_alone(pools, partition):
         assert all(len(ranks) == 1 for ranks in owners.values())
 
 
-def whole_tensor_optimizer(rank, partition):
-    def optimizer_fn(tensors):
-        return torch.optim.Adafactor(tensors, lr=1e-2)
+def muon_of_weights(tensors):
+    weights = tensors.where(lambda name: name.endswith("weight")) if hasattr(tensors, "where") else tensors
+    return torch.optim.Muon(weights, lr=1e-2)
 
+
+WHOLE_TENSOR = {"Adafactor": lambda tensors: torch.optim.Adafactor(tensors, lr=1e-2), "Muon": muon_of_weights}
+
+
+def whole_tensor_optimizer(rank, strategy, kind, partition):
     model = cases.build("MLP")
     with Mesh({"data": 2}) as mesh:
         try:
-            engine = build_engine("zero1", model, optimizer_fn, mesh, partition=partition)
+            engine = build_engine(strategy, model, WHOLE_TENSOR[kind], mesh, partition=partition)
         except ValueError as error:
-            # The refused module is as it was: another engine can take it.
-            with build_engine("bucketed", model, adamw, mesh) as other:
-                one_step(other, rank)
             return str(error)
         for step in range(3):
             one_step(engine, rank, step=step)
@@ -264,20 +266,41 @@ def whole_tensor_optimizer(rank, partition):
         return engine.full_state_dict()
 
 
-def test_whole_tensor_optimizers_are_exact_or_refused(pools):
-    (message, _) = pools(2).run(whole_tensor_optimizer, "elements")
-    assert message.startswith("partition: Adafactor")
-    assert "balanced" in message
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("kind", WHOLE_TENSOR)
+def test_whole_tensor_optimizers_are_exact_with_whole_parameters(pools, strategy, kind):
     model = cases.build("MLP")
-    optimizer = torch.optim.Adafactor(list(model.parameters()), lr=1e-2)
+    weights = [param for name, param in model.named_parameters() if kind == "Adafactor" or name.endswith("weight")]
+    optimizer = WHOLE_TENSOR[kind](weights)
     for step in range(3):
         x, y = cases.rows("MLP", step, 0, 2)
         cases.loss_of(model(x), y).backward()
         optimizer.step()
-        optimizer.zero_grad()
-    for state in pools(2).run(whole_tensor_optimizer, "balanced"):
+        model.zero_grad()
+    for state in pools(2).run(whole_tensor_optimizer, strategy, kind, "balanced"):
         for name, value in model.state_dict().items():
-            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+            torch.testing.assert_close(state[name], value, atol=1e-8 if kind == "Muon" else 1e-10, rtol=0)
+
+
+def test_whole_tensor_optimizers_are_refused_on_slices(pools):
+    for strategy in ("zero1", "zero2", "zero3"):
+        (message, _) = pools(2).run(whole_tensor_optimizer, strategy, "Adafactor", "elements")
+        assert message.startswith("partition: Adafactor")
+        assert "balanced" in message
+
+
+def refused_then_taken(rank):
+    model = cases.build("MLP")
+    with Mesh({"data": 2}) as mesh:
+        with pytest.raises(ValueError, match="partition: Adafactor"):
+            build_engine("zero1", model, WHOLE_TENSOR["Adafactor"], mesh)
+        with build_engine("bucketed", model, adamw, mesh) as other:
+            one_step(other, rank)
+    return True
+
+
+def test_a_refused_module_can_be_taken_by_another_engine(pools):
+    assert pools(2).run(refused_then_taken) == [True, True]
 
 
 class Batched(nn.Module):

@@ -1,0 +1,83 @@
+"""The page that ``compare`` leaves, in a browser: every figure drawn, in light and dark, and nothing asked of the network."""
+
+import re
+
+import pytest
+
+from shardlab.experiment import CompareConfig, compare, write_report
+from tests.browser.figures import drawn_figures
+
+# Contrast that WCAG 2 asks for: text of normal size, level AA.
+READABLE = 4.5
+BACKGROUND = "() => getComputedStyle(document.body).backgroundColor"
+# Elements that could be scrolled sideways: the page itself, and what hides its overflow.
+TOO_WIDE = """() => [document.documentElement, ...document.querySelectorAll("main *")]
+    .filter(element => element instanceof SVGElement === false && element.scrollWidth > element.clientWidth + 1
+            && getComputedStyle(element).display !== "inline")
+    .map(element => `${element.tagName}.${element.className}: ${element.scrollWidth} in ${element.clientWidth} px`)"""
+
+
+@pytest.fixture(scope="module")
+def report(browser, pools, tmp_path_factory):
+    config = CompareConfig(
+        strategies=("single", "bucketed", "zero1", "zero3"), ranks=2, steps=3, model="mlp", text=__file__, seq_len=16,
+        device="cpu",
+    )  # fmt: skip
+    directory = tmp_path_factory.mktemp("report") / "run"
+    return write_report(compare(config, directory, pool=pools(2)), config)
+
+
+@pytest.fixture(params=["light", "dark"])
+def opened(request, browser, report):
+    """The page, the colour scheme, and what the browser complained of or asked for."""
+    page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme=request.param)
+    complaints, requests = [], []
+    page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda asked: requests.append(asked.url))
+    page.goto(report.as_uri(), wait_until="load")
+    page.locator(".plot:last-of-type svg.main-svg").last.wait_for(timeout=60_000)
+    yield page, request.param, complaints, requests
+    page.close()
+
+
+def test_every_figure_is_drawn(opened):
+    page, _, _, _ = opened
+    figures = drawn_figures(page)
+    assert len(figures) == page.locator(".plot").count() >= 8
+    for figure in figures:
+        assert figure.height > 100
+        assert 0 < figure.width <= figure.room
+        assert figure.marks > 0
+
+
+def test_nothing_is_complained_of_and_nothing_fetched(opened, report):
+    _, _, complaints, requests = opened
+    assert complaints == []
+    assert [url for url in requests if not url.startswith(("data:", "blob:"))] == [report.as_uri()]
+
+
+def test_nothing_is_wider_than_the_page(opened):
+    page, _, _, _ = opened
+    assert page.evaluate(TOO_WIDE) == []
+
+
+def test_text_of_figures_stands_out_from_the_page(opened):
+    page, scheme, _, _ = opened
+    paper = luminance(page.evaluate(BACKGROUND))
+    assert paper < 0.1 if scheme == "dark" else paper > 0.9
+    inks = {ink for figure in drawn_figures(page) for ink in figure.inks}
+    assert inks
+    assert {ink: contrast(luminance(ink), paper) for ink in inks if contrast(luminance(ink), paper) < READABLE} == {}
+
+
+def luminance(colour):
+    """Relative luminance of 'rgb(r, g, b)', 0 to 1 (WCAG 2)."""
+    shares = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    red, green, blue = (share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one, other):
+    low, high = sorted((one, other))
+    return (high + 0.05) / (low + 0.05)
