@@ -24,8 +24,8 @@ def not_here(reason):
     pytest.skip(reason)
 
 
-# Not of the session: while Playwright is on, this thread has a running event loop, in which asyncio.run (kaleido, nbval)
-# is refused. Tests of other folders must not see it.
+# Not of the session: while Playwright is on, this thread has a running event loop, and asyncio.run (as in kaleido) is
+# refused. Tests of other folders must not see that.
 @pytest.fixture(scope="package")
 def browser():
     if importlib.util.find_spec("playwright") is None:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 DRAWN = """() => [...document.querySelectorAll(".js-plotly-plot")].map(plot => {
     const box = element => element ? element.getBoundingClientRect() : {width: 0, height: 0};
-    const marks = [...plot.querySelectorAll("g.plot path, g.plot rect, g.plot circle")];
+    const marks = [...plot.querySelectorAll(".mlayer path")];
     const texts = [...plot.querySelectorAll("g[class$=tick] text, text[class$=title], .legendtext")];
     const svg = box(plot.querySelector("svg.main-svg"));
     return {

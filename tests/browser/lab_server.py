@@ -21,9 +21,11 @@ SETTINGS = {
     # Every cell is in the page, also those out of sight.
     "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"},
 }
+ORPHAN_S = 600  # a server whose tests were killed ends by itself, about this long after their last request
 OPTIONS = [
     "--no-browser", "--allow-root", f"--ip={HOST}", "--port=0", "--LabApp.extension_manager=readonly",
-    "--LabApp.expose_app_in_browser=True",
+    "--LabApp.expose_app_in_browser=True", f"--ServerApp.shutdown_no_activity_timeout={ORPHAN_S}",
+    f"--MappingKernelManager.cull_idle_timeout={ORPHAN_S}", "--MappingKernelManager.cull_connected=True",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What a person sees in JupyterLab: cells that ran, output of ranks, drawn figures; and nothing left when it is closed."""
+"""What a person sees in JupyterLab: cells that ran, output of ranks, figures; and nothing left when it is closed."""
 
 import ast
 
