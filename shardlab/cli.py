@@ -70,7 +70,9 @@ def compare(
     sharding: Annotated[
         str, typer.Option(help="FSDP: full_shard, shard_grad_op, no_shard, hybrid_shard.")
     ] = "full_shard",
-    shard_group: Annotated[int | None, typer.Option(help="hybrid_shard: ranks in a group; by default half.")] = None,
+    shard_group: Annotated[
+        int | None, typer.Option(help="hybrid_shard: ranks in a group; by default the most that divide.")
+    ] = None,
     wrap: Annotated[str, typer.Option(help="FSDP units: block, root, or a number of parameters.")] = "block",
     prefetch: Annotated[int, typer.Option(help="FSDP: units gathered ahead.")] = 1,
     layout: Annotated[str, typer.Option(help="FSDP: flat or dim0.")] = "flat",

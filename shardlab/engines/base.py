@@ -76,6 +76,7 @@ class Engine(ABC):
         )
         self._prepare()
         self.optimizer = optimizer_fn(self.step_tensors())
+        self._check_tensors()
         self._check_optimizer()
         self._hooks = [hook for param in self.params.values() if (hook := self._watch(param)) is not None]
         object.__setattr__(model, _WRAPPED, self)
@@ -315,6 +316,18 @@ class Engine(ABC):
             raise ValueError(
                 f"model: {meta[0]!r} and {len(meta) - 1} more parameters are on the meta device; only 'fsdp' builds "
                 "a model unit by unit, else build it on the device"
+            )
+
+    def _check_tensors(self) -> None:
+        """An optimizer over the module's own parameters would, where pieces are stepped, train nothing, silently."""
+        given = {id(tensor) for tensor in self.step_tensors()}
+        strange = [
+            tensor for group in self.optimizer.param_groups for tensor in group["params"] if id(tensor) not in given
+        ]
+        if strange:
+            raise ValueError(
+                f"optimizer_fn: its optimizer steps {len(strange)} tensors that it was not given; make it from the "
+                "function's argument, for example lambda tensors: AdamW(tensors, lr=1e-3)"
             )
 
     def _check_device(self) -> None:

@@ -19,7 +19,7 @@ class Single(Engine):
         if self.comm.num_ranks > 1:
             raise ValueError(
                 f"mesh: 'single' trains in one process, but the data axis has {self.comm.num_ranks} ranks; "
-                "use Mesh.alone(), or the strategy ddp, bucketed or zero1"
+                "use Mesh.alone(), or another strategy"
             )
 
     def _finish_gradients(self) -> None:

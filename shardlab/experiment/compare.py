@@ -52,7 +52,7 @@ class Comparison:
 
 
 def compare(
-    config: CompareConfig, directory: Path, *, pool: RankPool | None = None, on_progress: OnProgress | None = None
+    config: CompareConfig, directory: Path | str, *, pool: RankPool | None = None, on_progress: OnProgress | None = None
 ) -> Comparison:
     """Run every strategy and write records and summary.
 
@@ -66,6 +66,7 @@ def compare(
         ValueError: ``directory`` holds something already, or ``pool`` has another number of ranks than ``config``.
         RankError: a rank failed; see ``launch``. The records so far stay on disk.
     """
+    directory = Path(directory)
     if is_reporter():
         claim(directory)
     if pool is None:

@@ -41,7 +41,7 @@ class CompareConfig:
         bucket_mib: capacity of a bucket in MiB.
         partition: how ZeRO divides a bucket, see ``ShardedOptimizer``.
         sharding: of FSDP: full_shard, shard_grad_op, no_shard or hybrid_shard.
-        shard_group: ranks in a shard group of hybrid_shard; None for half of the ranks.
+        shard_group: ranks in a shard group of hybrid_shard; None for the largest divisor below them.
         wrap: of FSDP: 'block', 'root' or a number of parameters.
         prefetch: units FSDP gathers ahead.
         layout: of FSDP: 'flat' or 'dim0'.
@@ -124,7 +124,12 @@ class CompareConfig:
         parse_precision(self.precision)
         if self.prefetch < 0:
             raise ValueError(f"prefetch: {self.prefetch} is below 0")
-        if self.sharding == "hybrid_shard" and "fsdp" in self.strategies and self.ranks % self.shards != 0:
+        if self.sharding == "hybrid_shard" and self.shard_group is None and self.shards == 1:
+            raise ValueError(
+                f"sharding: hybrid_shard needs groups of at least 2 that divide the ranks, and {self.ranks} ranks have "
+                "none smaller than all; use full_shard, or another number of ranks"
+            )
+        if self.sharding == "hybrid_shard" and self.ranks % self.shards != 0:
             raise ValueError(
                 f"shard_group: groups of {self.shards} do not divide {self.ranks} ranks; take a divisor of {self.ranks}"
             )
@@ -132,7 +137,7 @@ class CompareConfig:
     @property
     def shards(self) -> int:
         """Ranks in a shard group of hybrid_shard."""
-        return self.shard_group if self.shard_group is not None else max(1, self.ranks // 2)
+        return self.shard_group if self.shard_group is not None else _largest_divisor(self.ranks)
 
     def mesh_axes(self, strategy: str) -> dict[str, int]:
         """The mesh a strategy needs."""
@@ -162,6 +167,11 @@ class CompareConfig:
     def as_dict(self) -> dict[str, Any]:
         """For the manifest."""
         return asdict(self)
+
+
+def _largest_divisor(number: int) -> int:
+    """The largest divisor below the number itself."""
+    return next(divisor for divisor in range(max(1, number // 2), 0, -1) if number % divisor == 0)
 
 
 def _one_of(field: str, value: str, allowed: Any) -> None:

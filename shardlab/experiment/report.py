@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from shardlab.analysis.overlap import overlap
 from shardlab.experiment.compare import Comparison
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.summary import REFERENCE, timed_steps
+from shardlab.experiment.summary import JUDGED_STEPS, REFERENCE, timed_steps
 from shardlab.plots import (
     collective_timeline,
     loss_curves,
@@ -79,14 +79,20 @@ def write_report(comparison: Comparison, config: CompareConfig) -> Path:
 
 def verdict(comparison: Comparison) -> str:
     """One sentence: are the losses equal?"""
-    difference = comparison.summary["max_loss_difference"].max()
-    if pd.isna(difference):
+    judged = comparison.summary["judged_loss_difference"].max()
+    if pd.isna(judged):
         return "Losses were not compared: the strategy 'single' did not run."
     rounded = comparison.records.manifests.get("fsdp", {}).get("config", {}).get("precision", "full")
     equal = "equal" if comparison.losses_equal else "NOT equal"
     if rounded != "full" and comparison.losses_equal:
         equal = f"equal, those of fsdp within the rounding of {rounded}"
-    return f"Losses are {equal}: the largest difference from the single process is {difference:.1e}."
+    steps, largest = int(comparison.summary["steps"].max()), comparison.summary["max_loss_difference"].max()
+    if steps <= JUDGED_STEPS:
+        return f"Losses are {equal}: the largest difference from the single process is {judged:.1e}."
+    return (
+        f"Losses are {equal}: the largest difference from the single process in the first {JUDGED_STEPS} steps is "
+        f"{judged:.1e}; over all {steps} steps, in which training amplifies every rounding, it is {largest:.1e}."
+    )
 
 
 def _lead(comparison: Comparison, config: CompareConfig) -> str:

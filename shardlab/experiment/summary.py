@@ -11,6 +11,8 @@ from shardlab.vocabulary import Role
 REFERENCE = "single"
 # Sums in another order differ in the last bits, and training carries the difference along.
 LOSS_TOLERANCE = {"float32": 1e-4, "float64": 1e-9}
+# Later than this, training has amplified a last bit of float32 to anything: two right runs drift apart.
+JUDGED_STEPS = 20
 ROUNDED_LOSS_TOLERANCE = 0.05  # 16-bit compute: another rounding, not another algorithm
 
 
@@ -21,7 +23,8 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     Bytes are the maximum over ranks, at rest after the last step in which they were read; ``peak_bytes`` is the highest
     moment of the traced steps. ``wire_bytes_per_step`` is what the rank that sends most sends in the last step, without
     the loss for the report. ``recorder_share`` is the time recording took over the time of the steps, on the rank where
-    it is largest. ``max_loss_difference`` is against 'single', null where that did not run.
+    it is largest. ``max_loss_difference`` is against 'single', null where that did not run; ``losses_equal`` judges the
+    first ``JUDGED_STEPS`` steps, for which ``judged_loss_difference`` is the largest.
     """
     losses = {str(run): own.groupby("step")["loss"].first() for run, own in records.steps.groupby("run", sort=False)}
     rest = at_rest(records.memory).pivot_table(index="run", columns="role", values="bytes", aggfunc="max")
@@ -44,7 +47,8 @@ def timed_steps(steps: pd.DataFrame) -> pd.DataFrame:
 def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: str) -> dict[str, Any]:
     own = losses[run]
     reference = losses.get(REFERENCE)
-    difference = None if reference is None else float((own - reference).abs().max())
+    apart = None if reference is None else (own - reference).abs()
+    difference = None if apart is None else float(apart[apart.index < JUDGED_STEPS].max())
     rounds = run == "fsdp" and records.manifests[run]["config"]["precision"] != "full"
     tolerance = ROUNDED_LOSS_TOLERANCE if rounds else LOSS_TOLERANCE[dtype]
     return {
@@ -53,7 +57,8 @@ def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: s
         "steps": len(own),
         "loss_first": float(own.iloc[0]),
         "loss_last": float(own.iloc[-1]),
-        "max_loss_difference": difference,
+        "max_loss_difference": None if apart is None else float(apart.max()),
+        "judged_loss_difference": difference,
         "losses_equal": None if difference is None else difference <= tolerance,
     }
 

@@ -40,7 +40,7 @@ def loss_curves(steps: pd.DataFrame) -> go.Figure:
             line={"color": colours[label], "width": width, "dash": dash(label)},
             hovertemplate=f"<b>{label}</b><br>step %{{x}}<br>loss %{{y:.6f}}<extra></extra>",
         )
-    figure.update_xaxes(title_text="step", tickformat="d")
+    figure.update_xaxes(title_text="step", tickformat="d", **_whole_steps(steps))
     figure.update_yaxes(title_text="loss")
     return finish(figure, _loss_summary(losses, labels))
 
@@ -74,7 +74,7 @@ def loss_difference(steps: pd.DataFrame, reference: str = "single") -> go.Figure
         # later marks are smaller, so that runs with the same difference all show
         style = (colours[label], SYMBOLS[place % len(SYMBOLS)], max(7, 14 - 3 * place))
         figure.add_trace(_difference_trace(differences[differences["label"] == label], label, style, floor))
-    figure.update_xaxes(title_text="step", tickformat="d")
+    figure.update_xaxes(title_text="step", tickformat="d", **_whole_steps(steps))
     _difference_axis(figure, differences["difference"], floor)
     return finish(figure, _difference_summary(differences, reference))
 
@@ -140,3 +140,8 @@ def _difference_summary(differences: pd.DataFrame, reference: str) -> str:
     largest = differences.groupby("label", sort=False)["difference"].max()
     parts = [f"{label} {'exactly 0' if value == 0 else significant(value)}" for label, value in largest.items()]
     return f"Largest difference of the loss from {reference} at any step: {listing(parts)}."
+
+
+def _whole_steps(steps: pd.DataFrame) -> dict[str, int]:
+    """A tick at every step of a short run, where plotly would label half steps, rounded to the same number twice."""
+    return {"dtick": 1} if steps["step"].max() - steps["step"].min() <= 10 else {}

@@ -22,7 +22,7 @@ section { margin-top: 3.2rem; }
 .wide { overflow-x: auto; margin-top: 2.4rem; }
 table { border-collapse: collapse; width: 100%; font-size: .95rem; font-variant-numeric: tabular-nums; }
 caption { text-align: left; color: var(--soft); padding-bottom: .7rem; font-size: .95rem; }
-th, td { padding: .5rem .55rem; text-align: left; vertical-align: bottom; border-bottom: 1px solid var(--line); }
+th, td { padding: .5rem .5rem; text-align: left; vertical-align: bottom; border-bottom: 1px solid var(--line); }
 thead th { font-weight: 600; line-height: 1.25; border-bottom: 2px solid var(--ink); border-top: 2px solid var(--ink); }
 thead small { font-weight: 400; color: var(--soft); font-size: .85em; }
 tbody tr:last-child > * { border-bottom: 2px solid var(--ink); }
