@@ -15,9 +15,8 @@ first, or ranks that used different parameters issue their collectives in differ
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from math import prod
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -25,10 +24,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm import Communicator, Mesh, broadcast_coalesced
-from shardlab.engines.checkpoint import Stateful, load_checkpoint, save_checkpoint
-from shardlab.engines.checkpoints.optimizer_state import gather_optimizer_state, install_full_state
 from shardlab.engines.clip import clip_
 from shardlab.engines.holdings import ShardRow, held
+from shardlab.engines.state import EngineState
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.vocabulary import MeshAxis, Role
 
@@ -36,7 +34,7 @@ OptimizerFn = Callable[[StepTensors], torch.optim.Optimizer]
 _WRAPPED = "_shardlab_engine"
 
 
-class Engine(ABC):
+class Engine(EngineState, ABC):
     """A strategy around a plain module.
 
     Args:
@@ -217,81 +215,6 @@ class Engine(ABC):
     def padding_bytes(self) -> int:
         """Bytes of one copy of the parameters that are padding."""
         return 0
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """A copy of the module's whole state, the same on every rank, which loads strict into the plain module."""
-        return {
-            name: value.detach().clone() if isinstance(value, Tensor) else value
-            for name, value in self.module.state_dict().items()
-        }
-
-    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what ``full_state_dict()`` or the plain module's ``state_dict()`` gave.
-
-        Raises:
-            RuntimeError: names or shapes differ; torch names them.
-        """
-        self.module.load_state_dict(state, strict=True)
-
-    def full_optimizer_state_dict(self) -> dict[str, Any]:
-        """A copy of the optimizer's whole state, the same on every rank; collective.
-
-        Returns:
-            What the plain optimizer's ``state_dict()`` would be: full tensors, parameters numbered through the groups.
-            An optimizer over ``list(model.parameters())``, or over the same groups, loads it.
-        """
-        self._settle()
-        return gather_optimizer_state(self)
-
-    def load_full_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what ``full_optimizer_state_dict()`` or the plain optimizer's ``state_dict()`` gave.
-
-        Each rank keeps copies of its pieces. Communicates nothing.
-
-        Raises:
-            ValueError: other parameter groups, or state that this engine cannot cut in pieces.
-        """
-        install_full_state(self, state)
-
-    def save(self, directory: str | Path, *, extra: Any = None, **objects: Stateful) -> None:
-        """Write a checkpoint that any strategy at any number of ranks can load; collective.
-
-        The model, the optimizer, the number of steps and the random generators; not the gradients, so call it after
-        ``step()``. A kill in the middle leaves the checkpoint that was there before.
-
-        Args:
-            directory: a directory all ranks share; one checkpoint is kept in it, the last that is complete.
-            extra: numbers, text, lists, dicts and small tensors of your own, as the first rank has them.
-            objects: what else is to go on, by a name of your choice: ``scheduler=scheduler, scaler=scaler``. Each is
-                the same on all ranks.
-
-        Raises:
-            ValueError: something that no checkpoint can hold; on all ranks.
-            RuntimeError: a rank could not write; on all ranks.
-        """
-        self._settle()
-        save_checkpoint(self, Path(directory), extra, objects)
-
-    def load(self, directory: str | Path, **objects: Stateful) -> Any:
-        """Go on from a checkpoint; collective. Each rank reads what it holds. Gradients are forgotten.
-
-        Random generators go on where they were on the ranks of the same number; a rank that has none keeps its own.
-
-        Args:
-            directory: that a checkpoint was saved in.
-            objects: which of those that were saved with it to load.
-
-        Returns:
-            The ``extra`` it was saved with.
-
-        Raises:
-            ValueError: something is missing, damaged, or of another model or optimizer; on all ranks, and nothing has
-                been changed, unless a file turned out damaged while it was read.
-        """
-        self._settle()
-        extra = load_checkpoint(self, Path(directory), objects)
-        self.zero_grad()
-        return extra
 
     def close(self) -> None:
         """Take the hooks off: the module trains alone again. Called twice it does nothing more."""
