@@ -41,6 +41,7 @@ class Role(StrEnum):
     MASTER_WEIGHT = "master_weight"
     COMMUNICATION_BUFFER = "communication_buffer"
     ACTIVATION = "activation"
+    OFFLOADED = "offloaded"  # in host memory, not on the device
     OTHER = "other"
 
 
@@ -50,6 +51,7 @@ class SpanKind(StrEnum):
     DATA = "data"
     FORWARD = "forward"
     BACKWARD = "backward"
+    RECOMPUTE = "recompute"
     OPTIMIZER = "optimizer"
 
 

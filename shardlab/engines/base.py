@@ -65,6 +65,7 @@ class Engine(EngineState, ABC):
         self._check_meta()
         self._check_device()
         self.num_steps = 0
+        self.loss_is_scaled = False  # a GradScaler has said so
         self._sync = True
         self._reduced = False  # the gradients are means
         self._unfinished = False  # a backward outside no_sync() has not been finished
@@ -140,12 +141,16 @@ class Engine(EngineState, ABC):
             The norm before clipping, 0-d, equal on all ranks.
         """
         self.finish_gradients()
-        return clip_(self.step_tensors(), max_norm, norm_type, self.sharded_over)
+        tensors: dict[tuple[Communicator, ...], list[Tensor]] = {}
+        for name, axes in self.spread_over().items():
+            tensors.setdefault(axes, []).append(self.step_tensors().by_name(name))
+        return clip_(tensors, max_norm, norm_type, self.mesh.device)
 
     def step(self) -> None:
         """One optimizer step; afterwards the parameters are equal on all ranks."""
         self.finish_gradients()
-        self.optimizer.step()
+        with self.stepping():
+            self.optimizer.step()
         self.num_steps += 1
 
     def zero_grad(self) -> None:
@@ -181,6 +186,14 @@ class Engine(EngineState, ABC):
     def sharded_over(self) -> Communicator | None:
         """The ranks over which what ``step_tensors()`` gives is spread; None where each rank steps everything."""
         return self.comm if self.shards_gradients else None
+
+    def spread_over(self) -> dict[str, tuple[Communicator, ...]]:
+        """Of each parameter the axes over whose ranks its stepped pieces are spread; () where each rank steps all."""
+        return dict.fromkeys(self.params, () if self.sharded_over is None else (self.sharded_over,))
+
+    def stepping(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, ``step_tensors()`` are where the optimizer keeps its state."""
+        return contextlib.nullcontext()
 
     def resident_params(self) -> dict[str, tuple[Tensor, int, int]]:
         """What this rank keeps of each parameter between steps, and which elements (start, stop) that is."""

@@ -9,7 +9,7 @@ rank: ZeRO-3 and FSDP 12P/N, ZeRO-1 and ZeRO-2 4P + 8P/N, else 12P. On the wire 
 The directory is shared by all ranks. Read next: checkpoints/shards, manifest, directory, together.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from shardlab.comm import Communicator
 from shardlab.engines.checkpoints.check import check_files, check_mesh, check_model, check_objects, check_optimizer
 from shardlab.engines.checkpoints.codec import encode
 from shardlab.engines.checkpoints.directory import (
@@ -103,14 +104,20 @@ def _head(engine: "Engine", extra: Any, objects: Mapping[str, Stateful]) -> dict
 
 def _own_shards(engine: "Engine") -> list[TensorShard]:
     """What this rank writes: its part of what several ranks hold alike, and on the first rank the buffers."""
-    copy, num_copies = 0, 1
-    for comm in engine.data_comms:
-        if comm is not engine.sharded_over:
-            copy, num_copies = copy * comm.num_ranks + comm.rank, num_copies * comm.num_ranks
+    spread = engine.spread_over()
+    copies = {name: _copy([comm for comm in engine.data_comms if comm not in axes]) for name, axes in spread.items()}
     held = [*parameter_shards(engine), *state_shards(engine)]
-    parts = [part for shard in held if (part := shard.part(copy, num_copies)) is not None]
+    parts = [part for shard in held if (part := shard.part(*copies[shard.name])) is not None]
     buffers = buffer_shards(engine.module) if engine.data_rank == 0 else ()
     return parts + [shard for shard in buffers if shard.stop > shard.start]
+
+
+def _copy(comms: Sequence[Communicator]) -> tuple[int, int]:
+    """Which copy this rank has, and of how many, of what the ranks of these axes hold alike."""
+    copy = 0
+    for comm in comms:
+        copy = copy * comm.num_ranks + comm.rank
+    return copy, prod(comm.num_ranks for comm in comms)
 
 
 def _write_part(engine: "Engine", folder: Path, shards: list[TensorShard]) -> dict[str, Any]:

@@ -48,11 +48,12 @@ class GradScaler:
     def unscale_(self, engine: Engine) -> None:
         """Divide the gradients by the scale and find out, over all ranks, whether one is inf or nan."""
         engine.finish_gradients()
+        engine.loss_is_scaled = True
         flag = torch.zeros(1, device=engine.mesh.device)
         for tensor in engine.step_tensors():
             if tensor.grad is not None:
                 tensor.grad.div_(self.current_scale)
-                flag = torch.maximum(flag, (~torch.isfinite(tensor.grad)).any().to(flag.dtype))
+                flag = torch.maximum(flag, (~torch.isfinite(tensor.grad)).any().to(flag))
         for comm in engine.data_comms:
             comm.all_reduce(flag, reduction="max", tag="overflow").wait()
         self._overflow = bool(flag.item())

@@ -40,8 +40,8 @@ class ShardedEngine(Engine):
         """The ranks of the shard group that hold a piece of each parameter, in the module's order."""
         holders: dict[str, list[int]] = {name: [] for name in self.params}
         for unit in self.units:
-            for rank in range(unit.layout.num_ranks):
-                for piece in unit.layout.pieces(rank):
+            for rank in range(self.comm.num_ranks):
+                for piece in unit.layout.pieces(0 if unit.is_whole else rank):
                     holders[piece.name].append(rank)
         return {name: tuple(ranks) for name, ranks in holders.items()}
 
@@ -73,7 +73,7 @@ class ShardedEngine(Engine):
     def live_tensors(self) -> dict[Role, list[Tensor]]:
         """The engine's tensors by role; gathered parameters are there only while they are gathered."""
         live = super().live_tensors()
-        live[Role.PARAMETER] = [unit.shard for unit in self.units]
+        live[Role.PARAMETER] = [tensor for unit in self.units for tensor in unit.live_shards()]
         live[Role.GATHERED_PARAMETER] = [tensor for unit in self.units for tensor in unit.gathered()]
         live[Role.GRADIENT] = [tensor for unit in self.units for tensor in unit.live_gradients()]
         return live

@@ -2,10 +2,10 @@
 
 Tensors of a unit, for a layout of N chunks:
 
-* ``shard``: this rank's chunk of the parameters, [chunk], always there; ``pieces`` are its parts by parameter, which
-  the optimizer steps;
+* ``shard``: this rank's chunk of the parameters, [chunk], always there, in host memory where it is offloaded;
+  ``pieces`` are its parts by parameter, which the optimizer steps;
 * ``buffer``: all chunks, [N x chunk], while gathered; where the layout keeps a parameter in one stretch (flat) the full
-  parameter is a view of it, else (dim-0) it is a copy and the buffer is dropped at once;
+  parameter is a view of it, else (dim-0) it is a copy and the buffer is dropped at once; of one chunk it is the shard;
 * gradients: ``param.grad`` of each full parameter until backward has made them all, then one flat buffer that is
   reduce-scattered, then this rank's chunk, whose parts are the ``.grad`` of the pieces.
 
@@ -13,35 +13,21 @@ A unit is SHARDED, GATHERING or UNSHARDED. Freeing is dropping references: the a
 (``saved.py``), so what is resharded is free, and what is still needed can never be pulled away under a computation.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
-from typing import Protocol
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from shardlab.comm import Communicator, Pending
+from shardlab.engines.offload import OFFLOADS, Offload, in_host_memory
 from shardlab.engines.precision import Precision
 from shardlab.engines.released import Seats
+from shardlab.engines.unit_layout import UnitLayout, has_whole_rows, stretches_of
 from shardlab.engines.unused import nobody_used, write_unused, write_used
-from shardlab.partition.flat import Piece
 
 FULL_PRECISION = Precision()
-
-
-class Layout(Protocol):
-    """What a unit asks of ``FlatLayout`` or ``Dim0Layout``."""
-
-    @property
-    def num_ranks(self) -> int: ...  # noqa: D102
-    @property
-    def bounds(self) -> tuple[int, ...]: ...  # noqa: D102
-    @property
-    def padded_numel(self) -> int: ...  # noqa: D102
-    @property
-    def padding_numel(self) -> int: ...  # noqa: D102
-    def chunk(self, rank: int) -> tuple[int, int]: ...  # noqa: D102
-    def pieces(self, rank: int) -> tuple[Piece, ...]: ...  # noqa: D102
 
 
 class UnitState(Enum):
@@ -61,8 +47,9 @@ class ShardedUnit:
         seats: their places in the module.
         layout: which elements which rank holds.
         comm: the ranks of the layout.
-        replicas: ranks that hold the same chunk of other groups; None where there are none.
+        replicas: axes whose ranks hold the same chunk, in the order in which gradients are summed over them.
         precision: dtypes of gathered parameters and of the reduction.
+        offload: what lives in host memory.
     """
 
     def __init__(
@@ -70,13 +57,15 @@ class ShardedUnit:
         name: str,
         params: Mapping[str, nn.Parameter],
         seats: Mapping[str, Seats],
-        layout: Layout,
+        layout: UnitLayout,
         comm: Communicator,
-        replicas: Communicator | None = None,
+        replicas: Sequence[Communicator] = (),
         precision: Precision = FULL_PRECISION,
+        offload: Offload = OFFLOADS["none"],
     ) -> None:
         self.name, self.params, self.seats = name, dict(params), {key: seats[key] for key in params}
-        self.layout, self.comm, self.replicas = layout, comm, replicas
+        self.layout, self.comm, self.replicas, self.offload = layout, comm, tuple(replicas), offload
+        self.device = next(iter(self.params.values())).device
         self.state = UnitState.UNSHARDED
         self.full: dict[str, Tensor] = {}  # gathered parameters, while UNSHARDED
         self.addresses: set[int] = set()  # of their storages
@@ -84,9 +73,10 @@ class ShardedUnit:
         self._gathering: tuple[Tensor, Pending] | None = None
         self._reducing: tuple[Tensor, Tensor, Pending] | None = None
         self._unused: set[str] = set()
-        self._stretches = _stretches(layout, list(params))
+        self._stretches = stretches_of(layout, list(params))
         self._own = {piece.name: piece for piece in layout.pieces(comm.rank)}
-        self.shard = self._cut()
+        self._visiting: Tensor | None = None  # an offloaded shard on the device, while the optimizer steps
+        self.shard = in_host_memory(self._cut()) if offload.parameters else self._cut()
         self._compute_dtype = precision.compute or self.shard.dtype
         self._reduce_dtype = precision.reduce_dtype or self.shard.dtype
         self.pieces = {
@@ -98,6 +88,11 @@ class ShardedUnit:
     def trainable(self) -> bool:
         """Whether any parameter requires a gradient now."""
         return any(param.requires_grad for param in self.params.values())
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the shard is all of the parameters."""
+        return self.comm.num_ranks == 1
 
     @property
     def padding_bytes(self) -> int:
@@ -113,10 +108,13 @@ class ShardedUnit:
         """Begin to gather, unless it has begun or is done; ``as_stored``: in the shard's dtype, not the compute one."""
         if self.state is UnitState.SHARDED:
             dtype = self.shard.dtype if as_stored else self._compute_dtype
-            buffer = self.shard.new_empty(self.layout.padded_numel, dtype=dtype)
-            tag = f"parameters of {self.name}"
-            pending = self.comm.all_gather(buffer, self.shard, bounds=self.layout.bounds, tag=tag)
-            self._gathering = (buffer, pending)
+            if self.is_whole and dtype == self.shard.dtype and not self.offload.parameters:
+                self._gathering = (self.shard, Pending())
+            else:
+                buffer = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
+                tag = f"parameters of {self.name}"
+                pending = self.comm.all_gather(buffer, self.shard, bounds=self.layout.bounds, tag=tag)
+                self._gathering = (buffer, pending)
             self.state = UnitState.GATHERING
 
     def unshard(self, *, as_stored: bool = False) -> None:
@@ -142,7 +140,8 @@ class ShardedUnit:
             if self.state is UnitState.UNSHARDED:
                 self.seats[name].vacate()
             # One element seen as the whole shape: autograd may ask for the shape, nobody for the values.
-            param.data = self.shard.new_zeros(()).expand(self.seats[name].shape)
+            stub = torch.zeros((), dtype=self.shard.dtype, device=self.device)
+            param.data = stub.expand(self.seats[name].shape)
         self.full, self.addresses = {}, set()
         self.state = UnitState.SHARDED
 
@@ -153,18 +152,22 @@ class ShardedUnit:
             self.pieces[name].detach().view(-1).copy_(self.full[name].reshape(-1)[piece.param_start : piece.param_stop])
 
     def start_reduce(self) -> None:
-        """Begin to reduce-scatter the gradients that have accumulated in the parameters."""
-        buffer = self.shard.new_empty(self.layout.padded_numel, dtype=self._reduce_dtype)
+        """Begin to sum the gradients that have accumulated in the parameters over the ranks."""
+        buffer = torch.empty(self.layout.padded_numel, dtype=self._reduce_dtype, device=self.device)
         if self.layout.padding_numel:
             buffer.zero_()
         self._unused = {name for name, param in self.params.items() if param.grad is None}
         for name, param in self.params.items():
             self._write(name, param.grad, buffer)
             param.grad = None
-        output = self.shard.new_empty(self.shard.shape, dtype=self._reduce_dtype)
         tag = f"gradients of {self.name}"
-        pending = self.comm.reduce_scatter(buffer, output, bounds=self.layout.bounds, tag=tag)
-        self._reducing = (buffer, output, pending)
+        if self.is_whole:
+            pending = self.replicas[0].all_reduce(buffer, tag=tag) if self.replicas else Pending()
+            self._reducing = (buffer, buffer, pending)
+        else:
+            output = torch.empty(self.shard.shape, dtype=self._reduce_dtype, device=self.device)
+            pending = self.comm.reduce_scatter(buffer, output, bounds=self.layout.bounds, tag=tag)
+            self._reducing = (buffer, output, pending)
 
     def finish_reduce(self) -> None:
         """Have the means in ``gradient_shard``, added to those that are there, and in the ``.grad`` of the pieces."""
@@ -172,18 +175,38 @@ class ShardedUnit:
             return
         (_, shard, pending), self._reducing = self._reducing, None
         pending.wait()
-        num_ranks = self.comm.num_ranks
-        if self.replicas is not None:
-            self.replicas.all_reduce(shard, tag=f"gradients of {self.name}").wait()
-            num_ranks *= self.replicas.num_ranks
+        for replicas in self.replicas[1 if self.is_whole else 0 :]:
+            replicas.all_reduce(shard, tag=f"gradients of {self.name}").wait()
+        num_ranks = prod(comm.num_ranks for comm in (self.comm, *self.replicas))
         unused = {name for name in self._unused & self._own.keys() if nobody_used(self._piece_of(name, shard).view(-1))}
-        self._accept(shard.to(self.shard.dtype).div_(num_ranks), unused)
+        means = shard.to(self.shard.dtype).div_(num_ranks)
+        self._accept(in_host_memory(means) if self.offload.gradients_and_state else means, unused)
 
     def drop_gradients(self) -> None:
         """Forget the means."""
         self.gradient_shard = None
         for piece in self.pieces.values():
             piece.grad = None
+
+    def visit_device(self) -> None:
+        """Bring an offloaded shard to the device, for an optimizer that steps there."""
+        if self._steps_on_device and self._visiting is None:
+            self._visiting = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
+            self._visiting.copy_(self.shard)
+            for name, piece in self.pieces.items():
+                piece.data = self._piece_of(name, self._visiting)
+
+    def return_to_host(self) -> None:
+        """Take what has been stepped back into host memory."""
+        if self._visiting is not None:
+            self.shard.copy_(self._visiting)
+            self._visiting = None
+            for name, piece in self.pieces.items():
+                piece.data = self._piece_of(name, self.shard)
+
+    def live_shards(self) -> list[Tensor]:
+        """This rank's chunk, and its visit to the device."""
+        return [self.shard] if self._visiting is None else [self.shard, self._visiting]
 
     def live_gradients(self) -> list[Tensor]:
         """Everything that holds gradients now."""
@@ -202,7 +225,18 @@ class ShardedUnit:
         self.gradient_shard = shard
         for name in self._own:
             if name not in unused or name in had:
-                self.pieces[name].grad = self._piece_of(name, shard)
+                self._give(self.pieces[name], self._piece_of(name, shard))
+
+    @staticmethod
+    def _give(piece: Tensor, gradient: Tensor) -> None:
+        """Set ``.grad``, also of a piece in host memory whose gradient is on the device, which torch would refuse."""
+        home, piece.data = piece.data, gradient
+        piece.grad = gradient
+        piece.data = home
+
+    @property
+    def _steps_on_device(self) -> bool:
+        return self.offload.parameters and not self.offload.gradients_and_state
 
     def _cut(self) -> Tensor:
         """This rank's chunk of the full parameters, padding as zeros."""
@@ -223,7 +257,7 @@ class ShardedUnit:
         part = shard[piece.flat_start - offset : piece.flat_stop - offset]
         if piece.whole:
             part = part.view(shape)
-        elif _whole_rows(piece, shape):
+        elif has_whole_rows(piece, shape):
             part = part.view(-1, *shape[1:])
         return part
 
@@ -246,24 +280,3 @@ class ShardedUnit:
                 write_used(buffer[start:stop].view(gradient.shape), gradient)
             else:
                 write_used(buffer[start:stop], gradient.reshape(-1)[at : at + stop - start])
-
-
-def _whole_rows(piece: Piece, shape: tuple[int, ...]) -> bool:
-    row = 1
-    for size in shape[1:]:
-        row *= size
-    return len(shape) > 1 and row > 0 and piece.param_start % row == 0 and piece.param_stop % row == 0
-
-
-def _stretches(layout: Layout, names: list[str]) -> dict[str, list[tuple[int, int, int]]]:
-    """Of each parameter the stretches of the gathered buffer: (start, stop, offset in the parameter)."""
-    found: dict[str, list[tuple[int, int, int]]] = {name: [] for name in names}
-    for rank in range(layout.num_ranks):
-        for piece in layout.pieces(rank):
-            stretches = found[piece.name]
-            if stretches and stretches[-1][1] == piece.flat_start:
-                start, _, at = stretches.pop()
-                stretches.append((start, piece.flat_stop, at))
-            else:
-                stretches.append((piece.flat_start, piece.flat_stop, piece.param_start))
-    return found

@@ -163,7 +163,7 @@ def _manifest(config: CompareConfig, strategy: str, pool: RankPool) -> dict[str,
         },
         "devices": pool.placement.devices,
         "backend": pool.placement.backend,
-        "config": config.as_dict(),
+        "config": config.as_dict(strategy),
         "padding_bytes": 0,
         "recorder_share": None,
     }  # fmt: skip

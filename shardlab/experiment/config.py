@@ -1,14 +1,16 @@
 """What an experiment is: every field checked before a rank starts, with its name and what it may be."""
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 
 from shardlab.data_sets import load_text
-from shardlab.engines import STRATEGIES
+from shardlab.engines import STRATEGIES, engine_options
 from shardlab.engines.fsdp import LAYOUTS, SHARDINGS, parse_wrap
+from shardlab.engines.offload import OFFLOADS
 from shardlab.engines.precision import parse_precision
 from shardlab.engines.sharded_optimizer import parse_partition
 from shardlab.launch import place
@@ -18,6 +20,12 @@ from shardlab.partition.wire import Link
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 SEQUENCES_PER_RANK = 4
+# Fields that only some strategies take, and the option of the engine that each becomes.
+ENGINE_FIELDS = {
+    "bucket_mib": "bucket_bytes", "partition": "partition", "sharding": "sharding", "shard_group": "sharding",
+    "wrap": "wrap", "prefetch": "prefetch", "layout": "layout", "precision": "precision", "offload": "offload",
+    "replicate_below": "replicate_below",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,9 @@ class CompareConfig:
         wrap: of FSDP: 'block', 'root' or a number of parameters.
         prefetch: units FSDP gathers ahead.
         layout: of FSDP: 'flat' or 'dim0'.
-        precision: of FSDP: 'full', 'bf16' or 'fp16'.
+        precision: of FSDP: 'full', 'bf16' or 'fp16' (with a gradient scaler).
+        offload: of FSDP: 'none', 'parameters' or 'all' into host memory.
+        replicate_below: of FSDP: parameters of fewer elements stay replicated.
         link: emulate this link, for example '10Gbps,50us'; None for the real one.
         timeout_s: a collective that takes longer ends the run.
 
@@ -74,6 +84,8 @@ class CompareConfig:
     prefetch: int = 1
     layout: str = "flat"
     precision: str = "full"
+    offload: str = "none"
+    replicate_below: int = 0
     link: str | None = None
     timeout_s: float = 300.0
 
@@ -94,6 +106,7 @@ class CompareConfig:
             if (value := getattr(self, field)) is not None and not 0 < value < math.inf:
                 raise ValueError(f"{field}: {value} is not a finite number greater than 0")
         self._check_batch()
+        self._check_taken()
         self._check_fsdp()
         parse_partition(self.partition)
         if self.link is not None:
@@ -117,13 +130,26 @@ class CompareConfig:
                 f"micro-batches; a multiple of {parts} does, for example {nearest}"
             )
 
+    def _check_taken(self) -> None:
+        """An option that does nothing would be a lie in the record."""
+        for field, option in ENGINE_FIELDS.items():
+            if getattr(self, field) != _default(field) and not any(map(takes(option), self.strategies)):
+                takers = ", ".join(filter(takes(option), STRATEGIES))
+                raise ValueError(
+                    f"{field}: only {takers} know it, and the strategies are {', '.join(self.strategies)}; leave it out"
+                )
+
     def _check_fsdp(self) -> None:
         _one_of("sharding", self.sharding, SHARDINGS)
         _one_of("layout", self.layout, LAYOUTS)
+        _one_of("offload", self.offload, OFFLOADS)
         parse_wrap(self.wrap)
         parse_precision(self.precision)
-        if self.prefetch < 0:
-            raise ValueError(f"prefetch: {self.prefetch} is below 0")
+        for field in ("prefetch", "replicate_below"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"{field}: {getattr(self, field)} is below 0")
+        if self.replicate_below and self.sharding == "no_shard":
+            raise ValueError("replicate_below: with sharding=no_shard every parameter is replicated; leave it out")
         if self.sharding == "hybrid_shard" and self.shard_group is None and self.shards == 1:
             raise ValueError(
                 f"sharding: hybrid_shard needs groups of at least 2 that divide the ranks, and {self.ranks} ranks have "
@@ -145,6 +171,10 @@ class CompareConfig:
             return {"replica": self.ranks // self.shards, "shard": self.shards}
         return {"data": self.ranks}
 
+    def scales_loss(self, strategy: str) -> bool:
+        """Whether a strategy computes in float16 and so needs a gradient scaler."""
+        return self.precision == "fp16" and takes("precision")(strategy)
+
     @property
     def global_batch(self) -> int:
         """Sequences in one step, over all ranks and micro-batches."""
@@ -160,13 +190,23 @@ class CompareConfig:
         known = {
             "bucket_bytes": self.bucket_bytes, "partition": self.partition, "sharding": self.sharding,
             "wrap": parse_wrap(self.wrap), "prefetch": self.prefetch, "layout": self.layout,
-            "precision": self.precision,
+            "precision": self.precision, "offload": self.offload, "replicate_below": self.replicate_below,
         }  # fmt: skip
         return {name: value for name, value in known.items() if name in allowed}
 
-    def as_dict(self) -> dict[str, Any]:
-        """For the manifest."""
-        return asdict(self)
+    def as_dict(self, strategy: str) -> dict[str, Any]:
+        """For the manifest of one strategy's run: without the options that it does not take."""
+        ignored = {field for field, option in ENGINE_FIELDS.items() if not takes(option)(strategy)}
+        return {field: value for field, value in asdict(self).items() if field not in ignored}
+
+
+def takes(option: str) -> Callable[[str], bool]:
+    """Whether a strategy takes an engine option."""
+    return lambda strategy: option in engine_options(strategy)
+
+
+def _default(name: str) -> Any:
+    return next(field.default for field in fields(CompareConfig) if field.name == name)
 
 
 def _largest_divisor(number: int) -> int:

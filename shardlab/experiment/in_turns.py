@@ -37,7 +37,9 @@ def run_in_turns(variants: Mapping[str, CompareConfig], pool: RankPool, director
     with ExitStack() as stack:
         where = directory or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for name, config in variants.items():
-            write_manifest(where / name, {"run": name, "ranks": config.ranks, "config": config.as_dict()})
+            write_manifest(
+                where / name, {"run": name, "ranks": config.ranks, "config": config.as_dict(config.strategies[0])}
+            )
         pool.run(_train_in_turns, dict(variants), where, now_ns())
         return load_runs(where / name for name in variants)
 

@@ -10,7 +10,7 @@ import torch
 
 from shardlab.comm import Mesh
 from shardlab.data_sets import batch, load_text
-from shardlab.engines import Engine, StepTensors, build_engine, engine_options
+from shardlab.engines import Engine, GradScaler, StepTensors, build_engine, engine_options
 from shardlab.experiment.config import DTYPES, CompareConfig
 from shardlab.experiment.step import StepResult, TrainStep
 from shardlab.launch import current
@@ -59,8 +59,9 @@ class RankRun:
         self._config = config
         self._data = load_text(config.text, config.seq_len)
         self._train_step = TrainStep(
-            engine, next_token_loss, accumulation=config.accumulation, max_norm=config.clip, recorder=recorder
-        )
+            engine, next_token_loss, accumulation=config.accumulation, max_norm=config.clip,
+            scaler=GradScaler() if config.scales_loss(engine.name) else None, recorder=recorder,
+        )  # fmt: skip
         num_rows = self._micro_batch_rows // engine.num_data_ranks
         self._rows = range(engine.data_rank * num_rows, (engine.data_rank + 1) * num_rows)
 

@@ -9,7 +9,7 @@ from math import nan
 import torch
 from torch import Tensor
 
-from shardlab.engines import Engine
+from shardlab.engines import Engine, GradScaler
 from shardlab.trace.recorder import Recorder
 from shardlab.vocabulary import Phase, SpanKind
 
@@ -45,6 +45,7 @@ class TrainStep:
         accumulation: micro-batches a step, at least 1.
         max_norm: clip the global gradient norm to this; None for no clipping.
         scheduler: an LR scheduler, stepped after each optimizer step.
+        scaler: scales the loss for float16.
         recorder: records phases and what is held at rest.
 
     Raises:
@@ -59,13 +60,14 @@ class TrainStep:
         accumulation: int = 1,
         max_norm: float | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        scaler: GradScaler | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         if accumulation < 1:
             raise ValueError(f"accumulation: {accumulation} is below 1")
         self.engine, self.loss_fn = engine, loss_fn
         self.accumulation, self.max_norm = accumulation, max_norm
-        self.scheduler, self.recorder = scheduler, recorder
+        self.scheduler, self.scaler, self.recorder = scheduler, scaler, recorder
         self._losses: list[Tensor] = []
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> StepResult | None:
@@ -79,17 +81,23 @@ class TrainStep:
         with self._phase(Phase.FORWARD, SpanKind.FORWARD):
             loss = self.loss_fn(self.engine(inputs), targets) / self.accumulation
         with self._phase(Phase.BACKWARD, SpanKind.BACKWARD):
-            self.engine.backward(loss)
+            self.engine.backward(loss if self.scaler is None else self.scaler.scale(loss))
         return loss.detach()
 
     def _update(self) -> StepResult:
         grad_norm: Tensor | None = None
+        if self.scaler is not None:
+            with self._phase(Phase.CLIP, SpanKind.OPTIMIZER):
+                self.scaler.unscale_(self.engine)
         if self.max_norm is not None:
             with self._phase(Phase.CLIP, SpanKind.OPTIMIZER):
                 grad_norm = self.engine.clip_grad_norm_(self.max_norm)
         learning_rate = self.engine.learning_rate
         with self._phase(Phase.STEP, SpanKind.OPTIMIZER):
-            self.engine.step()
+            if self.scaler is None:
+                self.engine.step()
+            else:
+                self.scaler.step(self.engine)
         if self.recorder is not None:
             self.recorder.at_rest()
         self.engine.zero_grad()

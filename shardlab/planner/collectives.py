@@ -28,7 +28,6 @@ from math import nan
 
 import pandas as pd
 
-from shardlab.partition.chunks import require_rank
 from shardlab.partition.wire import ring_wire_bytes
 from shardlab.planner.fsdp_order import backward_order
 from shardlab.planner.groups import ROOT, Group, groups_of
@@ -75,8 +74,7 @@ def predicted_collectives(
     """
     calls = calls_of_step(model, setup)
     rows = []
-    for rank in range(setup.num_ranks) if ranks is None else ranks:
-        require_rank(rank, setup.num_ranks)
+    for rank in setup.ranks_among(ranks):
         rows += [_row(run or setup.strategy, rank, seq, call, setup) for seq, call in enumerate(calls)]
     return COLLECTIVES.frame(rows)
 
@@ -134,21 +132,24 @@ class _Step:
         gathers = self.setup.sharding in (Sharding.FULL_SHARD, Sharding.HYBRID_SHARD)
         units = {group.unit: [other for other in self.groups if other.unit == group.unit] for group in self.groups}
         wrapped = [name for name in units if name != ROOT]
-        scattered: list[Group] = []  # reduced in their group of shards, not yet across replicas
+        begun: list[Group] = []  # reduced over their first axis, not yet over the others
         for verb, name in backward_order(wrapped, ROOT if ROOT in units else None, self.setup.prefetch):
             if verb == "gather" and gathers:
                 yield from (self.gather(group, Phase.BACKWARD) for group in units[name])
             trainable = [group for group in units[name] if group.trainable]
             if verb == "reduce" and last and trainable:
                 # One reduction at a time: the one before is finished first.
-                yield from map(self.across_replicas, scattered)
-                yield from map(self.reduce_scatter, trainable)
-                scattered = trainable
-        yield from map(self.across_replicas, scattered)
+                for group in begun:
+                    yield from self.finish_reduce(group)
+                for group in trainable:
+                    yield from self.start_reduce(group)
+                begun = trainable
+        for group in begun:
+            yield from self.finish_reduce(group)
 
     def clip(self) -> Iterator[Call]:
         """One scalar, where gradients are sharded."""
-        if self.setup.clip and self.setup.num_shards > 1:
+        if self.setup.clip and any(not group.is_whole for group in self.groups):
             yield Call(
                 Collective.ALL_REDUCE, self.axis, "gradient norm", Phase.CLIP, "float64", 8, 1, self.setup.num_shards
             )
@@ -174,14 +175,33 @@ class _Step:
             *self.gradient_element(group), group.layout.padded_numel, self.setup.num_ranks,
         )  # fmt: skip
 
-    def across_replicas(self, group: Group) -> Call:
-        """The mean of a chunk over the ranks that hold the same one; alone on the mesh with ``no_shard``."""
-        no_shard = self.setup.sharding == Sharding.NO_SHARD
+    def start_reduce(self, group: Group) -> Iterator[Call]:
+        """The first reduction of a unit: over its shards, or over ranks that hold all of it."""
+        if not group.is_whole:
+            yield self.reduce_scatter(group)
+        elif self.data_axes:
+            yield self.over_axis(group, self.data_axes[0])
+
+    def finish_reduce(self, group: Group) -> Iterator[Call]:
+        """Those over the other axes, whose ranks hold the same chunk."""
+        return (self.over_axis(group, axis) for axis in self.data_axes[1:])
+
+    def over_axis(self, group: Group, axis: tuple[MeshAxis, int]) -> Call:
+        """The sum of a chunk over the ranks that hold the same one."""
+        name, size = axis
         return Call(
-            Collective.ALL_REDUCE, MeshAxis.DATA if no_shard else MeshAxis.REPLICA, f"gradients of {group.name}",
-            Phase.BACKWARD, *self.gradient_element(group), group.layout.chunk_sizes[0],
-            self.setup.num_ranks // self.setup.num_shards,
+            Collective.ALL_REDUCE, name, f"gradients of {group.name}", Phase.BACKWARD, *self.gradient_element(group),
+            group.layout.chunk_sizes[0], size,
         )  # fmt: skip
+
+    @property
+    def data_axes(self) -> tuple[tuple[MeshAxis, int], ...]:
+        """Names and sizes of the axes gradients are averaged over, inner first, without those of one rank."""
+        axes = ((MeshAxis.DATA, self.setup.num_ranks),)
+        if self.setup.hybrid:
+            shards = self.setup.num_shards
+            axes = ((MeshAxis.SHARD, shards), (MeshAxis.REPLICA, self.setup.num_ranks // shards))
+        return tuple((name, size) for name, size in axes if size > 1)
 
     def parameter_element(self, group: Group) -> tuple[str, int]:
         """Element type and bytes of a parameter on the wire."""

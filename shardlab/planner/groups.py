@@ -50,9 +50,15 @@ class Group:
         """Element type of its parameters."""
         return next(iter(self.params.values())).dtype
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds all of it."""
+        return self.layout.num_ranks == 1
+
     def stepped(self, shard: int) -> Iterator[Piece]:
         """The pieces that the holder of chunk ``shard`` steps."""
-        return (piece for piece in self.layout.pieces(shard) if self.params[piece.name].stepped)
+        pieces = self.layout.pieces(0 if self.is_whole else shard)
+        return (piece for piece in pieces if self.params[piece.name].stepped)
 
 
 def groups_of(model: PlannedModel, setup: Setup) -> tuple[Group, ...]:
@@ -85,11 +91,16 @@ def _buckets(by_name: Mapping[str, PlannedParam], setup: Setup) -> Iterator[Grou
 def _units(by_name: Mapping[str, PlannedParam], setup: Setup) -> Iterator[Group]:
     lay_out = dim0_layout if setup.layout == "dim0" else flat_layout
     for unit, names in _with_root(by_name, setup.units).items():
-        kinds = dict.fromkeys(_kind(by_name[name]) for name in names)
+        kinds = dict.fromkeys((*_kind(by_name[name]), _is_small(by_name[name], setup)) for name in names)
         for part, kind in enumerate(kinds):
-            together = {name: by_name[name] for name in names if _kind(by_name[name]) == kind}
+            *alike, small = kind
+            together = {
+                name: by_name[name] for name in names
+                if list(_kind(by_name[name])) == alike and _is_small(by_name[name], setup) == small
+            }  # fmt: skip
             name = unit if len(kinds) == 1 else f"{unit} part {part}"
-            yield Group(name, unit, lay_out([param.spec for param in together.values()], setup.num_shards), together)
+            chunks = 1 if small else setup.num_shards
+            yield Group(name, unit, lay_out([param.spec for param in together.values()], chunks), together)
 
 
 def _with_root(by_name: Mapping[str, PlannedParam], units: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
@@ -101,6 +112,10 @@ def _with_root(by_name: Mapping[str, PlannedParam], units: Mapping[str, Sequence
     if ROOT in units:
         raise ValueError(f"units: the name {ROOT!r} is taken by the parameters of no unit")
     return {ROOT: [name for name in by_name if name not in set(wrapped)], **units}
+
+
+def _is_small(param: PlannedParam, setup: Setup) -> bool:
+    return param.spec.numel < setup.replicate_below
 
 
 def _kind(param: PlannedParam) -> tuple[str, bool]:

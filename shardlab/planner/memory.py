@@ -25,7 +25,6 @@ from math import nan
 
 import pandas as pd
 
-from shardlab.partition.chunks import require_rank
 from shardlab.planner.groups import Group, groups_of
 from shardlab.planner.model import PlannedModel
 from shardlab.planner.setup import Setup
@@ -52,6 +51,8 @@ HOLDINGS = {
     "fsdp": Holding(True, True),  # no_shard is one chunk
 }
 
+OFFLOADED = {"none": (), "parameters": (Role.PARAMETER,), "all": (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE)}
+
 
 def predicted_memory(
     model: PlannedModel, setup: Setup, *, ranks: Sequence[int] | None = None, run: str | None = None
@@ -69,8 +70,7 @@ def predicted_memory(
     """
     groups = groups_of(model, setup)
     rows = []
-    for rank in range(setup.num_ranks) if ranks is None else ranks:
-        require_rank(rank, setup.num_ranks)
+    for rank in setup.ranks_among(ranks):
         held = bytes_at_rest(groups, setup, rank)
         held[Role.OTHER] += model.buffer_bytes
         rows += [_row(run or setup.strategy, rank, role, held[role]) for role in Role]
@@ -82,6 +82,8 @@ def bytes_at_rest(groups: Sequence[Group], setup: Setup, rank: int) -> Counter[R
     held: Counter[Role] = Counter()
     for group in groups:
         held.update(_of_group(group, setup, setup.shard_of(rank)))
+    for role in OFFLOADED[setup.offload] if setup.strategy == "fsdp" else ():
+        held[Role.OFFLOADED] += held.pop(role, 0)
     return held
 
 
@@ -101,7 +103,7 @@ def _of_group(group: Group, setup: Setup, shard: int) -> dict[Role, int]:
 
 
 def _numel(group: Group, shard: int, *, chunks: bool) -> int:
-    return group.layout.chunk_sizes[shard] if chunks else group.layout.padded_numel
+    return group.layout.chunk_sizes[shard] if chunks and not group.is_whole else group.layout.padded_numel
 
 
 def _state_itemsize(group: Group, setup: Setup) -> int:

@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from shardlab.partition.chunks import require_count
+from shardlab.partition.chunks import require_count, require_rank
 from shardlab.planner.precision import ITEMSIZES, Precision
 from shardlab.vocabulary import Partition
 
 STRATEGIES = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
 LAYOUTS = ("flat", "dim0")
+OFFLOADS = ("none", "parameters", "all")
 DEFAULT_BUCKET_BYTES = 25 * 1024**2
 
 
@@ -49,6 +50,8 @@ class Setup:
         layout: fsdp: flat or dim0.
         sharding: fsdp: see ``Sharding``.
         shard_group_size: fsdp, hybrid_shard: ranks that shard among themselves; divides ``num_ranks``.
+        replicate_below: fsdp: parameters of fewer elements are replicated.
+        offload: fsdp: what lives in host memory: none, parameters or all.
         prefetch: fsdp: units gathered ahead of the one that computes, in backward.
         micro_batches: forwards and backwards a step; all but the last in ``no_sync()``.
         clip: whether gradients are clipped by their global norm.
@@ -67,6 +70,8 @@ class Setup:
     layout: str = "flat"
     sharding: Sharding | str = Sharding.FULL_SHARD
     shard_group_size: int | None = None
+    replicate_below: int = 0
+    offload: str = "none"
     prefetch: int = 1
     micro_batches: int = 1
     clip: bool = False
@@ -86,7 +91,9 @@ class Setup:
                 _require_one_of(name, getattr(self, name), tuple(ITEMSIZES))
         for name in ("num_ranks", "bucket_bytes", "micro_batches"):
             require_count(name, getattr(self, name), 1)
+        _require_one_of("offload", self.offload, OFFLOADS)
         require_count("prefetch", self.prefetch, 0)
+        require_count("replicate_below", self.replicate_below, 0)
         if self.strategy == "single" and self.num_ranks != 1:
             raise ValueError(f"num_ranks: 'single' trains in one process, got {self.num_ranks}")
         self._check_groups()
@@ -113,6 +120,17 @@ class Setup:
         replicated = self.strategy in ("single", "ddp", "bucketed")
         no_shard = self.strategy == "fsdp" and self.sharding == Sharding.NO_SHARD
         return 1 if replicated or no_shard else self.num_ranks
+
+    def ranks_among(self, wanted: Sequence[int] | None) -> Sequence[int]:
+        """The ranks a table is wanted of; None for all.
+
+        Raises:
+            ValueError: a rank that does not exist.
+        """
+        ranks = range(self.num_ranks) if wanted is None else wanted
+        for rank in ranks:
+            require_rank(rank, self.num_ranks)
+        return ranks
 
     def shard_of(self, rank: int) -> int:
         """Which chunk ``rank`` holds: neighbours shard among themselves, as on ``Mesh({"replica": R, "shard": S})``."""

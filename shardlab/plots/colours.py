@@ -35,6 +35,7 @@ ROLE_COLOURS = {
     Role.MASTER_WEIGHT: BROWN,
     Role.COMMUNICATION_BUFFER: PINK,
     Role.ACTIVATION: SAND,
+    Role.OFFLOADED: WINE,
     Role.OTHER: GREY,
 }
 
@@ -53,6 +54,7 @@ SPAN_COLOURS = {
     SpanKind.DATA: "#b08d57",
     SpanKind.FORWARD: "#8c96a6",
     SpanKind.BACKWARD: "#5b6678",
+    SpanKind.RECOMPUTE: "#936aaf",
     SpanKind.OPTIMIZER: "#1f8a70",
 }
 

@@ -1,5 +1,7 @@
 """Mixed precision against a hand-written single process that rounds at the same places, and the loss scale."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -102,6 +104,20 @@ def test_gathers_move_16_bits_and_the_state_keeps_32(pools):
         ]
         assert held[Role.PARAMETER] == held[Role.GRADIENT] == 2 * padded
         assert held[Role.OPTIMIZER_STATE] <= 4 * padded
+
+
+def steps_without_a_scaler(_, precision):
+    with Mesh({"data": 2}) as mesh, build_engine("fsdp", build(), adamw, mesh, precision=precision) as engine:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine.step()
+        return [str(warning.message) for warning in caught]
+
+
+def test_float16_without_a_scaler_warns(pools):
+    for messages in pools(2).run(steps_without_a_scaler, "fp16"):
+        assert any("float16 without a GradScaler" in message for message in messages)
+    assert pools(2).run(steps_without_a_scaler, "bf16") == [[], []]
 
 
 def overflow(rank, strategy, options):

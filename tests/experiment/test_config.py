@@ -62,6 +62,37 @@ def test_a_batch_that_does_not_divide_names_one_that_does():
     assert CompareConfig(ranks=3, accumulation=2, text="grammar").global_batch == 24
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "takers"),
+    [
+        ("sharding", "no_shard", "only fsdp"),
+        ("offload", "all", "only fsdp"),
+        ("replicate_below", 100, "only fsdp"),
+        ("partition", "balanced", "only zero1, zero2, zero3"),
+        ("bucket_mib", 2.0, "only bucketed, zero1, zero2, zero3"),
+    ],
+)
+def test_an_option_that_no_strategy_takes_is_refused(field, value, takers):
+    with pytest.raises(ValueError, match=f"{field}: {takers} know it, and the strategies are single, ddp"):
+        CompareConfig(("single", "ddp"), text="grammar", **{field: value})
+
+
+def test_a_manifest_has_only_what_its_strategy_took():
+    config = CompareConfig(("single", "zero1", "fsdp"), text="grammar", offload="all", partition="balanced")
+    assert {"partition", "offload", "wrap"}.isdisjoint(config.as_dict("single"))
+    assert config.as_dict("zero1")["partition"] == "balanced"
+    assert "offload" not in config.as_dict("zero1")
+    assert config.as_dict("fsdp")["offload"] == "all"
+
+
+def test_fsdp_options():
+    for field, value in (("offload", "disk"), ("replicate_below", -1), ("prefetch", -1), ("precision", "int8")):
+        with pytest.raises(ValueError, match=field):
+            CompareConfig(("fsdp",), text="grammar", **{field: value})
+    with pytest.raises(ValueError, match="every parameter is replicated"):
+        CompareConfig(("fsdp",), text="grammar", sharding="no_shard", replicate_below=10)
+
+
 def test_texts(tmp_path):
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "short").write_bytes(b"a" * 64)

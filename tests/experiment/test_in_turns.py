@@ -20,7 +20,11 @@ PARAMETER_BYTES = 8 * sum(param.numel() for param in build_model("gpt-1m", 8).pa
 
 
 def test_each_step_belongs_to_all_variants_in_turn_and_their_losses_are_equal(pools: Pools) -> None:
-    variants = {"naive": replace(BASE, strategies=("ddp",)), "flat": BASE, "small": replace(BASE, bucket_mib=0.5)}
+    variants = {
+        "naive": replace(BASE, strategies=("ddp",), bucket_mib=1.0),
+        "flat": BASE,
+        "small": replace(BASE, bucket_mib=0.5),
+    }
     records = run_in_turns(variants, pools(2))
     losses = records.steps.pivot(index=["step", "rank"], columns="run", values="loss")
     assert losses.shape == (6, 3)
@@ -57,7 +61,7 @@ def test_a_sweep_sends_the_same_bytes_in_fewer_messages(pools: Pools) -> None:
 @pytest.mark.parametrize(
     ("variants", "words"),
     [({}, "at least one"),
-     ({"a": replace(BASE, strategies=("single",))}, "'a' needs one strategy"),
+     ({"a": replace(BASE, strategies=("single",), bucket_mib=1.0)}, "'a' needs one strategy"),
      ({"a": replace(BASE, strategies=("ddp", "bucketed"))}, "'a' needs one strategy"),
      ({"a": replace(BASE, ranks=1)}, "ranks=1"),
      ({"a": BASE, "b": replace(BASE, steps=1)}, "same number of steps")],

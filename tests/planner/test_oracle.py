@@ -111,10 +111,17 @@ CASES = (
     Case("fsdp", {"sharding": "no_shard"}, dtype=torch.float32, precision="bf16"),
     Case("fsdp", {"layout": "dim0"}, 2, dtype=torch.float32, precision="fp16"),
     Case("fsdp", wrap="root"),
+    *(Case("fsdp", {"replicate_below": 20, "layout": layout}, 2, clip=True) for layout in ("flat", "dim0")),
+    *(Case("fsdp", {"offload": offload}, clip=True) for offload in ("parameters", "all")),
+    Case("fsdp", {"offload": "all", "sharding": "no_shard"}, 2),
+    Case("fsdp", {"offload": "parameters", "replicate_below": 20}, dtype=torch.float32, precision="bf16"),
 )
-HYBRIDS = tuple(
-    Case("fsdp", {"sharding": "hybrid_shard", "layout": layout}, micro_batches, clip=True, shard_group_size=size)
-    for layout, micro_batches, size in (("flat", 1, 2), ("dim0", 2, 2), ("flat", 1, 1), ("dim0", 1, 4))
+HYBRIDS = (
+    Case("fsdp", {"sharding": "hybrid_shard", "layout": "flat"}, clip=True, shard_group_size=2),
+    Case("fsdp", {"sharding": "hybrid_shard", "layout": "dim0"}, 2, clip=True, shard_group_size=2),
+    Case("fsdp", {"sharding": "hybrid_shard", "layout": "flat"}, clip=True, shard_group_size=1),
+    Case("fsdp", {"sharding": "hybrid_shard", "layout": "dim0"}, clip=True, shard_group_size=4),
+    Case("fsdp", {"sharding": "hybrid_shard", "replicate_below": 20}, 2, clip=True, shard_group_size=2),
 )
 
 
@@ -185,6 +192,7 @@ def test_recorded_equals_predicted_in_groups(pools, case):
 
 # A parameter whose memory is transposed has its bucket's gradient in another order: slower when torch adds to it.
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+@pytest.mark.filterwarnings("ignore:precision. float16 without a GradScaler")
 @pytest.mark.parametrize("case", [Case("single"), *CASES], ids=str)
 def test_one_rank_holds_everything_and_sends_nothing(case):
     for kind in case.kinds:

@@ -42,11 +42,14 @@ def gather_optimizer_state(engine: "Engine") -> dict[str, Any]:
     sharded_over = engine.sharded_over
     comms = () if sharded_over is None else (sharded_over,)
     shared = share_json(comms, engine.mesh.device, encode(state_values(engine), "optimizer state"))
+    spread = engine.spread_over()
+    first = sharded_over is None or sharded_over.rank == 0
+    mine = [shard for shard in state_shards(engine) if first or spread[shard.name]]  # each tensor once
     state: dict[int, dict[str, Any]] = {}
     for values in decode(shared):
         for name, found in values.items():
             state.setdefault(numbers[name], {}).update(found)
-    for (name, key), full in gather_shards(list(state_shards(engine)), sharded_over, engine.mesh.device).items():
+    for (name, key), full in gather_shards(mine, sharded_over, engine.mesh.device).items():
         state.setdefault(numbers[name], {})[key] = full
     ordered = {number: state[number] for number in sorted(state)}
     return {"state": ordered, "param_groups": [_numbered(group, numbers) for group in groups]}
@@ -92,7 +95,10 @@ def install_state(
     tensors = engine.step_tensors()
     pieces = {name: state_of(name, tensors.by_name(name), *span) for name, span in engine.owned().items()}
     state = {numbers[name]: found for name, found in pieces.items() if found and name in numbers}
-    engine.optimizer.load_state_dict({"state": state, "param_groups": [_numbered(group, numbers) for group in groups]})
+    with engine.stepping():  # torch moves the state to where the tensors are
+        engine.optimizer.load_state_dict(
+            {"state": state, "param_groups": [_numbered(group, numbers) for group in groups]}
+        )
 
 
 def check_state_shape(engine: "Engine", name: str, key: str, shape: tuple[int, ...]) -> None:
@@ -102,7 +108,7 @@ def check_state_shape(engine: "Engine", name: str, key: str, shape: tuple[int, .
         ValueError: the parameter is in pieces, and the state has neither its shape nor a single element.
     """
     full = shape_of(engine, name)
-    is_cut = engine.sharded_over is not None and len(engine.owners()[name]) > 1
+    is_cut = engine.spread_over()[name] and len(engine.owners()[name]) > 1
     if is_cut and shape != full and prod(shape) != 1:
         raise ValueError(
             f"optimizer state: {key!r} of parameter {name!r} has shape {shape} and the parameter {full}, and this "

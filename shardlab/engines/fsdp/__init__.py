@@ -1,6 +1,7 @@
 """Fully sharded data parallel. Read sharding, policy, group, order, engine."""
 
-from shardlab.engines.fsdp.engine import FSDP, LAYOUTS
+from shardlab.engines.fsdp.build import LAYOUTS
+from shardlab.engines.fsdp.engine import FSDP
 from shardlab.engines.fsdp.policy import NAMED_POLICIES, parse_wrap, wrapped_modules
 from shardlab.engines.fsdp.sharding import SHARDINGS
 

@@ -22,29 +22,32 @@ to a larger unit by ``wrap``. Within a unit ranks may use different parameters.
 Source: Zhao et al., arXiv 2304.11277, sections 3 and 4.
 """
 
+import contextlib
+import warnings
+from collections.abc import Iterator
+from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm import Communicator, Mesh
 from shardlab.engines.base import OptimizerFn
+from shardlab.engines.checkpoints.together import together
+from shardlab.engines.fsdp.build import Builder
 from shardlab.engines.fsdp.group import Group, owners_of_parameters
 from shardlab.engines.fsdp.materialize import InitFn, materialize, reset_parameters
 from shardlab.engines.fsdp.order import Order
 from shardlab.engines.fsdp.policy import ROOT, WrapPolicy, wrapped_modules
 from shardlab.engines.fsdp.sharding import SHARDINGS
+from shardlab.engines.offload import OFFLOADS, check_host_memory
 from shardlab.engines.precision import Precision, cast_floating, parse_precision
-from shardlab.engines.released import seats_of
 from shardlab.engines.saved import saved_by_reference
 from shardlab.engines.sharded_engine import ShardedEngine
 from shardlab.engines.sharded_unit import ShardedUnit
 from shardlab.engines.trees import tensors_in
-from shardlab.partition.dim0 import dim0_layout
-from shardlab.partition.flat import ParamSpec, flat_layout
-from shardlab.vocabulary import MeshAxis
-
-LAYOUTS = {"flat": flat_layout, "dim0": dim0_layout}
+from shardlab.vocabulary import Role
 
 
 class FSDP(ShardedEngine):
@@ -59,6 +62,8 @@ class FSDP(ShardedEngine):
         prefetch: units gathered ahead, in forward and in backward; 0 gathers when needed.
         layout: 'flat' (end to end, padded at the end of the unit) or 'dim0' (each parameter by rows).
         precision: 'full', 'bf16', 'fp16' or a ``Precision``.
+        offload: what lives in host memory: 'none', 'parameters' or 'all' (gradients and optimizer state too).
+        replicate_below: parameters of fewer elements are replicated instead of sharded; 0 shards all.
         init_fn: for parameters on the meta device: called as (name, module) for each module that holds some, unit by
             unit, to fill them; None calls ``module.reset_parameters()``.
     """
@@ -76,16 +81,16 @@ class FSDP(ShardedEngine):
         prefetch: int = 1,
         layout: str = "flat",
         precision: Precision | str = "full",
+        offload: str = "none",
+        replicate_below: int = 0,
         init_fn: InitFn | None = None,
     ) -> None:
-        if sharding not in SHARDINGS:
-            raise ValueError(f"sharding: {sharding!r} is not one of {', '.join(SHARDINGS)}")
-        if layout not in LAYOUTS:
-            raise ValueError(f"layout: {layout!r} is not one of {', '.join(LAYOUTS)}")
         if prefetch < 0:
             raise ValueError(f"prefetch: {prefetch} is below 0")
         self.sharding, self.wrap, self.prefetch, self.layout = sharding, wrap, prefetch, layout
-        self.precision = parse_precision(precision)
+        self.precision, self.offload, self.replicate_below = parse_precision(precision), offload, replicate_below
+        mesh = Mesh.alone() if mesh is None else mesh
+        self._builder = Builder(mesh, sharding, layout, self.precision, offload, replicate_below)
         self._init_fn = init_fn or reset_parameters
         self._in_backward = self._sending = False
         self._reshards_after_forward = SHARDINGS[sharding].reshard_after_forward
@@ -113,6 +118,16 @@ class FSDP(ShardedEngine):
         finally:
             self._let_go()
 
+    def step(self) -> None:
+        """One optimizer step, on the shards."""
+        if self.precision.compute is torch.float16 and not self.loss_is_scaled:
+            warnings.warn(
+                "precision: float16 without a GradScaler loses gradients below 6e-8; use engine.backward(scaler.scale("
+                "loss)) and scaler.step(engine), or precision='bf16'",
+                stacklevel=2,
+            )
+        super().step()
+
     def zero_grad(self) -> None:
         """Forget all gradients."""
         super().zero_grad()
@@ -134,26 +149,48 @@ class FSDP(ShardedEngine):
         group.held_by_user = False
         group.reshard()
 
-    def _data_axes(self) -> tuple[Communicator, ...]:
-        row = SHARDINGS[self.sharding]
-        return tuple(self.mesh[axis] for axis in (row.replica_axis, row.shard_axis) if axis is not None)
-
     @property
     def sharded_over(self) -> Communicator | None:
         """The shard group; None where nothing is sharded."""
-        axis = SHARDINGS[self.sharding].shard_axis
-        return None if axis is None else self.mesh[axis]
+        return self._builder.shard_axis
+
+    def spread_over(self) -> dict[str, tuple[Communicator, ...]]:
+        """The shard group, and () for parameters that are replicated because they are small."""
+        spread = super().spread_over()
+        whole = (name for unit in self.units if unit.is_whole for name in unit.params)
+        return {**spread, **dict.fromkeys(whole, ())}
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Inside, shards whose optimizer state is on the device are there too."""
+        for unit in self.units:
+            unit.visit_device()
+        try:
+            yield
+        finally:
+            for unit in self.units:
+                unit.return_to_host()
+
+    def live_tensors(self) -> dict[Role, list[Tensor]]:
+        """As every sharded engine's; what is in host memory is ``Role.OFFLOADED``."""
+        live = super().live_tensors()
+        offload = OFFLOADS[self.offload]
+        offloaded = [unit.shard for unit in self.units] if offload.parameters else []
+        if offload.gradients_and_state:
+            offloaded += [unit.gradient_shard for unit in self.units if unit.gradient_shard is not None]
+            offloaded += live.pop(Role.OPTIMIZER_STATE)
+        return {Role.OFFLOADED: offloaded, **live}  # a storage counts in the first role that names it
+
+    def _data_axes(self) -> tuple[Communicator, ...]:
+        return self._builder.data_axes
 
     def _make_units(self) -> list[ShardedUnit]:
-        row = SHARDINGS[self.sharding]
-        alone = Communicator(None, None, (0,), 0, MeshAxis.SHARD)
-        comm = alone if row.shard_axis is None else self.mesh[row.shard_axis]
-        replicas = None if row.replica_axis is None else self.mesh[row.replica_axis]
+        self._check_host_memory()
         self._cast_buffers()
         wrapped = wrapped_modules(self.module, self.wrap)
         members = owners_of_parameters(self.module, wrapped, self.params, ROOT)
         self.groups = [
-            Group(name, wrapped.get(name, self.module), self._units_of(name, names, comm, replicas))
+            Group(name, wrapped.get(name, self.module), self._units_of(name, names))
             for name, names in members.items()
             if names
         ]
@@ -166,6 +203,13 @@ class FSDP(ShardedEngine):
         }
         return [unit for group in self.groups for unit in group.units]
 
+    def _check_host_memory(self) -> None:
+        offload, num_ranks = OFFLOADS[self.offload], prod(self.mesh.axes.values())
+        if offload.parameters:
+            num_bytes = sum(param.nbytes for param in self.params.values()) * (1 + offload.gradients_and_state)
+            shards = 1 if self.sharded_over is None else self.sharded_over.num_ranks
+            together(self.data_comms, self.mesh.device, lambda: check_host_memory(num_bytes // shards, num_ranks))
+
     def _cast_buffers(self) -> None:
         if self.precision.buffers is not None:
             for buffer in self.module.buffers():
@@ -176,32 +220,10 @@ class FSDP(ShardedEngine):
         if meta := [name for name, buffer in self.module.named_buffers() if buffer.is_meta]:
             raise ValueError(f"model: buffer {meta[0]!r} is on the meta device; make buffers on the device")
 
-    def _units_of(
-        self, name: str, members: list[str], comm: Communicator, replicas: Communicator | None
-    ) -> list[ShardedUnit]:
+    def _units_of(self, name: str, members: list[str]) -> list[ShardedUnit]:
         if materialize(self.module, members, self.params, self.mesh.device, self._init_fn):
             self._equalise([self.params[member] for member in members], f"parameters of {name} from rank 0")
-        seats = seats_of(self.module, {member: self.params[member] for member in members})
-        kinds: dict[Any, dict[str, nn.Parameter]] = {}
-        for member in members:
-            param = self.params[member]
-            kinds.setdefault((param.dtype, param.device, param.requires_grad), {})[member] = param
-        return [
-            ShardedUnit(
-                _unit_name(name, place, len(kinds)),
-                params,
-                seats,
-                self._lay_out(params, comm),
-                comm,
-                replicas,
-                self.precision,
-            )
-            for place, params in enumerate(kinds.values())
-        ]
-
-    def _lay_out(self, params: dict[str, nn.Parameter], comm: Communicator) -> Any:
-        specs = [ParamSpec(name, tuple(param.shape), param.element_size()) for name, param in params.items()]
-        return LAYOUTS[self.layout](specs, comm.num_ranks)
+        return self._builder.units(name, self.module, {member: self.params[member] for member in members})
 
     def _watch_group(self, group: Group) -> list[RemovableHandle]:
         return [
@@ -292,7 +314,3 @@ class FSDP(ShardedEngine):
             if group.name == name:
                 return group
         raise ValueError(f"unit: {name!r} is not one of {', '.join(group.name for group in self.groups)}")
-
-
-def _unit_name(group: str, place: int, number: int) -> str:
-    return group if number == 1 else f"{group} part {place}"

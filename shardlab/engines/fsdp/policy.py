@@ -15,6 +15,9 @@ ROOT = "root"
 def wrapped_modules(module: nn.Module, policy: WrapPolicy) -> dict[str, nn.Module]:
     """The modules that become units, by name, outer before inner; the root, which holds the rest, is not among them.
 
+    Only modules with a forward of their own: a ``ModuleList`` or ``ParameterDict`` is never called, so what it holds
+    itself belongs to the module around it.
+
     Args:
         module: the user's module.
         policy: 'block' takes every entry of a ``ModuleList`` (the blocks of a transformer) or, where there is none,
@@ -24,7 +27,7 @@ def wrapped_modules(module: nn.Module, policy: WrapPolicy) -> dict[str, nn.Modul
     Raises:
         ValueError: an unknown name, or a number below 1.
     """
-    candidates = {name: child for name, child in module.named_modules() if name and _has_parameters(child)}
+    candidates = {name: child for name, child in module.named_modules() if name and _can_be_unit(child)}
     if callable(policy):
         return {name: child for name, child in candidates.items() if policy(name, child)}
     if isinstance(policy, int):
@@ -66,8 +69,9 @@ def _in_list(module: nn.Module, name: str) -> bool:
     return isinstance(module.get_submodule(parent), nn.ModuleList)
 
 
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+def _can_be_unit(module: nn.Module) -> bool:
+    """It has parameters, and a forward of its own to gather them for: a list or dict is never called."""
+    return next(module.parameters(), None) is not None and type(module).forward is not nn.Module.forward
 
 
 def _numel(module: nn.Module) -> int:

@@ -1,0 +1,94 @@
+"""From the parameters of a wrapped module to its sharded units.
+
+Parameters of a group are in one unit if they have one dtype, all train or none does, and all are sharded or all are
+too small to be worth it (``replicate_below``): such a unit is one chunk, which every rank holds.
+"""
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardlab.comm import Communicator, Mesh
+from shardlab.engines.fsdp.sharding import SHARDINGS
+from shardlab.engines.offload import OFFLOADS
+from shardlab.engines.precision import Precision
+from shardlab.engines.released import Seats, seats_of
+from shardlab.engines.sharded_unit import ShardedUnit
+from shardlab.engines.unit_layout import UnitLayout
+from shardlab.partition.dim0 import dim0_layout
+from shardlab.partition.flat import ParamSpec, flat_layout
+from shardlab.vocabulary import MeshAxis
+
+LAYOUTS: Mapping[str, Callable[[list[ParamSpec], int], UnitLayout]] = {"flat": flat_layout, "dim0": dim0_layout}
+
+
+@dataclass(frozen=True)
+class Builder:
+    """The options of ``FSDP`` that a unit is made of; checked."""
+
+    mesh: Mesh
+    sharding: str
+    layout: str
+    precision: Precision
+    offload: str
+    replicate_below: int
+
+    def __post_init__(self) -> None:
+        """Check every option that a user can get wrong."""
+        for field, value, allowed in (
+            ("sharding", self.sharding, SHARDINGS),
+            ("layout", self.layout, LAYOUTS),
+            ("offload", self.offload, OFFLOADS),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{field}: {value!r} is not one of {', '.join(allowed)}")
+        if self.replicate_below < 0:
+            raise ValueError(f"replicate_below: {self.replicate_below} elements is below 0")
+        if self.replicate_below and self.sharding == "no_shard":
+            raise ValueError("replicate_below: with sharding='no_shard' every parameter is replicated; leave it out")
+
+    @property
+    def data_axes(self) -> tuple[Communicator, ...]:
+        """The axes gradients are averaged over, outer first."""
+        row = SHARDINGS[self.sharding]
+        return tuple(self.mesh[axis] for axis in (row.replica_axis, row.shard_axis) if axis is not None)
+
+    @property
+    def shard_axis(self) -> Communicator | None:
+        """The ranks of a shard group; None where nothing is sharded."""
+        axis = SHARDINGS[self.sharding].shard_axis
+        return None if axis is None else self.mesh[axis]
+
+    def units(self, group: str, module: nn.Module, params: Mapping[str, nn.Parameter]) -> list[ShardedUnit]:
+        """Shard the parameters of one group, which is all that is ever there in full.
+
+        Args:
+            group: its name.
+            module: the whole module, in which the parameters have their seats.
+            params: full parameters by name.
+        """
+        seats = seats_of(module, params)
+        kinds: dict[Hashable, dict[str, nn.Parameter]] = {}
+        for name, param in params.items():
+            kind = (param.dtype, param.device, param.requires_grad, self.is_sharded(param))
+            kinds.setdefault(kind, {})[name] = param
+        numbered = enumerate(kinds.values())
+        return [self._unit(_unit_name(group, place, len(kinds)), alike, seats) for place, alike in numbered]
+
+    def is_sharded(self, param: nn.Parameter) -> bool:
+        """Whether ranks hold different elements of it."""
+        return self.shard_axis is not None and param.numel() >= self.replicate_below
+
+    def _unit(self, name: str, params: Mapping[str, nn.Parameter], seats: Mapping[str, Seats]) -> ShardedUnit:
+        if self.shard_axis is not None and self.is_sharded(next(iter(params.values()))):
+            comm, replicas = self.shard_axis, tuple(axis for axis in self.data_axes if axis is not self.shard_axis)
+        else:
+            comm, replicas = Communicator(None, None, (0,), 0, MeshAxis.SHARD), self.data_axes[::-1]
+        specs = [ParamSpec(key, tuple(param.shape), param.element_size()) for key, param in params.items()]
+        layout = LAYOUTS[self.layout](specs, comm.num_ranks)
+        return ShardedUnit(name, params, seats, layout, comm, replicas, self.precision, OFFLOADS[self.offload])
+
+
+def _unit_name(group: str, place: int, number: int) -> str:
+    return group if number == 1 else f"{group} part {place}"
