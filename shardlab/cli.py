@@ -201,12 +201,12 @@ def _with_progress(config: "CompareConfig", directory: Path) -> "Comparison":
 
 
 def _print_result(comparison: "Comparison", config: "CompareConfig", report: Path) -> None:
-    from shardlab.experiment.report import verdict
+    from shardlab.experiment.report import plan_verdict, verdict
 
     console = Console(highlight=False)
     console.print(_result_table(comparison, config, console.width))
     console.print(NOTE, style="dim")
-    console.print(verdict(comparison))
+    console.print(verdict(comparison), plan_verdict(comparison))
     console.print(f"Report: {report}", soft_wrap=True)
 
 

@@ -19,6 +19,7 @@ import torch
 
 from shardlab import __version__
 from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.planned import against_plan, plan_run
 from shardlab.experiment.run import Progress, RankReport, now_ns, run_strategy
 from shardlab.experiment.summary import summarise
 from shardlab.launch import RankPool
@@ -130,7 +131,10 @@ def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress
         _write_manifest(where, {**manifest, **_costs([report for report in reports if report is not None])})
     pool.run(_meet)  # under torchrun the others read the manifests that rank 0 has now written
     records = load_runs(_run_directory(directory, strategy) for strategy in config.strategies)
-    summary = summarise(records, config.dtype)
+    summary = [
+        {**row, **against_plan(row["strategy"], records, plan_run(config, row["strategy"]))}
+        for row in summarise(records, config.dtype)
+    ]
     if is_reporter():
         (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     return Comparison(pd.DataFrame(summary), records, directory)

@@ -1,6 +1,7 @@
 """The report page of a comparison: the table first, then the pictures that explain it."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 
 import pandas as pd
@@ -35,8 +36,17 @@ COLUMNS = {
     "parameter_bytes": ("parameters (MB)", MB),
     "gradient_bytes": ("gradients (MB)", MB),
     "optimizer_bytes": ("optimizer (MB)", MB),
+    "offloaded_bytes": ("offloaded (MB)", MB),
     "peak_bytes": ("peak (MB)", MB),
     "wire_bytes_per_step": ("sent (MB/step)", MB),
+}
+PLANNED = {
+    "strategy": ("strategy", 1),
+    "planned_rest_bytes": ("planned at rest (bytes)", 1),
+    "rest_bytes": ("measured (bytes)", 1),
+    "planned_wire_bytes": ("planned to send (bytes)", 1),
+    "wire_bytes_per_step": ("sent (bytes)", 1),
+    "as_planned": ("each role, rank and message as planned", 1),
 }
 # The same for a terminal of 80 columns: a word over its unit.
 TERMINAL = {
@@ -49,6 +59,7 @@ TERMINAL = {
     "parameter_bytes": ("params\nMB", MB),
     "gradient_bytes": ("grads\nMB", MB),
     "optimizer_bytes": ("optim\nMB", MB),
+    "offloaded_bytes": ("host\nMB", MB),
     "peak_bytes": ("peak\nMB", MB),
     "wire_bytes_per_step": ("sent\nMB/step", MB),
 }
@@ -59,12 +70,13 @@ def readable_summary(summary: pd.DataFrame, columns: Mapping[str, tuple[str, flo
 
     Args:
         summary: rows of ``summary.json``.
-        columns: header and divisor of each column to show.
+        columns: header and divisor of each column to show; what nobody offloads is not shown.
     """
     return pd.DataFrame(
         {
             label: summary[name] if divisor == 1 else summary[name].astype("Float64") / divisor
             for name, (label, divisor) in columns.items()
+            if name != "offloaded_bytes" or summary[name].any()
         }
     )
 
@@ -95,14 +107,36 @@ def verdict(comparison: Comparison) -> str:
     )
 
 
+def plan_verdict(comparison: Comparison) -> str:
+    """One sentence: do bytes and messages equal the planner's?"""
+    planned = comparison.summary.dropna(subset="as_planned")
+    if planned.empty:
+        return "There is no plan to compare bytes and messages with."
+    wrong = planned.loc[~planned["as_planned"].astype(bool), "strategy"]
+    if len(wrong):
+        return f"Bytes at rest or messages of {', '.join(wrong)} are NOT those of the plan."
+    return "Bytes at rest of every role and rank, and every message of a step, are those of the plan."
+
+
 def _lead(comparison: Comparison, config: CompareConfig) -> str:
     manifest = next(iter(comparison.records.manifests.values()))
     link = f", link emulated as {config.link}" if config.link else ""
     return (
         f"{config.steps} steps on {config.text}, {config.global_batch} sequences of {config.seq_len} bytes a step, "
         f"{config.dtype}, {manifest['backend']} on {manifest['devices'][0]}{link}, "
-        f"torch {manifest['versions']['torch']}. {verdict(comparison)}"
+        f"torch {manifest['versions']['torch']}{_chosen(config)}. {verdict(comparison)} {plan_verdict(comparison)}"
     )
+
+
+def _chosen(config: CompareConfig) -> str:
+    """What was set to something else than the default and is not said yet."""
+    said = {"strategies", "ranks", "steps", "model", "text", "batch", "seq_len", "dtype", "device", "link", "timeout_s"}
+    chosen = {
+        field.name: getattr(config, field.name)
+        for field in fields(config)
+        if field.name not in said and getattr(config, field.name) != field.default
+    }
+    return "".join(f", {name}={value}" for name, value in chosen.items())
 
 
 def _tables(comparison: Comparison) -> dict[str, pd.DataFrame]:
@@ -110,7 +144,13 @@ def _tables(comparison: Comparison) -> dict[str, pd.DataFrame]:
         "Medians of times over steps and ranks, without the first step. Exposed and hidden: communication. Bytes: "
         "maximum over ranks, at rest; the peak is that of one traced step. 1 MB is 1,000,000 bytes."
     )
-    return {caption: readable_summary(comparison.summary)}
+    tables = {caption: readable_summary(comparison.summary)}
+    planned = comparison.summary.dropna(subset="as_planned")
+    if len(planned):
+        tables["Planned without running, and measured: bytes at rest on the rank with most, bytes sent in a step."] = (
+            readable_summary(planned, PLANNED)
+        )
+    return tables
 
 
 def _figures(comparison: Comparison) -> dict[str, go.Figure]:

@@ -82,6 +82,7 @@ def _bytes(run: str, rest: pd.DataFrame, records: Records) -> dict[str, Any]:
         "parameter_bytes": held[Role.PARAMETER],
         "gradient_bytes": held[Role.GRADIENT],
         "optimizer_bytes": held[Role.OPTIMIZER_STATE],
+        "offloaded_bytes": held[Role.OFFLOADED],
         "other_bytes": held[Role.OTHER],
         "padding_bytes": int(records.manifests[run]["padding_bytes"]),
         "wire_bytes_per_step": float(last["wire_bytes"].max()),

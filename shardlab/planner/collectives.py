@@ -148,7 +148,10 @@ class _Step:
             yield from self.finish_reduce(group)
 
     def clip(self) -> Iterator[Call]:
-        """One scalar, where gradients are sharded."""
+        """A scalar for the norm, where gradients are sharded; before it one per axis, where a scaler looks for inf."""
+        if self.setup.scales_loss:
+            for axis, size in self.data_axes[::-1]:
+                yield Call(Collective.ALL_REDUCE, axis, "overflow", Phase.CLIP, "float32", 4, 1, size)
         if self.setup.clip and any(not group.is_whole for group in self.groups):
             yield Call(
                 Collective.ALL_REDUCE, self.axis, "gradient norm", Phase.CLIP, "float64", 8, 1, self.setup.num_shards
@@ -197,7 +200,7 @@ class _Step:
     @property
     def data_axes(self) -> tuple[tuple[MeshAxis, int], ...]:
         """Names and sizes of the axes gradients are averaged over, inner first, without those of one rank."""
-        axes = ((MeshAxis.DATA, self.setup.num_ranks),)
+        axes: tuple[tuple[MeshAxis, int], ...] = ((MeshAxis.DATA, self.setup.num_ranks),)
         if self.setup.hybrid:
             shards = self.setup.num_shards
             axes = ((MeshAxis.SHARD, shards), (MeshAxis.REPLICA, self.setup.num_ranks // shards))

@@ -55,6 +55,7 @@ class Setup:
         prefetch: fsdp: units gathered ahead of the one that computes, in backward.
         micro_batches: forwards and backwards a step; all but the last in ``no_sync()``.
         clip: whether gradients are clipped by their global norm.
+        scales_loss: whether a gradient scaler asks all ranks for an overflow.
         optimizer: what it keeps per element.
         precision: bytes per element at rest, with a master copy beside 16-bit parameters as in the ZeRO paper; None for
             the parameters' own dtype throughout, which is how the engines keep them.
@@ -75,6 +76,7 @@ class Setup:
     prefetch: int = 1
     micro_batches: int = 1
     clip: bool = False
+    scales_loss: bool = False
     optimizer: Optimizer = ADAM
     precision: Precision | None = None
     compute_dtype: str | None = None

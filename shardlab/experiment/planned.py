@@ -1,0 +1,115 @@
+"""A run against its plan: what the planner says, and whether the record says the same, to the byte and message.
+
+The planner computes from the partition arithmetic alone and runs nothing, so two independent counts agree or one lies.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import nn
+
+from shardlab.engines.fsdp import wrapped_modules
+from shardlab.engines.fsdp.group import owners_of_parameters
+from shardlab.engines.fsdp.policy import ROOT, parse_wrap
+from shardlab.engines.precision import parse_precision
+from shardlab.experiment.config import DTYPES, CompareConfig
+from shardlab.models import build_model
+from shardlab.planner import Setup, described, predicted_collectives, predicted_memory
+from shardlab.planner.setup import STRATEGIES
+from shardlab.trace.store import Records
+from shardlab.vocabulary import Phase
+
+MESSAGE = ["op", "axis", "tag", "dtype", "numel", "bytes", "wire_bytes", "group_size"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tables ``memory`` and ``collectives`` of one step, ``source='predicted'``."""
+
+    memory: pd.DataFrame
+    collectives: pd.DataFrame
+
+
+def plan_run(config: CompareConfig, strategy: str) -> Plan | None:
+    """What the planner says of a strategy; None for one that is not ours, since nobody planned it."""
+    if strategy not in STRATEGIES:
+        return None
+    with torch.device("meta"):
+        module = build_model(config.model, config.seq_len, DTYPES[config.dtype])
+    model, setup = described(module), setup_of(config, strategy, module)
+    return Plan(predicted_memory(model, setup), predicted_collectives(model, setup))
+
+
+def setup_of(config: CompareConfig, strategy: str, module: nn.Module) -> Setup:
+    """The planner's description of a strategy as ``compare`` runs it, with AdamW."""
+    options: dict[str, Any] = {"num_ranks": 1 if strategy == "single" else config.ranks}
+    if strategy == "fsdp":
+        precision = parse_precision(config.precision)
+        options |= {
+            "units": units_of(module, parse_wrap(config.wrap)), "layout": config.layout, "sharding": config.sharding,
+            "prefetch": config.prefetch, "offload": config.offload, "replicate_below": config.replicate_below,
+            "shard_group_size": config.shards if config.sharding == "hybrid_shard" else None,
+            "compute_dtype": _name(precision.compute), "reduce_dtype": _name(precision.reduce_dtype),
+            "scales_loss": config.scales_loss(strategy),
+        }  # fmt: skip
+    return Setup(
+        strategy, bucket_bytes=config.bucket_bytes, partition=config.partition, micro_batches=config.accumulation,
+        clip=config.clip is not None, **options,
+    )  # fmt: skip
+
+
+def units_of(module: nn.Module, wrap: str | int) -> dict[str, list[str]]:
+    """Names of the parameters of every unit of FSDP but the root, by the unit's name."""
+    members = owners_of_parameters(module, wrapped_modules(module, wrap), dict(module.named_parameters()), ROOT)
+    return {name: names for name, names in members.items() if name != ROOT}
+
+
+def against_plan(run: str, records: Records, plan: Plan | None) -> dict[str, Any]:
+    """The columns of ``summary.json`` that tell of the plan; null where there is none.
+
+    ``rest_bytes`` is measured; it, ``planned_rest_bytes`` and ``planned_wire_bytes`` are those of the rank that has
+    most. ``as_planned`` is whether the bytes of every role on every rank at rest, and every message of the last step in
+    its order, are the plan's.
+    """
+    rest = _last(records.memory, run, records.memory["where"] == "rest")
+    measured = {"rest_bytes": _most(rest)}
+    if plan is None:
+        return {**measured, "planned_rest_bytes": None, "planned_wire_bytes": None, "as_planned": None}
+    sent = plan.collectives.groupby("rank")["wire_bytes"].sum()
+    held = _held(plan.memory) == _held(rest)
+    own = records.collectives["phase"] != Phase.METRICS
+    said = _said(plan.collectives) == _said(_last(records.collectives, run, own, like=records.steps))
+    return {
+        **measured,
+        "planned_rest_bytes": _most(plan.memory),
+        "planned_wire_bytes": float(sent.max()) if len(sent) else 0.0,
+        "as_planned": held and said,
+    }
+
+
+def _last(table: pd.DataFrame, run: str, chosen: pd.Series, like: pd.DataFrame | None = None) -> pd.DataFrame:
+    """The chosen rows of a run's last step (of table ``like``'s last, where rows may be missing)."""
+    own: pd.DataFrame = table[chosen & (table["run"] == run)]
+    steps = own if like is None else like[like["run"] == run]
+    last: pd.DataFrame = own[own["step"] == steps["step"].max()]
+    return last
+
+
+def _most(memory: pd.DataFrame) -> int:
+    return int(memory.groupby("rank")["bytes"].sum().max())
+
+
+def _held(memory: pd.DataFrame) -> dict[tuple[int, str], int]:
+    rows = memory[["rank", "role", "bytes"]].itertuples(index=False)
+    return {(rank, role): num_bytes for rank, role, num_bytes in rows if num_bytes}
+
+
+def _said(collectives: pd.DataFrame) -> list[tuple[Any, ...]]:
+    ordered = collectives.sort_values(["rank", "seq"])
+    return list(ordered[["rank", *MESSAGE]].itertuples(index=False, name=None))
+
+
+def _name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")

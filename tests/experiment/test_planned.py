@@ -1,0 +1,50 @@
+"""The plan beside the record: equal where both are right, and told apart by a byte or a message."""
+
+from dataclasses import replace
+
+import pytest
+
+from shardlab.experiment import CompareConfig, compare
+from shardlab.experiment.planned import against_plan, plan_run
+from shardlab.experiment.report import plan_verdict
+from tests.conftest import Pools
+
+OURS = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
+BASE = {"ranks": 2, "steps": 2, "text": "grammar", "device": "cpu", "batch": 4, "seq_len": 16}
+OPTIONS = (
+    {"strategies": OURS, "clip": 1.0, "accumulation": 2},
+    {"strategies": ("zero1", "fsdp"), "partition": "balanced", "offload": "all", "precision": "fp16", "clip": 1.0},
+    {"strategies": ("fsdp",), "layout": "dim0", "replicate_below": 200, "prefetch": 2, "wrap": "20000"},
+    {"strategies": ("fsdp",), "sharding": "no_shard", "offload": "parameters"},
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(map(str, list(options.values())[1:])))
+def test_a_run_is_as_planned(pools: Pools, tmp_path, options) -> None:
+    result = compare(CompareConfig(**{**BASE, **options}), tmp_path / "run", pool=pools(2))
+    assert result.summary["as_planned"].tolist() == [True] * len(options["strategies"])
+    assert (result.summary["planned_rest_bytes"] == result.summary["rest_bytes"]).all()
+    assert (result.summary["planned_wire_bytes"] == result.summary["wire_bytes_per_step"]).all()
+    assert "are those of the plan" in plan_verdict(result)
+
+
+def test_a_byte_or_a_message_that_was_not_planned_is_told(pools: Pools, tmp_path) -> None:
+    config = CompareConfig(**BASE, strategies=("zero1",))
+    records = compare(config, tmp_path / "run", pool=pools(2)).records
+    plan = plan_run(config, "zero1")
+    assert plan is not None
+    assert against_plan("zero1", records, plan)["as_planned"]
+    more_bytes = records.memory.assign(
+        bytes=records.memory["bytes"] + (records.memory["role"] == "gradient").astype("Int64")
+    )
+    fewer_messages = records.collectives.iloc[:-3]
+    swapped = records.collectives.assign(seq=-records.collectives["seq"])
+    for changed in ({"memory": more_bytes}, {"collectives": fewer_messages}, {"collectives": swapped}):
+        assert not against_plan("zero1", replace(records, **changed), plan)["as_planned"]
+
+
+def test_without_a_plan_there_is_no_verdict(pools: Pools, tmp_path) -> None:
+    records = compare(CompareConfig(**BASE, strategies=("ddp",)), tmp_path / "run", pool=pools(2)).records
+    row = against_plan("ddp", records, None)
+    assert row["as_planned"] is None
+    assert row["rest_bytes"] > 0
