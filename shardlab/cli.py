@@ -79,6 +79,10 @@ def compare(
     precision: Annotated[str, typer.Option(help="FSDP: full, bf16 or fp16.")] = "full",
     offload: Annotated[str, typer.Option(help="FSDP, into host memory: none, parameters, all.")] = "none",
     replicate_below: Annotated[int, typer.Option(help="FSDP: smaller parameters stay replicated.")] = 0,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks; they divide the ranks.")] = 1,
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="With --tp: divide the sequence too.")
+    ] = False,
     link: Annotated[str | None, typer.Option(help="Emulate a link, for example 10Gbps,50us.")] = None,
     timeout_s: Annotated[float, typer.Option(help="A collective that takes longer ends the run.")] = 300.0,
 ) -> None:
@@ -92,7 +96,8 @@ def compare(
             ranks=ranks, steps=steps, model=model, text=text, batch=batch, seq_len=seq_len, accumulation=accumulation,
             dtype=dtype, device=device, seed=seed, learning_rate=learning_rate, clip=clip, bucket_mib=bucket_mib,
             partition=partition, sharding=sharding, shard_group=shard_group, wrap=wrap, prefetch=prefetch,
-            layout=layout, precision=precision, offload=offload, replicate_below=replicate_below, link=link,
+            layout=layout, precision=precision, offload=offload, replicate_below=replicate_below, tp=tp,
+            sequence_parallel=sequence_parallel, link=link,
             timeout_s=timeout_s,
         )  # fmt: skip
         if experiment.is_reporter():

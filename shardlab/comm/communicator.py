@@ -59,6 +59,11 @@ class Communicator:
         """Whether an emulated link delays the collectives."""
         return self._transport is not None and self._transport.emulated
 
+    @property
+    def observers(self) -> tuple[Observer, ...]:
+        """Who is told of collectives that are issued now."""
+        return self._observers
+
     @contextlib.contextmanager
     def observed_by(self, observer: Observer) -> Iterator[None]:
         """Inside, ``observer`` is told of every collective that is issued."""
@@ -208,6 +213,47 @@ class Communicator:
             return Pending()
         return self._submit(Collective.BARRIER, None, self._transport.barrier, tag)
 
+    def announce(
+        self,
+        op: Collective,
+        buffers: Sequence[Tensor],
+        tag: str,
+        *,
+        own_chunk_bytes: int | None = None,
+        scratch_bytes: int = 0,
+    ) -> CollectiveEvent:
+        """Tell the observers of a collective that is issued now: by a verb, or past them (``overheard``).
+
+        Args:
+            op: the collective.
+            buffers: whole (unsharded) tensors of one dtype that travel together.
+            tag: what it is for.
+            own_chunk_bytes: bytes of this rank's chunk where chunks are uneven.
+            scratch_bytes: what the transport holds meanwhile.
+        """
+        assert self._transport is not None
+        num_bytes = sum(buffer.nbytes for buffer in buffers)
+        event = CollectiveEvent(
+            seq=self._seq,
+            op=op,
+            axis=self.axis,
+            tag=tag,
+            dtype=str(buffers[0].dtype).removeprefix("torch.") if buffers else "",
+            numel=sum(buffer.numel() for buffer in buffers),
+            num_bytes=num_bytes,
+            wire_bytes=ring_wire_bytes(op, num_bytes, self.num_ranks, own_chunk_bytes),
+            group_size=self.num_ranks,
+            transport=self._transport.name,
+            emulated=self._transport.emulated,
+            source_line=caller_of_library(),
+            scratch_bytes=scratch_bytes,
+            storage=buffers[0].untyped_storage()._cdata if buffers else 0,
+        )
+        self._seq += 1
+        for observer in self._observers:
+            observer.issued(event)
+        return event
+
     def close(self) -> None:
         """End the lanes; collectives that are queued are finished first."""
         for lane in (self._lane, self._send_lane):
@@ -230,26 +276,8 @@ class Communicator:
         lane = lane or self._lane
         if lane is None or self._transport is None:
             raise RuntimeError(f"communicator: axis {self.axis!r} is closed")
-        num_bytes = 0 if buffer is None else buffer.nbytes
-        event = CollectiveEvent(
-            seq=self._seq,
-            op=op,
-            axis=self.axis,
-            tag=tag,
-            dtype="" if buffer is None else str(buffer.dtype).removeprefix("torch."),
-            numel=0 if buffer is None else buffer.numel(),
-            num_bytes=num_bytes,
-            wire_bytes=ring_wire_bytes(op, num_bytes, self.num_ranks, own_chunk_bytes),
-            group_size=self.num_ranks,
-            transport=self._transport.name,
-            emulated=self._transport.emulated,
-            source_line=caller_of_library(),
-            scratch_bytes=scratch_bytes,
-            storage=0 if buffer is None else buffer.untyped_storage()._cdata,
-        )
-        self._seq += 1
-        for observer in self._observers:
-            observer.issued(event)
+        buffers = () if buffer is None else (buffer,)
+        event = self.announce(op, buffers, tag, own_chunk_bytes=own_chunk_bytes, scratch_bytes=scratch_bytes)
         finish = lane.submit(job, event, self._observers)
         return Pending(finish, keep=keep, event=event, observers=self._observers)
 

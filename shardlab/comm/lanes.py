@@ -91,8 +91,9 @@ class ThreadLane:
 
 
 def _serve(queue: "SimpleQueue[_Ticket | None]") -> None:
-    # Grad mode is per thread: without this the sums of a composed reduce-scatter would be taped.
-    with torch.no_grad():
+    # Grad mode is per thread: without this the sums of a composed reduce-scatter would be taped. Inference mode, not
+    # just no_grad, because a tensor that was made in a caller's inference mode may be written into nowhere else.
+    with torch.inference_mode():
         while (ticket := queue.get()) is not None:
             ticket.run()
             del ticket  # or the last job's buffers would live until the next one

@@ -10,6 +10,7 @@ itself collective: every rank of the default group builds the same one, also tho
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from math import prod
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Observer
 from shardlab.comm.lanes import Lane, StreamLane, ThreadLane
+from shardlab.comm.overheard import BACKEND, OverheardGroup, TagOf, register_backend
 from shardlab.comm.process import Process
 from shardlab.comm.transports.base import Transport
 from shardlab.comm.transports.emulated import EmulatedLink
@@ -98,6 +100,37 @@ class Mesh:
             for communicator in self.communicators:
                 stack.enter_context(communicator.observed_by(observer))
             yield
+
+    def torch_group(self, axis: str, tag_of: TagOf | None) -> dist.ProcessGroup:
+        """A process group along ``axis`` for torch's own engines; collective over all ranks of the default group.
+
+        Args:
+            axis: of this mesh.
+            tag_of: says what a collective is for; then each is told to the observers of the axis, see ``overheard``.
+                None for torch's plain group.
+
+        Raises:
+            ValueError: there is no default group, the mesh leaves ranks out, or torch cannot send as the mesh does.
+        """
+        comm = self[axis]
+        if not dist.is_initialized() or len(self.ranks) != dist.get_world_size():
+            raise ValueError("mesh: torch's own engines need a mesh over all ranks of a RankPool, launch or torchrun")
+        if comm.emulated:
+            raise ValueError("link: torch's own engines send past the emulated link; leave it out")
+        if self.device.type == "cuda" and dist.get_backend() != "nccl":
+            raise ValueError("mesh: torch's own engines need a GPU for each rank; use device='cpu'")
+        own: list[dist.ProcessGroup] = []
+        for line in _lines(self.axes, self.ranks, axis):
+            plain = dist.new_group(list(line), timeout=Process.timeout)
+            heard = None
+            if tag_of is not None and len(line) > 1:
+                register_backend()
+                make = partial(OverheardGroup, plain, comm, tag_of)
+                heard = dist.new_group(list(line), timeout=Process.timeout, backend=BACKEND, pg_options=make)
+            if self._rank in line:
+                own = [plain] if heard is None else [heard, plain]
+        self._groups += own
+        return own[0]
 
     def close(self) -> None:
         """End the communicators; their process groups go when the next mesh is built."""

@@ -28,6 +28,8 @@ from shardlab.engines.clip import clip_
 from shardlab.engines.holdings import ShardRow, held
 from shardlab.engines.state import EngineState
 from shardlab.engines.step_tensors import StepTensors
+from shardlab.engines.tensor_axis import check_sliced, tensor_axis
+from shardlab.partition.slices import slices_of
 from shardlab.vocabulary import MeshAxis, Role
 
 OptimizerFn = Callable[[StepTensors], torch.optim.Optimizer]
@@ -40,7 +42,8 @@ class Engine(EngineState, ABC):
     Args:
         model: an ``nn.Module`` on its device. Parameters and buffers become those of the data axis' first rank.
         optimizer_fn: makes the optimizer from the tensors this rank steps (``StepTensors``).
-        mesh: its axis ``data`` is averaged over; None for this process alone.
+        mesh: its axis ``data`` is averaged over; None for this process alone. A tensor-parallel model needs the axis
+            ``tensor`` too, over which it was made so.
 
     Raises:
         ValueError: the module is wrapped by an engine already, has no parameters, or the mesh has no axis ``data``.
@@ -57,6 +60,8 @@ class Engine(EngineState, ABC):
         self.mesh = Mesh.alone() if mesh is None else mesh
         self.data_comms = self._data_axes()
         self.comm = self.data_comms[-1]
+        self.slices = slices_of(model)  # of a tensor-parallel model, by parameter name
+        self.tensor_comm = self._tensor_axis()
         self.params: dict[str, nn.Parameter] = dict(model.named_parameters())  # tied weights appear once
         if not self.params:
             raise ValueError("model: it has no parameters, so there is nothing to train")
@@ -74,8 +79,9 @@ class Engine(EngineState, ABC):
             "parameters and buffers from rank 0",
         )
         self._prepare()
-        self.optimizer = optimizer_fn(self.step_tensors())
+        self.optimizer = self._make_optimizer(optimizer_fn)
         self._check_tensors()
+        check_sliced(self.optimizer, self.slices)
         self._check_optimizer()
         self._hooks = [hook for param in self.params.values() if (hook := self._watch(param)) is not None]
         object.__setattr__(model, _WRAPPED, self)
@@ -92,6 +98,11 @@ class Engine(EngineState, ABC):
         for comm in self.data_comms:
             number = number * comm.num_ranks + comm.rank
         return number
+
+    @property
+    def comms(self) -> tuple[Communicator, ...]:
+        """All axes whose ranks train this model together: the data axes, outer first, then the tensor axis."""
+        return self.data_comms if self.tensor_comm is None else (*self.data_comms, self.tensor_comm)
 
     def mean_over_ranks(self, value: Tensor, *, tag: str) -> Tensor:
         """The mean of a tensor over all data ranks, in place; blocking."""
@@ -189,7 +200,12 @@ class Engine(EngineState, ABC):
 
     def spread_over(self) -> dict[str, tuple[Communicator, ...]]:
         """Of each parameter the axes over whose ranks its stepped pieces are spread; () where each rank steps all."""
-        return dict.fromkeys(self.params, () if self.sharded_over is None else (self.sharded_over,))
+        shards = () if self.sharded_over is None else (self.sharded_over,)
+        return {name: shards + self.sliced_over(name) for name in self.params}
+
+    def sliced_over(self, name: str) -> tuple[Communicator, ...]:
+        """The tensor axis, of a parameter that is a slice; else ()."""
+        return (self.tensor_comm,) if self.tensor_comm is not None and name in self.slices else ()
 
     def stepping(self) -> contextlib.AbstractContextManager[None]:
         """Inside, ``step_tensors()`` are where the optimizer keeps its state."""
@@ -246,6 +262,10 @@ class Engine(EngineState, ABC):
         """The axes of the mesh to average over, outer first."""
         return (self.mesh[MeshAxis.DATA],)
 
+    def _tensor_axis(self) -> Communicator | None:
+        """The axis the model is sliced over."""
+        return tensor_axis(self.mesh, self.slices)
+
     def _check_meta(self) -> None:
         """Refuse parameters without memory, unless the strategy can make them."""
         if meta := [name for name, param in self.params.items() if param.is_meta]:
@@ -286,6 +306,9 @@ class Engine(EngineState, ABC):
     def _prepare(self) -> None:
         """Lay out what the strategy needs, before the optimizer is made."""
         return
+
+    def _make_optimizer(self, optimizer_fn: OptimizerFn) -> torch.optim.Optimizer:
+        return optimizer_fn(self.step_tensors())
 
     def _check_optimizer(self) -> None:
         """Refuse an optimizer the strategy cannot bear, before hooks are on the module."""

@@ -39,9 +39,9 @@ from shardlab.engines.checkpoints.shards import (
     described,
     parameter_shards,
     persistent_buffers,
-    shape_of,
     state_shards,
     state_values,
+    whole_shape_of,
     with_extra_state,
 )
 from shardlab.engines.checkpoints.together import share_json, share_texts, together
@@ -59,7 +59,7 @@ class Stateful(Protocol):
 
 def save_checkpoint(engine: "Engine", directory: Path, extra: Any, objects: Mapping[str, Stateful]) -> None:
     """See ``Engine.save``."""
-    comms, device, is_first = engine.data_comms, engine.mesh.device, engine.data_rank == 0
+    comms, device, is_first = engine.comms, engine.mesh.device, _copy(engine.comms)[0] == 0
     # What can be refused is refused before anything is written.
     head, shards = together(comms, device, lambda: (_head(engine, extra, objects), _own_shards(engine)))
     begun = together(comms, device, lambda: begin(directory) if is_first else "")
@@ -72,7 +72,7 @@ def save_checkpoint(engine: "Engine", directory: Path, extra: Any, objects: Mapp
 
 def load_checkpoint(engine: "Engine", directory: Path, objects: Mapping[str, Stateful]) -> Any:
     """See ``Engine.load``."""
-    comms, device = engine.data_comms, engine.mesh.device
+    comms, device = engine.comms, engine.mesh.device
     # All is checked before the first tensor changes.
     folder, manifest = together(comms, device, lambda: _found(engine, directory, objects))
     together(comms, device, lambda: _restore(engine, folder, manifest, objects))
@@ -83,11 +83,11 @@ def _head(engine: "Engine", extra: Any, objects: Mapping[str, Stateful]) -> dict
     """The manifest without what each rank adds, encoded."""
     check_mesh(engine)
     tensors = engine.step_tensors()
-    parameters = {name: described(shape_of(engine, name), tensors.by_name(name)) for name in engine.params}
+    parameters = {name: described(whole_shape_of(engine, name), tensors.by_name(name)) for name in engine.params}
     buffers = {name: described(value.shape, value) for name, value in persistent_buffers(engine.module).items()}
     return Manifest(
         strategy=engine.name,
-        num_ranks=engine.num_data_ranks,
+        num_ranks=prod(comm.num_ranks for comm in engine.comms),
         num_steps=engine.num_steps,
         optimizer=type(engine.optimizer).__name__,
         groups=named_groups(engine),
@@ -105,10 +105,10 @@ def _head(engine: "Engine", extra: Any, objects: Mapping[str, Stateful]) -> dict
 def _own_shards(engine: "Engine") -> list[TensorShard]:
     """What this rank writes: its part of what several ranks hold alike, and on the first rank the buffers."""
     spread = engine.spread_over()
-    copies = {name: _copy([comm for comm in engine.data_comms if comm not in axes]) for name, axes in spread.items()}
+    copies = {name: _copy([comm for comm in engine.comms if comm not in axes]) for name, axes in spread.items()}
     held = [*parameter_shards(engine), *state_shards(engine)]
     parts = [part for shard in held if (part := shard.part(*copies[shard.name])) is not None]
-    buffers = buffer_shards(engine.module) if engine.data_rank == 0 else ()
+    buffers = buffer_shards(engine.module) if _copy(engine.comms)[0] == 0 else ()
     return parts + [shard for shard in buffers if shard.stop > shard.start]
 
 
@@ -122,7 +122,7 @@ def _copy(comms: Sequence[Communicator]) -> tuple[int, int]:
 
 def _write_part(engine: "Engine", folder: Path, shards: list[TensorShard]) -> dict[str, Any]:
     """Write this rank's file; what it adds to the manifest, encoded."""
-    file = f"rank-{engine.data_rank:05d}.safetensors"
+    file = f"rank-{_copy(engine.comms)[0]:05d}.safetensors"
     rows = [Row.of(shard, file) for shard in shards]
     if shards:
         tensors = {row.tensor_name: shard.tensor for row, shard in zip(rows, shards, strict=True)}
@@ -130,7 +130,8 @@ def _write_part(engine: "Engine", folder: Path, shards: list[TensorShard]) -> di
     part = {
         "rows": [row.to_json() for row in rows],
         "values": state_values(engine),
-        "rng": rng_state(engine.mesh.device),
+        # The ranks of a tensor axis draw alike, so theirs count once.
+        "rng": rng_state(engine.mesh.device) if engine.tensor_comm is None or engine.tensor_comm.rank == 0 else None,
     }
     encoded: dict[str, Any] = encode(part, "rank")
     return encoded
@@ -141,7 +142,7 @@ def _finish(directory: Path, version: str, head: dict[str, Any], parts: list[dic
     whole = {
         **head,
         "values": {name: values for part in parts for name, values in part["values"].items()},
-        "rng": [part["rng"] for part in parts],
+        "rng": [part["rng"] for part in parts if part["rng"] is not None],
         "rows": [row for part in parts for row in part["rows"]],
     }
     write_json(partial_folder(directory, version) / MANIFEST, whole)
@@ -164,7 +165,8 @@ def _restore(engine: "Engine", folder: Path, manifest: Manifest, objects: Mappin
         for name, (tensor, start, stop) in engine.resident_params().items():
             if start < stop:
                 rows = manifest.tensors_of(Kind.PARAMETER, name).get("", [])
-                tensor.detach().copy_(files.read(rows, start, stop).view(tensor.shape))
+                read = files.read(rows, start, stop, engine.slices.get(name))
+                tensor.detach().copy_(read.view(tensor.shape))
         for name, buffer in persistent_buffers(engine.module).items():
             if buffer.numel():
                 rows = manifest.tensors_of(Kind.BUFFER, name).get("", [])
@@ -184,8 +186,8 @@ def _restore_optimizer(engine: "Engine", files: ShardFiles, manifest: Manifest) 
         state = dict(manifest.values.get(name, {}))
         for key, rows in manifest.tensors_of(Kind.STATE, name).items():
             shape = tuple(rows[0].shape)
-            if shape == shape_of(engine, name):
-                state[key] = files.read(rows, start, stop).view(piece.shape)
+            if shape == whole_shape_of(engine, name):
+                state[key] = files.read(rows, start, stop, engine.slices.get(name)).view(piece.shape)
             else:
                 state[key] = files.read(rows, 0, prod(shape)).view(shape)
         return state

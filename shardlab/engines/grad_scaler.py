@@ -54,7 +54,7 @@ class GradScaler:
             if tensor.grad is not None:
                 tensor.grad.div_(self.current_scale)
                 flag = torch.maximum(flag, (~torch.isfinite(tensor.grad)).any().to(flag))
-        for comm in engine.data_comms:
+        for comm in engine.comms:
             comm.all_reduce(flag, reduction="max", tag="overflow").wait()
         self._overflow = bool(flag.item())
 

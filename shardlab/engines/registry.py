@@ -10,13 +10,18 @@ from shardlab.engines.base import Engine, OptimizerFn
 from shardlab.engines.bucketed import Bucketed
 from shardlab.engines.ddp import DDP
 from shardlab.engines.fsdp import FSDP
+from shardlab.engines.peers import TorchDDP, TorchFSDP2, TorchTP, TorchZeRO1
 from shardlab.engines.single import Single
 from shardlab.engines.zero1 import ZeRO1
 from shardlab.engines.zero2 import ZeRO2
 from shardlab.engines.zero3 import ZeRO3
 
 STRATEGIES: dict[str, type[Engine]] = {
-    engine.name: engine for engine in (Single, DDP, Bucketed, ZeRO1, ZeRO2, ZeRO3, FSDP)
+    engine.name: engine
+    for engine in (
+        *(Single, DDP, Bucketed, ZeRO1, ZeRO2, ZeRO3, FSDP),
+        *(TorchDDP, TorchZeRO1, TorchFSDP2, TorchTP),  # torch's own, for comparison
+    )
 }
 
 

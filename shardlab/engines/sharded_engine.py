@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from shardlab.engines.base import Engine
+from shardlab.engines.base import Engine, OptimizerFn
 from shardlab.engines.checkpoint import Stateful
 from shardlab.engines.holdings import ShardRow, held
 from shardlab.engines.sharded_unit import ShardedUnit
-from shardlab.engines.shards import check_partition
+from shardlab.engines.shards import check_partition, refused_by_partition
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.vocabulary import Partition, Role
 
@@ -141,8 +142,17 @@ class ShardedEngine(Engine):
         pieces = {name: piece for unit in self.units for name, piece in unit.pieces.items()}
         self._tensors = StepTensors({name: pieces[name] for name in self.params})
 
+    def _make_optimizer(self, optimizer_fn: OptimizerFn) -> torch.optim.Optimizer:
+        with refused_by_partition(self.partition, self._num_shards):
+            return super()._make_optimizer(optimizer_fn)
+
     def _check_optimizer(self) -> None:
-        check_partition(self.optimizer, self.partition, self.comm.num_ranks)
+        check_partition(self.optimizer, self.partition, self._num_shards)
+
+    @property
+    def _num_shards(self) -> int:
+        """Ranks that a parameter is spread over; where nothing is sharded every optimizer is right."""
+        return 1 if self.sharded_over is None else self.sharded_over.num_ranks
 
     @abstractmethod
     def _make_units(self) -> list[ShardedUnit]:

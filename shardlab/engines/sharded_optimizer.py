@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardlab.comm import Communicator
 from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES, build_buckets
-from shardlab.engines.shards import ParameterShards, check_partition
+from shardlab.engines.shards import ParameterShards, check_partition, refused_by_partition
 from shardlab.vocabulary import Partition
 
 
@@ -54,7 +54,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._named = _names(self.param_groups)
         buckets = build_buckets(self._named, comm.num_ranks, bucket_bytes, self.partition)
         self.shards = ParameterShards(self._named, buckets, comm)
-        self.inner = optimizer_cls(self._groups_of_pieces(), **defaults)
+        with refused_by_partition(self.partition, comm.num_ranks):
+            self.inner = optimizer_cls(self._groups_of_pieces(), **defaults)
         check_partition(self.inner, self.partition, comm.num_ranks)
         # The same objects, so that a scheduler or a user who sets a learning rate reaches the inner optimizer.
         self.param_groups, self.state, self.defaults = self.inner.param_groups, self.inner.state, self.inner.defaults

@@ -4,7 +4,9 @@ Each bucket's parameters are moved into one flat buffer (the module's tensors be
 rank steps is a slice of that buffer, and one all-gather per bucket puts all pieces back in place with no copy.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from traceback import walk_tb
 
 import torch
 from torch import Tensor, nn
@@ -98,8 +100,26 @@ def check_partition(optimizer: torch.optim.Optimizer, partition: Partition, num_
     if kind in WHOLE_TENSOR_OPTIMIZERS and partition is Partition.ELEMENTS:
         allowed = ", ".join(other for other in Partition if other is not Partition.ELEMENTS)
         raise ValueError(
-            f"partition: {kind} looks at whole tensors, and 'elements' cuts through them; use one of {allowed}"
+            f"partition: {kind} looks at whole tensors, and 'elements' cuts through them; use one of {allowed} "
+            "(zero1, zero2 and zero3 take it)"
         )
+
+
+@contextlib.contextmanager
+def refused_by_partition(partition: Partition, num_ranks: int) -> Iterator[None]:
+    """Inside, an optimizer that by itself refuses slices, as Muon does, is refused with the partition's name.
+
+    Raises:
+        ValueError: as ``check_partition``, or what was raised inside.
+    """
+    try:
+        yield
+    except ValueError as error:
+        for frame, _ in walk_tb(error.__traceback__):
+            # It never came to be: only its constructor's frame knows it.
+            if isinstance(optimizer := frame.f_locals.get("self"), torch.optim.Optimizer):
+                check_partition(optimizer, partition, num_ranks)
+        raise
 
 
 def _flatten(bucket: Bucket) -> Tensor:

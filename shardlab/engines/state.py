@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
+from shardlab.comm.slices import cut_state, merge_state
 from shardlab.engines.checkpoint import Stateful, load_checkpoint, save_checkpoint
 from shardlab.engines.checkpoints.optimizer_state import gather_optimizer_state, install_full_state
 
@@ -24,6 +25,9 @@ class EngineState(ABC):
 
     def full_state_dict(self) -> dict[str, Any]:
         """A copy of the module's whole state, the same on every rank, which loads strict into the plain module."""
+        engine = self._engine
+        if engine.tensor_comm is not None:
+            return merge_state(self.module.state_dict(), engine.slices, engine.tensor_comm)
         return {
             name: value.detach().clone() if isinstance(value, Tensor) else value
             for name, value in self.module.state_dict().items()
@@ -35,7 +39,7 @@ class EngineState(ABC):
         Raises:
             RuntimeError: names or shapes differ; torch names them.
         """
-        self.module.load_state_dict(state, strict=True)
+        self.module.load_state_dict(cut_state(state, self._engine.slices), strict=True)
 
     def full_optimizer_state_dict(self) -> dict[str, Any]:
         """A copy of the optimizer's whole state, the same on every rank; collective.

@@ -13,6 +13,7 @@ Source: Rajbhandari et al., arXiv 1910.02054, section 5.1.
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 from shardlab.comm import Mesh, Pending
@@ -21,7 +22,7 @@ from shardlab.engines.bucketed import Bucketed
 from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES, Bucket, build_buckets
 from shardlab.engines.holdings import ShardRow, held
 from shardlab.engines.sharded_optimizer import parse_partition
-from shardlab.engines.shards import ParameterShards, check_partition
+from shardlab.engines.shards import ParameterShards, check_partition, refused_by_partition
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.engines.unused import nobody_used
 from shardlab.vocabulary import Partition, Role
@@ -96,6 +97,10 @@ class ZeRO1(Bucketed):
         super()._prepare()
         self.shards = ParameterShards(self.params, self.buckets, self.comm)
         self._earlier: dict[int, Tensor] = {}  # means of an earlier backward, by bucket, when a later one adds to them
+
+    def _make_optimizer(self, optimizer_fn: OptimizerFn) -> torch.optim.Optimizer:
+        with refused_by_partition(self.partition, self.comm.num_ranks):
+            return super()._make_optimizer(optimizer_fn)
 
     def _check_optimizer(self) -> None:
         check_partition(self.optimizer, self.partition, self.comm.num_ranks)

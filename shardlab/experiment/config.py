@@ -13,9 +13,10 @@ from shardlab.engines.fsdp import LAYOUTS, SHARDINGS, parse_wrap
 from shardlab.engines.offload import OFFLOADS
 from shardlab.engines.precision import parse_precision
 from shardlab.engines.sharded_optimizer import parse_partition
+from shardlab.experiment.tensor import check_tensor_axis
 from shardlab.launch import place
 from shardlab.launch.torchrun_env import torchrun_env
-from shardlab.models import MODELS
+from shardlab.models import MODELS, GPTConfig
 from shardlab.partition.wire import Link
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -38,7 +39,7 @@ class CompareConfig:
         steps: optimizer steps, at least 1.
         model: a name from ``models.MODELS``.
         text: 'stdlib' (the Python standard library's source), 'grammar' (known entropy), or a file's path.
-        batch: sequences of the global batch in one step; None for 4 a rank and micro-batch.
+        batch: sequences of the global batch in one step; None for 4 a data rank and micro-batch.
         seq_len: bytes of one sequence.
         accumulation: micro-batches a step.
         dtype: float32 or float64.
@@ -56,6 +57,8 @@ class CompareConfig:
         precision: of FSDP: 'full', 'bf16' or 'fp16' (with a gradient scaler).
         offload: of FSDP: 'none', 'parameters' or 'all' into host memory.
         replicate_below: of FSDP: parameters of fewer elements stay replicated.
+        tp: ranks over which each layer is divided (tensor parallel); divides ``ranks``. Not of 'single'.
+        sequence_parallel: divide the sequence over them too, where tokens are treated apart.
         link: emulate this link, for example '10Gbps,50us'; None for the real one.
         timeout_s: a collective that takes longer ends the run.
 
@@ -86,6 +89,8 @@ class CompareConfig:
     precision: str = "full"
     offload: str = "none"
     replicate_below: int = 0
+    tp: int = 1
+    sequence_parallel: bool = False
     link: str | None = None
     timeout_s: float = 300.0
 
@@ -99,18 +104,20 @@ class CompareConfig:
             _one_of("strategies", strategy, STRATEGIES)
         if len(set(self.strategies)) != len(self.strategies):
             raise ValueError(f"strategies: {', '.join(self.strategies)} names one twice")
-        for field in ("ranks", "steps", "seq_len", "accumulation", "shard_group"):
+        for field in ("ranks", "steps", "seq_len", "accumulation", "shard_group", "tp"):
             if (number := getattr(self, field)) is not None and number < 1:
                 raise ValueError(f"{field}: {number} is below 1")
         for field in ("learning_rate", "bucket_mib", "timeout_s", "clip"):
             if (value := getattr(self, field)) is not None and not 0 < value < math.inf:
                 raise ValueError(f"{field}: {value} is not a finite number greater than 0")
+        check_tensor_axis(self)
         self._check_batch()
         self._check_taken()
         self._check_fsdp()
         parse_partition(self.partition)
         if self.link is not None:
             Link.parse(self.link)
+        self._check_peers()
         env = torchrun_env()
         if env is not None and env.world_size != self.ranks:
             raise ValueError(
@@ -122,11 +129,11 @@ class CompareConfig:
         load_text(self.text, self.seq_len)
 
     def _check_batch(self) -> None:
-        parts = self.ranks * self.accumulation
+        parts = self.data_ranks * self.accumulation
         if self.batch is not None and (self.batch < 1 or self.batch % parts):
             nearest = max(parts, round(self.batch / parts) * parts)
             raise ValueError(
-                f"batch: {self.batch} sequences do not divide among {self.ranks} ranks x {self.accumulation} "
+                f"batch: {self.batch} sequences do not divide among {self.data_ranks} ranks x {self.accumulation} "
                 f"micro-batches; a multiple of {parts} does, for example {nearest}"
             )
 
@@ -152,24 +159,46 @@ class CompareConfig:
             raise ValueError("replicate_below: with sharding=no_shard every parameter is replicated; leave it out")
         if self.sharding == "hybrid_shard" and self.shard_group is None and self.shards == 1:
             raise ValueError(
-                f"sharding: hybrid_shard needs groups of at least 2 that divide the ranks, and {self.ranks} ranks have "
-                "none smaller than all; use full_shard, or another number of ranks"
+                f"sharding: hybrid_shard needs groups of at least 2 that divide the ranks, and {self.data_ranks} ranks "
+                "have none smaller than all; use full_shard, or another number of ranks"
             )
-        if self.sharding == "hybrid_shard" and self.ranks % self.shards != 0:
+        if self.sharding == "hybrid_shard" and self.data_ranks % self.shards != 0:
             raise ValueError(
-                f"shard_group: groups of {self.shards} do not divide {self.ranks} ranks; take a divisor of {self.ranks}"
+                f"shard_group: groups of {self.shards} do not divide {self.data_ranks} data ranks; take a divisor"
             )
+
+    def _check_peers(self) -> None:
+        """Torch's own engines are less flexible than ours."""
+        if self.link is not None and (peers := [name for name in self.strategies if name.startswith("torch_")]):
+            raise ValueError(f"link: torch's own engines send past an emulated link; leave out {', '.join(peers)}")
+        if "torch_tp" in self.strategies:
+            config = MODELS[self.model]
+            if not isinstance(config, GPTConfig):
+                raise ValueError(f"model: 'torch_tp' cuts a GPT, not {self.model!r}")
+            if config.kv_heads % self.ranks:
+                raise ValueError(
+                    f"ranks: 'torch_tp' gives each rank whole heads, and the {config.kv_heads} of {self.model} do not "
+                    f"divide among {self.ranks} ranks"
+                )
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that train on different rows."""
+        return self.ranks // self.tp
 
     @property
     def shards(self) -> int:
         """Ranks in a shard group of hybrid_shard."""
-        return self.shard_group if self.shard_group is not None else _largest_divisor(self.ranks)
+        return self.shard_group if self.shard_group is not None else _largest_divisor(self.data_ranks)
 
     def mesh_axes(self, strategy: str) -> dict[str, int]:
         """The mesh a strategy needs."""
+        if strategy == "torch_tp":
+            return {"data": 1, "tensor": self.ranks}  # every rank trains on the whole batch
+        tensor = {} if self.tp == 1 else {"tensor": self.tp}
         if strategy == "fsdp" and self.sharding == "hybrid_shard":
-            return {"replica": self.ranks // self.shards, "shard": self.shards}
-        return {"data": self.ranks}
+            return {"replica": self.data_ranks // self.shards, "shard": self.shards, **tensor}
+        return {"data": self.data_ranks, **tensor}
 
     def scales_loss(self, strategy: str) -> bool:
         """Whether a strategy computes in float16 and so needs a gradient scaler."""
@@ -178,7 +207,7 @@ class CompareConfig:
     @property
     def global_batch(self) -> int:
         """Sequences in one step, over all ranks and micro-batches."""
-        return self.batch or SEQUENCES_PER_RANK * self.ranks * self.accumulation
+        return self.batch or SEQUENCES_PER_RANK * self.data_ranks * self.accumulation
 
     @property
     def bucket_bytes(self) -> int:

@@ -33,8 +33,8 @@ class Plan:
 
 
 def plan_run(config: CompareConfig, strategy: str) -> Plan | None:
-    """What the planner says of a strategy; None for one that is not ours, since nobody planned it."""
-    if strategy not in STRATEGIES:
+    """What the planner says of a strategy; None for one that is not ours, or divided over a tensor axis."""
+    if strategy not in STRATEGIES or (config.tp > 1 and strategy != "single"):
         return None
     with torch.device("meta"):
         module = build_model(config.model, config.seq_len, DTYPES[config.dtype])

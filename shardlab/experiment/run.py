@@ -13,8 +13,9 @@ from shardlab.data_sets import batch, load_text
 from shardlab.engines import Engine, GradScaler, StepTensors, build_engine, engine_options
 from shardlab.experiment.config import DTYPES, CompareConfig
 from shardlab.experiment.step import StepResult, TrainStep
+from shardlab.experiment.tensor import divided, loss_of
 from shardlab.launch import current
-from shardlab.models import build_model, next_token_loss
+from shardlab.models import build_model
 from shardlab.partition.wire import Link
 from shardlab.trace.clock import clock_for
 from shardlab.trace.recorder import Recorder
@@ -59,7 +60,7 @@ class RankRun:
         self._config = config
         self._data = load_text(config.text, config.seq_len)
         self._train_step = TrainStep(
-            engine, next_token_loss, accumulation=config.accumulation, max_norm=config.clip,
+            engine, loss_of(config, engine.mesh), accumulation=config.accumulation, max_norm=config.clip,
             scaler=GradScaler() if config.scales_loss(engine.name) else None, recorder=recorder,
         )  # fmt: skip
         num_rows = self._micro_batch_rows // engine.num_data_ranks
@@ -162,6 +163,7 @@ def _mesh(config: CompareConfig, strategy: str) -> Mesh:
 
 def _engine(config: CompareConfig, strategy: str, mesh: Mesh) -> Engine:
     model = build_model(config.model, config.seq_len, DTYPES[config.dtype], config.seed).to(mesh.device)
+    model = divided(model, config, mesh)
     options = config.engine_options(engine_options(strategy))
 
     def optimizer_fn(tensors: StepTensors) -> torch.optim.Optimizer:

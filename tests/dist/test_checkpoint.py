@@ -510,9 +510,9 @@ def fails_to_write(rank, directory):
         with pytest.raises(ValueError, match=r"extra\.f: .*not function"):
             engine.save(directory, extra={"f": lambda: 0})
         with (
-            Mesh({"tensor": 2, "data": 1}) as two_axes,
+            Mesh({"stage": 2, "data": 1}) as two_axes,
             build("ddp", "MLP", two_axes) as other,
-            pytest.raises(ValueError, match=r"mesh: .*'tensor': 2"),
+            pytest.raises(ValueError, match=r"mesh: .*'stage': 2"),
         ):
             other.save(directory)
         return str(caught.value), before == directory_module.latest(directory)
@@ -560,7 +560,7 @@ SPOILED = {
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), {}, r"manifest: .*manifest\.json is missing"),
     "damaged manifest": (lambda folder: truncate(folder / "manifest.json"), {}, "manifest: .* is damaged"),
     "unknown field": (lambda folder: edit_manifest(folder, colour=1), {}, "manifest: .* is damaged: .*colour"),
-    "newer format": (lambda folder: edit_manifest(folder, format=2), {}, "manifest: .* has format 2"),
+    "newer format": (lambda folder: edit_manifest(folder, format=3), {}, "manifest: .* has format 3"),
     "no file": (lambda folder: (folder / "rank-00001.safetensors").unlink(), {}, "file: .*rank-00001.* is missing"),
     "missing": (None, {"kind": "Uneven"}, "parameters: .*another model, has no 'scale', 'first.weight'"),
     "shape": (None, {"kind": "OtherShape"}, r"parameters: '4\.bias' has shape \[5\] .* \[5, 1\]"),

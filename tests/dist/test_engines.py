@@ -1,6 +1,5 @@
 """What every engine promises beside equal losses: bytes, collectives, ownership, freezing, groups, schedulers."""
 
-import gc
 import subprocess
 import sys
 
@@ -382,31 +381,6 @@ def two_plain_backwards(rank):
 def test_two_forwards_one_backward_and_the_refused_kind(pools):
     first, second = pools(2).run(two_plain_backwards)
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def live_tensors():
-    gc.collect()
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-
-
-def constant_over_steps(rank, strategy):
-    left_by_others = live_tensors()  # held, so that an earlier test's leftovers cannot go in the middle of this one
-    counts = []
-    with Mesh({"data": 2}) as mesh, build_engine(strategy, cases.build("MLP"), adamw, mesh) as engine:
-        for step in range(60):
-            one_step(engine, rank, step=step % 5)
-            engine.clip_grad_norm_(1.0)
-            engine.zero_grad()
-            if step in (10, 59):
-                counts.append(len(live_tensors()))
-    assert left_by_others is not None
-    return counts
-
-
-def test_live_tensors_stay_constant(pools):
-    for strategy in STRATEGIES:
-        for early, late in pools(2).run(constant_over_steps, strategy):
-            assert early == late
 
 
 MAP = (

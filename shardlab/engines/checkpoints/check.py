@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from shardlab.engines.checkpoints.manifest import Manifest
 from shardlab.engines.checkpoints.optimizer_state import check_state_shape, named_groups
-from shardlab.engines.checkpoints.shards import Kind, described, persistent_buffers, shape_of, with_extra_state
+from shardlab.engines.checkpoints.shards import Kind, described, persistent_buffers, whole_shape_of, with_extra_state
 
 if TYPE_CHECKING:
     from shardlab.engines.base import Engine
 
 
 def check_mesh(engine: "Engine") -> None:
-    """Refuse a mesh whose ranks do not all hold the same model."""
-    if prod(engine.mesh.axes.values()) != engine.num_data_ranks:
+    """Refuse a mesh with ranks that do not train this model together."""
+    if prod(engine.mesh.axes.values()) != prod(comm.num_ranks for comm in engine.comms):
         raise ValueError(
-            f"mesh: a checkpoint is written over the data axes alone, and {engine.mesh.axes} has others, whose ranks "
-            "hold different parts of the model"
+            f"mesh: a checkpoint is written over the data axes and the tensor axis, and {engine.mesh.axes} has others, "
+            "of which nobody says what their ranks hold"
         )
 
 
@@ -34,7 +34,7 @@ def check_model(engine: "Engine", manifest: Manifest) -> None:
     tensors = engine.step_tensors()
     _check_names("parameters", manifest.parameters, engine.params)
     for name, saved in manifest.parameters.items():
-        _check_same(f"parameters: {name!r}", saved, described(shape_of(engine, name), tensors.by_name(name)))
+        _check_same(f"parameters: {name!r}", saved, described(whole_shape_of(engine, name), tensors.by_name(name)))
     buffers = persistent_buffers(engine.module)
     _check_names("buffers", manifest.buffers, buffers)
     for name, saved in manifest.buffers.items():

@@ -1,7 +1,7 @@
 """The manifest: one JSON file that says what a checkpoint holds and which file holds which elements of which tensor.
 
 It names no rank, bucket or unit, only parameters and element ranges, so that any strategy at any number of ranks finds
-what it needs.
+what it needs. Ranges of a tensor-parallel model's parameter count in a slice of it, which is named by dim and indices.
 """
 
 import json
@@ -12,15 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from shardlab.engines.checkpoints.codec import decode, encode
+from shardlab.engines.checkpoints.cuts import Cut
 from shardlab.engines.checkpoints.shards import Kind, TensorShard, dtype_text
 
-FORMAT = 1
+FORMAT = 2  # 1 knew no slices
 MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
 class Row:
-    """Elements ``start`` to ``stop`` of a flattened tensor lie in ``file``; the other fields as in ``TensorShard``."""
+    """Elements ``start`` to ``stop`` of a flattened tensor, or of its slice, lie in ``file``.
+
+    ``shape`` is the whole tensor's; a slice has the indices ``ranges`` along ``dim``, None is all of it. The other
+    fields are as in ``TensorShard``.
+    """
 
     kind: str
     name: str
@@ -30,12 +35,25 @@ class Row:
     start: int
     stop: int
     file: str
+    dim: int = 0
+    ranges: list[list[int]] | None = None
 
     @classmethod
     def of(cls, shard: TensorShard, file: str) -> "Row":
         """The row of a shard that is written to ``file``."""
-        shape, dtype = list(shard.shape), dtype_text(shard.tensor)
-        return cls(shard.kind, shard.name, shard.key, shape, dtype, shard.start, shard.stop, file)
+        slice_, dtype = shard.slice_, dtype_text(shard.tensor)
+        where = (shard.start, shard.stop, file)
+        if slice_ is None or slice_.num_ranks == 1:
+            return cls(shard.kind, shard.name, shard.key, list(shard.shape), dtype, *where)
+        ranges = [list(pair) for pair in slice_.ranges]
+        return cls(shard.kind, shard.name, shard.key, list(slice_.full_shape), dtype, *where, slice_.dim, ranges)
+
+    @property
+    def cut(self) -> Cut:
+        """The slice in which ``start`` and ``stop`` count."""
+        if self.ranges is None:
+            return Cut.of(self.shape, None)
+        return Cut(tuple(self.shape), self.dim, tuple((start, stop) for start, stop in self.ranges))
 
     def to_json(self) -> dict[str, Any]:
         """As it is written."""

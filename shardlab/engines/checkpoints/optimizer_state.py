@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from shardlab.comm.slices import cut, merge
 from shardlab.engines.checkpoints.codec import decode, encode
 from shardlab.engines.checkpoints.gather import gather_shards
-from shardlab.engines.checkpoints.shards import shape_of, state_shards, state_values
+from shardlab.engines.checkpoints.shards import shape_of, state_shards, state_values, whole_shape_of
 from shardlab.engines.checkpoints.together import share_json
 
 if TYPE_CHECKING:
@@ -44,13 +45,14 @@ def gather_optimizer_state(engine: "Engine") -> dict[str, Any]:
     shared = share_json(comms, engine.mesh.device, encode(state_values(engine), "optimizer state"))
     spread = engine.spread_over()
     first = sharded_over is None or sharded_over.rank == 0
-    mine = [shard for shard in state_shards(engine) if first or spread[shard.name]]  # each tensor once
+    # Each tensor once; of a tensor-parallel model each slice once.
+    mine = [shard for shard in state_shards(engine) if first or sharded_over in spread[shard.name]]
     state: dict[int, dict[str, Any]] = {}
     for values in decode(shared):
         for name, found in values.items():
             state.setdefault(numbers[name], {}).update(found)
     for (name, key), full in gather_shards(mine, sharded_over, engine.mesh.device).items():
-        state.setdefault(numbers[name], {})[key] = full
+        state.setdefault(numbers[name], {})[key] = _merged(engine, name, key, full)
     ordered = {number: state[number] for number in sorted(state)}
     return {"state": ordered, "param_groups": [_numbered(group, numbers) for group in groups]}
 
@@ -74,8 +76,7 @@ def install_full_state(engine: "Engine", full: Mapping[str, Any]) -> None:
                 check_state_shape(engine, name, key, tuple(value.shape))
 
     def piece_of(name: str, piece: Tensor, start: int, stop: int) -> dict[str, Any]:
-        shape = shape_of(engine, name)
-        return {key: _cut(value, shape, piece, start, stop) for key, value in states[name].items()}
+        return {key: _cut(engine, name, value, piece, start, stop) for key, value in states[name].items()}
 
     named = [{**other, "params": group["params"]} for group, other in zip(groups, given, strict=True)]
     install_state(engine, named, piece_of)
@@ -107,8 +108,8 @@ def check_state_shape(engine: "Engine", name: str, key: str, shape: tuple[int, .
     Raises:
         ValueError: the parameter is in pieces, and the state has neither its shape nor a single element.
     """
-    full = shape_of(engine, name)
-    is_cut = engine.spread_over()[name] and len(engine.owners()[name]) > 1
+    full = whole_shape_of(engine, name)
+    is_cut = name in engine.slices or (engine.spread_over()[name] and len(engine.owners()[name]) > 1)
     if is_cut and shape != full and prod(shape) != 1:
         raise ValueError(
             f"optimizer state: {key!r} of parameter {name!r} has shape {shape} and the parameter {full}, and this "
@@ -116,11 +117,19 @@ def check_state_shape(engine: "Engine", name: str, key: str, shape: tuple[int, .
         )
 
 
-def _cut(value: Any, shape: tuple[int, ...], piece: Tensor, start: int, stop: int) -> Any:
+def _merged(engine: "Engine", name: str, key: str, value: Tensor) -> Tensor:
+    if engine.tensor_comm is None or name not in engine.slices or tuple(value.shape) != shape_of(engine, name):
+        return value
+    return merge(value, engine.slices[name], engine.tensor_comm, tag=f"optimizer state {key} of {name}")
+
+
+def _cut(engine: "Engine", name: str, value: Any, piece: Tensor, start: int, stop: int) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if tuple(value.shape) != shape:
+    if tuple(value.shape) != whole_shape_of(engine, name):
         return value.detach().clone()
+    if name in engine.slices:
+        value = cut(value, engine.slices[name])
     # A copy, or a slice would keep the full tensor alive.
     return value.detach().reshape(-1)[start:stop].clone().view(piece.shape)
 

@@ -1,5 +1,7 @@
 """What one rank holds of a run: stretches of flattened tensors, under the names of the plain module.
 
+Of a tensor-parallel model the flattened tensor is this rank's slice of the parameter; ``slice_`` says which.
+
 This is where all strategies become alike. A tensor of the optimizer state that has the shape of the piece it belongs to
 goes by elements, like the piece. Any other (a step counter, a factored second moment) goes as a whole, with the rank
 that holds the parameter's first element: every holder has the same counter, and state is factored only where one rank
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from shardlab.partition.chunks import chunk_bounds
+from shardlab.partition.slices import TensorSlice
 
 if TYPE_CHECKING:
     from shardlab.engines.base import Engine
@@ -35,10 +38,11 @@ class TensorShard:
         kind: what it is.
         name: of the parameter or buffer.
         key: in the optimizer's state of that parameter, for example 'exp_avg'; empty for other kinds.
-        shape: of the full tensor.
+        shape: of the tensor before it was flattened.
         start: first element.
         stop: one past the last.
         tensor: those elements, [stop - start].
+        slice_: which part of a parameter of the whole model the tensor is; None for all of it.
     """
 
     kind: Kind
@@ -48,6 +52,7 @@ class TensorShard:
     start: int
     stop: int
     tensor: Tensor
+    slice_: TensorSlice | None = None
 
     def part(self, index: int, number: int) -> "TensorShard | None":
         """One of ``number`` nearly equal parts; None where it has no element."""
@@ -61,17 +66,28 @@ class TensorShard:
 def parameter_shards(engine: "Engine") -> Iterator[TensorShard]:
     """The pieces this rank steps: master weights, where there are such."""
     for name, piece, start, stop in _pieces(engine):
-        yield TensorShard(Kind.PARAMETER, name, "", shape_of(engine, name), start, stop, _flat(piece))
+        shape = shape_of(engine, name)
+        yield TensorShard(Kind.PARAMETER, name, "", shape, start, stop, _flat(piece), engine.slices.get(name))
 
 
 def state_shards(engine: "Engine") -> Iterator[TensorShard]:
-    """The tensors of the optimizer's state of those pieces; none for a parameter that was never stepped."""
+    """The tensors of the optimizer's state of those pieces; none for a parameter that was never stepped.
+
+    Raises:
+        ValueError: state of a slice that is neither of its shape nor a single element.
+    """
     for name, piece, start, stop in _pieces(engine):
+        slice_ = engine.slices.get(name)
         for key, value in engine.optimizer.state.get(piece, {}).items():
             if not isinstance(value, Tensor):
                 continue
             if value.shape == piece.shape:
-                yield TensorShard(Kind.STATE, name, key, shape_of(engine, name), start, stop, _flat(value))
+                yield TensorShard(Kind.STATE, name, key, shape_of(engine, name), start, stop, _flat(value), slice_)
+            elif slice_ is not None and value.numel() != 1:
+                raise ValueError(
+                    f"optimizer state: {key!r} of parameter {name!r} has shape {tuple(value.shape)}, which is not that "
+                    f"of the slice {slice_.shape}; the whole model's state cannot be made of it"
+                )
             elif start == 0:
                 yield TensorShard(Kind.STATE, name, key, tuple(value.shape), 0, value.numel(), _flat(value).clone())
 
@@ -107,8 +123,13 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def shape_of(engine: "Engine", name: str) -> tuple[int, ...]:
-    """The full shape of a parameter, also of one that is released."""
+    """The shape of a parameter, also of one that is released; of a tensor-parallel model that of the slice."""
     return tuple(engine.params[name].shape)
+
+
+def whole_shape_of(engine: "Engine", name: str) -> tuple[int, ...]:
+    """The shape of a parameter in the whole model."""
+    return engine.slices[name].full_shape if name in engine.slices else shape_of(engine, name)
 
 
 def described(shape: tuple[int, ...], tensor: Tensor) -> dict[str, Any]:

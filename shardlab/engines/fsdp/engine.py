@@ -155,10 +155,10 @@ class FSDP(ShardedEngine):
         return self._builder.shard_axis
 
     def spread_over(self) -> dict[str, tuple[Communicator, ...]]:
-        """The shard group, and () for parameters that are replicated because they are small."""
+        """As the base; parameters that are replicated because they are small are not spread over the shard group."""
         spread = super().spread_over()
         whole = (name for unit in self.units if unit.is_whole for name in unit.params)
-        return {**spread, **dict.fromkeys(whole, ())}
+        return {**spread, **{name: self.sliced_over(name) for name in whole}}
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
@@ -208,7 +208,7 @@ class FSDP(ShardedEngine):
         if offload.parameters:
             num_bytes = sum(param.nbytes for param in self.params.values()) * (1 + offload.gradients_and_state)
             shards = 1 if self.sharded_over is None else self.sharded_over.num_ranks
-            together(self.data_comms, self.mesh.device, lambda: check_host_memory(num_bytes // shards, num_ranks))
+            together(self.comms, self.mesh.device, lambda: check_host_memory(num_bytes // shards, num_ranks))
 
     def _cast_buffers(self) -> None:
         if self.precision.buffers is not None:

@@ -1,0 +1,140 @@
+"""Collectives that gradients flow through: six borders between what ranks hold alike and what they hold in parts.
+
+=================  ==============  ==============  ===========================================================
+border             forward         backward        use
+=================  ==============  ==============  ===========================================================
+copy               nothing         all-reduce      alike -> alike, where each rank then computes a part of it
+reduce             all-reduce      nothing         terms -> their sum, alike
+gather             all-gather      own part        parts -> whole, where all ranks then compute the same
+scatter            own part        all-gather      alike -> parts, where each rank then computes with its own
+all_gather         all-gather      reduce-scatter  parts -> whole, where each rank then computes a part of it
+reduce_scatter     reduce-scatter  all-gather      terms -> their sum, in parts
+=================  ==============  ==============  ===========================================================
+
+``copy`` and ``reduce`` are each other's conjugates, so are ``gather`` and ``scatter``, ``all_gather`` and
+``reduce_scatter``: the backward of one is the forward of the other, and that again has a gradient. Parts are equal and
+lie along one dim. An all-reduce of S elements sends 2S(N-1)/N a rank, the others S(N-1)/N. Each call waits for its
+result. A group of one moves nothing and returns the tensor itself.
+
+``tag`` names the tensor; in backward the record says "gradient of" it. Under activation checkpointing the forward is
+run again, and its collectives with it.
+Source: Shoeybi et al., arXiv 1909.08053, section 3 (f and g); Korthikanti et al., arXiv 2205.05198, section 4.2.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlab.comm.communicator import Communicator
+from shardlab.partition.slices import require_divisible
+
+Move = Callable[[Tensor, Communicator, int, str], Tensor]
+
+
+def copy(tensor: Tensor, comm: Communicator, *, tag: str = "") -> Tensor:
+    """The tensor itself; its gradient is summed over the ranks.
+
+    Args:
+        tensor: any shape, equal on all ranks.
+        comm: the ranks.
+        tag: what the tensor is.
+    """
+    return _cross(tensor, _same, _summed, comm, 0, tag)
+
+
+def reduce(tensor: Tensor, comm: Communicator, *, tag: str = "") -> Tensor:
+    """The sum over the ranks; the gradient, equal on all ranks, is passed on.
+
+    Args:
+        tensor: any shape, this rank's term.
+        comm: the ranks.
+        tag: what the sum is.
+    """
+    return _cross(tensor, _summed, _same, comm, 0, tag)
+
+
+def gather(tensor: Tensor, comm: Communicator, dim: int, *, tag: str = "") -> Tensor:
+    """The parts of all ranks side by side along ``dim``; of the gradient, equal on all ranks, each keeps its part."""
+    return _cross(tensor, _gathered, _own_part, comm, dim, tag)
+
+
+def scatter(tensor: Tensor, comm: Communicator, dim: int, *, tag: str = "") -> Tensor:
+    """This rank's part along ``dim`` of a tensor that all ranks have; the gradient is gathered.
+
+    Raises:
+        ValueError: the ranks do not divide ``dim``.
+    """
+    return _cross(tensor, _own_part, _gathered, comm, dim, tag)
+
+
+def all_gather(tensor: Tensor, comm: Communicator, dim: int, *, tag: str = "") -> Tensor:
+    """The parts of all ranks side by side along ``dim``; the ranks' gradients are summed and each keeps its part."""
+    return _cross(tensor, _gathered, _summed_part, comm, dim, tag)
+
+
+def reduce_scatter(tensor: Tensor, comm: Communicator, dim: int, *, tag: str = "") -> Tensor:
+    """This rank's part along ``dim`` of the sum over the ranks; the gradient is gathered.
+
+    Raises:
+        ValueError: the ranks do not divide ``dim``.
+    """
+    return _cross(tensor, _summed_part, _gathered, comm, dim, tag)
+
+
+def _cross(tensor: Tensor, there: Move, back: Move, comm: Communicator, dim: int, tag: str) -> Tensor:
+    if comm.num_ranks == 1:
+        return tensor
+    if not -tensor.dim() <= dim < max(tensor.dim(), 1):
+        raise ValueError(f"dim: {dim} is not one of the {tensor.dim()} dims of {tag or 'the tensor'}")
+    crossed: Tensor = _Border.apply(tensor, there, back, comm, dim, tag)  # type: ignore[no-untyped-call]
+    return crossed
+
+
+class _Border(torch.autograd.Function):
+    """``there`` in forward, ``back`` in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, there: Move, back: Move, comm: Communicator, dim: int, tag: str) -> Tensor:
+        ctx.conjugate = (back, there, comm, dim, f"gradient of {tag}" if tag else "gradient")
+        return there(tensor, comm, dim, tag)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        gradient: Tensor = _Border.apply(gradients[0], *ctx.conjugate)  # type: ignore[no-untyped-call]
+        return gradient, None, None, None, None, None
+
+
+def _same(tensor: Tensor, *_: object) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+def _summed(tensor: Tensor, comm: Communicator, _dim: int, tag: str) -> Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)  # what comes in may be needed elsewhere as it is
+    comm.all_reduce(total, tag=tag).wait()
+    return total
+
+
+def _own_part(tensor: Tensor, comm: Communicator, dim: int, tag: str) -> Tensor:
+    require_divisible(f"dim {dim} of {tag or 'the tensor'}", tensor.shape[dim], comm.num_ranks)
+    # A copy, or the part would keep the whole alive.
+    return tensor.chunk(comm.num_ranks, dim)[comm.rank].clone(memory_format=torch.contiguous_format)
+
+
+def _gathered(tensor: Tensor, comm: Communicator, dim: int, tag: str) -> Tensor:
+    buffer = tensor.new_empty(comm.num_ranks * tensor.numel())
+    comm.all_gather(buffer, tensor.reshape(-1), tag=tag).wait()
+    parts = buffer.view(comm.num_ranks, *tensor.shape)
+    # Rank-major is already the order of dim 0; any other dim needs a copy.
+    return parts.flatten(0, 1) if dim in (0, -tensor.dim()) else torch.cat(parts.unbind(), dim)
+
+
+def _summed_part(tensor: Tensor, comm: Communicator, dim: int, tag: str) -> Tensor:
+    require_divisible(f"dim {dim} of {tag or 'the tensor'}", tensor.shape[dim], comm.num_ranks)
+    parts = torch.stack(tensor.chunk(comm.num_ranks, dim)) if dim not in (0, -tensor.dim()) else tensor.contiguous()
+    output = tensor.new_empty(tensor.numel() // comm.num_ranks)
+    comm.reduce_scatter(parts.view(-1), output, tag=tag).wait()
+    shape = list(tensor.shape)
+    shape[dim] //= comm.num_ranks
+    return output.view(shape)

@@ -1,0 +1,67 @@
+"""Slices of full tensors, cut on one rank and put together again by all ranks of the tensor axis."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlab.comm.communicator import Communicator
+from shardlab.partition.slices import TensorSlice
+
+
+def cut(full: Tensor, slice_: TensorSlice) -> Tensor:
+    """A contiguous copy of what ``slice_`` holds of a tensor of its full shape.
+
+    Raises:
+        ValueError: the tensor has another shape.
+    """
+    if tuple(full.shape) != slice_.full_shape:
+        raise ValueError(f"full: shape {slice_.full_shape} is needed, not {tuple(full.shape)}")
+    parts = [full.detach().narrow(slice_.dim, start, stop - start) for start, stop in slice_.ranges]
+    return torch.cat(parts, slice_.dim)
+
+
+def merge(own: Tensor, slice_: TensorSlice, comm: Communicator, *, tag: str = "") -> Tensor:
+    """The full tensor on every rank, a copy; sends S(N-1)/N of its S elements a rank; blocking.
+
+    Args:
+        own: what this rank holds, of the slice's shape.
+        slice_: which part that is.
+        comm: the ranks of all slices.
+        tag: what the tensor is.
+    """
+    buffer = own.new_empty(comm.num_ranks * own.numel())
+    comm.all_gather(buffer, own.detach().reshape(-1), tag=tag).wait()
+    full = own.new_empty(slice_.full_shape)
+    for rank, part in enumerate(buffer.view(comm.num_ranks, *own.shape)):
+        place = 0
+        for start, stop in slice_.of_rank(rank).ranges:
+            full.narrow(slice_.dim, start, stop - start).copy_(part.narrow(slice_.dim, place, stop - start))
+            place += stop - start
+    return full
+
+
+def merge_state(state: Mapping[str, Any], slices: Mapping[str, TensorSlice], comm: Communicator) -> dict[str, Any]:
+    """A state dict with full tensors where this rank's has slices, copies; the same on every rank, collective.
+
+    Args:
+        state: this rank's, by name.
+        slices: of those that are slices, by name.
+        comm: the ranks of all slices.
+    """
+    return {
+        name: merge(value, slices[name], comm, tag=f"state {name}")
+        if name in slices
+        else value.detach().clone() if isinstance(value, Tensor) else value
+        for name, value in state.items()
+    }  # fmt: skip
+
+
+def cut_state(state: Mapping[str, Any], slices: Mapping[str, TensorSlice]) -> dict[str, Any]:
+    """This rank's slices of a full state dict; what is no slice stays as it is.
+
+    Raises:
+        ValueError: a tensor has another shape than the full parameter.
+    """
+    return {name: cut(value, slices[name]) if name in slices else value for name, value in state.items()}

@@ -1,0 +1,113 @@
+"""Torch's own engines behind the interface of ours: the same loop, the same tables, the same tests.
+
+What they send passes a group that tells the observers of the mesh's axis (``comm.overheard``), so their collectives are
+recorded like ours. Their reduction is their own: gradients are means when ``loss.backward()`` returns. Torch's parts
+are imported when one of these is built, since that takes half a second.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from shardlab.comm import Mesh
+from shardlab.comm.overheard import OverheardGroup
+from shardlab.engines.base import Engine, OptimizerFn
+from shardlab.engines.checkpoint import Stateful
+from shardlab.vocabulary import Collective, MeshAxis
+
+
+class Peer(Engine):
+    """An engine of torch.
+
+    Args:
+        model: see ``Engine``.
+        optimizer_fn: see ``Engine``.
+        mesh: over all ranks of the default group; not None.
+        overheard: whether observers are told of its collectives; False hands torch its plain group, to be timed.
+
+    Raises:
+        ValueError: the mesh leaves ranks out, emulates a link, or has several ranks on a GPU.
+    """
+
+    axis: ClassVar[str] = MeshAxis.DATA
+    sends: ClassVar[Mapping[Collective, str]]
+    """What each collective of a training step is for; its number in the step follows in the tag."""
+
+    def __init__(
+        self, model: nn.Module, optimizer_fn: OptimizerFn, mesh: Mesh | None, *, overheard: bool = True
+    ) -> None:
+        if mesh is None:
+            raise ValueError(f"mesh: {self.name!r} needs one, over all ranks of a RankPool, launch or torchrun")
+        self._occasion = "setup"
+        self._counts: Counter[Collective] = Counter()
+        self._group = mesh.torch_group(self.axis, self._tag if overheard else None)
+        super().__init__(model, optimizer_fn, mesh)
+        self._occasion = ""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, through torch's engine."""
+        self._counts.clear()
+        return self._forward(*args, **kwargs)
+
+    def step(self) -> None:
+        """One optimizer step; afterwards the parameters are equal on all ranks."""
+        self._counts.clear()
+        super().step()
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def _finish_gradients(self) -> None:
+        """They are means already, and C++ has waited for them."""
+        if isinstance(self._group, OverheardGroup):
+            self._group.end_waits()
+
+    def _watch(self, param: nn.Parameter) -> RemovableHandle | None:  # noqa: ARG002
+        """Torch's engines have hooks of their own."""
+        return None
+
+    @contextlib.contextmanager
+    def _for(self, occasion: str) -> Iterator[None]:
+        """What is sent inside is tagged with the occasion."""
+        before, self._occasion = self._occasion, occasion
+        try:
+            yield
+        finally:
+            self._occasion = before
+
+    def _tag(self, op: Collective) -> str:
+        if self._occasion:
+            return self._occasion
+        number, self._counts[op] = self._counts[op], self._counts[op] + 1
+        return f"{self.sends.get(op, op)} {number}"
+
+
+class TorchState(Peer):
+    """A peer whose optimizer state is in torch's own form, which none of our checkpoints can hold."""
+
+    def full_optimizer_state_dict(self) -> dict[str, Any]:
+        """Not here."""
+        self._refuse("full_optimizer_state_dict")
+
+    def load_full_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: ARG002
+        """Not here."""
+        self._refuse("load_full_optimizer_state_dict")
+
+    def save(self, directory: str | Path, *, extra: Any = None, **objects: Stateful) -> None:  # noqa: ARG002
+        """Not here."""
+        self._refuse("save")
+
+    def load(self, directory: str | Path, **objects: Stateful) -> Any:  # noqa: ARG002
+        """Not here."""
+        self._refuse("load")
+
+    def _refuse(self, method: str) -> NoReturn:
+        raise NotImplementedError(
+            f"{method}: strategy {self.name!r} keeps its state as torch's own engine does; use full_state_dict() for "
+            "the parameters, torch.distributed.checkpoint for the rest, or a strategy of shardlab"
+        )

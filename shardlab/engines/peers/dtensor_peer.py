@@ -1,0 +1,80 @@
+"""What torch's two engines have in common that keep parameters as ``DTensor``: ``torch_fsdp2`` and ``torch_tp``."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from shardlab.engines.holdings import ShardRow, held
+from shardlab.engines.peers.base import TorchState
+from shardlab.vocabulary import Role
+
+
+class DTensorPeer(TorchState):
+    """A peer whose parameters, gradients and optimizer state are distributed tensors.
+
+    The module is changed by torch and stays so: ``close()`` cannot give the plain one back, ``full_state_dict()`` can.
+    """
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """As in ``Engine``; torch reduces the norm."""
+        from shardlab.engines.peers.dtensors import clip_mixed_
+
+        self.finish_gradients()
+        with self._for("gradient norm"):
+            return clip_mixed_(self.step_tensors(), max_norm, norm_type)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """A copy of the module's whole state, the same on every rank, which loads strict into the plain module."""
+        from shardlab.engines.peers.dtensors import whole
+
+        with self._for("full parameters"):
+            return {
+                name: whole(value) if isinstance(value, Tensor) else value
+                for name, value in self.module.state_dict().items()
+            }
+
+    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what ``full_state_dict()`` or the plain module's ``state_dict()`` gave; communicates nothing."""
+        from shardlab.engines.peers.dtensors import distributed_like
+
+        own = self.module.state_dict()
+        cut = {name: distributed_like(value, own[name]) if name in own else value for name, value in state.items()}
+        self.module.load_state_dict(cut, strict=True)
+
+    def live_tensors(self) -> dict[Role, list[Tensor]]:
+        """As in ``Engine``, of each distributed tensor what this rank holds."""
+        from shardlab.engines.peers.dtensors import local
+
+        return {role: [local(tensor) for tensor in tensors] for role, tensors in super().live_tensors().items()}
+
+    def shard_map(self) -> list[ShardRow]:
+        """Every piece this rank holds; one row for each range of the flattened parameter."""
+        return list(self._rows())
+
+    def owned(self) -> dict[str, tuple[int, int]]:
+        """Not here: a piece may be many ranges, see ``shard_map()``."""
+        self._refuse_ranges("owned")
+
+    def resident_params(self) -> dict[str, tuple[Tensor, int, int]]:
+        """Not here: a piece may be many ranges, see ``shard_map()``."""
+        self._refuse_ranges("resident_params")
+
+    def _tensor_axis(self) -> None:
+        """Torch cuts the model itself."""
+        if self.slices:
+            raise ValueError(f"model: it is sliced by parallelize_module already, and {self.name!r} takes a whole one")
+
+    def _refuse_ranges(self, method: str) -> NoReturn:
+        raise NotImplementedError(f"{method}: a piece of strategy {self.name!r} may be many ranges; use shard_map()")
+
+    def _rows(self) -> Iterator[ShardRow]:
+        from shardlab.engines.peers.dtensors import local, local_state, ranges
+
+        for name, param in self.params.items():
+            pieces = ranges(param)
+            state = local_state(self.optimizer.state.get(param, {}))
+            gradient = None if param.grad is None else local(param.grad)
+            for role, num_bytes in held(local(param), state, gradient):
+                for start, stop in pieces:
+                    yield ShardRow(name, tuple(param.shape), role, -1, start, stop, num_bytes // len(pieces))

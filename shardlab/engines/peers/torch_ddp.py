@@ -1,0 +1,101 @@
+"""Torch's ``DistributedDataParallel``: the counterpart of ``bucketed``.
+
+Replicated: everything. Gradients are views of DDP's buckets, which stay for ever, so between ``zero_grad()`` and the
+next backward they are communication buffers. Per rank for P fp32 parameters with Adam: 4P parameters, 4P gradients, 8P
+state; on the wire 2P(N-1)/N elements a step. After the first backward DDP orders its buckets anew, as gradients came.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardlab.comm import Mesh
+from shardlab.engines.base import OptimizerFn
+from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES
+from shardlab.engines.peers.base import Peer
+from shardlab.vocabulary import Collective, Role
+
+
+class TorchDDP(Peer):
+    """``torch.nn.parallel.DistributedDataParallel`` with ``gradient_as_bucket_view=True``.
+
+    Args:
+        model: see ``Engine``.
+        optimizer_fn: see ``Engine``.
+        mesh: see ``Peer``.
+        overheard: see ``Peer``.
+        bucket_bytes: capacity of a bucket in bytes.
+        find_unused_parameters: needed where a rank may leave a parameter unused; costs a walk over the graph.
+    """
+
+    name = "torch_ddp"
+    sends: ClassVar[Mapping[Collective, str]] = {
+        Collective.ALL_REDUCE: "gradients of bucket",
+        Collective.BROADCAST: "buffers or order of buckets",
+    }
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_fn: OptimizerFn,
+        mesh: Mesh | None = None,
+        *,
+        overheard: bool = True,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes: {bucket_bytes} is below 1")
+        self.bucket_bytes, self.find_unused_parameters = bucket_bytes, find_unused_parameters
+        self._ddp: Any = None
+        # Weak: DDP frees its first buckets when it orders them anew.
+        self._buckets: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        super().__init__(model, optimizer_fn, mesh, overheard=overheard)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, forward and backward only accumulate on this rank."""
+        with super().no_sync(), self._ddp.no_sync():
+            yield
+
+    def live_tensors(self) -> dict[Role, list[Tensor]]:
+        """As the base, and DDP's buckets where no gradient lies in them; known from the first backward on."""
+        live = super().live_tensors()
+        live[Role.COMMUNICATION_BUFFER] = [_bytes_of(storage) for storage in self._buckets]
+        return live
+
+    def close(self) -> None:
+        """Let DDP go: the module trains alone again."""
+        self._ddp = None
+        super().close()
+
+    def _equalise(self, tensors: list[Tensor], tag: str) -> None:
+        """DDP does it itself."""
+
+    def _prepare(self) -> None:
+        self._ddp = DistributedDataParallel(
+            self.module,
+            process_group=self._group,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=self.bucket_bytes / 1024**2,
+            find_unused_parameters=self.find_unused_parameters,
+        )
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._ddp(*args, **kwargs)
+
+    def _finish_gradients(self) -> None:
+        super()._finish_gradients()
+        for param in self.params.values():
+            if param.grad is not None:
+                self._buckets.add(param.grad.untyped_storage())
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """A tensor over a whole storage."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,87 @@
+"""Torch's ``fully_shard`` (FSDP2): the counterpart of ``fsdp`` with the layout dim0.
+
+Sharded: parameters, gradients and optimizer state, each parameter by rows. A unit is gathered before its forward, let
+go, gathered again for its backward, and its gradients are reduce-scattered. Per rank for P fp32 parameters with Adam at
+rest 4P/N + 4P/N + 8P/N, with every parameter's rows padded to a multiple of N; on the wire 3P(N-1)/N elements a step,
+in 2 all-gathers and 1 reduce-scatter a unit.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from shardlab.comm import Mesh
+from shardlab.engines.base import OptimizerFn
+from shardlab.engines.fsdp.policy import WrapPolicy, wrapped_modules
+from shardlab.engines.peers.dtensor_peer import DTensorPeer
+from shardlab.vocabulary import Collective, Role
+
+
+class TorchFSDP2(DTensorPeer):
+    """``fully_shard`` on each unit and on the root.
+
+    Args:
+        model: see ``Engine``; no parameter may be 0-d or non-contiguous.
+        optimizer_fn: see ``Engine``.
+        mesh: see ``Peer``.
+        overheard: see ``Peer``.
+        wrap: which modules are units, see ``wrapped_modules``.
+        reshard_after_forward: let units go after forward and gather them again for backward, the root's too (torch by
+            default keeps the root's); False keeps all until backward has passed.
+    """
+
+    name = "torch_fsdp2"
+    sends: ClassVar[Mapping[Collective, str]] = {
+        Collective.ALL_GATHER: "parameters of unit",
+        Collective.REDUCE_SCATTER: "gradients of unit",
+    }
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_fn: OptimizerFn,
+        mesh: Mesh | None = None,
+        *,
+        overheard: bool = True,
+        wrap: WrapPolicy = "block",
+        reshard_after_forward: bool = True,
+    ) -> None:
+        self.wrap, self.reshard_after_forward = wrap, reshard_after_forward
+        self._gathered: list[Tensor] = []
+        super().__init__(model, optimizer_fn, mesh, overheard=overheard)
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of ``loss``, averaged over the data axis unless inside ``no_sync()``."""
+        self.module.set_requires_gradient_sync(self._sync)  # type: ignore[operator]
+        super().backward(loss)
+
+    def live_tensors(self) -> dict[Role, list[Tensor]]:
+        """As in ``Engine``, and the gathered parameters: torch keeps the tensors and takes their storage away."""
+        return {**super().live_tensors(), Role.GATHERED_PARAMETER: self._gathered}
+
+    def close(self) -> None:
+        """Take the hooks off that this engine added; the module stays torch's."""
+        for hook in self._first_forward.values():
+            hook.remove()
+        self._gathered = []
+        super().close()
+
+    def _prepare(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        from shardlab.engines.peers.dtensors import device_mesh
+
+        over = device_mesh(self._group, self.mesh.device.type)
+        units = [*reversed(wrapped_modules(self.module, self.wrap).values()), self.module]  # inner before outer
+        for unit in units:
+            fully_shard(unit, mesh=over, reshard_after_forward=self.reshard_after_forward)
+        self.params = dict(self.module.named_parameters())
+        self._first_forward = {unit: unit.register_forward_pre_hook(self._keep_gathered) for unit in units}
+
+    def _keep_gathered(self, unit: nn.Module, _: Any) -> None:
+        """In its first forward, after torch's hook, a unit's own parameters are gathered: plain, not distributed."""
+        from torch.distributed.tensor import DTensor
+
+        self._first_forward.pop(unit).remove()
+        self._gathered += [param.detach() for param in unit.parameters() if not isinstance(param, DTensor)]

@@ -1,0 +1,115 @@
+"""Torch's tensor parallelism: ``parallelize_module`` with column and row styles on DTensor; for our GPT by default.
+
+Sharded over the axis ``tensor``: the weights of the named linear layers, column-wise by output features, row-wise by
+input features. Replicated: everything else, and the batch, which is the same on all ranks. Per block of the GPT, each
+over B x S x H elements: 2 all-reduces in forward behind the row-wise layers, and in backward 4 (the inputs of q, k, v
+and fc1, each reduced by itself). Source of the method: Shoeybi et al., arXiv 1909.08053.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from shardlab.comm import Mesh, broadcast_coalesced
+from shardlab.engines.base import OptimizerFn
+from shardlab.engines.peers.dtensor_peer import DTensorPeer
+from shardlab.vocabulary import Collective, MeshAxis
+
+STYLES = ("column", "row")
+GPT_PLAN: Mapping[str, str] = MappingProxyType(
+    {
+        "blocks.*.attention.q_proj": "column",
+        "blocks.*.attention.k_proj": "column",
+        "blocks.*.attention.v_proj": "column",
+        "blocks.*.attention.out_proj": "row",
+        "blocks.*.mlp.fc1": "column",
+        "blocks.*.mlp.fc2": "row",
+    }
+)
+
+
+class TorchTP(DTensorPeer):
+    """``parallelize_module`` over the axis ``tensor``.
+
+    Args:
+        model: see ``Engine``.
+        optimizer_fn: see ``Engine``.
+        mesh: with axes ``data``, of size 1, and ``tensor``.
+        overheard: see ``Peer``.
+        plan: 'column' or 'row' by the name of a linear layer; ``*`` stands for any one part of the name.
+
+    Raises:
+        ValueError: a data axis of more than 1, a plan that matches nothing, or sizes that the ranks do not divide.
+    """
+
+    name = "torch_tp"
+    axis = MeshAxis.TENSOR
+    sends: ClassVar[Mapping[Collective, str]] = {Collective.ALL_REDUCE: "activations or their gradients"}
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_fn: OptimizerFn,
+        mesh: Mesh | None = None,
+        *,
+        overheard: bool = True,
+        plan: Mapping[str, str] = GPT_PLAN,
+    ) -> None:
+        if mesh is not None and mesh.axes.get(MeshAxis.DATA) != 1:
+            raise ValueError(
+                f"mesh: 'torch_tp' cuts the model over the axis 'tensor' beside an axis 'data' of 1, not {mesh.axes}"
+            )
+        self.plan = dict(plan)
+        super().__init__(model, optimizer_fn, mesh, overheard=overheard)
+
+    def _tensor_axis(self) -> None:
+        """The model is cut here, by torch, not before."""
+        return
+
+    def _equalise(self, tensors: list[Tensor], tag: str) -> None:
+        broadcast_coalesced(self.mesh[MeshAxis.TENSOR], tensors, tag=tag)
+
+    def _prepare(self) -> None:
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        from shardlab.engines.peers.dtensors import device_mesh
+
+        self._check_plan()
+        styles = {"column": ColwiseParallel, "row": RowwiseParallel}
+        over = device_mesh(self._group, self.mesh.device.type)
+        plan: dict[str, Any] = {name: styles[style]() for name, style in self.plan.items()}
+        # The ranks' weights are equal already, so each takes its piece and nothing is sent.
+        parallelize_module(self.module, over, plan, src_data_rank=None)
+        self.params = dict(self.module.named_parameters())
+
+    def _check_optimizer(self) -> None:
+        """Optimizers that step many tensors in one kernel refuse distributed and plain ones together."""
+        for group in self.optimizer.param_groups:
+            if self.mesh.device.type == "cuda" and "foreach" in group:
+                group["foreach"] = False
+
+    def _check_plan(self) -> None:
+        num_ranks = self.mesh[MeshAxis.TENSOR].num_ranks
+        for pattern, style in self.plan.items():
+            if style not in STYLES:
+                raise ValueError(f"plan: {style!r} of {pattern!r} is not one of {', '.join(STYLES)}")
+            layers = {name: layer for name, layer in self.module.named_modules() if _matches(name, pattern)}
+            if not layers:
+                raise ValueError(f"plan: {pattern!r} matches no module of this {type(self.module).__name__}")
+            for name, layer in layers.items():
+                _check_divides(name, layer, style, num_ranks)
+
+
+def _check_divides(name: str, layer: nn.Module, style: str, num_ranks: int) -> None:
+    if not isinstance(layer, nn.Linear):
+        raise ValueError(f"plan: {name!r} is a {type(layer).__name__}; only linear layers are cut")
+    size = layer.out_features if style == "column" else layer.in_features
+    if size % num_ranks:
+        raise ValueError(f"plan: {size} features of {name!r} do not divide among {num_ranks} ranks")
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(want in ("*", part) for part, want in zip(parts, wanted, strict=True))

@@ -1,0 +1,176 @@
+"""Linear layers in slices: by output features (column) and by input features (row).
+
+::
+
+    column parallel                            row parallel
+    y_i = x A_i^T + b_i                        y = sum over i of x_i A_i^T, + b
+    A = [A_0; A_1], rows of the weight         A = [A_0 | A_1], columns of the weight
+
+    x whole -> y in parts                      x in parts -> y whole
+    forward nothing, backward 1 all-reduce     forward 1 all-reduce, backward nothing
+
+A column layer followed by a row layer, with anything between them that treats features (heads) apart, costs one
+all-reduce forward and one backward: the MLP, and attention whose heads are divided. Sliced: weights, the column's bias.
+Replicated: the row's bias, which is added once, after the sum, so that its gradient is whole on every rank.
+
+With ``sequence_dim`` the activation outside is in parts along the sequence: the column's border becomes an all-gather
+(backward a reduce-scatter), the row's a reduce-scatter (backward an all-gather), and the row's bias sees a part of the
+tokens, so that its gradient is summed over the ranks. "Column" and "row" are those of A^T, as in the source.
+
+Legend: N ranks, x of any rank with features last. Source: Shoeybi et al., arXiv 1909.08053, section 3.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardlab.comm import Communicator
+from shardlab.comm.autograd import gather, reduce, reduce_scatter, scatter
+from shardlab.partition.slices import TensorSlice, even_slice, parts_slice, require_divisible
+from shardlab.tensor_parallel.entrance import Entrance
+from shardlab.tensor_parallel.regather import linear_of_gathered
+from shardlab.tensor_parallel.sequence import sum_gradient
+from shardlab.tensor_parallel.slicing import equalise, require_width, sliced
+
+
+class ColumnParallelLinear(nn.Module):
+    """This rank's output features of a full linear layer.
+
+    Args:
+        linear: the full layer; its parameters become those of the axis' first rank, of which this layer keeps a slice.
+        comm: the tensor axis.
+        gather_output: return all output features, on every rank, by an all-gather.
+        parts: sizes of projections that the layer makes at once (query, key and value), each of which is divided.
+        sequence_dim: dim along which the input is in parts; None where every rank has all of it.
+        regather: with ``sequence_dim``: keep only this rank's part of the input for backward, and gather it again
+            there. Saves (N - 1)/N of the input's bytes for one more all-gather.
+        entrance: shared with other columns that read the same tensor.
+        name: in tags and errors.
+
+    Raises:
+        ValueError: the ranks do not divide the output features, or options that exclude each other.
+    """
+
+    def __init__(
+        self,
+        linear: nn.Linear,
+        comm: Communicator,
+        *,
+        gather_output: bool = False,
+        parts: Sequence[int] | None = None,
+        sequence_dim: int | None = None,
+        regather: bool = False,
+        entrance: Entrance | None = None,
+        name: str = "column",
+    ) -> None:
+        super().__init__()
+        check_column(name, linear.out_features, comm.num_ranks, gather_output, parts, sequence_dim, regather)
+        equalise(linear, comm, name)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.comm, self.gather_output, self.regather, self.name = comm, gather_output, regather, name
+        self.entrance = entrance or Entrance(comm, sequence_dim, name)
+        shape, sizes = tuple(linear.weight.shape), parts or [linear.out_features]
+        rows = parts_slice(shape, 0, sizes, comm.rank, comm.num_ranks)
+        self.tensor_slices: dict[str, TensorSlice] = {"weight": rows}
+        self.weight = sliced(linear.weight, rows)
+        self.bias: nn.Parameter | None = None
+        if linear.bias is not None:
+            self.tensor_slices["bias"] = parts_slice(shape[:1], 0, sizes, comm.rank, comm.num_ranks)
+            self.bias = sliced(linear.bias, self.tensor_slices["bias"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Output features (..., out / N), all of them with ``gather_output``, for an input (..., in)."""
+        require_width(self.name, "input features", x, self.in_features, self.comm.num_ranks)
+        crossed = self.entrance(x)
+        if self.regather:
+            y = linear_of_gathered(crossed, x, self.weight, self.bias, self.entrance)
+        else:
+            y = functional.linear(crossed, self.weight, self.bias)
+        return gather(y, self.comm, -1, tag=f"output of {self.name}") if self.gather_output else y
+
+    def extra_repr(self) -> str:
+        """Full sizes and the share."""
+        return f"{self.in_features}, {self.out_features} / {self.comm.num_ranks}, gather_output={self.gather_output}"
+
+
+class RowParallelLinear(nn.Module):
+    """This rank's input features of a full linear layer.
+
+    Args:
+        linear: the full layer; its parameters become those of the axis' first rank, of which this layer keeps a slice
+            of the weight and all of the bias.
+        comm: the tensor axis.
+        input_is_parallel: the input has this rank's features only, as a column-parallel layer leaves them; False takes
+            an input with all features and cuts it.
+        sequence_dim: dim along which the output is in parts; None where every rank gets all of it.
+        name: in tags and errors.
+
+    Raises:
+        ValueError: the ranks do not divide the input features.
+    """
+
+    def __init__(
+        self,
+        linear: nn.Linear,
+        comm: Communicator,
+        *,
+        input_is_parallel: bool = True,
+        sequence_dim: int | None = None,
+        name: str = "row",
+    ) -> None:
+        super().__init__()
+        require_divisible(f"{name}: in_features", linear.in_features, comm.num_ranks)
+        equalise(linear, comm, name)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.comm, self.name = comm, name
+        self.input_is_parallel, self.sequence_dim = input_is_parallel, sequence_dim
+        columns = even_slice(tuple(linear.weight.shape), 1, comm.rank, comm.num_ranks)
+        self.tensor_slices: dict[str, TensorSlice] = {"weight": columns}
+        self.weight = sliced(linear.weight, columns)
+        self.bias = linear.bias
+        if self.bias is not None and sequence_dim is not None:
+            sum_gradient(self.bias, comm, f"{name}.bias")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Output (..., out), or its part of the sequence, for an input (..., in / N), or (..., in) if it is whole."""
+        num_ranks = self.comm.num_ranks
+        width = self.in_features // num_ranks if self.input_is_parallel else self.in_features
+        require_width(self.name, "input features", x, width, num_ranks)
+        if not self.input_is_parallel:
+            x = scatter(x, self.comm, -1, tag=f"input of {self.name}")
+        term, tag = functional.linear(x, self.weight), f"output of {self.name}"
+        if self.sequence_dim is None:
+            y = reduce(term, self.comm, tag=tag)
+        else:
+            y = reduce_scatter(term, self.comm, self.sequence_dim, tag=tag)
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        """Full sizes and the share."""
+        share = f"{self.in_features} / {self.comm.num_ranks}, {self.out_features}"
+        return f"{share}, input_is_parallel={self.input_is_parallel}"
+
+
+def check_column(
+    name: str,
+    out_features: int,
+    num_ranks: int,
+    gather_output: bool,
+    parts: Sequence[int] | None,
+    sequence_dim: int | None,
+    regather: bool,
+) -> None:
+    """Refuse what a column-parallel layer cannot do.
+
+    Raises:
+        ValueError: see ``ColumnParallelLinear``.
+    """
+    for size in parts or [out_features]:
+        require_divisible(f"{name}: {'a part of ' if parts else ''}out_features", size, num_ranks)
+    if parts is not None and sum(parts) != out_features:
+        raise ValueError(f"{name}: parts {tuple(parts)} add up to {sum(parts)}, out_features is {out_features}")
+    if parts is not None and gather_output:
+        raise ValueError(f"{name}: gather_output would mix the parts; use it without parts")
+    if regather and sequence_dim is None:
+        raise ValueError(f"{name}: regather is for an input in parts; set sequence_dim, or leave regather away")

@@ -1,0 +1,78 @@
+"""Where modules and parameters sit in a model, so that one that sits in several places is replaced in all of them."""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from shardlab.partition.slices import SLICES
+from shardlab.tensor_parallel.styles import OnSequence, Row, Style
+
+
+class Places:
+    """The places of every parameter of a model, as they were when this was made.
+
+    Args:
+        model: the plain one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        held: dict[nn.Parameter, list[tuple[str, str]]] = {}
+        for name, module in model.named_modules():
+            for key, param in module._parameters.items():
+                if param is not None:
+                    held.setdefault(param, []).append((name, key))
+        self._tied = [together for together in held.values() if len(together) > 1]
+        self._of = held
+
+    def check(self, styles: Mapping[str, Style]) -> None:
+        """Refuse tied weights that a plan would tear apart.
+
+        Raises:
+            ValueError: one of their modules has a style, another has none; or their gradients would be summed twice.
+        """
+        for together in self._tied:
+            styled = [name for name, _ in together if name in styles]
+            plain = [name for name, _ in together if name not in styles]
+            if styled and plain:
+                raise ValueError(
+                    f"plan: {styled[0]!r} has a style, and {plain[0]!r}, whose weight is tied to it, has none; give "
+                    "both one, or untie them"
+                )
+            for name, key in together:
+                if _is_summed(styles.get(name), key):
+                    raise ValueError(f"plan: {key!r} of {name!r} is tied, and cannot be so on parts of the sequence")
+
+    def replace(self, old: nn.Module, new: nn.Module) -> None:
+        """Put ``new`` wherever ``old`` is."""
+        if new is old:
+            return
+        new.train(old.training)
+        for owner in self._model.modules():
+            for key, child in owner._modules.items():
+                if child is old:
+                    owner._modules[key] = new
+
+    def put(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        """Put the parameter ``new`` wherever ``old`` was."""
+        for name, key in self._of[old]:
+            self._model.get_submodule(name)._parameters[key] = new
+
+    def tie(self) -> None:
+        """Make one parameter again of the slices of tied weights.
+
+        Raises:
+            ValueError: they are different slices.
+        """
+        for (first, first_key), *others in self._tied:
+            module = self._model.get_submodule(first)
+            for name, key in others:
+                other = self._model.get_submodule(name)
+                if getattr(module, SLICES, {}).get(first_key) != getattr(other, SLICES, {}).get(key):
+                    raise ValueError(f"plan: the tied weights of {first!r} and {name!r} would be sliced differently")
+                other._parameters[key] = module._parameters[first_key]
+
+
+def _is_summed(style: Style | None, key: str) -> bool:
+    on_part = isinstance(style, Row) and style.sequence_dim is not None and key == "bias"
+    return isinstance(style, OnSequence) or on_part

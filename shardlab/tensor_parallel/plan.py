@@ -1,0 +1,134 @@
+"""A plain model made tensor parallel by a plan of name patterns: the model's own code stays as it is.
+
+    plan = {
+        "embedding": Vocabulary(),
+        "layers.*.attention.[qkv]": Column(head_dim=64),
+        "layers.*.attention.out": Row(),
+        "layers.*.mlp.up": Column(),
+        "layers.*.mlp.down": Row(),
+    }
+    model = parallelize_module(model, plan, mesh["tensor"])
+
+Linear layers and embeddings are replaced by parallel ones in their places; the model keeps its class, its code and the
+names of its parameters, of which each rank has slices, so any engine trains it on the data axes of the same mesh.
+Whatever the seeds were, the weights are slices of the first rank's. A pattern is compared part by part between the
+dots: ``*`` and ``[qkv]`` stand for text within one part. Columns of one parent share the border their input crosses.
+"""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from shardlab.comm import Communicator, broadcast_coalesced
+from shardlab.comm.process import Process
+from shardlab.partition.slices import slices_of
+from shardlab.tensor_parallel.linear import ColumnParallelLinear
+from shardlab.tensor_parallel.meta import InitFn, make, reset_parameters
+from shardlab.tensor_parallel.places import Places
+from shardlab.tensor_parallel.rng import equalise_rng
+from shardlab.tensor_parallel.styles import Style
+
+Plan = Mapping[str, Style]
+
+
+def parallelize_module(
+    model: nn.Module,
+    plan: Plan,
+    comm: Communicator,
+    *,
+    init_fn: InitFn = reset_parameters,
+    device: torch.device | str | None = None,
+) -> nn.Module:
+    """Make ``model`` tensor parallel, in place; collective. Call it before an engine is built.
+
+    Torch's random generators become those of the first rank too (``rng``).
+
+    Args:
+        model: on its device, or on the meta device: then it is made module after module, so that no rank ever holds all
+            of it.
+        plan: style of every module that a pattern matches.
+        comm: the tensor axis of the mesh, ``mesh["tensor"]``.
+        init_fn: for parameters on the meta device: called as (name, module) for each module that holds some itself, to
+            fill them; by default ``module.reset_parameters()``.
+        device: where a model on the meta device is made; None for this rank's own.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: before anything is changed: a pattern that matches nothing, a module that two patterns match, a
+            style that does not fit its module, sizes that the ranks do not divide, weights tied across styles.
+    """
+    _check_fresh(model)
+    styles = matched(plan, model)
+    for name, style in styles.items():
+        style.check(name, model.get_submodule(name), comm.num_ranks)
+    places = Places(model)
+    places.check(styles)
+    home = Process.device if device is None else torch.device(device)
+    equalise_rng(comm, next((param.device for param in model.parameters() if not param.is_meta), home))
+    for name, module in list(model.named_modules()):
+        make(name, module, places, home, init_fn)
+        if name in styles:
+            places.replace(module, styles[name].apply(name, module, comm))
+    places.tie()
+    _equalise_rest(model, comm)
+    _share_entrances(model)
+    return model
+
+
+def matched(plan: Plan, model: nn.Module) -> dict[str, Style]:
+    """The style of each module by name, in the module's order.
+
+    Raises:
+        ValueError: a pattern matches nothing, or two patterns match one module.
+    """
+    names = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    first_name = {id(module): name for name, module in reversed(names.items())}
+    found: dict[str, tuple[str, Style]] = {}
+    for pattern, style in plan.items():
+        hits = [name for name in names if _fits(name, pattern)]
+        if not hits:
+            near = get_close_matches(pattern, names, n=3, cutoff=0.0)
+            raise ValueError(f"plan: {pattern!r} matches no module; the model has, for example, {', '.join(near)}")
+        for name in hits:
+            first = first_name[id(names[name])]
+            if first in found and found[first][0] != pattern:
+                raise ValueError(f"plan: {found[first][0]!r} and {pattern!r} both match module {name!r}")
+            found[first] = (pattern, style)
+    return {name: found[name][1] for name in names if name in found}
+
+
+def _fits(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _check_fresh(model: nn.Module) -> None:
+    if slices_of(model):
+        raise ValueError("model: it is tensor parallel already")
+    if getattr(model, "_shardlab_engine", None) is not None:
+        raise ValueError("model: it is wrapped by an engine; call parallelize_module first, then build the engine")
+
+
+def _equalise_rest(model: nn.Module, comm: Communicator) -> None:
+    """Replicated parameters and buffers become the first rank's."""
+    slices = slices_of(model)
+    rest: list[Tensor] = [param for name, param in model.named_parameters() if name not in slices]
+    broadcast_coalesced(comm, [*rest, *model.buffers()], tag="replicated parameters and buffers from rank 0")
+
+
+def _share_entrances(model: nn.Module) -> None:
+    """Columns of one parent that cross alike cross together."""
+    for name, parent in model.named_modules():
+        columns = [child for child in parent.children() if isinstance(child, ColumnParallelLinear)]
+        for dim in {column.entrance.sequence_dim for column in columns}:
+            alike = [column for column in columns if column.entrance.sequence_dim == dim]
+            if len(alike) > 1:
+                alike[0].entrance.name = name or alike[0].name
+                alike[0].entrance.share(parent)
+            for column in alike[1:]:
+                column.entrance = alike[0].entrance

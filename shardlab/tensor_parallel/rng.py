@@ -1,0 +1,77 @@
+"""Random numbers of tensor-parallel ranks: equal where activations are alike, different where they are in parts.
+
+Ranks of the tensor axis share torch's own generators in the same state (``equalise_rng``), so dropout on activations
+that all of them have drops the same elements. Inside ``differing_by_rank`` each rank has a stream of its own. That
+stream begins with a number drawn from the shared one, and the shared one goes on as if only that number had been
+drawn. So nothing is kept between two uses: the same seed gives the same masks, a checkpoint of torch's generators is a
+checkpoint of these, and activation checkpointing, which puts torch's generators back, draws the same masks again.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from shardlab.comm import Communicator
+
+_STRIDE = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: seeds of neighbours are far apart
+_LARGEST = 2**63 - 1
+
+
+def equalise_rng(comm: Communicator, device: torch.device) -> None:
+    """Put torch's generators (CPU and this device's) into the state of the axis' first rank; blocking."""
+    for generator in _generators(device):
+        state = generator.get_state().to(device)
+        comm.broadcast(state, tag="random state from rank 0").wait()
+        generator.set_state(state.cpu())
+
+
+@contextlib.contextmanager
+def differing_by_rank(comm: Communicator, device: torch.device | None = None) -> Iterator[None]:
+    """Inside, torch draws other random numbers on each rank of the axis; outside it goes on equally on all.
+
+    Args:
+        comm: the tensor axis; every rank has to come here, as for a collective, but nothing is sent.
+        device: whose generator is used inside, besides the CPU's; None for the CPU's alone.
+    """
+    if comm.num_ranks == 1:
+        yield
+        return
+    drawn = int(torch.randint(_LARGEST, (), generator=torch.default_generator, device="cpu"))
+    generators = _generators(torch.device("cpu") if device is None else device)
+    before = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed((drawn + (comm.rank + 1) * _STRIDE) % _LARGEST)
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
+
+
+class PartDropout(nn.Dropout):
+    """Dropout of an activation that is in parts over the tensor axis: other elements on each rank.
+
+    Args:
+        dropout: the plain one.
+        comm: the tensor axis.
+    """
+
+    def __init__(self, dropout: nn.Dropout, comm: Communicator) -> None:
+        super().__init__(dropout.p, dropout.inplace)
+        self.comm = comm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As ``nn.Dropout``."""
+        if not self.training or self.p == 0:
+            return super().forward(x)
+        with differing_by_rank(self.comm, x.device):
+            return super().forward(x)
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    if device.type != "cuda":
+        return [torch.default_generator]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]

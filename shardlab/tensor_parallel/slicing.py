@@ -1,0 +1,40 @@
+"""From a full layer to this rank's slice of it: what all parallel layers do with their parameters."""
+
+from torch import Tensor, nn
+
+from shardlab.comm import Communicator, broadcast_coalesced
+from shardlab.comm.slices import cut
+from shardlab.partition.slices import TensorSlice
+
+
+def equalise(module: nn.Module, comm: Communicator, name: str) -> None:
+    """Make a layer's parameters those of the axis' first rank, in place; blocking.
+
+    Raises:
+        ValueError: a parameter has no memory.
+    """
+    if meta := [key for key, param in module.named_parameters() if param.is_meta]:
+        raise ValueError(f"{name}: {meta[0]!r} is on the meta device; parallelize_module makes such layers itself")
+    broadcast_coalesced(comm, module.parameters(), tag=f"parameters of {name} from rank 0")
+
+
+def sliced(param: Tensor, slice_: TensorSlice) -> nn.Parameter:
+    """A parameter of this rank's part alone."""
+    return nn.Parameter(cut(param, slice_), requires_grad=param.requires_grad)
+
+
+def require_width(layer: str, field: str, x: Tensor, width: int, num_ranks: int) -> None:
+    """Refuse an input whose last dim is not ``width``, and say so where it is a part, or the whole, of what is needed.
+
+    Raises:
+        ValueError: it is not.
+    """
+    found = x.shape[-1] if x.dim() else 0
+    if found == width:
+        return
+    hint = ""
+    if found * num_ranks == width:
+        hint = f": this is one of {num_ranks} parts; use gather_output=True in the layer before"
+    elif found == width * num_ranks:
+        hint = ": this is the whole of it; use input_is_parallel=False"
+    raise ValueError(f"{layer}: an input of {width} {field} is needed, not {found}{hint}")

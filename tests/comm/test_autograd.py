@@ -1,0 +1,166 @@
+"""The six borders: forward and backward are what the table says, for every dim, for tensors of any strides."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+from torch.utils.checkpoint import checkpoint
+
+from shardlab.comm import Mesh
+from shardlab.comm import autograd as borders
+from tests.comm.test_communicator import Log
+
+DIMS = {"copy": None, "reduce": None, "gather": True, "scatter": True, "all_gather": True, "reduce_scatter": True}
+# name: what goes over the wire forward, backward
+SENT = {
+    "copy": ([], ["all_reduce"]),
+    "reduce": (["all_reduce"], []),
+    "gather": (["all_gather"], []),
+    "scatter": ([], ["all_gather"]),
+    "all_gather": (["all_gather"], ["reduce_scatter"]),
+    "reduce_scatter": (["reduce_scatter"], ["all_gather"]),
+}
+
+
+def inputs(num_ranks, seed=0):
+    """Each rank's tensor, (4 N, 8 N, 12 N) / 4, whose last two dims are swapped in memory."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_ranks, 3 * num_ranks, 2 * num_ranks)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).transpose(1, 2) for _ in range(num_ranks)]
+
+
+def cross(rank, name, dim, strided):
+    with Mesh({"tensor": torch.distributed.get_world_size()}) as mesh:
+        comm = mesh["tensor"]
+        x = inputs(comm.num_ranks)[rank]
+        x = (x if strided else x.contiguous()).requires_grad_()
+        before = x.detach().clone()
+        log = Log()
+        with comm.observed_by(log):
+            y = getattr(borders, name)(x, comm, *([] if dim is None else [dim]), tag="x")
+            forward = [(str(e.op), e.tag, e.num_bytes) for e in log.events]
+            gradient = gradient_of(y.shape, rank).transpose(0, 1).contiguous().transpose(0, 1)  # strides of its own
+            kept = gradient.clone()
+            y.backward(gradient)
+        assert torch.equal(gradient, kept)
+        assert torch.equal(x.detach(), before)
+        backward = [(str(e.op), e.tag, e.num_bytes) for e in log.events][len(forward) :]
+        return y.detach(), x.grad, forward, backward
+
+
+def gradient_of(shape, rank):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(10 + rank), dtype=torch.float64)
+
+
+def expected(name, dim, num_ranks):
+    """All ranks' outputs and gradients, by plain torch."""
+    x = inputs(num_ranks)
+    whole = {"gather": lambda: torch.cat(x, dim), "all_gather": lambda: torch.cat(x, dim)}
+    ys = {
+        "copy": lambda: x,
+        "reduce": lambda: [sum(x)] * num_ranks,
+        "scatter": lambda: [part.chunk(num_ranks, dim)[rank] for rank, part in enumerate(x)],
+        "reduce_scatter": lambda: list(sum(x).chunk(num_ranks, dim)),
+    }
+    y = [whole[name]()] * num_ranks if name in whole else ys[name]()
+    g = [gradient_of(out.shape, rank) for rank, out in enumerate(y)]
+    dx = {
+        "copy": lambda: [sum(g)] * num_ranks,
+        "reduce": lambda: g,
+        "gather": lambda: [grad.chunk(num_ranks, dim)[rank] for rank, grad in enumerate(g)],
+        "scatter": lambda: [torch.cat(g, dim)] * num_ranks,
+        "all_gather": lambda: list(sum(g).chunk(num_ranks, dim)),
+        "reduce_scatter": lambda: [torch.cat(g, dim)] * num_ranks,
+    }[name]()
+    return y, dx
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", DIMS)
+def test_forward_and_backward(pools, name, num_ranks):
+    for dim in (0, 1, 2, -1, -3) if DIMS[name] else (None,):
+        for strided in (True, False):
+            results = pools(num_ranks).run(cross, name, dim, strided)
+            for rank, (y, dx) in enumerate(zip(*expected(name, dim, num_ranks), strict=True)):
+                found_y, found_dx, forward, backward = results[rank]
+                torch.testing.assert_close(found_y, y, atol=1e-13, rtol=0)
+                torch.testing.assert_close(found_dx, dx, atol=1e-13, rtol=0)
+                assert [op for op, _, _ in forward] == SENT[name][0]
+                assert [op for op, _, _ in backward] == SENT[name][1]
+                assert {tag for _, tag, _ in forward} <= {"x"}
+                assert {tag for _, tag, _ in backward} <= {"gradient of x"}
+
+
+def check_gradients(rank):
+    """A sum over all ranks of what each computes: numerical and analytical gradients agree, of second order too."""
+    with Mesh({"tensor": 2}) as mesh:
+        comm = mesh["tensor"]
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(2, 2, generator=generator, dtype=torch.float64, requires_grad=True)
+
+        def alike(x):
+            return borders.reduce((borders.copy(x, comm) * (rank + 1)) ** 3, comm)
+
+        def by_parts(x):
+            return borders.gather(borders.scatter(x, comm, 1) ** 3, comm, 1)
+
+        def on_sequence(x):
+            whole = borders.all_gather(borders.scatter(x, comm, 0), comm, 0)
+            return borders.gather(borders.reduce_scatter((whole * (rank + 1)) ** 3, comm, 0), comm, 0)
+
+        return [gradcheck(fn, x) and gradgradcheck(fn, x) for fn in (alike, by_parts, on_sequence)]
+
+
+def test_gradients_of_first_and_second_order(pools):
+    assert pools(2).run(check_gradients) == [[True] * 3] * 2
+
+
+def recomputed(rank, use_reentrant):
+    with Mesh({"tensor": 2}) as mesh:
+        comm = mesh["tensor"]
+        x = inputs(2)[0].requires_grad_()
+        log = Log()
+
+        def region(x):
+            return borders.reduce((borders.copy(x, comm, tag="x") * (rank + 1)).sin(), comm, tag="y")
+
+        with comm.observed_by(log):
+            checkpoint(region, x, use_reentrant=use_reentrant).sum().backward()
+        plain = inputs(2)[0].requires_grad_()
+        sum((plain * (other + 1)).sin() for other in range(2)).sum().backward()
+        return torch.allclose(x.grad, plain.grad, atol=1e-13), [(str(e.op), e.tag) for e in log.events]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing_sends_again(pools, use_reentrant):
+    for right, sent in pools(2).run(recomputed, use_reentrant):
+        assert right
+        assert sent[0] == ("all_reduce", "y")
+        assert sent[-1] == ("all_reduce", "gradient of x")
+        assert set(sent[1:-1]) <= {("all_reduce", "y")}
+
+
+def test_a_group_of_one_moves_nothing():
+    with Mesh({"tensor": 1}, ranks=[0]) as mesh:
+        x = torch.randn(3, requires_grad=True)
+        assert borders.copy(x, mesh["tensor"]) is x
+        assert borders.gather(x, mesh["tensor"], 0) is x
+        assert borders.reduce_scatter(x, mesh["tensor"], 0) is x
+
+
+def uneven(rank):
+    with Mesh({"tensor": 2}) as mesh:
+        messages = []
+        for name, dim in (("scatter", 0), ("reduce_scatter", 0), ("gather", 2)):
+            with pytest.raises(ValueError, match=r".") as error:
+                getattr(borders, name)(torch.zeros(3, 2), mesh["tensor"], dim, tag="x")
+            messages.append(str(error.value))
+        return messages
+
+
+def test_sizes_that_do_not_divide_are_refused(pools):
+    for messages in pools(2).run(uneven):
+        assert messages == [
+            "dim 0 of x: 3 does not divide over 2 tensor-parallel ranks; what works is 2 or 4",
+            "dim 0 of x: 3 does not divide over 2 tensor-parallel ranks; what works is 2 or 4",
+            "dim: 2 is not one of the 2 dims of x",
+        ]

@@ -1,0 +1,238 @@
+"""What a user can get wrong: a clear error on every rank, no hang, and the ranks can go on.
+
+Partitions and options are in test_engines and test_fsdp, checkpoints in test_checkpoint.
+"""
+
+import warnings
+
+import pytest
+import torch
+
+from shardlab.comm import Mesh
+from shardlab.engines import GradScaler, ShardedOptimizer, build_engine
+from shardlab.launch import RankError
+from tests.dist import cases
+from tests.dist.test_engines import adamw, one_step
+from tests.dist.test_in_flight import SETUPS
+
+RELEASED = ("zero3", "fsdp", "fsdp-dim0")
+
+
+def engine_of(setup, model, mesh, optimizer_fn=adamw):
+    strategy, options = SETUPS[setup]
+    return build_engine(strategy, model, optimizer_fn, mesh, **options)
+
+
+def wrap_twice(rank, setup):
+    with Mesh({"data": 2}) as mesh:
+        model = cases.build("MLP")
+        with engine_of(setup, model, mesh) as engine:
+            with pytest.raises(ValueError, match="model: it is wrapped by an engine already") as caught:
+                engine_of("bucketed", model, mesh)
+            one_step(engine, rank)
+        with engine_of("bucketed", model, mesh) as engine:
+            one_step(engine, rank)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_wrapping_twice_is_refused_and_after_close_it_is_not(pools, setup):
+    first, second = pools(2).run(wrap_twice, setup)
+    assert first == second
+
+
+def other_states(rank, setup):
+    other = cases.build("Uneven").state_dict()
+    shape = {**cases.build("MLP", seed=3).state_dict(), "0.weight": torch.zeros(3, 3)}
+    with Mesh({"data": 2}) as mesh, engine_of(setup, cases.build("MLP"), mesh) as engine:
+        with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "0\.weight"'):
+            engine.load_full_state_dict(other)
+        with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
+            engine.load_full_state_dict(shape)
+        engine.load_full_state_dict(cases.build("MLP", seed=5).state_dict())
+        one_step(engine, rank)
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_state_dict_of_another_model_is_named_and_the_right_one_loads_after_it(pools, setup):
+    model = cases.build("MLP", seed=5)
+    optimizer = adamw(list(model.parameters()))
+    x, y = cases.rows("MLP", 0, 0, 2)
+    cases.loss_of(model(x), y).backward()
+    optimizer.step()
+    for state in pools(2).run(other_states, setup):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+
+
+def never_gathered(rank, setup):
+    """A penalty on the weights outside forward, and a gradient set by hand, where the parameters are not there."""
+    with Mesh({"data": 2}) as mesh:
+        model = cases.build("MLP")
+        with engine_of(setup, model, mesh) as engine:
+            x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", 0, 0, 2))
+            loss = cases.loss_of(engine(x), y)
+            for use in (
+                lambda: loss + sum(param.square().sum() for param in model.parameters()),
+                lambda: setattr(model[0].weight, "grad", torch.zeros(16, 7).double()),
+            ):
+                with pytest.raises(RuntimeError, match=r"parameter '0\.weight' is released.*engine\.full_params\(\)"):
+                    use()
+            engine.backward(loss)
+            engine.step()
+            return engine.num_steps
+
+
+@pytest.mark.parametrize("setup", RELEASED)
+def test_parameters_that_are_not_gathered_are_named(pools, setup):
+    assert pools(2).run(never_gathered, setup) == [1, 1]
+
+
+def bad_mesh(rank):
+    with Mesh({"replica": 2, "shard": 2}):
+        return rank
+
+
+def test_a_hybrid_group_that_does_not_divide_the_ranks(pools):
+    with pytest.raises(RankError, match=r"axes: .*'shard': 2.* hold 4 ranks, but there are 3"):
+        pools(3).run(bad_mesh)
+    assert pools(4).run(bad_mesh) == [0, 1, 2, 3]
+
+
+def muon(tensors):
+    weights = tensors.where(lambda name: name.endswith("weight"))
+    return torch.optim.Muon(weights, lr=1e-2)
+
+
+class Lamb(torch.optim.Optimizer):
+    """Layer-wise scaling of Adam's step by the norm of the whole weight: You et al., arXiv 1904.00962, algorithm 2."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None or param.numel() == 0:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+                state["exp_avg"].lerp_(param.grad, 0.1)
+                state["exp_avg_sq"].lerp_(param.grad.square(), 0.01)
+                update = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-6)
+                param.sub_(update, alpha=float(group["lr"] * param.norm() / update.norm().clamp_min(1e-12)))
+
+
+WHOLE_TENSOR = {"Lamb": lambda tensors: Lamb(tensors, lr=1e-2), "Muon": muon}
+SLICED = {
+    "zero1": ("zero1", {}),
+    "zero2": ("zero2", {}),
+    "zero3": ("zero3", {}),
+    "fsdp": ("fsdp", {}),
+    "fsdp-dim0": ("fsdp", {"layout": "dim0"}),
+}
+
+
+def refused(rank, kind):
+    messages = []
+    with Mesh({"data": 2}) as mesh:
+        for strategy, options in SLICED.values():
+            with pytest.raises(ValueError) as caught:  # noqa: PT011
+                build_engine(strategy, cases.build("MLP"), WHOLE_TENSOR[kind], mesh, **options)
+            messages.append(str(caught.value))
+        weights = [(name, param) for name, param in cases.build("MLP").named_parameters() if name.endswith("weight")]
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            ShardedOptimizer(weights, {"Lamb": Lamb, "Muon": torch.optim.Muon}[kind], comm=mesh.data, lr=1e-2)
+        messages.append(str(caught.value))
+    return messages
+
+
+@pytest.mark.parametrize("kind", WHOLE_TENSOR)
+def test_slices_refuse_optimizers_of_whole_tensors_and_name_the_partition(pools, kind):
+    first, second = pools(2).run(refused, kind)
+    assert first == second
+    for message in first:
+        assert message.startswith(f"partition: {kind} looks at whole tensors"), message
+        assert "balanced" in message
+
+
+def without_sharding(rank, kind):
+    options = {"sharding": "no_shard"}
+    with (
+        Mesh({"data": 2}) as mesh,
+        build_engine("fsdp", cases.build("MLP"), WHOLE_TENSOR[kind], mesh, **options) as engine,
+    ):
+        one_step(engine, rank)
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("kind", WHOLE_TENSOR)
+def test_no_shard_takes_whole_tensor_optimizers(pools, kind):
+    model = cases.build("MLP")
+    names = [name for name, _ in model.named_parameters() if kind == "Lamb" or name.endswith("weight")]
+    kinds = {"Lamb": Lamb, "Muon": torch.optim.Muon}
+    optimizer = kinds[kind]([model.get_parameter(name) for name in names], lr=1e-2)
+    x, y = cases.rows("MLP", 0, 0, 2)
+    cases.loss_of(model(x), y).backward()
+    optimizer.step()
+    for state in pools(2).run(without_sharding, kind):
+        for name, value in model.state_dict().items():
+            # Muon computes in bfloat16, which magnifies the last bit of a sum.
+            torch.testing.assert_close(state[name], value, atol=1e-8 if kind == "Muon" else 1e-10, rtol=0)
+
+
+def with_lamb(rank, strategy, partition, num_ranks):
+    with (
+        Mesh({"data": num_ranks}) as mesh,
+        build_engine(strategy, cases.build("MLP"), WHOLE_TENSOR["Lamb"], mesh, partition=partition) as engine,
+    ):
+        for step in range(4):
+            one_step(engine, rank, step=step)
+            engine.zero_grad()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("partition", ["round_robin", "contiguous", "balanced"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_lamb_is_exact_with_whole_parameters(pools, strategy, partition):
+    model = cases.build("MLP")
+    optimizer = Lamb(list(model.parameters()), lr=1e-2)
+    for step in range(4):
+        x, y = cases.rows("MLP", step, 0, 3)
+        cases.loss_of(model(x), y).backward()
+        optimizer.step()
+        model.zero_grad()
+    for state in pools(3).run(with_lamb, strategy, partition, 3):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+
+
+def step_in_float16(rank, scaled):
+    with (
+        Mesh({"data": 2}) as mesh,
+        build_engine("fsdp", cases.build("MLP").float(), adamw, mesh, precision="fp16") as engine,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        x, y = (cases.own_rows(part, rank).float() for part in cases.rows("MLP", 0, 0, 2))
+        loss = cases.loss_of(engine(x), y)
+        if scaled:
+            scaler = GradScaler(8.0)
+            engine.backward(scaler.scale(loss))
+            scaler.step(engine)
+        else:
+            engine.backward(loss)
+            engine.step()
+        return [(warning.category.__name__, str(warning.message), warning.filename) for warning in caught]
+
+
+def test_float16_warns_at_the_user_s_line_unless_a_scaler_is_used(pools):
+    for warned in pools(2).run(step_in_float16, False):
+        ((kind, text, file),) = warned
+        assert kind == "UserWarning"
+        assert text.startswith("precision: float16 without a GradScaler")
+        assert file == __file__, "it points at the user's line"
+    assert pools(2).run(step_in_float16, True) == [[], []]

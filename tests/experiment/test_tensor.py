@@ -1,0 +1,52 @@
+"""``compare`` over a tensor axis: the same losses, and a refusal of what the axis cannot divide, before ranks start."""
+
+import pytest
+
+from shardlab.experiment import CompareConfig, compare
+from tests.conftest import Pools
+
+BASE = {"ranks": 4, "tp": 2, "steps": 3, "text": "grammar", "device": "cpu", "batch": 4, "seq_len": 16}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole sequence", "sequence in parts"])
+def test_losses_equal_one_process(pools: Pools, tmp_path, sequence_parallel) -> None:
+    config = CompareConfig(
+        **BASE, strategies=("single", "bucketed", "zero2", "fsdp"), dtype="float64", clip=1.0,
+        sequence_parallel=sequence_parallel,
+    )  # fmt: skip
+    result = compare(config, tmp_path / "run", pool=pools(4))
+    assert (result.summary["max_loss_difference"] <= 1e-9).all()
+    norms = result.records.steps.pivot_table(index="step", columns="run", values="grad_norm")
+    assert ((norms.sub(norms["single"], axis=0)).abs() < 1e-9).all().all()
+    collectives = result.records.collectives
+    assert set(collectives.loc[collectives["run"] == "zero2", "axis"]) == {"data", "tensor"}
+    held = result.summary.set_index("strategy")["parameter_bytes"]
+    assert held["fsdp"] < held["zero2"] == held["bucketed"] < 0.55 * held["single"]
+
+
+def test_hybrid_beside_tensor(pools: Pools, tmp_path) -> None:
+    config = CompareConfig(**BASE, strategies=("single", "fsdp"), sharding="hybrid_shard", shard_group=2)
+    assert config.mesh_axes("fsdp") == {"replica": 1, "shard": 2, "tensor": 2}
+    assert compare(config, tmp_path / "run", pool=pools(4)).losses_equal
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tp": 3}, "tp: 3 does not divide 4 ranks"),
+        ({"tp": 0}, "tp: 0 is below 1"),
+        ({"ranks": 3, "tp": 3}, "tp: token_embedding: .*256 does not divide over 3"),
+        ({"model": "mlp"}, "model: there is no plan that divides 'mlp' over tp=2; take gpt-1m"),
+        ({"strategies": ("single", "torch_ddp")}, "leave out torch_ddp"),
+        ({"tp": 1, "sequence_parallel": True}, "sequence_parallel: .* give tp=2"),
+        ({"seq_len": 15, "sequence_parallel": True}, "seq_len: 15 does not divide over tp=2"),
+        ({"batch": 3}, "among 2 ranks"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(fields, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        CompareConfig(**{**BASE, "batch": None, "strategies": ("single", "zero1"), **fields})
+
+
+def test_a_default_batch_is_four_a_data_rank() -> None:
+    assert CompareConfig(**{**BASE, "batch": None}).global_batch == 8

@@ -1,0 +1,269 @@
+"""A tensor-parallel GPT under every data strategy equals one process, in float64 to 1e-10."""
+
+import pytest
+import torch
+from torch import nn
+
+from shardlab.comm import Mesh
+from shardlab.engines import build_engine
+from shardlab.engines.grad_scaler import GradScaler
+from shardlab.models import GPT, GPTConfig, next_token_loss
+from shardlab.tensor_parallel import gpt_plan, parallelize_module, vocab_parallel_cross_entropy
+from tests.comm.test_communicator import Log
+
+CONFIG = GPTConfig(vocab_size=12, seq_len=6, num_layers=2, num_heads=4, num_kv_heads=2, hidden=8)
+FOUR = {"data": 2, "tensor": 2}
+ENGINES = {
+    "ddp": ("ddp", {}, FOUR),
+    "bucketed": ("bucketed", {"bucket_bytes": 512}, FOUR),
+    "zero1": ("zero1", {"bucket_bytes": 512}, FOUR),
+    "zero1-balanced": ("zero1", {"partition": "balanced"}, FOUR),
+    "zero2": ("zero2", {"bucket_bytes": 512}, FOUR),
+    "zero3": ("zero3", {"bucket_bytes": 512}, FOUR),
+    "fsdp": ("fsdp", {}, FOUR),
+    "fsdp-dim0": ("fsdp", {"layout": "dim0", "prefetch": 2}, FOUR),
+    "fsdp-shard_grad_op": ("fsdp", {"sharding": "shard_grad_op", "prefetch": 0}, FOUR),
+    "fsdp-no_shard": ("fsdp", {"sharding": "no_shard"}, FOUR),
+    "fsdp-small": ("fsdp", {"replicate_below": 20}, FOUR),
+    "hybrid-shard": ("fsdp", {"sharding": "hybrid_shard"}, {"replica": 1, "shard": 2, "tensor": 2}),
+    "hybrid-replica": ("fsdp", {"sharding": "hybrid_shard"}, {"replica": 2, "shard": 1, "tensor": 2}),
+    "alone": ("single", {}, {"data": 1, "tensor": 2}),
+    "alone-of-four": ("zero2", {}, {"data": 4, "tensor": 1}),
+}
+PLANS = {
+    "whole": {},
+    "sequence": {"sequence_parallel": True},
+    "regather, logits in parts": {"sequence_parallel": True, "regather": True, "gather_logits": False},
+}
+OPTIMIZERS = {
+    "adamw": lambda tensors: torch.optim.AdamW(tensors, lr=1e-2, eps=1e-3, weight_decay=0.1),
+    "sgd": lambda tensors: torch.optim.SGD(tensors, lr=0.1, momentum=0.9),
+}
+ROWS = 4
+
+
+def build(seed=0, config=CONFIG):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return GPT(config).double()
+
+
+def batch(step, micro_batch, rank=0, num_ranks=1):
+    generator = torch.Generator().manual_seed(100 * step + micro_batch)
+    tokens = torch.randint(0, 12, (ROWS, 7), generator=generator)
+    tokens = tokens.chunk(num_ranks)[rank]
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def parallel(rank, mesh, options, seed=None, config=CONFIG):
+    comm = mesh["tensor"]
+    if comm.num_ranks == 2:
+        config = GPTConfig(**{**config.__dict__, "num_kv_heads": 2})
+    model = build(rank if seed is None else seed, config)
+    return parallelize_module(model, gpt_plan(config, **options), comm)
+
+
+def loss_of(engine, x, y, comm):
+    logits = engine(x)
+    if logits.shape[-1] == 12:
+        return next_token_loss(logits, y)
+    return vocab_parallel_cross_entropy(logits, y, comm)
+
+
+def train_engine(engine, mesh, steps, micro_batches, clip, plain_backward, norm_type):
+    losses, norms = [], []
+    for step in range(steps):
+        total = 0.0
+        for micro_batch in range(micro_batches):
+            x, y = batch(step, micro_batch, engine.data_rank, engine.num_data_ranks)
+            last = micro_batch == micro_batches - 1
+            if last or plain_backward:
+                loss = loss_of(engine, x, y, mesh["tensor"]) / micro_batches
+                loss.backward() if plain_backward else engine.backward(loss)
+            else:
+                with engine.no_sync():
+                    loss = loss_of(engine, x, y, mesh["tensor"]) / micro_batches
+                    engine.backward(loss)
+            total += float(loss.detach())
+        if clip is not None:
+            norms.append(float(engine.clip_grad_norm_(clip, norm_type)))
+        engine.step()
+        engine.zero_grad()
+        mean = torch.tensor(total, dtype=torch.float64)
+        losses.append(float(engine.mean_over_ranks(mean, tag="loss")))
+    return losses, norms
+
+
+def train(rank, key, plan, optimizer, steps=4, micro_batches=1, clip=None, plain_backward=False, norm_type=2.0):
+    strategy, options, axes = ENGINES[key]
+    with Mesh(axes) as mesh:
+        model = parallel(rank, mesh, PLANS[plan])
+        with build_engine(strategy, model, OPTIMIZERS[optimizer], mesh, **options) as engine:
+            losses, norms = train_engine(engine, mesh, steps, micro_batches, clip, plain_backward, norm_type)
+            return losses, norms, engine.full_state_dict(), engine.full_optimizer_state_dict()
+
+
+def reference(optimizer, steps=4, micro_batches=1, clip=None, norm_type=2.0):
+    model = build()
+    optim = OPTIMIZERS[optimizer](list(model.parameters()))
+    losses, norms = [], []
+    for step in range(steps):
+        total = 0.0
+        for micro_batch in range(micro_batches):
+            x, y = batch(step, micro_batch)
+            loss = next_token_loss(model(x), y) / micro_batches
+            loss.backward()
+            total += float(loss.detach())
+        losses.append(total)
+        if clip is not None:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip, norm_type)))
+        optim.step()
+        optim.zero_grad()
+    return losses, norms, model.state_dict(), optim.state_dict()
+
+
+def num_ranks_of(key):
+    sizes = ENGINES[key][2].values()
+    return 4 if 4 in sizes or len(sizes) == 3 or list(sizes) == [2, 2] else 2
+
+
+def close(found, expected, name):
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=0, msg=lambda m: f"{name}: {m}")
+
+
+def assert_same(results, expected):
+    losses, norms, state, optimizer_state = expected
+    for found_losses, found_norms, found_state, found_optimizer in results:
+        assert found_losses == pytest.approx(losses, abs=1e-10)
+        assert found_norms == pytest.approx(norms, abs=1e-10)
+        assert found_state.keys() == state.keys()
+        for name, value in state.items():
+            close(found_state[name], value, name)
+        assert found_optimizer["state"].keys() == optimizer_state["state"].keys()
+        for number, values in optimizer_state["state"].items():
+            for key, value in values.items():
+                close(found_optimizer["state"][number][key], value, f"{key} of {number}")
+
+
+@pytest.mark.parametrize("key", ENGINES)
+def test_equals_one_process(pools, key):
+    for plan, optimizer in (("whole", "sgd"), ("sequence", "adamw"), ("regather, logits in parts", "sgd")):
+        assert_same(pools(num_ranks_of(key)).run(train, key, plan, optimizer), reference(optimizer))
+
+
+@pytest.mark.parametrize("key", ENGINES)
+def test_accumulation_and_clipping_equal_one_process(pools, key):
+    expected = reference("sgd", steps=3, micro_batches=2, clip=0.05)
+    assert max(expected[1]) > 0.05
+    results = pools(num_ranks_of(key)).run(train, key, "sequence", "sgd", steps=3, micro_batches=2, clip=0.05)
+    assert_same(results, expected)
+
+
+@pytest.mark.parametrize("key", ["bucketed", "zero2", "zero3", "fsdp"])
+def test_plain_backward(pools, key):
+    expected = reference("sgd", steps=3, micro_batches=2)
+    results = pools(4).run(train, key, "sequence", "sgd", steps=3, micro_batches=2, plain_backward=True)
+    assert_same(results, expected)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, float("inf")])
+def test_norm_types(pools, norm_type):
+    for key in ("bucketed", "zero2", "fsdp-small"):
+        expected = reference("sgd", steps=2, clip=0.05, norm_type=norm_type)
+        assert_same(pools(4).run(train, key, "whole", "sgd", steps=2, clip=0.05, norm_type=norm_type), expected)
+
+
+def clipped(rank, key):
+    strategy, options, axes = ENGINES[key]
+    log = Log()
+    with Mesh(axes) as mesh:
+        model = parallel(rank, mesh, {})
+        with build_engine(strategy, model, OPTIMIZERS["sgd"], mesh, **options) as engine:
+            x, y = batch(0, 0, engine.data_rank, engine.num_data_ranks)
+            engine.backward(next_token_loss(engine(x), y))
+            with mesh.observed_by(log):
+                engine.clip_grad_norm_(0.05)
+    return [(str(e.axis), e.numel) for e in log.events]
+
+
+def test_clipping_sends_one_small_message_an_axis(pools):
+    for sent in pools(4).run(clipped, "bucketed"):
+        assert sent == [("tensor", 1)]
+    for sent in pools(4).run(clipped, "zero2"):
+        assert [axis for axis, _ in sent] == ["data", "tensor"]
+
+
+def replicated(rank, key):
+    strategy, options, axes = ENGINES[key]
+    with Mesh(axes) as mesh:
+        model = parallel(rank, mesh, {"sequence_parallel": True})
+        with build_engine(strategy, model, OPTIMIZERS["adamw"], mesh, **options) as engine:
+            train_engine(engine, mesh, 20, 1, 1.0, False, 2.0)
+        return {name: param.detach() for name, param in model.named_parameters() if name not in engine.slices}
+
+
+@pytest.mark.parametrize("key", ["bucketed", "fsdp"])
+def test_replicated_parameters_stay_bitwise_equal_over_20_steps(pools, key):
+    results = pools(4).run(replicated, key)
+    assert results[0].keys() >= {"final_norm.weight", "blocks.0.mlp.fc2.bias", "position_embedding.weight"}
+    for found in results:
+        for name, value in found.items():
+            assert torch.equal(value, results[0][name]), name
+
+
+def held(rank, key):
+    strategy, options, axes = ENGINES[key]
+    with Mesh(axes) as mesh:
+        model = parallel(rank, mesh, {})
+        with build_engine(strategy, model, OPTIMIZERS["adamw"], mesh, **options) as engine:
+            full = build(1).state_dict()
+            engine.load_full_state_dict(full)
+            after = engine.full_state_dict()
+            same = all(torch.equal(after[name], value) for name, value in full.items())
+            train_engine(engine, mesh, 1, 1, None, False, 2.0)
+            state = engine.full_optimizer_state_dict()
+            engine.load_full_optimizer_state_dict(state)
+            again = engine.full_optimizer_state_dict()
+            return same, state, again
+
+
+@pytest.mark.parametrize("key", ["bucketed", "zero1", "zero3", "fsdp-small", "hybrid-shard"])
+def test_full_states_go_in_and_out(pools, key):
+    for same, state, again in pools(4).run(held, key):
+        assert same
+        for number, values in state["state"].items():
+            for name, value in values.items():
+                assert torch.equal(again["state"][number][name], value)
+
+
+def refused(rank):
+    with Mesh({"data": 1, "tensor": 2}) as mesh, Mesh({"data": 2}) as data_only:
+        with pytest.raises(ValueError, match="model: the mesh has 2 tensor-parallel ranks, and the model is whole"):
+            build_engine("bucketed", build(), OPTIMIZERS["sgd"], mesh)
+        with pytest.raises(ValueError, match="mesh: the model is sliced over 2 ranks of an axis 'tensor'"):
+            build_engine("bucketed", parallel(rank, mesh, {}), OPTIMIZERS["sgd"], data_only)
+        for kind in (torch.optim.Adafactor, torch.optim.LBFGS):
+            with pytest.raises(ValueError, match=f"optimizer: {kind.__name__} looks at more than one element"):
+                build_engine("bucketed", parallel(rank, mesh, {}), lambda tensors, kind=kind: kind(list(tensors)), mesh)
+
+
+def test_what_does_not_fit_is_refused(pools):
+    pools(2).run(refused)
+
+
+def scaled(rank):
+    """An overflow in one rank's slice makes every rank skip the step."""
+    with Mesh(FOUR) as mesh:
+        model = parallel(rank, mesh, {})
+        with build_engine("zero2", model, OPTIMIZERS["sgd"], mesh) as engine:
+            scaler = GradScaler()
+            x, y = batch(0, 0, engine.data_rank, 2)
+            engine.backward(scaler.scale(next_token_loss(engine(x), y)))
+            engine.finish_gradients()
+            if rank == 3:
+                next(t.grad for t in engine.step_tensors() if t.grad is not None).fill_(float("inf"))
+            return scaler.step(engine), scaler.current_scale
+
+
+def test_ranks_agree_on_an_overflow(pools):
+    assert pools(4).run(scaled) == [(False, 32768.0)] * 4

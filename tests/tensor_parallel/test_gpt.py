@@ -1,0 +1,256 @@
+"""The package's GPT, divided by the built-in plan, trains as one process does, with the collectives that are stated."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from shardlab.comm import Mesh
+from shardlab.models import GPT, GPTConfig, next_token_loss
+from shardlab.partition.slices import slices_of
+from shardlab.tensor_parallel import (
+    gpt_plan,
+    merge_state_dict,
+    parallelize_module,
+    vocab_parallel_cross_entropy,
+)
+from tests.comm.test_communicator import Log
+
+SIZES = {"vocab_size": 12, "seq_len": 8, "num_layers": 2, "hidden": 16}
+CONFIGS = {
+    "tied": GPTConfig(**SIZES, num_heads=4),
+    "untied": GPTConfig(**SIZES, num_heads=4, tied=False),
+    "grouped": GPTConfig(**SIZES, num_heads=8, num_kv_heads=4),
+}
+PLANS = {
+    "whole": {},
+    "sequence": {"sequence_parallel": True},
+    "regather": {"sequence_parallel": True, "regather": True},
+    "logits in parts": {"gather_logits": False},
+    "sequence, logits in parts": {"sequence_parallel": True, "gather_logits": False},
+}
+OPTIMIZERS = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-3, weight_decay=0.1),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+}
+
+
+def build(config, seed=0):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return GPT(config).double()
+
+
+def batch(step):
+    tokens = torch.randint(0, 12, (3, 9), generator=torch.Generator().manual_seed(step))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_of(model, step, comm=None):
+    x, y = batch(step)
+    logits = model(x)
+    if comm is None or logits.shape[-1] == 12:
+        return next_token_loss(logits, y)
+    return vocab_parallel_cross_entropy(logits, y, comm)
+
+
+def train(model, optimizer, steps, comm=None):
+    losses = []
+    for step in range(steps):
+        loss = loss_of(model, step, comm)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def train_parallel(rank, config, options, optimizer, steps):
+    with Mesh({"tensor": torch.distributed.get_world_size()}) as mesh:
+        comm = mesh["tensor"]
+        model = parallelize_module(build(config, seed=rank), gpt_plan(config, **options), comm)
+        losses = train(model, OPTIMIZERS[optimizer](list(model.parameters())), steps, comm)
+        slices = slices_of(model)
+        replicated = {name: p.detach() for name, p in model.named_parameters() if name not in slices}
+        return losses, merge_state_dict(model, comm), replicated
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("options", PLANS)
+def test_trains_as_one_process(pools, options, num_ranks):
+    for key, optimizer in (("tied", "sgd"), ("untied", "adamw"), ("grouped", "sgd")):
+        config = CONFIGS[key]
+        plain = build(config)
+        losses = train(plain, OPTIMIZERS[optimizer](list(plain.parameters())), 20)
+        results = pools(num_ranks).run(train_parallel, config, PLANS[options], optimizer, 20)
+        for found, state, replicated in results:
+            assert found == pytest.approx(losses, abs=1e-10)
+            assert state.keys() == plain.state_dict().keys()
+            for name, value in plain.state_dict().items():
+                torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0, msg=lambda m: f"{name}: {m}")  # noqa: B023
+            assert replicated
+            for name, value in replicated.items():
+                assert torch.equal(value, results[0][2][name]), name
+
+
+def sent_in_a_step(rank, options, checkpointed):
+    with Mesh({"tensor": 2}) as mesh:
+        config = CONFIGS["untied"]
+        model = parallelize_module(build(config), gpt_plan(config, **options), mesh["tensor"])
+        if checkpointed:
+            checkpoint_blocks(model)
+        log = Log()
+        with mesh.observed_by(log):
+            loss = loss_of(model, 0, mesh["tensor"])
+            forward = len(log.events)
+            loss.backward()
+        events = [(str(e.op), e.tag, e.numel) for e in log.events]
+        return events[:forward], events[forward:], merged_gradients(model, mesh["tensor"])
+
+
+def merged_gradients(model, comm):
+    for param in model.parameters():
+        param.data = param.grad
+    return merge_state_dict(model, comm)
+
+
+def checkpoint_blocks(model):
+    for block in model.blocks:
+        plain = block.forward
+        block.forward = lambda x, plain=plain: torch.utils.checkpoint.checkpoint(plain, x, use_reentrant=False)
+
+
+def of_block(events, index):
+    return [(op, numel) for op, tag, numel in events if f"blocks.{index}." in tag]
+
+
+BSH = 3 * 8 * 16
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_block_costs_two_all_reduces_forward_and_two_backward(pools, index):
+    for forward, backward, _ in pools(2).run(sent_in_a_step, {}, False):
+        assert of_block(forward, index) == [("all_reduce", BSH)] * 2
+        assert of_block(backward, index) == [("all_reduce", BSH)] * 2
+
+
+def test_outside_the_blocks(pools):
+    """The embedding's sum and the logits forward, the sum of the head's input gradient backward."""
+    for forward, backward, _ in pools(2).run(sent_in_a_step, {}, False):
+        outside = [event for event in forward + backward if "blocks" not in event[1]]
+        assert outside == [
+            ("all_reduce", "output of token_embedding", BSH),
+            ("all_gather", "output of head", 3 * 8 * 12),
+            ("all_reduce", "gradient of input of head", BSH),
+        ]
+
+
+def test_on_the_sequence_each_is_an_all_gather_and_a_reduce_scatter(pools):
+    once = Counter({("all_gather", BSH): 2, ("reduce_scatter", BSH): 2})
+    for forward, backward, _ in pools(2).run(sent_in_a_step, {"sequence_parallel": True}, False):
+        for index in (0, 1):
+            large = [event for event in of_block(backward, index) if event[1] == BSH]
+            small = [event for event in of_block(backward, index) if event[1] != BSH]
+            assert Counter(of_block(forward, index)) == once
+            assert Counter(large) == once
+            # Weights and biases of two norms, biases of two row layers, h elements each.
+            assert small == [("all_reduce", 16)] * 6
+
+
+def test_regathering_costs_two_more_all_gathers_a_block(pools):
+    options = {"sequence_parallel": True, "regather": True}
+    for forward, backward, _ in pools(2).run(sent_in_a_step, options, False):
+        large = [event for event in of_block(backward, 0) if event[1] == BSH]
+        assert Counter(large) == Counter({("all_gather", BSH): 4, ("reduce_scatter", BSH): 2})
+        assert len(of_block(forward, 0)) == 4
+
+
+@pytest.mark.parametrize("options", PLANS)
+def test_activation_checkpointing_changes_no_gradient(pools, options):
+    plain = pools(2).run(sent_in_a_step, PLANS[options], False)
+    again = pools(2).run(sent_in_a_step, PLANS[options], True)
+    for (_, _, gradients), (_, backward, found) in zip(plain, again, strict=True):
+        for name, gradient in gradients.items():
+            assert torch.equal(found[name], gradient), name
+        assert len(of_block(backward, 0)) > 2
+
+
+def from_meta(rank, options):
+    config = CONFIGS["tied"]
+    with torch.device("meta"):
+        model = GPT(config).double()
+    with Mesh({"tensor": 2}) as mesh:
+        torch.manual_seed(rank)
+        largest = [0]
+
+        def init_fn(name, module):
+            largest[0] = max(largest[0], sum(p.numel() for p in model.parameters() if not p.is_meta))
+            model.init_weights(name, module)
+
+        parallelize_module(model, gpt_plan(config, **options), mesh["tensor"], init_fn=init_fn)
+        assert not any(param.is_meta for param in model.parameters())
+        assert model.head.weight is model.token_embedding.weight
+        state = merge_state_dict(model, mesh["tensor"])
+        plain = GPT(config).double()
+        plain.load_state_dict(state)
+        x, _ = batch(0)
+        torch.testing.assert_close(model(x), plain(x), atol=1e-12, rtol=0)
+        return state, largest[0]
+
+
+@pytest.mark.parametrize("options", ["whole", "sequence"])
+def test_from_the_meta_device(pools, options):
+    """No rank ever holds the whole model, and all ranks hold slices of the same one."""
+    results = pools(2).run(from_meta, PLANS[options])
+    total = sum(param.numel() for param in build(CONFIGS["tied"]).parameters())
+    for state, largest in results:
+        assert largest < 0.7 * total
+        for name, value in state.items():
+            assert torch.equal(value, results[0][0][name])
+        std = state["blocks.0.mlp.fc1.weight"].std()
+        assert 0.015 < float(std) < 0.025
+
+
+def odd_sequence(rank):
+    with Mesh({"tensor": 2}) as mesh:
+        config = CONFIGS["tied"]
+        model = parallelize_module(build(config), gpt_plan(config, sequence_parallel=True), mesh["tensor"])
+        with pytest.raises(ValueError, match=r".") as error:
+            model(torch.zeros(1, 7, dtype=torch.int64))
+        return str(error.value)
+
+
+def test_a_sequence_that_does_not_divide_is_refused(pools):
+    for message in pools(2).run(odd_sequence):
+        assert message == (
+            "dim -2 of output of token_embedding: 7 does not divide over 2 tensor-parallel ranks; what works is 6 or 8"
+        )
+
+
+def test_regather_needs_sequence_parallelism():
+    with pytest.raises(ValueError, match="regather: it is for sequence_parallel=True"):
+        gpt_plan(CONFIGS["tied"], regather=True)
+
+
+def inference(rank):
+    """Without gradients, in inference mode, and with gradients again: nothing is remembered from one to the other."""
+    with Mesh({"tensor": 2}) as mesh:
+        config = CONFIGS["tied"]
+        plain = build(config)
+        model = parallelize_module(build(config), gpt_plan(config, sequence_parallel=True), mesh["tensor"])
+        x, y = batch(0)
+        with torch.inference_mode():
+            torch.testing.assert_close(model(x), plain(x), atol=1e-12, rtol=0)
+        with torch.no_grad():
+            model(x)
+        next_token_loss(model(x), y).backward()
+        next_token_loss(plain(x), y).backward()
+        weight = plain.final_norm.weight.grad
+        torch.testing.assert_close(model.final_norm.weight.grad, weight, atol=1e-12, rtol=0)
+        assert isinstance(model, GPT)
+        assert isinstance(model.final_norm, nn.LayerNorm)
+
+
+def test_without_gradients(pools):
+    pools(2).run(inference)

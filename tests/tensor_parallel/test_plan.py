@@ -1,0 +1,263 @@
+"""Plans: a user's own model in five lines, and what is refused before anything is changed."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from shardlab.comm import Mesh
+from shardlab.engines import Single
+from shardlab.models import GPT, GPTConfig
+from shardlab.tensor_parallel import (
+    Column,
+    OnSequence,
+    Row,
+    Scatter,
+    Vocabulary,
+    gpt_plan,
+    load_state_dict,
+    merge_state_dict,
+    parallelize_module,
+)
+
+
+class Layer(nn.Module):
+    """Fused query, key and value with fewer key-value heads; a gated MLP whose two inputs are fused too."""
+
+    def __init__(self, hidden=8, head_dim=2, num_heads=4, num_kv_heads=2):
+        super().__init__()
+        self.head_dim = head_dim
+        self.norm = nn.LayerNorm(hidden)
+        self.qkv = nn.Linear(hidden, (num_heads + 2 * num_kv_heads) * head_dim)
+        self.share = (num_heads, num_kv_heads, num_kv_heads)
+        self.out = nn.Linear(num_heads * head_dim, hidden)
+        self.gate_up = nn.Linear(hidden, 2 * 12, bias=False)
+        self.down = nn.Linear(12, hidden)
+
+    def forward(self, x):
+        fused = self.qkv(self.norm(x))
+        width = fused.shape[-1] // sum(self.share)
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for part in fused.split([share * width for share in self.share], -1)
+        )
+        x = x + self.out(functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return x + self.down(functional.silu(gate) * up)
+
+
+class Own(nn.Module):
+    """A user's model: two layers behind an embedding, with a buffer, one module used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.last = self.layers[1]
+        self.register_buffer("scale", torch.rand(8))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) * self.scale
+        for layer in (*self.layers, self.last):
+            x = layer(x)
+        return self.head(x)
+
+
+PLAN = {
+    "embedding": Vocabulary(),
+    "layers.*.qkv": Column(parts=(8, 4, 4), head_dim=2),
+    "layers.*.out": Row(),
+    "layers.*.gate_up": Column(parts=(12, 12)),
+    "layers.*.down": Row(),
+}
+ON_SEQUENCE = {
+    "embedding": Vocabulary(sequence_dim=1),
+    "layers.*.norm": OnSequence(),
+    "layers.*.qkv": Column(parts=(8, 4, 4), head_dim=2, sequence_dim=1),
+    "layers.*.out": Row(sequence_dim=1),
+    "layers.*.gate_up": Column(parts=(12, 12), sequence_dim=1),
+    "layers.*.down": Row(sequence_dim=1),
+    "head": OnSequence(gather_along=1),
+}
+
+
+def build(kind, seed):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return kind().double()
+
+
+def step(model):
+    tokens = torch.randint(0, 10, (3, 4), generator=torch.Generator().manual_seed(0))
+    y = model(tokens)
+    y.square().sum().backward()
+    with torch.no_grad():
+        for param in model.parameters():
+            param -= 0.01 * param.grad
+    return y.detach()
+
+
+def own_model(rank, plan):
+    with Mesh({"tensor": 2}) as mesh:
+        model = parallelize_module(build(Own, seed=rank), plan, mesh["tensor"])
+        y = step(model)
+        assert model.last is model.layers[1]
+        merged = merge_state_dict(model, mesh["tensor"])
+        shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        load_state_dict(model, merged)
+        again = merge_state_dict(model, mesh["tensor"])
+        return y, merged, shapes, all(torch.equal(again[name], value) for name, value in merged.items())
+
+
+@pytest.mark.parametrize("plan", [PLAN, ON_SEQUENCE], ids=["whole", "on the sequence"])
+def test_a_model_of_ones_own(pools, plan):
+    model = build(Own, seed=0)
+    y = step(model)
+    for found, merged, shapes, loaded in pools(2).run(own_model, plan):
+        torch.testing.assert_close(found, y, atol=1e-12, rtol=0)
+        assert merged.keys() == model.state_dict().keys()
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(merged[name], value, atol=1e-12, rtol=0)
+        assert shapes["layers.0.qkv.weight"] == (8, 8)
+        assert shapes["layers.0.out.weight"] == (8, 4)
+        assert shapes["layers.0.out.bias"] == (8,)
+        assert shapes["embedding.weight"] == (5, 8)
+        assert loaded
+
+
+class TiedNorms(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.LayerNorm(4), nn.LayerNorm(4)
+        self.b.weight = self.a.weight
+
+
+class TiedLinear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+
+
+def gpt(**sizes):
+    return GPT(config(**sizes))
+
+
+def config(**sizes):
+    return GPTConfig(**{"vocab_size": 12, "seq_len": 8, "num_layers": 1, "num_heads": 4, "hidden": 16, **sizes})
+
+
+REFUSED = {
+    "nothing": (gpt, {"blocks.*.mlp.fc3": Column()}, "'blocks.*.mlp.fc3' matches no module; the model has, for exa"),
+    "star is one part": (gpt, {"blocks.*": Column(), "blocks.*.fc1": Column()}, "'blocks.*.fc1' matches no module"),
+    "twice": (
+        gpt,
+        {"blocks.*.mlp.fc1": Column(), "blocks.0.mlp.fc1": Row()},
+        "'blocks.*.mlp.fc1' and 'blocks.0.mlp.fc1' both match module 'blocks.0.mlp.fc1'",
+    ),
+    "kind": (gpt, {"blocks.*.mlp": Column()}, "Column takes an nn.Linear, and 'blocks.0.mlp' is a FeedForward"),
+    "features": (
+        lambda: gpt(num_heads=1, hidden=6),
+        {"blocks.*.attention.out_proj": Row()},
+        "blocks.0.attention.out_proj: in_features: 6 does not divide over 4 tensor-parallel ranks; what works is 4 or",
+    ),
+    "heads": (
+        lambda: gpt(num_heads=6, hidden=24),
+        gpt_plan(config(num_heads=6, hidden=24)),
+        "blocks.0.attention.q_proj: heads of 4: 6 does not divide over 4 tensor-parallel ranks; what works is 4 or 8, "
+        "or 3 ranks",
+    ),
+    "key-value heads": (
+        lambda: gpt(num_kv_heads=2),
+        gpt_plan(config(num_kv_heads=2)),
+        "blocks.0.attention.k_proj: heads of 4: 2 does not divide over 4 tensor-parallel ranks; what works is 4, or 2",
+    ),
+    "vocabulary": (lambda: gpt(vocab_size=11), gpt_plan(config()), "token_embedding: num_embeddings: 11 does not"),
+    "one of a tied pair": (
+        gpt,
+        {"token_embedding": Vocabulary()},
+        "'token_embedding' has a style, and 'head', whose weight is tied to it, has none",
+    ),
+    "tied on the sequence": (TiedNorms, {"*": OnSequence()}, "'weight' of 'a' is tied, and cannot be so on parts"),
+    "tied differently": (TiedLinear, {"a": Column(), "b": Row()}, "'a' and 'b' would be sliced differently"),
+}
+
+
+def refuse(rank, name):
+    make, plan, _ = REFUSED[name]
+    with Mesh({"tensor": 4}) as mesh:
+        model = make()
+        before = {key: (type(module), id(module)) for key, module in model.named_modules()}
+        with pytest.raises(ValueError, match=r".") as error:
+            parallelize_module(model, plan, mesh["tensor"])
+        if name != "tied differently":
+            assert before == {key: (type(module), id(module)) for key, module in model.named_modules()}
+        return str(error.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_before_anything_is_changed(pools, name):
+    for message in pools(4).run(refuse, name):
+        assert REFUSED[name][2] in message
+
+
+def wrong_order(rank):
+    with Mesh({"tensor": 2}) as mesh:
+        model, plan = gpt(), gpt_plan(config())
+        with (
+            Single(model, lambda tensors: torch.optim.SGD(tensors, lr=0.1)),
+            pytest.raises(ValueError, match="wrapped by an engine; call parallelize_module first"),
+        ):
+            parallelize_module(model, plan, mesh["tensor"])
+        parallelize_module(model, plan, mesh["tensor"])
+        with pytest.raises(ValueError, match="it is tensor parallel already"):
+            parallelize_module(model, plan, mesh["tensor"])
+
+
+def test_once_and_before_the_engine(pools):
+    pools(2).run(wrong_order)
+
+
+def frozen(rank):
+    with Mesh({"tensor": 2}) as mesh:
+        model = gpt()
+        model.requires_grad_(False)
+        model.final_norm.requires_grad_(True)
+        parallelize_module(model, gpt_plan(config(), sequence_parallel=True), mesh["tensor"])
+        return [name for name, param in model.named_parameters() if param.requires_grad]
+
+
+def test_what_is_frozen_stays_frozen(pools):
+    for trainable in pools(2).run(frozen):
+        assert trainable == ["final_norm.weight", "final_norm.bias"]
+
+
+def evaluating(rank):
+    with Mesh({"tensor": 2}) as mesh:
+        model = parallelize_module(gpt().eval(), gpt_plan(config()), mesh["tensor"])
+        return any(module.training for module in model.modules())
+
+
+def test_the_mode_stays(pools):
+    assert pools(2).run(evaluating) == [False, False]
+
+
+def scattered(rank):
+    with Mesh({"tensor": 2}) as mesh:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+        parallelize_module(model, {"0": Scatter(dim=0), "1": OnSequence(gather_along=0)}, mesh["tensor"])
+        plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+        plain.load_state_dict(model.state_dict())
+        x = torch.arange(12, dtype=torch.float64).view(4, 3)
+        for either in (model, plain):
+            either(x).square().sum().backward()
+        for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(param.grad, expected.grad, atol=1e-12, rtol=1e-12, msg=name)
+
+
+def test_scatter_and_gather_round_a_region_on_the_sequence(pools):
+    pools(2).run(scattered)
