@@ -1,4 +1,4 @@
-"""The terminal's face: ``shardlab compare``, ``shardlab plan`` and ``shardlab doctor``.
+"""The terminal's face: ``shardlab compare``, ``plan``, ``bench``, ``report``, ``trace``, ``diff`` and ``doctor``.
 
 Exit codes: 0 done; 1 a rank failed, or losses differ; 2 bad input, said in one line; 130 interrupted. Under torchrun
 every process runs this, and rank 0 alone prints.
@@ -11,29 +11,43 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import pandas as pd
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from shardlab import __version__
+from shardlab.cli_bench import bench
 from shardlab.cli_plan import plan
+from shardlab.cli_records import diff, print_result, report, trace
 
 if TYPE_CHECKING:
     from shardlab.experiment import CompareConfig, Comparison
     from shardlab.experiment.run import Progress as StepDone
 
 BAD_INPUT, INTERRUPTED = 2, 130
-ROOMY = 100  # columns of a terminal in which the table may breathe
-NOTE = "Medians of times; bytes at rest, maximum over ranks; peak of one traced step."
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Sharded training, hand-written and measured.",
 )
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"shardlab {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Sharded training, hand-written and measured."""
 
 
 @contextlib.contextmanager
@@ -104,12 +118,13 @@ def compare(
             experiment.claim(directory)
     comparison = _with_progress(config, directory)
     if experiment.is_reporter():
-        _print_result(comparison, config, experiment.write_report(comparison, config))
+        print_result(comparison, config, experiment.write_report(comparison, config))
     if not comparison.losses_equal:
         raise typer.Exit(1)
 
 
-app.command()(bad_input()(plan))
+for _command in (plan, bench, report, trace, diff):
+    app.command()(bad_input()(_command))
 
 
 @app.command()
@@ -203,36 +218,6 @@ def _with_progress(config: "CompareConfig", directory: Path) -> "Comparison":
     except KeyboardInterrupt:
         console.print(f"interrupted: the ranks are gone; the records so far are in {directory}", soft_wrap=True)
         raise typer.Exit(INTERRUPTED) from None
-
-
-def _print_result(comparison: "Comparison", config: "CompareConfig", report: Path) -> None:
-    from shardlab.experiment.report import plan_verdict, verdict
-
-    console = Console(highlight=False)
-    console.print(_result_table(comparison, config, console.width))
-    console.print(NOTE, style="dim")
-    console.print(verdict(comparison), plan_verdict(comparison))
-    console.print(f"Report: {report}", soft_wrap=True)
-
-
-def _result_table(comparison: "Comparison", config: "CompareConfig", width: int) -> Table:
-    """A word over its unit in each head, so that eleven columns find room in 80 characters."""
-    from shardlab.experiment.report import TERMINAL, readable_summary
-    from shardlab.plots.tables import column_text
-
-    shown = readable_summary(comparison.summary, TERMINAL)
-    gap = 2 if width >= ROOMY else 0  # beside the one space that parts the columns anyway
-    table = Table(
-        title=f"{config.model}, {_count(config.ranks, 'rank')}, {_count(config.steps, 'step')}",
-        title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False,
-        padding=(0, gap, 0, 0),
-    )  # fmt: skip
-    for name in shown.columns:
-        numeric = pd.api.types.is_numeric_dtype(shown[name])
-        table.add_column(name, justify="right" if numeric else "left", no_wrap=True)
-    for row in zip(*(column_text(shown[name]) for name in shown.columns), strict=True):
-        table.add_row(*row)
-    return table
 
 
 def _count(number: int, noun: str) -> str:

@@ -55,6 +55,10 @@ class SpanKind(StrEnum):
     OPTIMIZER = "optimizer"
 
 
+WHOLE_MODEL = "model"
+"""The unit of a span or a moment that belongs to the whole model and to no part of it."""
+
+
 class MeshAxis(StrEnum):
     """An axis of the mesh of ranks."""
 

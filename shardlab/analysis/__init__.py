@@ -1,22 +1,34 @@
-"""Table in, table out: overlap, volume, memory and the latency-bandwidth fit of a recorded run. Needs no torch."""
+"""Table in, table out: what a recorded run says about time, communication and memory. Needs no torch."""
 
+from shardlab.analysis.attribution import attribution, hidden_by
+from shardlab.analysis.critical_path import critical_path, what_if_free
 from shardlab.analysis.fit import LatencyBandwidth, fit_latency_bandwidth, with_fit
+from shardlab.analysis.groups import with_group
 from shardlab.analysis.intervals import intersect, merge, subtract, total
-from shardlab.analysis.memory import at_rest, peak
+from shardlab.analysis.memory import at_rest, memory_over_step, peak
 from shardlab.analysis.overlap import overlap
+from shardlab.analysis.stragglers import stragglers, waits
 from shardlab.analysis.volume import bandwidth, wire_bytes
 
 __all__ = [
     "LatencyBandwidth",
     "at_rest",
+    "attribution",
     "bandwidth",
+    "critical_path",
     "fit_latency_bandwidth",
+    "hidden_by",
     "intersect",
+    "memory_over_step",
     "merge",
     "overlap",
     "peak",
+    "stragglers",
     "subtract",
     "total",
+    "waits",
+    "what_if_free",
     "wire_bytes",
     "with_fit",
+    "with_group",
 ]

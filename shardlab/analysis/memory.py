@@ -1,10 +1,15 @@
-"""Memory of a run in one line per role: at rest after a step, and at the peak of a step."""
+"""Memory of a run: at rest after a step, at the peak of a step, and the course of a step in between."""
 
 import pandas as pd
 
+from shardlab.analysis.choose import one_run
 from shardlab.tables import MEMORY
+from shardlab.vocabulary import Role
 
 RUN = ["run", "source"]
+MOMENT = [*RUN, "rank", "step", "time_us"]
+REST, PEAK = "rest", "peak"
+WHOLE_STEP = (REST, PEAK)  # what ``where`` says of samples that stand for a step; in all others it names a unit
 
 
 def at_rest(memory: pd.DataFrame) -> pd.DataFrame:
@@ -20,7 +25,7 @@ def at_rest(memory: pd.DataFrame) -> pd.DataFrame:
         ValueError: a column is missing.
     """
     MEMORY.check(memory)
-    rows = memory[memory["where"] == "rest"]
+    rows = memory[memory["where"] == REST]
     rows = rows[rows["step"] == rows.groupby(RUN)["step"].transform("max")]
     return rows.groupby([*RUN, "step", "role"], sort=False)["bytes"].max().reset_index()
 
@@ -35,14 +40,73 @@ def peak(memory: pd.DataFrame) -> pd.DataFrame:
         memory: table ``memory``; the rows with ``where == "peak"`` are used.
 
     Returns:
-        ``run``, ``source``, ``rank``, ``step``, ``role``, ``bytes``: one row per run and role.
+        ``run``, ``source``, ``rank``, ``step``, ``unit``, ``phase``, ``role``, ``bytes``: one row per run and role.
+        ``unit`` is the module the rank was in ("model" outside of all units); NA where the course was not recorded.
 
     Raises:
         ValueError: a column is missing.
     """
     MEMORY.check(memory)
-    rows = memory[memory["where"] == "peak"]
-    moments = rows.groupby([*RUN, "rank", "step"], sort=False)["bytes"].sum().reset_index()
+    rows = memory[memory["where"] == PEAK]
+    moments = _on_device(rows).groupby([*RUN, "rank", "step"], sort=False)["bytes"].sum().reset_index()
     highest = moments.loc[moments.groupby(RUN, sort=False)["bytes"].idxmax(), [*RUN, "rank", "step"]]
     chosen = rows.merge(highest, on=[*RUN, "rank", "step"])
-    return chosen.groupby([*RUN, "rank", "step", "role"], sort=False)["bytes"].max().reset_index()
+    chosen = chosen.groupby([*MOMENT, "phase", "role"], sort=False, dropna=False)["bytes"].max().reset_index()
+    found = chosen.merge(_units(memory), on=MOMENT, how="left")
+    return found[[*RUN, "rank", "step", "unit", "phase", "role", "bytes"]]
+
+
+def memory_over_step(
+    memory: pd.DataFrame, *, run: str | None = None, step: int | None = None, rank: int | None = None
+) -> pd.DataFrame:
+    """The course of live bytes through one memory-traced step on one rank.
+
+    Args:
+        memory: table ``memory``; the rows that name a unit are used.
+        run: which run; None where the table holds one.
+        step: which step; None for the first that was traced.
+        rank: which rank; None for the one with the highest moment.
+
+    Returns:
+        One row per moment in order of time: ``run``, ``source``, ``rank``, ``step``, ``time_us``, ``phase``, ``unit``,
+        a column of bytes for each role, and ``bytes`` of all on the device. Of each stretch in one unit there are the
+        highest and the last moment.
+
+    Raises:
+        ValueError: a column is missing, no step was traced, or there is no such run, step or rank.
+    """
+    MEMORY.check(memory)
+    rows = memory[~memory["where"].isin(WHOLE_STEP)]
+    if not len(rows):
+        raise ValueError("memory: no step was traced; trace one with recorder.step(step, trace_memory=True)")
+    rows = _only(_only(one_run(rows, run), "step", step), "rank", rank, highest=True)
+    wide = rows.pivot_table(
+        index=[*MOMENT, "phase", "where"], columns="role", values="bytes", aggfunc="max", sort=False
+    )
+    roles = [str(role) for role in Role if role in wide.columns]
+    on_device = wide[[role for role in roles if role != Role.OFFLOADED]]
+    wide = wide[roles].astype("Int64").assign(bytes=on_device.sum(axis=1).astype("Int64"))
+    table = wide.reset_index().rename(columns={"where": "unit"}).rename_axis(columns=None)
+    return table.sort_values("time_us", kind="stable", ignore_index=True)
+
+
+def _on_device(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of bytes on the device: what is offloaded lies in the host's memory."""
+    return rows[rows["role"] != str(Role.OFFLOADED)]
+
+
+def _units(memory: pd.DataFrame) -> pd.DataFrame:
+    """Where in the model each moment within a step was."""
+    inside = memory[~memory["where"].isin(WHOLE_STEP)]
+    return inside[[*MOMENT, "where"]].drop_duplicates(MOMENT).rename(columns={"where": "unit"})
+
+
+def _only(rows: pd.DataFrame, column: str, value: int | None, *, highest: bool = False) -> pd.DataFrame:
+    """The rows of one step or rank; None chooses the first, or the one with the highest moment."""
+    known = sorted({int(number) for number in rows[column]})
+    if value is not None and value not in known:
+        raise ValueError(f"{column}: {value} was not traced; there are {', '.join(map(str, known))}")
+    if value is None and highest:
+        moments = _on_device(rows).groupby([column, "time_us"])["bytes"].sum().reset_index()
+        value = int(moments[column].iloc[moments["bytes"].argmax()])
+    return rows[rows[column] == (known[0] if value is None else value)]

@@ -4,10 +4,10 @@ On each rank, with the intervals of communication merged (M) and those of comput
 
     overlap = |M and C| / |M|          exposed = |M| - |M and C|
 
-Without communication there is no number (NaN), not 0 and not 1. A span of compute is forward, backward or optimizer
-work; spans nest, and merging counts each moment once. A rank that sits in ``wait`` does not compute, though the span of
-the module round it goes on: those stretches are taken out of C, else a fully exposed gather inside a forward pass would
-count as hidden.
+Without communication there is no number (NaN), not 0 and not 1. A span of compute is forward, backward, recomputation
+or optimizer work; spans nest, and merging counts each moment once. A rank that sits in ``wait`` does not compute,
+though the span of the module round it goes on: those stretches are taken out of C, else a fully exposed gather inside a
+forward pass would count as hidden.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ from shardlab.analysis.rows import KEYS, Key, bounds, numbers, positions
 from shardlab.tables import COLLECTIVES, SPANS
 from shardlab.vocabulary import SpanKind
 
-COMPUTE_KINDS = (SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.OPTIMIZER)
+COMPUTE_KINDS = (SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.RECOMPUTE, SpanKind.OPTIMIZER)
 
 
 def overlap(collectives: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:

@@ -72,6 +72,8 @@ def load_text(source: str | Path = "stdlib", seq_len: int = 128) -> TextData:
     if source == "grammar":
         return TextData(_grammar_text(), seq_len, "grammar", load_grammar().floor_nats_per_byte)
     path = Path(source)
+    if path.is_dir():
+        raise ValueError(f"text must be stdlib, grammar or the path of a file; {path.absolute()} is a directory")
     if not path.is_file():
         raise ValueError(f"text must be stdlib, grammar or the path of a file; there is no file {path.absolute()}")
     try:

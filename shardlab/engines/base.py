@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm import Communicator, Mesh, broadcast_coalesced
 from shardlab.engines.clip import clip_
-from shardlab.engines.holdings import ShardRow, held
+from shardlab.engines.holdings import ShardRow, held, in_whole_parameters
 from shardlab.engines.state import EngineState
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.engines.tensor_axis import check_sliced, tensor_axis
@@ -217,11 +217,12 @@ class Engine(EngineState, ABC):
 
     def shard_map(self) -> list[ShardRow]:
         """Every piece of a parameter, gradient or optimizer state that this rank holds."""
-        return [
+        rows = (
             ShardRow(name, tuple(param.shape), role, -1, 0, param.numel(), num_bytes)
             for name, param in self.params.items()
             for role, num_bytes in held(param, self.optimizer.state.get(param, {}), param.grad)
-        ]
+        )
+        return in_whole_parameters(rows, self.slices)
 
     def live_tensors(self) -> dict[Role, list[Tensor]]:
         """The engine's long-lived tensors by role; a storage that appears in two roles belongs to the first.

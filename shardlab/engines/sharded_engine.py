@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardlab.engines.base import Engine, OptimizerFn
 from shardlab.engines.checkpoint import Stateful
-from shardlab.engines.holdings import ShardRow, held
+from shardlab.engines.holdings import ShardRow, held, in_whole_parameters
 from shardlab.engines.sharded_unit import ShardedUnit
 from shardlab.engines.shards import check_partition, refused_by_partition
 from shardlab.engines.step_tensors import StepTensors
@@ -62,14 +62,15 @@ class ShardedEngine(Engine):
 
     def shard_map(self) -> list[ShardRow]:
         """Every piece of a parameter, gradient or optimizer state that this rank holds; ``bucket`` is the unit."""
-        return [
+        rows = (
             ShardRow(name, unit.seats[name].shape, role, index, *span, num_bytes)
             for index, unit in enumerate(self.units)
             for name, span in unit.owned.items()
             for role, num_bytes in held(
                 unit.pieces[name], self.optimizer.state.get(unit.pieces[name], {}), unit.pieces[name].grad
             )
-        ]
+        )
+        return in_whole_parameters(rows, self.slices)
 
     def live_tensors(self) -> dict[Role, list[Tensor]]:
         """The engine's tensors by role; gathered parameters are there only while they are gathered."""

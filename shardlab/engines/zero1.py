@@ -20,7 +20,7 @@ from shardlab.comm import Mesh, Pending
 from shardlab.engines.base import OptimizerFn
 from shardlab.engines.bucketed import Bucketed
 from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES, Bucket, build_buckets
-from shardlab.engines.holdings import ShardRow, held
+from shardlab.engines.holdings import ShardRow, held, in_whole_parameters
 from shardlab.engines.sharded_optimizer import parse_partition
 from shardlab.engines.shards import ParameterShards, check_partition, refused_by_partition
 from shardlab.engines.step_tensors import StepTensors
@@ -85,7 +85,7 @@ class ZeRO1(Bucketed):
 
     def shard_map(self) -> list[ShardRow]:
         """Whole parameters and gradients, and the pieces of the optimizer state."""
-        return list(self._rows())
+        return in_whole_parameters(self._rows(), self.slices)
 
     def live_tensors(self) -> dict[Role, list[Tensor]]:
         """As ``Bucketed``, with the padding of the flat parameters."""

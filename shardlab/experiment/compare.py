@@ -162,6 +162,7 @@ def _manifest(config: CompareConfig, strategy: str, pool: RankPool) -> dict[str,
     return {
         "run": strategy,
         "ranks": 1 if strategy == "single" else config.ranks,
+        "mesh": {"data": 1} if strategy == "single" else config.mesh_axes(strategy),
         "versions": {
             "shardlab": __version__, "torch": torch.__version__, "python": platform.python_version(),
         },

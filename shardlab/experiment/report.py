@@ -8,6 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shardlab.analysis.overlap import overlap
+from shardlab.experiment.causes import PATH, PEAK, path_table, peak_table
 from shardlab.experiment.compare import Comparison
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.summary import JUDGED_STEPS, REFERENCE, timed_steps
@@ -150,6 +151,12 @@ def _tables(comparison: Comparison) -> dict[str, pd.DataFrame]:
         tables["Planned without running, and measured: bytes at rest on the rank with most, bytes sent in a step."] = (
             readable_summary(planned, PLANNED)
         )
+    records, timed = comparison.records, timed_steps(comparison.records.steps)
+    if (records.memory["where"] == "peak").any():
+        tables[PEAK] = peak_table(records)
+    path = path_table(records, {str(run): _middle_step(own) for run, own in timed.groupby("run", sort=False)})
+    if len(path):
+        tables[PATH] = path
     return tables
 
 

@@ -78,12 +78,12 @@ def _bytes(run: str, rest: pd.DataFrame, records: Records) -> dict[str, Any]:
     last = steps[steps["step"] == steps["step"].max()]
     held = {str(role): int(num_bytes) for role, num_bytes in rest.loc[run].to_dict().items()}
     return {
-        "peak_bytes": int(steps["peak_bytes"].max()),
-        "parameter_bytes": held[Role.PARAMETER],
-        "gradient_bytes": held[Role.GRADIENT],
-        "optimizer_bytes": held[Role.OPTIMIZER_STATE],
-        "offloaded_bytes": held[Role.OFFLOADED],
-        "other_bytes": held[Role.OTHER],
+        "peak_bytes": None if pd.isna(peak := steps["peak_bytes"].max()) else int(peak),
+        "parameter_bytes": held.get(Role.PARAMETER, 0),
+        "gradient_bytes": held.get(Role.GRADIENT, 0),
+        "optimizer_bytes": held.get(Role.OPTIMIZER_STATE, 0),
+        "offloaded_bytes": held.get(Role.OFFLOADED, 0),
+        "other_bytes": held.get(Role.OTHER, 0),
         "padding_bytes": int(records.manifests[run]["padding_bytes"]),
         "wire_bytes_per_step": float(last["wire_bytes"].max()),
         "recorder_share": records.manifests[run]["recorder_share"],

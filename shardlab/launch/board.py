@@ -4,8 +4,9 @@ A rank writes its slot when a collective is issued and when it is completed; the
 also when a rank hangs or is dead. Of several collectives in flight the slot shows the oldest, for that is the one
 everything waits behind; with none in flight it shows the last.
 
-A slot is 512 bytes: version (odd while it is being written), seq, since_ns, state, then op, axis, tag and source line
-as UTF-8 padded with zeros. Nothing is locked between processes: the reader repeats a read that met a new version.
+A slot is 512 bytes: version (odd while it is being written), seq, since_ns, numel, state, then op, axis, dtype, tag and
+source line as UTF-8 padded with zeros. Nothing is locked between processes: the reader repeats a read that met a new
+version.
 """
 
 import linecache
@@ -22,9 +23,10 @@ from shardlab.comm.events import CollectiveEvent
 from shardlab.launch.stack import SeenCall
 
 _VERSION = struct.Struct("=Q")
-_BODY = struct.Struct("=qqB32s24s144s272s")
+_BODY = struct.Struct("=qqqB32s24s16s144s256s")
 SLOT_BYTES = 512
-_TEXT_BYTES = (32, 24, 144, 272)
+_TEXT_BYTES = (32, 24, 16, 144, 256)
+_WAITS = ("wait", "wait_all")  # of ``shardlab.comm.pending``, as ``stack.py`` names them
 assert _VERSION.size + _BODY.size <= SLOT_BYTES
 
 
@@ -39,21 +41,33 @@ class CallState(IntEnum):
 
 @dataclass(frozen=True)
 class BoardRow:
-    """One slot as read. ``since_ns`` is when the collective was issued, by ``time.perf_counter_ns``."""
+    """One slot as read. ``since_ns`` is when the collective was issued, by ``time.perf_counter_ns``.
+
+    ``numel`` and ``dtype`` are those of the whole buffer; 0 and empty where the collective has none, or where it was
+    called past the communicator.
+    """
 
     rank: int
     seq: int
     since_ns: int
+    numel: int
     state: CallState
     op: str
     axis: str
+    dtype: str
     tag: str
     source_line: str
 
     @property
+    def elements(self) -> str:
+        """What the collective moves: ``100 float32``; empty where that is not known."""
+        return f"{self.numel} {self.dtype}" if self.dtype else ""
+
+    @property
     def call(self) -> str:
-        """The collective in words: ``all_reduce 'gradients of bucket 2'``."""
-        return f"{self.op} '{self.tag}'" if self.tag else self.op
+        """The collective in words: ``all_reduce 'gradients of bucket 2' of 100 float32``."""
+        tag = f" '{self.tag}'" if self.tag else ""
+        return f"{self.op}{tag}" + (f" of {self.elements}" if self.elements else "")
 
     def waited_s(self, now_ns: int) -> float:
         """Seconds since the collective was issued; 0 unless it is still under way."""
@@ -69,6 +83,7 @@ class BoardWriter:
         self._lock = Lock()  # issued() comes from the caller's thread, completed() from the communication thread
         self._version = 0
         self._in_flight: dict[int, CollectiveEvent] = {}
+        self._ended: CollectiveEvent | None = None
         self._seen: SeenCall | None = None
 
     def issued(self, event: CollectiveEvent) -> None:
@@ -85,6 +100,7 @@ class BoardWriter:
         """Show the next oldest in flight, or this one as completed."""
         with self._lock:
             self._in_flight.pop(id(event), None)
+            self._ended = event
             oldest = next(iter(self._in_flight.values()), None)
             if oldest is None:
                 self._write(event, CallState.COMPLETED)
@@ -110,7 +126,9 @@ class BoardWriter:
     def failed(self, call: SeenCall | None) -> None:
         """The rank's function raised inside ``call``, or inside the collective the slot shows."""
         with self._lock:
-            shown = next(iter(self._in_flight.values()), None) or call
+            # A collective fails on its own thread, and so has ended when whoever waits for it raises.
+            waited_for = self._ended if call is not None and call.op in _WAITS else None
+            shown = next(iter(self._in_flight.values()), None) or waited_for or call
             if shown is not None:
                 self._write(shown, CallState.FAILED)
 
@@ -118,13 +136,13 @@ class BoardWriter:
         """Forget everything: a new function starts, and what the last one left unfinished is not its doing."""
         with self._lock:
             self._in_flight.clear()
-            self._seen = None
+            self._seen = self._ended = None
             self._put(bytes(_BODY.size))
 
     def _write(self, call: CollectiveEvent | SeenCall, state: CallState) -> None:
-        texts = (call.op, call.axis, call.tag, call.source_line[-_TEXT_BYTES[3] :])
+        texts = (call.op, call.axis, call.dtype, call.tag, call.source_line[-_TEXT_BYTES[-1] :])
         packed = (text.encode()[:size] for text, size in zip(texts, _TEXT_BYTES, strict=True))
-        self._put(_BODY.pack(call.seq, int(call.issue_ns), state, *packed))
+        self._put(_BODY.pack(call.seq, int(call.issue_ns), call.numel, state, *packed))
 
     def _put(self, body: bytes) -> None:
         start = self._offset + _VERSION.size
@@ -158,28 +176,29 @@ class Board:
             body = _BODY.unpack_from(self._map, start + _VERSION.size)
             if version % 2 == 0 and _VERSION.unpack_from(self._map, start) == (version,):
                 break
-        seq, since_ns, state, *texts = body
-        op, axis, tag, source = (text.rstrip(b"\0").decode(errors="ignore") for text in texts)
-        return BoardRow(rank, seq, since_ns, CallState(state), op, axis, tag, source)
+        seq, since_ns, numel, state, *texts = body
+        op, axis, dtype, tag, source = (text.rstrip(b"\0").decode(errors="ignore") for text in texts)
+        return BoardRow(rank, seq, since_ns, numel, CallState(state), op, axis, dtype, tag, source)
 
 
 def describe(rows: Sequence[BoardRow], processes: Sequence[str]) -> str:
-    """The board as a text table: rank, process, collective, tag, state, since (seconds), source line.
+    """The board as a text table: rank, process, collective, tag, state, since (seconds), elements, source line.
 
     Args:
         rows: what ``Board.read`` gave.
         processes: what each rank's process is doing, in the same order: running, returned, raised, dead.
     """
     now_ns = perf_counter_ns()
-    lines = [("rank", "process", "collective", "tag", "state", "since (s)", "source line")]
+    lines = [("rank", "process", "collective", "tag", "state", "since (s)", "elements", "source line")]
     for row, process in zip(rows, processes, strict=True):
         if row.state is CallState.NONE:
-            lines.append((str(row.rank), process, "-", "-", "no collective yet", "-", "-"))
+            lines.append((str(row.rank), process, "-", "-", "no collective yet", "-", "-", "-"))
             continue
         collective = f"{row.op} ({row.axis})" if row.axis else row.op
         since = f"{(now_ns - row.since_ns) / 1e9:.1f}"
         state = "waiting" if row.state is CallState.ISSUED else row.state.name.lower()
-        lines.append((str(row.rank), process, collective, row.tag or "-", state, since, _with_text(row.source_line)))
+        source = _with_text(row.source_line)
+        lines.append((str(row.rank), process, collective, row.tag or "-", state, since, row.elements or "-", source))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 

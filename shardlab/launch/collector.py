@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from threading import Event
 from time import monotonic, perf_counter_ns
 
 from shardlab.launch.board import BoardRow, CallState, describe
 from shardlab.launch.crew import Crew, RankProcess
 from shardlab.launch.errors import RankDied, RankError, RankHang, describe_exit
 from shardlab.launch.messages import Answer, Failure, Note
+from shardlab.launch.mismatch import mismatch
 from shardlab.launch.payload import Payload, unpack
 
 _LOOK_EVERY_S = 0.1
@@ -41,14 +43,20 @@ class Collector:
         crew: the ranks that were given a task.
         timeout_s: how long a rank may wait in one collective; None never looks.
         on_message: called with (rank, message) for what ranks emit.
+        interrupted: set from another thread to interrupt this one.
     """
 
     def __init__(
-        self, crew: Crew, timeout_s: float | None = None, on_message: Callable[[int, object], None] | None = None
+        self,
+        crew: Crew,
+        timeout_s: float | None = None,
+        on_message: Callable[[int, object], None] | None = None,
+        interrupted: Event | None = None,
     ) -> None:
         self._crew = crew
         self._timeout_s = timeout_s
         self._on_message = on_message
+        self._interrupted = interrupted
         self._answers: dict[int, Payload] = {}
         self._failures: dict[int, Failure] = {}
         self._deaths: dict[int, Death] = {}
@@ -62,9 +70,12 @@ class Collector:
             RankError: a rank's function raised; the first one that did.
             RankDied: a rank's process is gone.
             RankHang: a rank has waited in a collective for longer than the timeout.
+            KeyboardInterrupt: ``interrupted`` was set.
         """
         while len(self._answers) < len(self._crew.ranks):
             self._wait_once()
+            if self._interrupted is not None and self._interrupted.is_set():
+                raise KeyboardInterrupt
             if self._failures or self._deaths:
                 self._wait_for_others()
                 raise self._first_failure()
@@ -124,7 +135,8 @@ class Collector:
         failures: list[Failure | Death] = [*self._failures.values(), *self._deaths.values()]
         first = min(failures, key=lambda failure: (_is_aftermath(failure), failure.time_ns))
         if isinstance(first, Death):
-            return RankDied(first.rank, first.exit_code, self._table(self._crew.board.read()))
+            rows = self._crew.board.read()
+            return RankDied(first.rank, first.exit_code, self._table(rows), mismatch(rows))
         error = RankError(first.rank, first.exception_type, first.summary, first.traceback_text)
         error.__cause__ = _original(first)
         return error
@@ -147,6 +159,8 @@ class Collector:
         absent = [row for row in rows if row not in waiting]
         if absent:
             summary += ". Not in it: " + ", ".join(f"rank {row.rank} ({self._process(row.rank)})" for row in absent)
+        if difference := mismatch(rows):
+            summary += f". {difference}"
         return RankHang(summary, tuple(row.rank for row in waiting), self._table(rows))
 
     def _table(self, rows: list[BoardRow]) -> str:

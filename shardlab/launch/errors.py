@@ -28,11 +28,12 @@ class RankDied(RankError):  # noqa: N818 - the word says it: there was no except
         table: the board at that moment, what every rank was in.
     """
 
-    def __init__(self, rank: int, exit_code: int | None, table: str) -> None:
+    def __init__(self, rank: int, exit_code: int | None, table: str, difference: str = "") -> None:
         super().__init__(rank, "RankDied", "", "")
         self.exit_code = exit_code
         self.table = table
-        self.args = (f"rank {rank} died: {describe_exit(exit_code)}\n\nWhat each rank was in:\n{table}",)
+        first_line = f"rank {rank} died: {describe_exit(exit_code)}" + (f". {difference}" if difference else "")
+        self.args = (f"{first_line}\n\nWhat each rank was in:\n{table}",)
 
 
 class RankHang(RuntimeError):  # noqa: N818 - as above

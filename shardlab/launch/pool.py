@@ -8,6 +8,7 @@ import atexit
 import math
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -78,6 +79,7 @@ class RankPool:
         self._ender: weakref.finalize[[], RankPool] | None = None
         self._is_closed = False
         self._is_running = False
+        self._interrupted = threading.Event()
         self._is_announced = self.placement.banner is None
 
     def run(
@@ -134,6 +136,14 @@ class RankPool:
         atexit.register(self._ender)
         self._attempt(None, None)
 
+    def interrupt(self) -> None:
+        """End what ``run`` does in another thread, as Ctrl-C does in this one: it raises KeyboardInterrupt there.
+
+        Without a run there is nothing to interrupt, and under torchrun nobody to tell the other processes.
+        """
+        if self._is_running:
+            self._interrupted.set()
+
     def restart(self) -> None:
         """End the ranks; the next ``run`` starts fresh ones."""
         self._check_usable()
@@ -166,12 +176,13 @@ class RankPool:
         """Send ``task`` and collect; None collects the sign of life of a start. Ranks that failed are ended."""
         crew = self._crew
         assert crew is not None
+        self._interrupted.clear()
         self._is_running = True
         try:
             if task is None:
-                return Collector(crew).collect()
+                return Collector(crew, interrupted=self._interrupted).collect()
             crew.send(task)
-            return Collector(crew, self.timeout_s, on_message).collect()
+            return Collector(crew, self.timeout_s, on_message, self._interrupted).collect()
         except (RankError, RankHang) as error:
             self._end_crew(_FAILURE_GRACE_S)
             # Where the collector noticed says nothing to the reader of a notebook, and fills a screen there.

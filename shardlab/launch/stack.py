@@ -40,6 +40,8 @@ class SeenCall:
     issue_ns: float
     seq: int = -1
     axis: str = ""
+    dtype: str = ""
+    numel: int = 0
     tag: str = ""
 
 

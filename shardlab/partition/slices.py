@@ -11,8 +11,9 @@ needs to know (clipping, checkpoints, pictures) asks there, and need not know wh
     query, key, value of 2 rows each, rank 1 of 2    ranges ((1, 2), (3, 4), (5, 6))
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
 from shardlab.partition.chunks import require_count, require_rank
@@ -117,6 +118,20 @@ def slices_of(module: ModuleLike) -> dict[str, TensorSlice]:
         for prefix, owner in module.named_modules(remove_duplicate=False)
         for name, found in _declared(owner).items()
     }
+
+
+def stretches(slice_: TensorSlice, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Where elements ``start`` to ``stop`` of a flattened slice are in the flattened parameter, as (start, stop)."""
+    inner = prod(slice_.full_shape[slice_.dim + 1 :])
+    size = slice_.full_shape[slice_.dim]
+    place = 0
+    for outer in range(prod(slice_.full_shape[: slice_.dim])):
+        for first, last in slice_.ranges:
+            begin, numel = (outer * size + first) * inner, (last - first) * inner
+            low, high = max(start, place), min(stop, place + numel)
+            if low < high:
+                yield begin + low - place, begin + high - place
+            place += numel
 
 
 def _declared(owner: Any) -> Mapping[str, TensorSlice]:

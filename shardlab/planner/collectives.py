@@ -18,7 +18,8 @@ hybrid_shard      as full_shard over S ranks, then an all-reduce of the       3P
 ================  ==========================================================  ===================
 
 Of M micro-batches only the last sends gradients; each gathers its parameters. A group of one rank sends nothing and has
-no rows. Not listed: what is sent before the first step, and the mean of the loss, which is the training step's.
+no rows. Of a tensor-parallel model the data axes are here, and norms over the tensor axis; the rest is in ``tensor``.
+Not listed: what is sent before the first step, and the mean of the loss, which is the training step's.
 Source: Rajbhandari et al., arXiv 1910.02054, section 7; Zhao et al., arXiv 2304.11277, section 3.2.
 """
 
@@ -57,6 +58,15 @@ class Call:
         own = None if self.chunk_numels is None else self.chunk_numels[member] * self.itemsize
         return ring_wire_bytes(self.op, self.numel * self.itemsize, self.group_size, own)
 
+    def row(self, run: str, rank: int, seq: int, member: int) -> dict[str, object]:
+        """Of the table ``collectives``, for a rank that is ``member`` of the group."""
+        return {
+            "run": run, "source": "predicted", "rank": rank, "step": 0, "seq": seq, "axis": self.axis, "op": self.op,
+            "tag": self.tag, "phase": self.phase, "dtype": self.dtype, "numel": self.numel,
+            "bytes": self.numel * self.itemsize, "wire_bytes": self.wire_bytes(member), "group_size": self.group_size,
+            "transport": "", "issue_us": nan, "start_us": nan, "end_us": nan, "wait_start_us": nan, "wait_end_us": nan,
+        }  # fmt: skip
+
 
 def predicted_collectives(
     model: PlannedModel, setup: Setup, *, ranks: Sequence[int] | None = None, run: str | None = None
@@ -75,13 +85,15 @@ def predicted_collectives(
     calls = calls_of_step(model, setup)
     rows = []
     for rank in setup.ranks_among(ranks):
-        rows += [_row(run or setup.strategy, rank, seq, call, setup) for seq, call in enumerate(calls)]
+        rows += [
+            call.row(run or setup.strategy, rank, seq, _member(rank, call, setup)) for seq, call in enumerate(calls)
+        ]
     return COLLECTIVES.frame(rows)
 
 
 def calls_of_step(model: PlannedModel, setup: Setup) -> list[Call]:
     """The collectives of one step in the order of issue, the same on every rank."""
-    planner = _Step(groups_of(model, setup), setup)
+    planner = _Step(groups_of(model, setup), setup, model.tensor_ranks)
     calls = {
         "single": planner.nothing, "ddp": planner.replicated, "bucketed": planner.replicated, "zero1": planner.zero1,
         "zero2": planner.zero1, "zero3": planner.zero3, "fsdp": planner.fsdp,
@@ -92,8 +104,8 @@ def calls_of_step(model: PlannedModel, setup: Setup) -> list[Call]:
 class _Step:
     """The step of each strategy as a list of calls."""
 
-    def __init__(self, groups: Sequence[Group], setup: Setup) -> None:
-        self.groups, self.setup = groups, setup
+    def __init__(self, groups: Sequence[Group], setup: Setup, tensor_ranks: int) -> None:
+        self.groups, self.setup, self.tensor_ranks = groups, setup, tensor_ranks
         self.trainable = [group for group in groups if group.trainable]
         self.axis = MeshAxis.SHARD if setup.hybrid else MeshAxis.DATA
 
@@ -103,6 +115,7 @@ class _Step:
     def replicated(self) -> Iterator[Call]:
         for group in self.trainable:
             yield self.all_reduce(group)
+        yield from self.clip()
 
     def zero1(self) -> Iterator[Call]:
         for group in self.trainable:
@@ -152,10 +165,20 @@ class _Step:
         if self.setup.scales_loss:
             for axis, size in self.data_axes[::-1]:
                 yield Call(Collective.ALL_REDUCE, axis, "overflow", Phase.CLIP, "float32", 4, 1, size)
-        if self.setup.clip and any(not group.is_whole for group in self.groups):
-            yield Call(
-                Collective.ALL_REDUCE, self.axis, "gradient norm", Phase.CLIP, "float64", 8, 1, self.setup.num_shards
-            )
+            if self.tensor_ranks > 1:
+                yield Call(
+                    Collective.ALL_REDUCE, MeshAxis.TENSOR, "overflow", Phase.CLIP, "float32", 4, 1, self.tensor_ranks
+                )
+        if self.setup.clip:
+            # Of pieces that are slices too the powers go separately: they meet those of the tensor axis.
+            kinds = {(not group.is_whole, param.sliced) for group in self.groups for param in group.params.values()}
+            yield self.norm(self.axis, len({sliced for sharded, sliced in kinds if sharded}), self.setup.num_shards)
+            yield self.norm(MeshAxis.TENSOR, len({sharded for sharded, sliced in kinds if sliced}), self.tensor_ranks)
+
+    def norm(self, axis: MeshAxis, num_kinds: int, num_ranks: int) -> Call:
+        """The sum of norms over an axis; over none where nothing is spread over it."""
+        ranks = num_ranks if num_kinds else 1
+        return Call(Collective.ALL_REDUCE, axis, "gradient norm", Phase.CLIP, "float64", 8, num_kinds, ranks)
 
     def gather(self, group: Group, phase: Phase) -> Call:
         layout = group.layout
@@ -222,11 +245,5 @@ class _Step:
         return like.dtype, like.spec.itemsize
 
 
-def _row(run: str, rank: int, seq: int, call: Call, setup: Setup) -> dict[str, object]:
-    member = rank // setup.num_shards if call.axis == MeshAxis.REPLICA else rank % call.group_size
-    return {
-        "run": run, "source": "predicted", "rank": rank, "step": 0, "seq": seq, "axis": call.axis, "op": call.op,
-        "tag": call.tag, "phase": call.phase, "dtype": call.dtype, "numel": call.numel,
-        "bytes": call.numel * call.itemsize, "wire_bytes": call.wire_bytes(member), "group_size": call.group_size,
-        "transport": "", "issue_us": nan, "start_us": nan, "end_us": nan, "wait_start_us": nan, "wait_end_us": nan,
-    }  # fmt: skip
+def _member(rank: int, call: Call, setup: Setup) -> int:
+    return rank // setup.num_shards if call.axis == MeshAxis.REPLICA else rank % call.group_size

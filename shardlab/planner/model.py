@@ -6,15 +6,20 @@ from typing import Any, Protocol
 
 from shardlab.partition.chunks import require_count
 from shardlab.partition.flat import ParamSpec
+from shardlab.partition.slices import slices_of
 
 _FLOATS = {2: "bfloat16", 4: "float32", 8: "float64"}
 
 
 class ModuleLike(Protocol):
-    """A ``torch.nn.Module``, or anything that lists parameters as one does."""
+    """A ``torch.nn.Module``, or anything that lists parameters and modules as one does."""
 
     def named_parameters(self) -> Iterable[tuple[str, Any]]:
         """Name and parameter, tied weights once."""
+        ...
+
+    def named_modules(self, *, remove_duplicate: bool) -> Iterable[tuple[str, Any]]:
+        """Name and module."""
         ...
 
     def buffers(self) -> Iterable[Any]:
@@ -26,13 +31,15 @@ class ModuleLike(Protocol):
 class PlannedParam:
     """One parameter. ``used``: some rank's loss depends on it, so that it has a gradient and is stepped.
 
-    ``dtype`` is the element type as records spell it; by default the float of ``spec.itemsize`` bytes.
+    ``dtype`` is the element type as records spell it; by default the float of ``spec.itemsize`` bytes. ``sliced``: the
+    spec's is one of the slices that tensor-parallel ranks hold.
     """
 
     spec: ParamSpec
     trainable: bool = True
     used: bool = True
     dtype: str = ""
+    sliced: bool = False
 
     def __post_init__(self) -> None:
         """Name the dtype where none was given."""
@@ -53,14 +60,16 @@ class PlannedParam:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """Parameters in the module's order, tied weights once."""
+    """Parameters in the module's order, tied weights once; of a tensor-parallel model what one of the ranks holds."""
 
     params: tuple[PlannedParam, ...]
     buffer_bytes: int = 0
+    tensor_ranks: int = 1
 
     def __post_init__(self) -> None:
         """Names must differ."""
         require_count("buffer_bytes", self.buffer_bytes, 0)
+        require_count("tensor_ranks", self.tensor_ranks, 1)
         names = [param.spec.name for param in self.params]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"params: names must differ, {', '.join(twice)} come twice")
@@ -84,13 +93,16 @@ def described(module: ModuleLike, *, unused: Iterable[str] = ()) -> PlannedModel
         unused: names of trainable parameters that no rank's loss depends on.
     """
     without_gradient = set(unused)
+    slices = slices_of(module)
     params = tuple(
         PlannedParam(
             ParamSpec(name, tuple(param.shape), param.element_size()),
             trainable=bool(param.requires_grad),
             used=name not in without_gradient,
             dtype=str(param.dtype).removeprefix("torch."),
+            sliced=name in slices,
         )
         for name, param in module.named_parameters()
     )
-    return PlannedModel(params, sum(buffer.nbytes for buffer in module.buffers()))
+    tensor_ranks = max((found.num_ranks for found in slices.values()), default=1)
+    return PlannedModel(params, sum(buffer.nbytes for buffer in module.buffers()), tensor_ranks)

@@ -1,30 +1,42 @@
 """Table in, figure out: ``f(table, ...) -> go.Figure`` with title, units, hover and a text summary. Needs no torch."""
 
 from shardlab.plots.buckets import bucket_curve
+from shardlab.plots.difference import run_difference
+from shardlab.plots.gathered import gathered_over_a_step
+from shardlab.plots.held import held_by_rank
 from shardlab.plots.loss import loss_curves, loss_difference
 from shardlab.plots.memory import memory_by_role
+from shardlab.plots.memory_over_step import memory_over_step
 from shardlab.plots.messages import message_times
 from shardlab.plots.overlap import overlap_bars
 from shardlab.plots.page import report_page
+from shardlab.plots.progress import training_progress
 from shardlab.plots.shards import shard_map
 from shardlab.plots.show import show
 from shardlab.plots.steps import step_times
 from shardlab.plots.theme import summary_of
 from shardlab.plots.timeline import collective_timeline
+from shardlab.plots.traffic import traffic_matrix
 from shardlab.plots.volume import wire_volume
 
 __all__ = [
     "bucket_curve",
     "collective_timeline",
+    "gathered_over_a_step",
+    "held_by_rank",
     "loss_curves",
     "loss_difference",
     "memory_by_role",
+    "memory_over_step",
     "message_times",
     "overlap_bars",
     "report_page",
+    "run_difference",
     "shard_map",
     "show",
     "step_times",
     "summary_of",
+    "traffic_matrix",
+    "training_progress",
     "wire_volume",
 ]

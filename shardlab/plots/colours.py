@@ -9,7 +9,7 @@ them are violet.
 
 from collections.abc import Iterable
 
-from shardlab.vocabulary import Collective, Role, SpanKind
+from shardlab.vocabulary import Collective, MeshAxis, Role, SpanKind
 
 BLUE = "#0072b2"
 ORANGE = "#dd7710"
@@ -48,6 +48,13 @@ COLLECTIVE_COLOURS = {
     Collective.SEND: SAND,
     Collective.RECV: BROWN,
     Collective.BARRIER: GREY,
+}
+
+AXIS_COLOURS = {
+    MeshAxis.DATA: BLUE,
+    MeshAxis.SHARD: VIOLET,
+    MeshAxis.REPLICA: GREEN,
+    MeshAxis.TENSOR: ORANGE,
 }
 
 SPAN_COLOURS = {

@@ -7,6 +7,7 @@ import plotly.graph_objects as go
 from shardlab.plots.colours import GRID, dash, run_colours
 from shardlab.plots.labels import labelled, labels_of, listing, subtitle
 from shardlab.plots.theme import finish, log_ticks, new_figure, nothing
+from shardlab.plots.thinning import thinned, thinning_note
 from shardlab.plots.units import significant
 from shardlab.tables import STEPS
 
@@ -25,8 +26,11 @@ def loss_curves(steps: pd.DataFrame) -> go.Figure:
     losses = _losses(steps)
     if losses.empty:
         return nothing("Loss", "no losses recorded")
-    figure = new_figure("Loss by step", subtitle(steps, "mean over ranks; curves that coincide lie on each other"))
     labels = labels_of(losses)
+    given, losses = losses, _thinned(losses, "loss")
+    note = thinning_note(len(given), len(losses), "steps: the extremes of each stretch,")
+    words = note or "mean over ranks; curves that coincide lie on each other"
+    figure = new_figure("Loss by step", subtitle(steps, words))
     colours = run_colours(labels)
     for index, label in enumerate(labels):
         rows = losses[losses["label"] == label].sort_values("step", kind="stable")
@@ -42,7 +46,7 @@ def loss_curves(steps: pd.DataFrame) -> go.Figure:
         )
     figure.update_xaxes(title_text="step", tickformat="d", **_whole_steps(steps))
     figure.update_yaxes(title_text="loss")
-    return finish(figure, _loss_summary(losses, labels))
+    return finish(figure, _loss_summary(given, labels))
 
 
 def loss_difference(steps: pd.DataFrame, reference: str = "single") -> go.Figure:
@@ -66,7 +70,9 @@ def loss_difference(steps: pd.DataFrame, reference: str = "single") -> go.Figure
     title = f"Difference of the loss from {reference}"
     if differences.empty:
         return nothing(title, "no other run has steps in common with it")
-    figure = new_figure(title, subtitle(steps, "absolute difference at each step"))
+    given, differences = differences, _thinned(differences, "difference")
+    note = thinning_note(len(given), len(differences), "steps: the extremes of each stretch,")
+    figure = new_figure(title, subtitle(steps, note or "absolute difference at each step"))
     floor = _zero_floor(differences["difference"])
     labels = labels_of(differences)
     colours = run_colours(labels)
@@ -76,7 +82,7 @@ def loss_difference(steps: pd.DataFrame, reference: str = "single") -> go.Figure
         figure.add_trace(_difference_trace(differences[differences["label"] == label], label, style, floor))
     figure.update_xaxes(title_text="step", tickformat="d", **_whole_steps(steps))
     _difference_axis(figure, differences["difference"], floor)
-    return finish(figure, _difference_summary(differences, reference))
+    return finish(figure, _difference_summary(given, reference))
 
 
 def _losses(steps: pd.DataFrame) -> pd.DataFrame:
@@ -84,6 +90,12 @@ def _losses(steps: pd.DataFrame) -> pd.DataFrame:
     rows = labelled(steps[(steps["step"] >= 0) & np.isfinite(steps["loss"])])
     table = rows.groupby(["label", "step"], sort=False)["loss"].mean().reset_index()
     return table.astype({"step": "int64", "loss": "float64"})
+
+
+def _thinned(rows: pd.DataFrame, column: str) -> pd.DataFrame:
+    """Of each label's rows, in order of the steps, those that are drawn."""
+    curves = [curve.sort_values("step", kind="stable") for _, curve in rows.groupby("label", sort=False)]
+    return pd.concat([curve.iloc[thinned(curve[column])] for curve in curves])
 
 
 def _differences(losses: pd.DataFrame, reference: str) -> pd.DataFrame:

@@ -24,13 +24,13 @@ def show(figure: go.Figure) -> None:
     display(mime_bundle(figure), raw=True)  # type: ignore[no-untyped-call]  # IPython leaves it untyped
 
 
-def mime_bundle(figure: go.Figure) -> dict[str, Any]:
+def mime_bundle(figure: go.Figure, *, with_png: bool = True) -> dict[str, Any]:
     """The output of a cell: plotly JSON, text summary, and a PNG where one is wanted and a browser is at hand."""
     content = plain_json(figure)
     # Not "responsive": JupyterLab fits the width itself; with both, a figure loses its height when the window changes.
     config = {"displaylogo": False}
     bundle: dict[str, Any] = {PLOTLY_MIME: content | {"config": config}, "text/plain": summary_of(figure)}
-    image = png(figure) if os.environ.get("SHARDLAB_PNG") == "1" else None
+    image = png(figure) if with_png and os.environ.get("SHARDLAB_PNG") == "1" else None
     return bundle if image is None else bundle | {"image/png": base64.b64encode(image).decode("ascii")}
 
 

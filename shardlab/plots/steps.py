@@ -27,8 +27,11 @@ def step_times(steps: pd.DataFrame) -> go.Figure:
     timed = labelled(timed[np.isfinite(timed["step_us"].astype("float64"))])
     if timed.empty:
         return nothing("Time of a step", "no timed steps (steps with traced memory do not count)")
-    figure = new_figure("Time of a step", subtitle(timed, "median and quartiles; a dot is one step on one rank"))
     labels = labels_of(timed)
+    note = "median and quartiles; a dot is one step on one rank"
+    if timed.groupby("label").size().max() > MAX_DOTS:
+        note = f"median and quartiles; of each run at most {MAX_DOTS} of its steps as dots"
+    figure = new_figure("Time of a step", subtitle(timed, note))
     colours = run_colours(labels)
     medians = []
     for place, label in enumerate(labels):
@@ -58,7 +61,7 @@ def _draw(
     """Dots under the row's line, the quartile bar and the median on it."""
     place, colour = style
     low, median, high = quartiles_us / 1e3
-    dots = times_us[:: 1 + len(times_us) // MAX_DOTS] / 1e3
+    dots = times_us[:: -(-len(times_us) // MAX_DOTS)] / 1e3
     figure.add_scatter(
         x=dots,
         y=place + 0.3 + 0.06 * (np.arange(len(dots)) % 3 - 1),

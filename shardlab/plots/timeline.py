@@ -15,9 +15,21 @@ from shardlab.plots.labels import subtitle
 from shardlab.plots.lanes import COMPUTE, Lanes, lay_out
 from shardlab.plots.nesting import drawn_levels
 from shardlab.plots.theme import finish, new_figure, nothing
-from shardlab.plots.timeline_bars import bars, grouped
+from shardlab.plots.thinning import thinning_note
+from shardlab.plots.timeline_bars import (
+    bars,
+    describe_collective,
+    describe_queue,
+    describe_span,
+    describe_wait,
+    grouped,
+    strips,
+)
 from shardlab.plots.units import format_bytes, format_percent, format_us
 from shardlab.tables import COLLECTIVES, SPANS
+
+WAITS, QUEUED = "rank waits", "queued"
+STRIPS = (WAITS, QUEUED)
 
 
 def collective_timeline(
@@ -45,13 +57,24 @@ def collective_timeline(
     measures = overlap(moved, worked)
     begin, window = _extent(moved, worked)
     lanes, places = lay_out(moved, worked)
-    note = "red strips: the rank waits; grey strips: queued" if len(moved) else "no communication"
-    figure = new_figure(f"Timeline of step {step}: {name}", subtitle(chosen, note))
-    _draw_compute(figure, drawn_levels(worked), lanes, (begin, window))
-    _draw_waits(figure, moved, lanes, begin)
+    figure = new_figure(f"Timeline of step {step}: {name}")
+    levels = drawn_levels(worked)
+    _draw_compute(figure, levels, lanes, (begin, window))
+    _draw_waits(figure, moved, lanes, (begin, window))
     _draw_collectives(figure, moved.assign(y=places), (begin, window))
     _axes(figure, lanes)
+    figure.update_layout(title_subtitle_text=subtitle(chosen, _note(figure, len(levels) + len(moved), moved)))
     return finish(figure, _summary(name, step, measures, moved, window))
+
+
+def _note(figure: go.Figure, num_given: int, moved: pd.DataFrame) -> str:
+    """How to read it; where bars stand for more than one span or collective, that is said first."""
+    shown = sum(len(trace.x) for trace in figure.data if trace.name not in STRIPS)
+    parts = (
+        thinning_note(num_given, shown, "spans and collectives"),
+        "red strips: the rank waits; grey strips: queued" if len(moved) else "no communication",
+    )
+    return "; ".join(part for part in parts if part)
 
 
 def _step(rows: pd.DataFrame, step: int | None) -> int:
@@ -83,7 +106,7 @@ def _draw_compute(figure: go.Figure, spans: pd.DataFrame, lanes: Lanes, extent: 
         for kind, colour in SPAN_COLOURS.items():
             rows = spans[(spans["kind"] == str(kind)) & (spans["ground"] == ground)]
             if len(rows):
-                merged = grouped(rows, "unit", extent)
+                merged = grouped(rows, "unit", describe_span, extent)
                 trace = bars(merged, str(kind), colour, 0.62 if ground else 0.56)
                 if ground:  # its name would stick out between the bars on it
                     trace.update(text=None)
@@ -91,24 +114,14 @@ def _draw_compute(figure: go.Figure, spans: pd.DataFrame, lanes: Lanes, extent: 
                 figure.add_trace(trace)
 
 
-def _draw_waits(figure: go.Figure, moved: pd.DataFrame, lanes: Lanes, begin: float) -> None:
+def _draw_waits(figure: go.Figure, moved: pd.DataFrame, lanes: Lanes, extent: tuple[float, float]) -> None:
     waits = moved[(moved["wait_end_us"] > moved["wait_start_us"]).fillna(False)]
     rows = {rank: rows[0] for (rank, lane), rows in lanes.positions.items() if lane == COMPUTE}
     if not len(waits) or not rows:
         return
-    waiting = waits["wait_end_us"] - waits["wait_start_us"]
-    texts = [f"<b>waits</b> for {tag}<br>{format_us(time)}" for tag, time in zip(waits["tag"], waiting, strict=True)]
-    figure.add_bar(
-        base=((waits["wait_start_us"] - begin) / 1e3).to_numpy(),
-        x=(waiting / 1e3).to_numpy(),
-        y=[rows[int(rank)] + 0.38 for rank in waits["rank"]],
-        width=0.14,
-        orientation="h",
-        name="rank waits",
-        marker={"color": EXPOSED},
-        hovertext=texts,
-        hovertemplate="%{hovertext}<extra></extra>",
-    )
+    places = waits["rank"].astype("int64").map(rows)
+    waits = waits.assign(y=places, start_us=waits["wait_start_us"], end_us=waits["wait_end_us"])
+    figure.add_trace(strips(grouped(waits, "tag", describe_wait, extent), WAITS, EXPOSED))
 
 
 def _draw_collectives(figure: go.Figure, moved: pd.DataFrame, extent: tuple[float, float]) -> None:
@@ -116,23 +129,16 @@ def _draw_collectives(figure: go.Figure, moved: pd.DataFrame, extent: tuple[floa
     if not len(moved):
         return
     queued = moved[moved["start_us"] > moved["issue_us"]]
-    figure.add_bar(
-        base=((queued["issue_us"] - extent[0]) / 1e3).to_numpy(),
-        x=((queued["start_us"] - queued["issue_us"]) / 1e3).to_numpy(),
-        y=(queued["y"] + 0.38).to_numpy(),
-        width=0.14,
-        orientation="h",
-        name="queued",
-        marker={"color": GREY, "opacity": 0.7},
-        hovertext=[f"<b>queued</b>: {tag}" for tag in queued["tag"]],
-        hovertemplate="%{hovertext}<br>%{x:.3f} ms<extra></extra>",
-    )
+    queued = queued.assign(start_us=queued["issue_us"], end_us=queued["start_us"])
+    if len(queued):
+        figure.add_trace(strips(grouped(queued, "tag", describe_queue, extent), QUEUED, GREY).update(opacity=0.7))
     speeds = bandwidth(moved.drop(columns="y"))["bus_gb_per_s"]
     moved = moved.assign(bus_gb_per_s=speeds)
     for op, colour in COLLECTIVE_COLOURS.items():
         rows = moved[moved["op"] == str(op)]
         if len(rows):
-            figure.add_trace(bars(grouped(rows, "tag", extent), str(op).replace("_", " "), colour, 0.56))
+            merged = grouped(rows, "tag", describe_collective, extent)
+            figure.add_trace(bars(merged, str(op).replace("_", " "), colour, 0.56))
 
 
 def _axes(figure: go.Figure, lanes: Lanes) -> None:

@@ -1,47 +1,54 @@
 """The bars of a timeline: rows merged where a screen could not tell them apart, and what each says on hover."""
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from shardlab.plots.nesting import thin
+from shardlab.plots.nesting import MAX_BARS, thin
 from shardlab.plots.stack import GAP
 from shardlab.plots.units import format_bytes, format_us
 
 MAX_NAMED = 200  # beyond, no bar is wide enough for its name
+Row = Mapping[str, Any]
+Describe = Callable[[Row], str]
 
 
-def grouped(rows: pd.DataFrame, what: str, extent: tuple[float, float]) -> pd.DataFrame:
+def grouped(rows: pd.DataFrame, what: str, describe: Describe, extent: tuple[float, float]) -> pd.DataFrame:
     """Bars for rows with ``y``, ``start_us``, ``end_us``: one for each, or one for many in a column of the screen.
 
     Args:
         rows: spans or collectives of one trace.
         what: column that names a bar: ``unit`` or ``tag``.
+        describe: what a bar says on hover.
         extent: (begin, length) of the picture in microseconds.
 
     Returns:
-        ``y``, ``start`` and ``length`` (ms from the begin), ``name`` (written in the bar), ``text`` (shown on hover).
+        ``y``, ``start`` and ``length`` (ms from the begin), ``count`` (rows a bar stands for), ``name`` (written in the
+        bar), ``text`` (shown on hover).
     """
     start = rows["start_us"].to_numpy(dtype=np.float64) - extent[0]
     end = rows["end_us"].to_numpy(dtype=np.float64) - extent[0]
-    table = pd.DataFrame({"y": rows["y"].to_numpy(dtype=np.float64), "start": start, "end": end})
-    table["group"] = -1
-    for _, lane in table.groupby("y"):
-        lane_start, lane_end = lane["start"].to_numpy(dtype=np.float64), lane["end"].to_numpy(dtype=np.float64)
-        table.loc[lane.index, "group"] = thin(lane_start, lane_end, extent[1])
-    table["place"] = np.arange(len(table))
-    merged = table.groupby(["y", "group"], sort=False).agg(
-        start=("start", "min"), end=("end", "max"), count=("place", "size"), place=("place", "first")
-    )
-    describe = _describe_span if what == "unit" else _describe_collective
-    texts = [
-        describe(rows.iloc[place]) if count == 1 else f"<b>{count} merged</b>: zoomed out too far to tell them apart"
-        for place, count in zip(merged["place"], merged["count"], strict=True)
-    ]
-    places = zip(merged["place"], merged["count"], strict=True)
-    names = [str(rows[what].iloc[place]) if count == 1 else "" for place, count in places]
-    length = (merged["end"] - merged["start"]) / 1e3
-    return merged.assign(start=merged["start"] / 1e3, length=length, text=texts, name=names).reset_index()
+    y = rows["y"].to_numpy(dtype=np.float64)
+    group = np.arange(len(rows))
+    if len(rows) > MAX_BARS:  # else there is a column of the screen for each
+        for lane in np.unique(y):
+            here = np.flatnonzero(y == lane)
+            group[here] = here[thin(start[here], end[here], extent[1])]
+    _, first, place, count = np.unique(group, return_index=True, return_inverse=True, return_counts=True)
+    begins, ends = np.full(len(first), np.inf), np.full(len(first), -np.inf)
+    np.minimum.at(begins, place, start)
+    np.maximum.at(ends, place, end)
+    alone = rows.iloc[first[count == 1]].to_dict("records")
+    texts, names = iter([describe(row) for row in alone]), iter([str(row[what]) for row in alone])
+    return pd.DataFrame({
+        "y": y[first], "start": begins / 1e3, "length": (ends - begins) / 1e3, "count": count,
+        "name": [next(names) if number == 1 else "" for number in count],
+        "text": [next(texts) if number == 1 else f"<b>{number} merged</b>: zoomed out too far to tell them apart"
+                 for number in count],
+    })  # fmt: skip
 
 
 def bars(merged: pd.DataFrame, name: str, colour: str, width: float) -> go.Bar:
@@ -63,11 +70,29 @@ def bars(merged: pd.DataFrame, name: str, colour: str, width: float) -> go.Bar:
     )
 
 
-def _describe_span(row: "pd.Series[str]") -> str:
+def strips(merged: pd.DataFrame, name: str, colour: str) -> go.Bar:
+    """Thin bars below those that ``bars`` draws: times in which nothing moved."""
+    trace = bars(merged.assign(y=merged["y"] + 0.38), name, colour, 0.14)
+    return trace.update(text=None, marker_line=None)
+
+
+def describe_span(row: Row) -> str:
+    """A unit at work."""
     return f"<b>{row['unit'] or 'model'}</b>: {row['kind']}, rank {row['rank']}<br>{_length(row, 'start_us', 'end_us')}"
 
 
-def _describe_collective(row: "pd.Series[str]") -> str:
+def describe_wait(row: Row) -> str:
+    """A stretch in which a rank did nothing but wait."""
+    return f"<b>rank {row['rank']} waits</b> for {row['tag']}<br>{_length(row, 'start_us', 'end_us')}"
+
+
+def describe_queue(row: Row) -> str:
+    """The time from the issue of a collective to its beginning."""
+    return f"<b>queued</b>: {row['tag']}<br>{_length(row, 'start_us', 'end_us')}"
+
+
+def describe_collective(row: Row) -> str:
+    """What moved, how much, how fast, and who waited for it."""
     speed = float(row["bus_gb_per_s"])
     waited = pd.notna(row["wait_start_us"]) and pd.notna(row["wait_end_us"])
     lines = [
@@ -81,5 +106,5 @@ def _describe_collective(row: "pd.Series[str]") -> str:
     return "<br>".join(lines)
 
 
-def _length(row: "pd.Series[str]", start: str, end: str) -> str:
+def _length(row: Row, start: str, end: str) -> str:
     return format_us(float(row[end]) - float(row[start]))

@@ -42,13 +42,18 @@ class Entrance:
             self._last = (*as_it_is, self._cross(tensor))
         return self._last[3]
 
-    def again(self, part: Tensor) -> Tensor:
-        """Gather once more, in backward, what ``part`` became; for all columns together."""
+    def again(self, part: Tensor, *, for_all: bool) -> Tensor:
+        """Gather once more, in backward, what ``part`` became.
+
+        Args:
+            part: this rank's part.
+            for_all: remember it for the other columns, until the gradient of the whole is there.
+        """
         if self._again is not None and self._again[0].data_ptr() == part.data_ptr():
             return self._again[1]
         assert self.sequence_dim is not None
         whole = all_gather(part, self.comm, self.sequence_dim, tag=f"input of {self.name} again")
-        if self._is_shared:
+        if self._is_shared and for_all:
             self._again = (part, whole)
         return whole
 

@@ -26,11 +26,17 @@ class Places:
         self._of = held
 
     def check(self, styles: Mapping[str, Style]) -> None:
-        """Refuse tied weights that a plan would tear apart.
+        """Refuse tied weights that a plan would tear apart, and gradients that it would sum twice.
 
         Raises:
-            ValueError: one of their modules has a style, another has none; or their gradients would be summed twice.
+            ValueError: one of the modules of a tied weight has a style, another has none; a replicated parameter on
+                parts of the sequence is tied, or is in a module with a style inside one that is ``OnSequence``.
         """
+        for name in (name for name, style in styles.items() if isinstance(style, OnSequence)):
+            if inside := [other for other in styles if other.startswith(f"{name}.")]:
+                raise ValueError(
+                    f"plan: {name!r} is OnSequence with all it holds, so {inside[0]!r} has no style of its own"
+                )
         for together in self._tied:
             styled = [name for name, _ in together if name in styles]
             plain = [name for name, _ in together if name not in styles]

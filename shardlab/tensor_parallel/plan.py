@@ -70,7 +70,9 @@ def parallelize_module(
     places.check(styles)
     home = Process.device if device is None else torch.device(device)
     equalise_rng(comm, next((param.device for param in model.parameters() if not param.is_meta), home))
-    for name, module in list(model.named_modules()):
+    # By name: a list of the modules would keep each full layer alive until the last one is divided.
+    for name in [name for name, _ in model.named_modules()]:
+        module = model.get_submodule(name)
         make(name, module, places, home, init_fn)
         if name in styles:
             places.replace(module, styles[name].apply(name, module, comm))
@@ -90,6 +92,8 @@ def matched(plan: Plan, model: nn.Module) -> dict[str, Style]:
     first_name = {id(module): name for name, module in reversed(names.items())}
     found: dict[str, tuple[str, Style]] = {}
     for pattern, style in plan.items():
+        if isinstance(style, type):
+            raise ValueError(f"plan: {pattern!r} has the class {style.__name__}; write {style.__name__}()")
         hits = [name for name in names if _fits(name, pattern)]
         if not hits:
             near = get_close_matches(pattern, names, n=3, cutoff=0.0)

@@ -48,6 +48,11 @@ class _LinearOfGathered(torch.autograd.Function):
         part, weight = ctx.saved_tensors
         needs_input, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
         rows = gradient.flatten(0, -2)
-        d_weight = rows.T @ ctx.entrance.again(part).flatten(0, -2) if needs_weight else None
-        d_bias = rows.sum(0) if needs_bias else None
-        return (gradient @ weight if needs_input else None), None, d_weight, d_bias, None
+        d_weight = d_bias = d_input = None
+        if needs_weight:
+            d_weight = rows.T @ ctx.entrance.again(part, for_all=needs_input).flatten(0, -2)
+        if needs_bias:
+            d_bias = rows.sum(0)
+        if needs_input:
+            d_input = gradient @ weight
+        return d_input, None, d_weight, d_bias, None

@@ -53,6 +53,8 @@ class Column:
         linear = _require(name, module, nn.Linear, self)
         if self.head_dim is not None:
             for size in self.parts or (linear.out_features,):
+                if size % self.head_dim:
+                    raise ValueError(f"{name}: head_dim {self.head_dim} does not divide the {size} output features")
                 require_divisible(f"{name}: heads of {self.head_dim}", size // self.head_dim, num_ranks)
         check_column(
             name, linear.out_features, num_ranks, self.gather_output, self.parts, self.sequence_dim, self.regather
@@ -153,4 +155,6 @@ def _require(name: str, module: nn.Module, kind: type[M], style: Style) -> M:
         raise ValueError(
             f"plan: {type(style).__name__} takes an nn.{kind.__name__}, and {name!r} is a {type(module).__name__}"
         )
+    if module._forward_hooks or module._forward_pre_hooks:
+        raise ValueError(f"plan: {name!r} has hooks, which its parallel form would not have; register them afterwards")
     return module

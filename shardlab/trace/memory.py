@@ -6,13 +6,15 @@ Inside a traced step on CPU a dispatch mode sees every storage an operation make
 freed. The log of these events is replayed when the step is over, when it is known what each storage became: what
 survives as gradient was a gradient from its first byte. The rest made in forward is activation, in backward or the
 optimizer other (temporaries, and gradients of activations). Scratch of the transports is told by the communicator's
-events. Tracing one step slows it some three times; its times are left out of the statistics.
+events. Every change also carries the unit the rank was in, so that the peak has a place in the model and the whole step
+a course. Tracing one step slows it some three times; its times are left out of the statistics.
 """
 
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from time import perf_counter_ns
 from types import TracebackType
 from typing import Any, Self
@@ -22,13 +24,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # no public way to see every operation
 
 from shardlab.comm import CollectiveEvent
-from shardlab.vocabulary import Collective, Phase, Role
+from shardlab.vocabulary import WHOLE_MODEL, Collective, MeshAxis, Phase, Role
 
 _MOVES = {
     Collective.ALL_GATHER: Role.GATHERED_PARAMETER,
     Collective.REDUCE_SCATTER: Role.GRADIENT,
     Collective.ALL_REDUCE: Role.GRADIENT,
 }
+_PLAIN = (Tensor, torch.nn.Parameter)
 LiveTensors = Mapping[Role, Iterable[Tensor]]
 ByRole = dict[Role, int]
 
@@ -58,17 +61,18 @@ def bytes_by_role(live: LiveTensors) -> ByRole:
 
 
 @dataclass(frozen=True)
-class Peak:
-    """The highest moment of a traced step: when, in which phase, and the bytes of every role then."""
+class Moment:
+    """A moment of a traced step: when, in which phase and unit, and the bytes of every role then."""
 
     time_ns: int
     phase: Phase
+    unit: str
     by_role: ByRole
 
     @property
     def num_bytes(self) -> int:
-        """All roles together."""
-        return sum(self.by_role.values())
+        """All roles on the device together."""
+        return sum(num_bytes for role, num_bytes in self.by_role.items() if role is not Role.OFFLOADED)
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class _Change:
     num_bytes: int  # negative when freed
     time_ns: int
     phase: Phase
+    unit: str
 
 
 class MemoryLedger(TorchDispatchMode):
@@ -89,8 +94,10 @@ class MemoryLedger(TorchDispatchMode):
     def __init__(self, live: LiveTensors) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase = Phase.DATA
+        self.unit = WHOLE_MODEL
         self._log: list[_Change] = []
         self._known: dict[int, int] = {}  # key of a live storage -> its serial number: keys are used again
+        self._num_bytes: dict[int, int] = {}  # of a live storage, by serial number
         self._made_in: dict[int, Phase] = {}
         self._roles: dict[int, Role] = {}
         self._next = 0
@@ -106,14 +113,29 @@ class MemoryLedger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and log the storages of its results."""
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a tensor made of others (DTensor): it asks again for the plain ones inside
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(value, Tensor):
+            if type(value) in _PLAIN and not value.is_meta:  # (DTensor finds shapes out with tensors without memory)
                 storage = value.untyped_storage()
                 if storage._cdata not in self._known:
                     self._enter_storage(storage._cdata, storage.nbytes())
                     self._watch(storage)
         return result
+
+    def __enter__(self) -> Self:
+        """Begin to log, also storages that are resized in place, which no operation shows (torch's FSDP2 does it)."""
+        resize = torch.UntypedStorage.resize_
+
+        def logged(storage: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage:
+            result: torch.UntypedStorage = resize(storage, num_bytes)
+            self._resized(storage)
+            return result
+
+        setattr(torch.UntypedStorage, "resize_", logged)  # noqa: B010  (as an assignment it has no type)
+        entered: Self = super().__enter__()  # type: ignore[no-untyped-call]
+        return entered
 
     def __exit__(
         self,
@@ -122,6 +144,7 @@ class MemoryLedger(TorchDispatchMode):
         traceback: TracebackType | None,
     ) -> None:
         super().__exit__(exc_type, exc_value, traceback)  # type: ignore[no-untyped-call]
+        del torch.UntypedStorage.resize_  # torch's own is that of the class above
         self._closed = True
 
     _closed = False
@@ -136,29 +159,41 @@ class MemoryLedger(TorchDispatchMode):
     def issued(self, event: CollectiveEvent) -> None:
         """What a collective moves says what it is: gathered are parameters, reduced are gradients."""
         serial = self._known.get(event.storage)
-        if serial is not None and event.op in _MOVES and self.phase in (Phase.FORWARD, Phase.BACKWARD):
+        of_activations = event.axis == MeshAxis.TENSOR
+        if (
+            serial is not None
+            and event.op in _MOVES
+            and not of_activations
+            and self.phase in (Phase.FORWARD, Phase.BACKWARD)
+        ):
             self._roles.setdefault(serial, _MOVES[event.op])
 
     def started(self, event: CollectiveEvent) -> None:
         """A transport takes its scratch (from the lane's thread)."""
-        self._log.append(_Change(self._scratch, event.scratch_bytes, perf_counter_ns(), self.phase))
+        self._log.append(_Change(self._scratch, event.scratch_bytes, perf_counter_ns(), self.phase, self.unit))
 
     def completed(self, event: CollectiveEvent) -> None:
         """A transport gives its scratch back."""
-        self._log.append(_Change(self._scratch, -event.scratch_bytes, perf_counter_ns(), self.phase))
+        self._log.append(_Change(self._scratch, -event.scratch_bytes, perf_counter_ns(), self.phase, self.unit))
 
-    def peak(self) -> Peak:
-        """Replay the log."""
+    def moments(self) -> list[Moment]:
+        """The course of the step: of each stretch in one unit and phase its highest and its last moment, in order."""
+        found: list[Moment] = []
         held: Counter[Role] = Counter(dict.fromkeys(Role, 0))
-        total = best = -1
-        peak = Peak(0, Phase.DATA, {})
-        total = 0
-        for change in self._log:
-            held[self._role_of(change.key)] += change.num_bytes
-            total += change.num_bytes
-            if total > best:
-                best, peak = total, Peak(change.time_ns, change.phase, dict(held))
-        return peak
+        for (phase, unit), changes in groupby(self._log, key=lambda change: (change.phase, change.unit)):
+            highest: Moment | None = None
+            for change in changes:
+                held[self._role_of(change.key)] += change.num_bytes
+                last = Moment(change.time_ns, phase, unit, dict(held))
+                if highest is None or last.num_bytes > highest.num_bytes:
+                    highest = last
+            assert highest is not None
+            found += [highest] if highest is last else [highest, last]
+        return found
+
+    def peak(self) -> Moment:
+        """The first of the highest moments."""
+        return max(self.moments(), key=lambda moment: moment.num_bytes)
 
     def _role_of(self, serial: int) -> Role:
         if serial in self._roles:
@@ -172,19 +207,32 @@ class MemoryLedger(TorchDispatchMode):
     def _enter_storage(self, key: int, num_bytes: int) -> None:
         serial = self._serial()
         self._known[key] = serial
+        self._num_bytes[serial] = num_bytes
         self._made_in[serial] = self.phase
-        self._log.append(_Change(serial, num_bytes, perf_counter_ns(), self.phase))
+        self._log.append(_Change(serial, num_bytes, perf_counter_ns(), self.phase, self.unit))
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
         # A dead ledger must not be kept alive by tensors that outlive it.
-        weakref.finalize(storage, _forget, weakref.ref(self), storage._cdata, storage.nbytes()).atexit = False
+        weakref.finalize(storage, _forget, weakref.ref(self), storage._cdata).atexit = False
 
-    def _freed(self, key: int, num_bytes: int) -> None:
+    def _freed(self, key: int) -> None:
         serial = self._known.pop(key, None)
         if serial is not None and not self._closed:
-            self._log.append(_Change(serial, -num_bytes, perf_counter_ns(), self.phase))
+            self._change(serial, 0)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        serial = self._known.get(storage._cdata)
+        if serial is not None:
+            self._change(serial, storage.nbytes())
+        else:
+            self._enter_storage(storage._cdata, storage.nbytes())
+            self._watch(storage)
+
+    def _change(self, serial: int, num_bytes: int) -> None:
+        before, self._num_bytes[serial] = self._num_bytes[serial], num_bytes
+        self._log.append(_Change(serial, num_bytes - before, perf_counter_ns(), self.phase, self.unit))
 
 
-def _forget(ledger: "weakref.ref[MemoryLedger]", key: int, num_bytes: int) -> None:
+def _forget(ledger: "weakref.ref[MemoryLedger]", key: int) -> None:
     if (alive := ledger()) is not None:
-        alive._freed(key, num_bytes)
+        alive._freed(key)

@@ -12,14 +12,15 @@ from time import perf_counter_ns
 
 import torch
 
+from shardlab.analysis.memory import PEAK, REST
 from shardlab.comm import CollectiveEvent
 from shardlab.tables import COLLECTIVES, MEMORY, SHARDS, SPANS, STEPS
 from shardlab.trace.clock import Clock, Mark, TimeAxis
-from shardlab.trace.memory import ByRole, LiveTensors, MemoryLedger, bytes_by_role
+from shardlab.trace.memory import ByRole, LiveTensors, MemoryLedger, Moment, bytes_by_role
 from shardlab.trace.resident import ResidentBytes
-from shardlab.trace.rows import WHOLE_MODEL, Span, collective_row, memory_rows, span_rows, traffic
+from shardlab.trace.rows import Span, collective_row, memory_rows, span_rows, traffic, unit_place
 from shardlab.trace.store import Row, RunWriter
-from shardlab.vocabulary import Phase, SpanKind
+from shardlab.vocabulary import WHOLE_MODEL, Phase, SpanKind
 
 BEFORE_TRAINING = -1
 # What is held at rest settles in the first steps (optimizer state appears in step 0). Reading it means touching every
@@ -106,18 +107,21 @@ class Recorder:
             began_ns = perf_counter_ns()
             if kind is not None:
                 self.end_span(WHOLE_MODEL, kind)
+                self._forget_open()
             self._phase = before
             self.spent(began_ns)
 
     def begin_span(self, unit: str, kind: SpanKind) -> None:
-        """A unit starts to compute."""
-        self._open[unit, kind] = Span(unit, kind, self._clock.mark())
+        """A unit starts to compute; forward inside of backward is recomputation."""
+        self._open[unit, kind] = Span(unit, self._kind(kind), self._clock.mark())
+        self._tell_ledger()
 
     def end_span(self, unit: str, kind: SpanKind) -> None:
         """A unit has ended; without a beginning, nothing."""
         if (span := self._open.pop((unit, kind), None)) is not None:
             span.end = self._clock.mark()
             self._spans.append(span)
+            self._tell_ledger()
 
     def spent(self, since_ns: int) -> None:
         """Recording has taken from ``since_ns`` until now."""
@@ -131,7 +135,7 @@ class Recorder:
             live = self.live_tensors()
             if self._ledger is not None:
                 self._ledger.classify(live)
-            self._sample("rest", bytes_by_role(live), began_ns, self._phase)
+            self._sample(REST, bytes_by_role(live), began_ns, self._phase)
         self.spent(began_ns)
 
     def issued(self, event: CollectiveEvent) -> None:
@@ -205,10 +209,32 @@ class Recorder:
             return torch.cuda.max_memory_allocated()
         if self._ledger is None:
             return None
-        peak = self._ledger.peak()
-        self._sample("peak", peak.by_role, peak.time_ns, peak.phase)
+        moments = self._ledger.moments()
+        peak = max(moments, key=lambda moment: moment.num_bytes)
+        self._sample(PEAK, peak.by_role, peak.time_ns, peak.phase)
+        for moment in moments:
+            self._memory += self._course(moment)
         return peak.num_bytes
+
+    def _course(self, moment: Moment) -> list[Row]:
+        """Rows of a moment within the step; nobody read the process' resident set then."""
+        time_us = self._axis.host_us(moment.time_ns)
+        return memory_rows(unit_place(moment.unit), moment.by_role, time_us, moment.phase, None, cuda=False)
 
     def _sample(self, where: str, held: ByRole, time_ns: int, phase: Phase) -> None:
         time_us, resident_bytes = self._axis.host_us(time_ns), self._resident_bytes()
         self._memory += memory_rows(where, held, time_us, phase, resident_bytes, cuda=self._on_cuda)
+
+    def _kind(self, kind: SpanKind) -> SpanKind:
+        recomputes = kind is SpanKind.FORWARD and self._phase is Phase.BACKWARD
+        return SpanKind.RECOMPUTE if recomputes else kind
+
+    def _forget_open(self) -> None:
+        """The phase is over: a unit whose input needs no gradient was never told that its backward has ended."""
+        self._open.clear()
+        self._tell_ledger()
+
+    def _tell_ledger(self) -> None:
+        """The unit that began last and has not ended is the one that holds what is now made."""
+        if self._ledger is not None:
+            self._ledger.unit = next(reversed(self._open), (WHOLE_MODEL, None))[0]

@@ -5,15 +5,14 @@ from dataclasses import dataclass
 
 import torch
 
+from shardlab.analysis.memory import WHOLE_STEP
 from shardlab.analysis.overlap import COMPUTE_KINDS
 from shardlab.comm import CollectiveEvent
 from shardlab.trace.clock import Mark, TimeAxis
 from shardlab.trace.memory import ByRole
 from shardlab.trace.spans import Interval, exposure, merged, without
 from shardlab.trace.store import Row
-from shardlab.vocabulary import Phase, SpanKind
-
-WHOLE_MODEL = "model"
+from shardlab.vocabulary import WHOLE_MODEL, Phase, SpanKind
 
 
 @dataclass(slots=True)
@@ -66,7 +65,7 @@ def traffic(collectives: Sequence[Row], spans: Iterable[Row]) -> Row:
 
 
 def memory_rows(
-    where: str, held: ByRole, time_us: float, phase: Phase, resident_bytes: int, *, cuda: bool
+    where: str, held: ByRole, time_us: float, phase: Phase, resident_bytes: int | None, *, cuda: bool
 ) -> list[Row]:
     """One row a role; the allocator's and the process' figures stand beside each."""
     common = {
@@ -76,6 +75,11 @@ def memory_rows(
         "resident_bytes": resident_bytes,
     }  # fmt: skip
     return [{**common, "role": role, "bytes": num_bytes} for role, num_bytes in held.items()]
+
+
+def unit_place(unit: str) -> str:
+    """``where`` of a sample taken in a unit; a module that is called 'rest' or 'peak' must not read as one."""
+    return f"module {unit}" if unit in WHOLE_STEP else unit
 
 
 def _bounds(span: Span, axis: TimeAxis) -> Interval:

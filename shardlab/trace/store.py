@@ -28,7 +28,7 @@ _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Records:
     """The five tables of one run or of several, and the manifests by run name."""
 
@@ -38,6 +38,15 @@ class Records:
     shards: pd.DataFrame
     steps: pd.DataFrame
     manifests: Mapping[str, Mapping[str, Any]]
+
+    def __repr__(self) -> str:
+        """A line for each table: whole tables would fill pages."""
+        lines = [f"Records of {', '.join(self.manifests) or 'no run'}"]
+        for name in TABLES:
+            table = getattr(self, name)
+            ranks, steps = table["rank"].nunique(), table["step"].nunique()
+            lines.append(f"  {name:<12}{len(table):>9,} rows, {ranks} ranks, {steps} steps")
+        return "\n".join(lines)
 
 
 class RunWriter:
@@ -117,10 +126,30 @@ def load_runs(directories: Iterable[Path | str]) -> Records:
     return Records(**joined, manifests={name: known for run in runs for name, known in run.manifests.items()})
 
 
+def run_directories(directory: Path | str) -> list[Path]:
+    """The directories of runs in ``directory``: itself, or those under ``records`` where it is a comparison.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    directory = Path(directory)
+    if (directory / "manifest.json").is_file():
+        return [directory]
+    found = sorted(path.parent for path in directory.glob("records/*/manifest.json"))
+    if not found:
+        raise ValueError(
+            f"run: {directory} holds no manifest.json and no records/*/manifest.json, so it is neither a run nor a "
+            "comparison"
+        )
+    return found
+
+
 def _manifest(directory: Path) -> dict[str, Any]:
     path = directory / "manifest.json"
     if not path.is_file():
-        raise ValueError(f"run: {directory} holds no manifest.json, so it is no run")
+        runs = sorted(found.parent.name for found in directory.glob("records/*/manifest.json"))
+        hint = f" but a comparison: load_comparison reads it, load_run one of its records/: {', '.join(runs)}"
+        raise ValueError(f"run: {directory} holds no manifest.json, so it is no run{hint if runs else ''}")
     try:
         manifest = json.loads(path.read_text())
         version = int(manifest["format"])

@@ -3,6 +3,8 @@
 A unit is a child of the root module; lists of modules are opened, so the blocks of a GPT are units of their own.
 Backward of a unit lasts from the gradient of its output to the gradient of its input. Both are seen by tensor hooks,
 which change nothing in the graph; module backward hooks would insert a node and refuse in-place operations.
+Recomputation (activation checkpointing) leaves a forward as soon as it has what backward needs, by an exception: the
+hook at the end of forward is therefore called in any case.
 """
 
 from collections.abc import Callable, Iterator
@@ -65,7 +67,7 @@ def _watch(name: str, unit: nn.Module, sink: SpanSink) -> Iterator[RemovableHand
     has_gradient_of_output = _mark(sink.begin_span, name, sink)
     has_gradient_of_input = _mark(sink.end_span, name, sink)
     yield unit.register_forward_pre_hook(before)
-    yield unit.register_forward_hook(after)
+    yield unit.register_forward_hook(after, always_call=True)
 
 
 def _mark(tell: Callable[[str, SpanKind], None], name: str, sink: SpanSink) -> Callable[[Tensor], None]:

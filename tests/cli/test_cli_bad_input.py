@@ -49,6 +49,7 @@ CASES = {
     "no accumulation": (["--accumulation", "0"], ["accumulation", "0 is below 1"]),
     "batch does not divide": (["--ranks", "3", "--batch", "10"], ["batch", "10", "a multiple of 3"]),
     "missing text": (["--text", "nowhere.txt"], ["text", "there is no file", "nowhere.txt", "stdlib"]),
+    "a directory as text": (["--text", "used"], ["text", "used is a directory", "stdlib"]),
     "empty text": (["--text", "empty.txt"], ["text", "empty.txt is empty"]),
     "short text": (["--text", "short.txt", "--seq-len", "64"], ["text", "short.txt has 10 bytes", "need 65"]),
     "used directory": (["--out", "used"], ["out", "used holds another run", "new or an empty directory"]),

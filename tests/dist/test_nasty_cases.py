@@ -26,6 +26,8 @@ SETUPS = {
     "fsdp-by-size": ("fsdp", {"wrap": 50, "prefetch": 0}),
     "fsdp-shard_grad_op": ("fsdp", {"sharding": "shard_grad_op"}),
     "fsdp-no_shard": ("fsdp", {"sharding": "no_shard"}),
+    "fsdp-small-replicated": ("fsdp", {"replicate_below": 20}),
+    "fsdp-offload": ("fsdp", {"offload": "all", "layout": "dim0"}),
     "fsdp-hybrid": ("fsdp", {"sharding": "hybrid_shard"}),
     "fsdp-hybrid-dim0": ("fsdp", {"sharding": "hybrid_shard", "layout": "dim0"}),
 }

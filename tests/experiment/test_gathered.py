@@ -14,7 +14,7 @@ from shardlab.experiment.gathered import (
     unit_bytes,
     watch_gathered,
 )
-from shardlab.experiment.gathered_figure import gathered_over_a_step
+from shardlab.plots import gathered_over_a_step
 from shardlab.models import GPT, GPTConfig, next_token_loss
 from shardlab.plots import summary_of
 from tests.conftest import Pools

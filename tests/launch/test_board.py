@@ -4,12 +4,13 @@ from time import perf_counter_ns
 
 from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.launch.board import Board, BoardWriter, CallState, describe
+from shardlab.launch.mismatch import mismatch
 from shardlab.launch.stack import SeenCall
 from shardlab.vocabulary import Collective
 
 
-def event(seq, op=Collective.ALL_REDUCE, tag="gradients", source_line="train.py:31"):
-    return CollectiveEvent(seq, op, "data", tag, "float32", 4, 16, 16.0, 2, "gloo", False, source_line)
+def event(seq, op=Collective.ALL_REDUCE, tag="gradients", source_line="train.py:31", dtype="float32", numel=4):
+    return CollectiveEvent(seq, op, "data", tag, dtype, numel, 16, 16.0, 2, "gloo", False, source_line)
 
 
 def shown(board, rank=1):
@@ -35,6 +36,7 @@ def test_row_says_what_was_issued(tmp_path):
     row = rows[1]
     assert (row.rank, row.seq, row.op, row.axis) == (1, 7, "reduce_scatter", "data")
     assert (row.tag, row.source_line) == ("gradients", "train.py:31")
+    assert row.call == "reduce_scatter 'gradients' of 4 float32"
     assert 0 <= row.waited_s(perf_counter_ns()) < 60
 
 
@@ -89,9 +91,10 @@ def test_clear_forgets_what_is_in_flight(tmp_path):
 
 def test_long_texts_are_cut_and_stay_text(tmp_path):
     board, writer = make(tmp_path)
-    writer.issued(event(0, tag="ä" * 500, source_line="/long" * 200 + "/train.py:31"))
+    writer.issued(event(0, tag="ä" * 500, source_line="/long" * 200 + "/train.py:31", dtype="float8_e4m3fnuz"))
     row = board.read()[1]
     assert set(row.tag) == {"ä"}
+    assert row.dtype == "float8_e4m3fnuz"
     assert row.source_line.endswith("/train.py:31")
 
 
@@ -99,7 +102,39 @@ def test_describe(tmp_path):
     board, writer = make(tmp_path)
     writer.issued(event(0))
     lines = describe(board.read(), ["running", "running", "dead"]).splitlines()
-    assert lines[0].split() == ["rank", "process", "collective", "tag", "state", "since", "(s)", "source", "line"]
-    assert lines[1].split() == ["0", "running", "-", "-", "no", "collective", "yet", "-", "-"]
-    assert lines[2].split() == ["1", "running", "all_reduce", "(data)", "gradients", "waiting", "0.0", "train.py:31"]
+    assert " ".join(lines[0].split()) == "rank process collective tag state since (s) elements source line"
+    assert lines[1].split() == ["0", "running", "-", "-", "no", "collective", "yet", "-", "-", "-"]
+    shown = ["1", "running", "all_reduce", "(data)", "gradients", "waiting", "0.0", "4", "float32", "train.py:31"]
+    assert lines[2].split() == shown
     assert lines[3].split()[:2] == ["2", "dead"]
+
+
+def test_a_failed_wait_shows_the_collective_that_ended_before_it(tmp_path):
+    board, writer = make(tmp_path)
+    one = event(3)
+    writer.issued(one)
+    writer.completed(one)
+    writer.failed(SeenCall("wait", "cell:1", float(perf_counter_ns())))
+    row = board.read()[1]
+    assert (row.state, row.op, row.seq) == (CallState.FAILED, "all_reduce", 3)
+
+
+def test_ranks_in_different_collectives_are_told(tmp_path):
+    board, writer = make(tmp_path)
+    other = BoardWriter(board.path, 2)
+
+    def seen(mine, theirs):
+        for one, row in ((writer, mine), (other, theirs)):
+            one.clear()
+            one.issued(row)
+        return mismatch(board.read())
+
+    assert seen(event(5), event(5)) == ""
+    assert seen(event(5), event(6, numel=8)) == "", "ranks at different places of the program"
+    assert seen(event(5, Collective.SEND), event(5, Collective.RECV)) == ""
+    assert seen(event(5), event(5, numel=8)) == (
+        "Collective 5 of axis 'data' differs between ranks: rank 1 in all_reduce 'gradients' of 4 float32, "
+        "rank 2 in all_reduce 'gradients' of 8 float32"
+    )
+    assert "4 float64" in seen(event(5), event(5, dtype="float64"))
+    assert "rank 2 in all_gather" in seen(event(5), event(5, Collective.ALL_GATHER))

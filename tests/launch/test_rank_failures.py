@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardlab.comm import Mesh
 from shardlab.comm.events import CollectiveEvent
 from shardlab.comm.pending import Pending
 from shardlab.launch import RankDied, RankError, RankHang, RankPool, current
@@ -166,9 +167,47 @@ def test_hang_by_event_names_who_waits_and_who_is_absent():
         assert time.monotonic() - start < 30
         assert caught.value.waiting == (0, 2)
         first = str(caught.value).splitlines()[0]
-        assert "rank 0 in all_reduce 'loss' at train.py:31" in first
+        assert "rank 0 in all_reduce 'loss' of 4 float32 at train.py:31" in first
         assert "Not in it: rank 1 (returned)" in first
         assert works_again(pool)
+
+
+def test_hang_tells_that_the_collectives_differ():
+    def differ(rank):
+        comm = Mesh({"data": 2}).data
+        verb = comm.all_reduce if rank else comm.all_gather
+        verb(torch.ones(100), tag="loss").wait()
+
+    with RankPool(2, device="cpu", timeout_s=1.0) as pool, pytest.raises(RankHang) as caught:
+        pool.run(differ)
+    assert (
+        str(caught.value)
+        .splitlines()[0]
+        .endswith(
+            "Collective 0 of axis 'data' differs between ranks: "
+            "rank 0 in all_gather 'loss' of 100 float32, rank 1 in all_reduce 'loss' of 100 float32"
+        )
+    )
+
+
+@pytest.mark.parametrize("verb", ["all_reduce", "all_gather"])
+def test_sizes_that_differ_are_told(pools, verb):
+    def differ(rank):
+        getattr(Mesh({"data": 2}).data, verb)(torch.ones(100 * (rank + 1)), tag="loss").wait()
+
+    # gloo ends the process that receives more than it has room for.
+    with pytest.raises(RankDied) as caught:
+        pools(2).run(differ)
+    assert (
+        str(caught.value)
+        .splitlines()[0]
+        .endswith(
+            "Collective 0 of axis 'data' differs between ranks: "
+            f"rank 0 in {verb} 'loss' of 100 float32, rank 1 in {verb} 'loss' of 200 float32"
+        )
+    )
+    assert ["100 float32" in row for row in caught.value.table.splitlines()] == [False, True, False]
+    assert ["200 float32" in row for row in caught.value.table.splitlines()] == [False, False, True]
 
 
 def test_skipped_collective_of_torch_itself():

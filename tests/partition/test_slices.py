@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardlab.partition.slices import TensorSlice, even_slice, parts_slice, require_divisible, slices_of
+from shardlab.partition.slices import TensorSlice, even_slice, parts_slice, require_divisible, slices_of, stretches
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -20,6 +20,19 @@ def test_every_part_is_divided():
     assert found == TensorSlice((8, 3), 0, ((2, 4), (5, 6), (7, 8)), 1, 2)
     assert found.shape == (4, 3)
     assert found.of_rank(0).ranges == ((0, 2), (4, 5), (6, 7))
+
+
+def test_stretches_are_the_places_of_the_elements():
+    for slice_, whole in (
+        (even_slice((4, 6), 0, 1, 2), [(12, 24)]),
+        (even_slice((4, 6), 1, 1, 2), [(3, 6), (9, 12), (15, 18), (21, 24)]),
+        (parts_slice((8, 2), 0, (4, 2, 2), 1, 2), [(4, 8), (10, 12), (14, 16)]),
+        (even_slice((2, 4, 3), 1, 0, 2), [(0, 6), (12, 18)]),
+    ):
+        places = [place for start, stop in whole for place in range(start, stop)]
+        assert list(stretches(slice_, 0, len(places))) == whole
+        found = [place for start, stop in stretches(slice_, 2, 7) for place in range(start, stop)]
+        assert found == places[2:7]
 
 
 def test_parts_must_add_up():

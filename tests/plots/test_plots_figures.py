@@ -30,6 +30,7 @@ def every_figure(records):
         "shards": plots.shard_map(records.shards, run="zero1", role="optimizer_state"),
         "messages": plots.message_times(messages),
         "buckets": plots.bucket_curve(buckets),
+        "traffic": plots.traffic_matrix(records.collectives, run="zero1"),
     }
 
 
@@ -192,3 +193,19 @@ def test_empty_tables_say_so(records):
 def test_missing_columns_are_named(records):
     with pytest.raises(ValueError, match=r"table 'steps': missing columns \['loss'\]"):
         plots.loss_curves(records.steps.drop(columns="loss"))
+
+
+def test_long_curves_are_thinned_and_say_so(records):
+    count = 30_000
+    row = records.steps[records.steps["run"] == "ddp"].iloc[:1]
+    steps = pd.concat([row] * count, ignore_index=True).assign(step=np.arange(count), traced_memory=False)
+    steps = steps.assign(loss=np.sin(np.arange(count)))
+    steps.loc[12_345, "loss"] = 7.0
+    both = pd.concat([steps, steps.assign(run="zero1", loss=steps["loss"] * 1.01)])
+    for figure in (plots.loss_curves(both), plots.loss_difference(both, "ddp")):
+        assert (
+            "60,000 steps" in figure.layout.title.subtitle.text or "30,000 steps" in figure.layout.title.subtitle.text
+        )
+        assert len(str(plain_json(figure))) < 300_000
+    assert max(trace(plots.loss_curves(both), "ddp").y) == 7.0
+    assert "at most 400 of its steps" in plots.step_times(steps).layout.title.subtitle.text

@@ -113,3 +113,23 @@ def test_a_hundred_thousand_spans_give_few_traces_and_few_bars():
     assert len(str(plain_json(figure))) < 2_000_000
     drawn = sum(float(np.sum(part.x)) for part in figure.data)
     assert 0.5 * count * 0.008 < drawn < 1.5 * count * 4 * 0.01
+    assert figure.layout.title.subtitle.text.startswith("100,000 spans and collectives drawn as")
+
+
+def test_a_hundred_thousand_collectives_are_merged_with_their_strips():
+    count = 100_000
+    begin = np.arange(count) * 10.0
+    times = {"issue_us": 0.0, "start_us": 2.0, "end_us": 8.0, "wait_start_us": 3.0, "wait_end_us": 8.0}
+    collectives = pd.DataFrame(
+        {
+            "run": "r", "source": "measured", "rank": 0, "step": 0, "seq": np.arange(count), "axis": "data",
+            "op": "all_reduce", "tag": "gradient", "phase": "backward", "dtype": "float32", "numel": 1, "bytes": 4,
+            "wire_bytes": 4.0, "group_size": 2, "transport": "gloo", **{name: begin + at for name, at in times.items()},
+        }
+    )  # fmt: skip
+    span = {"run": "r", "source": "measured", "rank": 0, "step": 0, "unit": "model", "kind": "backward"}
+    spans = SPANS.frame([span | {"start_us": 0.0, "end_us": count * 10.0}])
+    figure = collective_timeline(COLLECTIVES.frame(collectives), spans)
+    assert [part.name for part in figure.data] == ["backward", "rank waits", "queued", "all reduce"]
+    assert sum(len(part.x) for part in figure.data) < 5_000
+    assert figure.layout.title.subtitle.text.startswith("100,001 spans and collectives drawn as")

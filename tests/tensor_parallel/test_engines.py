@@ -236,6 +236,60 @@ def test_full_states_go_in_and_out(pools, key):
                 assert torch.equal(again["state"][number][name], value)
 
 
+def elements_held(rank, key):
+    """Elements of the whole parameters, by role and parameter, and bytes by role."""
+    strategy, options, axes = ENGINES[key]
+    with Mesh(axes) as mesh:
+        model = parallel(rank, mesh, {})
+        with build_engine(strategy, model, OPTIMIZERS["adamw"], mesh, **options) as engine:
+            x, y = batch(0, 0, engine.data_rank, engine.num_data_ranks)
+            engine.backward(next_token_loss(engine(x), y))
+            engine.step()
+            found, num_bytes = {}, {}
+            for row in engine.shard_map():
+                places = found.setdefault((str(row.role), row.parameter, row.shape), [])
+                places += range(row.start, row.stop)
+                num_bytes[str(row.role)] = num_bytes.get(str(row.role), 0) + row.num_bytes
+            tensors = list(engine.step_tensors())
+            stepped = sum(tensor.numel() for tensor in tensors)
+            return found, num_bytes, stepped, set(engine.slices)
+
+
+@pytest.mark.parametrize("key", ["ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp-dim0"])
+def test_the_shard_map_counts_in_whole_parameters(pools, key):
+    """Every element is held as often as it should be: a slice's once, where the data axis shards it once altogether."""
+    shapes = {name: tuple(param.shape) for name, param in build().named_parameters()}
+    results = pools(4).run(elements_held, key)
+    for role in ("parameter", "gradient", "optimizer_state"):
+        sharded = {"zero1": 1, "zero2": 2, "zero3": 3, "fsdp-dim0": 3}.get(key, 0)
+        is_sharded = sharded >= {"optimizer_state": 1, "gradient": 2, "parameter": 3}[role]
+        for name, shape in shapes.items():
+            held = [place for found, *_ in results for place in found.get((role, name, shape), [])]
+            times = (1 if name in results[0][3] else 2) * (1 if is_sharded else 2)
+            numel = torch.Size(shape).numel()
+            assert sorted(held) == sorted(list(range(numel)) * times), (role, name)
+    for _, num_bytes, stepped, _ in results:
+        assert num_bytes["optimizer_state"] == 2 * 8 * stepped
+
+
+def recomputed(rank, key, plan):
+    strategy, options, axes = ENGINES[key]
+    with Mesh(axes) as mesh:
+        model = parallel(rank, mesh, PLANS[plan])
+        for block in model.blocks:
+            plain = block.forward
+            block.forward = lambda x, plain=plain: torch.utils.checkpoint.checkpoint(plain, x, use_reentrant=False)
+        with build_engine(strategy, model, OPTIMIZERS["sgd"], mesh, **options) as engine:
+            losses, norms = train_engine(engine, mesh, 4, 1, None, False, 2.0)
+            return losses, norms, engine.full_state_dict(), engine.full_optimizer_state_dict()
+
+
+@pytest.mark.parametrize("key", ["bucketed", "zero3", "fsdp"])
+def test_activation_checkpointing(pools, key):
+    for plan in ("whole", "regather, logits in parts"):
+        assert_same(pools(4).run(recomputed, key, plan), reference("sgd"))
+
+
 def refused(rank):
     with Mesh({"data": 1, "tensor": 2}) as mesh, Mesh({"data": 2}) as data_only:
         with pytest.raises(ValueError, match="model: the mesh has 2 tensor-parallel ranks, and the model is whole"):

@@ -183,8 +183,22 @@ REFUSED = {
         "'token_embedding' has a style, and 'head', whose weight is tied to it, has none",
     ),
     "tied on the sequence": (TiedNorms, {"*": OnSequence()}, "'weight' of 'a' is tied, and cannot be so on parts"),
+    "inside": (
+        gpt,
+        {"blocks.*.mlp": OnSequence(), "blocks.*.mlp.fc2": Row(sequence_dim=1)},
+        "'blocks.0.mlp' is OnSequence with all it holds, so 'blocks.0.mlp.fc2' has no style of its own",
+    ),
+    "class": (gpt, {"blocks.*.mlp.fc1": Column}, "'blocks.*.mlp.fc1' has the class Column; write Column()"),
+    "head_dim": (gpt, {"blocks.*.mlp.fc1": Column(head_dim=7)}, "head_dim 7 does not divide the 64 output features"),
+    "hooked": (lambda: hooked(), {"blocks.*.mlp.fc1": Column()}, "'blocks.0.mlp.fc1' has hooks, which its parallel"),
     "tied differently": (TiedLinear, {"a": Column(), "b": Row()}, "'a' and 'b' would be sliced differently"),
 }
+
+
+def hooked():
+    model = gpt()
+    model.blocks[0].mlp.fc1.register_forward_hook(lambda *_: None)
+    return model
 
 
 def refuse(rank, name):

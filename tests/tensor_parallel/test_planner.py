@@ -232,5 +232,5 @@ def test_bad_setups_are_refused():
         TensorSetup(2, 8, 1, 12, 8, 1, dtype="int8")
     with pytest.raises(ValueError, match="regather: it is for sequence_parallel=True"):
         TensorSetup(2, 8, 1, 12, 8, 1, regather=True)
-    with pytest.raises(ValueError, match="dim 0 of .*: 12 does not divide over 5"):
+    with pytest.raises(ValueError, match=r"dim 0 of .*: 12 does not divide over 5"):
         divided(described(build()), 5)

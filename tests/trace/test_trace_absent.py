@@ -12,7 +12,7 @@ from shardlab.comm import Mesh
 from shardlab.engines import STRATEGIES, build_engine
 
 losses = {}
-for name in STRATEGIES:
+for name in (name for name in STRATEGIES if not name.startswith("torch_")):  # torch's own need ranks
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
     with build_engine(name, model, lambda tensors: torch.optim.AdamW(tensors, lr=0.01), Mesh.alone()) as engine:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardlab.analysis import peak
+from shardlab.analysis import memory_over_step, peak
 from shardlab.comm import Mesh
 from shardlab.engines import build_engine
 from shardlab.experiment import TrainStep
@@ -98,6 +98,60 @@ def test_the_peak_of_a_hand_made_sequence():
         Role.GRADIENT: 400,
         Role.OTHER: 2400,
     }
+
+
+def test_every_stretch_in_a_unit_has_its_highest_and_its_last_moment():
+    ledger = MemoryLedger({})
+    with ledger:
+        ledger.phase, ledger.unit = Phase.FORWARD, "first"
+        kept = torch.empty(100)
+        temporary = torch.empty(500)
+        del temporary
+        ledger.unit = "second"
+        larger = torch.empty(600)  # 2800 B: the peak
+        ledger.unit = "model"
+        del kept, larger
+    course = [(moment.unit, moment.num_bytes) for moment in ledger.moments()]
+    assert course == [("first", 2400), ("first", 400), ("second", 2800), ("model", 2400), ("model", 0)]
+    assert (ledger.peak().unit, ledger.peak().num_bytes) == ("second", 2800)
+
+
+class Wide(nn.Module):
+    def forward(self, x):
+        return torch.tanh(x.repeat(1, 2500)).exp().unflatten(1, (2500, 4)).mean(1)
+
+
+class Hungry(nn.Module):
+    """All its units are small but one, which makes activations of 160 kB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thin, self.wide, self.out = nn.Linear(6, 4), Wide(), nn.Linear(4, 5)
+
+    def forward(self, x):
+        return self.out(self.wide(self.thin(x)))
+
+
+def test_the_peak_names_its_unit_and_the_step_its_course(pools, tmp_path):
+    write_manifest(tmp_path, {"run": "ddp"})
+    pools(2).run(train, Setting("ddp", directory=tmp_path, traced=1, model=Hungry))
+    records = load_run(tmp_path)
+    highest = peak(records.memory)
+    assert set(highest["unit"]) == {"wide"}
+    assert highest["bytes"].sum() > 160_000
+    course = memory_over_step(records.memory)
+    assert set(course["unit"]) == {"thin", "wide", "out", "model"}
+    assert course["time_us"].is_monotonic_increasing
+    top = course.loc[course["bytes"].idxmax()]
+    assert top["bytes"] == highest["bytes"].sum() == records.steps["peak_bytes"].max()
+    assert top["unit"] == highest["unit"].iloc[0]
+    for rank in (0, 1):
+        own = memory_over_step(records.memory, step=1, rank=rank)
+        assert own["bytes"].max() == records.steps.set_index(["rank", "step"]).at[(rank, 1), "peak_bytes"]
+    with pytest.raises(ValueError, match="step: 0 was not traced; there are 1"):
+        memory_over_step(records.memory, step=0)
+    with pytest.raises(ValueError, match="no step was traced"):
+        memory_over_step(records.memory[records.memory["where"] == "rest"])
 
 
 def test_memory_used_again_at_the_same_address_counts_again():

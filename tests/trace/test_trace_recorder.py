@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardlab.analysis import overlap
 from shardlab.comm import Mesh
@@ -22,7 +23,7 @@ from shardlab.partition.wire import ring_wire_bytes
 from shardlab.trace.clock import clock_for
 from shardlab.trace.recorder import Recorder
 from shardlab.trace.store import RunWriter, load_run, write_manifest
-from shardlab.vocabulary import Collective, Phase
+from shardlab.vocabulary import Collective, Phase, Role
 from tests.trace.training import CPU, MLP, Setting, adamw, train
 
 STRATEGIES = ("ddp", "bucketed", "zero1")
@@ -161,6 +162,29 @@ def test_units_and_phases_are_spans(pools, tmp_path):
     assert forward[-1]["end_us"] <= whole_forward["end_us"] <= whole_backward["start_us"]
     assert backward[-1]["end_us"] <= whole_backward["end_us"]
     assert len(spans.loc[[("model", "optimizer")]]) == 2  # clip and step
+
+
+class Recomputed(MLP):
+    """Its blocks keep no activations: backward computes them again."""
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        for block in self.blocks:
+            x = torch.tanh(checkpoint(block, x, use_reentrant=False))
+        return self.last(x) * self.scale
+
+
+def test_recomputation_in_backward_is_told_from_forward(pools, tmp_path):
+    plain, _ = record(pools(1), Setting("single"), tmp_path / "plain")
+    outcome, records = record(pools(1), Setting("single", model=Recomputed), tmp_path / "again")
+    assert outcome[0].losses == plain[0].losses
+    spans = records.spans[records.spans["step"] == 2]
+    again = spans[spans["kind"] == "recompute"]
+    assert again["unit"].tolist() == ["blocks.1", "blocks.0"]
+    assert (spans["kind"] == "forward").sum() == 5  # four units and the model
+    whole = spans[(spans["unit"] == "model") & (spans["kind"] == "backward")]
+    assert again["start_us"].min() >= whole["start_us"].min()
+    assert again["end_us"].max() <= whole["end_us"].max()
 
 
 GATE = threading.Event()  # in a rank: a bucket has arrived
@@ -334,4 +358,4 @@ def test_memory_at_rest_is_read_in_the_first_steps_and_then_at_every_eighth(tmp_
         recorder.at_rest()
     recorder.finish_step(1.0, 1.0, 1.0, 1)
     writer.close()
-    assert (len(load_run(tmp_path).memory) == 8) == (step < 2 or step % 8 == 0)
+    assert (len(load_run(tmp_path).memory) == len(Role)) == (step < 2 or step % 8 == 0)

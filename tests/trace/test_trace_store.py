@@ -8,7 +8,7 @@ import pytest
 
 from shardlab.tables import TABLES
 from shardlab.trace import store
-from shardlab.trace.store import RunWriter, load_run, load_runs, write_manifest
+from shardlab.trace.store import RunWriter, load_run, load_runs, run_directories, write_manifest
 
 NAN = math.nan
 
@@ -129,6 +129,26 @@ def test_no_run(tmp_path):
         load_run(tmp_path)
     with pytest.raises(ValueError, match="no runs to load"):
         load_runs([])
+
+
+def test_a_comparison_is_told_from_a_run(tmp_path):
+    for run in ("ddp", "zero1"):
+        write(tmp_path / "records" / run, steps=1, run=run).close()
+    with pytest.raises(ValueError, match="no run but a comparison: load_comparison reads it, .* ddp, zero1"):
+        load_run(tmp_path)
+    assert run_directories(tmp_path) == [tmp_path / "records" / "ddp", tmp_path / "records" / "zero1"]
+    assert run_directories(tmp_path / "records" / "ddp") == [tmp_path / "records" / "ddp"]
+    with pytest.raises(ValueError, match="neither a run nor a comparison"):
+        run_directories(tmp_path / "records")
+
+
+def test_records_are_shown_in_a_line_a_table(tmp_path):
+    for rank in (0, 1):
+        write(tmp_path, steps=3, rank=rank).close()
+    lines = repr(load_run(tmp_path)).splitlines()
+    assert lines[0] == "Records of ddp"
+    assert [line.split()[0] for line in lines[1:]] == list(TABLES)
+    assert lines[1].split()[1:] == ["12", "rows,", "2", "ranks,", "3", "steps"]
 
 
 def test_newer_format(tmp_path):

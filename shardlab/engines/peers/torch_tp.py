@@ -64,10 +64,6 @@ class TorchTP(DTensorPeer):
         self.plan = dict(plan)
         super().__init__(model, optimizer_fn, mesh, overheard=overheard)
 
-    def _tensor_axis(self) -> None:
-        """The model is cut here, by torch, not before."""
-        return
-
     def _equalise(self, tensors: list[Tensor], tag: str) -> None:
         broadcast_coalesced(self.mesh[MeshAxis.TENSOR], tensors, tag=tag)
 

@@ -1,13 +1,13 @@
-"""The picture of ``watch_gathered``: which units are there at each moment of a step."""
+"""Which units of an FSDP engine are gathered at each moment of a step."""
 
 import pandas as pd
 import plotly.graph_objects as go
 
-from shardlab.experiment.gathered import COLUMNS
 from shardlab.plots.colours import INK, PALETTE
 from shardlab.plots.theme import finish, new_figure, nothing
 from shardlab.plots.units import byte_scale, format_bytes
 
+COLUMNS = ("sample", "moment", "unit", "bytes")
 TITLE = "Gathered parameters over a step"
 
 
@@ -15,7 +15,7 @@ def gathered_over_a_step(table: pd.DataFrame, limit_bytes: float | None = None, 
     """Bytes of gathered parameters as stacked bars, a bar per moment and a colour per unit.
 
     Args:
-        table: of one rank, from ``gathered_table``.
+        table: of one rank, from ``experiment.gathered.gathered_table``.
         limit_bytes: a dashed line, such as what was predicted; None for none.
         title: of the figure.
 

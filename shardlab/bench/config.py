@@ -1,0 +1,181 @@
+"""What a bench is: which engines meet, on which training, how often; checked before a rank starts.
+
+Three workloads, because an engine can lose in three ways: by getting into the way of compute, by sending badly, and by
+what it costs a message, however small.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from shardlab.engines import engine_options
+from shardlab.launch import place
+from shardlab.models import MODELS, GPTConfig
+
+QUICK_ROUNDS, FULL_ROUNDS = 12, 60
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training to time.
+
+    Attributes:
+        name: in the results.
+        model: a name from ``models.MODELS``.
+        rows: sequences a rank and step.
+        seq_len: tokens of a sequence.
+        round_factor: rounds for each that is asked for: short steps scatter more.
+    """
+
+    name: str
+    model: str
+    rows: int
+    seq_len: int
+    round_factor: int = 1
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        if self.model not in MODELS:
+            raise ValueError(f"model: {self.model!r} is not one of {', '.join(MODELS)}")
+        for name in ("rows", "seq_len", "round_factor"):
+            if (number := getattr(self, name)) < 1:
+                raise ValueError(f"{name}: {number} is below 1")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An engine as it is built for the bench.
+
+    Attributes:
+        name: in the results.
+        strategy: a name from ``engines.STRATEGIES``.
+        options: of that strategy.
+        over_tensor: whether the ranks are the mesh's tensor axis, not its data axis.
+        parallelized: whether ``parallelize_module`` divides the model first, by the plan for GPTs.
+    """
+
+    name: str
+    strategy: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    over_tensor: bool = False
+    parallelized: bool = False
+
+    def __post_init__(self) -> None:
+        """Check strategy and options."""
+        if unknown := set(self.options) - set(engine_options(self.strategy)):
+            raise ValueError(f"options: {self.strategy!r} takes no {', '.join(sorted(unknown))}")
+
+    def mesh_axes(self, num_ranks: int) -> dict[str, int]:
+        """The mesh it trains on."""
+        return {"data": 1, "tensor": num_ranks} if self.over_tensor else {"data": num_ranks}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One of our engines and its counterpart in torch."""
+
+    ours: Contender
+    theirs: Contender
+
+    @property
+    def name(self) -> str:
+        """Our name."""
+        return self.ours.name
+
+    def check(self, model: str, num_ranks: int) -> None:
+        """Refuse a model that the ranks cannot divide."""
+        config = MODELS[model]
+        if self.ours.over_tensor and not (isinstance(config, GPTConfig) and config.kv_heads % num_ranks == 0):
+            raise ValueError(f"ranks: {num_ranks} ranks do not divide the heads of {model}; leave out {self.name!r}")
+
+
+# Torch's engines get torch's plain groups: nobody listens while they are timed.
+_UNHEARD = MappingProxyType({"overheard": False})
+
+
+def _pair(ours: str, theirs: str) -> Pair:
+    return Pair(Contender(ours, ours), Contender(theirs, theirs, _UNHEARD))
+
+
+WORKLOADS: Mapping[str, Workload] = MappingProxyType(
+    {
+        workload.name: workload
+        for workload in (
+            Workload("compute", "gpt-30m", rows=4, seq_len=128),
+            Workload("communication", "gpt-30m", rows=1, seq_len=32),
+            Workload("latency", "gpt-1m", rows=4, seq_len=64, round_factor=4),
+        )
+    }
+)
+PAIRS: Mapping[str, Pair] = MappingProxyType(
+    {
+        pair.name: pair
+        for pair in (
+            _pair("bucketed", "torch_ddp"),
+            _pair("zero1", "torch_zero1"),
+            _pair("fsdp", "torch_fsdp2"),
+            Pair(
+                Contender("tensor_parallel", "single", over_tensor=True, parallelized=True),
+                Contender("torch_tp", "torch_tp", _UNHEARD, over_tensor=True),
+            ),
+        )
+    }
+)
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """A whole bench.
+
+    Attributes:
+        ranks: number of ranks, at least 2.
+        rounds: steps of each engine that are timed, at least 2.
+        workloads: see ``WORKLOADS``.
+        pairs: see ``PAIRS``.
+        device: auto, cpu or cuda.
+        timeout_s: a collective that takes longer ends the bench.
+
+    Raises:
+        ValueError: a field has a value it cannot have; the message names the field and the allowed values.
+    """
+
+    ranks: int = 2
+    rounds: int = QUICK_ROUNDS
+    workloads: tuple[Workload, ...] = tuple(WORKLOADS.values())
+    pairs: tuple[Pair, ...] = tuple(PAIRS.values())
+    device: str = "auto"
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        for name, least in (("ranks", 2), ("rounds", 2)):
+            if (number := getattr(self, name)) < least:
+                raise ValueError(f"{name}: {number} is below {least}")
+        for name in ("workloads", "pairs"):
+            names = [entry.name for entry in getattr(self, name)]
+            if not names or len(set(names)) != len(names):
+                raise ValueError(f"{name}: at least one is needed, and none twice, not {', '.join(names) or 'none'}")
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s: {self.timeout_s} is not greater than 0")
+        place(self.ranks, self.device)
+        for workload in self.workloads:
+            for pair in self.pairs:
+                pair.check(workload.model, self.ranks)
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds over all workloads and pairs, for a progress bar."""
+        return len(self.pairs) * sum(self.rounds * workload.round_factor for workload in self.workloads)
+
+
+def chosen(field_name: str, text: str, known: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The entries of a table that a comma-separated text names.
+
+    Raises:
+        ValueError: one is unknown; the message lists those that are known.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"{field_name}: {unknown[0]!r} is not one of {', '.join(known)}")
+    return tuple(known[name] for name in names)

@@ -1,0 +1,152 @@
+"""What a rank does for the bench: several engines side by side, a step of each in turn, every step timed.
+
+A machine has slow phases of up to a factor of two. Engines that take turns meet the same ones, so the ratio of two
+neighbouring steps is far steadier than the times. In each round the ranks meet before every step; a step lasts until
+the slowest rank has ended it. ``floor`` is the same training on every rank by itself: what no communication would take.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import perf_counter_ns
+
+import torch
+
+from shardlab.bench.config import Contender, Pair, Workload
+from shardlab.comm import CollectiveEvent, Mesh
+from shardlab.engines import Engine, StepTensors, build_engine
+from shardlab.launch import current
+from shardlab.models import GPT, build_model, next_token_loss
+from shardlab.tensor_parallel import gpt_plan, parallelize_module
+from shardlab.trace.memory import MemoryLedger, bytes_by_role
+from shardlab.vocabulary import MeshAxis
+
+WARM_UPS = 2  # optimizer state appears in the first step, and torch's DDP orders its buckets anew in the second
+OURS, THEIRS, FLOOR = "ours", "theirs", "floor"
+
+
+@dataclass(frozen=True)
+class RoundDone:
+    """Sent to the parent after every round."""
+
+    workload: str
+    pair: str
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """What a rank has measured.
+
+    Attributes:
+        step_ns: of 'ours', 'theirs' and 'floor' the time of every step.
+        peak_bytes: of 'ours' and 'theirs' the highest live bytes of one step.
+    """
+
+    step_ns: dict[str, list[int]]
+    peak_bytes: dict[str, int]
+
+
+def time_pair(rank: int, workload: Workload, pair: Pair, rounds: int) -> RankTimes:
+    """Time both engines of a pair and the floor on this rank, in turns."""
+    device, num_ranks = current().device, current().world_size
+    with contextlib.ExitStack() as stack:
+        meet = stack.enter_context(Mesh({"data": num_ranks}, device=device)).data
+        turns = {
+            OURS: stack.enter_context(_turn(pair.ours, workload, num_ranks)),
+            THEIRS: stack.enter_context(_turn(pair.theirs, workload, num_ranks)),
+            FLOOR: stack.enter_context(_turn(None, workload, num_ranks)),
+        }
+        for turn in turns.values():
+            for _ in range(WARM_UPS):
+                turn.step()
+        peaks = {name: turns[name].peak_bytes() for name in (OURS, THEIRS)}
+        step_ns: dict[str, list[int]] = {name: [] for name in turns}
+        for _ in range(rounds):
+            for name, turn in turns.items():
+                meet.barrier().wait()
+                began_ns = perf_counter_ns()
+                turn.step()
+                step_ns[name].append(perf_counter_ns() - began_ns)
+            if rank == 0:
+                current().emit(RoundDone(workload.name, pair.name))
+        return RankTimes(step_ns, peaks)
+
+
+class Turn:
+    """One engine with its model, its optimizer and a batch.
+
+    Args:
+        engine: the strategy.
+        workload: what it trains.
+    """
+
+    def __init__(self, engine: Engine, workload: Workload) -> None:
+        self._engine, self._device = engine, engine.mesh.device
+        generator = torch.Generator().manual_seed(engine.data_rank)
+        tokens = torch.randint(0, 256, (workload.rows, workload.seq_len + 1), generator=generator).to(self._device)
+        self._inputs, self._targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def step(self) -> None:
+        """A whole training step; returns when the device has done it."""
+        loss = next_token_loss(self._engine(self._inputs), self._targets)
+        self._engine.backward(loss)
+        self._engine.step()
+        self._engine.zero_grad()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def peak_bytes(self) -> int:
+        """The highest live bytes of one step, the other engines' left out."""
+        held = bytes_by_role(self._engine.live_tensors())
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            before = torch.cuda.memory_allocated(self._device)
+            self.step()
+            return torch.cuda.max_memory_allocated(self._device) - before + sum(held.values())
+        ledger = MemoryLedger(self._engine.live_tensors())
+        with self._engine.mesh.observed_by(_Scratch(ledger)), ledger:
+            self.step()
+        return ledger.peak().num_bytes
+
+
+class _Scratch:
+    """Tells a ledger what the transports hold."""
+
+    def __init__(self, ledger: MemoryLedger) -> None:
+        self._ledger = ledger
+
+    def issued(self, event: CollectiveEvent) -> None:
+        """Roles do not matter here."""
+
+    def started(self, event: CollectiveEvent) -> None:
+        """Scratch is taken."""
+        self._ledger.started(event)
+
+    def completed(self, event: CollectiveEvent) -> None:
+        """Scratch is given back."""
+        self._ledger.completed(event)
+
+    def waited(self, event: CollectiveEvent) -> None:
+        """Nothing."""
+
+
+@contextlib.contextmanager
+def _turn(contender: Contender | None, workload: Workload, num_ranks: int) -> Iterator[Turn]:
+    """A contender ready to train; None for a rank by itself."""
+    device = current().device
+    model = build_model(workload.model, workload.seq_len).to(device)
+    with contextlib.ExitStack() as stack:
+        if contender is None:
+            engine = stack.enter_context(build_engine("single", model, _adamw, Mesh.alone(device)))
+        else:
+            mesh = stack.enter_context(Mesh(contender.mesh_axes(num_ranks), device=device))
+            if contender.parallelized:
+                assert isinstance(model, GPT)  # the config is checked for it
+                parallelize_module(model, gpt_plan(model.config), mesh[MeshAxis.TENSOR])
+            built = build_engine(contender.strategy, model, _adamw, mesh, **contender.options)
+            engine = stack.enter_context(built)
+        yield Turn(engine, workload)
+
+
+def _adamw(tensors: StepTensors) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(tensors, lr=1e-4)

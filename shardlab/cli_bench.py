@@ -1,0 +1,92 @@
+"""``shardlab bench``: our engines against torch's own, on this machine."""
+
+import json as json_text
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from shardlab.bench import BenchConfig, BenchRow, Workload
+
+NOTE = (
+    "ms: medians; ratio: our step over theirs in the same round, its median and quartiles, below 1 in our favour; "
+    "peak: our highest live bytes over theirs; floor: each rank trains the whole model alone."
+)
+
+
+def bench(
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: some minutes on two cores.")] = False,
+    ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
+    workloads: Annotated[
+        str, typer.Option(help="Comma-separated: compute, communication, latency.")
+    ] = "compute,communication,latency",
+    pairs: Annotated[
+        str, typer.Option(help="Comma-separated, by our side: bucketed, zero1, fsdp, tensor_parallel.")
+    ] = "bucketed,zero1,fsdp,tensor_parallel",
+    rounds: Annotated[
+        int | None, typer.Option(help="Timed steps of each engine; four times as many for latency.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Write the rows into this file.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Time our engines against torch's own in the same ranks, a step of each in turn."""
+    from shardlab.bench.config import FULL_ROUNDS, PAIRS, QUICK_ROUNDS, WORKLOADS, BenchConfig, chosen
+
+    _check_file(json)
+    config = BenchConfig(
+        ranks=ranks,
+        rounds=rounds if rounds is not None else QUICK_ROUNDS if quick else FULL_ROUNDS,
+        workloads=chosen("workloads", workloads, WORKLOADS),
+        pairs=chosen("pairs", pairs, PAIRS),
+        device=device,
+    )
+    rows = _with_progress(config)
+    console = Console(highlight=False)
+    for workload in config.workloads:
+        console.print(_table(workload, [row for row in rows if row.workload == workload.name]))
+    console.print(NOTE, style="dim")
+    if json is not None:
+        json.write_text(json_text.dumps([asdict(row) for row in rows], indent=2) + "\n")
+
+
+def _check_file(path: Path | None) -> None:
+    """Minutes of measuring must not end in a file that cannot be written."""
+    if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+        raise ValueError(f"json: {path} cannot be written; name a file in a directory that is there")
+
+
+def _with_progress(config: "BenchConfig") -> list["BenchRow"]:
+    from shardlab.bench import bench as run_bench
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("starting the ranks", total=config.num_rounds)
+        return list(
+            run_bench(
+                config,
+                on_progress=lambda done: progress.update(task, advance=1, description=f"{done.workload}: {done.pair}"),
+            )
+        )
+
+
+def _table(workload: "Workload", rows: Sequence["BenchRow"]) -> Table:
+    size = f"{workload.model}, {workload.rows} x {workload.seq_len} tokens a rank"
+    title = f"{workload.name}: {size}, {rows[0].ranks} ranks, {rows[0].rounds} rounds"
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("ours", "theirs"):
+        table.add_column(name, no_wrap=True)
+    for name in ("ours\nms", "theirs\nms", "floor\nms", "time\nratio", "\nquartiles", "peak\nratio"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        times = (f"{value:.1f}" for value in (row.ours_ms, row.theirs_ms, row.floor_ms))
+        quartiles = f"{row.ratio_q1:.2f}-{row.ratio_q3:.2f}"
+        table.add_row(row.ours, row.theirs, *times, f"{row.ratio_median:.2f}", quartiles, f"{row.peak_ratio:.2f}")
+    return table

@@ -1,0 +1,133 @@
+"""``shardlab report``, ``trace`` and ``diff``: what can be done with records that are there already."""
+
+import json as json_text
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import pandas as pd
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from shardlab.experiment import CompareConfig, Comparison
+    from shardlab.experiment.apart import Apart
+
+ROOMY = 100  # columns of a terminal in which the table may breathe
+NOTE = "Medians of times; bytes at rest, maximum over ranks; peak of one traced step."
+LOSSES_DIFFER = 1
+
+
+class TraceFormat(StrEnum):
+    """Whom a trace is for."""
+
+    PERFETTO = "perfetto"
+    HTA = "hta"
+
+
+Directory = Annotated[Path, typer.Argument(help="A comparison, or one run: DIR/records/STRATEGY.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")]
+
+
+def report(directory: Directory, json: AsJson = False) -> None:
+    """Write report.html anew for records that are there, and print its table; also of a run that was cut off."""
+    from shardlab.experiment import load_saved, write_report  # torch takes 1.5 s to import
+
+    comparison, config = load_saved(directory)
+    path = write_report(comparison, config)
+    if json:
+        _print_json(comparison.summary)
+    else:
+        print_result(comparison, config, path)
+
+
+def trace(
+    directory: Directory,
+    output: Annotated[Path, typer.Option("-o", "--output", help="File to write (.json, .json.gz); hta: a directory.")],
+    strategy: Annotated[str | None, typer.Option(help="Which run, where there are several.")] = None,
+    format: Annotated[TraceFormat, typer.Option(help="Perfetto, or Holistic Trace Analysis.")] = TraceFormat.PERFETTO,
+) -> None:
+    """Export a run for Perfetto (ui.perfetto.dev), or for Holistic Trace Analysis. Needs no torch."""
+    from shardlab.export import export_hta, write_perfetto
+    from shardlab.trace.store import load_runs, run_directories
+
+    records = load_runs(run_directories(directory))
+    if format is TraceFormat.HTA:
+        paths = export_hta(records, output, strategy)
+        typer.echo(f"Wrote {_count(len(paths), 'file')}: TraceAnalysis(trace_dir={str(output)!r}) reads them")
+    else:
+        path = write_perfetto(records, output, strategy)
+        typer.echo(f"Wrote {path} ({path.stat().st_size / 1e6:.1f} MB): open it in https://ui.perfetto.dev")
+
+
+def diff(
+    first: Annotated[Path, typer.Argument(help="A comparison, or one run.", show_default=False)],
+    second: Annotated[Path, typer.Argument(help="What to set beside it.", show_default=False)],
+    json: AsJson = False,
+) -> None:
+    """Set two comparisons or runs side by side: every number of each strategy, and whether the losses are equal."""
+    from shardlab.experiment import load_saved
+    from shardlab.experiment.apart import Apart
+
+    apart = Apart(load_saved(first), load_saved(second))
+    if json:
+        _print_json(apart.table)
+    else:
+        _print_apart(apart)
+    if not apart.losses_equal:
+        raise typer.Exit(LOSSES_DIFFER)
+
+
+def print_result(comparison: "Comparison", config: "CompareConfig", report: Path) -> None:
+    """The table of a comparison, its verdicts, and where its report lies."""
+    from shardlab.experiment.report import plan_verdict, verdict
+
+    console = Console(highlight=False)
+    console.print(_result_table(comparison, config, console.width))
+    console.print(NOTE, style="dim")
+    console.print(verdict(comparison), plan_verdict(comparison))
+    console.print(f"Report: {report}", soft_wrap=True)
+
+
+def _result_table(comparison: "Comparison", config: "CompareConfig", width: int) -> Table:
+    """A word over its unit in each head, so that eleven columns find room in 80 characters."""
+    from shardlab.experiment.report import TERMINAL, readable_summary
+
+    shown = readable_summary(comparison.summary, TERMINAL)
+    steps = int(comparison.summary["steps"].max())
+    title = f"{config.model}, {_count(config.ranks, 'rank')}, {_count(steps, 'step')}"
+    return _table(shown, title, 2 if width >= ROOMY else 0)  # beside the one space that parts the columns anyway
+
+
+def _print_apart(apart: "Apart") -> None:
+    console = Console(highlight=False)
+    for strategy, rows in apart.readable.groupby("strategy", sort=False):
+        console.print(_table(rows.drop(columns="strategy"), str(strategy), 2))
+    for line in (*apart.settings, *apart.verdicts):
+        console.print(line, soft_wrap=True)
+
+
+def _table(shown: pd.DataFrame, title: str, gap: int) -> Table:
+    from shardlab.plots.tables import column_text
+
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False,
+        padding=(0, gap, 0, 0),
+    )  # fmt: skip
+    for name in shown.columns:
+        numeric = pd.api.types.is_numeric_dtype(shown[name])
+        table.add_column(name, justify="right" if numeric else "left", no_wrap=True)
+    for row in zip(*(column_text(shown[name]) for name in shown.columns), strict=True):
+        table.add_row(*row)
+    return table
+
+
+def _print_json(table: pd.DataFrame) -> None:
+    """Rows as JSON; what is no number is null."""
+    typer.echo(json_text.dumps(json_text.loads(table.to_json(orient="records", double_precision=15)), indent=2))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,92 @@
+"""Two saved comparisons set side by side, in words and in a table."""
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import pandas as pd
+
+from shardlab.analysis.difference import Pair, differences, loss_differences, pairs_of
+from shardlab.experiment.compare import Comparison
+from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.report import COLUMNS
+from shardlab.experiment.summary import JUDGED_STEPS, LOSS_TOLERANCE
+
+Saved = tuple[Comparison, CompareConfig]
+ELSEWHERE = {"strategies", "timeout_s"}  # fields that change no number
+NAMES = {"loss_first": "first loss", "other_bytes": "other (kB)", "padding_bytes": "padding (kB)",
+         "recorder_share": "recording (%)"}  # fmt: skip
+DIVISORS = {"loss_first": 1, "other_bytes": 1e3, "padding_bytes": 1e3, "recorder_share": 0.01}
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The difference of two comparisons, from the first to the second.
+
+    Raises:
+        ValueError: on the first use, where they have no strategy in common.
+    """
+
+    first: Saved
+    second: Saved
+
+    @cached_property
+    def pairs(self) -> list[Pair]:
+        """The strategies that are set side by side."""
+        one, other = (list(saved[0].summary["strategy"]) for saved in (self.first, self.second))
+        return pairs_of(one, other)
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """Every number of every strategy; see ``analysis.difference``."""
+        return differences(self.first[0].summary, self.second[0].summary, self.pairs)
+
+    @property
+    def readable(self) -> pd.DataFrame:
+        """The same in units a person reads, without what neither run has."""
+        rows = self.table[self.table[["first", "second"]].fillna(0).any(axis=1)]
+        labels = {name: label for name, (label, _) in COLUMNS.items()} | NAMES
+        divisor = rows["quantity"].map({name: size for name, (_, size) in COLUMNS.items()} | DIVISORS).astype("float64")
+        shown = {name: rows[name] / divisor for name in ("first", "second", "difference")}
+        return rows.assign(quantity=rows["quantity"].map(labels), **shown)
+
+    @property
+    def losses(self) -> pd.DataFrame:
+        """The losses of every step that both have, and how far they are apart."""
+        return loss_differences(self.first[0].records.steps, self.second[0].records.steps, self.pairs)
+
+    @property
+    def tolerance(self) -> float:
+        """How far equal losses may be apart: that of the coarser of both element types."""
+        return max(LOSS_TOLERANCE[config.dtype] for _, config in (self.first, self.second))
+
+    @property
+    def losses_equal(self) -> bool:
+        """Whether the first steps that both have agree; False where they have none in common."""
+        judged = self.losses[self.losses["step"] < JUDGED_STEPS]
+        return len(judged) > 0 and bool((judged["difference"] <= self.tolerance).all())
+
+    @property
+    def settings(self) -> list[str]:
+        """A line for each field of the configuration that differs."""
+        one, other = self.first[1], self.second[1]
+        return [
+            f"{field.name}: {getattr(one, field.name)} in the first, {getattr(other, field.name)} in the second"
+            for field in fields(CompareConfig)
+            if field.name not in ELSEWHERE and getattr(one, field.name) != getattr(other, field.name)
+        ]
+
+    @property
+    def verdicts(self) -> list[str]:
+        """A sentence on the losses of each pair."""
+        return [self._verdict(pair) for pair in self.pairs]
+
+    def _verdict(self, pair: Pair) -> str:
+        name = pair[0] if pair[0] == pair[1] else f"{pair[0]} and {pair[1]}"
+        losses = self.losses
+        own = losses[(losses["first_run"] == pair[0]) & (losses["second_run"] == pair[1])]
+        judged = own[own["step"] < JUDGED_STEPS]
+        if not len(judged):
+            return f"Losses of {name} cannot be compared: no step is in both."
+        largest = float(judged["difference"].max())
+        equal = "equal" if largest <= self.tolerance else "NOT equal"
+        return f"Losses of {name} are {equal}: in {len(judged)} steps they differ by at most {largest:.1e}."

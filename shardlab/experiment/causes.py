@@ -1,0 +1,66 @@
+"""Tables of a report that say why: where in the model memory peaked, and what the length of a step consists of."""
+
+from typing import Any
+
+import pandas as pd
+
+from shardlab.analysis.causes import NoHostWaitsError
+from shardlab.analysis.critical_path import ALL, critical_path, what_if_free
+from shardlab.analysis.memory import peak
+from shardlab.analysis.overlap import COMPUTE_KINDS
+from shardlab.trace.store import Records
+from shardlab.vocabulary import Collective, Role
+
+PEAK = "Where the peak of the traced step was: the unit that computed, on the rank where it is highest."
+PATH = (
+    "What the length of one step (that of median length) consists of: the longest chain of causes over all ranks, and "
+    "how much shorter it would be if communication took no time. Only for ranks whose host waits for collectives."
+)
+
+
+def peak_table(records: Records) -> pd.DataFrame:
+    """Rank, unit and phase of each run's peak, and the bytes of the roles that are not held at rest."""
+    rows = peak(records.memory)
+    rows = rows[rows["role"] != str(Role.OFFLOADED)]
+    wide = rows.pivot_table(
+        index=["run", "rank", "unit", "phase"], columns="role", values="bytes", aggfunc="sum", sort=False
+    )
+    shown = [role for role in (Role.ACTIVATION, Role.GATHERED_PARAMETER, Role.OTHER) if role in wide.columns]
+    table = wide[shown].assign(all=wide.sum(axis=1)) / 1e6
+    names = {role: f"{role.replace('_', ' ')} (MB)" for role in shown} | {"all": "all (MB)", "run": "strategy"}
+    return table.reset_index().rename(columns=names).rename_axis(columns=None)
+
+
+def path_table(records: Records, steps: dict[str, int]) -> pd.DataFrame:
+    """The critical path of one step of each run, in parts; runs in which a stream waits are left out.
+
+    Args:
+        records: of a comparison.
+        steps: which step of each run.
+    """
+    return pd.DataFrame([row for run, step in steps.items() if (row := _path_row(records, run, step)) is not None])
+
+
+def _path_row(records: Records, run: str, step: int) -> dict[str, Any] | None:
+    axes = records.manifests[run].get("mesh")
+    chosen = {"run": run, "step": step, "axes": axes}
+    try:
+        path = critical_path(records.collectives, records.spans, **chosen)
+        gains = what_if_free(records.collectives, records.spans, **chosen).set_index("tag")["gain_us"] / 1e3
+    except NoHostWaitsError:
+        return None
+    lengths = path.groupby("kind")["duration_us"].sum() / 1e3
+    compute = lengths[lengths.index.isin([str(kind) for kind in COMPUTE_KINDS])].sum()
+    moving = lengths[lengths.index.isin([str(op) for op in Collective])].sum()
+    single = gains.drop(ALL, errors="ignore")
+    return {
+        "strategy": run,
+        "step": step,
+        "length (ms)": lengths.sum(),
+        "compute (ms)": compute,
+        "communication (ms)": moving,
+        "all else (ms)": lengths.sum() - compute - moving,
+        "gain if free (ms)": gains.get(ALL, 0.0),
+        "gains most alone": single.idxmax() if len(single) else None,
+        "its gain (ms)": single.max() if len(single) else None,
+    }

@@ -1,0 +1,67 @@
+"""One training step of an engine of your own making, recorded whole: for models and options no configuration names.
+
+    def on_rank(rank):
+        with Mesh({"data": 2}, device=current().device) as mesh, build_engine(...) as engine:
+            return trace_step(rank, "mine", engine, next_token_loss, inputs, targets)
+
+    records = pool.run(on_rank)[0]
+    show(memory_over_step(records.memory))
+
+Where a configuration names it all, ``compare`` and ``run_in_turns`` do the same for many steps.
+"""
+
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+from torch import Tensor
+
+from shardlab.engines import Engine
+from shardlab.experiment.run import now_ns, source_of
+from shardlab.experiment.step import TrainStep
+from shardlab.trace.clock import clock_for
+from shardlab.trace.recorder import Recorder
+from shardlab.trace.store import Records, RunWriter, load_run, write_manifest
+from shardlab.trace.units import watch_units
+
+
+def trace_step(
+    rank: int,
+    run: str,
+    engine: Engine,
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    inputs: Tensor,
+    targets: Tensor,
+) -> Records:
+    """Train two steps on one batch and record both; in the second, memory is traced by role.
+
+    The first step is there to allocate: optimizer state appears in it. Called by every rank of the mesh.
+
+    Args:
+        rank: of this process, for the tables.
+        run: name in the tables.
+        engine: any strategy.
+        loss_fn: loss of (output, targets), a mean over the rows.
+        inputs: of this rank.
+        targets: of this rank.
+
+    Returns:
+        The tables of this rank alone; times count from the call.
+    """
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        write_manifest(Path(folder), {"run": run})
+        writer = stack.enter_context(closing(RunWriter(Path(folder), rank, run, source_of(engine.mesh))))
+        recorder = Recorder(writer, clock_for(engine.mesh.device), now_ns(), device=engine.mesh.device)
+        recorder.live_tensors = engine.live_tensors
+        stack.enter_context(engine.mesh.observed_by(recorder))
+        for hook in watch_units(engine.module, recorder):
+            stack.callback(hook.remove)
+        train_step = TrainStep(engine, loss_fn, recorder=recorder)
+        for step in (0, 1):
+            with recorder.step(step, trace_memory=step == 1):
+                result = train_step(inputs, targets)
+            assert result is not None, "no accumulation, so every call is a step"
+            recorder.finish_step(result.loss, result.grad_norm, result.learning_rate, inputs.numel())
+        writer.close()
+        return load_run(folder)

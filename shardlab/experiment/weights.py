@@ -1,0 +1,58 @@
+"""Where the slices of a tensor-parallel model lie in its weights: a table for ``plots.weight_slices``.
+
+A weight is laid out as it multiplies, y = x A: inputs downward, outputs to the right. That is the transpose of what a
+linear layer stores, so that a column-parallel layer's slices are columns; an embedding, whose input is a token, is
+stored that way already.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pandas as pd
+from torch import nn
+
+from shardlab.partition.slices import TensorSlice
+from shardlab.plots.weights import COLUMNS, EVERY_RANK
+
+
+def weights_table(model: nn.Module, slices: Mapping[str, TensorSlice]) -> pd.DataFrame:
+    """One row per parameter, rank and range.
+
+    Args:
+        model: the plain one, whole; on the meta device will do.
+        slices: of the divided model, by parameter name, as any rank has them (``partition.slices.slices_of``).
+
+    Returns:
+        ``parameter``; ``inputs`` and ``outputs`` of the whole (a bias or a norm has 1 input); ``rank``, -1 where every
+        rank holds all of it; the elements held, as ``input_start``, ``input_stop``, ``output_start``, ``output_stop``.
+    """
+    rows = [
+        row
+        for name, module in model.named_modules()
+        for key, param in module.named_parameters(recurse=False)
+        if (full_name := f"{name}.{key}") in _once(model)
+        for row in _rows(full_name, tuple(param.shape), isinstance(module, nn.Linear), slices.get(full_name))
+    ]
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def _once(model: nn.Module) -> set[str]:
+    """Names of the parameters, tied weights once."""
+    return {name for name, _ in model.named_parameters()}
+
+
+def _rows(name: str, shape: tuple[int, ...], is_linear: bool, own: TensorSlice | None) -> Iterator[dict[str, Any]]:
+    """Of one parameter; a vector is a row of outputs."""
+    is_transposed = is_linear and len(shape) == 2
+    inputs, outputs = (shape[::-1] if is_transposed else shape) if len(shape) == 2 else (1, shape[0])
+    whole = {
+        "parameter": name, "inputs": inputs, "outputs": outputs, "rank": EVERY_RANK,
+        "input_start": 0, "input_stop": inputs, "output_start": 0, "output_stop": outputs,
+    }  # fmt: skip
+    if own is None:
+        yield whole
+        return
+    side = "output" if len(shape) == 1 or (own.dim == 0) == is_transposed else "input"
+    for rank in range(own.num_ranks):
+        for start, stop in own.of_rank(rank).ranges:
+            yield {**whole, "rank": rank, f"{side}_start": start, f"{side}_stop": stop}

@@ -1,0 +1,204 @@
+"""A run as a trace for Perfetto (https://ui.perfetto.dev) or ``chrome://tracing``: ranks are processes, lanes threads.
+
+========================  ==============================================================================
+thread of a rank          slices
+========================  ==============================================================================
+steps                     the steps, with their loss and times
+model                     phases of the whole model, without the time in ``wait``
+units                     the innermost unit at work
+host                      where a collective was issued (no length), and what the rank waits for
+data axis, ...            the collectives of each axis; those in flight together on threads of their own
+========================  ==============================================================================
+
+Arrows lead from the issue of a collective to its begin, from its end to the rank that waited for it, and from the rank
+that came last to all others. Counters show live bytes by role, and the resident set of the process.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from shardlab.analysis.innermost import innermost
+from shardlab.analysis.memory import PEAK
+from shardlab.analysis.rows import bounds
+from shardlab.analysis.together import SAME, together
+from shardlab.analysis.volume import bandwidth
+from shardlab.export.events import NS_US, Event, complete, counter, flow, in_order, process, thread, write_json
+from shardlab.export.lanes import lanes
+from shardlab.export.one_run import run_of
+from shardlab.export.step_times import step_times
+from shardlab.trace.store import Records
+from shardlab.vocabulary import WHOLE_MODEL, Role
+
+STEPS, MODEL, UNITS, HOST, FIRST_AXIS = range(5)
+NAMES = {STEPS: "steps", MODEL: "model", UNITS: "units", HOST: "host"}
+DETAILS = ("op", "phase", "dtype", "numel", "bytes", "wire_bytes", "group_size", "transport", "step", "seq")
+
+
+def perfetto_trace(
+    records: Records, run: str | None = None, *, axes: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """The trace as an object that ``json`` can write.
+
+    Args:
+        records: of one run or of several.
+        run: which run; None where there is one.
+        axes: sizes of the axes of the mesh, see ``analysis.with_group``; None takes those of the manifest, or of the
+            rows.
+
+    Returns:
+        ``traceEvents`` (sorted by time, microseconds), ``displayTimeUnit``, and ``otherData``: run, source, versions.
+
+    Raises:
+        ValueError: no such run, nothing to draw, times that cannot be true, or ranks that disagree.
+    """
+    name, own = run_of(records, run)
+    manifest = own.manifests[name]
+    threads = _axis_threads(own.collectives)
+    moved = own.collectives.assign(tid=threads, pid=own.collectives["rank"].astype("int64"))
+    events = [*_names(name, own, moved), *_steps(own), *_compute(own.spans), *_counters(own.memory)]
+    events += [*_communication(own.collectives, moved), *_waits(moved)]
+    flows = [*_issued(moved), *_waited(moved), *_between_ranks(moved, axes or manifest.get("mesh"))]
+    events += [event for number, arrow in enumerate(flows, 1) for event in flow(arrow[0], number, *arrow[1:])]
+    source = next(iter([*own.spans["source"], *own.collectives["source"]]))
+    other = {"run": name, "source": str(source), "versions": manifest.get("versions", {}), "time": "microseconds"}
+    return {"traceEvents": in_order(events), "displayTimeUnit": "ms", "otherData": other}
+
+
+def write_perfetto(
+    records: Records, path: Path | str, run: str | None = None, *, axes: Mapping[str, int] | None = None
+) -> Path:
+    """Write the trace to ``path``, compressed where it ends with ``.gz``; its path.
+
+    Raises:
+        ValueError: see ``perfetto_trace``; or the file cannot be written.
+    """
+    return write_json(perfetto_trace(records, run, axes=axes), path)
+
+
+Arrow = tuple[str, tuple[int, int, float], tuple[int, int, float]]
+
+
+def _axis_threads(collectives: pd.DataFrame) -> "pd.Series[int]":
+    """The thread of each collective: a block for each axis, and in it one for each that is in flight together."""
+    threads = pd.Series(0, index=collectives.index, dtype="int64")
+    times, first = bounds(collectives, "start_us", "end_us", "collectives"), FIRST_AXIS
+    for _, rows in collectives.groupby("axis", sort=False):
+        for _, own in rows.groupby("rank", sort=False):
+            threads.loc[own.index] = first + lanes(times[collectives.index.get_indexer(own.index)])
+        first = int(threads.loc[rows.index].max()) + 1
+    return threads
+
+
+def _names(run: str, records: Records, moved: pd.DataFrame) -> Iterator[Event]:
+    axes: dict[int, str] = {}
+    for axis, rows in moved.groupby("axis", sort=False):
+        for place, tid in enumerate(sorted(set(rows["tid"].tolist()))):
+            axes[tid] = f"{axis} axis" if place == 0 else f"{axis} axis ({place + 1})"
+    for pid in sorted({int(rank) for rank in [*records.spans["rank"], *records.collectives["rank"]]}):
+        yield from process(pid, f"rank {pid} ({run})")
+        for tid, name in {**NAMES, **axes}.items():
+            yield from thread(pid, tid, name)
+
+
+def _steps(records: Records) -> Iterator[Event]:
+    """A slice for each step, with what table ``steps`` says of it."""
+    known = {(int(row["rank"]), int(row["step"])): row for row in records.steps.to_dict("records")}
+    for (rank, step), times in step_times(records.spans, records.collectives).items():
+        facts = {str(name): value for name, value in known.get((rank, step), {}).items() if pd.notna(value)}
+        title = f"step {step}" if step >= 0 else "before the first step"
+        yield complete(title, "step", (rank, STEPS), times, **_plain(facts))
+
+
+def _compute(spans: pd.DataFrame) -> Iterator[Event]:
+    """The innermost spans of the whole model on one thread, and of its units on another."""
+    whole = spans["unit"] == WHOLE_MODEL
+    for tid, rows in ((MODEL, spans[whole]), (UNITS, spans[~whole])):
+        for rank in sorted(set(rows["rank"].tolist())):
+            own = rows[rows["rank"] == rank]
+            pieces, owners = innermost(bounds(own, "start_us", "end_us", "spans"))
+            units, kinds, steps = (own[name].tolist() for name in ("unit", "kind", "step"))
+            for times, owner in zip(pieces.tolist(), owners.tolist(), strict=True):
+                name = kinds[owner] if tid == MODEL else f"{units[owner]} {kinds[owner]}"
+                yield complete(name, kinds[owner], (rank, tid), times, step=steps[owner])
+
+
+def _communication(collectives: pd.DataFrame, moved: pd.DataFrame) -> Iterator[Event]:
+    speeds = bandwidth(collectives)["bus_gb_per_s"].tolist()
+    for row, speed in zip(moved.to_dict("records"), speeds, strict=True):
+        args = {name: row[name] for name in DETAILS if pd.notna(row[name])}
+        args |= {} if np.isnan(speed) else {"bus_gb_per_s": round(speed, 6)}
+        times = row["start_us"], row["end_us"]
+        yield complete(row["tag"] or row["op"], row["op"], (row["pid"], row["tid"]), times, **_plain(args))
+
+
+def _waits(moved: pd.DataFrame) -> Iterator[Event]:
+    """On the host: where each collective was issued, and where the rank waited for it."""
+    for row in moved.to_dict("records"):
+        host, name = (row["pid"], HOST), row["tag"] or row["op"]
+        yield complete(f"issue: {name}", "issue", host, (row["issue_us"], row["issue_us"]))
+        if row["wait_end_us"] > row["wait_start_us"]:
+            yield complete(f"wait: {name}", "wait", host, (row["wait_start_us"], row["wait_end_us"]))
+
+
+def _counters(memory: pd.DataFrame) -> Iterator[Event]:
+    """Live bytes by role, at rest and through each traced step; the roles that are never held are left out."""
+    held = memory.groupby("role")["bytes"].max()
+    roles = [str(role) for role in Role if held.get(str(role), 0) > 0]
+    inside = memory[(memory["where"] != PEAK) & memory["time_us"].notna()]
+    for rows in (own for _, own in inside.groupby(["rank", "time_us"], sort=False)):
+        first = rows.iloc[0]
+        rank, time_us, now = int(first["rank"]), float(first["time_us"]), rows.set_index("role")["bytes"]
+        yield counter("live bytes", rank, time_us, {role: int(now.get(role, 0)) for role in roles})
+        if pd.notna(first["resident_bytes"]):
+            yield counter("resident bytes", rank, time_us, {"resident": int(first["resident_bytes"])})
+
+
+def _issued(moved: pd.DataFrame) -> Iterator[Arrow]:
+    """From the issue of a collective to its begin."""
+    for row in moved.to_dict("records"):
+        pid = row["pid"]
+        yield "issued", (pid, HOST, row["issue_us"]), (pid, row["tid"], row["start_us"])
+
+
+def _waited(moved: pd.DataFrame) -> Iterator[Arrow]:
+    """From the end of a collective to the end of the wait for it, where the rank really waited."""
+    blocked = moved[(moved["wait_end_us"] >= moved["end_us"]) & (moved["end_us"] > moved["wait_start_us"])]
+    for row in blocked.to_dict("records"):
+        pid, end = row["pid"], _inside(row["start_us"], row["end_us"])
+        yield "waited for", (pid, row["tid"], end), (pid, HOST, _inside(row["wait_start_us"], row["wait_end_us"]))
+
+
+def _between_ranks(moved: pd.DataFrame, axes: Mapping[str, int] | None) -> Iterator[Arrow]:
+    """From the rank that came last to a collective to each other, at the moment it came."""
+    own = moved.drop(columns=["tid", "pid"])
+    if not _all_ranks_are_there(own):
+        return
+    tids = dict(zip(zip(moved["rank"], moved["seq"], strict=True), moved["tid"], strict=True))
+    for _, rows in together(own, axes).groupby(SAME, sort=False):
+        facts = rows[["rank", "seq", "start_us", "end_us", "last_rank", "last_us"]].to_dict("records")
+        last = next(row for row in facts if row["rank"] == row["last_rank"])
+        source = int(last["rank"]), int(tids[last["rank"], last["seq"]]), last["last_us"]
+        for row in facts:
+            if row is not last and row["end_us"] > last["last_us"]:
+                at = min(last["last_us"], _inside(row["start_us"], row["end_us"]))
+                yield "the last has come", source, (int(row["rank"]), int(tids[row["rank"], row["seq"]]), at)
+
+
+def _all_ranks_are_there(collectives: pd.DataFrame) -> bool:
+    """Whether the records are of whole groups; those of one rank alone have no arrows to others."""
+    sizes = collectives["group_size"]
+    return bool(len(sizes)) and bool(sizes.notna().all()) and collectives["rank"].nunique() >= int(sizes.max())
+
+
+def _inside(start: float, end: float) -> float:
+    """The last moment that still belongs to a slice: at its end the next may have begun."""
+    return max(start, end - NS_US)
+
+
+def _plain(args: Mapping[str, Any]) -> dict[str, Any]:
+    """numpy's numbers as Python's, which ``json`` knows."""
+    return {name: value.item() if isinstance(value, np.generic) else value for name, value in args.items()}

@@ -1,0 +1,124 @@
+"""A person's own trace of torch.profiler as our tables, so that every plot and the overlap work on it too.
+
+It tells of collectives and compute, and of no waits, memory by role, shards or losses: those stay empty. The overlap of
+a GPU trace is Holistic Trace Analysis's number; on a CPU the compute is that of the operators.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from shardlab.analysis.overlap import overlap
+from shardlab.export.slices import RankTrace, read_traces
+from shardlab.export.traffic import Moved, communication
+from shardlab.export.work import PHASES, Work, compute
+from shardlab.tables import COLLECTIVES, MEMORY, SHARDS, SPANS, STEPS
+from shardlab.trace.store import Records
+
+STEP_MARK = "ProfilerStep#"
+OUTSIDE = -1
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """When each step was; without any mark all is step 0."""
+
+    times: dict[int, tuple[float, float]]
+
+    def at(self, time_us: float) -> int:
+        """The step at a time; -1 outside of all."""
+        if not self.times:
+            return 0
+        return next((step for step, (start, end) in self.times.items() if start <= time_us <= end), OUTSIDE)
+
+
+def import_profiler_trace(path: Path | str, run: str = "profiler") -> Records:
+    """The collectives, spans and steps of a trace, or of a directory with one trace for each rank.
+
+    Args:
+        path: what ``profile.export_chrome_trace`` wrote: a ``.json`` or ``.json.gz``, or a directory of them. Sizes of
+            gloo's collectives are known only with ``record_shapes=True``, steps only with ``profile.step()``.
+        run: the name that the records get.
+
+    Returns:
+        Records with ``source="measured"``. A span's ``unit`` is the operator or kernel. Sizes that the trace does not
+        tell are NA, times of waiting NaN.
+
+    Raises:
+        ValueError: no such file, no trace in it, a damaged one, two of the same rank, or a clock that ran backwards.
+    """
+    traces = read_traces(path)
+    origin_us = min((one.start_us for trace in traces for one in trace.slices), default=0.0)
+    spans, collectives, steps = [], [], []
+    for trace in traces:
+        marks = _steps(trace, origin_us)
+        keys = {"run": run, "source": "measured", "rank": trace.rank}
+        spans += [keys | _span(work, origin_us, marks) for work in compute(trace)]
+        moved = enumerate(communication(trace))
+        collectives += [keys | _collective(seq, one, origin_us, marks) for seq, one in moved]
+        steps += [keys | {"step": step, "step_us": end - start} for step, (start, end) in marks.times.items()]
+    tables = {"collectives": COLLECTIVES.frame(collectives), "spans": SPANS.frame(spans)}
+    manifest = {"run": run, "ranks": max(trace.num_ranks for trace in traces), "imported_from": Path(path).name}
+    return Records(
+        **tables,
+        memory=MEMORY.frame([]),
+        shards=SHARDS.frame([]),
+        steps=_step_table(steps, **tables),
+        manifests={run: manifest},
+    )
+
+
+def _steps(trace: RankTrace, origin_us: float) -> _Steps:
+    """The steps that ``profile.step()`` marked. (A mark of no length is no step: our export to HTA ends with one.)"""
+    marks = [one for one in trace.of("user_annotation") if one.name.startswith(STEP_MARK) and one.end_us > one.start_us]
+    times = {int(one.name.removeprefix(STEP_MARK)): (one.start_us - origin_us, one.end_us - origin_us) for one in marks}
+    return _Steps(times)
+
+
+def _span(work: Work, origin_us: float, steps: _Steps) -> Row:
+    return {
+        "step": steps.at(work.issued_us - origin_us), "unit": work.unit, "kind": work.kind,
+        "start_us": work.start_us - origin_us, "end_us": work.end_us - origin_us,
+    }  # fmt: skip
+
+
+def _collective(seq: int, moved: Moved, origin_us: float, steps: _Steps) -> Row:
+    return {
+        "step": steps.at(moved.issue_us - origin_us), "seq": seq, "axis": moved.axis, "op": moved.op, "tag": moved.tag,
+        "phase": PHASES[moved.kind], "dtype": moved.dtype, "numel": moved.numel, "bytes": moved.num_bytes,
+        "wire_bytes": moved.wire_bytes, "group_size": moved.group_size, "transport": moved.transport,
+        "issue_us": moved.issue_us - origin_us, "start_us": moved.start_us - origin_us,
+        "end_us": moved.end_us - origin_us, "wait_start_us": np.nan, "wait_end_us": np.nan,
+    }  # fmt: skip
+
+
+def _step_table(steps: Sequence[Row], collectives: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
+    """What is known of each step; of a trace without marks, of the one step that it is."""
+    measures = {(row["rank"], row["step"]): row for row in overlap(collectives, spans).to_dict("records")}
+    sent = collectives.groupby(["rank", "step"])["wire_bytes"].agg(lambda sizes: sizes.sum(skipna=False))
+    table = []
+    for row in steps or [_whole(key, collectives, spans) for key in measures]:
+        key = row["rank"], row["step"]
+        measure = measures.get(key, {})
+        communicates = measure.get("comm_us", 0) > 0
+        known = {
+            "exposed_comm_us": measure["exposed_us"] if communicates else np.nan,
+            "overlap": measure.get("overlap", np.nan),
+            "wire_bytes": sent.get(key, 0.0),
+        }
+        unknown = {"loss": np.nan, "grad_norm": np.nan, "learning_rate": np.nan, "peak_bytes": None, "num_tokens": None}
+        table.append(row | known | unknown | {"traced_memory": False})
+    return STEPS.frame(table)
+
+
+def _whole(key: tuple[int, int], collectives: pd.DataFrame, spans: pd.DataFrame) -> Row:
+    """The one step of a rank whose trace marks none: from the first to the last thing in it."""
+    rows = pd.concat([table[table["rank"] == key[0]] for table in (collectives, spans)])
+    length = rows["end_us"].max() - rows[["issue_us", "start_us"]].min().min()
+    names = {name: str(rows[name].iloc[0]) for name in ("run", "source")}
+    return {**names, "rank": key[0], "step": key[1], "step_us": length}

@@ -1,0 +1,134 @@
+"""Live bytes through one step, stacked by role: what comes, what goes, and where the highest moment is."""
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from shardlab.analysis import memory_over_step as course_of
+from shardlab.plots.colours import GRID, INK, ROLE_COLOURS
+from shardlab.plots.labels import subtitle
+from shardlab.plots.theme import finish, new_figure, nothing
+from shardlab.plots.thinning import thinned, thinning_note
+from shardlab.plots.units import byte_scale, format_bytes, format_us
+from shardlab.tables import MEMORY
+from shardlab.vocabulary import Role
+
+TITLE = "Memory over a step"
+# From the ground up: what stays through the whole step lies below what comes and goes.
+ORDER = (
+    Role.PARAMETER, Role.MASTER_WEIGHT, Role.OPTIMIZER_STATE, Role.OFFLOADED, Role.OTHER, Role.GRADIENT,
+    Role.GATHERED_PARAMETER, Role.COMMUNICATION_BUFFER, Role.ACTIVATION,
+)  # fmt: skip
+MIN_PHASE_SHARE = 0.07  # of the width: a narrower phase is not named
+
+
+def memory_over_step(
+    memory: pd.DataFrame, *, run: str | None = None, step: int | None = None, rank: int | None = None
+) -> go.Figure:
+    """Bytes of each role through one memory-traced step on one rank, as a stack, with the predicted outline.
+
+    Rows of the same run with ``source == "predicted"`` (``planner.predicted_memory``) are drawn as a dashed line: what
+    must be held at rest, when the optimizer has stepped.
+
+    Args:
+        memory: table ``memory``, measured rows and, if wanted, predicted ones.
+        run: which run; None where the table holds one.
+        step: which step; None for the first that was traced.
+        rank: which rank; None for the one with the highest moment.
+
+    Raises:
+        ValueError: a column is missing, no step was traced, or there is no such run, step or rank.
+    """
+    MEMORY.check(memory)
+    if not len(memory):
+        return nothing(TITLE, "no memory recorded")
+    table = course_of(memory, run=run, step=step, rank=rank)
+    keep = thinned(table["bytes"])
+    drawn, key = table.iloc[keep], table.iloc[0]
+    divisor, unit = byte_scale(float(table["bytes"].max()))
+    times_ms = (drawn["time_us"] - table["time_us"].iloc[0]).to_numpy(dtype=np.float64) / 1e3
+    title = f"Memory over step {key['step']}: {key['run']}, rank {key['rank']}"
+    figure = new_figure(
+        title, subtitle(table, thinning_note(len(table), len(drawn), "moments") or "live bytes by role")
+    )
+    for role in (role for role in ORDER if role in drawn.columns and (drawn[role] > 0).any()):
+        figure.add_trace(_area(times_ms, drawn[role].to_numpy(dtype=np.float64), role, divisor))
+    figure.add_trace(_total(times_ms, drawn, divisor))
+    _name_phases(figure, times_ms, drawn["phase"])
+    predicted = _at_rest(memory, key, "predicted")
+    if predicted is not None:
+        _outline(figure, predicted, divisor)
+    figure.update_layout(hovermode="x unified", legend_traceorder="normal", height=480, margin_t=110)
+    figure.update_xaxes(title_text="time in the step (ms)", zeroline=False, showgrid=False)
+    figure.update_yaxes(title_text=f"live bytes ({unit})", rangemode="tozero")
+    return finish(figure, _summary(table, _at_rest(memory, key, str(key["source"])), predicted))
+
+
+def _area(times_ms: np.ndarray, held: np.ndarray, role: Role, divisor: float) -> go.Scatter:
+    return go.Scatter(
+        x=times_ms,
+        y=held / divisor,
+        mode="lines",
+        stackgroup="roles",
+        name=str(role).replace("_", " "),
+        # A sample is the state from its moment on.
+        line={"width": 0, "shape": "hv", "color": ROLE_COLOURS[role]},
+        fillcolor=ROLE_COLOURS[role],
+        customdata=[format_bytes(value) for value in held],
+        hovertemplate="%{customdata}",
+    )
+
+
+def _total(times_ms: np.ndarray, drawn: pd.DataFrame, divisor: float) -> go.Scatter:
+    """No line of its own: it says on hover what the sum is, and where in the model."""
+    words = [
+        f"<b>{format_bytes(float(row['bytes']))}</b> in {row['unit']}, {row['phase']}"
+        for row in drawn[["bytes", "unit", "phase"]].to_dict("records")
+    ]
+    return go.Scatter(
+        x=times_ms, y=drawn["bytes"].to_numpy(dtype=np.float64) / divisor, mode="lines", name="all",
+        line={"width": 0, "shape": "hv"}, customdata=words, hovertemplate="%{customdata}", showlegend=False,
+    )  # fmt: skip
+
+
+def _name_phases(figure: go.Figure, times_ms: np.ndarray, phases: pd.Series) -> None:
+    """A thin line where a phase begins, and its name above where there is room."""
+    names = phases.astype(str).to_numpy()
+    begins = [0, *(np.flatnonzero(names[1:] != names[:-1]) + 1)]
+    ends = [*(times_ms[begin] for begin in begins[1:]), times_ms[-1]]
+    for begin, end in zip(begins, ends, strict=True):
+        if end - times_ms[begin] < MIN_PHASE_SHARE * (times_ms[-1] - times_ms[0]):
+            continue
+        figure.add_vline(x=times_ms[begin], line={"color": GRID, "width": 1.5})
+        figure.add_annotation(
+            x=(times_ms[begin] + end) / 2, y=1, yref="paper", yanchor="bottom", text=names[begin], showarrow=False
+        )
+
+
+def _at_rest(memory: pd.DataFrame, key: pd.Series, source: str) -> int | None:
+    """Bytes held at rest by this run and rank according to ``source``: in this step, else in the last before it."""
+    rows = memory[
+        (memory["run"] == key["run"]) & (memory["source"] == source) & (memory["where"] == "rest")
+        & (memory["rank"] == key["rank"]) & (memory["step"] <= key["step"])
+    ]  # fmt: skip
+    return int(rows.loc[rows["step"] == rows["step"].max(), "bytes"].sum()) if len(rows) else None
+
+
+def _outline(figure: go.Figure, predicted: int, divisor: float) -> None:
+    figure.add_hline(y=predicted / divisor, line={"color": INK, "width": 2, "dash": "dash"})
+    figure.add_scatter(
+        x=[None], y=[None], mode="lines", line={"color": INK, "width": 2, "dash": "dash"},
+        name=f"predicted at rest: {format_bytes(predicted)}",
+    )  # fmt: skip
+
+
+def _summary(table: pd.DataFrame, measured: int | None, predicted: int | None) -> str:
+    key, top = table.iloc[0], table.iloc[int(table["bytes"].to_numpy(dtype=np.float64).argmax())]
+    length_us = float(table["time_us"].iloc[-1] - key["time_us"])
+    words = (
+        f"Run {key['run']}, step {key['step']}, rank {key['rank']}: live bytes rise from "
+        f"{format_bytes(int(key['bytes']))} to {format_bytes(int(top['bytes']))} in "
+        f"{top['unit']} ({top['phase']}), over {format_us(length_us)}."
+    )
+    words += "" if measured is None else f" At rest {format_bytes(measured)}."
+    return words if predicted is None else f"{words} Predicted at rest {format_bytes(predicted)}."

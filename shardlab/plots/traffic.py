@@ -1,0 +1,150 @@
+"""Who sends to whom: bytes from each rank to each other in one step, by the ring model."""
+
+from collections.abc import Mapping
+from typing import cast
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from numpy.typing import NDArray
+
+from shardlab.analysis.groups import with_group
+from shardlab.plots.choose import one_run
+from shardlab.plots.colours import INK
+from shardlab.plots.labels import subtitle
+from shardlab.plots.theme import finish, new_figure, nothing
+from shardlab.plots.units import byte_scale, format_bytes
+from shardlab.tables import COLLECTIVES
+from shardlab.vocabulary import Collective
+
+TITLE = "Bytes between ranks in a step"
+MAX_RANKS = 64  # beyond, a cell stands for several ranks
+MAX_WRITTEN = 16  # up to so many ranks a cell has room for its number
+SHADES = ((0.0, "#c4e3f3"), (1.0, "#00507d"))  # both ends stand out from white and from black
+SILENT = (Collective.RECV, Collective.BARRIER)
+
+
+def traffic_matrix(
+    collectives: pd.DataFrame,
+    *,
+    run: str | None = None,
+    step: int | None = None,
+    axes: Mapping[str, int] | None = None,
+) -> go.Figure:
+    """A square of ranks: the row sends to the column.
+
+    A collective on a ring sends a rank's bytes (``wire_bytes``) to its next neighbour in the group; an all-to-all sends
+    an equal share to every other member. Which ranks form a group follows from the axes of the mesh.
+
+    Args:
+        collectives: table ``collectives``.
+        run: which run; None where the table holds one.
+        step: which step; None for the last.
+        axes: names and sizes of the mesh's axes, outermost first, as in the manifest; None to take them from the rows.
+
+    Raises:
+        ValueError: no such run or step; the groups do not follow from the axes; or a send whose receiver the record
+            does not name.
+    """
+    COLLECTIVES.check(collectives)
+    if not len(collectives):
+        return nothing(TITLE, "no communication recorded")
+    rows = one_run(collectives, run)
+    steps = sorted({int(number) for number in rows["step"]})
+    if step is not None and step not in steps:
+        raise ValueError(f"step: {step} was not recorded; there are {steps[0]} to {steps[-1]}")
+    step = steps[-1] if step is None else step
+    label = str(rows["label"].iloc[0])
+    rows = rows[rows["step"] == step]
+    sent = bytes_between(with_group(rows.drop(columns="label"), axes))
+    shown, names = _merged(sent)
+    note = "each row's rank sends to the column's rank"
+    if len(shown) < len(sent):
+        note = f"{len(sent)} ranks drawn as {len(shown)} groups of neighbours"
+    figure = new_figure(f"{TITLE}: {label}, step {step}", subtitle(rows, note))
+    figure.add_trace(_cells(shown, names))
+    _axes(figure, names)
+    return finish(figure, _summary(sent, label, step))
+
+
+def bytes_between(grouped: pd.DataFrame) -> NDArray[np.float64]:
+    """Bytes from rank (row) to rank (column) of the rows of one step.
+
+    Args:
+        grouped: rows of table ``collectives`` with the column ``group`` (``analysis.groups.with_group``).
+
+    Raises:
+        ValueError: a send, whose receiver the record does not name.
+    """
+    grouped = grouped[~grouped["op"].isin([str(op) for op in SILENT])]
+    if (grouped["op"] == str(Collective.SEND)).any():
+        raise ValueError("collectives: a send does not record its receiver, so there is no matrix; leave out op 'send'")
+    members = {group: [int(rank) for rank in str(group).split(",")] for group in grouped["group"].unique()}
+    size = 1 + max([*grouped["rank"], *(rank for ranks in members.values() for rank in ranks)], default=0)
+    sent = np.zeros((size, size))
+    sums = grouped.groupby(["group", "rank", grouped["op"] == str(Collective.ALL_TO_ALL)])["wire_bytes"].sum()
+    for key, num_bytes in sums.items():
+        group, rank, to_all = cast("tuple[str, int, bool]", key)
+        for other in (others := _receivers(members[group], rank, to_all=to_all)):
+            sent[rank, other] += num_bytes / len(others)
+    return sent
+
+
+def _receivers(members: list[int], rank: int, *, to_all: bool) -> list[int]:
+    place = members.index(rank)
+    after = members[place + 1 :] + members[:place]
+    return after if to_all else after[:1]
+
+
+def _merged(sent: NDArray[np.float64]) -> tuple[NDArray[np.float64], list[str]]:
+    """At most MAX_RANKS rows and columns, and their names; neighbours are added up where there are more."""
+    size, per_cell = len(sent), -(-len(sent) // MAX_RANKS)
+    starts = np.arange(0, size, per_cell, dtype=np.intp)
+    summed = np.add.reduceat(np.add.reduceat(sent, starts, axis=0), starts, axis=1)
+    spans = [(int(start), min(int(start) + per_cell, size) - 1) for start in starts]
+    return summed, [str(start) if start == end else f"{start}-{end}" for start, end in spans]
+
+
+def _cells(sent: NDArray[np.float64], names: list[str]) -> go.Heatmap:
+    divisor, unit = byte_scale(float(sent.max()))
+    words = [[format_bytes(value) if value else "" for value in row] for row in sent]
+    return go.Heatmap(
+        z=np.where(sent > 0, sent / divisor, np.nan),
+        x=names,
+        y=names,
+        xgap=2,
+        ygap=2,
+        zmin=0,
+        zmax=float(sent.max()) / divisor or 1.0,
+        colorscale=SHADES,
+        colorbar={"title": {"text": unit, "side": "top"}, "outlinewidth": 0, "thickness": 14, "len": 0.9},
+        text=words,
+        texttemplate="%{text}" if len(names) <= MAX_WRITTEN else None,
+        hovertemplate="rank %{y} sends rank %{x}<br><b>%{text}</b><extra></extra>",
+        hoverongaps=False,
+    )
+
+
+def _axes(figure: go.Figure, names: list[str]) -> None:
+    side = max(300, min(620, 44 * len(names)))
+    figure.update_layout(height=side + 150, margin_r=80)
+    figure.update_xaxes(title_text="to rank", type="category", showgrid=False, zeroline=False, constrain="domain")
+    figure.update_yaxes(
+        title_text="from rank", type="category", autorange="reversed", showgrid=False, zeroline=False,
+        scaleanchor="x", constrain="domain",
+    )  # fmt: skip
+    for position in range(len(names)):  # nobody sends to itself: the diagonal shows which way the ring goes
+        if len(names) <= MAX_WRITTEN:
+            figure.add_annotation(x=position, y=position, text="·", showarrow=False, font_color=INK)
+
+
+def _summary(sent: NDArray[np.float64], label: str, step: int) -> str:
+    pairs = sent[sent > 0]
+    if not len(pairs):
+        return f"Step {step} of run {label}: {len(sent)} ranks send nothing."
+    low, high = format_bytes(float(pairs.min())), format_bytes(float(pairs.max()))
+    amount = low if low == high else f"{low} to {high}"
+    return (
+        f"Step {step} of run {label}: {len(sent)} ranks send over {len(pairs)} links from rank to rank, "
+        f"{amount} on each, {format_bytes(float(sent.sum()))} in all, by the ring model."
+    )

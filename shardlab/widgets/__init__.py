@@ -1,0 +1,32 @@
+"""Controls for a notebook: change something, and see at once what it does. Each has a plain function behind it.
+
+===================  ====================================================  ===============================
+in a notebook        what it does                                          in a script
+===================  ====================================================  ===============================
+memory_explorer      sliders; the planner answers at once                  ``MemoryPlan``
+step_through         one recorded step, event by event                     ``events_of_step``, ``ranks_at``
+live                 loss, times, memory, timeline while ranks train       ``read_progress``
+workbench            choose, run, watch, compare with earlier runs         ``RunHistory``
+===================  ====================================================  ===============================
+"""
+
+from shardlab.widgets.explorer import memory_explorer
+from shardlab.widgets.history import RunHistory
+from shardlab.widgets.live import live
+from shardlab.widgets.memory_plan import MemoryPlan
+from shardlab.widgets.step_events import events_of_step, ranks_at
+from shardlab.widgets.step_view import step_through
+from shardlab.widgets.tail import read_progress
+from shardlab.widgets.workbench import workbench
+
+__all__ = [
+    "MemoryPlan",
+    "RunHistory",
+    "events_of_step",
+    "live",
+    "memory_explorer",
+    "ranks_at",
+    "read_progress",
+    "step_through",
+    "workbench",
+]

@@ -1,0 +1,131 @@
+"""A view of a run while it goes on: loss, time of a step, memory by role, and the timeline of the newest step.
+
+    with live("runs/first"):
+        compare(config, "runs/first")
+
+A thread reads what the ranks append to their records and replaces the pictures: the curves more than twice a second,
+the timeline, which is dearer to draw, once a second. The ranks know nothing of it; all they notice is that a fifth
+of a core is busy elsewhere. It can also watch a run of another process, for example one that a terminal started.
+"""
+
+import threading
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+from typing import Self
+
+from ipywidgets import VBox
+
+from shardlab.plots import collective_timeline, training_progress
+from shardlab.plots.theme import nothing
+from shardlab.vocabulary import Phase
+from shardlab.widgets.panel import Message, Panel, Picture
+from shardlab.widgets.tail import DirectoryTail, LiveTables
+
+EVERY_S = 0.45
+TIMELINE_EVERY_S = 1.0
+TIMELINE = "Timeline of the newest step"
+
+
+def live(directory: Path | str) -> "LiveView":
+    """A view of the runs in ``directory``: shown and updated inside a ``with`` block, or until ``stop()``.
+
+    In a script ``read_progress`` gives the same as tables.
+
+    Args:
+        directory: where ``compare`` writes, or the directory of one run; it need not be there yet.
+    """
+    return LiveView(directory)
+
+
+class LiveView(Panel):
+    """What ``live`` gives back. As the last line of a cell it starts to watch and returns at once.
+
+    Args:
+        directory: see ``live``.
+        curves, timeline, message: of a larger panel, to be used instead of own ones.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        curves: Picture | None = None,
+        timeline: Picture | None = None,
+        message: Message | None = None,
+    ) -> None:
+        self.progress: LiveTables | None = None
+        self.num_updates = 0
+        self.message = message or Message("Waiting for the first step.")
+        self.curves = curves or Picture(nothing("Training", "no step has ended yet"))
+        self.timeline = timeline or Picture(nothing(TIMELINE, "no step has ended yet"))
+        self._tail = DirectoryTail(directory)
+        self._timeline_due = 0.0
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        super().__init__(VBox([self.message.widget]), (self.curves, self.timeline), "live view of a run")
+
+    def start(self) -> Self:
+        """Watch in a thread of this process; starting twice changes nothing."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="shardlab-live", daemon=True)
+            self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Read once more, show the last state, and end."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def update(self, *, final: bool = False) -> bool:
+        """Read what is new and, if there is anything, replace the pictures; whether there was."""
+        progress = self._tail.read()
+        is_new = progress is not self.progress and len(progress.steps) > 0
+        if not is_new and not final:
+            return False
+        self.progress = progress
+        if len(progress.steps):
+            self.num_updates += 1
+            self.curves.replace(training_progress(progress.steps, progress.memory), final=final)
+            if final or monotonic() >= self._timeline_due:
+                self._timeline_due = monotonic() + TIMELINE_EVERY_S
+                self._draw_timeline(progress, final=final)
+            run, step = _newest(progress)
+            self.message.say(f"{'Ended' if final else 'Running'}: {run}, step {step}.")
+        return is_new
+
+    def __enter__(self) -> Self:
+        self._ipython_display_()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _ipython_display_(self) -> None:
+        super()._ipython_display_()
+        self.start()
+
+    def _draw_timeline(self, progress: LiveTables, *, final: bool) -> None:
+        moved = progress.collectives[progress.collectives["phase"] != Phase.METRICS]
+        if len(progress.spans):
+            self.timeline.replace(collective_timeline(moved, progress.spans), final=final)
+
+    def _watch(self) -> None:
+        try:
+            due = monotonic()
+            while not self._ended.wait(max(0.0, due - monotonic())):
+                due = monotonic() + EVERY_S
+                self.update()
+            self.update(final=True)
+        except ValueError as error:  # a damaged record must not end the training that is watched
+            self.message.fail(str(error))
+        finally:
+            self._tail.close()
+
+
+def _newest(progress: LiveTables) -> tuple[str, int]:
+    last = progress.steps.iloc[-1]
+    return str(last["run"]), int(last["step"])

@@ -1,0 +1,163 @@
+"""Bytes at rest for any model, strategy and number of ranks, at once: the planner's tables, ready to be compared.
+
+plan = MemoryPlan(model="gpt-30m", ranks=8, precision="mixed")
+plan.by_strategy()        # table memory, one run per strategy
+plan.by_ranks("zero2")    # table memory, one run per number of ranks
+plan.costs()              # bytes, saving and bytes sent per strategy
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pandas as pd
+import torch
+
+from shardlab.engines.fsdp import wrapped_modules
+from shardlab.models import MODELS, build_model
+from shardlab.partition.chunks import require_count
+from shardlab.partition.flat import ParamSpec
+from shardlab.planner import (
+    ADAM,
+    PRECISIONS,
+    SGD,
+    SGD_MOMENTUM,
+    PlannedModel,
+    Setup,
+    Sharding,
+    described,
+    predicted_collectives,
+    predicted_memory,
+)
+from shardlab.plots.units import byte_scale
+from shardlab.tables import MEMORY
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp")
+OPTIMIZERS = {"adamw": ADAM, "sgd with momentum": SGD_MOMENTUM, "sgd": SGD}
+REFERENCE = "ddp"
+MAX_PARAMS = 1e14
+MAX_RANKS = 4096
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """A question to the planner.
+
+    Attributes:
+        model: a name from ``models.MODELS``, or a number of parameters, for example 7.5e9.
+        ranks: ranks that train it.
+        precision: 'fp32', or 'mixed' as in the ZeRO paper: 16-bit parameters and gradients, fp32 master weights.
+        optimizer: 'adamw', 'sgd with momentum' or 'sgd'.
+        sharding: of FSDP: full_shard, shard_grad_op, no_shard or hybrid_shard.
+        shard_group: ranks in a shard group of hybrid_shard; None for the largest divisor below ``ranks``.
+
+    Raises:
+        ValueError: a field has a value it cannot have; the message names the field and the allowed values.
+    """
+
+    model: str | float = "gpt-30m"
+    ranks: int = 8
+    precision: str = "fp32"
+    optimizer: str = "adamw"
+    sharding: str = Sharding.FULL_SHARD
+    shard_group: int | None = None
+    _planned: PlannedModel = field(init=False, repr=False, compare=False)
+    _units: dict[str, list[str]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Check every field, and describe the model."""
+        require_count("ranks", self.ranks, 1)
+        if self.ranks > MAX_RANKS:
+            raise ValueError(f"ranks: {self.ranks} is above {MAX_RANKS}")
+        for name, allowed in (("precision", PRECISIONS), ("optimizer", OPTIMIZERS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(allowed)}")
+        planned, units = _described(self.model)
+        object.__setattr__(self, "_planned", planned)
+        object.__setattr__(self, "_units", units)
+        self._setup("fsdp")
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the model."""
+        return self._planned.numel
+
+    @property
+    def group(self) -> int:
+        """Ranks in a shard group of hybrid_shard."""
+        if self.shard_group is not None:
+            return self.shard_group
+        return next((size for size in range(self.ranks // 2, 0, -1) if self.ranks % size == 0), 1)
+
+    def by_strategy(self) -> pd.DataFrame:
+        """Table ``memory``, predicted: what rank 0, which never holds less than another, holds under each strategy."""
+        tables = [predicted_memory(self._planned, self._setup(name), ranks=[0], run=name) for name in STRATEGIES]
+        return MEMORY.frame(pd.concat(tables, ignore_index=True))
+
+    def by_ranks(self, strategy: str) -> pd.DataFrame:
+        """Table ``memory``, predicted, for one strategy on 1, 2, 4, ... ranks up to ``ranks``; ``run`` is the number.
+
+        Raises:
+            ValueError: an unknown strategy.
+        """
+        tables = [
+            predicted_memory(self._planned, setup, ranks=[0], run=_ranks_words(setup.num_ranks))
+            for setup in self._setups(strategy)
+        ]
+        return MEMORY.frame(pd.concat(tables, ignore_index=True))
+
+    def costs(self) -> pd.DataFrame:
+        """One row per strategy: bytes at rest by role, saving against ddp, bytes that rank 0 sends in a step."""
+        memory = self.by_strategy()
+        held = memory.pivot_table(index="run", columns="role", values="bytes", aggfunc="sum", sort=False)
+        held = held.astype("float64")
+        total, state = held.sum(axis=1), held["optimizer_state"] + held["master_weight"]
+        divisor, unit = byte_scale(float(total.max()))
+        table = pd.DataFrame({
+            "strategy": held.index, f"parameters ({unit})": held["parameter"] / divisor,
+            f"gradients ({unit})": held["gradient"] / divisor, f"optimizer ({unit})": state / divisor,
+            f"total ({unit})": total / divisor, "saving (%)": 100 * (1 - total / total[REFERENCE]),
+            f"sent ({unit}/step)": [self._sent(name) / divisor for name in held.index],
+        })  # fmt: skip
+        return table.reset_index(drop=True)
+
+    def _sent(self, strategy: str) -> float:
+        return float(predicted_collectives(self._planned, self._setup(strategy), ranks=[0])["wire_bytes"].sum())
+
+    def _setups(self, strategy: str) -> Iterator[Setup]:
+        """For the powers of two below ``ranks``, and for ``ranks``; a shard group that does not fit is all ranks."""
+        sizes = [2**power for power in range(self.ranks.bit_length()) if 2**power < self.ranks]
+        for size in (*sizes, self.ranks):
+            yield self._setup(strategy, size, self.group if size % self.group == 0 else size)
+
+    def _setup(self, strategy: str, ranks: int | None = None, group: int | None = None) -> Setup:
+        hybrid = strategy == "fsdp" and self.sharding == Sharding.HYBRID_SHARD
+        return Setup(
+            strategy,
+            ranks or self.ranks,
+            units=self._units,
+            sharding=self.sharding,
+            shard_group_size=(group or self.group) if hybrid else None,
+            optimizer=OPTIMIZERS[self.optimizer],
+            precision=PRECISIONS["mixed"] if self.precision == "mixed" else None,
+        )
+
+
+def _described(model: str | float) -> tuple[PlannedModel, dict[str, list[str]]]:
+    """Parameters, and the names of those of each unit, of a preset or of one tensor of so many elements."""
+    if isinstance(model, str):
+        with torch.device("meta"):
+            module = build_model(model)
+        units = {
+            name: [f"{name}.{inner}" for inner, _ in child.named_parameters()]
+            for name, child in wrapped_modules(module, "block").items()
+        }
+        return described(module), units
+    if not 1 <= model <= MAX_PARAMS or model != int(model):
+        raise ValueError(
+            f"model: {model:g} parameters; a whole number from 1 to {MAX_PARAMS:g}, or {', '.join(MODELS)}"
+        )
+    return PlannedModel.of_specs([ParamSpec("parameters", (int(model),), 4)]), {}
+
+
+def _ranks_words(ranks: int) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks:,} ranks"

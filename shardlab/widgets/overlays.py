@@ -1,0 +1,143 @@
+"""The pictures of a workbench: all runs of a history in one figure, or one of them in detail."""
+
+from collections.abc import Callable
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from shardlab.analysis import overlap
+from shardlab.experiment import CompareConfig
+from shardlab.experiment.planned import plan_run
+from shardlab.experiment.summary import timed_steps
+from shardlab.plots import (
+    collective_timeline,
+    loss_curves,
+    memory_by_role,
+    memory_over_step,
+    overlap_bars,
+    run_difference,
+    shard_map,
+    step_times,
+    traffic_matrix,
+    wire_volume,
+)
+from shardlab.plots.theme import nothing
+from shardlab.trace.store import Records
+from shardlab.vocabulary import Phase
+from shardlab.widgets.history import RunHistory
+
+Draw = Callable[[RunHistory, str], go.Figure]
+
+
+def overlay(history: RunHistory, view: str, label: str) -> go.Figure:
+    """A picture of the history.
+
+    Args:
+        history: with at least one run.
+        view: a key of ``VIEWS``.
+        label: the run that the views of one run are about, such as '2 zero1' (``history.labels()``).
+
+    Raises:
+        ValueError: an unknown view or label, or a history without runs.
+    """
+    if view not in VIEWS:
+        raise ValueError(f"view: {view!r} is not one of {', '.join(VIEWS)}")
+    if label not in history.labels():
+        raise ValueError(
+            f"label: {label!r} is not one of {', '.join(history.labels()) or 'none: nothing has been run'}"
+        )
+    return VIEWS[view](history, label)
+
+
+def _loss(history: RunHistory, _: str) -> go.Figure:
+    return loss_curves(history.records().steps)
+
+
+def _times(history: RunHistory, _: str) -> go.Figure:
+    return step_times(timed_steps(history.records().steps))
+
+
+def _rest(history: RunHistory, _: str) -> go.Figure:
+    return memory_by_role(history.records().memory)
+
+
+def _peak(history: RunHistory, _: str) -> go.Figure:
+    return memory_by_role(history.records().memory, "peak")
+
+
+def _overlap(history: RunHistory, _: str) -> go.Figure:
+    records = history.records()
+    timed = timed_steps(records.steps)[["run", "source", "rank", "step"]]
+    keys = list(timed.columns)
+    return overlap_bars(overlap(_traffic(records).merge(timed, on=keys), records.spans.merge(timed, on=keys)))
+
+
+def _sent(history: RunHistory, _: str) -> go.Figure:
+    return wire_volume(_traffic(history.records()), runs=history.labels())
+
+
+def _change(history: RunHistory, label: str) -> go.Figure:
+    """Against the run before it, whatever its strategy: that is what was changed."""
+    labels = history.labels()
+    place = labels.index(label)
+    if place == 0:
+        return nothing(f"Change to {label}", "there is no run before it")
+    before = labels[place - 1]
+    strategy = label.partition(" ")[2]
+    rows = [_cost_of(history, name).assign(strategy=strategy) for name in (before, label)]
+    return run_difference(rows[0], rows[1], (before, label))
+
+
+def _cost_of(history: RunHistory, label: str) -> pd.DataFrame:
+    """The row of the summary of one run and strategy."""
+    number, _, strategy = label.partition(" ")
+    summary = history.comparisons[int(number)].summary
+    return summary[summary["strategy"] == strategy]
+
+
+def _timeline(history: RunHistory, label: str) -> go.Figure:
+    records = history.records()
+    return collective_timeline(_traffic(records), records.spans, run=label)
+
+
+def _course(history: RunHistory, label: str) -> go.Figure:
+    """Memory over the traced step, with what the planner says must be held at rest."""
+    number, _, strategy = label.partition(" ")
+    memory = history.records().memory
+    plan = plan_run(CompareConfig(**_fields(history.config_of(int(number)))), strategy)
+    if plan is not None:
+        memory = pd.concat([memory, plan.memory.assign(run=label)], ignore_index=True)
+    return memory_over_step(memory, run=label)
+
+
+def _matrix(history: RunHistory, label: str) -> go.Figure:
+    return traffic_matrix(_traffic(history.records()), run=label)
+
+
+def _slices(history: RunHistory, label: str) -> go.Figure:
+    return shard_map(history.records().shards, run=label)
+
+
+def _traffic(records: Records) -> pd.DataFrame:
+    """The collectives without the loss for the report."""
+    return records.collectives[records.collectives["phase"] != Phase.METRICS]
+
+
+def _fields(config: dict[str, object]) -> dict[str, object]:
+    """A configuration as JSON has it, with its tuple."""
+    return config | {"strategies": tuple(config["strategies"])}  # type: ignore[arg-type]
+
+
+VIEWS: dict[str, Draw] = {
+    "loss": _loss,
+    "time of a step": _times,
+    "memory at rest": _rest,
+    "memory at the peak": _peak,
+    "communication: exposed and hidden": _overlap,
+    "bytes sent": _sent,
+    "change from the run before": _change,
+    "one run: timeline": _timeline,
+    "one run: memory over a step": _course,
+    "one run: who sends to whom": _matrix,
+    "one run: who holds which slice": _slices,
+}

@@ -1,0 +1,129 @@
+"""One recorded training step, event by event: each click goes on to the next, and says what every rank then does."""
+
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+from ipywidgets import Button, Dropdown, HBox, IntSlider, Layout, Play, VBox, jslink
+
+from shardlab.analysis.choose import one_run, one_step
+from shardlab.plots import collective_timeline
+from shardlab.plots.colours import INK
+from shardlab.plots.held import held_by_rank
+from shardlab.plots.units import format_us
+from shardlab.trace.store import Records
+from shardlab.widgets.panel import Message, Panel, Picture
+from shardlab.widgets.step_events import ROLES, events_of_step, ranks_at, traced_step
+
+ALL_RANKS = "all ranks"
+PLAY_MS = 700
+
+
+def step_through(records: Records, *, run: str | None = None, step: int | None = None) -> Panel:
+    """Buttons and a slider through the events of one step, above its timeline and what each rank holds.
+
+    In a script ``events_of_step`` and ``ranks_at`` give the same as tables.
+
+    Args:
+        records: of a run or of several.
+        run: which run; None where there is one.
+        step: which step; None for the first whose memory was traced, else the last.
+
+    Raises:
+        ValueError: no such run or step, several runs and none named, or nothing was recorded.
+    """
+    return StepView(records, run, step)
+
+
+class StepView(Panel):
+    """The panel of ``step_through``; ``index`` is the event shown, among the events of the rank that is followed."""
+
+    def __init__(self, records: Records, run: str | None, step: int | None) -> None:
+        steps = one_run(records.steps[records.steps["step"] >= 0], run)
+        self.step = one_step(steps, traced_step(steps) if step is None else step)
+        self.run = str(steps["run"].iloc[0])
+        self.events = events_of_step(records, run=self.run, step=self.step)
+        self._shown = self.events.index
+        self._most_bytes = float(self.events[list(ROLES)].sum(axis=1, skipna=True).max())
+        self._timeline = collective_timeline(records.collectives, records.spans, run=self.run, step=self.step)
+        self._fixed_shapes = self._timeline.layout.shapes
+        self.message = Message()
+        self._make_controls()
+        self.timeline, self.held = Picture(self._timeline_at(0)), Picture(self._held_at(0))
+        self.ranks = Picture(self._doing_at(0))
+        self._say(0)
+        super().__init__(
+            self._box(), (self.ranks, self.timeline, self.held), f"step {self.step} of {self.run}, event by event"
+        )
+
+    @property
+    def index(self) -> int:
+        """Number of the event shown, in ``events``."""
+        return int(self._shown[self.slider.value])
+
+    def next(self) -> None:
+        """Go on to the next event."""
+        self.slider.value = min(self.slider.value + 1, self.slider.max)
+
+    def previous(self) -> None:
+        """Go back to the event before."""
+        self.slider.value = max(self.slider.value - 1, 0)
+
+    def _make_controls(self) -> None:
+        self.back = Button(description="previous", icon="step-backward", layout=Layout(width="auto"))
+        self.forth = Button(
+            description="next", icon="step-forward", button_style="primary", layout=Layout(width="auto")
+        )
+        self.slider = IntSlider(max=len(self._shown) - 1, description="event", layout=Layout(flex="1 1 24em"))
+        self.play = Play(max=len(self._shown) - 1, interval=PLAY_MS)
+        ranks = [(ALL_RANKS, None), *((f"rank {rank}", rank) for rank in sorted(set(self.events["rank"])))]
+        self.follow = Dropdown(options=ranks, value=None, description="follow", layout=Layout(width="14em"))
+        self.back.on_click(lambda _: self.previous())
+        self.forth.on_click(lambda _: self.next())
+        self.slider.observe(self._moved, names="value")
+        self.follow.observe(self._followed, names="value")
+
+    def _box(self) -> VBox:
+        jslink((self.play, "value"), (self.slider, "value"))
+        row = HBox([self.back, self.forth, self.play, self.slider, self.follow], layout=Layout(flex_flow="row wrap"))
+        return VBox([row, self.message.widget])
+
+    def _moved(self, _: Any) -> None:
+        self._say(self.index)
+        self.ranks.replace(self._doing_at(self.index))
+        self.timeline.replace(self._timeline_at(self.index))
+        self.held.replace(self._held_at(self.index))
+
+    def _followed(self, change: Any) -> None:
+        """Leave out the events of the other ranks; stay at the moment."""
+        index, rank = self.index, change["new"]
+        self._shown = self.events.index if rank is None else self.events.index[self.events["rank"] == rank]
+        place = int(self._shown.searchsorted(index).clip(0, len(self._shown) - 1))
+        last = len(self._shown) - 1
+        self.slider.value = min(self.slider.value, last)
+        self.slider.max = self.play.max = last
+        self.slider.value = place
+        self._moved(None)
+
+    def _say(self, index: int) -> None:
+        event = self.events.iloc[index]
+        place = f"Event {self.slider.value + 1} of {len(self._shown)}"
+        self.message.say(f"{place}, {format_us(float(event['time_us']))}: rank {event['rank']} {event['words']}.")
+
+    def _timeline_at(self, index: int) -> go.Figure:
+        """The timeline with a line at the moment."""
+        time_ms = float(self.events["time_us"].iloc[index]) / 1e3
+        self._timeline.layout.shapes = self._fixed_shapes
+        return self._timeline.add_vline(x=time_ms, line={"color": INK, "width": 2.5})
+
+    def _held_at(self, index: int) -> go.Figure:
+        moment = f"after {format_us(float(self.events['time_us'].iloc[index]))} of the step"
+        return held_by_rank(ranks_at(self.events, index), most_bytes=self._most_bytes, moment=moment)
+
+    def _doing_at(self, index: int) -> pd.DataFrame:
+        now = ranks_at(self.events, index)
+        texts = {name: now[name].replace("", "–") for name in ("computes", "in_flight", "waits_for")}
+        return pd.DataFrame({
+            "rank": now["rank"], "computes": texts["computes"], "waits for": texts["waits_for"],
+            "under way": texts["in_flight"],
+        })  # fmt: skip

@@ -1,0 +1,258 @@
+"""A workbench: choose model, strategy, ranks, bucket size, link and precision; run; watch; compare with earlier runs.
+
+The run goes on in a thread of this process, so that the controls stay alive and Stop works; the ranks are processes of
+their own, as always. What is wrong with a choice is said beside the controls, never by a traceback.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from ipywidgets import (
+    Button,
+    Dropdown,
+    FloatText,
+    HBox,
+    IntText,
+    Layout,
+    Text,
+    ValueWidget,
+    VBox,
+)
+
+from shardlab.engines import STRATEGIES, engine_options
+from shardlab.experiment import CompareConfig
+from shardlab.models import MODELS
+from shardlab.plots.theme import nothing
+from shardlab.widgets.history import RunHistory, label
+from shardlab.widgets.live import LiveView
+from shardlab.widgets.overlays import VIEWS, overlay
+from shardlab.widgets.panel import Message, Panel, Picture
+
+DEFAULTS = CompareConfig(strategies=("zero1",), ranks=2, steps=20, text="grammar")
+STYLE: dict[str, str] = {"description_width": "7em"}
+# Controls that only some strategies take: the option of the engine, and the field of the configuration.
+OPTIONAL = {"bucket_mib": "bucket_bytes", "precision": "precision", "sharding": "sharding"}
+CHOICES = {
+    "device": ("auto", "cpu", "cuda"),
+    "precision": ("full", "bf16", "fp16"),
+    "sharding": ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard"),
+}
+
+
+def workbench(directory: Path | str | None = None, config: CompareConfig | None = None) -> "Workbench":
+    """Controls for a run, Run and Stop, the live view, and a table and pictures of all runs so far.
+
+    In a script ``RunHistory`` does the same.
+
+    Args:
+        directory: where the runs lie, and where earlier ones are looked for; None for a temporary one.
+        config: what the controls say at first; None for ZeRO-1 with a GPT of 1 M parameters on 2 ranks.
+    """
+    return Workbench(RunHistory(directory), config or DEFAULTS)
+
+
+class Workbench(Panel):
+    """The panel of ``workbench``.
+
+    Attributes:
+        history: all runs.
+        message: what is going on, or what is wrong.
+    """
+
+    def __init__(self, history: RunHistory, config: CompareConfig) -> None:
+        self.history = history
+        self._base = config
+        self.message = Message("Choose, then press Run.")
+        self.inputs = _inputs(config)
+        self.run_button = Button(description="Run", icon="play", button_style="primary")
+        self.stop_button = Button(description="Stop", icon="stop", disabled=True)
+        self.view = Dropdown(options=list(VIEWS), description="picture", style=STYLE)
+        self.about = Dropdown(options=[], description="run", style=STYLE)
+        self.table = Picture(pd.DataFrame({"run": []}))
+        self.upper = Picture(nothing("Runs", "nothing has been run yet"))
+        self.lower = Picture(nothing("Timeline of the newest step", "nothing has been run yet"))
+        self._thread: threading.Thread | None = None
+        self._is_filling = False  # the list of runs is being replaced
+        self._is_live = False  # the pictures belong to the run that goes on
+        self.inputs["strategies"].observe(lambda _: self._show_what_counts(), names="value")
+        self.view.observe(lambda _: self._draw(), names="value")
+        self.about.observe(lambda _: self._draw(), names="value")
+        self.run_button.on_click(lambda _: self.start())
+        self.stop_button.on_click(lambda _: self.stop())
+        self._show_what_counts()
+        self._show_runs()
+        super().__init__(self._box(), (self.table, self.upper, self.lower), "workbench: choose, run, watch, compare")
+
+    def config(self) -> CompareConfig:
+        """What the controls say.
+
+        Raises:
+            ValueError: something that cannot be.
+        """
+        said = {name: control.value for name, control in self.inputs.items() if not control.disabled}
+        said |= {"strategies": (said["strategies"],), "link": said["link"].strip() or None}
+        kept = {name: value for name, value in asdict(self._base).items() if name not in self.inputs}
+        return CompareConfig(**(kept | said))
+
+    def start(self) -> None:
+        """Run what the controls say, in a thread: what the Run button does. What is wrong is said, not raised."""
+        if self.is_running:
+            return
+        try:
+            config = self.config()
+        except ValueError as error:
+            self.message.fail(str(error))
+            return
+        self._thread = threading.Thread(
+            target=self._run_and_tell, args=(config,), name="shardlab-workbench", daemon=True
+        )
+        self._set_running(True)
+        self._thread.start()
+
+    def run(self, **changes: Any) -> int:
+        """Set some controls, run, and wait until it is over; the number of the run.
+
+        Args:
+            changes: fields of ``CompareConfig`` that there are controls for; ``strategies`` is one name.
+
+        Raises:
+            ValueError: there is no such control, or something that cannot be.
+        """
+        self.choose(**changes)
+        config = self.config()
+        self._set_running(True)
+        try:
+            return self._run(config)
+        finally:
+            self._set_running(False)
+
+    def choose(self, **changes: Any) -> None:
+        """Set controls as a hand would.
+
+        Raises:
+            ValueError: there is no such control, or it does not offer that value.
+        """
+        for name, value in changes.items():
+            if name not in self.inputs:
+                raise ValueError(f"{name}: there is no such control; there are {', '.join(self.inputs)}")
+            control = self.inputs[name]
+            if isinstance(control, Dropdown) and value not in control.options:
+                raise ValueError(f"{name}: {value!r} is not one of {', '.join(control.options)}")
+            control.value = value
+
+    def stop(self) -> None:
+        """End the run that goes on: what the Stop button does. Its records so far stay on disk."""
+        if self.is_running:
+            self.message.say("Stopping.")
+            self.history.stop()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for the run that goes on; whether it is over."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return not self.is_running
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a run goes on."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def close(self) -> None:
+        """End the warm ranks, and forget the records if they were temporary."""
+        self.stop()
+        self.wait()
+        self.history.close()
+
+    def _run_and_tell(self, config: CompareConfig) -> None:
+        """The thread. Whatever happens is told in one line: a traceback would go where nobody looks."""
+        try:
+            self._run(config)
+        except KeyboardInterrupt:
+            self.message.say("Stopped. The records so far are kept.")
+        except Exception as error:
+            self.message.fail(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+        finally:
+            self._set_running(False)
+
+    def _run(self, config: CompareConfig) -> int:
+        directory = self.history.next_directory()
+        self.message.say(f"Starting {config.ranks} {'rank' if config.ranks == 1 else 'ranks'}.")
+        view = LiveView(directory, curves=self.upper, timeline=self.lower, message=self.message).start()
+        self._is_live = True
+        try:
+            number = self.history.run(config, directory=directory)
+        finally:
+            view.stop()
+            self._is_live = False
+        self._show_runs(label(number, config.strategies[-1]))
+        summary = self.history.comparisons[number].summary.iloc[-1]
+        self.message.say(
+            f"Run {number} is over: {summary['strategy']}, {summary['step_ms']:.1f} ms a step, last loss "
+            f"{summary['loss_last']:.4f}. Its records are in {directory.name}."
+        )
+        return number
+
+    def _show_runs(self, about: str | None = None) -> None:
+        """Offer all runs, and draw the table and the chosen picture."""
+        labels = self.history.labels()
+        if not labels:
+            return
+        self._is_filling = True
+        self.about.options, self.about.value = labels, about or labels[-1]
+        self._is_filling = False
+        self.table.replace(self.history.table(), final=True)
+        self._draw()
+
+    def _draw(self) -> None:
+        if self._is_filling or self._is_live or not self.history.comparisons:
+            return
+        try:
+            figure = overlay(self.history, str(self.view.value), str(self.about.value))
+        except ValueError as error:  # for example a run whose memory was not traced
+            figure = nothing(str(self.view.value), str(error))
+        self.upper.replace(figure, final=True)
+
+    def _set_running(self, running: bool) -> None:
+        self.run_button.disabled, self.stop_button.disabled = running, not running
+
+    def _show_what_counts(self) -> None:
+        """Grey out what the chosen strategy does not take."""
+        taken = engine_options(str(self.inputs["strategies"].value))
+        for name, option in OPTIONAL.items():
+            self.inputs[name].disabled = option not in taken
+
+    def _box(self) -> VBox:
+        columns = (
+            ("strategies", "model", "ranks"), ("steps", "bucket_mib", "precision"), ("sharding", "link", "device"),
+        )  # fmt: skip
+        rows = HBox(
+            [VBox([self.inputs[name] for name in column]) for column in columns], layout=Layout(flex_flow="row wrap")
+        )
+        buttons = HBox([self.run_button, self.stop_button, self.view, self.about], layout=Layout(flex_flow="row wrap"))
+        return VBox([rows, buttons, self.message.widget])
+
+
+def _inputs(config: CompareConfig) -> dict[str, ValueWidget]:
+    """A control for each field that can be chosen, by the field's name."""
+
+    def choice(name: str, options: Any, value: Any, words: str = "") -> Dropdown:
+        return Dropdown(options=list(options), value=value, description=words or name, style=STYLE)
+
+    def entry(kind: Callable[..., ValueWidget], name: str, value: Any, words: str = "", **more: Any) -> ValueWidget:
+        return kind(value=value, description=words or name, style=STYLE, **more)
+
+    return {
+        "strategies": choice("strategies", STRATEGIES, config.strategies[0], "strategy"),
+        "model": choice("model", MODELS, config.model),
+        "ranks": entry(IntText, "ranks", config.ranks),
+        "steps": entry(IntText, "steps", config.steps),
+        "bucket_mib": entry(FloatText, "bucket_mib", config.bucket_mib, "bucket (MiB)"),
+        "precision": choice("precision", CHOICES["precision"], config.precision),
+        "sharding": choice("sharding", CHOICES["sharding"], config.sharding),
+        "link": entry(Text, "link", config.link or "", placeholder="real; or 10Gbps,50us"),
+        "device": choice("device", CHOICES["device"], config.device),
+    }

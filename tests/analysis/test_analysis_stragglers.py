@@ -1,0 +1,93 @@
+"""Who takes part in a collective, who came last, and who waited for whom."""
+
+import pytest
+
+from shardlab.analysis import stragglers, waits, with_group
+from tests.analysis.hand_made import collective, collectives, together, two_ranks
+
+
+def grid(*rows):
+    """Rows (rank, axis, group size)."""
+    return collectives(*(collective(rank, 0, (0, 0, 1), axis=axis, group_size=size) for rank, axis, size in rows))
+
+
+def test_one_axis_holds_all_ranks():
+    table = with_group(grid(*((rank, "data", 3) for rank in range(3))))
+    assert table["group"].tolist() == ["0,1,2"] * 3
+
+
+def test_the_last_axis_varies_fastest():
+    rows = grid(*((rank, axis, 2) for rank in range(4) for axis in ("shard", "replica")))
+    table = with_group(rows).set_index(["axis", "rank"])["group"]
+    assert table["shard"].to_dict() == {0: "0,1", 1: "0,1", 2: "2,3", 3: "2,3"}
+    assert table["replica"].to_dict() == {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}
+    swapped = with_group(rows, {"shard": 2, "replica": 2}).set_index(["axis", "rank"])["group"]
+    assert swapped["shard"].to_dict() == {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "axes", "message"),
+    [
+        (
+            grid((0, "data", 4), (1, "data", 4)),
+            None,
+            "data=4 is a mesh of 4 ranks, but .* of ranks 0, 1; give the rows",
+        ),
+        (grid((0, "data", 2), (1, "data", 3)), None, "groups of several sizes on axis data"),
+        (grid((0, "up", 2), (1, "down", 2)), None, "where down, up lies among the axes .* is not known"),
+        (grid((0, "data", 2), (1, "data", 2)), {"shard": 2}, "on axis 'data', which is none of shard"),
+        (grid((0, "data", 2)).drop(columns="axis"), None, "missing columns .'axis'"),
+    ],
+)
+def test_groups_that_cannot_be_known_are_refused(rows, axes, message):
+    with pytest.raises(ValueError, match=message):
+        with_group(rows, axes)
+
+
+def test_queueing_waiting_for_the_last_and_transfer_add_up():
+    moved, _ = two_ranks()
+    table = waits(moved).set_index(["seq", "rank"])
+    first, second = table.loc[(0, 0)], table.loc[(1, 0)]
+    assert (first["queued_us"], first["straggler_us"], first["transfer_us"], first["last_rank"]) == (0, 20, 30, 1)
+    assert (second["queued_us"], second["straggler_us"], second["transfer_us"]) == (10, 10, 10)
+    assert (first["waited_us"], first["waited_for_last_us"]) == (10, 0)  # when it waited, the last had come
+    assert (second["waited_us"], second["waited_for_last_us"]) == (20, 10)
+    assert table.loc[(0, 1), "straggler_us"] == table.loc[(1, 1), "straggler_us"] == 0
+    whole = (moved["end_us"] - moved["issue_us"]).tolist()
+    assert (table["queued_us"] + table["straggler_us"] + table["transfer_us"]).tolist() == whole
+
+
+def test_who_waited_for_whom():
+    row = stragglers(two_ranks()[0]).iloc[0]
+    assert (row["rank"], row["last_rank"], row["num_collectives"]) == (0, 1, 2)
+    assert (row["straggler_us"], row["waited_for_last_us"]) == (30, 10)
+    assert len(stragglers(two_ranks()[0])) == 1
+
+
+def test_a_step_that_one_rank_has_not_recorded_is_left_out():
+    moved, _ = two_ranks()
+    cut_off = collectives(collective(0, 2, (200, 200, 210), step=1))
+    assert set(waits(together(moved, cut_off))["step"]) == {0}
+
+
+def test_broadcasts_name_nobody():
+    rows = [collective(rank, 0, (0, 0, 5), op="broadcast") for rank in (0, 1)]
+    assert len(waits(collectives(*rows))) == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([collective(0, 0, (0, 0, 9)), collective(1, 0, (0, 0, 9), op="all_gather")], "did not issue the same"),
+        ([collective(0, 0, (0, 0, 9)), collective(1, 0, (0, 0, 9), bytes=4)], "rank 1 all_reduce of 4 bytes"),
+        ([collective(0, 0, (0, 0, 9)), collective(1, 0, (5e6, 5e6, 6e6))], "before rank 1 began it; the clocks"),
+        ([collective(0, 0, (3, 0, 9)), collective(1, 0, (0, 0, 9))], "start_us 0 < issue_us 3; its clock ran back"),
+    ],
+)
+def test_ranks_that_disagree_are_refused(rows, message):
+    with pytest.raises(ValueError, match=message):
+        waits(collectives(*rows))
+
+
+def test_nothing_communicated_is_an_empty_table():
+    assert len(waits(collectives())) == len(stragglers(collectives())) == 0

@@ -1,0 +1,113 @@
+"""A tiny bench from end to end, its arithmetic on made-up times, and what is refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from shardlab.bench import PAIRS, BenchConfig, Contender, Workload, bench
+from shardlab.bench.rounds import RankTimes
+from shardlab.bench.run import row_of
+from shardlab.cli import app
+
+TINY = Workload("tiny", "gpt-1m", rows=1, seq_len=4)
+KEYS = {
+    "workload", "ranks", "ours", "theirs", "ratio_median", "ratio_q1", "ratio_q3", "peak_ratio", "ours_ms",
+    "theirs_ms", "floor_ms", "ours_peak_bytes", "theirs_peak_bytes", "rounds",
+}  # fmt: skip
+
+
+def test_a_tiny_bench_from_end_to_end(pools):
+    config = BenchConfig(ranks=2, rounds=3, workloads=(TINY,), device="cpu")
+    done = []
+    rows = list(bench(config, pool=pools(2), on_progress=done.append))
+    assert [(row.ours, row.theirs) for row in rows] == [
+        ("bucketed", "torch_ddp"), ("zero1", "torch_zero1"), ("fsdp", "torch_fsdp2"), ("tensor_parallel", "torch_tp"),
+    ]  # fmt: skip
+    assert len(done) == config.num_rounds == 12
+    for row in rows:
+        assert (row.workload, row.ranks, row.rounds) == ("tiny", 2, 3)
+        assert 0 < row.ratio_q1 <= row.ratio_median <= row.ratio_q3
+        assert min(row.ours_ms, row.theirs_ms, row.floor_ms) > 0
+        assert row.peak_ratio == row.ours_peak_bytes / row.theirs_peak_bytes
+    whole = 4 * 1_028_480  # bytes of gpt-1m's parameters at 4 positions, about
+    assert rows[0].ours_peak_bytes > 4 * whole  # parameters, gradients and state
+    assert 2 * whole < rows[2].ours_peak_bytes < rows[0].ours_peak_bytes  # half of all, and what is gathered
+
+
+def test_a_round_is_as_slow_as_its_slowest_rank_and_ratios_are_within_rounds():
+    ranks = [
+        RankTimes({"ours": [1, 9, 3], "theirs": [2, 2, 6], "floor": [1, 1, 1]}, {"ours": 50, "theirs": 100}),
+        RankTimes({"ours": [4, 1, 3], "theirs": [1, 3, 1], "floor": [1, 1, 2]}, {"ours": 70, "theirs": 90}),
+    ]
+    row = row_of(TINY, PAIRS["fsdp"], ranks)
+    assert (row.ratio_q1, row.ratio_median, row.ratio_q3) == (1.25, 2, 2.5)  # of 4/2, 9/3, 3/6
+    assert (row.ours_ms, row.theirs_ms, row.floor_ms) == (4e-6, 3e-6, 1e-6)
+    assert (row.ours, row.theirs, row.peak_ratio) == ("fsdp", "torch_fsdp2", 0.7)
+
+
+def test_torch_is_timed_without_anybody_listening():
+    assert all(pair.theirs.options["overheard"] is False for pair in PAIRS.values())
+    assert all(pair.theirs.strategy.startswith("torch_") for pair in PAIRS.values())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"ranks": 1}, "ranks: 1 is below 2"),
+        ({"rounds": 1}, "rounds: 1 is below 2"),
+        ({"workloads": ()}, "workloads: at least one is needed"),
+        ({"pairs": (PAIRS["fsdp"], PAIRS["fsdp"])}, "pairs: .* not fsdp, fsdp"),
+        ({"timeout_s": 0.0}, "timeout_s: 0.0"),
+        ({"ranks": 3}, "ranks: 3 ranks do not divide the heads of gpt-30m; leave out 'tensor_parallel'"),
+    ],
+)
+def test_a_wrong_field_is_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        BenchConfig(**{"device": "cpu", **wrong})
+
+
+def test_a_wrong_workload_or_contender_is_refused():
+    with pytest.raises(ValueError, match="model: 'x' is not one of"):
+        replace(TINY, model="x")
+    with pytest.raises(ValueError, match="rows: 0 is below 1"):
+        replace(TINY, rows=0)
+    with pytest.raises(ValueError, match="'zero1' takes no prefetch"):
+        Contender("zero1", "zero1", {"prefetch": 1})
+    with pytest.raises(ValueError, match="strategy: 'x' is not one of"):
+        Contender("x", "x")
+
+
+def test_a_pool_of_another_size_is_refused(pools):
+    with pytest.raises(ValueError, match=r"pool: it has 3 ranks, but config\.ranks is 2"):
+        next(bench(BenchConfig(device="cpu"), pool=pools(3)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workloads", "compute,x"], "workloads: 'x' is not one of compute, communication, latency"),
+        (["--pairs", "ddp"], "pairs: 'ddp' is not one of bucketed, zero1, fsdp, tensor_parallel"),
+        (["--pairs", ""], "pairs: at least one is needed"),
+        (["--ranks", "1"], "ranks: 1 is below 2"),
+        (["--rounds", "0"], "rounds: 0 is below 2"),
+        (["--json", "/nowhere/at/all.json"], "json: /nowhere/at/all.json cannot be written"),
+    ],
+)
+def test_the_command_refuses_before_a_rank_starts(arguments, message):
+    result = CliRunner().invoke(app, ["bench", "--quick", "--device", "cpu", *arguments])
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_the_command_writes_its_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr("shardlab.bench.config.WORKLOADS", {"latency": replace(TINY, name="latency")})
+    path = tmp_path / "bench.json"
+    arguments = ["bench", "--rounds", "2", "--workloads", "latency", "--pairs", "bucketed", "--device", "cpu"]
+    result = CliRunner().invoke(app, [*arguments, "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(path.read_text())
+    assert row.keys() == KEYS
+    assert (row["workload"], row["ours"], row["theirs"], row["rounds"]) == ("latency", "bucketed", "torch_ddp", 2)
+    assert "torch_ddp" in result.output

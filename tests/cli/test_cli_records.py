@@ -1,0 +1,251 @@
+"""``shardlab report``, ``trace`` and ``diff`` on records that are there: finished, cut off, damaged, of others."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from shardlab import __version__
+from shardlab.cli import app
+from shardlab.experiment import CompareConfig, compare
+from shardlab.trace.store import FORMAT, RunWriter, load_run, write_manifest
+from tests.export.trace_format import check
+
+CONFIG = CompareConfig(
+    strategies=("single", "bucketed", "zero1"), ranks=2, steps=4, model="mlp", text="grammar", seq_len=8, device="cpu"
+)
+
+
+@pytest.fixture(scope="module")
+def finished(pools, tmp_path_factory):
+    return compare(CONFIG, tmp_path_factory.mktemp("run") / "finished", pool=pools(2)).directory
+
+
+@pytest.fixture
+def mine(finished, tmp_path):
+    """A copy to spoil."""
+    return shutil.copytree(finished, tmp_path / "mine")
+
+
+def shardlab(*arguments):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def heads(output):
+    return [line.split()[0] for line in output.splitlines() if line.strip()]
+
+
+def cut_off(directory):
+    """As a kill in the middle of 'zero1' leaves it: no summary, and lines of which the last is not whole."""
+    (directory / "summary.json").unlink()
+    (directory / "report.html").unlink(missing_ok=True)
+    run = directory / "records" / "zero1"
+    for rank, steps in ((0, 3), (1, 2)):
+        whole = load_run(run).steps
+        for path in run.glob(f"*.rank{rank}.parquet"):
+            path.unlink()
+        writer = RunWriter(run, rank, "zero1", "measured")
+        rows = whole[(whole["rank"] == rank) & (whole["step"] < steps)].to_dict("records")
+        for row in rows:
+            writer.append(row["step"], {"steps": [row | {"peak_bytes": None, "grad_norm": 0.0}]})
+        writer._file.write(b'{"step":99,"steps":{"lo')
+        writer._file.close()
+    return directory
+
+
+def test_report_of_a_finished_comparison(mine):
+    done = shardlab("report", mine)
+    assert done.exit_code == 0
+    assert [word for word in heads(done.stdout) if word in CONFIG.strategies] == list(CONFIG.strategies)
+    assert "Losses are equal" in done.stdout
+    assert done.stdout.splitlines()[-1] == f"Report: {mine / 'report.html'}"
+    page = (mine / "report.html").read_text()
+    for words in ("Timeline of step", "Where the peak", "consists of", "mlp on 2 ranks", "torch "):
+        assert words in page
+    rows = json.loads(shardlab("report", mine, "--json").stdout)
+    assert [row["strategy"] for row in rows] == list(CONFIG.strategies)
+    assert rows == json.loads((mine / "summary.json").read_text())
+
+
+def test_report_does_not_need_the_text_or_the_device(mine):
+    for path in mine.glob("records/*/manifest.json"):
+        manifest = json.loads(path.read_text())
+        manifest["config"] |= {"text": "/nowhere/else.txt", "device": "cuda"}
+        path.write_text(json.dumps(manifest))
+    assert shardlab("report", mine).exit_code == 0
+    assert "/nowhere/else.txt" in (mine / "report.html").read_text()
+
+
+def test_report_of_a_run_that_was_cut_off_has_its_whole_steps(mine):
+    done = shardlab("report", cut_off(mine))
+    assert done.exit_code == 0
+    assert "There is no plan" in done.stdout
+    rows = {row["strategy"]: row for row in json.loads(shardlab("report", mine, "--json").stdout)}
+    assert list(rows) == list(CONFIG.strategies)
+    assert {name: row["steps"] for name, row in rows.items()} == {"single": 4, "bucketed": 4, "zero1": 2}
+    assert rows["zero1"]["peak_bytes"] is None
+    assert rows["zero1"]["losses_equal"] is True
+
+
+def test_report_of_one_run_alone(mine):
+    run = mine / "records" / "zero1"
+    done = shardlab("report", run)
+    assert done.exit_code == 0
+    assert "Losses were not compared" in done.stdout
+    assert (run / "report.html").exists()
+
+
+@pytest.mark.parametrize("strategy", ["bucketed", "zero1"])
+def test_trace_writes_a_valid_file(finished, tmp_path, strategy):
+    done = shardlab("trace", finished, "--strategy", strategy, "-o", tmp_path / "trace.json")
+    assert done.exit_code == 0
+    assert "https://ui.perfetto.dev" in done.stdout
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert check(trace)["X"]
+    assert trace["otherData"]["run"] == strategy
+
+
+def test_trace_of_one_run_needs_no_strategy(finished, tmp_path):
+    assert shardlab("trace", finished / "records" / "ddp", "-o", tmp_path / "a.json").exit_code == 2
+    assert shardlab("trace", finished / "records" / "zero1", "-o", tmp_path / "a.json").exit_code == 0
+
+
+def test_trace_for_holistic_trace_analysis(finished, tmp_path):
+    done = shardlab("trace", finished, "--strategy", "zero1", "-o", tmp_path / "hta", "--format", "hta")
+    assert done.exit_code == 0
+    assert sorted(path.name for path in (tmp_path / "hta").iterdir()) == ["rank0.json", "rank1.json"]
+
+
+def test_trace_imports_no_torch(finished, tmp_path):
+    words = ["trace", str(finished), "--strategy", "zero1", "-o", str(tmp_path / "a.json")]
+    code = (
+        f"import sys\nfrom shardlab.cli import app\napp({words}, standalone_mode=False)\nprint('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_diff_of_the_same_is_nothing(finished):
+    done = shardlab("diff", finished, finished)
+    assert done.exit_code == 0
+    assert done.stdout.count("are equal: in 4 steps they differ by at most 0.0e+00") == 3
+    rows = json.loads(shardlab("diff", finished, finished, "--json").stdout)
+    assert {row["strategy"] for row in rows} == set(CONFIG.strategies)
+    assert all(row["difference"] in (0, None) for row in rows)
+    quantities = {row["quantity"] for row in rows}
+    assert quantities >= {"step_ms", "exposed_comm_ms", "peak_bytes", "wire_bytes_per_step", "loss_last"}
+
+
+def test_diff_of_two_strategies_by_their_directories(finished):
+    done = shardlab("diff", finished / "records" / "bucketed", finished / "records" / "zero1")
+    assert done.exit_code == 0
+    assert "Losses of bucketed and zero1 are equal" in done.stdout
+    rows = json.loads(
+        shardlab("diff", finished / "records" / "bucketed", finished / "records" / "zero1", "--json").stdout
+    )
+    ratios = {row["quantity"]: row["ratio"] for row in rows}
+    assert ratios["optimizer_bytes"] == pytest.approx(0.5, rel=0.01)
+    assert ratios["parameter_bytes"] == 1
+    assert ratios["wire_bytes_per_step"] == pytest.approx(1, rel=0.01)
+
+
+def test_diff_says_what_was_set_otherwise_and_that_losses_differ(finished, pools, tmp_path):
+    other = CompareConfig(
+        strategies=("zero1",), ranks=2, steps=2, model="mlp", text="grammar", seq_len=8, device="cpu", seed=7
+    )
+    compare(other, tmp_path / "other", pool=pools(2))
+    done = shardlab("diff", finished, tmp_path / "other")
+    assert done.exit_code == 1
+    assert "seed: 0 in the first, 7 in the second" in done.stdout
+    assert "steps: 4 in the first, 2 in the second" in done.stdout
+    assert "Losses of zero1 are NOT equal: in 2 steps" in done.stdout
+    assert "single" not in heads(done.stdout)
+
+
+def spoil_nothing(mine):
+    return mine / "nowhere"
+
+
+def spoil_format(mine):
+    write_manifest(mine / "records" / "zero1", {"format": FORMAT + 1})
+    return mine
+
+
+def spoil_parquet(mine):
+    path = mine / "records" / "zero1" / "spans.rank1.parquet"
+    path.write_bytes(path.read_bytes()[:100])
+    return mine
+
+
+def spoil_manifest(mine):
+    (mine / "records" / "zero1" / "manifest.json").write_text('{"format": 1, "run')
+    return mine
+
+
+def other_run(mine):
+    write_manifest(mine / "by_hand", {"run": "by_hand"})
+    writer = RunWriter(mine / "by_hand", 0, "by_hand", "measured")
+    writer.close()
+    return mine / "by_hand"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (
+            spoil_nothing,
+            "holds no manifest.json and no records/*/manifest.json, so it is neither a run nor a comparison",
+        ),
+        (spoil_format, f"was written in format {FORMAT + 1} by a newer shardlab"),
+        (spoil_parquet, "spans.rank1.parquet cannot be read"),
+        (spoil_manifest, "manifest.json is damaged"),
+    ],
+)
+@pytest.mark.parametrize("command", ["report", "trace", "diff"])
+def test_what_cannot_be_read_is_one_line(mine, tmp_path, command, spoil, words):
+    directory = spoil(mine)
+    options = {"report": (), "trace": ("--strategy", "zero1", "-o", tmp_path / "t.json"), "diff": (directory,)}[command]
+    done = shardlab(command, directory, *options)
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert words in " ".join(done.stderr.split())
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_what_compare_did_not_write_is_said(mine, tmp_path):
+    directory = other_run(mine)
+    assert "'compare' did not write it; load_run reads it" in shardlab("report", directory).stderr
+    assert "nothing to draw" in shardlab("trace", directory, "-o", tmp_path / "t.json").stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), "name one of bucketed, single, zero1"),
+        (("--strategy", "zero9"), "'zero9' is none of bucketed, single, zero1"),
+        (("--strategy", "zero1", "--format", "excel"), "'excel' is not one of 'perfetto', 'hta'"),
+        (("--strategy", "zero1", "--format", "hta"), "must be a new or an empty directory"),
+    ],
+)
+def test_a_trace_of_what_is_refused(finished, tmp_path, options, words):
+    (tmp_path / "there").write_text("")
+    done = CliRunner().invoke(app, ["trace", str(finished), "-o", str(tmp_path / "there"), *options])
+    assert done.exit_code == 2
+    assert words in " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_runs_with_nothing_in_common(finished):
+    done = shardlab("diff", finished / "records" / "zero1", finished)
+    assert done.exit_code == 0  # the one that both have
+    done = shardlab("report", finished / "records")
+    assert done.exit_code == 2
+
+
+def test_the_version():
+    assert shardlab("--version").stdout == f"shardlab {__version__}\n"

@@ -1,0 +1,42 @@
+"""Two ranks recorded by hand, and a real run."""
+
+import pandas as pd
+
+from shardlab.tables import MEMORY, SHARDS, STEPS, TABLES
+from shardlab.trace.store import Records
+from tests.analysis.hand_made import KEYS, NAN, two_ranks
+
+
+def moment(rank, time_us, where, **held):
+    base = KEYS | {"rank": rank, "time_us": time_us, "phase": "backward", "where": where}
+    base |= {"allocated_bytes": None, "reserved_bytes": None, "resident_bytes": 5000 if where == "rest" else None}
+    return [base | {"role": role, "bytes": size} for role, size in held.items()]
+
+
+def hand_made():
+    moved, worked = two_ranks()
+    step = {"loss": 1.5, "grad_norm": NAN, "learning_rate": 0.1, "step_us": 130.0, "exposed_comm_us": 30.0}
+    step |= {"overlap": 0.6, "peak_bytes": 90, "wire_bytes": 2000.0, "num_tokens": 8, "traced_memory": True}
+    memory = [
+        row
+        for rank in (0, 1)
+        for row in (
+            *moment(rank, 10.0, "half 1", parameter=40, activation=20, offloaded=0),
+            *moment(rank, 50.0, "half 2", parameter=40, activation=50, offloaded=0),
+            *moment(rank, 50.0, "peak", parameter=40, activation=50, offloaded=0),
+            *moment(rank, 130.0, "rest", parameter=40, activation=0, offloaded=0),
+        )
+    ]
+    return Records(
+        collectives=moved,
+        spans=worked,
+        memory=MEMORY.frame(memory),
+        shards=SHARDS.frame([]),
+        steps=STEPS.frame([KEYS | step | {"rank": rank} for rank in (0, 1)]),
+        manifests={"a": {"run": "a", "mesh": {"data": 2}}},
+    )
+
+
+def joined(first, second):
+    tables = {name: pd.concat([getattr(first, name), getattr(second, name)]) for name in TABLES}
+    return Records(**tables, manifests={**first.manifests, **second.manifests})

@@ -1,0 +1,259 @@
+"""A person's own trace: real ones of gloo ranks made here, and a CUDA trace made by hand."""
+
+import gzip
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from shardlab.analysis import attribution, bandwidth, overlap, stragglers
+from shardlab.export import import_profiler_trace, perfetto_trace
+from shardlab.export.kineto import collective_of, dtype_of
+from shardlab.plots import collective_timeline, overlap_bars, wire_volume
+from shardlab.vocabulary import Collective
+from tests.export.trace_format import check
+
+NUM_ELEMENTS = 64 * 32 + 32 + 32 * 8 + 8
+
+
+def train(rank, directory):
+    """Two profiled steps of DDP and a collective of each kind."""
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    whole, chunk = torch.ones(20), torch.ones(10)
+
+    def keep(profiler):
+        profiler.export_chrome_trace(f"{directory}/rank{rank}.json{'.gz' if rank else ''}")
+
+    plan = schedule(wait=0, warmup=1, active=2, repeat=1)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, schedule=plan, on_trace_ready=keep) as profiler:
+        for _ in range(3):
+            model(torch.ones(16, 64)).sum().backward()
+            optimizer.step()
+            dist.all_gather([torch.empty(10), torch.empty(10)], chunk)
+            dist.broadcast(whole, 0)
+            dist.barrier()
+            dist.all_to_all_single(torch.empty(20), whole)
+            dist.reduce_scatter(torch.empty(10), [chunk, chunk])
+            if rank == 0:
+                dist.send(chunk, 1)
+            else:
+                dist.recv(chunk, 0)
+            profiler.step()
+
+
+@pytest.fixture(scope="module")
+def imported(pools, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("profile")
+    pools(2).run(train, str(directory))
+    return directory, import_profiler_trace(directory)
+
+
+def test_collectives_of_gloo_ranks(imported):
+    _, records = imported
+    assert set(records.collectives["step"]) == {1, 2}
+    for rank in (0, 1):
+        rows = records.collectives[(records.collectives["rank"] == rank) & (records.collectives["step"] == 2)]
+        found = [(row.op, row.numel, row.bytes) for row in rows.itertuples() if row.op != "broadcast"]
+        assert found == [
+            (Collective.ALL_REDUCE, NUM_ELEMENTS, 4 * NUM_ELEMENTS),
+            (Collective.ALL_GATHER, 20, 80),
+            (Collective.BARRIER, 0, 0),
+            (Collective.ALL_TO_ALL, 20, 80),
+            (Collective.REDUCE_SCATTER, 20, 80),
+            (Collective.RECV if rank else Collective.SEND, 10, 40),
+        ]
+        assert (20, 80) in [(row.numel, row.bytes) for row in rows.itertuples() if row.op == "broadcast"]
+        assert set(rows["group_size"]) == {2}
+        assert rows["wire_bytes"].iloc[-1] == (0 if rank else 40)
+        assert rows["issue_us"].is_monotonic_increasing
+        assert (rows["issue_us"] <= rows["start_us"]).all()
+        assert (rows["start_us"] <= rows["end_us"]).all()
+        assert rows[rows["op"] == "all_reduce"]["phase"].tolist() == ["backward"]
+
+
+def test_compute_is_that_of_the_operators(imported):
+    _, records = imported
+    rows = records.spans[(records.spans["rank"] == 0) & (records.spans["step"] == 2)]
+    by_kind = {kind: set(own["unit"]) for kind, own in rows.groupby("kind")}
+    assert "aten::linear" in by_kind["forward"]
+    assert "aten::mm" in by_kind["backward"]
+    assert by_kind["optimizer"]
+    assert not any(unit.startswith(("c10d", "autograd", "gloo")) for unit in set(rows["unit"]))
+    ordered = rows.sort_values("start_us")
+    assert (ordered["start_us"].to_numpy()[1:] >= ordered["end_us"].to_numpy()[:-1]).all()  # outermost ones only
+
+
+def test_steps_have_their_times_and_no_loss(imported):
+    _, records = imported
+    assert records.steps[["rank", "step"]].to_numpy().tolist() == [[0, 1], [0, 2], [1, 1], [1, 2]]
+    assert (records.steps["step_us"] > 0).all()
+    assert records.steps["loss"].isna().all()
+    measured = overlap(records.collectives, records.spans)
+    assert records.steps["overlap"].tolist() == measured["overlap"].tolist()
+
+
+def test_the_ranks_are_on_one_clock(imported):
+    """gloo's all-reduce cannot end on one rank before it has begun on the other; and time begins with the trace."""
+    _, records = imported
+    assert len(stragglers(records.collectives)) >= 1
+    assert min(records.spans["start_us"].min(), records.collectives["issue_us"].min()) >= 0
+
+
+def test_figures_and_exports_take_it(imported):
+    _, records = imported
+    for figure in (
+        collective_timeline(records.collectives, records.spans, step=2),
+        overlap_bars(overlap(records.collectives, records.spans)),
+        wire_volume(records.collectives),
+    ):
+        assert figure.data
+    assert len(attribution(records.collectives, records.spans)) == len(records.collectives)
+    assert bandwidth(records.collectives)["bus_gb_per_s"].max() > 0
+    assert check(perfetto_trace(records))["X"]
+
+
+def test_one_file_of_a_directory(imported):
+    directory, both = imported
+    alone = import_profiler_trace(directory / "rank1.json.gz", run="mine")
+    assert set(alone.collectives["rank"]) == {1}
+    assert set(alone.spans["run"]) == {"mine"}
+    assert len(alone.collectives) == (both.collectives["rank"] == 1).sum()
+
+
+def test_a_trace_without_communication_has_no_overlap(tmp_path):
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function("work"):
+        torch.ones(100, 100).mm(torch.ones(100, 100))
+    profiler.export_chrome_trace(str(tmp_path / "alone.json"))
+    records = import_profiler_trace(tmp_path / "alone.json")
+    assert len(records.collectives) == 0
+    assert "aten::mm" in set(records.spans["unit"])
+    row = records.steps.iloc[0]
+    assert (row["rank"], row["step"], row["wire_bytes"]) == (0, 0, 0)
+    assert np.isnan(row["overlap"])
+    assert np.isnan(row["exposed_comm_us"])
+
+
+KERNEL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+def cuda_trace(rank=0, **changes):
+    """A step of 100 us: kernels at [10, 40) and [50, 70), an all-reduce at [30, 60): 20 of 30 us hidden."""
+
+    def event(name, category, tid, ts, dur, **args):
+        pid = 0 if category in ("kernel", "gpu_memcpy") else 77
+        return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, "ts": ts, "dur": dur, "args": args}
+
+    gemm, norm = "ampere_sgemm_128x64_tn", "void at::native::layer_norm<float>(int)"
+    comm = {"Collective name": "allreduce", "In msg nelems": 512, "Out msg nelems": 512, "Group size": 2}
+    comm |= {"dtype": "BFloat16", "Process Group Name": "0", "Process Group Description": "default_pg"}
+    events = [
+        event("ProfilerStep#7", "user_annotation", 1, 0, 100),
+        event("autograd::engine::evaluate_function: MmBackward0", "cpu_op", 2, 4, 20),
+        event("Optimizer.step#AdamW.step", "user_annotation", 1, 40, 20),
+        event("cudaLaunchKernel", "cuda_runtime", 1, 1, 1, correlation=1),
+        event("cudaLaunchKernel", "cuda_runtime", 1, 45, 1, correlation=2),
+        event("cudaLaunchKernelExC", "cuda_runtime", 2, 6, 1, correlation=3),
+        event(gemm, "kernel", 7, 10, 30, stream=7, device=0, correlation=1),
+        event(norm, "kernel", 7, 50, 20, stream=7, device=0, correlation=2),
+        event(KERNEL, "kernel", 20, 30, 30, stream=20, device=0, correlation=3, **comm),
+        event("Memcpy HtoD (Pageable -> Device)", "gpu_memcpy", 7, 80, 5, stream=7, correlation=4),
+        {"ph": "i", "name": "[memory]", "cat": "cpu_instant_event", "pid": 77, "tid": 1, "ts": 3, "s": "t", "args": {}},
+    ]
+    about = {"backend": "nccl", "rank": rank, "world_size": 2}
+    return {
+        "schemaVersion": 1,
+        "distributedInfo": about,
+        "baseTimeNanoseconds": 5_000_000,
+        "traceEvents": events,
+    } | changes
+
+
+def written(directory, name, trace):
+    path = directory / name
+    path.write_text(json.dumps(trace))
+    return path
+
+
+def test_a_cuda_trace(tmp_path):
+    records = import_profiler_trace(written(tmp_path, "trace.json", cuda_trace()))
+    (row,) = records.collectives.to_dict("records")
+    assert (row["op"], row["tag"], row["axis"], row["transport"]) == ("all_reduce", "allreduce", "data", "nccl")
+    assert (row["dtype"], row["numel"], row["bytes"], row["group_size"], row["wire_bytes"]) == (
+        "bfloat16", 512, 1024, 2, 1024.0,
+    )  # fmt: skip
+    assert (row["phase"], row["step"]) == ("backward", 7)
+    assert (row["issue_us"], row["start_us"], row["end_us"]) == (6, 30, 60)
+    kinds = records.spans.set_index("unit")["kind"].to_dict()
+    assert kinds == {"ampere_sgemm_128x64_tn": "forward", "void at::native::layer_norm<float>(int)": "optimizer"}
+    assert records.steps["overlap"].tolist() == pytest.approx([20 / 30])
+    assert records.steps["step_us"].tolist() == [100]
+
+
+def test_kernels_without_arguments_have_no_size(tmp_path):
+    trace = cuda_trace()
+    for event in trace["traceEvents"]:
+        if event["name"] == KERNEL:
+            event["args"] = {"stream": 20}
+    (row,) = import_profiler_trace(written(tmp_path, "old.json", trace)).collectives.to_dict("records")
+    assert row["op"] == "all_reduce"
+    assert row["issue_us"] == row["start_us"]
+    assert np.isnan(row["wire_bytes"])
+    assert pd.isna(row["bytes"])
+    assert pd.isna(row["group_size"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is damaged, or no JSON"),
+        ("[]", "it has no list 'traceEvents'"),
+        ('{"traceEvents": [{"ph": "X", "name": "a", "ts": 1}]}', "'a' has no times"),
+        ('{"traceEvents": [{"ph": "X", "name": "a", "ts": 1, "dur": -2}]}', "lasts -2.0 us; its clock ran backwards"),
+    ],
+)
+def test_damaged_traces_are_named(tmp_path, content, message):
+    path = tmp_path / "trace.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        import_profiler_trace(path)
+
+
+def test_what_is_no_trace_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no \*\.json"):
+        import_profiler_trace(tmp_path)
+    with pytest.raises(ValueError, match=r"nowhere\.json cannot be read"):
+        import_profiler_trace(tmp_path / "nowhere.json")
+    (tmp_path / "half.json.gz").write_bytes(gzip.compress(b'{"traceEvents": []}' * 50)[:-20])
+    with pytest.raises(ValueError, match="is damaged"):
+        import_profiler_trace(tmp_path / "half.json.gz")
+    (tmp_path / "half.json.gz").unlink()
+    for name in ("a.json", "b.json"):
+        written(tmp_path, name, cuda_trace())
+    with pytest.raises(ValueError, match=r"a\.json and .*b\.json are both of rank 0"):
+        import_profiler_trace(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [
+        ("c10d::_allgather_base_", "all_gather"), ("c10d::allgather_into_tensor_coalesced_", "all_gather"),
+        ("c10d::reduce_scatter_tensor_coalesced_", "reduce_scatter"), ("c10d::alltoall_base_", "all_to_all"),
+        ("gloo:all_reduce", "all_reduce"), ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(x)", "reduce_scatter"),
+        ("ncclKernel_AllGather_RING_LL_Sum_int8_t", "all_gather"), ("_reduce_scatter_base", "reduce_scatter"),
+        ("ncclDevKernel_SendRecv(x)", "send"), ("c10d::recv_", "recv"), ("aten::mm", None),
+    ],
+)  # fmt: skip
+def test_names_of_collectives(name, op):
+    assert collective_of(name) == op
+
+
+def test_names_of_types():
+    assert dtype_of("c10::BFloat16") == ("bfloat16", 2)
+    assert dtype_of("long int") == dtype_of("Long") == ("int64", 8)
+    assert dtype_of("Float8_e4m3fn") == ("Float8_e4m3fn", None)

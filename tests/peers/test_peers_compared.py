@@ -1,0 +1,93 @@
+"""Torch's own engines in ``compare``: the same losses, all five tables, and what they cannot do is said early."""
+
+import pytest
+
+from shardlab.experiment import CompareConfig, compare
+from shardlab.vocabulary import Phase, SpanKind
+
+PEERS = ("torch_ddp", "torch_zero1", "torch_fsdp2", "torch_tp")
+BLOCKS = 5  # of gpt-1m
+
+
+@pytest.fixture(scope="module")
+def comparison(pools, tmp_path_factory):
+    config = CompareConfig(
+        strategies=("single", *PEERS), ranks=2, steps=4, model="gpt-1m", text="grammar", seq_len=8, batch=4,
+        dtype="float64", clip=1.0, device="cpu",
+    )  # fmt: skip
+    return compare(config, tmp_path_factory.mktemp("peers") / "out", pool=pools(2))
+
+
+def test_they_train_the_same_model(comparison):
+    assert comparison.losses_equal
+    assert (comparison.summary["max_loss_difference"] < 1e-9).all()
+    norms = comparison.records.steps.pivot_table(index="step", columns="run", values="grad_norm")
+    assert (norms.max(axis=1) - norms.min(axis=1)).max() < 1e-9
+
+
+@pytest.mark.parametrize("strategy", PEERS)
+def test_all_five_tables_are_filled(comparison, strategy):
+    records = comparison.records
+    for table in (records.collectives, records.spans, records.memory, records.shards, records.steps):
+        assert set(table.loc[table["run"] == strategy, "rank"]) == {0, 1}
+    sent = records.collectives.query("run == @strategy and phase in ['forward', 'backward', 'step']")
+    assert (sent["transport"] == "gloo").all()
+    assert (sent["end_us"] >= sent["start_us"]).all()
+    assert (sent["tag"].str.len() > 0).all()
+    spans = records.spans.query("run == @strategy")
+    assert {f"blocks.{number}" for number in range(BLOCKS)} <= set(spans["unit"])
+    assert {SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.OPTIMIZER} <= set(spans["kind"])
+
+
+def test_collectives_of_a_step_are_counted_by_phase(comparison):
+    rows = comparison.records.collectives.query("step == 3 and rank == 0 and phase in ['forward', 'backward', 'step']")
+    counts = rows.groupby(["run", "phase", "op"]).size().to_dict()
+    buckets = counts["torch_ddp", Phase.BACKWARD, "all_reduce"]
+    num_params = 16 * BLOCKS + 4
+    assert counts == {
+        ("torch_ddp", Phase.BACKWARD, "all_reduce"): buckets,
+        ("torch_zero1", Phase.BACKWARD, "all_reduce"): buckets,
+        ("torch_zero1", Phase.STEP, "broadcast"): num_params,
+        ("torch_fsdp2", Phase.FORWARD, "all_gather"): BLOCKS + 1,
+        ("torch_fsdp2", Phase.BACKWARD, "all_gather"): BLOCKS + 1,
+        ("torch_fsdp2", Phase.BACKWARD, "reduce_scatter"): BLOCKS + 1,
+        ("torch_tp", Phase.FORWARD, "all_reduce"): 2 * BLOCKS,
+        ("torch_tp", Phase.BACKWARD, "all_reduce"): 4 * BLOCKS,
+    }
+
+
+def test_waiting_is_no_compute(comparison):
+    """DDP waits in C++, at the end of backward: that time is exposed, not overlapped."""
+    rows = comparison.records.collectives.query("run == 'torch_ddp' and phase == 'backward' and step > 1")
+    waited = rows[rows["wait_end_us"] > rows["wait_start_us"]]
+    spans = comparison.records.spans.query("run == 'torch_ddp' and unit == 'model' and kind == 'backward'")
+    assert len(waited)
+    for row in waited.itertuples():
+        own = spans[(spans["rank"] == row.rank) & (spans["step"] == row.step)]
+        inside = (own["start_us"] < row.wait_end_us - 1e-3) & (own["end_us"] > row.wait_start_us + 1e-3)
+        assert not inside.any()
+
+
+def test_memory_and_pieces_are_those_of_the_formulas(comparison):
+    summary = comparison.summary.set_index("strategy")
+    whole = summary.loc["single", "parameter_bytes"]
+    assert tuple(summary.loc["torch_ddp", ["parameter_bytes", "gradient_bytes", "optimizer_bytes"]]) == (
+        whole, whole, 2 * whole,
+    )  # fmt: skip
+    assert summary.loc["torch_fsdp2", "parameter_bytes"] == whole / 2  # 2 divides every dim 0 of gpt-1m
+    assert (summary["peak_bytes"] > summary["parameter_bytes"] + summary["optimizer_bytes"]).all()
+    state = comparison.records.shards.query("run == 'torch_zero1' and role == 'optimizer_state'")
+    assert state["bytes"].sum() == 2 * whole
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"strategies": ("torch_ddp",), "link": "1Gbps,10us"}, "link: .* leave out torch_ddp"),
+        ({"strategies": ("torch_tp",), "model": "mlp"}, "model: 'torch_tp' cuts a GPT, not 'mlp'"),
+        ({"strategies": ("torch_tp",), "ranks": 3}, "ranks: .* the 4 of gpt-1m do not divide among 3 ranks"),
+    ],
+)
+def test_what_they_cannot_do_is_refused_before_a_rank_starts(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        CompareConfig(**{"text": "grammar", "device": "cpu", "ranks": 2, **wrong})

@@ -1,0 +1,242 @@
+"""What torch's own engines send and hold is recorded as it is: against counts and bytes found another way."""
+
+from collections import Counter
+from math import isnan
+
+import pytest
+import torch
+
+from shardlab.comm import Mesh
+from shardlab.engines import build_engine
+from shardlab.engines.peers import Peer
+from shardlab.partition.wire import Link
+from shardlab.trace.memory import MemoryLedger, bytes_by_role
+from shardlab.vocabulary import Phase, Role
+from tests.dist import cases
+from tests.peers.training import CallsOfTorch, Observer, Setting, build, mesh_axes, micro_step, rows
+
+NUM_BLOCKS = 2  # of WideGPT
+UNITS = NUM_BLOCKS + 1  # and the root
+STRATEGIES = ("torch_ddp", "torch_zero1", "torch_fsdp2", "torch_tp")
+PARAMS = dict(build("WideGPT", 0).named_parameters())
+NUMEL = sum(param.numel() for param in PARAMS.values())
+IN_A_STEP = {
+    "torch_ddp": {"all_reduce": 1},
+    "torch_zero1": {"all_reduce": 1, "broadcast": len(PARAMS)},
+    "torch_fsdp2": {"all_gather": 2 * UNITS, "reduce_scatter": UNITS},
+    "torch_tp": {"all_reduce": 6 * NUM_BLOCKS},
+}
+
+
+def adamw(tensors):
+    return torch.optim.AdamW(tensors, lr=1e-2)
+
+
+def one_step(engine, setting, step, rank):
+    x, y = rows(setting.kind, step, 0, torch.distributed.get_world_size())
+    if engine.num_data_ranks > 1:
+        x, y = cases.own_rows(x, rank), cases.own_rows(y, rank)
+    micro_step(engine, setting, x, y, last=True)
+    engine.step()
+
+
+def steps_observed(rank, strategy, overheard):
+    """Events, and c10d calls counted apart, of step 2: in the first two DDP arranges itself."""
+    setting = Setting(strategy, "WideGPT")
+    observer = Observer()
+    with (
+        Mesh(mesh_axes(strategy)) as mesh,
+        mesh.observed_by(observer),
+        build_engine(strategy, build("WideGPT", rank), adamw, mesh, overheard=overheard) as engine,
+    ):
+        for step in range(2):
+            one_step(engine, setting, step, rank)
+            engine.zero_grad()
+        observer.events.clear()
+        observer.calls.clear()
+        with CallsOfTorch() as calls:
+            one_step(engine, setting, 2, rank)
+    for event in observer.events:
+        event.device_times = None
+    return observer.events, Counter(observer.calls), calls.counts
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_recorded_collectives_are_those_torch_makes(pools, strategy, num_ranks):
+    recorded = pools(num_ranks).run(steps_observed, strategy, True)
+    plain = pools(num_ranks).run(steps_observed, strategy, False)
+    for (events, told, calls), (unheard, _, plain_calls) in zip(recorded, plain, strict=True):
+        assert Counter(event.op for event in events) == IN_A_STEP[strategy]
+        assert calls == plain_calls == IN_A_STEP[strategy]  # listening adds nothing and leaves nothing out
+        assert not unheard
+        assert set(told.values()) == {len(events)}  # each is issued, started, completed and waited for, once
+        for event in events:
+            assert event.issue_ns <= event.start_ns <= event.end_ns
+            assert event.dtype == "float64"
+            assert event.group_size == num_ranks
+            assert isnan(event.wait_start_ns) or event.issue_ns <= event.wait_start_ns <= event.wait_end_ns
+        assert [event.seq for event in events] == sorted({event.seq for event in events})
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_bytes_of_the_collectives_follow_the_formulas(pools, num_ranks):
+    whole, share = 8 * NUMEL, (num_ranks - 1) / num_ranks
+    sent = {
+        strategy: [
+            Counter(),
+            *({op: sum(e.wire_bytes for e in events if e.op == op) for op in {e.op for e in events}}
+              for events, _, _ in pools(num_ranks).run(steps_observed, strategy, True)),
+        ][1]
+        for strategy in STRATEGIES
+    }  # fmt: skip
+    assert sent["torch_ddp"] == pytest.approx({"all_reduce": 2 * whole * share})
+    assert sent["torch_zero1"] == pytest.approx({"all_reduce": 2 * whole * share, "broadcast": whole * share})
+    padded = 8 * sum(padded_numel(param, num_ranks) for param in PARAMS.values())
+    assert sent["torch_fsdp2"] == pytest.approx({"all_gather": 2 * padded * share, "reduce_scatter": padded * share})
+    activations = 8 * 2 * num_ranks * 6 * 24  # 2 rows a rank, 6 positions, 24 features
+    assert sent["torch_tp"] == pytest.approx({"all_reduce": 6 * NUM_BLOCKS * 2 * activations * share})
+
+
+def padded_numel(param, num_ranks):
+    return -(-param.shape[0] // num_ranks) * num_ranks * (param.numel() // param.shape[0])
+
+
+def held_after_a_step(rank, strategy):
+    setting = Setting(strategy, "WideGPT")
+    with (
+        Mesh(mesh_axes(strategy)) as mesh,
+        build_engine(strategy, build("WideGPT", rank), adamw, mesh) as engine,
+    ):
+        for step in range(2):
+            one_step(engine, setting, step, rank)
+            if step == 0:
+                engine.zero_grad()
+        held = bytes_by_role(engine.live_tensors())
+        shards = engine.shard_map()
+        engine.zero_grad()
+        return held, shards, bytes_by_role(engine.live_tensors())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bytes_by_role_follow_the_formulas(pools, strategy, num_ranks):
+    held = pools(num_ranks).run(held_after_a_step, strategy)
+    whole = 8 * NUMEL
+    for roles, shards, after in held:
+        by_role = {role: sum(row.num_bytes for row in shards if row.role is role) for role in Role}
+        if strategy == "torch_fsdp2":  # the pieces' storages are padded, and so are those the gradients arrive in
+            padded = 8 * sum(padded_numel(param, num_ranks) for param in PARAMS.values()) // num_ranks
+            assert roles[Role.PARAMETER] == roles[Role.GRADIENT] == padded
+            assert by_role[Role.PARAMETER] == by_role[Role.GRADIENT] <= padded
+        else:
+            assert by_role[Role.PARAMETER] == roles[Role.PARAMETER]
+            assert by_role[Role.GRADIENT] == roles[Role.GRADIENT]
+        assert by_role[Role.OPTIMIZER_STATE] == roles[Role.OPTIMIZER_STATE]
+        assert after[Role.GRADIENT] == 0
+        assert after[Role.COMMUNICATION_BUFFER] == (whole if strategy in ("torch_ddp", "torch_zero1") else 0)
+        assert roles[Role.GATHERED_PARAMETER] == roles[Role.COMMUNICATION_BUFFER] == 0
+    if strategy in ("torch_ddp", "torch_zero1"):
+        assert all(roles[Role.PARAMETER] == roles[Role.GRADIENT] == whole for roles, _, _ in held)
+    states = [roles[Role.OPTIMIZER_STATE] for roles, _, _ in held]
+    if strategy == "torch_ddp":
+        assert states == [2 * whole] * num_ranks
+    if strategy in ("torch_zero1", "torch_fsdp2"):
+        assert sum(states) == 2 * whole
+
+
+@pytest.mark.parametrize("strategy", ["torch_fsdp2", "torch_tp", "torch_zero1"])
+def test_the_pieces_of_a_parameter_cover_it_once(pools, strategy):
+    shards = [rows for _, rows, _ in pools(3).run(held_after_a_step, strategy)]
+    for name, param in PARAMS.items():
+        spread = sorted({
+            (row.start, row.stop)
+            for rank_rows in shards for row in rank_rows
+            if row.parameter == name and row.role is Role.OPTIMIZER_STATE
+        })  # fmt: skip
+        assert spread[0][0] == 0
+        assert spread[-1][1] == param.numel()
+        assert [start for start, _ in spread[1:]] == [stop for _, stop in spread[:-1]], name
+
+
+def traced_step(rank, strategy):
+    """The course of a step's memory in the ledger, and the engine's own word before and after."""
+    setting = Setting(strategy, "WideGPT")
+    with (
+        Mesh(mesh_axes(strategy)) as mesh,
+        build_engine(strategy, build("WideGPT", rank), adamw, mesh) as engine,
+    ):
+        for step in range(2):
+            one_step(engine, setting, step, rank)
+            engine.zero_grad()
+        ledger = MemoryLedger(engine.live_tensors())
+        ledger.phase = Phase.FORWARD
+        observer = Observer()
+        observer.issued = ledger.issued
+        with mesh.observed_by(observer), ledger:
+            one_step(engine, setting, 2, rank)
+            ledger.classify(engine.live_tensors())
+        return [moment.by_role for moment in ledger.moments()], bytes_by_role(engine.live_tensors())
+
+
+def test_gathered_parameters_of_fsdp2_come_and_go(pools):
+    """Torch resizes storages in place, which no operation shows."""
+    for moments, at_rest in pools(2).run(traced_step, "torch_fsdp2"):
+        last = moments[-1]
+        for role in (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE, Role.GATHERED_PARAMETER):
+            assert last[role] == at_rest[role], role
+        highest = max(moment[Role.GATHERED_PARAMETER] for moment in moments)
+        assert 0 < highest < 2 * 8 * NUMEL
+
+
+@pytest.mark.parametrize("strategy", ["torch_ddp", "torch_zero1", "torch_tp"])
+def test_the_ledger_ends_with_what_the_engine_holds(pools, strategy):
+    for moments, at_rest in pools(2).run(traced_step, strategy):
+        held = {role: moments[-1][role] for role in (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE)}
+        assert held == {role: at_rest[role] for role in held}
+
+
+def refusals(rank):
+    """Messages of what a peer cannot do."""
+    found = []
+
+    def refused(kind, call):
+        with pytest.raises(kind) as error:
+            call()
+        found.append(str(error.value))
+
+    with Mesh({"data": 2}, link=Link.parse("1Gbps,10us")) as mesh:
+        refused(ValueError, lambda: build_engine("torch_ddp", cases.build("MLP"), adamw, mesh))
+    refused(ValueError, lambda: build_engine("torch_ddp", cases.build("MLP"), adamw))
+    with Mesh({"data": 1}, ranks=[rank]) as mesh:
+        refused(ValueError, lambda: build_engine("torch_fsdp2", cases.build("MLP"), adamw, mesh))
+    with Mesh({"data": 2}) as mesh:
+        refused(ValueError, lambda: build_engine("torch_tp", build("WideGPT", 0), adamw, mesh))
+        with build_engine("torch_fsdp2", cases.build("MLP"), adamw, mesh) as engine:
+            assert isinstance(engine, Peer)
+            for call in (
+                lambda: engine.save("nowhere"),
+                lambda: engine.load("nowhere"),
+                engine.full_optimizer_state_dict,
+                lambda: engine.load_full_optimizer_state_dict({}),
+                engine.owned,
+                engine.resident_params,
+            ):
+                refused(NotImplementedError, call)
+    with Mesh({"data": 1, "tensor": 2}) as mesh:
+        for plan in ({"nothing": "row"}, {"0": "diagonal"}, {"1": "column"}, {"4": "column"}):
+            refused(ValueError, lambda plan=plan: build_engine("torch_tp", cases.build("MLP"), adamw, mesh, plan=plan))
+    return found
+
+
+def test_what_a_peer_cannot_do_is_an_error_that_names_it(pools):
+    starts = (
+        "link: ", "mesh: 'torch_ddp' needs one", "mesh: torch's own engines need a mesh over all ranks",
+        "mesh: 'torch_tp' cuts the model over the axis 'tensor'", "save: strategy 'torch_fsdp2'",
+        "load: strategy", "full_optimizer_state_dict: ", "load_full_optimizer_state_dict: ", "owned: ",
+        "resident_params: ", "plan: 'nothing' matches no module", "plan: 'diagonal' of '0' is not one of column, row",
+        "plan: '1' is a Tanh", "plan: 5 features of '4' do not divide among 2 ranks",
+    )  # fmt: skip
+    for messages in pools(2).run(refusals):
+        for message, start in zip(messages, starts, strict=True):
+            assert message.startswith(start), message

@@ -1,0 +1,104 @@
+import numpy as np
+import pandas as pd
+import pytest
+
+from shardlab.plots import run_difference, summary_of, traffic_matrix
+from shardlab.plots.colours import STRATEGY_COLOURS
+from shardlab.plots.difference import COSTS
+from shardlab.plots.plain import plain_json
+from shardlab.tables import COLLECTIVES
+from tests.plots.sample_records import NUM_RANKS, NUMEL
+
+
+def rows(axis_sizes, calls, num_ranks):
+    """One row per rank and call (axis, op, bytes sent)."""
+    return COLLECTIVES.frame(
+        [
+            {
+                "run": "r", "source": "measured", "rank": rank, "step": 0, "seq": seq, "axis": axis, "op": op,
+                "tag": "t", "phase": "backward", "dtype": "float32", "numel": 1, "bytes": 4, "wire_bytes": float(sent),
+                "group_size": axis_sizes[axis], "transport": "gloo",
+                **dict.fromkeys(COLLECTIVES.column_names[-5:], 0.0),
+            }
+            for rank in range(num_ranks)
+            for seq, (axis, op, sent) in enumerate(calls)
+        ]
+    )  # fmt: skip
+
+
+def cells(figure):
+    heatmap = figure.data[0]
+    return {
+        (int(source), int(target)): value
+        for source, line in zip(heatmap.y, heatmap.z, strict=True)
+        for target, value in zip(heatmap.x, line, strict=True)
+        if np.isfinite(value)
+    }
+
+
+def test_a_ring_sends_to_the_next_rank(records):
+    figure = traffic_matrix(records.collectives, run="ddp", step=3)
+    sent = 2 * 4 * NUMEL * (NUM_RANKS - 1) / NUM_RANKS / 1e6
+    assert cells(figure) == pytest.approx({(0, 1): sent, (1, 2): sent, (2, 3): sent, (3, 0): sent})
+    assert "4 ranks send over 4 links from rank to rank, 7.20 MB on each, 28.8 MB in all" in summary_of(figure)
+
+
+def test_the_groups_of_a_hybrid_mesh_follow_from_its_axes():
+    table = rows({"shard": 2, "replica": 2}, [("shard", "all_gather", 3000), ("replica", "all_reduce", 1000)], 4)
+    shard = {(0, 1): 3, (1, 0): 3, (2, 3): 3, (3, 2): 3}
+    replica = {(0, 2): 1, (2, 0): 1, (1, 3): 1, (3, 1): 1}
+    assert cells(traffic_matrix(table)) == pytest.approx(shard | replica)
+    swapped = cells(traffic_matrix(table, axes={"shard": 2, "replica": 2}))
+    assert swapped[0, 2] == 3
+
+
+def test_all_to_all_goes_to_every_other_and_a_barrier_to_none():
+    figure = traffic_matrix(rows({"data": 3}, [("data", "all_to_all", 2000), ("data", "barrier", 0)], 3))
+    assert cells(figure) == pytest.approx({(a, b): 1 for a in range(3) for b in range(3) if a != b})
+
+
+def test_what_cannot_be_derived_is_refused():
+    with pytest.raises(ValueError, match="a send does not record its receiver"):
+        traffic_matrix(rows({"data": 2}, [("data", "send", 8)], 2))
+    with pytest.raises(ValueError, match="axes:"):
+        traffic_matrix(rows({"data": 4}, [("data", "all_reduce", 8)], 2))
+    with pytest.raises(ValueError, match="step: 5 was not recorded"):
+        traffic_matrix(rows({"data": 2}, [("data", "all_reduce", 8)], 2), step=5)
+
+
+def test_many_ranks_are_drawn_as_groups_of_neighbours():
+    figure = traffic_matrix(rows({"data": 200}, [("data", "all_reduce", 1000)], 200))
+    assert len(figure.data[0].z) == 50
+    assert figure.data[0].y[1] == "4-7"
+    assert figure.layout.title.subtitle.text == "200 ranks drawn as 50 groups of neighbours"
+    assert figure.data[0].z[1][2] == 1, "the ring's one crossing between neighbouring groups"
+    assert len(str(plain_json(figure))) < 100_000
+
+
+def summary(**changed):
+    values = dict.fromkeys(COSTS, 100.0)
+    return pd.DataFrame([{"strategy": name, **values, **changed} for name in ("ddp", "zero1")])
+
+
+def test_the_difference_view_draws_what_changed_and_names_what_did_not():
+    figure = run_difference(summary(), summary(step_ms=120.0, peak_bytes=50.0), ("a", "b"))
+    zero1 = next(part for part in figure.data if part.name == "zero1")
+    assert dict(zip(zero1.y, zero1.x, strict=True)) == pytest.approx({"time of a step": 20, "peak": -50})
+    assert zero1.text == ("+20 %", "-50 %")
+    assert zero1.marker.color == STRATEGY_COLOURS["zero1"]
+    assert figure.layout.title.subtitle.text.startswith("unchanged: exposed communication, parameters")
+    assert "zero1: time of a step 100 ms to 120 ms and peak 100 B to 50 B" in summary_of(figure)
+
+
+def test_a_difference_without_a_ratio_is_written_out():
+    figure = run_difference(summary(wire_bytes_per_step=0.0), summary(wire_bytes_per_step=2000.0))
+    assert figure.data[0].text == ("0 B → 2.00 kB",)
+    none = summary(exposed_comm_ms=None)
+    assert "nothing changed" in summary_of(run_difference(none, none))
+
+
+def test_two_runs_without_a_common_strategy_have_no_difference():
+    figure = run_difference(summary(), summary().assign(strategy=["fsdp", "zero3"]))
+    assert "no strategy in common" in summary_of(figure)
+    with pytest.raises(ValueError, match=r"summary 'second': missing columns \['peak_bytes'\]"):
+        run_difference(summary(), summary().drop(columns="peak_bytes"))

@@ -1,0 +1,72 @@
+"""What the README shows works: its Python is run as it stands, in order; its commands are those the package has."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from shardlab.cli import app
+from tests.launch.helpers import script_env
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PYTHON = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+SHELL = re.findall(r"^```sh\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+SCRIPTS = {block.split()[1]: block for block in PYTHON if block.startswith("# ")}  # the first line is the file's name
+CELLS = [block for block in PYTHON if not block.startswith("# ")]
+
+
+def test_every_block_is_of_a_kind_that_is_tested():
+    assert README.count("```") == 2 * (len(PYTHON) + len(SHELL))
+    assert (len(CELLS), list(SCRIPTS)) == (4, ["train.py"])
+
+
+def test_the_cells_run_one_after_another(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "readme"}
+    for number, cell in enumerate(CELLS):
+        exec(compile(cell, f"README.md, Python block {number}", "exec"), namespace)
+    printed = capsys.readouterr().out
+    owned = eval(printed.splitlines()[0])
+    numel = sum(param.numel() for param in namespace["build_model"]("gpt-1m").parameters())
+    assert (len(owned), sum(owned)) == (2, numel)
+    assert str([({"epoch": 1}, 1)] * 3) in printed
+    assert str([{"weight": (0, 28), "bias": (0, 8)}, {"weight": (28, 64)}]) in printed
+    assert "True" in printed
+    assert namespace["again"].losses_equal
+    assert (tmp_path / "runs" / "first" / "report.html").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("start", ["python", "torchrun"])
+def test_the_script_runs_alone_and_under_torchrun(tmp_path, start):
+    (tmp_path / "train.py").write_text(SCRIPTS["train.py"])
+    lines = [line.partition("#")[0] for block in SHELL for line in block.splitlines()]
+    (command,) = (line for line in lines if line.startswith(f"{start} "))
+    module = ["-m", "torch.distributed.run"] if start == "torchrun" else []
+    words = [sys.executable, *module, *shlex.split(command)[1:]]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=script_env(), timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "[1, 1]" in done.stdout
+
+
+def test_commands_are_those_that_exist():
+    """The two commands install, which a test cannot; what they start is there, with every option the text names."""
+    assert ".venv/bin/shardlab compare" in SHELL[0]
+    assert ".venv/bin/pytest" in SHELL[1]
+    helped = CliRunner().invoke(app, ["compare", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
+    prose = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
+    named = set(re.findall(r"`(--[a-z-]+)", prose))
+    assert named
+    assert {option for option in named if option not in helped} == set()
+    for command in re.findall(r"`shardlab ((?:plan|doctor)[^`]*)`", prose):
+        done = CliRunner().invoke(app, shlex.split(command))
+        assert done.exit_code == 0, (command, done.output)
+
+
+def test_every_notebook_is_in_the_table():
+    listed = re.findall(r"^\| `(\d\d_\w+)` \|", README, re.MULTILINE)
+    assert listed == sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))

@@ -1,0 +1,98 @@
+import pytest
+
+from shardlab.models import build_model
+from shardlab.planner import model_states
+from shardlab.plots import summary_of
+from shardlab.widgets import MemoryPlan, memory_explorer
+
+
+def total(memory, run):
+    return int(memory.loc[memory["run"] == run, "bytes"].sum())
+
+
+@pytest.mark.parametrize("precision", ["mixed", "fp32"])
+def test_a_number_of_parameters_gives_the_papers_formulas(precision):
+    """Adam's step counters and padding are the only difference: a few bytes."""
+    memory = MemoryPlan(7.5e9, 64, precision).by_strategy()
+    for states in model_states(7.5e9, 64, precision):
+        assert total(memory, states.strategy) == pytest.approx(states.total_bytes, abs=100)
+
+
+def test_a_preset_is_planned_from_its_real_parameters():
+    num_params = sum(param.numel() for param in build_model("gpt-1m").parameters())
+    plan = MemoryPlan("gpt-1m", 4)
+    assert plan.num_params == num_params
+    memory = plan.by_strategy()
+    parameters = memory[memory["role"] == "parameter"].set_index("run")["bytes"]
+    assert parameters["ddp"] == 4 * num_params
+    assert parameters["fsdp"] < parameters["ddp"] / 4 + 1000
+    assert set(memory["source"]) == {"predicted"}
+
+
+def test_more_ranks_hold_less_and_one_rank_holds_all():
+    memory = MemoryPlan("gpt-1m", 12).by_ranks("zero3")
+    held = [total(memory, run) for run in ("1 rank", "2 ranks", "4 ranks", "8 ranks", "12 ranks")]
+    assert held == sorted(held, reverse=True)
+    assert held[0] == total(MemoryPlan("gpt-1m", 1).by_strategy(), "ddp")
+
+
+def test_a_hybrid_group_decides_what_fsdp_holds():
+    held = [
+        total(MemoryPlan(8e6, 8, sharding="hybrid_shard", shard_group=group).by_strategy(), "fsdp") for group in (2, 4)
+    ]
+    assert held == pytest.approx([16 * 8e6 / 2, 16 * 8e6 / 4], abs=100)
+    assert MemoryPlan(8e6, 6, sharding="hybrid_shard").group == 3
+
+
+def test_costs_say_saving_and_bytes_sent():
+    costs = MemoryPlan(1e9, 4).costs().set_index("strategy")
+    assert costs.loc["zero3", "saving (%)"] == pytest.approx(75, abs=1e-3)
+    assert costs.loc[["ddp", "zero3"], "sent (GB/step)"].tolist() == pytest.approx([6.0, 9.0])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"model": "gpt-9z"}, "model must be one of"),
+        ({"model": 0.5}, "model: 0.5 parameters"),
+        ({"ranks": 0}, "ranks"),
+        ({"precision": "fp8"}, "precision: 'fp8' is not one of mixed, fp32"),
+        ({"optimizer": "lamb"}, "optimizer: 'lamb' is not one of adamw"),
+        ({"sharding": "half"}, "sharding: 'half' is not one of full_shard"),
+        ({"sharding": "hybrid_shard", "shard_group": 3}, "shard_group_size must divide the 8 ranks, got 3"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        MemoryPlan(**wrong)
+
+
+def test_a_slider_changes_figure_and_table():
+    explorer = memory_explorer(MemoryPlan("gpt-1m", 4))
+    before = summary_of(explorer.figure.content)
+    explorer.inputs.ranks.value = 64
+    assert explorer.plan.ranks == 64
+    assert summary_of(explorer.figure.content) != before
+    assert explorer.figure.content.layout.title.text == "Memory at rest of each of 64 ranks"
+    assert explorer.table.content.equals(MemoryPlan("gpt-1m", 64).costs())
+
+
+def test_only_what_counts_can_be_changed():
+    explorer = memory_explorer()
+    inputs = explorer.inputs
+    assert inputs.num_params.disabled
+    assert inputs.strategy.disabled
+    assert inputs.shard_group.disabled
+    inputs.model.value, inputs.view.value, inputs.sharding.value = "a number of parameters", "ranks", "hybrid_shard"
+    assert not (inputs.num_params.disabled or inputs.strategy.disabled or inputs.shard_group.disabled)
+    assert "7.50 G parameters" in explorer.message.text
+    assert "under zero2" in explorer.figure.content.layout.title.text
+    inputs.ranks.value = 6
+    assert inputs.shard_group.options == (1, 2, 3, 6)
+
+
+def test_without_a_notebook_the_panel_is_text():
+    text = repr(memory_explorer(MemoryPlan("gpt-1m", 4)))
+    assert "memory explorer" in text
+    assert "Memory at rest" in text
+    assert "saving (%)" in text

@@ -1,0 +1,145 @@
+import threading
+
+import pytest
+
+from shardlab.experiment import CompareConfig
+from shardlab.plots import summary_of
+from shardlab.widgets import RunHistory, workbench
+from shardlab.widgets.overlays import VIEWS, overlay
+from tests.widgets.runs import SMALL
+
+QUICK = CompareConfig(
+    strategies=("zero1",), ranks=2, steps=3, model="gpt-1m", text="grammar", seq_len=16, batch=2, device="cpu"
+)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    """Two runs that differ in strategy and bucket size."""
+    bench = workbench(tmp_path_factory.mktemp("bench"), QUICK)
+    assert bench.run() == 1
+    assert bench.run(strategies="bucketed", bucket_mib=0.25) == 2
+    yield bench
+    bench.close()
+
+
+def test_the_table_shows_runs_newest_first_with_what_differs(bench):
+    table = bench.table.content
+    assert table["run"].tolist() == [2, 1]
+    assert table["strategy"].tolist() == ["bucketed", "zero1"]
+    assert table["bucket"].tolist() == ["0.25", "1"]
+    assert "model" not in table.columns, "it is the same in both"
+    assert (table["step (ms)"] > 0).all()
+    assert bench.message.text.startswith("Run 2 is over: bucketed")
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_every_picture_can_be_chosen(bench, view):
+    bench.view.value = view
+    summary = summary_of(bench.upper.content)
+    assert any(letter.isdigit() for letter in summary)
+    if not view.startswith("one run"):
+        assert "bucketed" in summary
+        assert "1 zero1" in summary
+
+
+def test_one_run_is_shown_with_its_plan(bench):
+    bench.view.value, bench.about.value = "one run: memory over a step", "1 zero1"
+    summary = summary_of(bench.upper.content)
+    assert "Run 1 zero1" in summary
+    rest, predicted = summary.split("At rest ")[1].split(" Predicted at rest ")
+    assert rest == predicted
+
+
+def test_wrong_views_are_refused(bench):
+    with pytest.raises(ValueError, match="view: 'pie' is not one of loss"):
+        overlay(bench.history, "pie", "1 zero1")
+    with pytest.raises(ValueError, match="label: '9 ddp' is not one of 1 zero1, 2 bucketed"):
+        overlay(bench.history, "loss", "9 ddp")
+
+
+def test_earlier_runs_are_found_again(bench):
+    history = RunHistory(bench.history.directory)
+    assert history.labels() == ["1 zero1", "2 bucketed"]
+    assert history.next_directory().name == "run-003"
+    assert set(history.records().steps["run"]) == {"1 zero1", "2 bucketed"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"ranks": 0}, "ranks: 0 is below 1"),
+        ({"steps": -3}, "steps: -3 is below 1"),
+        ({"link": "fast"}, "link must be bandwidth,latency"),
+        ({"bucket_mib": 0.0}, "bucket_mib: 0.0 is not a finite number greater than 0"),
+    ],
+)
+def test_bad_input_is_said_beside_the_controls(wrong, message, tmp_path):
+    bench = workbench(tmp_path, QUICK)
+    bench.choose(**wrong)
+    bench.run_button.click()
+    assert message in bench.message.text
+    assert 'role="alert"' in bench.message.widget.value
+    assert not bench.is_running
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_what_a_strategy_takes_can_be_chosen(tmp_path):
+    bench = workbench(tmp_path, QUICK)
+    assert bench.inputs["precision"].disabled
+    bench.choose(strategies="fsdp", precision="bf16", sharding="shard_grad_op")
+    assert not bench.inputs["precision"].disabled
+    assert bench.inputs["bucket_mib"].disabled
+    config = bench.config()
+    assert (config.precision, config.sharding) == ("bf16", "shard_grad_op")
+    bench.choose(strategies="ddp")
+    assert bench.config().precision == "full"
+    with pytest.raises(ValueError, match="colour: there is no such control; there are strategies, model"):
+        bench.choose(colour="red")
+    with pytest.raises(ValueError, match="model: 'gpt-9z' is not one of"):
+        bench.choose(model="gpt-9z")
+
+
+def test_a_run_can_be_stopped_and_the_next_one_goes_on(tmp_path):
+    bench = workbench(tmp_path, QUICK)
+    bench.choose(steps=100_000)
+    going, update = threading.Event(), bench.upper.replace
+
+    def replaced(content, **how):
+        going.set()
+        update(content, **how)
+
+    bench.upper.replace = replaced
+    bench.run_button.click()
+    assert bench.run_button.disabled
+    assert going.wait(60), bench.message.text
+    bench.stop_button.click()
+    assert bench.wait(30)
+    assert bench.message.text == "Stopped. The records so far are kept."
+    assert list(tmp_path.glob("run-001/records/zero1/*"))
+    assert not bench.run_button.disabled
+    assert bench.run(steps=2) == 2
+    assert bench.history.labels() == ["2 zero1"]
+    bench.close()
+
+
+def test_a_failure_in_a_rank_is_one_line(tmp_path, monkeypatch):
+    bench = workbench(tmp_path, QUICK)
+
+    def failing(*args, **kwargs):
+        raise RuntimeError("no room left\nTraceback of rank 1")
+
+    monkeypatch.setattr(bench.history, "run", failing)
+    bench.start()
+    assert bench.wait(30)
+    assert bench.message.text == "RuntimeError: no room left"
+
+
+def test_several_strategies_at_once_are_several_lines(pools, tmp_path):
+    history = RunHistory(tmp_path)
+    history.run(SMALL)
+    assert history.labels() == ["1 zero1", "1 zero3"]
+    assert history.config_of(1)["ranks"] == 2
+    history.close()
+    with pytest.raises(ValueError, match="nothing has been run yet"):
+        RunHistory(tmp_path / "empty").records()
