@@ -76,6 +76,9 @@ def clean(notebook: NotebookNode) -> None:
         for output in cell.get("outputs", []):
             if "metadata" in output:
                 output.metadata = NotebookNode()
+            # Controls live in a kernel: what stays of them is the line of text beside.
+            for mime in [mime for mime in output.get("data", {}) if "widget" in mime]:
+                del output.data[mime]
     nbformat.validate(notebook)
 
 

@@ -125,8 +125,12 @@ def _table(shown: pd.DataFrame, title: str, gap: int) -> Table:
 
 
 def _print_json(table: pd.DataFrame) -> None:
-    """Rows as JSON; what is no number is null."""
-    typer.echo(json_text.dumps(json_text.loads(table.to_json(orient="records", double_precision=15)), indent=2))
+    """Rows as JSON; what is missing is null."""
+    rows = [
+        {str(name): None if pd.isna(value) else value for name, value in row.items()}
+        for row in table.astype("object").to_dict("records")
+    ]
+    typer.echo(json_text.dumps(rows, indent=2))
 
 
 def _count(number: int, noun: str) -> str:

@@ -7,6 +7,7 @@ from shardlab.analysis.groups import with_group
 from shardlab.analysis.intervals import intersect, merge, subtract, total
 from shardlab.analysis.memory import at_rest, memory_over_step, peak
 from shardlab.analysis.overlap import overlap
+from shardlab.analysis.split import step_split
 from shardlab.analysis.stragglers import stragglers, waits
 from shardlab.analysis.volume import bandwidth, wire_bytes
 
@@ -23,6 +24,7 @@ __all__ = [
     "merge",
     "overlap",
     "peak",
+    "step_split",
     "stragglers",
     "subtract",
     "total",

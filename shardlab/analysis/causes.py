@@ -90,9 +90,9 @@ def causes(collectives: pd.DataFrame, spans: pd.DataFrame, axes: Mapping[str, in
         ValueError: times are missing or cannot be true, or the ranks disagree (see ``together``).
     """
     rows = collectives[collectives["phase"] != str(Phase.METRICS)].reset_index(drop=True)
-    if len(rows) and rows["wait_start_us"].isna().all():
-        raise NoHostWaitsError("collectives: nobody waited for any of them in this record, so it does not say why")
     calls = _calls(rows)
+    if calls and all(call.waits is None for call in calls):
+        raise NoHostWaitsError("collectives: nobody waited for any of them in this record, so it does not say why")
     _meet(rows, calls, axes)
     times = bounds(spans, "start_us", "end_us", "spans")
     finishes = []

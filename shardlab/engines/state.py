@@ -37,9 +37,15 @@ class EngineState(ABC):
         """Load what ``full_state_dict()`` or the plain module's ``state_dict()`` gave.
 
         Raises:
-            RuntimeError: names or shapes differ; torch names them.
+            RuntimeError: names or shapes differ; torch names them, and nothing has been changed.
         """
-        self.module.load_state_dict(cut_state(state, self._engine.slices), strict=True)
+        given = cut_state(state, self._engine.slices)
+        own = self.module.state_dict()
+        misfits = {name for name in own.keys() | given.keys() if not _fits(own.get(name), given.get(name))}
+        if misfits:
+            # What fits is replaced by what is there already: torch would copy it before it refuses the rest.
+            given = {name: value if name in misfits else own[name] for name, value in given.items()}
+        self.module.load_state_dict(given, strict=True)
 
     def full_optimizer_state_dict(self) -> dict[str, Any]:
         """A copy of the optimizer's whole state, the same on every rank; collective.
@@ -112,3 +118,9 @@ class EngineState(ABC):
     @property
     def _engine(self) -> "Engine":
         return cast("Engine", self)
+
+
+def _fits(own: Any, given: Any) -> bool:
+    if isinstance(own, Tensor) and isinstance(given, Tensor):
+        return own.shape == given.shape
+    return own is not None and given is not None

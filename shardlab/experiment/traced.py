@@ -18,12 +18,14 @@ from pathlib import Path
 from torch import Tensor
 
 from shardlab.engines import Engine
-from shardlab.experiment.run import now_ns, source_of
+from shardlab.experiment.run import source_of
 from shardlab.experiment.step import TrainStep
 from shardlab.trace.clock import clock_for
 from shardlab.trace.recorder import Recorder
 from shardlab.trace.store import Records, RunWriter, load_run, write_manifest
 from shardlab.trace.units import watch_units
+
+SINCE_BOOT_NS = 0
 
 
 def trace_step(
@@ -47,12 +49,12 @@ def trace_step(
         targets: of this rank.
 
     Returns:
-        The tables of this rank alone; times count from the call.
+        The tables of this rank alone; times count from the boot, so that those of all ranks of a host are one axis.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         write_manifest(Path(folder), {"run": run})
         writer = stack.enter_context(closing(RunWriter(Path(folder), rank, run, source_of(engine.mesh))))
-        recorder = Recorder(writer, clock_for(engine.mesh.device), now_ns(), device=engine.mesh.device)
+        recorder = Recorder(writer, clock_for(engine.mesh.device), SINCE_BOOT_NS, device=engine.mesh.device)
         recorder.live_tensors = engine.live_tensors
         stack.enter_context(engine.mesh.observed_by(recorder))
         for hook in watch_units(engine.module, recorder):

@@ -7,17 +7,21 @@ from shardlab.plots.held import held_by_rank
 from shardlab.plots.loss import loss_curves, loss_difference
 from shardlab.plots.memory import memory_by_role
 from shardlab.plots.memory_over_step import memory_over_step
+from shardlab.plots.mesh import mesh_map
 from shardlab.plots.messages import message_times
 from shardlab.plots.overlap import overlap_bars
 from shardlab.plots.page import report_page
 from shardlab.plots.progress import training_progress
 from shardlab.plots.shards import shard_map
 from shardlab.plots.show import show
+from shardlab.plots.split import step_parts
 from shardlab.plots.steps import step_times
 from shardlab.plots.theme import summary_of
+from shardlab.plots.throughput import throughput
 from shardlab.plots.timeline import collective_timeline
 from shardlab.plots.traffic import traffic_matrix
 from shardlab.plots.volume import wire_volume
+from shardlab.plots.weights import weight_slices
 
 __all__ = [
     "bucket_curve",
@@ -28,15 +32,19 @@ __all__ = [
     "loss_difference",
     "memory_by_role",
     "memory_over_step",
+    "mesh_map",
     "message_times",
     "overlap_bars",
     "report_page",
     "run_difference",
     "shard_map",
     "show",
+    "step_parts",
     "step_times",
     "summary_of",
+    "throughput",
     "traffic_matrix",
     "training_progress",
+    "weight_slices",
     "wire_volume",
 ]

@@ -94,7 +94,7 @@ def describe_queue(row: Row) -> str:
 def describe_collective(row: Row) -> str:
     """What moved, how much, how fast, and who waited for it."""
     speed = float(row["bus_gb_per_s"])
-    waited = pd.notna(row["wait_start_us"]) and pd.notna(row["wait_end_us"])
+    waited: bool = pd.notna(row["wait_start_us"]) and pd.notna(row["wait_end_us"])
     lines = [
         f"<b>{row['op']}</b>: {row['tag']}, rank {row['rank']} of {row['group_size']} on {row['axis']}",
         f"{format_bytes(float(row['bytes']))} {row['dtype']}, sends {format_bytes(float(row['wire_bytes']))}",

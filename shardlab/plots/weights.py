@@ -64,7 +64,7 @@ def _places(table: pd.DataFrame) -> tuple[dict[str, _Place], float]:
     places: dict[str, _Place] = {}
     left, top, bottom, first_shelf = 0.0, label, 0.0, True
     for rows, width in zip(modules, widths, strict=True):
-        if first_shelf and left and left + width / 2 > sum(widths) / 2:
+        if first_shelf and left >= sum(widths) / 2:
             left, top, first_shelf = 0.0, bottom + label, False
         below = top
         for name, inputs in zip(rows["parameter"], rows["inputs"], strict=True):
@@ -95,17 +95,15 @@ def _bars(rows: pd.DataFrame, places: Mapping[str, _Place], rank: int) -> go.Bar
         marker={"color": GREY if rank == EVERY_RANK else PALETTE[rank % len(PALETTE)], "line": {"color": CELL,
                 "width": 1}},
         hovertext=[
-            f"<b>{row['parameter']}</b> ({row['inputs']} x {row['outputs']})<br>{owner}: inputs {row['input_start']} to "
-            f"{row['input_stop']}, outputs {row['output_start']} to {row['output_stop']}"
+            f"<b>{row['parameter']}</b> ({row['inputs']} x {row['outputs']})<br>{owner}: "
+            f"inputs {row['input_start']} to {row['input_stop']}, outputs {row['output_start']} to {row['output_stop']}"
             for row in rows.to_dict("records")
         ],
         hovertemplate="%{hovertext}<extra></extra>",
     )  # fmt: skip
 
 
-def _draw_heads(
-    figure: go.Figure, rows: pd.DataFrame, places: Mapping[str, _Place], name: str, head_dim: int
-) -> None:
+def _draw_heads(figure: go.Figure, rows: pd.DataFrame, places: Mapping[str, _Place], name: str, head_dim: int) -> None:
     """Lines inside the slices; a slice's own border is there already."""
     if name not in places or (rows["rank"] == EVERY_RANK).any():
         raise ValueError(f"head_dims: {name!r} is no parameter that is divided")
@@ -138,8 +136,8 @@ def _label(figure: go.Figure, table: pd.DataFrame, places: Mapping[str, _Place],
     tallest = float(whole["inputs"].max())
     right = max(places[name].left + outputs for name, outputs in zip(whole["parameter"], whole["outputs"], strict=True))
     figure.update_layout(barmode="overlay", height=int(160 + bottom * HEIGHT_PX / tallest), margin_r=60)
-    figure.update_xaxes(visible=False, range=[0, right])
-    figure.update_yaxes(visible=False, range=[bottom, 0])
+    figure.update_xaxes(visible=False, range=[-0.004 * right, 1.004 * right])
+    figure.update_yaxes(visible=False, range=[1.004 * bottom, 0])
 
 
 def _summary(table: pd.DataFrame) -> str:
@@ -152,4 +150,3 @@ def _summary(table: pd.DataFrame) -> str:
     return (
         f"{TITLE}: of {format_count(total)} elements {listing([*parts, f'every rank {format_percent(both / total)}'])}."
     )
-

@@ -40,6 +40,7 @@ class RunHistory:
         self.directory = Path(self._temporary.name if self._temporary is not None else str(directory))
         self.comparisons: dict[int, Comparison] = dict(_finished(self.directory))
         self._pool: RankPool | None = None
+        self._pool_is_for: tuple[int, str, float] | None = None
         self._stopping = False
 
     def next_directory(self) -> Path:

@@ -1,6 +1,7 @@
 """The pictures of a workbench: all runs of a history in one figure, or one of them in detail."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -123,9 +124,9 @@ def _traffic(records: Records) -> pd.DataFrame:
     return records.collectives[records.collectives["phase"] != Phase.METRICS]
 
 
-def _fields(config: dict[str, object]) -> dict[str, object]:
+def _fields(config: dict[str, Any]) -> dict[str, Any]:
     """A configuration as JSON has it, with its tuple."""
-    return config | {"strategies": tuple(config["strategies"])}  # type: ignore[arg-type]
+    return config | {"strategies": tuple(config["strategies"])}
 
 
 VIEWS: dict[str, Draw] = {

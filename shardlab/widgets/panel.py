@@ -6,7 +6,7 @@ a saved notebook, a PDF and a reader without widgets show the last one, and noth
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -18,7 +18,7 @@ from shardlab.plots.show import mime_bundle
 from shardlab.plots.tables import column_text
 from shardlab.plots.theme import summary_of
 
-Content = go.Figure | pd.DataFrame
+Content: TypeAlias = go.Figure | pd.DataFrame
 
 
 class Picture:
@@ -30,8 +30,8 @@ class Picture:
 
     def show(self) -> None:
         """Put it into the current cell; from now on ``replace`` changes it there."""
-        if get_ipython() is not None:  # type: ignore[no-untyped-call]  # IPython leaves it untyped
-            self._handle = DisplayHandle()  # type: ignore[no-untyped-call]
+        if get_ipython() is not None:
+            self._handle = DisplayHandle()  # type: ignore[no-untyped-call]  # IPython leaves it untyped
             self._handle.display(bundle_of(self.content, with_png=True), raw=True)  # type: ignore[no-untyped-call]
 
     def replace(self, content: Content, *, final: bool = False) -> None:
@@ -62,7 +62,7 @@ class Panel:
         self.controls, self.pictures, self.purpose = controls, tuple(pictures), purpose
 
     def _ipython_display_(self) -> None:
-        if get_ipython() is None:  # type: ignore[no-untyped-call]  # a script: nowhere to show it
+        if get_ipython() is None:  # a script: nowhere to show it
             return
         display(self._controls_bundle(), raw=True)  # type: ignore[no-untyped-call]
         for picture in self.pictures:
@@ -116,4 +116,4 @@ def text_of(content: Content) -> str:
 
 def _updates_in_place() -> bool:
     """Whether there is a notebook: a terminal would print every replacement below the last one."""
-    return hasattr(get_ipython(), "kernel")  # type: ignore[no-untyped-call]
+    return hasattr(get_ipython(), "kernel")

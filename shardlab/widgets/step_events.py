@@ -165,7 +165,7 @@ def _held_after(events: pd.DataFrame, index: int) -> dict[int, Row]:
     past = events.iloc[: index + 1].drop_duplicates("rank", keep="last").set_index("rank")
     later = events.iloc[index + 1 :].drop_duplicates("rank").set_index("rank")
     rows = pd.concat([past, later[~later.index.isin(past.index)]])
-    return {int(rank): dict(rows.loc[rank, list(ROLES)]) for rank in rows.index}  # type: ignore[call-overload]
+    return {int(rank): dict(rows.loc[rank, list(ROLES)]) for rank in rows.index}
 
 
 def traced_step(steps: pd.DataFrame) -> int | None:
@@ -199,17 +199,18 @@ def _communication(collectives: pd.DataFrame) -> Iterator[Row]:
 def _memory(memory: pd.DataFrame, step: int) -> Iterator[Row]:
     """An event for each sample inside the step that differs from the one before it on the same rank."""
     inside = memory[(memory["step"] == step) & ~memory["where"].isin(WHOLE_STEP)]
-    for rank, rows in inside.groupby("rank"):
+    for rank in sorted({int(rank) for rank in inside["rank"]}):
+        rows = inside[inside["rank"] == rank]
         wide = rows.pivot_table(index=["time_us", "where"], columns="role", values="bytes", aggfunc="max", sort=False)
         before: Row | None = None
-        for (time_us, where), held in wide.sort_index(level="time_us").iterrows():  # type: ignore[misc]
-            after = {role: int(held.get(role, 0)) for role in ROLES}
+        for held in wide.sort_index(level="time_us").reset_index().to_dict("records"):
+            after, where = {role: int(held.get(role, 0)) for role in ROLES}, str(held["where"])
             if before is None or _size_of_change(before, after) >= LEAST_CHANGE * sum(before.values()):
                 change = 0 if before is None else sum(after.values()) - sum(before.values())
                 yield {
-                    "rank": int(rank), "time_us": time_us, "what": str(where), "bytes": abs(change), **after,
+                    "rank": rank, "time_us": held["time_us"], "what": where, "bytes": abs(change), **after,
                     "event": StepEvent.FREES if change < 0 else StepEvent.HOLDS,
-                    "words": _changes(before, after, str(where)),
+                    "words": _changes(before, after, where),
                 }  # fmt: skip
                 before = after
 
@@ -237,11 +238,12 @@ def _resting(memory: pd.DataFrame, step: int) -> dict[int, Row]:
     """What each rank held at rest: after the last sampled step before this one, else after the first."""
     rest = memory[memory["where"] == "rest"]
     found = {}
-    for rank, rows in rest.groupby("rank"):
+    for rank in sorted({int(rank) for rank in rest["rank"]}):
+        rows = rest[rest["rank"] == rank]
         earlier = rows[rows["step"] < step]
         nearest = earlier["step"].max() if len(earlier) else rows["step"].min()
         by_role = rows[rows["step"] == nearest].set_index("role")["bytes"]
-        found[int(rank)] = {role: int(by_role.get(role, 0)) for role in ROLES}  # type: ignore[call-overload]
+        found[rank] = {role: int(by_role.get(role, 0)) for role in ROLES}
     return found
 
 

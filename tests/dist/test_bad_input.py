@@ -45,10 +45,12 @@ def other_states(rank, setup):
     other = cases.build("Uneven").state_dict()
     shape = {**cases.build("MLP", seed=3).state_dict(), "0.weight": torch.zeros(3, 3)}
     with Mesh({"data": 2}) as mesh, engine_of(setup, cases.build("MLP"), mesh) as engine:
+        before = engine.full_state_dict()
         with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "0\.weight"'):
             engine.load_full_state_dict(other)
         with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
             engine.load_full_state_dict(shape)
+        assert all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items())
         engine.load_full_state_dict(cases.build("MLP", seed=5).state_dict())
         one_step(engine, rank)
         return engine.full_state_dict()

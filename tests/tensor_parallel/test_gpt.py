@@ -1,6 +1,6 @@
 """The package's GPT, divided by the built-in plan, trains as one process does, with the collectives that are stated."""
 
-import gc
+import weakref
 from collections import Counter
 
 import pytest
@@ -177,23 +177,20 @@ def test_activation_checkpointing_changes_no_gradient(pools, options):
         assert len(of_block(backward, 0)) > 2
 
 
-def numel_alive():
-    """Elements of all parameters with memory in this process, also of those that no module holds."""
-    gc.collect()
-    return sum(p.numel() for p in gc.get_objects() if type(p) is nn.Parameter and not p.is_meta)
-
-
 def from_meta(rank, options):
     config = CONFIGS["tied"]
     with torch.device("meta"):
         model = GPT(config).double()
     with Mesh({"tensor": 2}) as mesh:
         torch.manual_seed(rank)
-        before = numel_alive()
-        largest = [0]
+        made, largest = [], [0]
 
         def init_fn(name, module):
-            largest[0] = max(largest[0], numel_alive() - before)
+            # Full layers that have been made and are still there, also those that no module holds any more.
+            made.extend(weakref.ref(param) for param in module.parameters())
+            there = {param for ref in made if (param := ref()) is not None}
+            there |= {param for param in model.parameters() if not param.is_meta}
+            largest[0] = max(largest[0], sum(param.numel() for param in there))
             model.init_weights(name, module)
 
         parallelize_module(model, gpt_plan(config, **options), mesh["tensor"], init_fn=init_fn)

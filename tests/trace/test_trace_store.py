@@ -134,7 +134,7 @@ def test_no_run(tmp_path):
 def test_a_comparison_is_told_from_a_run(tmp_path):
     for run in ("ddp", "zero1"):
         write(tmp_path / "records" / run, steps=1, run=run).close()
-    with pytest.raises(ValueError, match="no run but a comparison: load_comparison reads it, .* ddp, zero1"):
+    with pytest.raises(ValueError, match=r"no run but a comparison: load_comparison reads it, .* ddp, zero1"):
         load_run(tmp_path)
     assert run_directories(tmp_path) == [tmp_path / "records" / "ddp", tmp_path / "records" / "zero1"]
     assert run_directories(tmp_path / "records" / "ddp") == [tmp_path / "records" / "ddp"]

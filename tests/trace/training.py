@@ -52,6 +52,7 @@ class Setting:
     link: str | None = None
     traced: int | None = None
     at_rest: Callable[[Engine, TrainStep], object] | None = None  # called just before the recorder samples
+    origin_ns: int = field(default_factory=perf_counter_ns)  # of all ranks
 
 
 @dataclass
@@ -79,7 +80,7 @@ def train(rank: int, setting: Setting) -> Outcome:
         recorder = None
         if setting.directory is not None:
             writer = stack.enter_context(closing(RunWriter(setting.directory, rank, setting.strategy, "measured")))
-            recorder = Recorder(writer, clock_for(CPU), perf_counter_ns(), device=CPU)
+            recorder = Recorder(writer, clock_for(CPU), setting.origin_ns, device=CPU)
             stack.enter_context(mesh.observed_by(recorder))
         options = setting.options if setting.strategy in ("bucketed", "zero1") else {}
         engine = stack.enter_context(build_engine(setting.strategy, setting.model(), adamw, mesh, **options))

@@ -1,5 +1,6 @@
 import json
 import threading
+from contextlib import suppress
 
 import pytest
 
@@ -13,8 +14,8 @@ from tests.widgets.runs import SMALL
 
 def step_row(loss):
     return {
-        "loss": loss, "grad_norm": 1.0, "learning_rate": 1e-3, "step_us": 1000.0, "exposed_comm_us": 0.0, "overlap": 0.0,
-        "peak_bytes": None, "wire_bytes": 0.0, "num_tokens": 1, "traced_memory": False,
+        "loss": loss, "grad_norm": 1.0, "learning_rate": 1e-3, "step_us": 1000.0, "exposed_comm_us": 0.0,
+        "overlap": 0.0, "peak_bytes": None, "wire_bytes": 0.0, "num_tokens": 1, "traced_memory": False,
     }  # fmt: skip
 
 
@@ -30,7 +31,18 @@ def span_row(start):
 @pytest.fixture
 def writers(tmp_path):
     write_manifest(tmp_path / "records" / "zero1", {"run": "zero1"})
-    return [RunWriter(tmp_path / "records" / "zero1", rank, "zero1", "measured") for rank in range(2)]
+    writers = [RunWriter(tmp_path / "records" / "zero1", rank, "zero1", "measured") for rank in range(2)]
+    yield writers
+    for writer in writers:
+        with suppress(ValueError):  # a test has damaged what it wrote
+            writer.close()
+
+
+@pytest.fixture
+def tail(tmp_path):
+    tail = DirectoryTail(tmp_path)
+    yield tail
+    tail.close()
 
 
 def append(writer, step):
@@ -46,8 +58,7 @@ def test_nothing_is_there_before_anything_is_written(tmp_path):
     assert "no step has ended yet" in summary_of(training_progress(progress.steps, progress.memory))
 
 
-def test_a_step_is_known_when_its_line_is_whole(tmp_path, writers):
-    tail = DirectoryTail(tmp_path)
+def test_a_step_is_known_when_its_line_is_whole(tmp_path, writers, tail):
     append(writers[0], 0)
     assert tail.read().steps["step"].tolist() == [0]
     path = tmp_path / "records" / "zero1" / "rank0.jsonl"
@@ -60,8 +71,7 @@ def test_a_step_is_known_when_its_line_is_whole(tmp_path, writers):
     assert tail.read().steps["step"].tolist() == [0, 1]
 
 
-def test_nothing_new_is_the_same_object(tmp_path, writers):
-    tail = DirectoryTail(tmp_path)
+def test_nothing_new_is_the_same_object(tmp_path, writers, tail):
     append(writers[0], 0)
     progress = tail.read()
     assert tail.read() is progress
@@ -69,8 +79,7 @@ def test_nothing_new_is_the_same_object(tmp_path, writers):
     assert tail.read() is not progress
 
 
-def test_the_timeline_is_of_the_newest_step_that_all_ranks_have_finished(tmp_path, writers):
-    tail = DirectoryTail(tmp_path)
+def test_the_timeline_is_of_the_newest_step_that_all_ranks_have_finished(tmp_path, writers, tail):
     append(writers[0], 0)
     tail.read()
     append(writers[1], 0)
@@ -90,8 +99,7 @@ def test_memory_is_the_last_sample_at_rest_of_every_rank(tmp_path, writers):
     assert memory["bytes"].tolist() == [8, 8]
 
 
-def test_a_run_that_ends_meanwhile_keeps_its_last_lines(tmp_path, writers):
-    tail = DirectoryTail(tmp_path)
+def test_a_run_that_ends_meanwhile_keeps_its_last_lines(tmp_path, writers, tail):
     for writer in writers:
         append(writer, 0)
     tail.read()
@@ -102,8 +110,7 @@ def test_a_run_that_ends_meanwhile_keeps_its_last_lines(tmp_path, writers):
     assert read_progress(tmp_path).steps["step"].tolist() == [0, 1], "who comes later reads the finished run"
 
 
-def test_a_long_run_is_thinned(tmp_path, writers):
-    tail = DirectoryTail(tmp_path)
+def test_a_long_run_is_thinned(tmp_path, writers, tail):
     for step in range(MAX_STEPS + 10):
         writers[0].append(step, {"steps": [step_row(0.0)]})
     steps = tail.read().steps["step"]

@@ -84,7 +84,8 @@ def test_only_what_counts_can_be_changed():
     assert inputs.strategy.disabled
     assert inputs.shard_group.disabled
     inputs.model.value, inputs.view.value, inputs.sharding.value = "a number of parameters", "ranks", "hybrid_shard"
-    assert not (inputs.num_params.disabled or inputs.strategy.disabled or inputs.shard_group.disabled)
+    for control in (inputs.num_params, inputs.strategy, inputs.shard_group):
+        assert not control.disabled
     assert "7.50 G parameters" in explorer.message.text
     assert "under zero2" in explorer.figure.content.layout.title.text
     inputs.ranks.value = 6

@@ -1,0 +1,48 @@
+"""The parts of a step: by hand, and that they add up whatever happened."""
+
+import pandas as pd
+import pytest
+
+from shardlab.analysis import step_split
+from shardlab.tables import COLLECTIVES, SPANS, STEPS
+from tests.analysis.hand_made import KEYS, collective, collectives, two_ranks
+
+PARTS = ["compute_us", "moving_us", "waiting_us", "other_us"]
+
+
+def steps(*times_us):
+    empty = dict.fromkeys(STEPS.column_names)
+    return STEPS.frame([empty | KEYS | {"rank": rank, "step_us": time_us} for rank, time_us in enumerate(times_us)])
+
+
+def test_exposed_time_is_cut_where_the_last_rank_comes():
+    split = step_split(*two_ranks(), steps(130.0, 125.0)).set_index("rank")
+    # Rank 0 waits from 80: bucket 0 moves until 90, for bucket 1 it waits until rank 1 comes at 100.
+    assert split.loc[0, PARTS].tolist() == [95.0, 20.0, 10.0, 5.0]
+    assert split.loc[1, PARTS].tolist() == [110.0, 10.0, 0.0, 5.0]
+    assert (split[PARTS].sum(axis=1) == split["step_us"]).all()
+
+
+def test_the_communication_of_the_report_does_not_count():
+    moved, worked = two_ranks()
+    report = collectives(*(collective(rank, 2, (200, 200, 300), (200, 300), phase="metrics") for rank in (0, 1)))
+    both = pd.concat([moved, report], ignore_index=True)
+    assert step_split(both, worked, steps(130.0, 125.0)).equals(step_split(moved, worked, steps(130.0, 125.0)))
+
+
+def test_without_communication_there_is_compute_and_the_rest():
+    _, worked = two_ranks()
+    split = step_split(COLLECTIVES.frame([]), worked, steps(130.0, 125.0)).set_index("rank")
+    assert split.loc[0, PARTS].tolist() == [95.0, 0.0, 0.0, 35.0]
+
+
+def test_ranks_that_are_missing_are_refused():
+    moved, worked = two_ranks()
+    with pytest.raises(ValueError, match="all ranks"):
+        step_split(moved[moved["rank"] == 0], worked, steps(130.0, 125.0))
+
+
+def test_missing_columns_are_named():
+    moved, _ = two_ranks()
+    with pytest.raises(ValueError, match="step_us"):
+        step_split(moved, SPANS.frame([]), steps(1.0, 1.0).drop(columns="step_us"))

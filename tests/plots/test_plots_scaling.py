@@ -1,0 +1,54 @@
+"""Figures of scaling: where a step's time goes, and throughput against the batch of a rank."""
+
+import pandas as pd
+import pytest
+
+from shardlab import plots
+from shardlab.plots.plain import plain_json
+
+
+def split():
+    rows = [("one", 0, 100e3, 90e3, 0.0, 0.0, 10e3), ("two", 0, 80e3, 50e3, 20e3, 0.0, 10e3)]
+    rows.append(("two", 1, 120e3, 50e3, 20e3, 40e3, 10e3))
+    names = ["run", "rank", "step_us", "compute_us", "moving_us", "waiting_us", "other_us"]
+    return pd.DataFrame(rows, columns=names).assign(source="measured", step=1)
+
+
+def test_the_parts_of_a_bar_add_up_to_the_mean_step():
+    figure = plots.step_parts(split())
+    bars = [trace for trace in figure.data if trace.type == "bar"]
+    assert [bar.name for bar in bars] == ["compute", "exposed communication", "waiting for other ranks", "other"]
+    assert [bar.x[1] for bar in bars] == [50.0, 20.0, 20.0, 10.0]
+    assert plots.summary_of(figure).startswith("A step: one 100 ms (90.0 ms compute")
+    assert "NaN" not in str(plain_json(figure))
+
+
+def test_step_parts_say_what_is_missing():
+    assert "no steps" in plots.summary_of(plots.step_parts(split().iloc[:0]))
+    with pytest.raises(ValueError, match="waiting_us"):
+        plots.step_parts(split().drop(columns="waiting_us"))
+
+
+def speeds():
+    rows = [("1 rank", 2, 100.0), ("1 rank", 8, 110.0), ("2 ranks", 2, 60.0), ("2 ranks", 8, 190.0)]
+    table = pd.DataFrame(rows, columns=["run", "rows", "tokens_per_s"])
+    return pd.concat([table.assign(source="measured"), table.assign(source="predicted")])
+
+
+def test_predictions_are_lines_in_the_colour_of_the_marks():
+    figure = plots.throughput(speeds())
+    lines = [trace for trace in figure.data if trace.mode == "lines"]
+    marks = [trace for trace in figure.data if trace.mode == "markers"]
+    assert len(lines) == len(marks) == 2
+    assert [line.line.color for line in lines] == [mark.marker.color for mark in marks]
+    assert all(mark.showlegend for mark in marks)
+    assert list(figure.layout.xaxis.tickvals) == [2, 8]
+    assert "2 ranks 60 with 2 rows a rank and 190 with 8" in plots.summary_of(figure)
+
+
+def test_throughput_says_what_is_wrong():
+    with pytest.raises(ValueError, match="tokens_per_s"):
+        plots.throughput(speeds().drop(columns="tokens_per_s"))
+    with pytest.raises(ValueError, match="above 0"):
+        plots.throughput(speeds().assign(rows=0))
+    assert "nothing measured" in plots.summary_of(plots.throughput(speeds().iloc[:0]))

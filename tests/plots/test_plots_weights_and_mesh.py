@@ -1,0 +1,112 @@
+import pandas as pd
+import pytest
+
+from shardlab.plots import mesh_map, summary_of, weight_slices
+from shardlab.plots.colours import AXIS_COLOURS, GREY, PALETTE
+from shardlab.plots.plain import plain_json
+from shardlab.plots.weights import COLUMNS, EVERY_RANK
+from shardlab.vocabulary import MeshAxis
+
+# An 8 x 4 matrix cut by outputs with its bias, a 4 x 8 one cut by inputs with a bias that every rank has.
+ROWS = [
+    *(("up.weight", 8, 4, rank, 0, 8, 2 * rank, 2 * rank + 2) for rank in (0, 1)),
+    *(("up.bias", 1, 4, rank, 0, 1, 2 * rank, 2 * rank + 2) for rank in (0, 1)),
+    *(("down.weight", 4, 8, rank, 2 * rank, 2 * rank + 2, 0, 8) for rank in (0, 1)),
+    ("down.bias", 1, 8, EVERY_RANK, 0, 1, 0, 8),
+]
+TABLE = pd.DataFrame(ROWS, columns=list(COLUMNS))
+
+
+def bars(figure, name):
+    return next(trace for trace in figure.data if trace.name == name)
+
+
+def test_slices_are_drawn_to_scale_and_do_not_overlap():
+    figure = weight_slices(TABLE)
+    assert [trace.name for trace in figure.data] == ["rank 0", "rank 1", "every rank"]
+    first, second = bars(figure, "rank 0"), bars(figure, "rank 1")
+    assert list(first.width) == [2, 2, 8]
+    assert first.y[0] == 8
+    assert first.y[2] == 2
+    assert second.x[0] == first.x[0] + 2
+    assert second.base[0] == first.base[0]
+    assert second.base[2] == first.base[2] + 2
+    assert first.marker.color == PALETTE[0]
+    assert bars(figure, "every rank").marker.color == GREY
+    assert "up.weight" in first.hovertext[0]
+    plain_json(figure)
+
+
+def test_a_bias_lies_below_its_weight_and_modules_side_by_side():
+    first = bars(weight_slices(TABLE), "rank 0")
+    weight, bias, down = range(3)
+    assert first.base[bias] > first.base[weight] + first.y[weight]
+    assert first.x[bias] == first.x[weight]
+    assert (first.x[down], first.base[down]) != (first.x[weight], first.base[weight])
+
+
+def test_heads_are_lines_inside_the_slices():
+    lines = weight_slices(TABLE, {"up.weight": 1, "down.weight": 1})
+    by_outputs, by_inputs = bars(lines, "heads of up.weight"), bars(lines, "heads of down.weight")
+    left = bars(lines, "rank 0").x[0]
+    assert [x - left for x in by_outputs.x if x is not None] == [1, 1, 3, 3]
+    assert len([y for y in by_inputs.y if y is not None]) == 4
+    assert not [x for x in bars(weight_slices(TABLE, {"up.weight": 2}), "heads of up.weight").x if x is not None]
+
+
+def test_the_summary_says_how_much_each_rank_holds():
+    assert summary_of(weight_slices(TABLE)) == (
+        "Who holds which slice of each weight: of 76 elements rank 0 45 %, rank 1 45 % and every rank 11 %."
+    )
+    assert "no parameters" in summary_of(weight_slices(TABLE.iloc[:0]))
+
+
+def test_a_table_or_heads_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"table: missing columns \['rank'\]"):
+        weight_slices(TABLE.drop(columns="rank"))
+    for name in ("down.bias", "other.weight"):
+        with pytest.raises(ValueError, match=f"head_dims: '{name}' is no parameter that is divided"):
+            weight_slices(TABLE, {name: 1})
+
+
+def lines_of(trace):
+    """The (x, y) of each band."""
+    found, line = [], []
+    for x, y in zip(trace.x, trace.y, strict=True):
+        if x is None:
+            found.append(line)
+            line = []
+        else:
+            line.append((x, y))
+    return found
+
+
+def test_the_mesh_joins_the_ranks_of_each_group():
+    figure = mesh_map({"data": 2, "tensor": 3}, hosts=2)
+    data, tensor = bars(figure, "data groups"), bars(figure, "tensor groups")
+    assert lines_of(tensor) == [[(0, 0), (1, 0), (2, 0)], [(0, 1), (1, 1), (2, 1)]]
+    assert lines_of(data) == [[(0, 0), (0, 1)], [(1, 0), (1, 1)], [(2, 0), (2, 1)]]
+    assert tensor.line.color == AXIS_COLOURS[MeshAxis.TENSOR]
+    ranks = bars(figure, "ranks")
+    assert [text.split("<")[1][2:] for text in ranks.text] == [str(rank) for rank in range(6)]
+    assert "host 0" in ranks.text[2]
+    assert "host 1" in ranks.text[3]
+    assert list(ranks.customdata[5]) == ["rank 5", "data 1, tensor 2"]
+    assert summary_of(figure) == (
+        "A mesh of 6 ranks, data 2 x tensor 3: tensor groups 0,1,2 and 3,4,5; data groups 0,3, 1,4 and 2,5."
+    )
+
+
+def test_one_axis_is_a_row():
+    figure = mesh_map({"data": 3})
+    assert summary_of(figure) == "A mesh of 3 ranks, data 3: data groups 0,1,2."
+    assert list(bars(figure, "ranks").customdata[2]) == ["rank 2", "data 2"]
+
+
+def test_a_mesh_that_cannot_be_drawn_is_refused():
+    for axes in ({}, {"replica": 2, "shard": 2, "tensor": 2}, {"data": 0}):
+        with pytest.raises(ValueError, match="axes: one or two of size 1 or more"):
+            mesh_map(axes)
+    with pytest.raises(ValueError, match="hosts: 3 do not divide 4 ranks"):
+        mesh_map({"data": 4}, hosts=3)
+    assert set(AXIS_COLOURS) == set(MeshAxis)
