@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm import Communicator, Mesh, broadcast_coalesced
+from shardlab.engines.checks import check_no_meta, check_optimizer, check_optimizer_fn, check_params
 from shardlab.engines.clip import clip_
 from shardlab.engines.holdings import ShardRow, held, in_whole_parameters
 from shardlab.engines.state import EngineState
@@ -56,6 +57,7 @@ class Engine(EngineState, ABC):
     def __init__(self, model: nn.Module, optimizer_fn: OptimizerFn, mesh: Mesh | None = None) -> None:
         if getattr(model, _WRAPPED, None) is not None:
             raise ValueError("model: it is wrapped by an engine already; close() that engine first")
+        check_optimizer_fn(optimizer_fn)
         self.module = model
         self.mesh = Mesh.alone() if mesh is None else mesh
         self.data_comms = self._data_axes()
@@ -63,12 +65,8 @@ class Engine(EngineState, ABC):
         self.slices = slices_of(model)  # of a tensor-parallel model, by parameter name
         self.tensor_comm = self._tensor_axis()
         self.params: dict[str, nn.Parameter] = dict(model.named_parameters())  # tied weights appear once
-        if not self.params:
-            raise ValueError("model: it has no parameters, so there is nothing to train")
-        if complex_names := [name for name, param in self.params.items() if param.is_complex()]:
-            raise ValueError(f"model: complex parameters are not supported: {complex_names}")
+        check_params(self.params, self.mesh.device)
         self._check_meta()
-        self._check_device()
         self.num_steps = 0
         self.loss_is_scaled = False  # a GradScaler has said so
         self._sync = True
@@ -80,7 +78,7 @@ class Engine(EngineState, ABC):
         )
         self._prepare()
         self.optimizer = self._make_optimizer(optimizer_fn)
-        self._check_tensors()
+        check_optimizer(self.optimizer, self.step_tensors())
         check_sliced(self.optimizer, self.slices)
         self._check_optimizer()
         self._hooks = [hook for param in self.params.values() if (hook := self._watch(param)) is not None]
@@ -269,30 +267,7 @@ class Engine(EngineState, ABC):
 
     def _check_meta(self) -> None:
         """Refuse parameters without memory, unless the strategy can make them."""
-        if meta := [name for name, param in self.params.items() if param.is_meta]:
-            raise ValueError(
-                f"model: {meta[0]!r} and {len(meta) - 1} more parameters are on the meta device; only 'fsdp' builds "
-                "a model unit by unit, else build it on the device"
-            )
-
-    def _check_tensors(self) -> None:
-        """An optimizer over the module's own parameters would, where pieces are stepped, train nothing, silently."""
-        given = {id(tensor) for tensor in self.step_tensors()}
-        strange = [
-            tensor for group in self.optimizer.param_groups for tensor in group["params"] if id(tensor) not in given
-        ]
-        if strange:
-            raise ValueError(
-                f"optimizer_fn: its optimizer steps {len(strange)} tensors that it was not given; make it from the "
-                "function's argument, for example lambda tensors: AdamW(tensors, lr=1e-3)"
-            )
-
-    def _check_device(self) -> None:
-        for name, param in self.params.items():
-            if not param.is_meta and param.device.type != self.mesh.device.type:
-                raise ValueError(
-                    f"model: {name!r} is on {param.device}, the mesh on {self.mesh.device}; use model.to(mesh.device)"
-                )
+        check_no_meta(self.params)
 
     def _equalise(self, tensors: list[Tensor], tag: str) -> None:
         """Make tensors those of the first data rank, in place."""

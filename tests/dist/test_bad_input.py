@@ -255,3 +255,19 @@ def test_float16_warns_at_the_user_s_line_unless_a_scaler_is_used(pools):
         assert text.startswith("precision: float16 without a GradScaler")
         assert file == __file__, "it points at the user's line"
     assert pools(2).run(step_in_float16, True) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("optimizer_fn", "words"),
+    [
+        (lambda model: adamw(list(model.parameters())), "optimizer_fn: a function of the tensors to step is needed"),
+        (lambda _: lambda tensors: len(tensors), "optimizer_fn: it returned a int"),
+        (lambda model: lambda _: adamw(list(model.parameters())), "optimizer_fn: its optimizer steps 6 tensors"),
+    ],
+    ids=["an optimizer", "a number", "other tensors"],
+)
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_what_makes_no_right_optimizer_is_refused(strategy, optimizer_fn, words):
+    model = cases.build("MLP")
+    with pytest.raises(ValueError, match=words):
+        build_engine(strategy, model, optimizer_fn(model), None)

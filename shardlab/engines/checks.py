@@ -1,0 +1,64 @@
+"""What an engine refuses to begin with, each in one sentence that names the argument and says what to do."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+
+def check_params(params: Mapping[str, nn.Parameter], device: torch.device) -> None:
+    """A model that can be trained on ``device``.
+
+    Raises:
+        ValueError: no parameters, complex ones, or some on another kind of device.
+    """
+    if not params:
+        raise ValueError("model: it has no parameters, so there is nothing to train")
+    if complex_names := [name for name, param in params.items() if param.is_complex()]:
+        raise ValueError(f"model: complex parameters are not supported: {complex_names}")
+    for name, param in params.items():
+        if not param.is_meta and param.device.type != device.type:
+            raise ValueError(f"model: {name!r} is on {param.device}, the mesh on {device}; use model.to(mesh.device)")
+
+
+def check_no_meta(params: Mapping[str, nn.Parameter]) -> None:
+    """Parameters that have memory.
+
+    Raises:
+        ValueError: some are on the meta device.
+    """
+    if meta := [name for name, param in params.items() if param.is_meta]:
+        raise ValueError(
+            f"model: {meta[0]!r} and {len(meta) - 1} more parameters are on the meta device; only 'fsdp' builds a "
+            "model unit by unit, else build it on the device"
+        )
+
+
+def check_optimizer(optimizer: object, given: Iterable[Tensor]) -> None:
+    """An optimizer of the tensors it was given; over the module's own it would train nothing where pieces are stepped.
+
+    Raises:
+        ValueError: it is no optimizer, or steps other tensors.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer_fn: it returned a {type(optimizer).__name__}, and not an optimizer")
+    known = {id(tensor) for tensor in given}
+    strange = [tensor for group in optimizer.param_groups for tensor in group["params"] if id(tensor) not in known]
+    if strange:
+        raise ValueError(
+            f"optimizer_fn: its optimizer steps {len(strange)} tensors that it was not given; make it from the "
+            "function's argument, for example lambda tensors: AdamW(tensors, lr=1e-3)"
+        )
+
+
+def check_optimizer_fn(optimizer_fn: object) -> None:
+    """A function that makes an optimizer.
+
+    Raises:
+        ValueError: it is something else, for example the optimizer itself.
+    """
+    if not callable(optimizer_fn):
+        raise ValueError(
+            f"optimizer_fn: a function of the tensors to step is needed, not a {type(optimizer_fn).__name__}; for "
+            "example lambda tensors: AdamW(tensors, lr=1e-3)"
+        )
