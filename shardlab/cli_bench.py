@@ -80,7 +80,7 @@ def _with_progress(config: "BenchConfig") -> list["BenchRow"]:
 def _table(workload: "Workload", rows: Sequence["BenchRow"]) -> Table:
     size = f"{workload.model}, {workload.rows} x {workload.seq_len} tokens a rank"
     title = f"{workload.name}: {size}, {rows[0].ranks} ranks, {rows[0].rounds} rounds"
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("ours", "theirs"):
         table.add_column(name, no_wrap=True)
     for name in ("ours\nms", "theirs\nms", "floor\nms", "time\nratio", "\nquartiles", "peak\nratio"):

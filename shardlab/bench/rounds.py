@@ -7,7 +7,7 @@ the slowest rank has ended it. ``floor`` is the same training on every rank by i
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter_ns
 
 import torch
@@ -18,7 +18,7 @@ from shardlab.engines import Engine, StepTensors, build_engine
 from shardlab.launch import current
 from shardlab.models import GPT, build_model, next_token_loss
 from shardlab.tensor_parallel import gpt_plan, parallelize_module
-from shardlab.trace.memory import MemoryLedger, bytes_by_role
+from shardlab.trace.memory import MemoryLedger
 from shardlab.vocabulary import MeshAxis
 
 WARM_UPS = 2  # optimizer state appears in the first step, and torch's DDP orders its buckets anew in the second
@@ -49,6 +49,7 @@ class RankTimes:
 def time_pair(rank: int, workload: Workload, pair: Pair, rounds: int) -> RankTimes:
     """Time both engines of a pair and the floor on this rank, in turns."""
     device, num_ranks = current().device, current().world_size
+    peaks = {name: _peak_bytes(contender, workload) for name, contender in ((OURS, pair.ours), (THEIRS, pair.theirs))}
     with contextlib.ExitStack() as stack:
         meet = stack.enter_context(Mesh({"data": num_ranks}, device=device)).data
         turns = {
@@ -57,9 +58,7 @@ def time_pair(rank: int, workload: Workload, pair: Pair, rounds: int) -> RankTim
             FLOOR: stack.enter_context(_turn(None, workload, num_ranks)),
         }
         for turn in turns.values():
-            for _ in range(WARM_UPS):
-                turn.step()
-        peaks = {name: turns[name].peak_bytes() for name in (OURS, THEIRS)}
+            turn.warm_up()
         step_ns: dict[str, list[int]] = {name: [] for name in turns}
         for _ in range(rounds):
             for name, turn in turns.items():
@@ -86,6 +85,11 @@ class Turn:
         tokens = torch.randint(0, 256, (workload.rows, workload.seq_len + 1), generator=generator).to(self._device)
         self._inputs, self._targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
+    def warm_up(self) -> None:
+        """The steps that do not count."""
+        for _ in range(WARM_UPS):
+            self.step()
+
     def step(self) -> None:
         """A whole training step; returns when the device has done it."""
         loss = next_token_loss(self._engine(self._inputs), self._targets)
@@ -96,13 +100,11 @@ class Turn:
             torch.cuda.synchronize(self._device)
 
     def peak_bytes(self) -> int:
-        """The highest live bytes of one step, the other engines' left out."""
-        held = bytes_by_role(self._engine.live_tensors())
+        """The highest live bytes of one step; nothing else may be alive on the device."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-            before = torch.cuda.memory_allocated(self._device)
             self.step()
-            return torch.cuda.max_memory_allocated(self._device) - before + sum(held.values())
+            return torch.cuda.max_memory_allocated(self._device)
         ledger = MemoryLedger(self._engine.live_tensors())
         with self._engine.mesh.observed_by(_Scratch(ledger)), ledger:
             self.step()
@@ -128,6 +130,15 @@ class _Scratch:
 
     def waited(self, event: CollectiveEvent) -> None:
         """Nothing."""
+
+
+def _peak_bytes(contender: Contender, workload: Workload) -> int:
+    """Of this engine alone, and with somebody listening: what torch's transport holds counts too."""
+    heard = {name: True for name in contender.options if name == "overheard"}
+    listened_to = replace(contender, options={**contender.options, **heard})
+    with _turn(listened_to, workload, current().world_size) as turn:
+        turn.warm_up()
+        return turn.peak_bytes()
 
 
 @contextlib.contextmanager

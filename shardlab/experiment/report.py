@@ -8,9 +8,9 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shardlab.analysis.overlap import overlap
-from shardlab.experiment.causes import PATH, PEAK, path_table, peak_table
 from shardlab.experiment.compare import Comparison
 from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.report_tables import PATH, PEAK, path_table, peak_table
 from shardlab.experiment.summary import JUDGED_STEPS, REFERENCE, timed_steps
 from shardlab.plots import (
     collective_timeline,

@@ -77,5 +77,5 @@ def _whole_steps(records: Records) -> Records:
     tables = {}
     for name in TABLES:
         table = getattr(records, name)
-        tables[name] = table[table["step"] <= table["run"].map(last).fillna(-1)]
+        tables[name] = table[table["step"] <= table["run"].map(last)]  # of a run without any: nothing
     return Records(**tables, manifests=records.manifests)

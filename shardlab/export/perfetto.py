@@ -15,6 +15,7 @@ that came last to all others. Counters show live bytes by role, and the resident
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ from shardlab.vocabulary import WHOLE_MODEL, Role
 STEPS, MODEL, UNITS, HOST, FIRST_AXIS = range(5)
 NAMES = {STEPS: "steps", MODEL: "model", UNITS: "units", HOST: "host"}
 DETAILS = ("op", "phase", "dtype", "numel", "bytes", "wire_bytes", "group_size", "transport", "step", "seq")
+
+Arrow = tuple[str, tuple[int, int, float], tuple[int, int, float]]
+Rows = list[dict[Any, Any]]
 
 
 def perfetto_trace(
@@ -60,8 +64,9 @@ def perfetto_trace(
     threads = _axis_threads(own.collectives)
     moved = own.collectives.assign(tid=threads, pid=own.collectives["rank"].astype("int64"))
     events = [*_names(name, own, moved), *_steps(own), *_compute(own.spans), *_counters(own.memory)]
-    events += [*_communication(own.collectives, moved), *_waits(moved)]
-    flows = [*_issued(moved), *_waited(moved), *_between_ranks(moved, axes or manifest.get("mesh"))]
+    rows = moved.assign(speed=bandwidth(own.collectives)["bus_gb_per_s"]).to_dict("records")
+    events += [*_communication(rows), *_waits(rows)]
+    flows = [*_issued(rows), *_waited(rows), *_between_ranks(moved, axes or manifest.get("mesh"))]
     events += [event for number, arrow in enumerate(flows, 1) for event in flow(arrow[0], number, *arrow[1:])]
     source = next(iter([*own.spans["source"], *own.collectives["source"]]))
     other = {"run": name, "source": str(source), "versions": manifest.get("versions", {}), "time": "microseconds"}
@@ -77,9 +82,6 @@ def write_perfetto(
         ValueError: see ``perfetto_trace``; or the file cannot be written.
     """
     return write_json(perfetto_trace(records, run, axes=axes), path)
-
-
-Arrow = tuple[str, tuple[int, int, float], tuple[int, int, float]]
 
 
 def _axis_threads(collectives: pd.DataFrame) -> "pd.Series[int]":
@@ -126,18 +128,17 @@ def _compute(spans: pd.DataFrame) -> Iterator[Event]:
                 yield complete(name, kinds[owner], (rank, tid), times, step=steps[owner])
 
 
-def _communication(collectives: pd.DataFrame, moved: pd.DataFrame) -> Iterator[Event]:
-    speeds = bandwidth(collectives)["bus_gb_per_s"].tolist()
-    for row, speed in zip(moved.to_dict("records"), speeds, strict=True):
+def _communication(rows: Rows) -> Iterator[Event]:
+    for row in rows:
         args = {name: row[name] for name in DETAILS if pd.notna(row[name])}
-        args |= {} if np.isnan(speed) else {"bus_gb_per_s": round(speed, 6)}
+        args |= {} if np.isnan(row["speed"]) else {"bus_gb_per_s": round(row["speed"], 6)}
         times = row["start_us"], row["end_us"]
         yield complete(row["tag"] or row["op"], row["op"], (row["pid"], row["tid"]), times, **_plain(args))
 
 
-def _waits(moved: pd.DataFrame) -> Iterator[Event]:
+def _waits(rows: Rows) -> Iterator[Event]:
     """On the host: where each collective was issued, and where the rank waited for it."""
-    for row in moved.to_dict("records"):
+    for row in rows:
         host, name = (row["pid"], HOST), row["tag"] or row["op"]
         yield complete(f"issue: {name}", "issue", host, (row["issue_us"], row["issue_us"]))
         if row["wait_end_us"] > row["wait_start_us"]:
@@ -149,27 +150,29 @@ def _counters(memory: pd.DataFrame) -> Iterator[Event]:
     held = memory.groupby("role")["bytes"].max()
     roles = [str(role) for role in Role if held.get(str(role), 0) > 0]
     inside = memory[(memory["where"] != PEAK) & memory["time_us"].notna()]
-    for rows in (own for _, own in inside.groupby(["rank", "time_us"], sort=False)):
-        first = rows.iloc[0]
-        rank, time_us, now = int(first["rank"]), float(first["time_us"]), rows.set_index("role")["bytes"]
-        yield counter("live bytes", rank, time_us, {role: int(now.get(role, 0)) for role in roles})
-        if pd.notna(first["resident_bytes"]):
-            yield counter("resident bytes", rank, time_us, {"resident": int(first["resident_bytes"])})
+    places = ["rank", "time_us"]
+    now = inside.pivot_table(index=places, columns="role", values="bytes", aggfunc="max", fill_value=0)
+    for (rank, time_us), *sizes in now.reindex(columns=roles, fill_value=0).itertuples(name=None):
+        values = {role: int(size) for role, size in zip(roles, sizes, strict=True)}
+        yield counter("live bytes", int(rank), float(time_us), values)
+    for rank, time_us, size in inside.drop_duplicates(places)[[*places, "resident_bytes"]].itertuples(index=False):
+        if pd.notna(size):
+            yield counter("resident bytes", int(rank), float(time_us), {"resident": int(size)})
 
 
-def _issued(moved: pd.DataFrame) -> Iterator[Arrow]:
+def _issued(rows: Rows) -> Iterator[Arrow]:
     """From the issue of a collective to its begin."""
-    for row in moved.to_dict("records"):
+    for row in rows:
         pid = row["pid"]
         yield "issued", (pid, HOST, row["issue_us"]), (pid, row["tid"], row["start_us"])
 
 
-def _waited(moved: pd.DataFrame) -> Iterator[Arrow]:
+def _waited(rows: Rows) -> Iterator[Arrow]:
     """From the end of a collective to the end of the wait for it, where the rank really waited."""
-    blocked = moved[(moved["wait_end_us"] >= moved["end_us"]) & (moved["end_us"] > moved["wait_start_us"])]
-    for row in blocked.to_dict("records"):
-        pid, end = row["pid"], _inside(row["start_us"], row["end_us"])
-        yield "waited for", (pid, row["tid"], end), (pid, HOST, _inside(row["wait_start_us"], row["wait_end_us"]))
+    for row in rows:
+        if row["wait_end_us"] >= row["end_us"] > row["wait_start_us"]:
+            pid, end = row["pid"], _inside(row["start_us"], row["end_us"])
+            yield "waited for", (pid, row["tid"], end), (pid, HOST, _inside(row["wait_start_us"], row["wait_end_us"]))
 
 
 def _between_ranks(moved: pd.DataFrame, axes: Mapping[str, int] | None) -> Iterator[Arrow]:
@@ -178,11 +181,12 @@ def _between_ranks(moved: pd.DataFrame, axes: Mapping[str, int] | None) -> Itera
     if not _all_ranks_are_there(own):
         return
     tids = dict(zip(zip(moved["rank"], moved["seq"], strict=True), moved["tid"], strict=True))
-    for _, rows in together(own, axes).groupby(SAME, sort=False):
-        facts = rows[["rank", "seq", "start_us", "end_us", "last_rank", "last_us"]].to_dict("records")
-        last = next(row for row in facts if row["rank"] == row["last_rank"])
+    facts = together(own, axes).sort_values(SAME, kind="stable").to_dict("records")
+    for _, members in groupby(facts, key=lambda row: [row[name] for name in SAME]):
+        rows = list(members)
+        last = next(row for row in rows if row["rank"] == row["last_rank"])
         source = int(last["rank"]), int(tids[last["rank"], last["seq"]]), last["last_us"]
-        for row in facts:
+        for row in rows:
             if row is not last and row["end_us"] > last["last_us"]:
                 at = min(last["last_us"], _inside(row["start_us"], row["end_us"]))
                 yield "the last has come", source, (int(row["rank"]), int(tids[row["rank"], row["seq"]]), at)

@@ -19,6 +19,7 @@ ORDER = (
     Role.PARAMETER, Role.MASTER_WEIGHT, Role.OPTIMIZER_STATE, Role.OFFLOADED, Role.OTHER, Role.GRADIENT,
     Role.GATHERED_PARAMETER, Role.COMMUNICATION_BUFFER, Role.ACTIVATION,
 )  # fmt: skip
+DARK = "#23272e"
 MIN_PHASE_SHARE = 0.07  # of the width: a narrower phase is not named
 
 
@@ -115,7 +116,9 @@ def _at_rest(memory: pd.DataFrame, key: pd.Series, source: str) -> int | None:
 
 
 def _outline(figure: go.Figure, predicted: int, divisor: float) -> None:
-    figure.add_hline(y=predicted / divisor, line={"color": INK, "width": 2, "dash": "dash"})
+    # Dark dashes on a pale line: to be seen on every colour, and on light and dark paper.
+    figure.add_hline(y=predicted / divisor, line={"color": "rgba(255,255,255,0.8)", "width": 4})
+    figure.add_hline(y=predicted / divisor, line={"color": DARK, "width": 2, "dash": "dash"})
     figure.add_scatter(
         x=[None], y=[None], mode="lines", line={"color": INK, "width": 2, "dash": "dash"},
         name=f"predicted at rest: {format_bytes(predicted)}",

@@ -42,13 +42,14 @@ def mesh_map(axes: Mapping[str, int], hosts: int = 1) -> go.Figure:
 
 
 def _bands(figure: go.Figure, name: str, groups: list[list[int]], width: int) -> None:
+    colours = {str(axis): colour for axis, colour in AXIS_COLOURS.items()}
     xs: list[int | None] = []
     ys: list[int | None] = []
     for group in groups:
         xs += [*(rank % width for rank in group), None]
         ys += [*(rank // width for rank in group), None]
     figure.add_scatter(
-        x=xs, y=ys, mode="lines", line={"color": AXIS_COLOURS.get(name, GREY), "width": BAND_PX}, opacity=0.55,
+        x=xs, y=ys, mode="lines", line={"color": colours.get(name, GREY), "width": BAND_PX}, opacity=0.55,
         name=f"{name} groups", hoverinfo="skip",
     )  # fmt: skip
 
@@ -91,7 +92,7 @@ def _axes(figure: go.Figure, outer: tuple[str, int], inner: tuple[str, int]) -> 
 
 def _summary(axes: Mapping[str, int], groups: Mapping[str, list[list[int]]]) -> str:
     words = [
-        f"{name} groups {listing([','.join(map(str, group)) for group in groups[name]])}" for name in reversed(axes)
+        f"{name} groups {listing([','.join(map(str, group)) for group in groups[name]])}" for name in [*axes][::-1]
     ]
     shape = " x ".join(f"{name} {size}" for name, size in axes.items())
     return f"A mesh of {prod(axes.values())} ranks, {shape}: {'; '.join(words)}."

@@ -39,7 +39,8 @@ def step_parts(split: pd.DataFrame) -> go.Figure:
         return nothing(TITLE, "no steps recorded")
     rows = labelled(split)
     means = rows.groupby("label", sort=False)[["step_us", *PARTS]].mean().astype("float64")
-    figure = new_figure(TITLE, subtitle(rows, "means over ranks and steps"))
+    communicating = rows[rows["moving_us"] + rows["waiting_us"] > 0]  # only there does it matter what the link is
+    figure = new_figure(TITLE, subtitle(communicating, "means over ranks and steps"))
     for column, (name, colour) in STYLE.items():
         figure.add_trace(_bar(name, colour, means[column], means["step_us"]))
     ends = means["step_us"] / 1e3

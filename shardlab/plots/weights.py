@@ -1,11 +1,10 @@
 """Who holds which slice of each weight: matrices to scale, laid out as they multiply, a colour per rank."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 import pandas as pd
 import plotly.graph_objects as go
-from pandas.core.groupby import DataFrameGroupBy
 
 from shardlab.plots.colours import GREY, PALETTE
 from shardlab.plots.labels import listing
@@ -58,12 +57,13 @@ def _places(table: pd.DataFrame) -> tuple[dict[str, _Place], float]:
     """Where each parameter goes, and the height of the picture, in features: modules side by side on two shelves."""
     whole = table.drop_duplicates("parameter")
     tallest = float(whole["inputs"].max())
-    label, gap, strip = tallest * LABEL_PX / HEIGHT_PX, tallest * 0.3, max(1.0, tallest * 0.045)
-    modules = [rows for _, rows in _by_module(whole)]
-    widths = [float(rows["outputs"].max()) + gap for rows in modules]
+    label, letter = tallest * LABEL_PX / HEIGHT_PX, tallest * 0.036
+    gap, strip = tallest * 0.3, max(1.0, tallest * 0.045)
+    modules = _by_module(whole)
+    widths = [max(float(rows["outputs"].max()) + gap, letter * len(_short(module))) for module, rows in modules]
     places: dict[str, _Place] = {}
     left, top, bottom, first_shelf = 0.0, label, 0.0, True
-    for rows, width in zip(modules, widths, strict=True):
+    for (_, rows), width in zip(modules, widths, strict=True):
         if first_shelf and left >= sum(widths) / 2:
             left, top, first_shelf = 0.0, bottom + label, False
         below = top
@@ -75,8 +75,12 @@ def _places(table: pd.DataFrame) -> tuple[dict[str, _Place], float]:
     return places, bottom
 
 
-def _by_module(whole: pd.DataFrame) -> DataFrameGroupBy:
-    return whole.groupby(whole["parameter"].str.rpartition(".")[0], sort=False)
+def _short(module: Hashable) -> str:
+    return str(module).rpartition(".")[2]
+
+
+def _by_module(whole: pd.DataFrame) -> list[tuple[Hashable, pd.DataFrame]]:
+    return list(whole.groupby(whole["parameter"].str.rpartition(".")[0], sort=False))
 
 
 def _bars(rows: pd.DataFrame, places: Mapping[str, _Place], rank: int) -> go.Bar:
@@ -131,7 +135,7 @@ def _label(figure: go.Figure, table: pd.DataFrame, places: Mapping[str, _Place],
         size = f"{first['inputs']} × {first['outputs']}" if first["inputs"] > 1 else f"{first['outputs']}"
         figure.add_annotation(
             x=places[first["parameter"]].left, y=places[first["parameter"]].top, xanchor="left", yanchor="bottom",
-            text=f"{str(module).rpartition('.')[2]}<br>{size}", showarrow=False, align="left", font_size=13,
+            text=f"{_short(module)}<br>{size}", showarrow=False, align="left", font_size=13,
         )  # fmt: skip
     tallest = float(whole["inputs"].max())
     right = max(places[name].left + outputs for name, outputs in zip(whole["parameter"], whole["outputs"], strict=True))

@@ -60,7 +60,8 @@ def parallelize_module(
 
     Raises:
         ValueError: before anything is changed: a pattern that matches nothing, a module that two patterns match, a
-            style that does not fit its module, sizes that the ranks do not divide, weights tied across styles.
+            style that does not fit its module, sizes that the ranks do not divide, a weight tied to one without style.
+            At the end only: tied weights whose styles slice them differently.
     """
     _check_fresh(model)
     styles = matched(plan, model)

@@ -44,7 +44,7 @@ class Explorer(Panel):
         super().__init__(
             VBox([self.inputs.box(), self.message.widget]),
             (self.figure, self.table),
-            "memory explorer: what a rank holds",
+            "memory explorer",
         )
 
     def _changed(self, _: Any) -> None:

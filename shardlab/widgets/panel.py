@@ -73,7 +73,7 @@ class Panel:
 
     def _controls_bundle(self) -> dict[str, Any]:
         bundle: dict[str, Any] = self.controls._repr_mimebundle_()
-        return bundle | {"text/plain": f"[{self.purpose}: run this cell in JupyterLab to use the controls]"}
+        return bundle | {"text/plain": f"[{self.purpose}; run this cell in JupyterLab to use the controls]"}
 
 
 class Message:

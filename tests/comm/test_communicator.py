@@ -151,7 +151,7 @@ def events_of(rank):
 def test_events_say_what_moved_in_order(pools):
     for fields, calls, ordered, source_line in pools(3).run(events_of):
         assert fields == [
-            ("reduce_scatter", "first", 9, 36, 24.0, 36),
+            ("reduce_scatter", "first", 9, 36, 24.0, 24),
             ("all_gather", "", 9, 36, 24.0, 0),
             ("all_reduce", "", 10, 40, pytest.approx(2 * 2 / 3 * 40), 0),
         ]

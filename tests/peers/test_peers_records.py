@@ -75,6 +75,8 @@ def test_recorded_collectives_are_those_torch_makes(pools, strategy, num_ranks):
             assert event.issue_ns <= event.start_ns <= event.end_ns
             assert event.dtype == "float64"
             assert event.group_size == num_ranks
+            copied = event.op in ("all_gather", "reduce_scatter")
+            assert event.scratch_bytes == (event.num_bytes if copied else 0)
             assert isnan(event.wait_start_ns) or event.issue_ns <= event.wait_start_ns <= event.wait_end_ns
         assert [event.seq for event in events] == sorted({event.seq for event in events})
 

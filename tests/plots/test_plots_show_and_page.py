@@ -64,7 +64,7 @@ def test_a_real_browser_makes_a_png_of_the_size_asked_for(figure):
     width, height = struct.unpack(">II", image[16:24])
     assert image[:4] == b"\x89PNG"
     assert (width, height) == (show_module.PNG_WIDTH, figure.layout.height)
-    assert len(image) < 120_000
+    assert len(image) < 40_000
 
 
 def test_show_displays_one_bundle(figure, monkeypatch):

@@ -275,3 +275,47 @@ def scattered(rank):
 
 def test_scatter_and_gather_round_a_region_on_the_sequence(pools):
     pools(2).run(scattered)
+
+
+class Peculiar(nn.Module):
+    """Two columns that are given one tensor, but once without gradients, and once after it was written into."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.no_grad():
+            again = x.clone()
+            y = self.a(again)
+            y = y + self.b(again.add_(1.0))
+            y = y + self.a(x)
+        return y + self.b(x) + self.a(x)
+
+
+def remembered(rank, sequence_dim):
+    with Mesh({"tensor": 2}) as mesh:
+        style = Column(gather_output=True, sequence_dim=sequence_dim)
+        model = parallelize_module(build(Peculiar, seed=rank), {"a": style, "b": style}, mesh["tensor"])
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        x = x if sequence_dim is None else x.chunk(2)[rank].clone()
+        x.requires_grad_()
+        y = model(x)
+        y.square().sum().backward()
+        return y.detach(), x.grad, {name: param.grad for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("sequence_dim", [None, 0])
+def test_what_crosses_an_entrance_is_never_mistaken(pools, sequence_dim):
+    model = build(Peculiar, seed=0)
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    y = model(x)
+    y.square().sum().backward()
+    results = pools(2).run(remembered, sequence_dim)
+    dx = results[0][1] if sequence_dim is None else torch.cat([found for _, found, _ in results])
+    torch.testing.assert_close(dx, x.grad, atol=1e-12, rtol=1e-12)
+    for found, _, _ in results:
+        torch.testing.assert_close(found, y.detach(), atol=1e-12, rtol=1e-12)
+    for name, param in model.named_parameters():
+        merged = torch.cat([gradients[name] for _, _, gradients in results])
+        torch.testing.assert_close(merged, param.grad, atol=1e-12, rtol=1e-12)

@@ -43,10 +43,10 @@ def path_table(records: Records, steps: dict[str, int]) -> pd.DataFrame:
 
 def _path_row(records: Records, run: str, step: int) -> dict[str, Any] | None:
     axes = records.manifests[run].get("mesh")
-    chosen = {"run": run, "step": step, "axes": axes}
+    moved, worked = records.collectives, records.spans
     try:
-        path = critical_path(records.collectives, records.spans, **chosen)
-        gains = what_if_free(records.collectives, records.spans, **chosen).set_index("tag")["gain_us"] / 1e3
+        path = critical_path(moved, worked, run=run, step=step, axes=axes)
+        gains = what_if_free(moved, worked, run=run, step=step, axes=axes).set_index("tag")["gain_us"] / 1e3
     except NoHostWaitsError:
         return None
     lengths = path.groupby("kind")["duration_us"].sum() / 1e3
