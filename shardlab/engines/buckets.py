@@ -99,7 +99,7 @@ class Bucket:
             if param.grad is None:
                 write_unused(self.views[slot])
                 self.unused.append(slot)
-            else:
+            elif param.grad is not self.views[slot]:
                 self.take(slot, param.grad)
             param.grad = None
 

@@ -14,37 +14,47 @@ from shardlab.engines.fsdp import wrapped_modules
 from shardlab.engines.fsdp.group import owners_of_parameters
 from shardlab.engines.fsdp.policy import ROOT, parse_wrap
 from shardlab.engines.precision import parse_precision
-from shardlab.experiment.config import DTYPES, CompareConfig
-from shardlab.models import build_model
+from shardlab.experiment.config import DTYPES, CompareConfig, takes
+from shardlab.models import MODELS, GPTConfig, build_model
 from shardlab.planner import Setup, described, predicted_collectives, predicted_memory
 from shardlab.planner.setup import STRATEGIES
+from shardlab.planner.tensor import TensorSetup, divided, on_tensor_ranks, predicted_tensor_collectives
 from shardlab.trace.store import Records
-from shardlab.vocabulary import Phase
+from shardlab.vocabulary import MeshAxis, Phase
 
 MESSAGE = ["op", "axis", "tag", "dtype", "numel", "bytes", "wire_bytes", "group_size"]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Tables ``memory`` and ``collectives`` of one step, ``source='predicted'``."""
+    """Tables ``memory`` and ``collectives`` of one step, ``source='predicted'``.
+
+    ``collectives`` has the messages of each axis in their order; of the tensor axis it is not planned where they come
+    among those of the data axes.
+    """
 
     memory: pd.DataFrame
     collectives: pd.DataFrame
 
 
 def plan_run(config: CompareConfig, strategy: str) -> Plan | None:
-    """What the planner says of a strategy; None for one that is not ours, or divided over a tensor axis."""
-    if strategy not in STRATEGIES or (config.tp > 1 and strategy != "single"):
+    """What the planner says of a strategy; None for one that is not ours, since nobody planned it."""
+    if strategy not in STRATEGIES:
         return None
     with torch.device("meta"):
         module = build_model(config.model, config.seq_len, DTYPES[config.dtype])
     model, setup = described(module), setup_of(config, strategy, module)
-    return Plan(predicted_memory(model, setup), predicted_collectives(model, setup))
+    if config.tp == 1 or strategy == "single":
+        return Plan(predicted_memory(model, setup), predicted_collectives(model, setup))
+    model = divided(model, config.tp)
+    over_tensor = predicted_tensor_collectives(tensor_setup_of(config, strategy))
+    over_data = on_tensor_ranks(predicted_collectives(model, setup), config.tp)  # its last: the norm, over both
+    return Plan(on_tensor_ranks(predicted_memory(model, setup), config.tp), pd.concat([over_tensor, over_data]))
 
 
 def setup_of(config: CompareConfig, strategy: str, module: nn.Module) -> Setup:
     """The planner's description of a strategy as ``compare`` runs it, with AdamW."""
-    options: dict[str, Any] = {"num_ranks": 1 if strategy == "single" else config.ranks}
+    options: dict[str, Any] = {"num_ranks": 1 if strategy == "single" else config.data_ranks}
     if strategy == "fsdp":
         precision = parse_precision(config.precision)
         options |= {
@@ -57,6 +67,19 @@ def setup_of(config: CompareConfig, strategy: str, module: nn.Module) -> Setup:
     return Setup(
         strategy, bucket_bytes=config.bucket_bytes, partition=config.partition, micro_batches=config.accumulation,
         clip=config.clip is not None, **options,
+    )  # fmt: skip
+
+
+def tensor_setup_of(config: CompareConfig, strategy: str) -> TensorSetup:
+    """The planner's description of the tensor axis as ``compare`` divides a GPT over it."""
+    sizes = MODELS[config.model]
+    assert isinstance(sizes, GPTConfig)
+    precision = parse_precision(config.precision if takes("precision")(strategy) else "full")
+    return TensorSetup(
+        config.tp, sizes.hidden, sizes.num_layers, sizes.vocab_size, config.seq_len,
+        config.global_batch // config.accumulation // config.data_ranks, config.accumulation,
+        sequence_parallel=config.sequence_parallel, gather_logits=False, data_ranks=config.data_ranks,
+        dtype=_name(precision.compute) or config.dtype,
     )  # fmt: skip
 
 
@@ -80,7 +103,8 @@ def against_plan(run: str, records: Records, plan: Plan | None) -> dict[str, Any
     sent = plan.collectives.groupby("rank")["wire_bytes"].sum()
     held = _held(plan.memory) == _held(rest)
     own = records.collectives["phase"] != Phase.METRICS
-    said = _said(plan.collectives) == _said(_last(records.collectives, run, own, like=records.steps))
+    recorded = _last(records.collectives, run, own, like=records.steps).sort_values(["rank", "seq"])
+    said = _said(plan.collectives) == _said(recorded)
     return {
         **measured,
         "planned_rest_bytes": _most(plan.memory),
@@ -107,7 +131,8 @@ def _held(memory: pd.DataFrame) -> dict[tuple[int, str], int]:
 
 
 def _said(collectives: pd.DataFrame) -> list[tuple[Any, ...]]:
-    ordered = collectives.sort_values(["rank", "seq"])
+    by_axis = collectives.assign(over_tensor=collectives["axis"] == MeshAxis.TENSOR)
+    ordered = by_axis.sort_values(["rank", "over_tensor"], kind="stable")
     return list(ordered[["rank", *MESSAGE]].itertuples(index=False, name=None))
 
 

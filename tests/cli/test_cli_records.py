@@ -113,7 +113,9 @@ def test_a_strategy_that_was_cut_off_before_its_first_step_is_left_out(mine):
     manifest = json.loads((mine / "records" / "zero1" / "manifest.json").read_text()) | {"run": "zero2"}
     (run / "manifest.json").write_text(json.dumps(manifest))
     rows = load_run(mine / "records" / "bucketed").collectives
-    RunWriter(run, 0, "zero2", "measured").append(-1, {"collectives": rows_of(rows, 0, -1)})
+    writer = RunWriter(run, 0, "zero2", "measured")
+    writer.append(-1, {"collectives": rows_of(rows, 0, -1)})
+    writer._file.close()
     done = shardlab("report", mine)
     assert done.exit_code == 0, done.stderr
     assert "zero2" not in heads(done.stdout)

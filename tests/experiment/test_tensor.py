@@ -16,6 +16,7 @@ def test_losses_equal_one_process(pools: Pools, tmp_path, sequence_parallel) -> 
     )  # fmt: skip
     result = compare(config, tmp_path / "run", pool=pools(4))
     assert (result.summary["max_loss_difference"] <= 1e-9).all()
+    assert result.summary["as_planned"].all()
     norms = result.records.steps.pivot_table(index="step", columns="run", values="grad_norm")
     assert ((norms.sub(norms["single"], axis=0)).abs() < 1e-9).all().all()
     collectives = result.records.collectives
@@ -27,7 +28,16 @@ def test_losses_equal_one_process(pools: Pools, tmp_path, sequence_parallel) -> 
 def test_hybrid_beside_tensor(pools: Pools, tmp_path) -> None:
     config = CompareConfig(**BASE, strategies=("single", "fsdp"), sharding="hybrid_shard", shard_group=2)
     assert config.mesh_axes("fsdp") == {"replica": 1, "shard": 2, "tensor": 2}
-    assert compare(config, tmp_path / "run", pool=pools(4)).losses_equal
+    result = compare(config, tmp_path / "run", pool=pools(4))
+    assert result.losses_equal
+    assert result.summary["as_planned"].all()
+
+
+def test_mixed_precision_and_micro_batches_are_as_planned(pools: Pools, tmp_path) -> None:
+    config = CompareConfig(
+        **{**BASE, "batch": 8}, strategies=("fsdp", "zero3"), precision="fp16", accumulation=2, clip=1.0
+    )
+    assert compare(config, tmp_path / "run", pool=pools(4)).summary["as_planned"].all()
 
 
 @pytest.mark.parametrize(
