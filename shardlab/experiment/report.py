@@ -11,7 +11,7 @@ from shardlab.analysis.overlap import overlap
 from shardlab.experiment.compare import Comparison
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.report_tables import PATH, PEAK, path_table, peak_table
-from shardlab.experiment.summary import JUDGED_STEPS, REFERENCE, timed_steps
+from shardlab.experiment.summary import JUDGED_STEPS, REFERENCE, reference_of, timed_steps
 from shardlab.plots import (
     collective_timeline,
     loss_curves,
@@ -94,16 +94,18 @@ def verdict(comparison: Comparison) -> str:
     """One sentence: are the losses equal?"""
     judged = comparison.summary["judged_loss_difference"].max()
     if pd.isna(judged):
-        return "Losses were not compared: the strategy 'single' did not run."
+        return "Losses were not compared: only one strategy ran."
+    reference = str(comparison.summary["loss_reference"].iloc[0])
+    origin = "the single process" if reference == REFERENCE else f"{reference}, the first strategy,"
     rounded = comparison.records.manifests.get("fsdp", {}).get("config", {}).get("precision", "full")
     equal = "equal" if comparison.losses_equal else "NOT equal"
     if rounded != "full" and comparison.losses_equal:
         equal = f"equal, those of fsdp within the rounding of {rounded}"
     steps, largest = int(comparison.summary["steps"].max()), comparison.summary["max_loss_difference"].max()
     if steps <= JUDGED_STEPS:
-        return f"Losses are {equal}: the largest difference from the single process is {judged:.1e}."
+        return f"Losses are {equal}: the largest difference from {origin} is {judged:.1e}."
     return (
-        f"Losses are {equal}: the largest difference from the single process in the first {JUDGED_STEPS} steps is "
+        f"Losses are {equal}: the largest difference from {origin} in the first {JUDGED_STEPS} steps is "
         f"{judged:.1e}; over all {steps} steps, in which training amplifies every rounding, it is {largest:.1e}."
     )
 
@@ -165,8 +167,9 @@ def _figures(comparison: Comparison) -> dict[str, go.Figure]:
     traffic = records.collectives[records.collectives["phase"] != Phase.METRICS]
     timed = timed_steps(records.steps)
     figures = {"Every strategy trains on the same rows.": loss_curves(records.steps)}
-    if REFERENCE in set(records.steps["run"]) and records.steps["run"].nunique() > 1:
-        figures["Only the order of summation differs."] = loss_difference(records.steps, REFERENCE)
+    reference = reference_of(records.steps["run"].unique())
+    if reference is not None and records.steps["run"].nunique() > 1:
+        figures["Only the order of summation differs."] = loss_difference(records.steps, reference)
     figures["What each rank holds between two steps."] = memory_by_role(records.memory)
     if (records.memory["where"] == "peak").any():
         figures["The highest moment of a step, on the rank where it is highest."] = memory_by_role(

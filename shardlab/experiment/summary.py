@@ -1,5 +1,6 @@
 """One row per strategy: what it cost, beside the proof that it trained the same model."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
@@ -23,7 +24,7 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     Bytes are the maximum over ranks, at rest after the last step in which they were read; ``peak_bytes`` is the highest
     moment of the traced steps. ``wire_bytes_per_step`` is what the rank that sends most sends in the last step, without
     the loss for the report. ``recorder_share`` is the time recording took over the time of the steps, on the rank where
-    it is largest. ``max_loss_difference`` is against 'single', null where that did not run; ``losses_equal`` judges the
+    it is largest. ``max_loss_difference`` is against ``loss_reference``, null without one; ``losses_equal`` judges the
     first ``JUDGED_STEPS`` steps, for which ``judged_loss_difference`` is the largest.
     """
     losses = {str(run): own.groupby("step")["loss"].first() for run, own in records.steps.groupby("run", sort=False)}
@@ -38,6 +39,14 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     ]
 
 
+def reference_of(runs: Iterable[str]) -> str | None:
+    """The run whose losses the others' are compared with: 'single', else the first of several."""
+    names = list(runs)
+    if REFERENCE in names:
+        return REFERENCE
+    return names[0] if len(names) > 1 else None
+
+
 def timed_steps(steps: pd.DataFrame) -> pd.DataFrame:
     """The steps whose times count: of each run those after the first, not slowed by tracing; all where none is left."""
     counts = ~steps["traced_memory"] & (steps["step"] > 0)
@@ -45,11 +54,10 @@ def timed_steps(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: str) -> dict[str, Any]:
-    own = losses[run]
-    reference = losses.get(REFERENCE)
-    apart = None if reference is None else (own - reference).abs()
+    own, reference = losses[run], reference_of(losses)
+    apart = None if reference is None else (own - losses[reference]).abs()
     difference = None if apart is None else float(apart[apart.index < JUDGED_STEPS].max())
-    rounds = run == "fsdp" and records.manifests[run]["config"]["precision"] != "full"
+    rounds = any(_rounds(name, records) for name in (run, reference) if name is not None)
     tolerance = ROUNDED_LOSS_TOLERANCE if rounds else LOSS_TOLERANCE[dtype]
     return {
         "strategy": run,
@@ -57,10 +65,15 @@ def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: s
         "steps": len(own),
         "loss_first": float(own.iloc[0]),
         "loss_last": float(own.iloc[-1]),
+        "loss_reference": reference,
         "max_loss_difference": None if apart is None else float(apart.max()),
         "judged_loss_difference": difference,
         "losses_equal": None if difference is None else difference <= tolerance,
     }
+
+
+def _rounds(run: str, records: Records) -> bool:
+    return bool(records.manifests[run]["config"].get("precision", "full") != "full")
 
 
 def _times(steps: pd.DataFrame) -> dict[str, Any]:

@@ -181,7 +181,7 @@ def test_no_comparison_there(tmp_path):
         load_comparison(tmp_path)
 
 
-def test_without_single_there_is_nothing_to_compare_with(pools, tmp_path):
+def test_one_strategy_alone_has_nothing_to_compare_with(pools, tmp_path):
     config = CompareConfig(
         strategies=("bucketed",), ranks=2, steps=1, model="mlp", text="grammar", seq_len=8, device="cpu"
     )
@@ -189,3 +189,14 @@ def test_without_single_there_is_nothing_to_compare_with(pools, tmp_path):
     assert result.summary["max_loss_difference"].isna().all()
     assert result.losses_equal
     assert "not compared" in write_report(result, config).read_text()
+
+
+def test_without_single_strategies_are_compared_with_the_first(pools, tmp_path):
+    config = CompareConfig(
+        strategies=("zero1", "ddp"), ranks=2, steps=2, model="mlp", text="grammar", seq_len=8, device="cpu",
+        dtype="float64",
+    )  # fmt: skip
+    result = compare(config, tmp_path / "out", pool=pools(2))
+    assert result.summary["loss_reference"].tolist() == ["zero1", "zero1"]
+    assert (result.summary["max_loss_difference"] <= 1e-9).all()
+    assert "the largest difference from zero1, the first strategy, is" in write_report(result, config).read_text()
