@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from shardlab.comm import Communicator, broadcast_coalesced
 from shardlab.comm.process import Process
+from shardlab.meta import InitFn, reset_parameters
 from shardlab.partition.slices import slices_of
 from shardlab.tensor_parallel.linear import ColumnParallelLinear
-from shardlab.tensor_parallel.meta import InitFn, make, reset_parameters
+from shardlab.tensor_parallel.make import make
 from shardlab.tensor_parallel.places import Places
 from shardlab.tensor_parallel.rng import equalise_rng
 from shardlab.tensor_parallel.styles import Style

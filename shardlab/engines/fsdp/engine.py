@@ -37,7 +37,7 @@ from shardlab.engines.base import OptimizerFn
 from shardlab.engines.checkpoints.together import together
 from shardlab.engines.fsdp.build import Builder
 from shardlab.engines.fsdp.group import Group, owners_of_parameters
-from shardlab.engines.fsdp.materialize import InitFn, materialize, reset_parameters
+from shardlab.engines.fsdp.materialize import materialize
 from shardlab.engines.fsdp.order import Order
 from shardlab.engines.fsdp.policy import ROOT, WrapPolicy, wrapped_modules
 from shardlab.engines.fsdp.sharding import SHARDINGS
@@ -47,6 +47,7 @@ from shardlab.engines.saved import saved_by_reference
 from shardlab.engines.sharded_engine import ShardedEngine
 from shardlab.engines.sharded_unit import ShardedUnit
 from shardlab.engines.trees import tensors_in
+from shardlab.meta import InitFn, reset_parameters
 from shardlab.vocabulary import Role
 
 

@@ -7,27 +7,12 @@
 Each unit is made on every rank, initialised, made equal to the first rank's and sharded before the next is made.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
-InitFn = Callable[[str, nn.Module], None]
-
-
-def reset_parameters(name: str, module: nn.Module) -> None:
-    """Initialise a module the way torch's own layers do.
-
-    Raises:
-        ValueError: it has no ``reset_parameters``.
-    """
-    reset = getattr(module, "reset_parameters", None)
-    if reset is None:
-        raise ValueError(
-            f"init_fn: module {name!r} ({type(module).__name__}) has parameters on the meta device and no "
-            "reset_parameters(); pass init_fn, a function of (name, module) that fills its own parameters"
-        )
-    reset()
+from shardlab.meta import InitFn
 
 
 def materialize(

@@ -1,28 +1,10 @@
 """Modules on the meta device, made one at a time while the plan is carried out."""
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
+from shardlab.meta import InitFn
 from shardlab.tensor_parallel.places import Places
-
-InitFn = Callable[[str, nn.Module], None]
-
-
-def reset_parameters(name: str, module: nn.Module) -> None:
-    """Initialise a module the way torch's own layers do.
-
-    Raises:
-        ValueError: it has no ``reset_parameters``.
-    """
-    reset = getattr(module, "reset_parameters", None)
-    if reset is None:
-        raise ValueError(
-            f"init_fn: module {name!r} ({type(module).__name__}) has parameters on the meta device and no "
-            "reset_parameters(); pass init_fn, a function of (name, module) that fills its own parameters"
-        )
-    reset()
 
 
 def make(name: str, module: nn.Module, places: Places, device: torch.device, init_fn: InitFn) -> None:
