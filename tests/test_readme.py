@@ -22,7 +22,7 @@ CELLS = [block for block in PYTHON if not block.startswith("# ")]
 
 def test_every_block_is_of_a_kind_that_is_tested():
     assert README.count("```") == 2 * (len(PYTHON) + len(SHELL))
-    assert (len(CELLS), list(SCRIPTS)) == (4, ["train.py"])
+    assert (len(CELLS), list(SCRIPTS)) == (5, ["train.py"])
 
 
 def test_the_cells_run_one_after_another(tmp_path, monkeypatch, capsys):
@@ -36,6 +36,7 @@ def test_the_cells_run_one_after_another(tmp_path, monkeypatch, capsys):
     assert (len(owned), sum(owned)) == (2, numel)
     assert str([({"epoch": 1}, 1)] * 3) in printed
     assert str([{"weight": (0, 28), "bias": (0, 8)}, {"weight": (28, 64)}]) in printed
+    assert "((32, 16), (64, 16))" in printed
     assert "True" in printed
     assert namespace["again"].losses_equal
     assert (tmp_path / "runs" / "first" / "report.html").stat().st_size > 10_000
@@ -57,11 +58,14 @@ def test_commands_are_those_that_exist():
     """The two commands install, which a test cannot; what they start is there, with every option the text names."""
     assert ".venv/bin/shardlab compare" in SHELL[0]
     assert ".venv/bin/pytest" in SHELL[1]
-    helped = CliRunner().invoke(app, ["compare", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
+    wide = {"COLUMNS": "200", "TERM": "dumb"}
+    commands = ("compare", "plan", "report", "trace", "diff", "bench", "doctor")
+    helped = "".join(CliRunner().invoke(app, [command, "--help"], env=wide).output for command in commands)
     prose = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
     named = set(re.findall(r"`(--[a-z-]+)", prose))
     assert named
     assert {option for option in named if option not in helped} == set()
+    assert set(re.findall(r"`shardlab (\w+)", prose)) == set(commands)
     for command in re.findall(r"`shardlab ((?:plan|doctor)[^`]*)`", prose):
         done = CliRunner().invoke(app, shlex.split(command))
         assert done.exit_code == 0, (command, done.output)
