@@ -9,6 +9,7 @@ import pandas as pd
 import typer
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from shardlab.experiment.apart import Apart
 
 ROOMY = 100  # columns of a terminal in which the table may breathe
+DISPENSABLE = ("overlap", "max_loss_difference", "exposed_comm_ms")  # in a narrow terminal, in this order
+UNBOUNDED = 1000
 NOTE = "Medians of times; bytes at rest, maximum over ranks; peak of one traced step."
 LOSSES_DIFFER = 1
 
@@ -85,20 +88,30 @@ def print_result(comparison: "Comparison", config: "CompareConfig", report: Path
     from shardlab.experiment.report import plan_verdict, verdict
 
     console = Console(highlight=False)
-    console.print(_result_table(comparison, config, console.width))
+    table, left_out = _result_table(comparison, config, console)
+    console.print(table)
     console.print(NOTE, style="dim")
+    if left_out:
+        console.print(f"For want of width without {', '.join(left_out)}; the report has all.", style="dim")
     console.print(verdict(comparison), plan_verdict(comparison))
     console.print(f"Report: {report}", soft_wrap=True)
 
 
-def _result_table(comparison: "Comparison", config: "CompareConfig", width: int) -> Table:
-    """A word over its unit in each head, so that eleven columns find room in 80 characters."""
+def _result_table(comparison: "Comparison", config: "CompareConfig", console: Console) -> tuple[Table, list[str]]:
+    """A word over its unit in each head; and the names of columns for which there is no room even so."""
     from shardlab.experiment.report import TERMINAL, readable_summary
 
-    shown = readable_summary(comparison.summary, TERMINAL)
     steps = int(comparison.summary["steps"].max())
     title = f"{config.model}, {_count(config.ranks, 'rank')}, {_count(steps, 'step')}"
-    return _table(shown, title, 2 if width >= ROOMY else 0)  # beside the one space that parts the columns anyway
+    gap = 2 if console.width >= ROOMY else 0  # beside the one space that parts the columns anyway
+    columns, left_out = dict(TERMINAL), list[str]()
+    table = _table(readable_summary(comparison.summary, columns), title, gap)
+    for name in DISPENSABLE:
+        if Measurement.get(console, console.options.update(max_width=UNBOUNDED), table).maximum <= console.width:
+            break
+        left_out.append(columns.pop(name)[0].replace("\n", " "))
+        table = _table(readable_summary(comparison.summary, columns), title, gap)
+    return table, left_out
 
 
 def _print_apart(apart: "Apart") -> None:

@@ -25,7 +25,6 @@ from shardlab.plots import (
 from shardlab.vocabulary import Phase
 
 MB = 1e6
-TIMELINE_PREFERENCE = ("bucketed", "zero1", "zero2", "zero3", "fsdp", "ddp")
 COLUMNS = {
     "strategy": ("strategy", 1),
     "ranks": ("ranks", 1),
@@ -118,7 +117,9 @@ def plan_verdict(comparison: Comparison) -> str:
     wrong = planned.loc[~planned["as_planned"].astype(bool), "strategy"]
     if len(wrong):
         return f"Bytes at rest or messages of {', '.join(wrong)} are NOT those of the plan."
-    return "Bytes at rest of every role and rank, and every message of a step, are those of the plan."
+    unplanned = comparison.summary.loc[comparison.summary["as_planned"].isna(), "strategy"]
+    besides = f" ({', '.join(unplanned)}: not ours, not planned)" if len(unplanned) else ""
+    return f"Bytes at rest of every role and rank, and every message of a step, are those of the plan{besides}."
 
 
 def _lead(comparison: Comparison, config: CompareConfig) -> str:
@@ -175,7 +176,7 @@ def _figures(comparison: Comparison) -> dict[str, go.Figure]:
         figures["The highest moment of a step, on the rank where it is highest."] = memory_by_role(
             records.memory, where="peak"
         )
-    for run in (run for run in TIMELINE_PREFERENCE if run in set(traffic["run"])):
+    for run in (run for run in comparison.summary["strategy"] if run in set(traffic["run"])):
         figures[f"When {run} computes and when it communicates."] = collective_timeline(
             traffic, records.spans, run=run, step=_middle_step(timed[timed["run"] == run])
         )

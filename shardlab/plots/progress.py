@@ -31,9 +31,10 @@ def training_progress(steps: pd.DataFrame, memory: pd.DataFrame) -> go.Figure:
     by_step = rows.groupby(["label", "step"], sort=False).agg(loss=("loss", "mean"), step_us=("step_us", "max"))
     curves = by_step.reset_index().astype(dict.fromkeys(columns, "float64"))
     figure, labels = _panels(), labels_of(rows)
-    for label, colour in run_colours(labels).items():
+    colours = run_colours(labels)
+    for place, label in enumerate(labels):  # thinner from run to run, so that curves that coincide all show
         curve = curves[curves["label"] == label].sort_values("step", kind="stable")
-        _draw_curves(figure, curve, label, colour)
+        _draw_curves(figure, curve, label, (colours[label], max(2.0, 6.0 - 4.0 * place / max(len(labels) - 1, 1))))
     held = labelled(at_rest(memory)) if len(memory) else None
     if held is not None and len(held):
         _draw_memory(figure, held, labels)
@@ -58,7 +59,7 @@ def _panels() -> go.Figure:
     return figure
 
 
-def _draw_curves(figure: go.Figure, curve: pd.DataFrame, label: str, colour: str) -> None:
+def _draw_curves(figure: go.Figure, curve: pd.DataFrame, label: str, style: tuple[str, float]) -> None:
     for panel, column, scale, words in ((1, "loss", 1.0, "loss %{y:.4f}"), (2, "step_us", 1e-3, "%{y:.1f} ms")):
         known = curve[curve[column].notna()]
         drawn = known.iloc[thinned(known[column])] if len(known) else known
@@ -69,7 +70,8 @@ def _draw_curves(figure: go.Figure, curve: pd.DataFrame, label: str, colour: str
             name=label,
             legendgroup=label,
             showlegend=panel == 1,
-            line={"color": colour, "width": 2.5, "dash": dash(label)},
+            opacity=0.5 if style[1] > 4 and panel == 1 else 1.0,
+            line={"color": style[0], "width": style[1] if panel == 1 else 2.0, "dash": dash(label)},
             hovertemplate=f"<b>{label}</b><br>step %{{x}}<br>{words}<extra></extra>",
             row=1,
             col=panel,

@@ -1,10 +1,11 @@
 """Controls above pictures, and what stands there where no controls can be shown.
 
-Controls are ipywidgets. Pictures are not: each is an ordinary output of the cell, plotly's JSON beside a text (and, in
-the saved notebook, a PNG), that is replaced in place by its display id. So a picture never depends on a widget's state:
-a saved notebook, a PDF and a reader without widgets show the last one, and nothing is saved of the controls but a line.
+Each picture is one output of the cell with several forms of the same: a widget that can change, plotly's JSON or a
+table, a text and, where notebooks are built, a PNG. JupyterLab takes the widget; a saved notebook, GitHub, a PDF or a
+screen reader takes what it can. (plotly's own FigureWidget weighs 5 MB and is blank where server and kernel differ.)
 """
 
+import threading
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -12,41 +13,76 @@ import pandas as pd
 import plotly.graph_objects as go
 from IPython.core.getipython import get_ipython
 from IPython.display import DisplayHandle, display
-from ipywidgets import HTML, Widget
+from ipywidgets import HTML, Layout, Output, VBox, Widget
 
 from shardlab.plots.show import mime_bundle
 from shardlab.plots.tables import column_text
 from shardlab.plots.theme import summary_of
 
 Content: TypeAlias = go.Figure | pd.DataFrame
+DRAWING_S = 0.15  # what a browser takes to draw a figure, about
+SHOWN = {"height": None, "visibility": "visible"}
+HIDDEN = {"height": "0px", "visibility": "hidden"}  # not display: none, for plotly must know its width
 
 
 class Picture:
-    """A figure or a table in a cell's output, which can be replaced while somebody looks at it."""
+    """A figure or a table in a cell's output, which can be replaced while somebody looks at it.
+
+    A plotly figure that is there does not draw again what replaces it, and a new one leaves a hole until it is drawn.
+    So there are two places: the next content is drawn in the hidden one, and then they change roles.
+    """
 
     def __init__(self, content: Content) -> None:
         self.content = content
+        self._places = [Output(layout=Layout(overflow="hidden", **state)) for state in (SHOWN, HIDDEN)]
+        self._widget = VBox(self._places, layout=Layout(overflow="hidden"))
         self._handle: DisplayHandle | None = None
+        self._lock = threading.Lock()
+        self._turn: threading.Timer | None = None
 
     def show(self) -> None:
         """Put it into the current cell; from now on ``replace`` changes it there."""
         if get_ipython() is not None:
+            self._put(self._places[0])
             self._handle = DisplayHandle()  # type: ignore[no-untyped-call]  # IPython leaves it untyped
-            self._handle.display(bundle_of(self.content, with_png=True), raw=True)  # type: ignore[no-untyped-call]
+            self._handle.display(self._bundle(), raw=True)  # type: ignore[no-untyped-call]
 
     def replace(self, content: Content, *, final: bool = False) -> None:
         """Show ``content`` instead, where this picture is shown.
 
         Args:
             content: the next figure or table.
-            final: it will stay for a while: worth a PNG where notebooks are built.
+            final: it will stay for a while: what is saved with the notebook is replaced, too.
         """
         self.content = content
-        if self._handle is not None and _updates_in_place():
-            self._handle.update(bundle_of(content, with_png=final), raw=True)  # type: ignore[no-untyped-call]
+        if self._handle is None or not _is_notebook():
+            return
+        with self._lock:
+            self._put(self._places[1])
+            if self._turn is None:  # else a drawing is under way, and becomes one of the newer content
+                self._turn = threading.Timer(DRAWING_S, self._change_roles)
+                self._turn.daemon = True
+                self._turn.start()
+        if final:
+            self._handle.update(self._bundle(), raw=True)  # type: ignore[no-untyped-call]
 
     def __str__(self) -> str:
         return text_of(self.content)
+
+    def _bundle(self) -> dict[str, Any]:
+        widget: dict[str, Any] = self._widget._repr_mimebundle_()
+        return widget | bundle_of(self.content, with_png=True)
+
+    def _put(self, place: Output) -> None:
+        bundle = bundle_of(self.content, with_png=False)
+        place.outputs = ({"output_type": "display_data", "data": bundle, "metadata": {}},)
+
+    def _change_roles(self) -> None:
+        with self._lock:
+            self._turn = None
+            self._places.reverse()
+            for place, state in zip(self._places, (SHOWN, HIDDEN), strict=True):
+                place.layout.height, place.layout.visibility = state["height"], state["visibility"]
 
 
 class Panel:
@@ -114,6 +150,6 @@ def text_of(content: Content) -> str:
     return pd.DataFrame({name: column_text(content[name]) for name in content.columns}).to_string(index=False)
 
 
-def _updates_in_place() -> bool:
-    """Whether there is a notebook: a terminal would print every replacement below the last one."""
+def _is_notebook() -> bool:
+    """Whether there is a kernel with a page that can change: a terminal would print every replacement anew."""
     return hasattr(get_ipython(), "kernel")

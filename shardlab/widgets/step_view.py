@@ -15,7 +15,7 @@ from shardlab.trace.store import Records
 from shardlab.widgets.panel import Message, Panel, Picture
 from shardlab.widgets.step_events import ROLES, events_of_step, ranks_at, traced_step
 
-ALL_RANKS = "all ranks"
+ALL_RANKS = -1
 PLAY_MS = 700
 
 
@@ -76,8 +76,8 @@ class StepView(Panel):
         )
         self.slider = IntSlider(max=len(self._shown) - 1, description="event", layout=Layout(flex="1 1 24em"))
         self.play = Play(max=len(self._shown) - 1, interval=PLAY_MS)
-        ranks = [(ALL_RANKS, None), *((f"rank {rank}", rank) for rank in sorted(set(self.events["rank"])))]
-        self.follow = Dropdown(options=ranks, value=None, description="follow", layout=Layout(width="14em"))
+        ranks = [("all ranks", ALL_RANKS), *((f"rank {rank}", rank) for rank in sorted(set(self.events["rank"])))]
+        self.follow = Dropdown(options=ranks, value=ALL_RANKS, description="follow", layout=Layout(width="14em"))
         self.back.on_click(lambda _: self.previous())
         self.forth.on_click(lambda _: self.next())
         self.slider.observe(self._moved, names="value")
@@ -97,7 +97,7 @@ class StepView(Panel):
     def _followed(self, change: Any) -> None:
         """Leave out the events of the other ranks; stay at the moment."""
         index, rank = self.index, change["new"]
-        self._shown = self.events.index if rank is None else self.events.index[self.events["rank"] == rank]
+        self._shown = self.events.index if rank == ALL_RANKS else self.events.index[self.events["rank"] == rank]
         place = int(self._shown.searchsorted(index).clip(0, len(self._shown) - 1))
         last = len(self._shown) - 1
         self.slider.value = min(self.slider.value, last)

@@ -6,6 +6,7 @@ import pytest
 from shardlab.plots import held_by_rank, summary_of
 from shardlab.widgets import events_of_step, ranks_at, step_through
 from shardlab.widgets.step_events import ROLES
+from shardlab.widgets.step_view import ALL_RANKS
 
 
 @pytest.fixture(scope="module")
@@ -110,5 +111,5 @@ def test_one_rank_can_be_followed(comparison):
     view.slider.value = view.slider.max
     view.next()
     assert view.index == view.events.index[view.events["rank"] == 1][-1]
-    view.follow.value = None
+    view.follow.value = ALL_RANKS
     assert view.slider.max == len(view.events) - 1
