@@ -28,17 +28,14 @@ def weights_table(model: nn.Module, slices: Mapping[str, TensorSlice]) -> pd.Dat
     """
     rows = [
         row
-        for name, module in model.named_modules()
-        for key, param in module.named_parameters(recurse=False)
-        if (full_name := f"{name}.{key}") in _once(model)
-        for row in _rows(full_name, tuple(param.shape), isinstance(module, nn.Linear), slices.get(full_name))
+        for name, param in model.named_parameters()  # tied weights once
+        for row in _rows(name, tuple(param.shape), _is_linear(model, name), slices.get(name))
     ]
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
-def _once(model: nn.Module) -> set[str]:
-    """Names of the parameters, tied weights once."""
-    return {name for name, _ in model.named_parameters()}
+def _is_linear(model: nn.Module, parameter: str) -> bool:
+    return isinstance(model.get_submodule(parameter.rpartition(".")[0]), nn.Linear)
 
 
 def _rows(name: str, shape: tuple[int, ...], is_linear: bool, own: TensorSlice | None) -> Iterator[dict[str, Any]]:

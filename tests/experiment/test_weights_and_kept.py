@@ -46,6 +46,12 @@ def test_a_projection_of_several_parts_has_several_ranges():
     assert held(table, "qkv.weight", 1) == [((0, 2), (2, 4)), ((0, 2), (6, 8)), ((0, 2), (10, 12))]
 
 
+def test_a_layer_alone():
+    table = weights_table(nn.Linear(2, 12), {"weight": even_slice((12, 2), 0, 0, 3)})
+    assert held(table, "weight", 2) == [((0, 2), (8, 12))]
+    assert held(table, "bias", -1) == [((0, 1), (0, 12))]
+
+
 def test_what_a_linear_layer_and_a_gelu_keep():
     """The input of each, once, and no weights."""
     model, x = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 2)), torch.randn(3, 4)
