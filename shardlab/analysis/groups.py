@@ -34,13 +34,14 @@ def with_group(collectives: pd.DataFrame, axes: Mapping[str, int] | None = None)
     COLLECTIVES.check(collectives)
     if collectives["group_size"].isna().any():
         raise ValueError("collectives: group_size is missing in some rows, so who took part is not known")
-    group = pd.Series(pd.NA, index=collectives.index, dtype="string")
-    for (run, _), rows in collectives.groupby(RUN, sort=False):
+    group = pd.Series(pd.NA, index=range(len(collectives)), dtype="string")
+    # Tables that were put together repeat their labels: count the rows anew.
+    for (run, _), rows in collectives.reset_index(drop=True).groupby(RUN, sort=False):
         mesh = _axes_in(rows, str(run)) if axes is None else dict(axes)
         members = _groups(mesh, _ranks(rows, mesh, str(run)))
         keys = zip(rows["axis"].astype(str), rows["rank"].astype(int), strict=True)
         group.loc[rows.index] = [_member(members, key, mesh, str(run)) for key in keys]
-    return collectives.assign(group=group)
+    return collectives.assign(group=group.array)
 
 
 def _axes_in(rows: pd.DataFrame, run: str) -> dict[str, int]:

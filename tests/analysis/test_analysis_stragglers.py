@@ -1,5 +1,6 @@
 """Who takes part in a collective, who came last, and who waited for whom."""
 
+import pandas as pd
 import pytest
 
 from shardlab.analysis import stragglers, waits, with_group
@@ -14,6 +15,12 @@ def grid(*rows):
 def test_one_axis_holds_all_ranks():
     table = with_group(grid(*((rank, "data", 3) for rank in range(3))))
     assert table["group"].tolist() == ["0,1,2"] * 3
+
+
+def test_tables_put_together_may_repeat_their_labels():
+    table = grid((0, "data", 2), (1, "data", 2))
+    both = pd.concat([table, table.assign(run="other")])
+    assert with_group(both)["group"].tolist() == ["0,1"] * 4
 
 
 def test_the_last_axis_varies_fastest():
