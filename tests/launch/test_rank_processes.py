@@ -81,6 +81,15 @@ def test_children_of_ranks_go_with_them(pools):
         assert gone_within(grandchildren, 2)
 
 
+@pytest.fixture
+def interruptible():
+    """SIGINT raises, also where whoever started the tests has it ignored, as shells do with what runs behind ``&``."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_interrupt_in_this_process_ends_ranks_and_is_raised():
     with RankPool(2, device="cpu") as pool:
         pool.start()
