@@ -6,7 +6,10 @@ it is made only where the environment says SHARDLAB_PNG=1, which the command tha
 
 import base64
 import io
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import plotly.graph_objects as go
@@ -45,10 +48,22 @@ def png(figure: go.Figure) -> bytes | None:
         return None
     options = {"format": "png", "width": PNG_WIDTH, "height": figure.layout.height or HEIGHT, "scale": PNG_SCALE}
     try:
-        image: bytes = calc_fig_sync(plain_json(figure), opts=options)
+        with _without_noise():
+            image: bytes = calc_fig_sync(plain_json(figure), opts=options)
     except ChromeNotFoundError:
         return None
     return _with_few_colours(image)
+
+
+@contextmanager
+def _without_noise() -> Iterator[None]:
+    """kaleido's pipe now and then logs a broken message with a traceback and goes on; a notebook must not show it."""
+    logger = logging.getLogger("choreographer.channels.pipe")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _with_few_colours(image: bytes) -> bytes:

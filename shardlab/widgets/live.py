@@ -4,8 +4,8 @@
         compare(config, "runs/first")
 
 A thread reads what the ranks append to their records and replaces the pictures: the curves more than twice a second,
-the timeline, which is dearer to draw, once a second. The ranks know nothing of it; all they notice is that a fifth
-of a core is busy elsewhere. It can also watch a run of another process, for example one that a terminal started.
+the timeline, which is dearer to draw, every other second. The ranks know nothing of it: all they can notice is that a
+tenth of a core is busy elsewhere. It can also watch a run of another process, such as one that a terminal started.
 """
 
 import threading
@@ -23,7 +23,7 @@ from shardlab.widgets.panel import Message, Panel, Picture
 from shardlab.widgets.tail import DirectoryTail, LiveTables
 
 EVERY_S = 0.45
-TIMELINE_EVERY_S = 1.0
+TIMELINE_EVERY_S = 2.0
 TIMELINE = "Timeline of the newest step"
 
 

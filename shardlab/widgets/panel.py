@@ -21,8 +21,11 @@ from shardlab.plots.theme import summary_of
 
 Content: TypeAlias = go.Figure | pd.DataFrame
 DRAWING_S = 0.15  # what a browser takes to draw a figure, about
-SHOWN = {"height": None, "visibility": "visible"}
-HIDDEN = {"height": "0px", "visibility": "hidden"}  # not display: none, for plotly must know its width
+SHOWN: dict[str, str | None] = {"height": None, "visibility": "visible"}
+HIDDEN: dict[str, str | None] = {
+    "height": "0px",
+    "visibility": "hidden",
+}  # not display: none, for plotly must know its width
 
 
 class Picture:
@@ -70,8 +73,7 @@ class Picture:
         return text_of(self.content)
 
     def _bundle(self) -> dict[str, Any]:
-        widget: dict[str, Any] = self._widget._repr_mimebundle_()
-        return widget | bundle_of(self.content, with_png=True)
+        return {**self._widget._repr_mimebundle_(), **bundle_of(self.content, with_png=True)}
 
     def _put(self, place: Output) -> None:
         bundle = bundle_of(self.content, with_png=False)
@@ -82,7 +84,8 @@ class Picture:
             self._turn = None
             self._places.reverse()
             for place, state in zip(self._places, (SHOWN, HIDDEN), strict=True):
-                place.layout.height, place.layout.visibility = state["height"], state["visibility"]
+                for name, value in state.items():
+                    setattr(place.layout, name, value)
 
 
 class Panel:
@@ -108,8 +111,10 @@ class Panel:
         return "\n\n".join([f"[{self.purpose}]", *map(str, self.pictures)])
 
     def _controls_bundle(self) -> dict[str, Any]:
-        bundle: dict[str, Any] = self.controls._repr_mimebundle_()
-        return bundle | {"text/plain": f"[{self.purpose}; run this cell in JupyterLab to use the controls]"}
+        return {
+            **self.controls._repr_mimebundle_(),
+            "text/plain": f"[{self.purpose}; run this cell in JupyterLab to use the controls]",
+        }
 
 
 class Message:
@@ -139,7 +144,7 @@ def bundle_of(content: Content, *, with_png: bool) -> dict[str, Any]:
     if isinstance(content, go.Figure):
         return mime_bundle(content, with_png=with_png)
     shown = pd.DataFrame({name: column_text(content[name]) for name in content.columns})
-    html = shown.to_html(index=False, border=0, classes="dataframe", justify="right")
+    html = shown.to_html(index=False, border=0, justify="right")
     return {"text/html": html, "text/plain": text_of(content)}
 
 

@@ -14,9 +14,8 @@ from shardlab.experiment.gathered import (
     unit_bytes,
     watch_gathered,
 )
-from shardlab.plots import gathered_over_a_step
 from shardlab.models import GPT, GPTConfig, next_token_loss
-from shardlab.plots import summary_of
+from shardlab.plots import gathered_over_a_step, summary_of
 from tests.conftest import Pools
 
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
