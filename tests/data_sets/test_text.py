@@ -48,7 +48,7 @@ def test_errors_name_text_with_path_and_sizes(tmp_path):
     short.write_bytes(b"x" * 128)
     with pytest.raises(ValueError, match=rf"^text must be stdlib, grammar or .* no file {tmp_path}/missing"):
         load_text(tmp_path / "missing", 8)
-    with pytest.raises(ValueError, match=rf"^text must be .* no file {tmp_path}"):
+    with pytest.raises(ValueError, match=rf"^text must be .* {tmp_path} is a directory"):
         load_text(tmp_path, 8)
     with pytest.raises(ValueError, match=rf"^text {empty} is empty"):
         load_text(empty, 8)

@@ -53,6 +53,7 @@ def train_counted(rank, setting):
         "all_reduce": lambda args: args[0].nbytes,
         "broadcast": lambda args: args[0].nbytes,
         "all_to_all_single": lambda args: args[1].nbytes,
+        "isend": lambda args: args[0].nbytes,
         "send": lambda args: args[0].nbytes,
         "recv": lambda args: args[0].nbytes,
     }
@@ -69,7 +70,7 @@ def train_counted(rank, setting):
 def composed(row, num_ranks):
     """The calls of torch.distributed that the gloo transport makes for a recorded collective."""
     if row.op == Collective.REDUCE_SCATTER:
-        return [("all_to_all_single", row.bytes)]
+        return ["isend"] * (num_ranks - 1)  # of the other ranks' chunks, one segment each: what is sent
     if row.op == Collective.ALL_GATHER:
         return ["broadcast"] * num_ranks  # of the chunks, whose sizes add up to the buffer
     return [(str(row.op), row.bytes)]
@@ -86,9 +87,10 @@ def test_recorded_collectives_are_those_that_torch_distributed_saw(pools, tmp_pa
         for row in rows.itertuples():
             expected = composed(row, num_ranks)
             seen = calls[place : place + len(expected)]
-            if row.op == Collective.ALL_GATHER:
+            if row.op in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
                 assert [name for name, _ in seen] == expected
-                assert sum(num_bytes for _, num_bytes in seen) == row.bytes
+                whole = row.bytes if row.op == Collective.ALL_GATHER else row.wire_bytes
+                assert sum(num_bytes for _, num_bytes in seen) == whole
             else:
                 assert seen == expected
             place += len(expected)
