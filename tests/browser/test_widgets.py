@@ -36,6 +36,11 @@ def wait_until_seen(page, text):
     page.wait_for_function(f"text => ({SEEN})().includes(text)", arg=text, timeout=TIMEOUT_MS)
 
 
+def wait_until_gone(page, text):
+    """The old figure stays until the new one is drawn, so for a moment both are there."""
+    page.wait_for_function(f"text => !({SEEN})().includes(text)", arg=text, timeout=TIMEOUT_MS)
+
+
 @pytest.fixture(scope="module")
 def explorer(open_notebook, lab):
     write_notebook(lab.root / "explorer.ipynb", EXPLORER)
@@ -52,7 +57,7 @@ def test_a_slider_changes_figure_and_table(explorer):
     handle.focus()
     handle.press("ArrowRight")
     wait_until_seen(explorer, "Memory at rest of each of 6 ranks")
-    assert "each of 4 ranks" not in explorer.evaluate(SEEN)
+    wait_until_gone(explorer, "each of 4 ranks")
     table = explorer.locator(".jp-OutputArea-output table").filter(visible=True)
     table.filter(has_text="83.33").first.wait_for(timeout=TIMEOUT_MS)
     assert table.last.inner_text() != before
