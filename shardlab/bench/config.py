@@ -13,7 +13,7 @@ from shardlab.engines import engine_options
 from shardlab.launch import place
 from shardlab.models import MODELS, GPTConfig
 
-QUICK_ROUNDS, FULL_ROUNDS = 12, 60
+QUICK_ROUNDS, FULL_ROUNDS = 8, 40
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
         workload.name: workload
         for workload in (
             Workload("compute", "gpt-30m", rows=4, seq_len=128),
-            Workload("communication", "gpt-30m", rows=1, seq_len=32),
-            Workload("latency", "gpt-1m", rows=4, seq_len=64, round_factor=4),
+            Workload("communication", "gpt-30m", rows=1, seq_len=32, round_factor=2),
+            Workload("latency", "gpt-1m", rows=4, seq_len=64, round_factor=6),
         )
     }
 )

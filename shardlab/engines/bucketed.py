@@ -60,6 +60,7 @@ class Bucketed(Engine):
                 bucket.pending.wait()
                 bucket.pending = None
             bucket.state = BucketState.OPEN
+            bucket.forget()
             bucket.arm()
         self._sending = False
         super().zero_grad()
@@ -102,10 +103,12 @@ class Bucketed(Engine):
         if bucket.state is BucketState.REDUCED:
             self._reopen()
         assert param.grad is not None
-        bucket.take(slot, param.grad)
-        if self._sync:
-            bucket.waiting.discard(slot)
-            self._send_complete()
+        if not self._sync:
+            bucket.take(slot, param.grad)
+            return
+        bucket.seal(slot, param.grad, 1 / self.comm.num_ranks)
+        bucket.waiting.discard(slot)
+        self._send_complete()
 
     def _send_complete(self) -> None:
         """Send the buckets that are complete, in order, up to the first that is not."""
@@ -117,7 +120,7 @@ class Bucketed(Engine):
 
     def _send(self, bucket: Bucket) -> None:
         self._sending = True
-        bucket.fill()
+        bucket.fill(1 / self.comm.num_ranks)
         bucket.pending = self._reduce(bucket)
         bucket.state = BucketState.IN_FLIGHT
 
@@ -143,7 +146,7 @@ class Bucketed(Engine):
             self._reduced_bucket(bucket)
 
     def _reduced_bucket(self, bucket: Bucket) -> None:
-        bucket.hand_out(self.comm.num_ranks)
+        bucket.hand_out()
 
     def _reopen(self) -> None:
         """Another backward before ``zero_grad()``: its gradients are added to the means."""

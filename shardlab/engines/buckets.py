@@ -1,8 +1,9 @@
 """A gradient bucket: a flat buffer whose slots are the gradients of some parameters.
 
-``param.grad`` is the state. None: nothing here yet. A view of the slot: the gradient lies in the bucket, and autograd
-adds the next micro-batch to it in place. Another tensor: a gradient that must still be copied in. While the bucket is
-in flight its parameters have no ``.grad``, so no second backward can write into a buffer that is being sent.
+While gradients only accumulate (``no_sync()``), ``param.grad`` is a view of its slot, and autograd adds the next
+micro-batch to it in place. The gradient that will be sent is *sealed*: multiplied by 1/N on its way into the slot, so
+that the sum over N ranks is the mean and nobody passes over the buffer again; its parameter then has no ``.grad``, so no
+second backward can write into a buffer that is being sent. Reduced, the slots are the parameters' ``.grad``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm import Pending
-from shardlab.engines.unused import nobody_used, write_unused, write_used
+from shardlab.engines.unused import mark_used, nobody_used, write_unused
 from shardlab.partition.buckets import assign_buckets
 from shardlab.partition.flat import FlatLayout, ParamSpec, flat_layout, owned_layout, owned_order
 from shardlab.partition.owners import assign_owners
@@ -50,6 +51,8 @@ class Bucket:
         self.pending: Pending | None = None
         self.waiting: set[int] = set()  # slots whose gradient this backward still owes
         self.unused: list[int] = []  # slots this rank sent as unused
+        self._sealed: set[int] = set()  # slots that hold what will be sent
+        self._first_elements: list[Tensor] = []  # of the buffer, one a piece of a parameter that some rank looks at
 
     @property
     def trainable(self) -> bool:
@@ -80,43 +83,58 @@ class Bucket:
 
     def take(self, slot: int, gradient: Tensor) -> None:
         """Copy a gradient into its slot, unless it lies there, and make ``param.grad`` the slot's view."""
+        if slot in self._sealed:
+            return  # it will be added when the bucket is filled
         self._allocate()
         view = self.views[slot]
         if gradient.data_ptr() != view.data_ptr():
-            write_used(view, gradient)
+            view.copy_(gradient)
         self.params[slot].grad = view
+
+    def seal(self, slot: int, gradient: Tensor, scale: float) -> None:
+        """Put a gradient times ``scale`` into its slot, or add it where one is sealed already."""
+        self._allocate()
+        if slot in self._sealed:
+            self.views[slot].add_(gradient, alpha=scale)
+        else:
+            torch.mul(gradient, scale, out=self.views[slot])
+            self._sealed.add(slot)
+        self.params[slot].grad = None
 
     def release(self) -> None:
         """Free the buffer, once nobody needs what is in it."""
         self.buffer = None
-        self.views = []
+        self.views, self._first_elements = [], []
 
-    def fill(self) -> None:
-        """Complete every slot before sending, and take ``.grad`` away from the parameters."""
-        self.unused = []
+    def forget(self) -> None:
+        """Give up what has been sealed."""
+        self._sealed.clear()
+
+    def fill(self, scale: float) -> None:
+        """Complete every slot before sending; ``scale`` as in ``seal``."""
         self._allocate()
         for slot, param in enumerate(self.params):
-            if param.grad is None:
-                write_unused(self.views[slot])
-                self.unused.append(slot)
-            elif param.grad is not self.views[slot]:
-                self.take(slot, param.grad)
-            param.grad = None
+            if param.grad is not None:
+                self.seal(slot, param.grad, scale)
+        mark_used(self._first_elements)
+        self.unused = [slot for slot in range(len(self.params)) if slot not in self._sealed]
+        for slot in self.unused:
+            write_unused(self.views[slot])
+        self._sealed.clear()
+
+    def hand_out(self) -> None:
+        """Give every used parameter its mean, the view of its slot."""
+        unused = {slot for slot in self.unused if nobody_used(self.views[slot])}
+        for slot, param in enumerate(self.params):
+            if slot not in unused:
+                param.grad = self.views[slot]
 
     def _allocate(self) -> None:
         if self.buffer is None:
             self.buffer = self.new_buffer()
             self.views = self.slots_of(self.buffer)
-
-    def hand_out(self, divisor: int) -> None:
-        """Make the buffer a mean and give every used parameter its ``.grad``."""
-        assert self.buffer is not None
-        unused = {slot for slot in self.unused if nobody_used(self.views[slot])}
-        if divisor > 1:
-            self.buffer.div_(divisor)
-        for slot, param in enumerate(self.params):
-            if slot not in unused:
-                param.grad = self.views[slot]
+            pieces = (piece for rank in range(self.layout.num_ranks) for piece in self.layout.pieces(rank))
+            self._first_elements = [self.buffer[piece.flat_start] for piece in pieces]
 
 
 def build_buckets(

@@ -5,9 +5,10 @@ momentum. Several ranks must agree on that, and a rank alone cannot know. Here t
 the sign of zero (IEEE 754, section 6.3): a sum is -0 only if every term is -0.
 
 * A rank that did not use the parameter sends -0 in each of its elements.
-* A rank that used it sends its gradient plus +0, which turns every -0 into +0 and changes nothing else.
+* A rank that used it sends its gradient plus +0, which turns every -0 into +0 and changes nothing else; at least the
+  elements that somebody will look at.
 
-After the reduction an element is -0 if and only if no rank used the parameter; any one element tells.
+After the reduction such an element is -0 if and only if no rank used the parameter; any one tells.
 """
 
 from math import copysign
@@ -21,10 +22,9 @@ def write_used(slot: Tensor, gradient: Tensor) -> None:
     torch.add(gradient, 0.0, out=slot)
 
 
-def mark_used(gradient: Tensor) -> None:
-    """The same for a gradient that is reduced where it lies; only its first element will be looked at."""
-    first = gradient[(slice(0, 1),) * gradient.dim()]
-    first.add_(0.0)
+def mark_used(elements: list[Tensor]) -> None:
+    """The same for gradients that lie where they are reduced, of which only these elements will be looked at."""
+    torch._foreach_add_(elements, 0.0)
 
 
 def write_unused(slot: Tensor) -> None:

@@ -123,7 +123,6 @@ class ZeRO1(Bucketed):
             for piece in bucket.layout.pieces(self.comm.rank)
         }
         unused = {name for name, gradient in gradients.items() if name in unused_here and nobody_used(gradient)}
-        chunk.div_(self.comm.num_ranks)
         earlier = self._earlier.pop(bucket.index, None)
         if earlier is not None:
             chunk.add_(earlier)
