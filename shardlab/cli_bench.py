@@ -32,7 +32,8 @@ def bench(
         str, typer.Option(help="Comma-separated, by our side: bucketed, zero1, fsdp, tensor_parallel.")
     ] = "bucketed,zero1,fsdp,tensor_parallel",
     rounds: Annotated[
-        int | None, typer.Option(help="Timed steps of each engine; twice as many for communication, six times for latency.")
+        int | None,
+        typer.Option(help="Timed steps of each engine; twice as many for communication, six times for latency."),
     ] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write the rows into this file.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
