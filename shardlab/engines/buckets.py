@@ -2,8 +2,8 @@
 
 While gradients only accumulate (``no_sync()``), ``param.grad`` is a view of its slot, and autograd adds the next
 micro-batch to it in place. The gradient that will be sent is *sealed*: multiplied by 1/N on its way into the slot, so
-that the sum over N ranks is the mean and nobody passes over the buffer again; its parameter then has no ``.grad``, so no
-second backward can write into a buffer that is being sent. Reduced, the slots are the parameters' ``.grad``.
+that the sum over N ranks is the mean and nobody passes over the buffer again. Its parameter then has no ``.grad``, so
+no second backward can write into a buffer that is being sent. Reduced, the slots are the parameters' ``.grad``.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,11 +1,11 @@
-"""A reduce-scatter in many segments sums what one in a single segment sums, bit for bit, and holds less."""
+"""Large messages go in parts, which changes no bit: segments of a reduce-scatter, halves of an all-reduce."""
 
 import pytest
 import torch
 
 from shardlab.comm import Mesh
 from shardlab.comm.transports import gloo
-from shardlab.comm.transports.gloo import SEGMENT_BYTES, GlooTransport
+from shardlab.comm.transports.gloo import HALVES_FROM_BYTES, SEGMENT_BYTES, GlooTransport
 
 
 def scattered(rank, bounds, segment_bytes, in_place):
@@ -46,3 +46,23 @@ def scratch(rank):
 
 def test_what_is_held_is_a_segment_from_each_other_rank(pools):
     assert pools(3).run(scratch) == [[2 * 4, 2 * SEGMENT_BYTES]] * 3
+
+
+def reduced(rank, num_elements, halves_from):
+    before, gloo.HALVES_FROM_BYTES = gloo.HALVES_FROM_BYTES, halves_from
+    try:
+        tensor = torch.arange(num_elements, dtype=torch.float64) + 1000 * rank
+        with Mesh({"data": torch.distributed.get_world_size()}) as mesh:
+            mesh.data.all_reduce(tensor).wait()
+        return tensor
+    finally:
+        gloo.HALVES_FROM_BYTES = before
+
+
+@pytest.mark.parametrize("num_elements", [1, 2, 25])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_halves_change_nothing(pools, num_ranks, num_elements):
+    expected = num_ranks * torch.arange(num_elements, dtype=torch.float64) + 1000 * sum(range(num_ranks))
+    for halves_from in (0, HALVES_FROM_BYTES):
+        for tensor in pools(num_ranks).run(reduced, num_elements, halves_from):
+            assert torch.equal(tensor, expected)

@@ -6,8 +6,11 @@ gloo's own reduce-scatter and all-gather are slow. Composed, the same result tak
   than (N-1) segments are held, and what is summed is still in the cache;
 * all-gather = one broadcast per rank, all in flight at once, each straight into its place; chunks may be uneven.
 
-Both move (N-1)/N of the buffer per rank, as a ring does. The local sum adds in the order of the ranks, pair by pair, so
-that it is deterministic and keeps the sign of zero (``engines.unused`` relies on that; ``Tensor.sum`` starts at +0).
+A large all-reduce goes as two halves, one for each of gloo's two threads: one travels while the other is summed.
+
+The composed two move (N-1)/N of the buffer per rank, as a ring does. The local sum adds in the order of the ranks, pair
+by pair, so that it is deterministic and keeps the sign of zero (``engines.unused`` relies on that; ``Tensor.sum``
+starts at +0).
 """
 
 from itertools import pairwise
@@ -19,6 +22,7 @@ from torch import Tensor
 from shardlab.comm.transports.base import Bounds, Reduction
 
 SEGMENT_BYTES = 2 * 1024**2  # of a reduce-scatter: less costs latency, more costs memory
+HALVES_FROM_BYTES = 8 * 1024**2  # of an all-reduce: a smaller one gains nothing
 REDUCE_SCATTER_TAG = 1  # so that a send of the caller's, whose tag is 0, is never taken for a segment
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -40,7 +44,11 @@ class GlooTransport:
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
         """Reduce in place; needs a dtype gloo can add."""
-        dist.all_reduce(tensor, REDUCE_OPS[reduction], self._group)
+        parts = tensor.chunk(2) if tensor.nbytes >= HALVES_FROM_BYTES else (tensor,)
+        works = [dist.all_reduce(part, REDUCE_OPS[reduction], self._group, async_op=True) for part in parts]
+        for work in works:
+            assert work is not None
+            work.wait()
 
     def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds) -> None:
         """Each segment is exchanged between all pairs; then its N versions are summed."""
