@@ -109,8 +109,10 @@ MEMORY = Table(
         Column("where", "string", "'rest' after a step, 'peak' of the step, or the unit the sample was taken in"),
         Column("role", "string", "vocabulary.Role"),
         Column("bytes", "Int64", "live bytes of this role, each storage counted once"),
-        Column("allocated_bytes", "Int64", "CUDA allocator: bytes in tensors; NA on CPU"),
-        Column("reserved_bytes", "Int64", "CUDA allocator: bytes held; NA on CPU"),
+        Column("allocated_bytes", "Int64", "CUDA allocator: blocks in use, the sum of the roles; NA on CPU"),
+        Column("rounding_bytes", "Int64", "CUDA allocator: what blocks are larger than was asked for; NA on CPU"),
+        Column("fragmented_bytes", "Int64", "CUDA allocator: free parts of segments that are in use; NA on CPU"),
+        Column("reserved_bytes", "Int64", "CUDA allocator: all that it holds of the device; NA on CPU"),
         Column("resident_bytes", "Int64", "resident set of the process; NA where it was not read"),
     ),
 )

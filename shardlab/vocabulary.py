@@ -43,6 +43,7 @@ class Role(StrEnum):
     ACTIVATION = "activation"
     OFFLOADED = "offloaded"  # in host memory, not on the device
     OTHER = "other"
+    WORKSPACE = "workspace"  # in the CUDA allocator but in no tensor: library workspaces, and rounding to blocks
 
 
 class SpanKind(StrEnum):

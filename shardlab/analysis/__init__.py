@@ -1,5 +1,6 @@
 """Table in, table out: what a recorded run says about time, communication and memory. Needs no torch."""
 
+from shardlab.analysis.allocator import allocator_items
 from shardlab.analysis.attribution import attribution, hidden_by
 from shardlab.analysis.critical_path import critical_path, what_if_free
 from shardlab.analysis.fit import LatencyBandwidth, fit_latency_bandwidth, with_fit
@@ -13,6 +14,7 @@ from shardlab.analysis.volume import bandwidth, wire_bytes
 
 __all__ = [
     "LatencyBandwidth",
+    "allocator_items",
     "at_rest",
     "attribution",
     "bandwidth",

@@ -3,7 +3,7 @@
 The planner computes from the partition arithmetic alone and runs nothing, so two independent counts agree or one lies.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -15,12 +15,13 @@ from shardlab.engines.fsdp.group import owners_of_parameters
 from shardlab.engines.fsdp.policy import ROOT, parse_wrap
 from shardlab.engines.precision import parse_precision
 from shardlab.experiment.config import DTYPES, CompareConfig, takes
+from shardlab.launch import place
 from shardlab.models import MODELS, GPTConfig, build_model
 from shardlab.planner import Setup, described, predicted_collectives, predicted_memory
-from shardlab.planner.setup import STRATEGIES
+from shardlab.planner.setup import ADAM, STRATEGIES
 from shardlab.planner.tensor import TensorSetup, divided, on_tensor_ranks, predicted_tensor_collectives
 from shardlab.trace.store import Records
-from shardlab.vocabulary import MeshAxis, Phase
+from shardlab.vocabulary import MeshAxis, Phase, Role
 
 MESSAGE = ["op", "axis", "tag", "dtype", "numel", "bytes", "wire_bytes", "group_size"]
 
@@ -64,6 +65,8 @@ def setup_of(config: CompareConfig, strategy: str, module: nn.Module) -> Setup:
             "compute_dtype": _name(precision.compute), "reduce_dtype": _name(precision.reduce_dtype),
             "scales_loss": config.scales_loss(strategy),
         }  # fmt: skip
+    if place(config.ranks, config.device).device_type == "cuda":
+        options["optimizer"] = replace(ADAM, counter_bytes=0)  # torch keeps step counters in host memory
     return Setup(
         strategy, bucket_bytes=config.bucket_bytes, partition=config.partition, micro_batches=config.accumulation,
         clip=config.clip is not None, **options,
@@ -122,12 +125,17 @@ def _last(table: pd.DataFrame, run: str, chosen: pd.Series, like: pd.DataFrame |
 
 
 def _most(memory: pd.DataFrame) -> int:
-    return int(memory.groupby("rank")["bytes"].sum().max())
+    return int(_of_strategy(memory).groupby("rank")["bytes"].sum().max())
 
 
 def _held(memory: pd.DataFrame) -> dict[tuple[int, str], int]:
-    rows = memory[["rank", "role", "bytes"]].itertuples(index=False)
+    rows = _of_strategy(memory)[["rank", "role", "bytes"]].itertuples(index=False)
     return {(rank, role): num_bytes for rank, role, num_bytes in rows if num_bytes}
+
+
+def _of_strategy(memory: pd.DataFrame) -> pd.DataFrame:
+    """Without what the strategy does not decide: workspaces of libraries on a GPU."""
+    return memory[memory["role"] != str(Role.WORKSPACE)]
 
 
 def _said(collectives: pd.DataFrame) -> list[tuple[Any, ...]]:

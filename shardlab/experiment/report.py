@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from shardlab.analysis.overlap import overlap
 from shardlab.experiment.compare import Comparison
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.report_tables import PATH, PEAK, path_table, peak_table
+from shardlab.experiment.report_tables import ALLOCATOR, PATH, PEAK, allocator_table, path_table, peak_table
 from shardlab.experiment.summary import JUDGED_STEPS, REFERENCE, reference_of, timed_steps
 from shardlab.plots import (
     collective_timeline,
@@ -157,6 +157,8 @@ def _tables(comparison: Comparison) -> dict[str, pd.DataFrame]:
     records, timed = comparison.records, timed_steps(comparison.records.steps)
     if (records.memory["where"] == "peak").any():
         tables[PEAK] = peak_table(records)
+    if len(held := allocator_table(records)):
+        tables[ALLOCATOR] = held
     path = path_table(records, {str(run): _middle_step(own) for run, own in timed.groupby("run", sort=False)})
     if len(path):
         tables[PATH] = path

@@ -4,6 +4,7 @@ from typing import Any
 
 import pandas as pd
 
+from shardlab.analysis.allocator import allocator_items
 from shardlab.analysis.causes import NoHostWaitsError
 from shardlab.analysis.critical_path import ALL, critical_path, what_if_free
 from shardlab.analysis.memory import peak
@@ -12,6 +13,10 @@ from shardlab.trace.store import Records
 from shardlab.vocabulary import Collective, Role
 
 PEAK = "Where the peak of the traced step was: the unit that computed, on the rank where it is highest."
+ALLOCATOR = (
+    "What torch's CUDA allocator holds after the last step, on the rank where it is most: the items add up to all that "
+    "it has reserved. Library workspaces are in no tensor of the engine; fragments are free parts of segments in use."
+)
 PATH = (
     "What the length of one step (that of median length) consists of: the longest chain of causes over all ranks, and "
     "how much shorter it would be if communication took no time. Only for ranks whose host waits for collectives."
@@ -29,6 +34,14 @@ def peak_table(records: Records) -> pd.DataFrame:
     table = wide[shown].assign(all=wide.sum(axis=1)) / 1e6
     names = {role: f"{role.replace('_', ' ')} (MB)" for role in shown} | {"all": "all (MB)", "run": "strategy"}
     return table.reset_index().rename(columns=names).rename_axis(columns=None)
+
+
+def allocator_table(records: Records) -> pd.DataFrame:
+    """A column for each item of ``allocator_items``; without rows where no run was on a GPU."""
+    items = allocator_items(records.memory)
+    wide = items.pivot_table(index=["run", "rank"], columns="item", values="bytes", aggfunc="sum", sort=False) / 1e6
+    wide = wide.rename(columns=lambda item: f"{item.replace('_', ' ')} (MB)").reset_index()
+    return wide.rename(columns={"run": "strategy"}).rename_axis(columns=None)
 
 
 def path_table(records: Records, steps: dict[str, int]) -> pd.DataFrame:

@@ -109,7 +109,7 @@ def _rows(
             yield {
                 "run": run, "source": "predicted", "rank": rank, "step": 0, "time_us": nan, "phase": Phase.FORWARD,
                 "where": name, "role": Role.ACTIVATION, "bytes": int(num_bytes), "allocated_bytes": pd.NA,
-                "reserved_bytes": pd.NA, "resident_bytes": pd.NA,
+                "rounding_bytes": pd.NA, "fragmented_bytes": pd.NA, "reserved_bytes": pd.NA, "resident_bytes": pd.NA,
             }  # fmt: skip
 
 

@@ -117,5 +117,6 @@ def _row(run: str, rank: int, role: Role, num_bytes: int) -> dict[str, object]:
     return {
         "run": run, "source": "predicted", "rank": rank, "step": 0, "time_us": nan, "phase": Phase.STEP,
         "where": "rest", "role": role, "bytes": num_bytes,
-        "allocated_bytes": None, "reserved_bytes": None, "resident_bytes": None,
+        "allocated_bytes": None, "rounding_bytes": None, "fragmented_bytes": None, "reserved_bytes": None,
+        "resident_bytes": None,
     }  # fmt: skip

@@ -17,7 +17,7 @@ TITLE = "Memory over a step"
 # From the ground up: what stays through the whole step lies below what comes and goes.
 ORDER = (
     Role.PARAMETER, Role.MASTER_WEIGHT, Role.OPTIMIZER_STATE, Role.OFFLOADED, Role.OTHER, Role.GRADIENT,
-    Role.GATHERED_PARAMETER, Role.COMMUNICATION_BUFFER, Role.ACTIVATION,
+    Role.GATHERED_PARAMETER, Role.COMMUNICATION_BUFFER, Role.ACTIVATION, Role.WORKSPACE,
 )  # fmt: skip
 DARK = "#23272e"
 MIN_PHASE_SHARE = 0.07  # of the width: a narrower phase is not named

@@ -2,12 +2,14 @@
 
 At rest the engine says which tensors it holds and why; each storage counts once, in the first role that names it.
 
-Inside a traced step on CPU a dispatch mode sees every storage an operation makes and, by a weak reference, when it is
+Inside a traced step a dispatch mode sees every storage an operation makes and, by a weak reference, when it is
 freed. The log of these events is replayed when the step is over, when it is known what each storage became: what
 survives as gradient was a gradient from its first byte. The rest made in forward is activation, in backward or the
 optimizer other (temporaries, and gradients of activations). Scratch of the transports is told by the communicator's
 events. Every change also carries the unit the rank was in, so that the peak has a place in the model and the whole step
-a course. Tracing one step slows it some three times; its times are left out of the statistics.
+a course. Tracing one step slows it some three times; its times are left out of the statistics. On CUDA the ledger knows
+tensors only, and the allocator the rest (``allocator.py``); of tensors in host memory those count that the engine has
+offloaded.
 """
 
 import weakref
@@ -34,6 +36,14 @@ _MOVES = {
 _PLAIN = (Tensor, torch.nn.Parameter)
 LiveTensors = Mapping[Role, Iterable[Tensor]]
 ByRole = dict[Role, int]
+
+
+def on_device(live: LiveTensors, device_type: str) -> dict[Role, list[Tensor]]:
+    """The tensors on the device, and those that are offloaded; step counters in host memory, say, are neither."""
+    return {
+        role: [tensor for tensor in tensors if role is Role.OFFLOADED or tensor.device.type == device_type]
+        for role, tensors in live.items()
+    }
 
 
 def storages_by_role(live: LiveTensors) -> dict[int, tuple[Role, int]]:
@@ -89,10 +99,12 @@ class MemoryLedger(TorchDispatchMode):
 
     Args:
         live: the engine's tensors at the start.
+        device_type: where the tensors are that count: "cpu" or "cuda".
     """
 
-    def __init__(self, live: LiveTensors) -> None:
+    def __init__(self, live: LiveTensors, device_type: str = "cpu") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._device_type = device_type
         self.phase = Phase.DATA
         self.unit = WHOLE_MODEL
         self._log: list[_Change] = []
@@ -100,6 +112,7 @@ class MemoryLedger(TorchDispatchMode):
         self._num_bytes: dict[int, int] = {}  # of a live storage, by serial number
         self._made_in: dict[int, Phase] = {}
         self._roles: dict[int, Role] = {}
+        self._elsewhere: set[int] = set()  # made on another device: counts once it has a role
         self._next = 0
         for key, (role, num_bytes) in storages_by_role(live).items():
             self._roles[self._next] = role
@@ -120,6 +133,8 @@ class MemoryLedger(TorchDispatchMode):
             if type(value) in _PLAIN and not value.is_meta:  # (DTensor finds shapes out with tensors without memory)
                 storage = value.untyped_storage()
                 if storage._cdata not in self._known:
+                    if value.device.type != self._device_type:
+                        self._elsewhere.add(self._next)
                     self._enter_storage(storage._cdata, storage.nbytes())
                     self._watch(storage)
         return result
@@ -180,10 +195,11 @@ class MemoryLedger(TorchDispatchMode):
         """The course of the step: of each stretch in one unit and phase its highest and its last moment, in order."""
         found: list[Moment] = []
         held: Counter[Role] = Counter(dict.fromkeys(Role, 0))
-        for (phase, unit), changes in groupby(self._log, key=lambda change: (change.phase, change.unit)):
+        counting = ((change, role) for change in self._log if (role := self._role_of(change.key)) is not None)
+        for (phase, unit), changes in groupby(counting, key=lambda pair: (pair[0].phase, pair[0].unit)):
             highest: Moment | None = None
-            for change in changes:
-                held[self._role_of(change.key)] += change.num_bytes
+            for change, role in changes:
+                held[role] += change.num_bytes
                 last = Moment(change.time_ns, phase, unit, dict(held))
                 if highest is None or last.num_bytes > highest.num_bytes:
                     highest = last
@@ -195,9 +211,11 @@ class MemoryLedger(TorchDispatchMode):
         """The first of the highest moments."""
         return max(self.moments(), key=lambda moment: moment.num_bytes)
 
-    def _role_of(self, serial: int) -> Role:
+    def _role_of(self, serial: int) -> Role | None:
         if serial in self._roles:
             return self._roles[serial]
+        if serial in self._elsewhere:
+            return None
         return Role.ACTIVATION if self._made_in[serial] is Phase.FORWARD else Role.OTHER
 
     def _serial(self) -> int:

@@ -15,8 +15,9 @@ import torch
 from shardlab.analysis.memory import PEAK, REST
 from shardlab.comm import CollectiveEvent
 from shardlab.tables import COLLECTIVES, MEMORY, SHARDS, SPANS, STEPS
+from shardlab.trace.allocator import Allocator
 from shardlab.trace.clock import Clock, Mark, TimeAxis
-from shardlab.trace.memory import ByRole, LiveTensors, MemoryLedger, Moment, bytes_by_role
+from shardlab.trace.memory import ByRole, LiveTensors, MemoryLedger, Moment, bytes_by_role, on_device
 from shardlab.trace.resident import ResidentBytes
 from shardlab.trace.rows import Span, collective_row, memory_rows, span_rows, traffic, unit_place
 from shardlab.trace.store import Row, RunWriter
@@ -44,14 +45,14 @@ class Recorder:
         writer: takes the rows.
         clock: of the compute.
         origin_ns: ``time.perf_counter_ns`` at the start of the run, the same on all ranks.
-        device: of the compute; on CUDA peaks are the allocator's.
+        device: of the compute; on CUDA peaks are the allocator's, and what it holds beside tensors is recorded too.
     """
 
     def __init__(self, writer: RunWriter, clock: Clock, origin_ns: int, *, device: torch.device) -> None:
         self.live_tensors: Callable[[], LiveTensors] = dict
         """The engine's tensors by role, asked at the end of a step."""
         self._writer, self._clock, self._axis = writer, clock, TimeAxis(clock, origin_ns)
-        self._on_cuda = device.type == "cuda"
+        self._device, self._on_cuda = device, device.type == "cuda"
         self._phase = Phase.SETUP
         self._step = BEFORE_TRAINING
         self._seq = 0
@@ -72,15 +73,16 @@ class Recorder:
 
         Args:
             step: its number.
-            trace_memory: find its exact peak by role, which slows it; on CUDA the allocator knows every step's peak.
+            trace_memory: find its peak by role, which slows it; on CUDA the allocator knows every step's peak, but not
+                the roles.
         """
         if self._step == BEFORE_TRAINING:
             self._write_setup()
         began_ns = perf_counter_ns()
         self._step, self._spans, self._memory, self._events, self._cost_ns = step, [], [], [], 0
-        self._ledger = MemoryLedger(self.live_tensors()) if trace_memory and not self._on_cuda else None
+        self._ledger = MemoryLedger(self._live(), self._device.type) if trace_memory else None
         if self._on_cuda:
-            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.reset_peak_memory_stats(self._device)
         self.spent(began_ns)
         self._begin, self._end = self._clock.mark(), None
         try:
@@ -132,10 +134,11 @@ class Recorder:
         self._end = self._clock.mark()
         began_ns = perf_counter_ns()
         if self._ledger is not None or self._step < ALWAYS_AT_REST or self._step % EVERY_AT_REST == 0:
-            live = self.live_tensors()
+            live = self._live()
             if self._ledger is not None:
                 self._ledger.classify(live)
-            self._sample(REST, bytes_by_role(live), began_ns, self._phase)
+            allocator = Allocator.now(self._device) if self._on_cuda else Allocator()
+            self._sample(REST, bytes_by_role(live), began_ns, self._phase, allocator)
         self.spent(began_ns)
 
     def issued(self, event: CollectiveEvent) -> None:
@@ -205,25 +208,27 @@ class Recorder:
         return [collective_row(event, phase, seq, self._axis) for seq, (event, phase) in enumerate(self._events, first)]
 
     def _peak(self) -> int | None:
-        if self._on_cuda:
-            return torch.cuda.max_memory_allocated()
+        allocator = Allocator.peak(self._device) if self._on_cuda else Allocator()
         if self._ledger is None:
-            return None
+            return allocator.allocated_bytes
         moments = self._ledger.moments()
         peak = max(moments, key=lambda moment: moment.num_bytes)
-        self._sample(PEAK, peak.by_role, peak.time_ns, peak.phase)
+        self._sample(PEAK, peak.by_role, peak.time_ns, peak.phase, allocator)
         for moment in moments:
             self._memory += self._course(moment)
-        return peak.num_bytes
+        return peak.num_bytes if allocator.allocated_bytes is None else allocator.allocated_bytes
 
     def _course(self, moment: Moment) -> list[Row]:
         """Rows of a moment within the step; nobody read the process' resident set then."""
         time_us = self._axis.host_us(moment.time_ns)
-        return memory_rows(unit_place(moment.unit), moment.by_role, time_us, moment.phase, None, cuda=False)
+        return memory_rows(unit_place(moment.unit), moment.by_role, time_us, moment.phase, None, Allocator())
 
-    def _sample(self, where: str, held: ByRole, time_ns: int, phase: Phase) -> None:
+    def _sample(self, where: str, held: ByRole, time_ns: int, phase: Phase, allocator: Allocator) -> None:
         time_us, resident_bytes = self._axis.host_us(time_ns), self._resident_bytes()
-        self._memory += memory_rows(where, held, time_us, phase, resident_bytes, cuda=self._on_cuda)
+        self._memory += memory_rows(where, held, time_us, phase, resident_bytes, allocator)
+
+    def _live(self) -> LiveTensors:
+        return on_device(self.live_tensors(), "cuda") if self._on_cuda else self.live_tensors()
 
     def _kind(self, kind: SpanKind) -> SpanKind:
         recomputes = kind is SpanKind.FORWARD and self._phase is Phase.BACKWARD

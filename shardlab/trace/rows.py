@@ -1,13 +1,12 @@
 """Rows of one step, made when it is over, from what the recorder has heard."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-
-import torch
+from dataclasses import asdict, dataclass
 
 from shardlab.analysis.memory import WHOLE_STEP
 from shardlab.analysis.overlap import COMPUTE_KINDS
 from shardlab.comm import CollectiveEvent
+from shardlab.trace.allocator import Allocator
 from shardlab.trace.clock import Mark, TimeAxis
 from shardlab.trace.memory import ByRole
 from shardlab.trace.spans import Interval, exposure, merged, without
@@ -65,16 +64,13 @@ def traffic(collectives: Sequence[Row], spans: Iterable[Row]) -> Row:
 
 
 def memory_rows(
-    where: str, held: ByRole, time_us: float, phase: Phase, resident_bytes: int | None, *, cuda: bool
+    where: str, held: ByRole, time_us: float, phase: Phase, resident_bytes: int | None, allocator: Allocator
 ) -> list[Row]:
     """One row a role; the allocator's and the process' figures stand beside each."""
     common = {
-        "time_us": time_us, "phase": phase, "where": where,
-        "allocated_bytes": torch.cuda.memory_allocated() if cuda else None,
-        "reserved_bytes": torch.cuda.memory_reserved() if cuda else None,
-        "resident_bytes": resident_bytes,
+        "time_us": time_us, "phase": phase, "where": where, "resident_bytes": resident_bytes, **asdict(allocator),
     }  # fmt: skip
-    return [{**common, "role": role, "bytes": num_bytes} for role, num_bytes in held.items()]
+    return [{**common, "role": role, "bytes": num_bytes} for role, num_bytes in allocator.complete(held).items()]
 
 
 def unit_place(unit: str) -> str:

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from shardlab.tables import KEYS, TABLES, Table
 
-FORMAT = 1
+FORMAT = 2  # 1 knew less of the CUDA allocator
 STEPS_AT_ONCE = 256  # lines turned into Parquet together: a long run is not held in memory to be finished
 _ARROW = {"string": pa.string(), "Int64": pa.int64(), "float64": pa.float64(), "boolean": pa.bool_()}
 _NAMES = {name: tuple(column.name for column in table.columns[len(KEYS) :]) for name, table in TABLES.items()}
@@ -103,8 +103,8 @@ def load_run(directory: Path | str) -> Records:
     """The records of one run, also of one that was killed.
 
     Raises:
-        ValueError: the directory is no run, its manifest or a file is damaged, or its format is newer than this
-            version reads.
+        ValueError: the directory is no run, its manifest or a file is damaged, or its format is not the one
+            this version reads.
     """
     directory = Path(directory)
     manifest = _manifest(directory)
@@ -155,9 +155,10 @@ def _manifest(directory: Path) -> dict[str, Any]:
         version = int(manifest["format"])
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"run: {path} is damaged, or not a manifest of shardlab ({error!r})") from error
-    if version > FORMAT:
+    if version != FORMAT:
+        age = "a newer" if version > FORMAT else "an older"
         raise ValueError(
-            f"run: {directory} was written in format {version} by a newer shardlab; this one reads up to {FORMAT}"
+            f"run: {directory} was written in format {version} by {age} shardlab; this one reads format {FORMAT}"
         )
     return dict(manifest)
 

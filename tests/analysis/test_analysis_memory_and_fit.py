@@ -1,3 +1,5 @@
+from dataclasses import asdict
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -6,13 +8,14 @@ from hypothesis import strategies as st
 
 from shardlab.analysis import at_rest, fit_latency_bandwidth, peak, with_fit
 from shardlab.tables import MEMORY
+from shardlab.trace.allocator import Allocator
 
 
 def memory(*rows):
     """Rows (rank, step, where, role, bytes)."""
     names = ("rank", "step", "where", "role", "bytes")
     rest = {"run": "a", "source": "measured", "time_us": 0.0, "phase": "step"}
-    rest |= dict.fromkeys(("allocated_bytes", "reserved_bytes", "resident_bytes"), pd.NA)
+    rest |= asdict(Allocator()) | {"resident_bytes": pd.NA}
     return MEMORY.frame([rest | dict(zip(names, row, strict=True)) for row in rows])
 
 

@@ -1,15 +1,18 @@
 """Two ranks recorded by hand, and a real run."""
 
+from dataclasses import asdict
+
 import pandas as pd
 
 from shardlab.tables import MEMORY, SHARDS, STEPS, TABLES
+from shardlab.trace.allocator import Allocator
 from shardlab.trace.store import Records
 from tests.analysis.hand_made import KEYS, NAN, two_ranks
 
 
 def moment(rank, time_us, where, **held):
     base = KEYS | {"rank": rank, "time_us": time_us, "phase": "backward", "where": where}
-    base |= {"allocated_bytes": None, "reserved_bytes": None, "resident_bytes": 5000 if where == "rest" else None}
+    base |= asdict(Allocator()) | {"resident_bytes": 5000 if where == "rest" else None}
     return [base | {"role": role, "bytes": size} for role, size in held.items()]
 
 

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from shardlab.analysis import allocator_items
 from shardlab.comm import Mesh
 from shardlab.engines import build_engine
 from shardlab.experiment import CompareConfig, compare
 from shardlab.launch import RankPool, current, place
+from shardlab.vocabulary import Role
 from tests.dist import cases
 
 pytestmark = [
@@ -81,9 +83,17 @@ def test_compare_records_the_allocator(tmp_path):
     config = CompareConfig(strategies=("single", "bucketed", "zero1", "fsdp"), ranks=2, steps=4, device="cuda")
     comparison = compare(config, tmp_path / "run")
     assert comparison.losses_equal
-    rest = comparison.records.memory[comparison.records.memory["where"] == "rest"]
-    held = rest.groupby(["run", "rank", "step"]).agg(bytes=("bytes", "sum"), allocated=("allocated_bytes", "first"))
-    assert (held["bytes"] <= held["allocated"]).all()
+    memory = comparison.records.memory
+    on_device = memory[memory["where"].isin(["rest", "peak"]) & (memory["role"] != Role.OFFLOADED)]
+    held = on_device.groupby(["run", "rank", "step", "where"]).agg(
+        bytes=("bytes", "sum"), allocated=("allocated_bytes", "first")
+    )
+    assert set(held.reset_index()["where"]) == {"rest", "peak"}
+    assert (held["bytes"] == held["allocated"]).all()
+    assert (memory["bytes"] >= 0).all()
+    reserved = allocator_items(memory).groupby("run")["bytes"].sum()
+    assert (reserved > 0).all()
+    assert comparison.summary["as_planned"].all()
     steps = comparison.records.steps
     assert (steps["step_us"] > 0).all()
     assert (steps["peak_bytes"] > 0).all()

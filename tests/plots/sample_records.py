@@ -111,7 +111,7 @@ def memory_rows(run, rank, step):
     for where, extra in (("rest", {}), ("peak", {"activation": 9_000_000 + 1_000 * rank + 10 * step})):
         for role, size in {**BYTES_BY_ROLE[run], **extra}.items():
             row = {"time_us": 100_000.0 * step, "phase": "step", "where": where, "role": role, "bytes": size}
-            rows.append({**keys(run, rank, step), **row, **dict.fromkeys(MEMORY.column_names[-3:], pd.NA)})
+            rows.append({**keys(run, rank, step), **row, **dict.fromkeys(MEMORY.column_names[-5:], pd.NA)})
     return rows
 
 

@@ -8,7 +8,7 @@ from shardlab.plots.plain import plain_json
 from shardlab.plots.thinning import MAX_POINTS, thinned
 from shardlab.tables import MEMORY
 
-NOTHING = dict.fromkeys(MEMORY.column_names[-3:], pd.NA)
+NOTHING = dict.fromkeys(MEMORY.column_names[-5:], pd.NA)
 # (time in µs, unit, phase, activations): the gradient appears in backward, the peak is in blocks.1
 COURSE = [
     (1000.0, "model", "data", 0),

@@ -1,11 +1,13 @@
 import json
 import threading
 from contextlib import suppress
+from dataclasses import asdict
 
 import pytest
 
 from shardlab.experiment import compare
 from shardlab.plots import summary_of, training_progress
+from shardlab.trace.allocator import Allocator
 from shardlab.trace.store import RunWriter, write_manifest
 from shardlab.widgets import live, read_progress
 from shardlab.widgets.tail import MAX_STEPS, DirectoryTail
@@ -21,7 +23,7 @@ def step_row(loss):
 
 def memory_row(role, size, where="rest"):
     row = {"time_us": 0.0, "phase": "step", "where": where, "role": role, "bytes": size}
-    return row | dict.fromkeys(("allocated_bytes", "reserved_bytes", "resident_bytes"))
+    return row | asdict(Allocator()) | {"resident_bytes": None}
 
 
 def span_row(start):
