@@ -45,12 +45,12 @@ def test_of_a_real_run(comparison, tmp_path, strategy):
         assert by_definition(path) == pytest.approx(expected[rank], abs=0.1)  # whole microseconds
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # its own use of pandas
 @pytest.mark.parametrize("strategy", ["bucketed", "fsdp"])
 def test_holistic_trace_analysis_says_the_same(comparison, tmp_path, strategy):
-    """Where it is installed (it is no dependency: it wants a Jupyter of its own)."""
-    analysis = pytest.importorskip("hta.trace_analysis", reason="Holistic Trace Analysis is not installed")
+    hta = pytest.importorskip("hta.trace_analysis", reason="Holistic Trace Analysis is not installed")
     export_hta(comparison.records, tmp_path, strategy)
-    table = analysis.TraceAnalysis(trace_dir=str(tmp_path)).get_comm_comp_overlap(visualize=False)
+    table = hta.TraceAnalysis(trace_dir=str(tmp_path)).get_comm_comp_overlap(visualize=False)
     expected = ours(comparison.records, strategy)
     for row in table.itertuples():
         assert row.comp_comm_overlap_pctg == pytest.approx(expected[row.rank], abs=0.1)
