@@ -6,7 +6,7 @@ import plotly.graph_objects as go
 
 from shardlab.plots.colours import EXPOSED, HIDDEN
 from shardlab.plots.labels import labelled, labels_of, listing, subtitle
-from shardlab.plots.stack import END_TEXT_PX, GAP
+from shardlab.plots.stack import GAP, end_with
 from shardlab.plots.theme import finish, new_figure, nothing
 from shardlab.plots.units import format_percent, format_us
 
@@ -36,22 +36,9 @@ def overlap_bars(overlap_table: pd.DataFrame) -> go.Figure:
     figure = new_figure(TITLE, subtitle(rows, "medians over ranks and steps; overlap at the end of the bar"))
     _bar(figure, "exposed", EXPOSED, medians["exposed_us"])
     _bar(figure, "hidden behind compute", HIDDEN, medians["both_us"])
-    ends = (medians["exposed_us"] + medians["both_us"]) / 1e3
-    figure.add_scatter(
-        x=ends.to_numpy(),
-        y=list(medians.index),
-        mode="text",
-        text=[f" {_words(share)}" for share in medians["overlap"]],
-        textposition="middle right",
-        cliponaxis=False,
-        hoverinfo="skip",
-        showlegend=False,
-        name="overlap",
-    )
-    figure.update_layout(barmode="stack", height=max(340, 210 + 54 * len(medians)), legend_traceorder="normal")
-    figure.update_layout(margin_r=END_TEXT_PX)
-    figure.update_xaxes(title_text="time per rank and step (ms)", range=[0, 1.02 * float(ends.max()) or 1.0])
-    figure.update_yaxes(categoryorder="array", categoryarray=labels_of(rows), autorange="reversed", showgrid=False)
+    words = [_words(share) for share in medians["overlap"]]
+    ends_ms = (medians["exposed_us"] + medians["both_us"]) / 1e3
+    end_with(figure, ends_ms, words, labels_of(rows), "time per rank and step (ms)")
     return finish(figure, _summary(medians))
 
 

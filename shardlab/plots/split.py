@@ -6,7 +6,7 @@ import plotly.graph_objects as go
 from shardlab.analysis.split import PARTS
 from shardlab.plots.colours import EXPOSED, HIDDEN, SAND, SPAN_COLOURS
 from shardlab.plots.labels import labelled, labels_of, listing, subtitle
-from shardlab.plots.stack import END_TEXT_PX, GAP
+from shardlab.plots.stack import GAP, end_with
 from shardlab.plots.theme import finish, new_figure, nothing
 from shardlab.plots.units import format_us
 from shardlab.vocabulary import SpanKind
@@ -43,22 +43,8 @@ def step_parts(split: pd.DataFrame) -> go.Figure:
     figure = new_figure(TITLE, subtitle(communicating, "means over ranks and steps"))
     for column, (name, colour) in STYLE.items():
         figure.add_trace(_bar(name, colour, means[column], means["step_us"]))
-    ends = means["step_us"] / 1e3
-    figure.add_scatter(
-        x=ends.to_numpy(),
-        y=list(means.index),
-        mode="text",
-        text=[f" {format_us(value)}" for value in means["step_us"]],
-        textposition="middle right",
-        cliponaxis=False,
-        hoverinfo="skip",
-        showlegend=False,
-        name="step",
-    )
-    figure.update_layout(barmode="stack", height=max(340, 210 + 54 * len(means)), legend_traceorder="normal")
-    figure.update_layout(margin_r=END_TEXT_PX)
-    figure.update_xaxes(title_text="time of a step (ms)", range=[0, 1.02 * float(ends.max()) or 1.0])
-    figure.update_yaxes(categoryorder="array", categoryarray=labels_of(rows), autorange="reversed", showgrid=False)
+    words = [format_us(value) for value in means["step_us"]]
+    end_with(figure, means["step_us"] / 1e3, words, labels_of(rows), "time of a step (ms)")
     return finish(figure, _summary(means))
 
 

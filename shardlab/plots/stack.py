@@ -1,4 +1,6 @@
-"""Horizontal stacked bars of bytes: one bar per run, one colour per part, the total written at the end."""
+"""Horizontal stacked bars: one bar per run, one colour per part, what matters most written at the end."""
+
+from collections.abc import Sequence
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -21,21 +23,35 @@ def stacked_bars(figure: go.Figure, rows: pd.DataFrame, part: str, colours: dict
         sizes = rows[rows[part] == name].set_index("label")["bytes"].reindex(totals.index).fillna(0.0)
         if (sizes > 0).any():
             figure.add_trace(_part(name, colour, sizes, totals, divisor))
+    words = [format_bytes(value) for value in totals]
+    end_with(figure, totals / divisor, words, labels_of(rows), f"{quantity} ({unit})")
+
+
+def end_with(figure: go.Figure, ends: pd.Series, words: Sequence[str], labels: Sequence[str], quantity: str) -> None:
+    """Write words behind the bars and lay the figure out.
+
+    Args:
+        figure: with a horizontal bar trace for each part.
+        ends: where each bar ends, by label.
+        words: of each bar.
+        labels: of all bars, from the top.
+        quantity: title of the axis, with its unit.
+    """
     figure.add_scatter(
-        x=(totals / divisor).to_numpy(),
-        y=list(totals.index),
+        x=ends.to_numpy(),
+        y=list(ends.index),
         mode="text",
-        text=[f" {format_bytes(value)}" for value in totals],
+        text=[f" {word}" for word in words],
         textposition="middle right",
         cliponaxis=False,
         hoverinfo="skip",
         showlegend=False,
-        name="total",
+        name="end",
     )
-    figure.update_layout(barmode="stack", height=max(340, 210 + 54 * len(totals)), legend_traceorder="normal")
+    figure.update_layout(barmode="stack", height=max(340, 210 + 54 * len(ends)), legend_traceorder="normal")
     figure.update_layout(margin_r=END_TEXT_PX)
-    figure.update_xaxes(title_text=f"{quantity} ({unit})", range=[0, 1.02 * float(totals.max()) / divisor or 1.0])
-    figure.update_yaxes(categoryorder="array", categoryarray=labels_of(rows), autorange="reversed", showgrid=False)
+    figure.update_xaxes(title_text=quantity, range=[0, 1.02 * float(ends.max()) or 1.0])
+    figure.update_yaxes(categoryorder="array", categoryarray=list(labels), autorange="reversed", showgrid=False)
 
 
 def _part(name: str, colour: str, sizes: pd.Series, totals: pd.Series, divisor: float) -> go.Bar:

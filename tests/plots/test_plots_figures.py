@@ -58,7 +58,7 @@ def test_memory_bars_are_the_bytes_of_the_table_in_the_colour_of_the_role(record
         bars = trace(figure, role.replace("_", " "))
         assert dict(zip(bars.y, bars.x, strict=True)) == {run: BYTES_BY_ROLE[run][role] / 1e6 for run in RUNS}
         assert bars.marker.color == ROLE_COLOURS[role]
-    assert list(trace(figure, "total").text) == [" 19.2 MB", " 19.2 MB", " 19.2 MB", " 12.0 MB"]
+    assert list(trace(figure, "end").text) == [" 19.2 MB", " 19.2 MB", " 19.2 MB", " 12.0 MB"]
     assert "zero1 12.0 MB" in plots.summary_of(figure)
     assert "zero1 2.40 MB" in plots.summary_of(figure)
 
@@ -113,7 +113,7 @@ def test_overlap_bars_are_medians_and_say_where_there_is_no_number(records):
     exposed = dict(zip(trace(figure, "exposed").y, trace(figure, "exposed").x, strict=True))
     assert exposed["ddp"] == 10
     assert exposed["bucketed"] == table[table["run"] == "bucketed"]["exposed_us"].median() / 1e3
-    words = dict(zip(trace(figure, "overlap").y, trace(figure, "overlap").text, strict=True))
+    words = dict(zip(trace(figure, "end").y, trace(figure, "end").text, strict=True))
     assert words["single"].strip() == "no communication"
     assert words["ddp"].strip() == "0 % hidden"
     assert words["bucketed"].strip() == "69 % hidden"
@@ -129,7 +129,7 @@ def test_wire_volume_is_per_rank_and_step_and_keeps_silent_runs(records):
     gathered = trace(figure, "all gather")
     assert dict(zip(gathered.y, gathered.x, strict=True))["zero1"] == pytest.approx(sent)
     assert gathered.marker.color == COLLECTIVE_COLOURS["all_gather"]
-    assert next(iter(trace(figure, "total").text)) == " 0 B"
+    assert next(iter(trace(figure, "end").text)) == " 0 B"
     assert "zero1 7.20 MB" in plots.summary_of(figure)
 
 
