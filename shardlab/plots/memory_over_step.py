@@ -98,9 +98,9 @@ def _name_phases(figure: go.Figure, times_ms: np.ndarray, phases: pd.Series) -> 
     begins = [0, *(np.flatnonzero(names[1:] != names[:-1]) + 1)]
     ends = [*(times_ms[begin] for begin in begins[1:]), times_ms[-1]]
     for begin, end in zip(begins, ends, strict=True):
+        figure.add_vline(x=times_ms[begin], line={"color": GRID, "width": 1.5})
         if end - times_ms[begin] < MIN_PHASE_SHARE * (times_ms[-1] - times_ms[0]):
             continue
-        figure.add_vline(x=times_ms[begin], line={"color": GRID, "width": 1.5})
         figure.add_annotation(
             x=(times_ms[begin] + end) / 2, y=1, yref="paper", yanchor="bottom", text=names[begin], showarrow=False
         )

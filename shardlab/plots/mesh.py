@@ -49,7 +49,7 @@ def _bands(figure: go.Figure, name: str, groups: list[list[int]], width: int) ->
         xs += [*(rank % width for rank in group), None]
         ys += [*(rank // width for rank in group), None]
     figure.add_scatter(
-        x=xs, y=ys, mode="lines", line={"color": colours.get(name, GREY), "width": BAND_PX}, opacity=0.55,
+        x=xs, y=ys, mode="lines", line={"color": colours.get(name, GREY), "width": BAND_PX}, opacity=0.75,
         name=f"{name} groups", hoverinfo="skip",
     )  # fmt: skip
 

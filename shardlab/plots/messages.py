@@ -42,7 +42,7 @@ def message_times(messages: pd.DataFrame) -> go.Figure:
         type="log", title_text="size (bytes)", tickvals=sizes, ticktext=[tick(format_bytes(size)) for size in sizes]
     )
     figure.update_yaxes(
-        type="log", title_text="time (µs, ms)", tickvals=times, ticktext=[tick(format_us(time)) for time in times]
+        type="log", title_text="time", tickvals=times, ticktext=[tick(format_us(time)) for time in times]
     )
     return finish(figure, _summary(messages, ops))
 

@@ -1,6 +1,7 @@
 """Who holds which slice: the parameters laid end to end, one row per rank, its slices in its colour."""
 
 from math import prod
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -9,6 +10,7 @@ import plotly.graph_objects as go
 from shardlab.plots.choose import one_run
 from shardlab.plots.colours import GRID, PALETTE
 from shardlab.plots.labels import subtitle
+from shardlab.plots.stack import gaps
 from shardlab.plots.theme import finish, new_figure, nothing
 from shardlab.plots.units import COUNT_UNITS, format_bytes, format_count, format_percent, scale
 from shardlab.tables import SHARDS
@@ -68,7 +70,7 @@ def _slices(rows: pd.DataFrame, extents: pd.DataFrame, rank: int, divisor: float
         width=0.72,
         orientation="h",
         name=f"rank {rank}",
-        marker={"color": PALETTE[rank % len(PALETTE)], "line": {"color": "rgba(255,255,255,0.7)", "width": 1}},
+        marker={"color": PALETTE[rank % len(PALETTE)], "line": gaps(stop - start, _end(extents))},
         hovertext=[
             f"<b>{row['parameter']}</b> ({row['shape']})<br>rank {rank}: elements {row['start']:,} to {row['stop']:,}"
             f"<br>{row['stop'] - row['start']:,} elements, {format_bytes(row['bytes'])}"
@@ -88,14 +90,18 @@ def _axes(figure: go.Figure, extents: pd.DataFrame, ranks: list[int], unit: tupl
         if extent["numel"] >= MIN_LABEL_SHARE * _end(extents):
             figure.add_annotation(
                 x=(extent["begin"] + extent["numel"] / 2) / divisor, y=1, yref="paper", yanchor="bottom",
-                text=str(parameter), showarrow=False, font_size=12, textangle=0 if extent["numel"] > 0.15 *
-                _end(extents) else -30,
+                text=str(parameter), showarrow=False, font_size=12, **_upright_if(extent["numel"] > 0.15 * _end(extents)),
             )  # fmt: skip
     figure.update_layout(barmode="overlay", height=max(346, 246 + 40 * len(ranks)), showlegend=False, margin_t=150)
     figure.update_xaxes(title_text=f"element ({name})" if name else "element", range=[0, _end(extents) / divisor],
                         showgrid=False)  # fmt: skip
     figure.update_yaxes(tickvals=ranks, ticktext=[f"rank {rank}" for rank in ranks], showgrid=False,
                         range=[max(ranks) + 0.5, min(ranks) - 0.5])  # fmt: skip
+
+
+def _upright_if(wide: bool) -> dict[str, Any]:
+    """A name above its parameter: written along it, or slanted from its middle where it is longer than that."""
+    return {"textangle": 0} if wide else {"textangle": -30, "xanchor": "left"}
 
 
 def _summary(rows: pd.DataFrame, role: str, numel: int) -> str:

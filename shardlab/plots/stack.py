@@ -1,15 +1,24 @@
 """Horizontal stacked bars: one bar per run, one colour per part, what matters most written at the end."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+from numpy.typing import NDArray
 
 from shardlab.plots.labels import labels_of
 from shardlab.plots.units import byte_scale, format_bytes
 
 GAP = {"color": "rgba(255,255,255,0.45)", "width": 1}
+NARROW = 0.004  # of the picture: bars that would be all outline, which is bright on dark paper
 END_TEXT_PX = 96  # room for what is written behind the longest bar
+
+
+def gaps(lengths: NDArray[np.float64], whole: float) -> dict[str, Any]:
+    """Outlines that part one bar from the next; none around bars too narrow for one."""
+    return {"color": GAP["color"], "width": np.where(lengths >= NARROW * whole, 1.0, 0.0)}
 
 
 def stacked_bars(figure: go.Figure, rows: pd.DataFrame, part: str, colours: dict[str, str], quantity: str) -> None:

@@ -54,7 +54,8 @@ def new_figure(title: str, subtitle: str = "") -> go.Figure:
 
 def finish(figure: go.Figure, summary: str) -> go.Figure:
     """Attach the plain-text summary that screen readers, ``show`` and the report use."""
-    figure.update_layout(meta={"summary": summary})
+    # JupyterLab draws a figure that has no height of its own lower than the template says.
+    figure.update_layout(meta={"summary": summary}, height=figure.layout.height or HEIGHT)
     return figure
 
 

@@ -8,7 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shardlab.plots.nesting import MAX_BARS, thin
-from shardlab.plots.stack import GAP
+from shardlab.plots.stack import gaps
 from shardlab.plots.units import format_bytes, format_us
 
 MAX_NAMED = 200  # beyond, no bar is wide enough for its name
@@ -53,14 +53,15 @@ def grouped(rows: pd.DataFrame, what: str, describe: Describe, extent: tuple[flo
 
 def bars(merged: pd.DataFrame, name: str, colour: str, width: float) -> go.Bar:
     """All bars of one kind as one trace."""
+    start, length = (merged[column].to_numpy(dtype=np.float64) for column in ("start", "length"))
     return go.Bar(
-        base=merged["start"].to_numpy(),
-        x=merged["length"].to_numpy(),
+        base=start,
+        x=length,
         y=merged["y"].to_numpy(),
         width=width,
         orientation="h",
         name=name,
-        marker={"color": colour, "line": GAP},
+        marker={"color": colour, "line": gaps(length, float((start + length).max(initial=0.0)))},
         text=merged["name"].tolist() if len(merged) <= MAX_NAMED else None,
         textposition="inside",
         insidetextanchor="middle",
