@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 ROOMY = 100  # columns of a terminal in which the table may breathe
 DISPENSABLE = ("overlap", "max_loss_difference", "exposed_comm_ms")  # in a narrow terminal, in this order
 UNBOUNDED = 1000
-NOTE = "Medians of times; bytes at rest, maximum over ranks; peak of one traced step."
+NOTE = (
+    "Medians of times; bytes at rest, maximum over ranks; peak of one traced step. Exposed: communication with no "
+    "compute beside it; hidden: the share behind compute. Single trains the rows of all ranks alone."
+)
 LOSSES_DIFFER = 1
 
 

@@ -21,6 +21,7 @@ from shardlab.tables import COLLECTIVES, SPANS
 RUN = ["run", "source"]
 PIECE = ["rank", "kind", "what", "start_us", "end_us"]
 ALL = "all collectives"
+LATE = "late"
 Piece = tuple[int, str, str, float, float]
 
 
@@ -45,7 +46,8 @@ def critical_path(
         Its pieces in order of time, without gaps: ``run``, ``source``, ``step``, ``rank``, ``kind``, ``what``,
         ``start_us``, ``end_us``, ``duration_us``. ``kind`` is that of a span (``what`` is its unit), a collective (its
         tag; from when the last rank had come), ``queued`` (a collective issued and not started), ``wake-up`` (it has
-        ended, and its rank is not on again yet) or ``host`` (outside of all spans).
+        ended, and its rank is not on again yet), ``host`` (outside of all spans) or ``late`` (the chain's first rank
+        had not begun the step yet, which the first of all ranks had). They add up to the step.
 
     Raises:
         ValueError: columns or times are missing or cannot be true, no such run or step, ranks that disagree, or a
@@ -138,12 +140,13 @@ def _end_without(nodes: tuple[Node, ...], free: set[str]) -> float:
 def _walk(nodes: tuple[Node, ...], spans: pd.DataFrame) -> list[Piece]:
     """From the last node back to a begin, in order of time."""
     node = max(nodes, key=lambda node: node.time_us)
+    begin_us = min(node.time_us for node in nodes)
     found: list[Piece] = []
     while node.causes:
         cause = max(node.causes, key=lambda cause: cause.time_us)
         found += reversed(list(_between(cause, node, spans)))
         node = cause
-    return found[::-1]
+    return [(node.rank, LATE, "began later than another rank", begin_us, node.time_us), *found[::-1]]
 
 
 def _between(cause: Node, node: Node, spans: pd.DataFrame) -> Iterator[Piece]:

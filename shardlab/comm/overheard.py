@@ -109,14 +109,16 @@ class OverheardGroup(dist.ProcessGroup):
     def end_waits(self) -> None:
         """C++ has waited for all that it was left to wait for.
 
-        It begins to wait when it has nothing more to send, so the wait for each lasts from the last issue to its end.
+        It begins to wait when it has nothing more to send, and waits for one after the other in the order of issue:
+        what has ended meanwhile is not waited for.
         """
         left, self.left_to_torch = self.left_to_torch, []
-        last_issue_ns = max((event.issue_ns for event in left), default=0)
+        now_ns = max((event.issue_ns for event in left), default=0)
         for event in left:
             self.times.ended(event, self._comm.observers)
-            if event.device_times is None and event.end_ns > last_issue_ns:
-                event.wait_start_ns, event.wait_end_ns = last_issue_ns, event.end_ns
+            if event.device_times is None and event.end_ns > now_ns:
+                event.wait_start_ns, event.wait_end_ns = now_ns, event.end_ns
+                now_ns = event.end_ns
             for observer in self._comm.observers:
                 observer.waited(event)
 

@@ -143,7 +143,7 @@ class CompareConfig:
             if getattr(self, field) != _default(field) and not any(map(takes(option), self.strategies)):
                 takers = ", ".join(filter(takes(option), STRATEGIES))
                 raise ValueError(
-                    f"{field}: only {takers} know it, and the strategies are {', '.join(self.strategies)}; leave it out"
+                    f"{field}: only for {takers}, and the strategies are {', '.join(self.strategies)}; leave it out"
                 )
 
     def _check_fsdp(self) -> None:
@@ -157,6 +157,8 @@ class CompareConfig:
                 raise ValueError(f"{field}: {getattr(self, field)} is below 0")
         if self.replicate_below and self.sharding == "no_shard":
             raise ValueError("replicate_below: with sharding=no_shard every parameter is replicated; leave it out")
+        if self.shard_group is not None and self.sharding != "hybrid_shard":
+            raise ValueError("shard_group: only sharding=hybrid_shard has groups; add it, or leave shard_group out")
         if self.sharding == "hybrid_shard" and self.shard_group is None and self.shards == 1:
             raise ValueError(
                 f"sharding: hybrid_shard needs groups of at least 2 that divide the ranks, and {self.data_ranks} ranks "

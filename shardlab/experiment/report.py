@@ -92,7 +92,7 @@ def write_report(comparison: Comparison, config: CompareConfig) -> Path:
 def verdict(comparison: Comparison) -> str:
     """One sentence: are the losses equal?"""
     judged = comparison.summary["judged_loss_difference"].max()
-    if pd.isna(judged):
+    if pd.isna(judged) or len(comparison.summary) == 1:
         return "Losses were not compared: only one strategy ran."
     reference = str(comparison.summary["loss_reference"].iloc[0])
     origin = "the single process" if reference == REFERENCE else f"{reference}, the first strategy,"

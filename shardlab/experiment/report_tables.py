@@ -18,8 +18,9 @@ ALLOCATOR = (
     "it has reserved. Library workspaces are in no tensor of the engine; fragments are free parts of segments in use."
 )
 PATH = (
-    "What the length of one step (that of median length) consists of: the longest chain of causes over all ranks, and "
-    "how much shorter it would be if communication took no time. Only for ranks whose host waits for collectives."
+    "What one step consists of, from when the first rank begins it until the last has ended it: the longest chain of "
+    "causes over all ranks, and how much shorter it would be if communication took no time. The step is that of median "
+    "length on the first rank."
 )
 
 

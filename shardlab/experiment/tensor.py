@@ -36,7 +36,10 @@ def check_tensor_axis(config: "CompareConfig") -> None:
     if config.ranks % config.tp:
         raise ValueError(f"tp: {config.tp} does not divide {config.ranks} ranks; take a divisor of {config.ranks}")
     if peers := [name for name in config.strategies if name.startswith("torch_")]:
-        raise ValueError(f"tp: torch's own engines get no tensor axis beside data ranks; leave out {', '.join(peers)}")
+        raise ValueError(
+            f"tp: it divides the models of our strategies only (torch_tp takes all ranks as it is); start "
+            f"{', '.join(peers)} without it"
+        )
     if config.sequence_parallel and config.seq_len % config.tp:
         raise ValueError(
             f"seq_len: {config.seq_len} does not divide over tp={config.tp} ranks, which sequence_parallel needs"

@@ -9,6 +9,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from shardlab.vocabulary import WHOLE_MODEL
+
 MAX_BARS = 1000
 
 
@@ -47,7 +49,10 @@ def thin(start: NDArray[np.float64], end: NDArray[np.float64], window: float) ->
 
 def _with_depth(rows: pd.DataFrame) -> pd.DataFrame:
     """One rank's spans of one kind with ``depth`` (spans around it) and ``leaf`` (none inside it)."""
-    rows = rows.sort_values(["start_us", "end_us"], ascending=[True, False], kind="stable")
+    # Two that begin and end together: the whole model is outside of a unit, a unit outside of its parts.
+    parts = rows["unit"].astype(str).where(rows["unit"] != WHOLE_MODEL, "")
+    rows = rows.assign(depth=parts.str.count(r"\.") + (parts != ""))
+    rows = rows.sort_values(["start_us", "end_us", "depth"], ascending=[True, False, True], kind="stable")
     ends = rows["end_us"].to_numpy(dtype=np.float64)
     depth = np.zeros(len(rows), dtype=np.intp)
     around: list[float] = []

@@ -88,9 +88,10 @@ def _axes(figure: go.Figure, extents: pd.DataFrame, ranks: list[int], unit: tupl
         figure.add_vline(x=begin / divisor, line={"color": GRID, "width": 1})
     for parameter, extent in extents.iterrows():
         if extent["numel"] >= MIN_LABEL_SHARE * _end(extents):
+            direction = _direction(extent["numel"] / _end(extents))
             figure.add_annotation(
                 x=(extent["begin"] + extent["numel"] / 2) / divisor, y=1, yref="paper", yanchor="bottom",
-                text=str(parameter), showarrow=False, font_size=12, **_upright_if(extent["numel"] > 0.15 * _end(extents)),
+                text=str(parameter), showarrow=False, font_size=12, **direction,
             )  # fmt: skip
     figure.update_layout(barmode="overlay", height=max(346, 246 + 40 * len(ranks)), showlegend=False, margin_t=150)
     figure.update_xaxes(title_text=f"element ({name})" if name else "element", range=[0, _end(extents) / divisor],
@@ -99,9 +100,9 @@ def _axes(figure: go.Figure, extents: pd.DataFrame, ranks: list[int], unit: tupl
                         range=[max(ranks) + 0.5, min(ranks) - 0.5])  # fmt: skip
 
 
-def _upright_if(wide: bool) -> dict[str, Any]:
-    """A name above its parameter: written along it, or slanted from its middle where it is longer than that."""
-    return {"textangle": 0} if wide else {"textangle": -30, "xanchor": "left"}
+def _direction(share: float) -> dict[str, Any]:
+    """Of the name above a parameter: along it, or slanted from its middle where it is narrower than its name."""
+    return {"textangle": 0} if share > 0.15 else {"textangle": -30, "xanchor": "left"}
 
 
 def _summary(rows: pd.DataFrame, role: str, numel: int) -> str:

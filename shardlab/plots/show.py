@@ -8,11 +8,13 @@ import base64
 import io
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import plotly.graph_objects as go
+from IPython.core.getipython import get_ipython
 from IPython.display import display
 
 from shardlab.plots.plain import plain_json
@@ -25,8 +27,11 @@ PNG_COLOURS = 256  # a figure has few hundred, nearly all of them the edges of l
 
 
 def show(figure: go.Figure) -> None:
-    """Display ``figure`` in the current cell."""
-    display(mime_bundle(figure), raw=True)  # type: ignore[no-untyped-call]  # IPython leaves it untyped
+    """Display ``figure`` in the current cell; outside of a notebook print its summary."""
+    if get_ipython() is None:
+        sys.stdout.write(summary_of(figure) + "\n")
+    else:
+        display(mime_bundle(figure), raw=True)  # type: ignore[no-untyped-call]  # IPython leaves it untyped
 
 
 def mime_bundle(figure: go.Figure, *, with_png: bool = True) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.analysis import attribution, critical_path, hidden_by, overlap, what_if_free
-from shardlab.analysis.critical_path import ALL
+from shardlab.analysis.critical_path import ALL, LATE
 from shardlab.analysis.innermost import innermost
 from tests.analysis.hand_made import NAN, collective, collectives, span, spans, two_ranks
 
@@ -66,6 +66,14 @@ def test_the_path_has_no_gap_and_crosses_to_the_straggler():
         (0, "host", "", 5),
         (0, "optimizer", "model", 15),
     ]
+
+
+def test_a_chain_that_begins_late_says_so():
+    moved, worked = two_ranks()
+    first = (worked["rank"] == 1) & (worked["start_us"] == 0)
+    path = critical_path(moved, worked.assign(start_us=worked["start_us"].mask(first, 30.0)))
+    assert path.iloc[0][["rank", "kind", "start_us", "end_us"]].tolist() == [1, LATE, 0, 30]
+    assert path["duration_us"].sum() == 130
 
 
 def test_what_a_free_bucket_gains():

@@ -62,18 +62,23 @@ def test_a_batch_that_does_not_divide_names_one_that_does():
     assert CompareConfig(ranks=3, accumulation=2, text="grammar").global_batch == 24
 
 
+def test_a_shard_group_without_groups():
+    with pytest.raises(ValueError, match="shard_group: only sharding=hybrid_shard has groups"):
+        CompareConfig(("fsdp",), ranks=4, shard_group=2, text="grammar")
+
+
 @pytest.mark.parametrize(
     ("field", "value", "takers"),
     [
-        ("sharding", "no_shard", "only fsdp"),
-        ("offload", "all", "only fsdp"),
-        ("replicate_below", 100, "only fsdp"),
-        ("partition", "balanced", "only zero1, zero2, zero3"),
-        ("bucket_mib", 2.0, "only bucketed, zero1, zero2, zero3"),
+        ("sharding", "no_shard", "fsdp"),
+        ("offload", "all", "fsdp"),
+        ("replicate_below", 100, "fsdp"),
+        ("partition", "balanced", "zero1, zero2, zero3"),
+        ("bucket_mib", 2.0, "bucketed, zero1, zero2, zero3"),
     ],
 )
 def test_an_option_that_no_strategy_takes_is_refused(field, value, takers):
-    with pytest.raises(ValueError, match=f"{field}: {takers}.* know it, and the strategies are single, ddp"):
+    with pytest.raises(ValueError, match=f"{field}: only for {takers}.*, and the strategies are single, ddp"):
         CompareConfig(("single", "ddp"), text="grammar", **{field: value})
 
 

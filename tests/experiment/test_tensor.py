@@ -47,7 +47,7 @@ def test_mixed_precision_and_micro_batches_are_as_planned(pools: Pools, tmp_path
         ({"tp": 0}, "tp: 0 is below 1"),
         ({"ranks": 3, "tp": 3}, "tp: token_embedding: .*256 does not divide over 3"),
         ({"model": "mlp"}, "model: there is no plan that divides 'mlp' over tp=2; take gpt-1m"),
-        ({"strategies": ("single", "torch_ddp")}, "leave out torch_ddp"),
+        ({"strategies": ("single", "torch_ddp")}, "start torch_ddp without it"),
         ({"tp": 1, "sequence_parallel": True}, "sequence_parallel: .* give tp=2"),
         ({"seq_len": 15, "sequence_parallel": True}, "seq_len: 15 does not divide over tp=2"),
         ({"batch": 3}, "among 2 ranks"),

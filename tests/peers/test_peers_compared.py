@@ -2,6 +2,7 @@
 
 import pytest
 
+from shardlab.analysis import critical_path
 from shardlab.experiment import CompareConfig, compare
 from shardlab.vocabulary import Phase, SpanKind
 
@@ -37,6 +38,20 @@ def test_all_five_tables_are_filled(comparison, strategy):
     spans = records.spans.query("run == @strategy")
     assert {f"blocks.{number}" for number in range(BLOCKS)} <= set(spans["unit"])
     assert {SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.OPTIMIZER} <= set(spans["kind"])
+
+
+@pytest.mark.parametrize("strategy", PEERS)
+def test_a_rank_waits_for_one_after_the_other_and_its_steps_can_be_explained(comparison, strategy):
+    records = comparison.records
+    own = records.collectives.query("run == @strategy and step >= 0 and phase != 'metrics'").dropna(
+        subset="wait_end_us"
+    )
+    for _, waits in own.sort_values("wait_start_us").groupby("rank"):
+        assert (waits["wait_start_us"].to_numpy()[1:] >= waits["wait_end_us"].to_numpy()[:-1]).all()
+    axes = records.manifests[strategy]["mesh"]
+    for step in range(4):
+        path = critical_path(records.collectives, records.spans, run=strategy, step=step, axes=axes)
+        assert path["duration_us"].sum() == pytest.approx(path["end_us"].max() - path["start_us"].min())
 
 
 def test_collectives_of_a_step_are_counted_by_phase(comparison):

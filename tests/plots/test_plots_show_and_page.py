@@ -67,8 +67,15 @@ def test_a_real_browser_makes_a_png_of_the_size_asked_for(figure):
     assert len(image) < 40_000
 
 
+def test_a_script_gets_the_summary(figure, monkeypatch, capsys):
+    monkeypatch.setattr(show_module, "get_ipython", lambda: None)
+    plots.show(figure)
+    assert capsys.readouterr().out == plots.summary_of(figure) + "\n"
+
+
 def test_show_displays_one_bundle(figure, monkeypatch):
     shown = []
+    monkeypatch.setattr(show_module, "get_ipython", lambda: "a kernel")
     monkeypatch.setattr(show_module, "display", lambda bundle, raw: shown.append((bundle, raw)))
     plots.show(figure)
     assert len(shown) == 1

@@ -97,6 +97,26 @@ def test_partly_overlapping_spans_are_not_nested():
     assert sorted(drawn.loc[~drawn["ground"], "unit"]) == ["a", "b"]
 
 
+def test_a_unit_as_long_as_the_model_is_inside_of_it():
+    """So it is where waiting cuts spans: what is left of the model is then just the unit, or just the unit's part."""
+    rows = [
+        (0.0, 5.0, "blocks.4.mlp"),
+        (0.0, 5.0, "blocks.4"),
+        (0.0, 5.0, "model"),
+        (5.0, 9.0, "model"),
+        (6.0, 8.0, "blocks.3"),
+    ]
+    spans = SPANS.frame(
+        [
+            {"run": "r", "source": "measured", "rank": 0, "step": 0, "unit": unit, "kind": "backward"}
+            | {"start_us": start, "end_us": end}
+            for start, end, unit in rows
+        ]
+    )
+    drawn = drawn_levels(spans)
+    assert sorted(drawn.loc[~drawn["ground"], "unit"]) == ["blocks.3", "blocks.4"]
+
+
 def test_a_hundred_thousand_spans_give_few_traces_and_few_bars():
     count = 100_000
     start = np.arange(count) * 10.0
