@@ -1,9 +1,10 @@
 """``shardlab report``, ``trace`` and ``diff``: what can be done with records that are there already."""
 
 import json as json_text
+from collections.abc import Collection, Hashable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import pandas as pd
 import typer
@@ -60,6 +61,8 @@ def trace(
     from shardlab.trace.store import load_runs, run_directories
 
     records = load_runs(run_directories(directory))
+    if strategy is None and len(records.manifests) > 1:
+        raise ValueError(f"strategy: {directory} holds several; name one of {', '.join(records.manifests)}")
     if format is TraceFormat.HTA:
         paths = export_hta(records, output, strategy)
         typer.echo(f"Wrote {_count(len(paths), 'file')}: TraceAnalysis(trace_dir={str(output)!r}) reads them")
@@ -120,12 +123,25 @@ def _result_table(comparison: "Comparison", config: "CompareConfig", console: Co
 def _print_apart(apart: "Apart") -> None:
     console = Console(highlight=False)
     for strategy, rows in apart.readable.groupby("strategy", sort=False):
-        console.print(_table(rows.drop(columns="strategy"), str(strategy), 2))
+        texts = pd.DataFrame([_texts(row) for row in rows.to_dict("records")])
+        console.print(_table(texts, str(strategy), 2, right=("first", "second", "difference", "ratio")))
     for line in (*apart.settings, *apart.verdicts):
         console.print(line, soft_wrap=True)
 
 
-def _table(shown: pd.DataFrame, title: str, gap: int) -> Table:
+def _texts(row: Mapping[Hashable, Any]) -> dict[str, str]:
+    """A quantity of both runs as text: the rows have nothing in common, and losses need digits to be compared."""
+    from shardlab.plots.tables import column_text
+
+    values = [row["first"], row["second"], row["difference"]]
+    is_loss = str(row["quantity"]).endswith("loss")
+    texts = [f"{value:.7f}" for value in values] if is_loss else column_text(pd.Series(values, dtype="float64"))
+    (ratio,) = column_text(pd.Series([row["ratio"]], dtype="float64"))
+    return {"quantity": row["quantity"], "first": texts[0], "second": texts[1], "difference": texts[2], "ratio": ratio}
+
+
+def _table(shown: pd.DataFrame, title: str, gap: int, right: Collection[str] = ()) -> Table:
+    """Columns of numbers, and those named ``right``, stand to the right."""
     from shardlab.plots.tables import column_text
 
     table = Table(
@@ -133,7 +149,7 @@ def _table(shown: pd.DataFrame, title: str, gap: int) -> Table:
         padding=(0, gap, 0, 0),
     )  # fmt: skip
     for name in shown.columns:
-        numeric = pd.api.types.is_numeric_dtype(shown[name])
+        numeric = name in right or pd.api.types.is_numeric_dtype(shown[name])
         table.add_column(name, justify="right" if numeric else "left", no_wrap=True)
     for row in zip(*(column_text(shown[name]) for name in shown.columns), strict=True):
         table.add_row(*row)

@@ -1,6 +1,7 @@
 """``shardlab report``, ``trace`` and ``diff`` on records that are there: finished, cut off, damaged, of others."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -174,6 +175,7 @@ def test_diff_of_two_strategies_by_their_directories(finished):
     done = shardlab("diff", finished / "records" / "bucketed", finished / "records" / "zero1")
     assert done.exit_code == 0
     assert "Losses of bucketed and zero1 are equal" in done.stdout
+    assert re.search(r"last loss +\d\.\d{7} ", done.stdout), "a loss of few digits cannot be compared"
     rows = json.loads(
         shardlab("diff", finished / "records" / "bucketed", finished / "records" / "zero1", "--json").stdout
     )
