@@ -103,7 +103,7 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
         workload.name: workload
         for workload in (
             Workload("compute", "gpt-30m", rows=4, seq_len=128),
-            Workload("communication", "gpt-30m", rows=1, seq_len=32, round_factor=2),
+            Workload("communication", "gpt-30m", rows=1, seq_len=32),
             Workload("latency", "gpt-1m", rows=4, seq_len=64, round_factor=6),
         )
     }
