@@ -5,7 +5,7 @@ from shardlab.comm.copies import broadcast_coalesced
 from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.pending import Pending, wait_all
-from shardlab.comm.process import become_rank
+from shardlab.comm.process import become_rank, leave_group
 
 __all__ = [
     "CollectiveEvent",
@@ -15,5 +15,6 @@ __all__ = [
     "Pending",
     "become_rank",
     "broadcast_coalesced",
+    "leave_group",
     "wait_all",
 ]

@@ -4,6 +4,7 @@ A rank's process belongs to whoever started it. That starter watches all meshes,
 knows nothing of it, and sets the time after which torch gives a collective up. Everything else uses ``observed_by``.
 """
 
+import gc
 from datetime import timedelta
 
 import torch
@@ -32,3 +33,15 @@ class Process:
 def become_rank(device: torch.device, timeout: timedelta, *observers: Observer) -> None:
     """From now on meshes live on ``device``, end collectives after ``timeout`` and tell ``observers`` of them."""
     Process.device, Process.timeout, Process.observers = device, timeout, observers
+
+
+def leave_group() -> None:
+    """Destroy the default group and the groups of closed meshes; a process calls it last.
+
+    A group that is merely forgotten keeps gloo's threads. One that still holds a tensor when the interpreter ends needs
+    it to let go, and that aborts the process ("terminate called without an active exception").
+    """
+    Process.retired = ()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()  # what is left of an engine is a cycle: module, hooks, engine, mesh

@@ -1,6 +1,7 @@
 """The same pool on the group that ``torchrun`` made: this process is one rank, the others were started by torchrun."""
 
 import atexit
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -9,7 +10,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from shardlab.comm import become_rank
+from shardlab.comm import become_rank, leave_group
 from shardlab.comm.objects import all_gather_object
 from shardlab.launch.context import enter, no_emit, torchrun_context
 from shardlab.launch.payload import Payload, pack, unpack
@@ -42,9 +43,12 @@ class TorchrunRanks:
         if self._context.device.type == "cuda":
             torch.cuda.set_device(self._context.device)
         if not dist.is_initialized():
+            # Its functions hold the default group as a default argument, if there is one when it is imported, and the
+            # first optimizer imports it: leave_group could then never end that group.
+            importlib.import_module("torch.distributed.nn")
             dist.init_process_group(self.placement.backend, timeout=timedelta(seconds=self._timeout_s))
             # Not when a pool closes: torchrun's store would hand a second group the addresses of the first.
-            atexit.register(_leave_group)
+            atexit.register(leave_group)
 
     def run(
         self,
@@ -68,8 +72,3 @@ class TorchrunRanks:
         result = fn(rank, *args, **kwargs)
         packed = all_gather_object(pack(result, f"the result of rank {rank}"))
         return [unpack(cast(Payload, payload)) for payload in packed]
-
-
-def _leave_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()

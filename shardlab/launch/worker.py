@@ -17,7 +17,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from shardlab.comm import become_rank
+from shardlab.comm import become_rank, leave_group
 from shardlab.launch import context, lifeline
 from shardlab.launch.board import BoardWriter
 from shardlab.launch.messages import Answer, Failure, Note, Stop, Task
@@ -89,8 +89,7 @@ def main(config: RankConfig) -> None:
     except Exception as error:
         control.send(_failure(config.rank, error))
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_group()
 
 
 def _come_apart(config: RankConfig) -> None:
