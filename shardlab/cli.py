@@ -144,12 +144,20 @@ def main() -> None:
         sys.exit(app(standalone_mode=False) or 0)
     except Exception as error:
         if (usage := getattr(error, "format_message", None)) is not None:  # Click's; newer Typers have their own Click
-            _complain(usage())
+            _complain(_with_commands(usage()))
             sys.exit(BAD_INPUT)
         if not _is_rank_failure(error):
             raise
         _complain(str(error))
         sys.exit(1)
+
+
+def _with_commands(message: str) -> str:
+    """A command that does not exist is answered with those that do."""
+    if not message.startswith("No such command"):
+        return message
+    names = (info.name or getattr(info.callback, "__name__", "") for info in app.registered_commands)
+    return f"{message} Commands: {', '.join(names)}."
 
 
 def _is_rank_failure(error: Exception) -> bool:

@@ -13,36 +13,61 @@ from rich.table import Table
 from shardlab.planner.model_states import ModelStates, model_states
 from shardlab.planner.precision import precision_named
 
+FACTORS = {"K": 3, "M": 6, "B": 9, "T": 12}  # powers of ten
+UNITS = {"GB": 9, "MB": 6, "kB": 3}
+
 
 def plan(
-    params: Annotated[float, typer.Option(help="Parameters of the model, for example 7.5e9.")],
+    params: Annotated[str, typer.Option(help="Parameters of the model, for example 7.5B, 350M or 7.5e9.")],
     ranks: Annotated[int, typer.Option(help="Ranks that share it.")],
     precision: Annotated[str, typer.Option(help="mixed (16 bit, fp32 master weights) or fp32.")] = "mixed",
     json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
     """Say what parameters, gradients and Adam's state take per rank under ddp, zero1, zero2 and zero3."""
-    rows = model_states(params, ranks, precision)
+    number = _number_of_params(params)
+    rows = model_states(number, ranks, precision)
     if json:
         typer.echo(json_text.dumps([asdict(row) for row in rows], indent=2))
         return
     console = Console(highlight=False)
-    console.print(_table(rows, f"{params:,.0f} parameters, {ranks} ranks, {precision} precision, Adam"))
-    console.print(_note(precision))
+    console.print(_table(rows, f"{number:,.0f} parameters, {ranks} ranks, {precision} precision, Adam"))
+    console.print(_note(precision, rows[0]))
+
+
+def _number_of_params(text: str) -> float:
+    """A count as the papers write it.
+
+    Raises:
+        ValueError: it is no number.
+    """
+    factor = FACTORS.get(text[-1:].upper())
+    try:
+        # Through the shortest decimal text: 1.1 * 10**9 is no whole number in binary.
+        return float(text) if factor is None else float(f"{float(text[:-1])!r}e{factor}")
+    except ValueError:
+        raise ValueError(f"params: {text!r} is not a number, with {', '.join(FACTORS)} or without") from None
 
 
 def _table(rows: tuple[ModelStates, ...], title: str) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
-    for name in ("parameters\nGB", "gradients\nGB", "optimizer\nGB", "total\nGB", "saving", "sent\n10^9"):
+    unit, exponent = _unit(rows[0])
+    for name in (*(f"{held}\n{unit}" for held in ("parameters", "gradients", "optimizer", "total")), "saving",
+                 f"sent\n10^{exponent}"):  # fmt: skip
         table.add_column(name, justify="right", no_wrap=True)
-    whole = rows[0].total_bytes
-    decimals = _decimals(whole / 1e9)
+    whole, one = rows[0].total_bytes, 10**exponent
+    decimals = _decimals(whole / one)
     for row in rows:
         held = (row.parameter_bytes, row.gradient_bytes, row.optimizer_bytes, row.total_bytes)
         saving = f"{100 * (1 - row.total_bytes / whole):.1f} %"
-        in_billions = [f"{value / 1e9:,.{decimals}f}" for value in (*held, row.wire_elements)]
-        table.add_row(row.strategy, *in_billions[:-1], saving, in_billions[-1])
+        scaled = [f"{value / one:,.{decimals}f}" for value in (*held, row.wire_elements)]
+        table.add_row(row.strategy, *scaled[:-1], saving, scaled[-1])
     return table
+
+
+def _unit(largest: ModelStates) -> tuple[str, int]:
+    """The largest unit in which the largest total is at least 1, and its power of ten; kB for a toy."""
+    return next((item for item in UNITS.items() if largest.total_bytes >= 10 ** item[1]), ("kB", UNITS["kB"]))
 
 
 def _decimals(largest: float) -> int:
@@ -50,10 +75,12 @@ def _decimals(largest: float) -> int:
     return min(6, max(1, 4 - floor(log10(largest))))
 
 
-def _note(precision: str) -> str:
+def _note(precision: str, largest: ModelStates) -> str:
     each = precision_named(precision)
+    unit, power = _unit(largest)
     return (
-        "Per rank, in GB of 10^9 bytes; saving against ddp; sent: elements per step. Bytes of a parameter "
-        f"{each.parameter}, of a gradient {each.gradient}, of its optimizer state {each.optimizer}. Activations, "
-        "temporaries and padding come on top. Formulas: ZeRO, arXiv 1910.02054, sections 5 and 7."
+        f"Per rank, in {unit} of 10^{power} bytes; saving against ddp; sent: elements per step. FSDP's full_shard "
+        f"takes what zero3 takes. Bytes of a parameter {each.parameter}, of a gradient {each.gradient}, of its "
+        f"optimizer state {each.optimizer}. Activations, temporaries and padding come on top. Formulas: ZeRO, arXiv "
+        "1910.02054, sections 5 and 7."
     )

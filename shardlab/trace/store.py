@@ -138,8 +138,8 @@ def run_directories(directory: Path | str) -> list[Path]:
     found = sorted(path.parent for path in directory.glob("records/*/manifest.json"))
     if not found:
         raise ValueError(
-            f"run: {directory} holds no manifest.json and no records/*/manifest.json, so it is neither a run nor a "
-            "comparison"
+            f"directory: {directory} holds no manifest.json and no records/*/manifest.json, so it is neither a run nor "
+            "a comparison"
         )
     return found
 
@@ -149,7 +149,7 @@ def _manifest(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         runs = sorted(found.parent.name for found in directory.glob("records/*/manifest.json"))
         hint = f" but a comparison: load_comparison reads it, load_run one of its records/: {', '.join(runs)}"
-        raise ValueError(f"run: {directory} holds no manifest.json, so it is no run{hint if runs else ''}")
+        raise ValueError(f"directory: {directory} holds no manifest.json, so it is no run{hint if runs else ''}")
     try:
         manifest = json.loads(path.read_text())
         version = int(manifest["format"])
@@ -158,7 +158,7 @@ def _manifest(directory: Path) -> dict[str, Any]:
     if version != FORMAT:
         age = "a newer" if version > FORMAT else "an older"
         raise ValueError(
-            f"run: {directory} was written in format {version} by {age} shardlab; this one reads format {FORMAT}"
+            f"directory: {directory} was written in format {version} by {age} shardlab; this one reads format {FORMAT}"
         )
     return dict(manifest)
 

@@ -94,7 +94,8 @@ def test_bad_input_is_one_line_and_exit_code_2(answers, case):
 def test_an_unknown_command_likewise(answers):
     code, _, stderr = answers["unknown command"]
     assert (code, len(stderr.splitlines())) == (2, 1)
-    assert "compar" in stderr
+    assert "'compar'" in stderr
+    assert "Commands: compare, plan, bench, report, trace, diff, doctor." in stderr
 
 
 def test_without_a_command_the_commands_are_shown(answers):

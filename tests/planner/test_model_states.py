@@ -73,13 +73,14 @@ def test_bad_input_names_the_field(arguments, message):
     with pytest.raises(ValueError, match=message):
         model_states(*arguments)
     with pytest.raises(ValueError, match=message):
-        plan(*arguments)
+        plan(str(arguments[0]), *arguments[1:])
     with pytest.raises(ValueError, match="precision: gradient must be at least 1"):
         Precision(2, 0, 4, 4, 4)
 
 
-def test_plan_prints_json():
-    result = CliRunner().invoke(app, ["--params", "7.5e9", "--ranks", "64", "--precision", "mixed", "--json"])
+@pytest.mark.parametrize("text", ["7.5B", "7500M", "7500000k", "0.0075T", "7.5e9"])
+def test_plan_prints_json(text):
+    result = CliRunner().invoke(app, ["--params", text, "--ranks", "64", "--precision", "mixed", "--json"])
     assert result.exit_code == 0
     rows = json.loads(result.stdout)
     assert rows[3] == {
@@ -106,6 +107,15 @@ def test_plan_prints_a_table_that_fits_80_columns(arguments, monkeypatch):
     [zero3] = [line for line in lines if line.strip().startswith("zero3")]
     if arguments == ("7.5e9", "64"):
         assert zero3.split() == ["zero3", "0.23", "0.23", "1.41", "1.88", "98.4", "%", "22.15"]
+
+
+def test_plan_reads_counts_as_papers_write_them_and_shows_a_unit_that_fits():
+    shown = CliRunner().invoke(app, ["--params", "1.1M", "--ranks", "4"]).stdout
+    assert shown.splitlines()[0].startswith("1,100,000 parameters")
+    assert "in MB of 10^6 bytes" in " ".join(shown.split())
+    for text in ("7.5Q", "B", "many"):
+        with pytest.raises(ValueError, match=f"params: '{text}' is not a number, with K, M, B, T or without"):
+            plan(text, 4)
 
 
 def test_planning_needs_no_torch():
