@@ -12,7 +12,10 @@ from shardlab.analysis.overlap import COMPUTE_KINDS
 from shardlab.trace.store import Records
 from shardlab.vocabulary import Collective, Role
 
-PEAK = "Where the peak of the traced step was: the unit that computed, on the rank where it is highest."
+PEAK = (
+    "Where the peak of the traced step was: the unit that computed, on the rank where it is highest; what was alive at "
+    "that moment, by role."
+)
 ALLOCATOR = (
     "What torch's CUDA allocator holds after the last step, on the rank where it is most: the items add up to all that "
     "it has reserved. Library workspaces are in no tensor of the engine; fragments are free parts of segments in use."
@@ -25,15 +28,15 @@ PATH = (
 
 
 def peak_table(records: Records) -> pd.DataFrame:
-    """Rank, unit and phase of each run's peak, and the bytes of the roles that are not held at rest."""
+    """Rank, unit and phase of each run's peak, and the bytes of every role that some run held then; they add up."""
     rows = peak(records.memory)
     rows = rows[rows["role"] != str(Role.OFFLOADED)]
     wide = rows.pivot_table(
         index=["run", "rank", "unit", "phase"], columns="role", values="bytes", aggfunc="sum", sort=False
     )
-    shown = [role for role in (Role.ACTIVATION, Role.GATHERED_PARAMETER, Role.OTHER) if role in wide.columns]
-    table = wide[shown].assign(all=wide.sum(axis=1)) / 1e6
-    names = {role: f"{role.replace('_', ' ')} (MB)" for role in shown} | {"all": "all (MB)", "run": "strategy"}
+    held = [str(role) for role in Role if role in wide.columns and wide[role].any()]
+    table = wide[held].assign(all=wide.sum(axis=1)) / 1e6
+    names = {role: f"{role.replace('_', ' ')} (MB)" for role in (*held, "all")} | {"run": "strategy"}
     return table.reset_index().rename(columns=names).rename_axis(columns=None)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardlab.experiment import CompareConfig, compare, load_comparison, write_report
+from shardlab.experiment.report_tables import peak_table
 from shardlab.models import build_model
 from shardlab.partition.chunks import even_bounds
 from shardlab.vocabulary import Phase, Role
@@ -109,6 +110,16 @@ def test_wire_bytes_are_2p_times_n_minus_1_over_n(comparison):
         assert norm <= 2 * 8
         expected = 2 * (whole + padding) * (n - 1) / n + norm
         assert steps["wire_bytes"].tolist() == pytest.approx([expected] * len(steps), rel=1e-12), strategy
+
+
+def test_the_peak_by_role_adds_up_to_the_peak(comparison):
+    _, result, _ = comparison
+    table = peak_table(result.records).set_index("strategy")
+    roles = table.drop(columns=["rank", "unit", "phase", "all (MB)"])
+    assert roles.sum(axis=1).to_numpy() == pytest.approx(table["all (MB)"].to_numpy())
+    assert (roles > 0).any().all()  # a role that nobody holds has no column
+    for strategy in STRATEGIES:
+        assert table.loc[strategy, "all (MB)"] == row_of(result, strategy)["peak_bytes"] / 1e6
 
 
 def test_the_first_broadcast_is_recorded_but_in_no_step(comparison):
