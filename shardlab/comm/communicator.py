@@ -10,24 +10,27 @@ nothing and records nothing, so engines need no special case for it. Sums are su
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 from torch import Tensor
 
-from shardlab.comm.contiguous import copy_back, flattened, require_flat
+from shardlab.comm.contiguous import copy_back, flattened
 from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.lanes import Job, Lane
+from shardlab.comm.parts import bounds_of, sizes_of
 from shardlab.comm.pending import Pending
 from shardlab.comm.process import Process
 from shardlab.comm.source_line import caller_of_library
 from shardlab.comm.transports.base import Bounds, Reduction, Transport
-from shardlab.partition.chunks import even_bounds
 from shardlab.partition.wire import ring_wire_bytes
 from shardlab.vocabulary import Collective
 
 
 class Communicator:
     """Collectives along one axis of the mesh.
+
+    Every verb returns at once with a ``Pending``: only after its ``wait()`` may the result be read or the buffer be
+    touched. Along an axis collectives run one after another in the order of the calls, which must be the same on all
+    ranks; what the transport raises, ``wait()`` raises.
 
     Args:
         transport: how bytes move; None for a group of one.
@@ -97,7 +100,7 @@ class Communicator:
             bounds: num_ranks + 1 offsets of the chunks; None for equal ones.
             tag: what it is for.
         """
-        bounds = self._bounds(buffer, bounds)
+        bounds = bounds_of(buffer, bounds, self.num_ranks)
         target = self._chunk(buffer, bounds) if output is None else output
         transport = self._transport
         if transport is None:
@@ -124,7 +127,7 @@ class Communicator:
             bounds: num_ranks + 1 offsets of the chunks; None for equal ones.
             tag: what it is for.
         """
-        bounds = self._bounds(buffer, bounds)
+        bounds = bounds_of(buffer, bounds, self.num_ranks)
         place = self._chunk(buffer, bounds)
         if chunk is not None:
             place.copy_(chunk)
@@ -171,8 +174,8 @@ class Communicator:
             sizes: elements to each rank; None for equal parts.
             tag: what it is for.
         """
-        parts_in = self._parts(output, output_sizes)
-        parts_out = self._parts(buffer, sizes)
+        parts_in = sizes_of(output, output_sizes, self.num_ranks)
+        parts_out = sizes_of(buffer, sizes, self.num_ranks)
         transport = self._transport
         if transport is None:
             return self._moved_nothing(output, buffer)
@@ -281,31 +284,8 @@ class Communicator:
         finish = lane.submit(job, event, self._observers)
         return Pending(finish, keep=keep, event=event, observers=self._observers)
 
-    def _bounds(self, buffer: Tensor, bounds: Bounds | None) -> Bounds:
-        require_flat(buffer)
-        if bounds is None:
-            if buffer.numel() % self.num_ranks:
-                raise ValueError(
-                    f"buffer: {buffer.numel()} elements do not divide into {self.num_ranks} equal chunks; pass bounds"
-                )
-            return even_bounds(buffer.numel(), self.num_ranks)
-        if len(bounds) != self.num_ranks + 1 or bounds[-1] != buffer.numel():
-            raise ValueError(
-                f"bounds: {self.num_ranks + 1} offsets ending at {buffer.numel()} are needed, not {bounds}"
-            )
-        return bounds
-
     def _chunk(self, buffer: Tensor, bounds: Bounds) -> Tensor:
         return buffer[bounds[self.rank] : bounds[self.rank + 1]]
-
-    def _parts(self, buffer: Tensor, sizes: Sequence[int] | None) -> list[int]:
-        require_flat(buffer)
-        if sizes is None:
-            bounds = self._bounds(buffer, None)
-            return [stop - start for start, stop in pairwise(bounds)]
-        if len(sizes) != self.num_ranks or sum(sizes) != buffer.numel():
-            raise ValueError(f"sizes: {self.num_ranks} numbers adding up to {buffer.numel()} are needed, not {sizes}")
-        return list(sizes)
 
     def _peer(self, rank: int, field: str) -> Transport:
         if self._transport is None or rank == self.rank or not 0 <= rank < self.num_ranks:
