@@ -84,17 +84,17 @@ def test_concurrent_collectives_get_rows_below_each_other():
     assert concurrent_rows(rows).tolist() == [0, 1, 2, 0]
 
 
+def units_drawn(rows):
+    """The units that get a bar, of backward spans given as (start, end, unit)."""
+    common = {"run": "r", "source": "measured", "rank": 0, "step": 0, "kind": "backward"}
+    spans = SPANS.frame([common | {"start_us": start, "end_us": end, "unit": unit} for start, end, unit in rows])
+    drawn = drawn_levels(spans)
+    return sorted(drawn.loc[~drawn["ground"], "unit"])
+
+
 def test_partly_overlapping_spans_are_not_nested():
     rows = [(0.0, 10.0, "a"), (8.0, 20.0, "b"), (9.0, 12.0, "c")]
-    spans = SPANS.frame(
-        [
-            {"run": "r", "source": "measured", "rank": 0, "step": 0, "unit": unit, "kind": "forward"}
-            | {"start_us": start, "end_us": end}
-            for start, end, unit in rows
-        ]
-    )
-    drawn = drawn_levels(spans)
-    assert sorted(drawn.loc[~drawn["ground"], "unit"]) == ["a", "b"]
+    assert units_drawn(rows) == ["a", "b"]
 
 
 def test_a_unit_as_long_as_the_model_is_inside_of_it():
@@ -106,15 +106,7 @@ def test_a_unit_as_long_as_the_model_is_inside_of_it():
         (5.0, 9.0, "model"),
         (6.0, 8.0, "blocks.3"),
     ]
-    spans = SPANS.frame(
-        [
-            {"run": "r", "source": "measured", "rank": 0, "step": 0, "unit": unit, "kind": "backward"}
-            | {"start_us": start, "end_us": end}
-            for start, end, unit in rows
-        ]
-    )
-    drawn = drawn_levels(spans)
-    assert sorted(drawn.loc[~drawn["ground"], "unit"]) == ["blocks.3", "blocks.4"]
+    assert units_drawn(rows) == ["blocks.3", "blocks.4"]
 
 
 def test_a_hundred_thousand_spans_give_few_traces_and_few_bars():
