@@ -29,7 +29,7 @@ from shardlab.plots.units import format_bytes, format_percent, format_us
 from shardlab.tables import COLLECTIVES, SPANS
 
 WAITS, QUEUED = "rank waits", "queued"
-STRIPS = (WAITS, QUEUED)
+STRIPS = {WAITS: "red strips: the rank waits", QUEUED: "grey strips: queued"}
 
 
 def collective_timeline(
@@ -70,10 +70,12 @@ def collective_timeline(
 def _note(figure: go.Figure, num_given: int, moved: pd.DataFrame) -> str:
     """How to read it; where bars stand for more than one span or collective, that is said first."""
     shown = sum(len(trace.x) for trace in figure.data if trace.name not in STRIPS)
-    parts = (
+    drawn = {trace.name for trace in figure.data}
+    parts = [
         thinning_note(num_given, shown, "spans and collectives"),
-        "red strips: the rank waits; grey strips: queued" if len(moved) else "no communication",
-    )
+        *(text for name, text in STRIPS.items() if name in drawn),
+        "" if len(moved) else "no communication",
+    ]
     return "; ".join(part for part in parts if part)
 
 
