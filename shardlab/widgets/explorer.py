@@ -128,6 +128,9 @@ class Inputs:
     def show_what_counts(self) -> None:
         """Grey out what the answer does not depend on, and offer groups that divide the ranks."""
         self.num_params.disabled = self.model.value != ANY_NUMBER
+        self.num_params.layout.visibility = (
+            "hidden" if self.num_params.disabled else "visible"
+        )  # its number is no model's
         self.strategy.disabled = self.view.value != "ranks"
         self.shard_group.disabled = self.sharding.value != Sharding.HYBRID_SHARD
         groups = _divisors(int(self.ranks.value))

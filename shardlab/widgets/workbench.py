@@ -32,6 +32,7 @@ from shardlab.widgets.live import LiveView
 from shardlab.widgets.overlays import VIEWS, overlay
 from shardlab.widgets.panel import Message, Panel, Picture
 
+CHOOSE = "Choose, then press Run."
 DEFAULTS = CompareConfig(strategies=("zero1",), ranks=2, steps=20, text="grammar")
 STYLE: dict[str, str] = {"description_width": "7em"}
 # Controls that only some strategies take: the option of the engine, and the field of the configuration.
@@ -66,7 +67,7 @@ class Workbench(Panel):
     def __init__(self, history: RunHistory, config: CompareConfig) -> None:
         self.history = history
         self._base = config
-        self.message = Message("Choose, then press Run.")
+        self.message = Message(CHOOSE)
         self.inputs = _inputs(config)
         self.run_button = Button(description="Run", icon="play", button_style="primary")
         self.stop_button = Button(description="Stop", icon="stop", disabled=True)
@@ -78,7 +79,10 @@ class Workbench(Panel):
         self._thread: threading.Thread | None = None
         self._is_filling = False  # the list of runs is being replaced
         self._is_live = False  # the pictures belong to the run that goes on
+        self._is_wrong = False  # the message says what is wrong with the controls
         self.inputs["strategies"].observe(lambda _: self._show_what_counts(), names="value")
+        for control in self.inputs.values():
+            control.observe(lambda _: self._checked(), names="value")
         self.view.observe(lambda _: self._draw(), names="value")
         self.about.observe(lambda _: self._draw(), names="value")
         self.run_button.on_click(lambda _: self.start())
@@ -102,10 +106,7 @@ class Workbench(Panel):
         """Run what the controls say, in a thread: what the Run button does. What is wrong is said, not raised."""
         if self.is_running:
             return
-        try:
-            config = self.config()
-        except ValueError as error:
-            self.message.fail(str(error))
+        if (config := self._checked()) is None:
             return
         self._thread = threading.Thread(
             target=self._run_and_tell, args=(config,), name="shardlab-workbench", daemon=True
@@ -166,6 +167,19 @@ class Workbench(Panel):
         self.stop()
         self.wait()
         self.history.close()
+
+    def _checked(self) -> CompareConfig | None:
+        """What the controls say, or None: then the message says what is wrong, until it is mended."""
+        try:
+            config = self.config()
+        except ValueError as error:
+            self._is_wrong = True
+            self.message.fail(str(error))
+            return None
+        if self._is_wrong:
+            self._is_wrong = False
+            self.message.say(CHOOSE)
+        return config
 
     def _run_and_tell(self, config: CompareConfig) -> None:
         """The thread. Whatever happens is told in one line: a traceback would go where nobody looks."""

@@ -76,12 +76,16 @@ def test_earlier_runs_are_found_again(bench):
 )
 def test_bad_input_is_said_beside_the_controls(wrong, message, tmp_path):
     bench = workbench(tmp_path, QUICK)
+    before = {name: bench.inputs[name].value for name in wrong}
     bench.choose(**wrong)
+    assert message in bench.message.text
     bench.run_button.click()
     assert message in bench.message.text
     assert 'role="alert"' in bench.message.widget.value
     assert not bench.is_running
     assert not list(tmp_path.iterdir())
+    bench.choose(**before)
+    assert bench.message.text == "Choose, then press Run."
 
 
 def test_only_what_a_strategy_takes_can_be_chosen(tmp_path):
