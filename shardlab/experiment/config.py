@@ -13,7 +13,7 @@ from shardlab.engines.fsdp import LAYOUTS, SHARDINGS, parse_wrap
 from shardlab.engines.offload import OFFLOADS
 from shardlab.engines.precision import parse_precision
 from shardlab.engines.sharded_optimizer import parse_partition
-from shardlab.experiment.tensor import check_tensor_axis
+from shardlab.experiment.tensor import TORCH_TP, check_tensor_axis
 from shardlab.launch import place
 from shardlab.launch.torchrun_env import torchrun_env
 from shardlab.models import MODELS, GPTConfig
@@ -173,7 +173,7 @@ class CompareConfig:
         """Torch's own engines are less flexible than ours."""
         if self.link is not None and (peers := [name for name in self.strategies if name.startswith("torch_")]):
             raise ValueError(f"link: torch's own engines send past an emulated link; leave out {', '.join(peers)}")
-        if "torch_tp" in self.strategies:
+        if TORCH_TP in self.strategies:
             config = MODELS[self.model]
             if not isinstance(config, GPTConfig):
                 raise ValueError(f"model: 'torch_tp' cuts a GPT, not {self.model!r}")
@@ -195,7 +195,7 @@ class CompareConfig:
 
     def mesh_axes(self, strategy: str) -> dict[str, int]:
         """The mesh a strategy needs."""
-        if strategy == "torch_tp":
+        if strategy == TORCH_TP:
             return {"data": 1, "tensor": self.ranks}  # every rank trains on the whole batch
         tensor = {} if self.tp == 1 else {"tensor": self.tp}
         if strategy == "fsdp" and self.sharding == "hybrid_shard":

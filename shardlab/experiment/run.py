@@ -60,7 +60,7 @@ class RankRun:
         self._config = config
         self._data = load_text(config.text, config.seq_len)
         self._train_step = TrainStep(
-            engine, loss_of(config, engine.mesh), accumulation=config.accumulation, max_norm=config.clip,
+            engine, loss_of(config, engine.name, engine.mesh), accumulation=config.accumulation, max_norm=config.clip,
             scaler=GradScaler() if config.scales_loss(engine.name) else None, recorder=recorder,
         )  # fmt: skip
         num_rows = self._micro_batch_rows // engine.num_data_ranks
@@ -163,7 +163,7 @@ def _mesh(config: CompareConfig, strategy: str) -> Mesh:
 
 def _engine(config: CompareConfig, strategy: str, mesh: Mesh) -> Engine:
     model = build_model(config.model, config.seq_len, DTYPES[config.dtype], config.seed).to(mesh.device)
-    model = divided(model, config, mesh)
+    model = divided(model, config, strategy, mesh)
     options = config.engine_options(engine_options(strategy))
 
     def optimizer_fn(tensors: StepTensors) -> torch.optim.Optimizer:

@@ -21,6 +21,8 @@ from shardlab.vocabulary import MeshAxis
 if TYPE_CHECKING:
     from shardlab.experiment.config import CompareConfig
 
+TORCH_TP = "torch_tp"
+
 
 def check_tensor_axis(config: "CompareConfig") -> None:
     """Refuse, by the field's name, what the tensor axis cannot divide.
@@ -35,11 +37,7 @@ def check_tensor_axis(config: "CompareConfig") -> None:
         return
     if config.ranks % config.tp:
         raise ValueError(f"tp: {config.tp} does not divide {config.ranks} ranks; take a divisor of {config.ranks}")
-    if peers := [name for name in config.strategies if name.startswith("torch_")]:
-        raise ValueError(
-            f"tp: it divides the models of our strategies only (torch_tp takes all ranks as it is); start "
-            f"{', '.join(peers)} without it"
-        )
+    _check_peers(config)
     if config.sequence_parallel and config.seq_len % config.tp:
         raise ValueError(
             f"seq_len: {config.seq_len} does not divide over tp={config.tp} ranks, which sequence_parallel needs"
@@ -54,14 +52,14 @@ def check_tensor_axis(config: "CompareConfig") -> None:
             raise ValueError(f"tp: {error}") from None
 
 
-def divided(model: nn.Module, config: "CompareConfig", mesh: Mesh) -> nn.Module:
+def divided(model: nn.Module, config: "CompareConfig", strategy: str, mesh: Mesh) -> nn.Module:
     """The model with its layers divided over the mesh's tensor axis; as it is where nothing is divided. Collective."""
-    return parallelize_module(model, _plan(config), mesh[MeshAxis.TENSOR]) if _divides(config, mesh) else model
+    return parallelize_module(model, _plan(config), mesh[MeshAxis.TENSOR]) if _divides(config, strategy) else model
 
 
-def loss_of(config: "CompareConfig", mesh: Mesh) -> LossFn:
+def loss_of(config: "CompareConfig", strategy: str, mesh: Mesh) -> LossFn:
     """The mean loss of the next token, of logits that are whole, or in parts over the mesh's tensor axis."""
-    if _divides(config, mesh):
+    if _divides(config, strategy):
         return partial(vocab_parallel_cross_entropy, comm=mesh[MeshAxis.TENSOR])
     return next_token_loss
 
@@ -75,6 +73,18 @@ def _plan(config: "CompareConfig") -> Plan:
     return gpt_plan(sizes, sequence_parallel=config.sequence_parallel, gather_logits=False)
 
 
-def _divides(config: "CompareConfig", mesh: Mesh) -> bool:
+def _check_peers(config: "CompareConfig") -> None:
+    """Of torch's engines the one that divides the model may stand beside ours, over the same ranks."""
+    if peers := [name for name in config.strategies if name.startswith("torch_") and name != TORCH_TP]:
+        raise ValueError(f"tp: it divides the models of our strategies only; start {', '.join(peers)} without it")
+    if TORCH_TP not in config.strategies:
+        return
+    if config.tp != config.ranks:
+        raise ValueError(f"tp: torch_tp divides the model over all {config.ranks} ranks; beside it give {config.ranks}")
+    if config.sequence_parallel:
+        raise ValueError("sequence_parallel: torch_tp keeps the sequence whole; leave out one of them")
+
+
+def _divides(config: "CompareConfig", strategy: str) -> bool:
     """Not where one process trains alone, and not where torch's own engine divides the model."""
-    return config.tp > 1 and MeshAxis.TENSOR in mesh.axes
+    return config.tp > 1 and strategy not in ("single", TORCH_TP)

@@ -33,6 +33,15 @@ def test_hybrid_beside_tensor(pools: Pools, tmp_path) -> None:
     assert result.summary["as_planned"].all()
 
 
+def test_torch_s_own_divides_the_model_over_the_same_ranks(pools: Pools, tmp_path) -> None:
+    """A whole model under torch's plan and parts of ours: the two send as much, but for what ours keeps in parts."""
+    config = CompareConfig(**{**BASE, "ranks": 2}, strategies=("single", "bucketed", "torch_tp"), dtype="float64")
+    result = compare(config, tmp_path / "run", pool=pools(2))
+    assert (result.summary["max_loss_difference"] <= 1e-9).all()
+    held = result.summary.set_index("strategy")["parameter_bytes"]
+    assert held["bucketed"] < held["torch_tp"] < held["single"]  # ours divides the embedding and the output, too
+
+
 def test_mixed_precision_and_micro_batches_are_as_planned(pools: Pools, tmp_path) -> None:
     config = CompareConfig(
         **{**BASE, "batch": 8}, strategies=("fsdp", "zero3"), precision="fp16", accumulation=2, clip=1.0
@@ -48,6 +57,8 @@ def test_mixed_precision_and_micro_batches_are_as_planned(pools: Pools, tmp_path
         ({"ranks": 3, "tp": 3}, "tp: token_embedding: .*256 does not divide over 3"),
         ({"model": "mlp"}, "model: there is no plan that divides 'mlp' over tp=2; take gpt-1m"),
         ({"strategies": ("single", "torch_ddp")}, "start torch_ddp without it"),
+        ({"strategies": ("zero1", "torch_tp")}, "tp: torch_tp divides the model over all 4 ranks; beside it give 4"),
+        ({"strategies": ("torch_tp",), "ranks": 2, "sequence_parallel": True}, "torch_tp keeps the sequence whole"),
         ({"tp": 1, "sequence_parallel": True}, "sequence_parallel: .* give tp=2"),
         ({"seq_len": 15, "sequence_parallel": True}, "seq_len: 15 does not divide over tp=2"),
         ({"batch": 3}, "among 2 ranks"),
