@@ -63,6 +63,7 @@ TERMINAL = {
     "peak_bytes": ("peak\nMB", MB),
     "wire_bytes_per_step": ("sent\nMB/step", MB),
 }
+HIDDEN = "Exposed communication lengthens the step; hidden, it slows the compute where no core is idle."
 
 
 def readable_summary(summary: pd.DataFrame, columns: Mapping[str, tuple[str, float]] = COLUMNS) -> pd.DataFrame:
@@ -182,9 +183,7 @@ def _figures(comparison: Comparison) -> dict[str, go.Figure]:
         figures[f"When {run} computes and when it communicates."] = collective_timeline(
             traffic, records.spans, run=run, step=_middle_step(timed[timed["run"] == run])
         )
-    figures["Communication that compute hides costs nothing; the exposed rest lengthens the step."] = overlap_bars(
-        overlap(_in_steps(traffic, timed), _in_steps(records.spans, timed))
-    )
+    figures[HIDDEN] = overlap_bars(overlap(_in_steps(traffic, timed), _in_steps(records.spans, timed)))
     figures["Bytes sent by one rank in one step, by the ring formula."] = wire_volume(
         traffic, runs=list(comparison.summary["strategy"])
     )

@@ -5,6 +5,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from shardlab.plots.colours import run_colours
+from shardlab.plots.labels import emulated_note
 from shardlab.plots.loss import SYMBOLS
 from shardlab.plots.theme import finish, new_figure, nothing
 from shardlab.plots.units import format_bytes, format_us, tick
@@ -32,6 +33,9 @@ def bucket_curve(buckets: pd.DataFrame) -> go.Figure:
         raise ValueError("buckets: bucket_bytes must be above 0 for a logarithmic axis")
     table = buckets.groupby(["run", "bucket_bytes"])[["step_us", "exposed_comm_us"]].median().reset_index()
     figure = _panels()
+    repeated = buckets.groupby(["run", "bucket_bytes"]).size().max() > 1
+    words = ("medians", emulated_note(buckets), "the ring marks the shortest step")
+    figure.update_layout(title_subtitle_text=" · ".join(part for part in words[not repeated :] if part))
     runs = [str(run) for run in buckets["run"].drop_duplicates()]
     for place, (run, colour) in enumerate(run_colours(runs).items()):
         rows = table[table["run"] == run]
@@ -46,7 +50,7 @@ def bucket_curve(buckets: pd.DataFrame) -> go.Figure:
 
 def _panels() -> go.Figure:
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.08, row_heights=[0.55, 0.45])
-    look = new_figure(TITLE, "medians; the ring marks the shortest step")
+    look = new_figure(TITLE)
     figure.update_layout(template=look.layout.template, title=look.layout.title, height=560)
     figure.update_xaxes(title_text="bucket size (bytes, logarithmic)", row=2, col=1)
     figure.update_yaxes(title_text="step (ms)", rangemode="tozero", row=1, col=1)

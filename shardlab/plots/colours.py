@@ -83,6 +83,14 @@ STRATEGY_COLOURS = {
 }
 
 
+def readable_on(colour: str) -> str:
+    """Black or white, whichever stands out more from ``colour`` ('#rrggbb'): WCAG 2 contrast."""
+    channels = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
+    linear = [channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4 for channel in channels]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "#000000" if (luminance + 0.05) ** 2 > 1.05 * 0.05 else "#ffffff"
+
+
 def run_colours(names: Iterable[str]) -> dict[str, str]:
     """A colour for each name: a strategy has its own, other names get the palette's unused ones in order."""
     unique = list(dict.fromkeys(names))

@@ -61,7 +61,7 @@ def run_difference(
     figure.update_layout(height=200 + len(costs) * max(44, 22 * len(strategies)))
     low = min(0.0, float(changes["percent"].min()))
     high = max(0.0, float(changes["percent"].max()))
-    figure.update_xaxes(title_text="change (%)", range=[low - 0.3 * largest, high + 0.3 * largest], ticksuffix=" %")
+    figure.update_xaxes(title_text="change", range=[low - 0.3 * largest, high + 0.3 * largest], ticksuffix=" %")
     figure.update_yaxes(categoryorder="array", categoryarray=costs, autorange="reversed", showgrid=False)
     return finish(figure, _summary(given, names))
 
@@ -104,7 +104,7 @@ def _bars(rows: pd.DataFrame, strategy: str, colour: str) -> go.Bar:
 def _words(before: str, after: str, percent: float) -> str:
     if math.isnan(percent):
         return "" if before == after else f"{before} → {after}"
-    return "" if abs(percent) < NAMED_CHANGE else f"{percent:+.0f} %"
+    return "" if abs(percent) < NAMED_CHANGE else f"{percent:+.0f} %".replace("-", "\u2212")
 
 
 def _summary(changes: pd.DataFrame, names: tuple[str, str]) -> str:

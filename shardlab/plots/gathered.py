@@ -11,13 +11,16 @@ COLUMNS = ("sample", "moment", "unit", "bytes")
 TITLE = "Gathered parameters over a step"
 
 
-def gathered_over_a_step(table: pd.DataFrame, limit_bytes: float | None = None, title: str = TITLE) -> go.Figure:
+def gathered_over_a_step(
+    table: pd.DataFrame, limit_bytes: float | None = None, title: str = TITLE, *, limit_name: str = "predicted"
+) -> go.Figure:
     """Bytes of gathered parameters as stacked bars, a bar per moment and a colour per unit.
 
     Args:
         table: of one rank, from ``experiment.gathered.gathered_table``.
         limit_bytes: a dashed line, such as what was predicted; None for none.
         title: of the figure.
+        limit_name: what the dashed line is.
 
     Raises:
         ValueError: a column is missing.
@@ -35,7 +38,10 @@ def gathered_over_a_step(table: pd.DataFrame, limit_bytes: float | None = None, 
         rows = table[(table["unit"] == unit) & (table["bytes"] > 0)]
         figure.add_trace(_bars(rows, unit, PALETTE[place % len(PALETTE)], divisor))
     if limit_bytes is not None:
-        figure.add_hline(y=limit_bytes / divisor, line={"color": INK, "width": 2, "dash": "dash"})
+        figure.add_hline(
+            y=limit_bytes / divisor, line={"color": INK, "width": 2, "dash": "dash"},
+            annotation_text=f"{limit_name}: {format_bytes(limit_bytes)}", annotation_position="top left",
+        )  # fmt: skip
     _axes(figure, table.drop_duplicates("sample"), name)
     return finish(figure, _summary(table, units, limit_bytes))
 
@@ -66,7 +72,10 @@ def _axes(figure: go.Figure, moments: pd.DataFrame, unit: str) -> None:
     figure.update_yaxes(title_text=f"gathered ({unit})", rangemode="tozero")
     backward = begins.loc[begins["moment"].str.endswith(" backward"), "sample"]
     if len(backward):
-        figure.add_vline(x=float(backward.min()) - 0.5, line={"color": INK, "width": 1, "dash": "dot"})
+        figure.add_vline(
+            x=float(backward.min()) - 0.5, line={"color": INK, "width": 1, "dash": "dot"},
+            annotation_text="backward", annotation_position="top right",
+        )  # fmt: skip
 
 
 def _summary(table: pd.DataFrame, units: list[str], limit_bytes: float | None) -> str:

@@ -36,6 +36,32 @@ def subtitle(frame: pd.DataFrame, text: str = "") -> str:
     return " · ".join(part for part in (source_note(frame), text) if part)
 
 
+def averaged(frame: pd.DataFrame, average: str) -> str:
+    """What a value of each run is the ``average`` of: 'median over 2 ranks and 5 steps'; single ones by their number.
+
+    Args:
+        frame: rows with ``label``, ``step`` and, where it has ranks, ``rank``.
+        average: 'mean' or 'median'.
+    """
+    names, counts = [], []
+    for column in ("rank", "step"):
+        if column in frame.columns and len(frame):
+            each = int(frame.groupby("label")[column].nunique().max())
+            one = frame[column].nunique() == 1
+            names.append(f"{column} {frame[column].iloc[0]}" if one else f"one {column} each")
+            counts.append(f"{each} {column}s" if each > 1 else "")
+    several = " and ".join(count for count in counts if count)
+    single = [name for name, count in zip(names, counts, strict=True) if not count]
+    return ", ".join([f"{average} over {several}", *single] if several else single)
+
+
+def emulated_note(frame: pd.DataFrame) -> str:
+    """Whether a link was emulated, of a table that may not say where its numbers come from."""
+    if "source" not in frame.columns or not (frame["source"] == "emulated").any():
+        return ""
+    return SOURCE_NOTES["emulated"]
+
+
 def listing(parts: list[str]) -> str:
     """'a, b and c'."""
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}" if parts else "none"

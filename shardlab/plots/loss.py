@@ -6,7 +6,7 @@ import plotly.graph_objects as go
 
 from shardlab.plots.colours import GRID, dash, run_colours
 from shardlab.plots.labels import labelled, labels_of, listing, subtitle
-from shardlab.plots.theme import finish, log_ticks, new_figure, nothing
+from shardlab.plots.theme import finish, log_axis, new_figure, nothing
 from shardlab.plots.thinning import thinned, thinning_note
 from shardlab.plots.units import significant
 from shardlab.tables import STEPS
@@ -17,7 +17,7 @@ SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "
 def loss_curves(steps: pd.DataFrame) -> go.Figure:
     """Loss of each run against the step.
 
-    Equal losses lie on each other; the first run is drawn wide and pale and each later one thinner, so that all show.
+    Equal losses lie on each other; the first run is drawn wide and each later one thinner, so that all show.
 
     Args:
         steps: table ``steps``.
@@ -34,19 +34,22 @@ def loss_curves(steps: pd.DataFrame) -> go.Figure:
     colours = run_colours(labels)
     for index, label in enumerate(labels):
         rows = losses[losses["label"] == label].sort_values("step", kind="stable")
-        width = max(2.0, 9.0 - 7.0 * index / max(len(labels) - 1, 1))
         figure.add_scatter(
             x=rows["step"].to_numpy(),
             y=rows["loss"].to_numpy(),
             name=label,
             mode="lines" if len(rows) > 1 else "markers",
-            opacity=0.45 if width > 6 else 1.0,
-            line={"color": colours[label], "width": width, "dash": dash(label)},
+            line={"color": colours[label], "width": nested_width(index, len(labels)), "dash": dash(label)},
             hovertemplate=f"<b>{label}</b><br>step %{{x}}<br>loss %{{y:.6f}}<extra></extra>",
         )
     figure.update_xaxes(title_text="step", tickformat="d", **_whole_steps(steps))
     figure.update_yaxes(title_text="loss")
     return finish(figure, _loss_summary(given, labels))
+
+
+def nested_width(index: int, count: int) -> float:
+    """Width of curve ``index`` of ``count`` that may lie on each other: each leaves a rim of the one below it."""
+    return 2.0 + min(3.0, 12.0 / max(count - 1, 1)) * (count - 1 - index)
 
 
 def loss_difference(steps: pd.DataFrame, reference: str = "single") -> go.Figure:
@@ -128,17 +131,22 @@ def _difference_trace(rows: pd.DataFrame, label: str, style: tuple[str, str, int
 
 
 def _difference_axis(figure: go.Figure, differences: pd.Series, floor: float) -> None:
-    """Decades as ticks; where a zero is drawn, its line is named as such."""
+    """Where a zero is drawn, its line is named as such."""
     positive = differences[differences > 0].tolist()
-    ticks = log_ticks(positive) if positive else []
-    ticks = ticks[:: 1 + len(ticks) // 8]
-    names = [f"10<sup>{round(np.log10(tick))}</sup>" for tick in ticks]
+    axis = log_axis(positive or [floor], _scientific)
     if (differences == 0).any():
-        ticks, names = [floor, *ticks], ["exactly 0", *names]
         figure.add_hline(y=floor, line={"color": GRID, "width": 2, "dash": "dash"})
-    figure.update_yaxes(type="log", title_text="|difference|", tickvals=ticks, ticktext=names)
-    if len(ticks) == 1:
-        figure.update_yaxes(range=[np.log10(floor) - 1, np.log10(floor) + 1])
+        above = [(value, text) for value, text in zip(axis["tickvals"], axis["ticktext"], strict=True) if positive]
+        axis["tickvals"], axis["ticktext"] = zip((floor, "exactly 0"), *above, strict=True)
+        axis["range"][0] = np.log10(floor) - 0.3
+    figure.update_yaxes(title_text="|difference|", **axis)
+
+
+def _scientific(value: float) -> str:
+    """'5x10^-7', with a raised exponent."""
+    factor, _, exponent = f"{value:.0e}".partition("e")
+    power = f"10<sup>{int(exponent)}</sup>"
+    return power if factor == "1" else f"{factor}\u00d7{power}"
 
 
 def _loss_summary(losses: pd.DataFrame, labels: list[str]) -> str:

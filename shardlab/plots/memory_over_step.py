@@ -16,10 +16,11 @@ from shardlab.vocabulary import Role
 TITLE = "Memory over a step"
 # From the ground up: what stays through the whole step lies below what comes and goes.
 ORDER = (
-    Role.PARAMETER, Role.MASTER_WEIGHT, Role.OPTIMIZER_STATE, Role.OFFLOADED, Role.OTHER, Role.GRADIENT,
-    Role.GATHERED_PARAMETER, Role.COMMUNICATION_BUFFER, Role.ACTIVATION, Role.WORKSPACE,
+    Role.PARAMETER, Role.MASTER_WEIGHT, Role.OPTIMIZER_STATE, Role.OFFLOADED, Role.GRADIENT, Role.GATHERED_PARAMETER,
+    Role.COMMUNICATION_BUFFER, Role.ACTIVATION, Role.OTHER, Role.WORKSPACE,
 )  # fmt: skip
 DARK = "#23272e"
+HEADROOM = 1.12  # above the highest moment, for its mark
 MIN_PHASE_SHARE = 0.07  # of the width: a narrower phase is not named
 
 
@@ -55,13 +56,15 @@ def memory_over_step(
     for role in (role for role in ORDER if role in drawn.columns and (drawn[role] > 0).any()):
         figure.add_trace(_area(times_ms, drawn[role].to_numpy(dtype=np.float64), role, divisor))
     figure.add_trace(_total(times_ms, drawn, divisor))
+    figure.add_trace(_peak(times_ms, drawn, divisor))
     _name_phases(figure, times_ms, drawn["phase"])
     predicted = _at_rest(memory, key, "predicted")
     if predicted is not None:
         _outline(figure, predicted, divisor)
     figure.update_layout(hovermode="x unified", legend_traceorder="normal", height=480, margin_t=110)
     figure.update_xaxes(title_text="time in the step (ms)", zeroline=False, showgrid=False)
-    figure.update_yaxes(title_text=f"live bytes ({unit})", rangemode="tozero")
+    top = HEADROOM * max(float(table["bytes"].max()), float(predicted or 0)) / divisor
+    figure.update_yaxes(title_text=f"live bytes ({unit})", range=[0, top])
     return finish(figure, _summary(table, _at_rest(memory, key, str(key["source"])), predicted))
 
 
@@ -92,6 +95,17 @@ def _total(times_ms: np.ndarray, drawn: pd.DataFrame, divisor: float) -> go.Scat
     )  # fmt: skip
 
 
+def _peak(times_ms: np.ndarray, drawn: pd.DataFrame, divisor: float) -> go.Scatter:
+    """A mark on the highest moment, which may last for less than a pixel."""
+    totals = drawn["bytes"].to_numpy(dtype=np.float64)
+    place = int(totals.argmax())
+    return go.Scatter(
+        x=[times_ms[place]], y=[totals[place] / divisor], mode="markers+text", name="peak",
+        text=[format_bytes(totals[place])], textposition="top center", cliponaxis=False,
+        marker={"symbol": "triangle-down", "size": 9, "color": INK, "standoff": 2}, hoverinfo="skip", showlegend=False,
+    )  # fmt: skip
+
+
 def _name_phases(figure: go.Figure, times_ms: np.ndarray, phases: pd.Series) -> None:
     """A thin line where a phase begins, and its name above where there is room."""
     names = phases.astype(str).to_numpy()
@@ -116,13 +130,15 @@ def _at_rest(memory: pd.DataFrame, key: pd.Series, source: str) -> int | None:
 
 
 def _outline(figure: go.Figure, predicted: int, divisor: float) -> None:
-    # Dark dashes on a pale line: to be seen on every colour, and on light and dark paper.
+    # Dark dashes on a pale line: to be seen on every colour, and on light and dark paper. Named beside it, for neither
+    # would be seen in the legend on both papers.
     figure.add_hline(y=predicted / divisor, line={"color": "rgba(255,255,255,0.8)", "width": 4})
     figure.add_hline(y=predicted / divisor, line={"color": DARK, "width": 2, "dash": "dash"})
-    figure.add_scatter(
-        x=[None], y=[None], mode="lines", line={"color": INK, "width": 2, "dash": "dash"},
-        name=f"predicted at rest: {format_bytes(predicted)}",
+    figure.add_annotation(
+        x=1, xref="paper", xanchor="left", y=predicted / divisor, showarrow=False, align="left", xshift=6,
+        text=f"predicted<br>at rest:<br>{format_bytes(predicted)}",
     )  # fmt: skip
+    figure.update_layout(margin_r=96)
 
 
 def _summary(table: pd.DataFrame, measured: int | None, predicted: int | None) -> str:

@@ -5,12 +5,13 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shardlab.plots.colours import COLLECTIVE_COLOURS, run_colours
-from shardlab.plots.labels import listing
+from shardlab.plots.labels import emulated_note, listing
 from shardlab.plots.loss import SYMBOLS
-from shardlab.plots.theme import finish, log_ticks, new_figure, nothing
+from shardlab.plots.theme import finish, log_axis, new_figure, nothing
 from shardlab.plots.units import format_bytes, format_us, tick
 
 TITLE = "Time of a message against its size"
+READ_AS = "marks: measured; lines: latency + bytes / bandwidth"
 COLUMNS = ("op", "bytes", "time_us", "fitted_us")
 
 
@@ -19,7 +20,8 @@ def message_times(messages: pd.DataFrame) -> go.Figure:
 
     Args:
         messages: columns ``op`` (a collective, or any name), ``bytes``, ``time_us``, ``fitted_us``
-            (from ``analysis.with_fit``); sizes and times above zero.
+            (from ``analysis.with_fit``); sizes and times above zero. ``source``, where there is one, says whether the
+            link was emulated.
 
     Raises:
         ValueError: a column is missing, or a size or time is not above zero.
@@ -31,19 +33,16 @@ def message_times(messages: pd.DataFrame) -> go.Figure:
         return nothing(TITLE, "no messages measured")
     if not (messages[["bytes", "time_us", "fitted_us"]] > 0).all(axis=None):
         raise ValueError("messages: bytes, time_us and fitted_us must be above 0 for logarithmic axes")
-    figure = new_figure(TITLE, "marks: measured; lines: latency + bytes / bandwidth")
+    figure = new_figure(TITLE, " · ".join(part for part in (emulated_note(messages), READ_AS) if part))
     ops = [str(op) for op in messages["op"].drop_duplicates()]
     colours = run_colours(ops) | {str(op): colour for op, colour in COLLECTIVE_COLOURS.items()}
     for place, op in enumerate(ops):
         rows = messages[messages["op"] == op].sort_values("bytes", kind="stable")
         _draw(figure, op, (colours[op], SYMBOLS[place % len(SYMBOLS)]), rows)
-    sizes, times = log_ticks(messages["bytes"].tolist()), log_ticks(messages["time_us"].tolist())
-    figure.update_xaxes(
-        type="log", title_text="size (bytes)", tickvals=sizes, ticktext=[tick(format_bytes(size)) for size in sizes]
-    )
-    figure.update_yaxes(
-        type="log", title_text="time", tickvals=times, ticktext=[tick(format_us(time)) for time in times]
-    )
+    sizes = log_axis(messages["bytes"].tolist(), lambda size: tick(format_bytes(size)))
+    times = log_axis([*messages["time_us"], *messages["fitted_us"]], lambda time: tick(format_us(time)))
+    figure.update_xaxes(title_text="size of a message", **sizes)
+    figure.update_yaxes(title_text="time of a message", **times)
     return finish(figure, _summary(messages, ops))
 
 

@@ -5,7 +5,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shardlab.plots.colours import EXPOSED, HIDDEN
-from shardlab.plots.labels import labelled, labels_of, listing, subtitle
+from shardlab.plots.labels import averaged, labelled, labels_of, listing, subtitle
 from shardlab.plots.stack import GAP, end_with
 from shardlab.plots.theme import finish, new_figure, nothing
 from shardlab.plots.units import format_percent, format_us
@@ -33,7 +33,7 @@ def overlap_bars(overlap_table: pd.DataFrame) -> go.Figure:
     if rows.empty:
         return nothing(TITLE, "no steps recorded")
     medians = rows.groupby("label", sort=False)[["exposed_us", "both_us", "overlap"]].median()
-    figure = new_figure(TITLE, subtitle(rows, "medians over ranks and steps; overlap at the end of the bar"))
+    figure = new_figure(TITLE, subtitle(rows, f"{averaged(rows, 'median')}; overlap at the end of the bar"))
     _bar(figure, "exposed", EXPOSED, medians["exposed_us"])
     _bar(figure, "hidden behind compute", HIDDEN, medians["both_us"])
     words = [_words(share) for share in medians["overlap"]]

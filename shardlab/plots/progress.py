@@ -9,6 +9,7 @@ import plotly.graph_objects as go
 from shardlab.analysis import at_rest
 from shardlab.plots.colours import ROLE_COLOURS, dash, run_colours
 from shardlab.plots.labels import labelled, labels_of, source_note
+from shardlab.plots.loss import nested_width
 from shardlab.plots.theme import TEMPLATE, finish, nothing
 from shardlab.plots.thinning import thinned
 from shardlab.plots.units import byte_scale, format_bytes, format_us
@@ -21,6 +22,8 @@ Trace = dict[str, Any]
 def training_progress(steps: pd.DataFrame, memory: pd.DataFrame) -> go.Figure:
     """Three panels: loss by step, time by step (the slowest rank's), and live bytes at rest by role.
 
+    Steps whose memory was traced are slower for that and have no time.
+
     Args:
         steps: table ``steps``, of one rank or of all.
         memory: table ``memory``; of each run the last sample at rest is drawn.
@@ -28,6 +31,7 @@ def training_progress(steps: pd.DataFrame, memory: pd.DataFrame) -> go.Figure:
     STEPS.check(steps)
     MEMORY.check(memory)
     rows = labelled(steps[steps["step"] >= 0])
+    rows = rows.assign(step_us=rows["step_us"].where(~rows["traced_memory"].astype("bool")))
     if rows.empty:
         return nothing(TITLE, "no step has ended yet")
     columns = ["step", "loss", "step_us"]
@@ -41,9 +45,8 @@ def training_progress(steps: pd.DataFrame, memory: pd.DataFrame) -> go.Figure:
         bars, unit = _memory_bars(held, labels)
         traces += bars
     last = curves[curves["label"] == labels[-1]].sort_values("step", kind="stable").iloc[-1]
-    words = (
-        f"{labels[-1]}, step {last['step']:.0f}: loss {last['loss']:.4f}, {format_us(float(last['step_us']))} a step"
-    )
+    length = "its memory traced" if pd.isna(last["step_us"]) else f"{format_us(float(last['step_us']))} a step"
+    words = f"{labels[-1]}, step {last['step']:.0f}: loss {last['loss']:.4f}, {length}"
     note = source_note(steps)
     # All at once: it is drawn again and again while ranks train, and plotly checks every single change anew.
     figure = go.Figure(data=traces, layout=_layout(f"{words}; {note}" if note else words, unit))
@@ -72,14 +75,14 @@ def _curves(curves: pd.DataFrame, labels: list[str]) -> list[Trace]:
     colours = run_colours(labels)
     for place, label in enumerate(labels):
         curve = curves[curves["label"] == label].sort_values("step", kind="stable")
-        width = max(2.0, 6.0 - 4.0 * place / max(len(labels) - 1, 1))
+        width = nested_width(place, len(labels))
         line = {"color": colours[label], "dash": dash(label)}
         loss = _curve(curve["step"], curve["loss"], f"<b>{label}</b><br>step %{{x}}<br>loss %{{y:.4f}}<extra></extra>")
         time = _curve(
             curve["step"], curve["step_us"] / 1e3, f"<b>{label}</b><br>step %{{x}}<br>%{{y:.1f}} ms<extra></extra>"
         )
         common = {"name": label, "legendgroup": label}
-        traces.append(loss | common | {"line": line | {"width": width}, "opacity": 0.5 if width > 4 else 1.0})
+        traces.append(loss | common | {"line": line | {"width": width}})
         traces.append(time | common | {"line": line | {"width": 2}, "showlegend": False, "xaxis": "x2", "yaxis": "y2"})
     return traces
 

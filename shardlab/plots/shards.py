@@ -16,6 +16,7 @@ from shardlab.plots.units import COUNT_UNITS, format_bytes, format_count, format
 from shardlab.tables import SHARDS
 
 MIN_LABEL_SHARE = 0.06
+PLOT_PX, LETTER_PX = 700, 6.2  # a common width of the plot; of a letter of a slanted name, along the axis
 
 
 def shard_map(shards: pd.DataFrame, run: str | None = None, role: str = "parameter") -> go.Figure:
@@ -84,6 +85,7 @@ def _slices(rows: pd.DataFrame, extents: pd.DataFrame, rank: int, divisor: float
 def _axes(figure: go.Figure, extents: pd.DataFrame, ranks: list[int], unit: tuple[float, str]) -> None:
     """Ranks downward; parameter borders as lines, and the names of those wide enough above them."""
     divisor, name = unit
+    overhang = 0.0
     for begin in extents["begin"][1:]:
         figure.add_vline(x=begin / divisor, line={"color": GRID, "width": 1})
     for parameter, extent in extents.iterrows():
@@ -93,7 +95,9 @@ def _axes(figure: go.Figure, extents: pd.DataFrame, ranks: list[int], unit: tupl
                 x=(extent["begin"] + extent["numel"] / 2) / divisor, y=1, yref="paper", yanchor="bottom",
                 text=str(parameter), showarrow=False, font_size=12, **direction,
             )  # fmt: skip
+            overhang = max(overhang, _overhang(str(parameter), extent, _end(extents)))
     figure.update_layout(barmode="overlay", height=max(346, 246 + 40 * len(ranks)), showlegend=False, margin_t=150)
+    figure.update_layout(margin_r=24 + overhang)
     figure.update_xaxes(title_text=f"element ({name})" if name else "element", range=[0, _end(extents) / divisor],
                         showgrid=False)  # fmt: skip
     figure.update_yaxes(tickvals=ranks, ticktext=[f"rank {rank}" for rank in ranks], showgrid=False,
@@ -103,6 +107,14 @@ def _axes(figure: go.Figure, extents: pd.DataFrame, ranks: list[int], unit: tupl
 def _direction(share: float) -> dict[str, Any]:
     """Of the name above a parameter: along it, or slanted from its middle where it is narrower than its name."""
     return {"textangle": 0} if share > 0.15 else {"textangle": -30, "xanchor": "left"}
+
+
+def _overhang(parameter: str, extent: pd.Series, end: int) -> float:
+    """Pixels by which a slanted name goes beyond the right end, in a picture of common width."""
+    if "xanchor" not in _direction(extent["numel"] / end):
+        return 0.0
+    beside = PLOT_PX * (1 - (extent["begin"] + extent["numel"] / 2) / end)
+    return max(0.0, float(LETTER_PX * len(parameter) - beside))
 
 
 def _summary(rows: pd.DataFrame, role: str, numel: int) -> str:

@@ -5,7 +5,7 @@ import plotly.graph_objects as go
 
 from shardlab.analysis.split import PARTS
 from shardlab.plots.colours import EXPOSED, HIDDEN, SAND, SPAN_COLOURS
-from shardlab.plots.labels import labelled, labels_of, listing, subtitle
+from shardlab.plots.labels import averaged, labelled, labels_of, listing, subtitle
 from shardlab.plots.stack import GAP, end_with
 from shardlab.plots.theme import finish, new_figure, nothing
 from shardlab.plots.units import format_us
@@ -40,7 +40,7 @@ def step_parts(split: pd.DataFrame) -> go.Figure:
     rows = labelled(split)
     means = rows.groupby("label", sort=False)[["step_us", *PARTS]].mean().astype("float64")
     communicating = rows[rows["moving_us"] + rows["waiting_us"] > 0]  # only there does it matter what the link is
-    figure = new_figure(TITLE, subtitle(communicating, "means over ranks and steps"))
+    figure = new_figure(TITLE, subtitle(communicating, averaged(rows, "mean")))
     for column, (name, colour) in STYLE.items():
         figure.add_trace(_bar(name, colour, means[column], means["step_us"]))
     words = [format_us(value) for value in means["step_us"]]

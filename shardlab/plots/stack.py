@@ -13,6 +13,7 @@ from shardlab.plots.units import byte_scale, format_bytes
 
 GAP = {"color": "rgba(255,255,255,0.45)", "width": 1}
 NARROW = 0.004  # of the picture: bars that would be all outline, which is bright on dark paper
+SEEN = 0.001  # of the longest bar: a part below that in all bars is no line of the legend
 END_TEXT_PX = 96  # room for what is written behind the longest bar
 
 
@@ -31,7 +32,8 @@ def stacked_bars(figure: go.Figure, rows: pd.DataFrame, part: str, colours: dict
     for name, colour in colours.items():
         sizes = rows[rows[part] == name].set_index("label")["bytes"].reindex(totals.index).fillna(0.0)
         if (sizes > 0).any():
-            figure.add_trace(_part(name, colour, sizes, totals, divisor))
+            is_seen = float(sizes.max()) >= SEEN * float(totals.max())
+            figure.add_trace(_part(name, colour, sizes, totals, divisor).update(showlegend=is_seen))
     words = [format_bytes(value) for value in totals]
     end_with(figure, totals / divisor, words, labels_of(rows), f"{quantity} ({unit})")
 

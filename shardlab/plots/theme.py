@@ -1,7 +1,8 @@
 """The look of every figure: transparent paper, grey ink that reads on light and on dark, sizes for a projector."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import plotly.graph_objects as go
 
@@ -9,6 +10,8 @@ from shardlab.plots.colours import GRID, INK, PALETTE
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 HEIGHT = 440
+ROOM = 1.35  # beyond the outermost values of a logarithmic axis, as a factor
+MANY_DECADES = 5  # with more, only powers of ten are named
 
 _AXIS = {
     "gridcolor": GRID,
@@ -74,8 +77,25 @@ def summary_of(figure: go.Figure) -> str:
     return str(meta["summary"]) if isinstance(meta, dict) and "summary" in meta else str(figure.layout.title.text or "")
 
 
-def log_ticks(values: Sequence[float], step: float = 10.0) -> list[float]:
-    """Powers of ``step`` that enclose the positive values: tick positions of a logarithmic axis."""
-    low, high = math.log(min(values), step), math.log(max(values), step)
-    # a hair of tolerance: log(1000, 10) is 2.9999999999999996
-    return [step**power for power in range(math.floor(low + 1e-9), math.ceil(high - 1e-9) + 1)]
+def log_ticks(values: Sequence[float]) -> list[float]:
+    """Powers of ten that enclose the positive values: tick positions of a logarithmic axis."""
+    low, high = math.log10(min(values)), math.log10(max(values))
+    # a hair of tolerance: a logarithm may be 2.9999999999999996
+    return [10.0**power for power in range(math.floor(low + 1e-9), math.ceil(high - 1e-9) + 1)]
+
+
+def log_axis(values: Sequence[float], words: Callable[[float], str]) -> dict[str, Any]:
+    """A logarithmic axis around positive values, so that each can be read off: ticks at 1, 2 and 5 times powers of ten.
+
+    Args:
+        values: that are drawn.
+        words: of a tick.
+    """
+    low, high = min(values) / ROOM, max(values) * ROOM
+    powers = log_ticks([low, high])
+    factors = (1.0, 2.0, 5.0) if len(powers) <= MANY_DECADES else (1.0,)
+    ticks = [factor * power for power in powers for factor in factors if low <= factor * power <= high]
+    return {
+        "type": "log", "range": [math.log10(low), math.log10(high)], "tickvals": ticks,
+        "ticktext": [words(tick) for tick in ticks],
+    }  # fmt: skip

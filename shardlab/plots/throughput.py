@@ -4,9 +4,9 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shardlab.plots.colours import run_colours
-from shardlab.plots.labels import listing
+from shardlab.plots.labels import emulated_note, listing
 from shardlab.plots.loss import SYMBOLS
-from shardlab.plots.theme import finish, log_ticks, new_figure, nothing
+from shardlab.plots.theme import finish, log_axis, new_figure, nothing
 from shardlab.plots.units import format_count, tick
 
 TITLE = "Throughput against the batch of a rank"
@@ -31,7 +31,8 @@ def throughput(table: pd.DataFrame) -> go.Figure:
         return nothing(TITLE, "nothing measured")
     if not (table[["rows", "tokens_per_s"]] > 0).all(axis=None):
         raise ValueError("table: rows and tokens_per_s must be above 0 for logarithmic axes")
-    figure = new_figure(TITLE, "marks: measured; lines: predicted")
+    words = (emulated_note(table), "marks: measured; lines: predicted")
+    figure = new_figure(TITLE, " · ".join(part for part in words if part))
     runs = [str(run) for run in table["run"].drop_duplicates()]
     for place, (run, colour) in enumerate(run_colours(runs).items()):
         for is_line in (True, False):
@@ -40,16 +41,9 @@ def throughput(table: pd.DataFrame) -> go.Figure:
                 figure.add_trace(_trace(rows, run, colour, None if is_line else SYMBOLS[place % len(SYMBOLS)]))
     sizes = sorted(table.loc[table["source"] != PREDICTED, "rows"].unique()) or sorted(table["rows"].unique())
     figure.update_xaxes(type="log", title_text="rows of a rank in a step (logarithmic)", tickvals=sizes, ticktext=sizes)
-    speeds = _ticks(float(table["tokens_per_s"].min()), float(table["tokens_per_s"].max()))
-    texts = [tick(format_count(speed)) for speed in speeds]
-    figure.update_yaxes(type="log", title_text="tokens a second, all ranks", tickvals=speeds, ticktext=texts)
+    speeds = log_axis(table["tokens_per_s"].tolist(), lambda speed: tick(format_count(speed)))
+    figure.update_yaxes(title_text="tokens a second, all ranks", **speeds)
     return finish(figure, _summary(table, runs))
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times the powers of ten that enclose both."""
-    powers = log_ticks([low, high])
-    return [factor * power for power in powers for factor in (1.0, 2.0, 5.0) if power < powers[-1] or factor == 1.0]
 
 
 def _trace(rows: pd.DataFrame, run: str, colour: str, symbol: str | None) -> go.Scatter:

@@ -28,12 +28,18 @@ from shardlab.plots.timeline_bars import (
 from shardlab.plots.units import format_bytes, format_percent, format_us
 from shardlab.tables import COLLECTIVES, SPANS
 
+PALE = 0.3  # opacity of what surrounds the units
 WAITS, QUEUED = "rank waits", "queued"
 STRIPS = {WAITS: "red strips: the rank waits", QUEUED: "grey strips: queued"}
 
 
 def collective_timeline(
-    collectives: pd.DataFrame, spans: pd.DataFrame, *, run: str | None = None, step: int | None = None
+    collectives: pd.DataFrame,
+    spans: pd.DataFrame,
+    *,
+    run: str | None = None,
+    step: int | None = None,
+    until_ms: float | None = None,
 ) -> go.Figure:
     """Lanes of compute and communication of one step of one run, in milliseconds from the start of the step.
 
@@ -42,6 +48,7 @@ def collective_timeline(
         spans: table ``spans``; may be empty.
         run: which run; None where the tables hold one.
         step: which step; None for the last.
+        until_ms: length of the axis of time, so that two timelines can be compared; None for that of the step.
 
     Raises:
         ValueError: no such run or step, several runs and none named, or times that cannot be true.
@@ -63,6 +70,8 @@ def collective_timeline(
     _draw_waits(figure, moved, lanes, (begin, window))
     _draw_collectives(figure, moved.assign(y=places), (begin, window))
     _axes(figure, lanes)
+    if until_ms is not None:
+        figure.update_xaxes(range=[0, until_ms])
     figure.update_layout(title_subtitle_text=subtitle(chosen, _note(figure, len(levels) + len(moved), moved)))
     return finish(figure, _summary(name, step, measures, moved, window))
 
@@ -74,6 +83,7 @@ def _note(figure: go.Figure, num_given: int, moved: pd.DataFrame) -> str:
     parts = [
         thinning_note(num_given, shown, "spans and collectives"),
         *(text for name, text in STRIPS.items() if name in drawn),
+        "pale: the model around its units" if any(trace.opacity == PALE for trace in figure.data) else "",
         "" if len(moved) else "no communication",
     ]
     return "; ".join(part for part in parts if part)
@@ -112,7 +122,7 @@ def _draw_compute(figure: go.Figure, spans: pd.DataFrame, lanes: Lanes, extent: 
                 trace = bars(merged, str(kind), colour, 0.62 if ground else 0.56)
                 if ground:  # its name would stick out between the bars on it
                     trace.update(text=None)
-                trace.update(opacity=0.3 if ground else 1.0, showlegend=not ground, legendgroup=str(kind))
+                trace.update(opacity=PALE if ground else 1.0, showlegend=not ground, legendgroup=str(kind))
                 figure.add_trace(trace)
 
 
@@ -133,7 +143,7 @@ def _draw_collectives(figure: go.Figure, moved: pd.DataFrame, extent: tuple[floa
     queued = moved[moved["start_us"] > moved["issue_us"]]
     queued = queued.assign(start_us=queued["issue_us"], end_us=queued["start_us"])
     if len(queued):
-        figure.add_trace(strips(grouped(queued, "tag", describe_queue, extent), QUEUED, GREY).update(opacity=0.7))
+        figure.add_trace(strips(grouped(queued, "tag", describe_queue, extent), QUEUED, GREY).update(opacity=0.85))
     speeds = bandwidth(moved.drop(columns="y"))["bus_gb_per_s"]
     moved = moved.assign(bus_gb_per_s=speeds)
     for op, colour in COLLECTIVE_COLOURS.items():

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from shardlab.plots.colours import readable_on
 from shardlab.plots.nesting import MAX_BARS, thin
 from shardlab.plots.stack import gaps
 from shardlab.plots.units import format_bytes, format_us
@@ -65,6 +66,7 @@ def bars(merged: pd.DataFrame, name: str, colour: str, width: float) -> go.Bar:
         text=merged["name"].tolist() if len(merged) <= MAX_NAMED else None,
         textposition="inside",
         insidetextanchor="middle",
+        insidetextfont={"color": readable_on(colour)},
         textangle=0,
         hovertext=merged["text"].tolist(),
         hovertemplate="%{hovertext}<extra></extra>",

@@ -20,7 +20,7 @@ from shardlab.vocabulary import Collective
 TITLE = "Bytes between ranks in a step"
 MAX_RANKS = 64  # beyond, a cell stands for several ranks
 MAX_WRITTEN = 16  # up to so many ranks a cell has room for its number
-SHADES = ((0.0, "#c4e3f3"), (1.0, "#00507d"))  # both ends stand out from white and from black
+SHADES = ((0.0, "#c4e3f3"), (1.0, "#3a95c9"))  # all stand out from white and from black, and black text from all
 SILENT = (Collective.RECV, Collective.BARRIER)
 
 
@@ -58,7 +58,7 @@ def traffic_matrix(
     rows = rows[rows["step"] == step]
     sent = bytes_between(with_group(rows.drop(columns="label"), axes))
     shown, names = _merged(sent)
-    note = "each row's rank sends to the column's rank"
+    note = "each row's rank sends to the column's rank; a dot is the rank itself"
     if len(shown) < len(sent):
         note = f"{len(sent)} ranks drawn as {len(shown)} groups of neighbours"
     figure = new_figure(f"{TITLE}: {label}, step {step}", subtitle(rows, note))
@@ -120,6 +120,8 @@ def _cells(sent: NDArray[np.float64], names: list[str]) -> go.Heatmap:
         colorbar={"title": {"text": unit, "side": "top"}, "outlinewidth": 0, "thickness": 14, "len": 0.9},
         text=words,
         texttemplate="%{text}" if len(names) <= MAX_WRITTEN else None,
+        textfont={"color": "#000000"},
+        showscale=len(names) > MAX_WRITTEN,
         hovertemplate="rank %{y} sends rank %{x}<br><b>%{text}</b><extra></extra>",
         hoverongaps=False,
     )

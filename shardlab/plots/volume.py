@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 
 from shardlab.analysis import wire_bytes
 from shardlab.plots.colours import COLLECTIVE_COLOURS
-from shardlab.plots.labels import labelled, listing, subtitle
+from shardlab.plots.labels import averaged, labelled, listing, subtitle
 from shardlab.plots.stack import stacked_bars
 from shardlab.plots.theme import finish, new_figure, nothing
 from shardlab.plots.units import format_bytes
@@ -34,7 +34,8 @@ def wire_volume(collectives: pd.DataFrame, runs: Sequence[str] | None = None) ->
         return nothing(TITLE, "no communication recorded")
     silent = pd.DataFrame({"label": order, "op": "", "bytes": 0.0})
     bars = pd.concat([silent, sent], ignore_index=True) if len(sent) else silent
-    figure = new_figure(TITLE, subtitle(rows, "mean over ranks and steps, by the ring formula"))
+    words = (averaged(rows, "mean"), "by the ring formula")
+    figure = new_figure(TITLE, subtitle(rows, ", ".join(part for part in words if part)))
     stacked_bars(figure, bars, "op", {str(op): colour for op, colour in COLLECTIVE_COLOURS.items()}, "bytes sent")
     return finish(figure, _summary(bars))
 

@@ -248,9 +248,13 @@ def _resting(memory: pd.DataFrame, step: int) -> dict[int, Row]:
 
 
 def _filled(table: pd.DataFrame, resting: dict[int, Row]) -> pd.DataFrame:
-    """Every row knows what its rank holds: by the last sample before it, and before the first what it held at rest."""
+    """Every row knows what its rank holds: by the last sample before it; before the first, what that begins with.
+
+    A step without samples has what was held at rest.
+    """
     filled = table.copy()
     filled[list(ROLES)] = table.groupby("rank")[list(ROLES)].ffill()
+    filled[list(ROLES)] = filled.groupby("rank")[list(ROLES)].bfill()
     for rank, held in resting.items():
         rows = filled["rank"] == rank
         filled.loc[rows, list(ROLES)] = filled.loc[rows, list(ROLES)].fillna(held)

@@ -10,6 +10,7 @@ from shardlab.plots.colours import (
     ROLE_COLOURS,
     SPAN_COLOURS,
     STRATEGY_COLOURS,
+    readable_on,
     run_colours,
 )
 from shardlab.plots.tables import column_text
@@ -48,6 +49,12 @@ def distance(first, second, deficiency):
 def contrast(first, second):
     light, dark = sorted((linear(colour) @ TO_XYZ[1] + 0.05 for colour in (first, second)), reverse=True)
     return light / dark
+
+
+def test_text_on_a_bar_is_black_or_white_whichever_reads_better():
+    for colour in {*PALETTE, *WORDS, "#c4e3f3", "#3a95c9"}:
+        other = {"#000000": "#ffffff", "#ffffff": "#000000"}[readable_on(colour)]
+        assert contrast(readable_on(colour), colour) >= max(4.5, contrast(other, colour)), colour
 
 
 @pytest.mark.parametrize("deficiency", DEFICIENCIES)

@@ -4,7 +4,9 @@ import pytest
 
 from shardlab import analysis, plots
 from shardlab.plots.colours import COLLECTIVE_COLOURS, ROLE_COLOURS, STRATEGY_COLOURS
+from shardlab.plots.labels import averaged
 from shardlab.plots.plain import plain_json
+from shardlab.plots.theme import log_axis
 from shardlab.tables import COLLECTIVES, SPANS
 from tests.plots.sample_records import BYTES_BY_ROLE, NUM_RANKS, NUM_STEPS, NUMEL, RUNS
 
@@ -47,9 +49,12 @@ def test_every_figure_has_title_summary_transparent_ground_and_finite_json(recor
 def test_axis_titles_carry_units(records):
     figures = every_figure(records)
     expected = {"rest": "(MB)", "timeline": "(ms)", "overlap": "(ms)", "volume": "(MB)", "steps": "(ms)"}
-    expected |= {"messages": "(bytes)", "shards": "(M)"}
+    expected |= {"shards": "(M)"}
     for name, unit in expected.items():
         assert unit in figures[name].layout.xaxis.title.text, name
+    messages = figures["messages"].layout  # on a logarithmic axis the unit changes from tick to tick
+    assert {text.split()[1] for text in messages.xaxis.ticktext} <= {"B", "kB", "MB"}
+    assert {text.split()[1] for text in messages.yaxis.ticktext} <= {"µs", "ms"}
 
 
 def test_memory_bars_are_the_bytes_of_the_table_in_the_colour_of_the_role(records):
@@ -142,6 +147,50 @@ def test_step_times_leave_traced_steps_out(records):
     assert bar.array[0] == pytest.approx((timed.quantile(0.75) - timed.median()) / 1e3)
 
 
+def test_training_has_no_time_for_traced_steps(records):
+    slow = records.steps.assign(step_us=records.steps["step_us"].where(~records.steps["traced_memory"], 9e9))
+    figure = plots.training_progress(slow, records.memory)
+    loss, time = (part for part in figure.data if part.name == "zero1")
+    assert list(loss.x) == list(range(NUM_STEPS))
+    assert list(time.x) == list(range(1, NUM_STEPS)), "step 0 was traced"
+    assert max(time.y) < 1e3
+    only_traced = plots.training_progress(slow[slow["step"] == 0], records.memory)
+    assert "loss 6.5" in plots.summary_of(only_traced)
+    assert "memory traced" in plots.summary_of(only_traced)
+
+
+def test_averages_say_of_what(records):
+    split = pd.DataFrame({"label": ["a"] * 4 + ["b"] * 2, "rank": [0, 0, 1, 1, 0, 1], "step": [1, 2, 1, 2, 3, 3]})
+    assert averaged(split, "mean") == "mean over 2 ranks and 2 steps"
+    assert averaged(split[split["label"] == "b"], "mean") == "mean over 2 ranks, step 3"
+    assert averaged(split.drop_duplicates(["label", "rank"]), "median") == "median over 2 ranks, one step each"
+    assert averaged(split.query("label == 'b' and rank == 1"), "mean") == "rank 1, step 3"
+    assert averaged(split[:0], "mean") == ""
+    volume = plots.wire_volume(records.collectives.query("rank == 2 and step == 3"))
+    assert volume.layout.title.subtitle.text == "rank 2, step 3, by the ring formula"
+
+
+def test_a_logarithmic_axis_encloses_its_values_and_names_1_2_and_5():
+    axis = log_axis([240.0, 22_600.0], str)
+    assert 10 ** axis["range"][0] < 240
+    assert 10 ** axis["range"][1] > 22_600
+    assert axis["tickvals"] == pytest.approx([200, 500, 1e3, 2e3, 5e3, 1e4, 2e4])
+    assert log_axis([1.0, 1e8], str)["tickvals"] == pytest.approx([10.0**power for power in range(9)])
+
+
+def test_a_slanted_name_at_the_right_end_has_room(records):
+    rows = records.shards.query("run == 'ddp' and role == 'parameter' and rank == 0")
+
+    def last_is(parameter, numel):
+        end = pd.DataFrame([{**rows.iloc[0], "parameter": parameter, "stop": numel, "shape": str(numel)}])
+        return plots.shard_map(pd.concat([rows, end]), run="ddp")
+
+    narrow = last_is("blocks.9.mlp.fc2.weight", NUMEL // 10)
+    assert narrow.layout.annotations[-1].textangle == -30
+    assert narrow.layout.margin.r > 80
+    assert last_is("blocks.9.mlp.fc2.weight", NUMEL).layout.margin.r == 24
+
+
 def test_shard_map_tiles_the_parameters(records):
     figure = plots.shard_map(records.shards, run="zero1", role="optimizer_state")
     covered = sorted((base, base + x) for part in figure.data for base, x in zip(part.base, part.x, strict=True))
@@ -175,6 +224,17 @@ def test_emulated_and_predicted_are_said(records):
     figure = plots.memory_by_role(both)
     assert "predicted by the planner" in figure.layout.title.subtitle.text
     assert "zero1 · predicted" in trace(figure, "parameter").y
+    size = np.array([1e3, 1e6])
+    messages = pd.DataFrame({"op": "all_gather", "bytes": size, "time_us": 10 + size, "source": "emulated"})
+    buckets = pd.DataFrame({"run": "r", "bucket_bytes": size, "step_us": 9e3, "exposed_comm_us": 1e3})
+    speeds = pd.DataFrame({"run": "r", "source": ["emulated", "predicted"], "rows": 1, "tokens_per_s": 9.0})
+    for drawn in (
+        plots.message_times(analysis.with_fit(messages)),
+        plots.bucket_curve(buckets.assign(source="emulated")),
+        plots.throughput(speeds),
+    ):
+        assert "emulated link" in drawn.layout.title.subtitle.text
+    assert "emulated" not in plots.bucket_curve(buckets).layout.title.subtitle.text
 
 
 def test_empty_tables_say_so(records):

@@ -59,6 +59,12 @@ def test_hover_tells_the_sum_and_the_unit(memory):
     assert area(memory_over_step(memory), "all").customdata[3] == "<b>13.0 MB</b> in blocks.1, backward"
 
 
+def test_the_highest_moment_is_marked(memory):
+    mark = area(memory_over_step(memory), "peak")
+    assert (list(mark.x), list(mark.y), list(mark.text)) == ([4], [13.0], ["13.0 MB"])
+    assert memory_over_step(memory).layout.yaxis.range[1] > 13.5
+
+
 def test_phases_are_named_where_there_is_room(memory):
     assert [note.text for note in memory_over_step(memory).layout.annotations] == ["data", "forward", "backward"]
 
@@ -70,7 +76,7 @@ def test_the_predicted_outline_is_a_dashed_line_at_what_is_held_at_rest(memory):
     line = figure.layout.shapes[-1]
     assert line.line.dash == "dash"
     assert line.y0 == pytest.approx(4.2)
-    assert area(figure, "predicted at rest: 4.20 MB").line.dash == "dash"
+    assert figure.layout.annotations[-1].text == "predicted<br>at rest:<br>4.20 MB"
     assert summary_of(figure).endswith("At rest 4.00 MB. Predicted at rest 4.20 MB.")
 
 

@@ -53,6 +53,19 @@ def test_lanes_name_ranks_compute_and_axes(records):
     assert len(names) == 2 * NUM_RANKS
 
 
+def test_what_is_drawn_is_explained_and_nothing_else(records):
+    words = collective_timeline(records.collectives, records.spans, run="ddp").layout.title.subtitle.text
+    assert words == "red strips: the rank waits; grey strips: queued; pale: the model around its units"
+    at_once = records.collectives.assign(start_us=records.collectives["issue_us"])
+    words = collective_timeline(at_once, SPANS.frame([]), run="ddp").layout.title.subtitle.text
+    assert words == ""
+
+
+def test_two_timelines_can_have_one_scale(records):
+    figure = collective_timeline(records.collectives, records.spans, run="ddp", until_ms=250.0)
+    assert figure.layout.xaxis.range == (0, 250)
+
+
 def test_summary_has_the_numbers(records):
     text = summary_of(collective_timeline(records.collectives, records.spans, run="ddp"))
     assert text.startswith("Step 9 of run ddp: 4 ranks")

@@ -84,7 +84,7 @@ def test_the_difference_view_draws_what_changed_and_names_what_did_not():
     figure = run_difference(summary(), summary(step_ms=120.0, peak_bytes=50.0), ("a", "b"))
     zero1 = next(part for part in figure.data if part.name == "zero1")
     assert dict(zip(zero1.y, zero1.x, strict=True)) == pytest.approx({"time of a step": 20, "peak": -50})
-    assert zero1.text == ("+20 %", "-50 %")
+    assert zero1.text == ("+20 %", "\u221250 %")
     assert zero1.marker.color == STRATEGY_COLOURS["zero1"]
     assert figure.layout.title.subtitle.text.startswith("unchanged: exposed communication, parameters")
     assert "zero1: time of a step 100 ms to 120 ms and peak 100 B to 50 B" in summary_of(figure)

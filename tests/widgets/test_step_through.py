@@ -45,6 +45,16 @@ def test_what_is_held_is_the_last_sample_of_the_record(events, comparison):
     assert grown["words"].str.contains("frees").all()
 
 
+def test_before_the_first_sample_a_rank_holds_what_the_step_begins_with(events):
+    """Not what it held at rest after the step before: zero_grad() has come in between."""
+    for _, mine in events.groupby("rank"):
+        first = mine[mine["words"].str.startswith("begins with")].iloc[0]
+        before = mine[mine["time_us"] <= first["time_us"]]
+        assert len(before) > 1
+        assert (before[list(ROLES)] == first[list(ROLES)]).all(axis=None)
+        assert first["gradient"] == 0
+
+
 def test_a_rank_is_in_what_began_and_has_not_ended(events):
     gathers = events.index[(events["event"] == "gathers") & (events["rank"] == 0)]
     for index in gathers[:5]:
