@@ -1,11 +1,13 @@
 """Time of a message against its size, for any verb of the communicator or a function made of them.
 
 The ranks meet before each message, and the time is the slowest rank's, from the call to the usable result. Of several
-repetitions the best is kept: on a shared machine it repeats to a few percent where a mean does not.
+repetitions the best is kept: on a shared machine it repeats to a few percent where a mean does not. All sizes take
+turns, so that a slow moment of the machine does not meet all repetitions of one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter_ns
+from typing import Any
 
 import pandas as pd
 import torch
@@ -52,27 +54,28 @@ def message_sweep(ops: Mapping[str, Op], num_bytes: Sequence[int], pool: RankPoo
     )
 
 
-def _time_all(rank: int, ops: dict[str, Op], num_bytes: list[int], repeats: int) -> list[list[list[float]]]:
+def _time_all(rank: int, ops: dict[str, Op], num_bytes: list[int], repeats: int) -> list[Any]:
     """Microseconds by op, size and repetition, on this rank."""
     del rank
     context = current()
     with Mesh({"data": context.world_size}, device=context.device) as mesh:
-        return [[_time(op, mesh, size, repeats) for size in num_bytes] for op in ops.values()]
+        tensors = [torch.zeros(size // ELEMENT_BYTES, device=mesh.device) for size in num_bytes]
+        for op in ops.values():
+            for tensor in tensors:
+                for _ in range(NUM_WARM_UPS):
+                    op(mesh.data, tensor)
+        rounds = [[[_time(op, mesh, tensor) for tensor in tensors] for op in ops.values()] for _ in range(repeats)]
+    return torch.tensor(rounds, dtype=torch.float64).permute(1, 2, 0).tolist()
 
 
-def _time(op: Op, mesh: Mesh, num_bytes: int, repeats: int) -> list[float]:
-    tensor = torch.zeros(num_bytes // ELEMENT_BYTES, device=mesh.device)
-    for _ in range(NUM_WARM_UPS):
-        op(mesh.data, tensor)
-    times_us = []
-    for _ in range(repeats):
-        mesh.data.barrier().wait()
-        _synchronise(mesh.device)
-        began_ns = perf_counter_ns()
-        op(mesh.data, tensor)
-        _synchronise(mesh.device)
-        times_us.append((perf_counter_ns() - began_ns) / 1e3)
-    return times_us
+def _time(op: Op, mesh: Mesh, tensor: torch.Tensor) -> float:
+    """Microseconds of one message on this rank."""
+    mesh.data.barrier().wait()
+    _synchronise(mesh.device)
+    began_ns = perf_counter_ns()
+    op(mesh.data, tensor)
+    _synchronise(mesh.device)
+    return (perf_counter_ns() - began_ns) / 1e3
 
 
 def _synchronise(device: torch.device) -> None:

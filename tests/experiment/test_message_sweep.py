@@ -34,7 +34,8 @@ def test_the_op_gets_every_size_warmed_up_and_repeated(pools: Pools, tmp_path: P
     message_sweep({"note": note}, [16, 32], pools(2), repeats=3)
     for rank in range(2):
         lines = (tmp_path / str(rank)).read_text().splitlines()
-        assert lines == ["torch.float32 16"] * 5 + ["torch.float32 32"] * 5
+        small, large = "torch.float32 16", "torch.float32 32"
+        assert lines == [small, small, large, large] + [small, large] * 3, "warmed up, then in turns"
 
 
 def test_the_slowest_rank_counts(pools: Pools) -> None:
