@@ -5,7 +5,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shardlab.analysis import memory_over_step as course_of
-from shardlab.plots.colours import GRID, INK, ROLE_COLOURS
+from shardlab.plots.colours import GRID, ROLE_COLOURS
 from shardlab.plots.labels import subtitle
 from shardlab.plots.theme import finish, new_figure, nothing
 from shardlab.plots.thinning import thinned, thinning_note
@@ -20,7 +20,7 @@ ORDER = (
     Role.COMMUNICATION_BUFFER, Role.ACTIVATION, Role.OTHER, Role.WORKSPACE,
 )  # fmt: skip
 DARK = "#23272e"
-HEADROOM = 1.12  # above the highest moment, for its mark
+HEADROOM = 1.16  # above the highest moment, for its mark
 MIN_PHASE_SHARE = 0.07  # of the width: a narrower phase is not named
 
 
@@ -100,9 +100,9 @@ def _peak(times_ms: np.ndarray, drawn: pd.DataFrame, divisor: float) -> go.Scatt
     totals = drawn["bytes"].to_numpy(dtype=np.float64)
     place = int(totals.argmax())
     return go.Scatter(
-        x=[times_ms[place]], y=[totals[place] / divisor], mode="markers+text", name="peak",
-        text=[format_bytes(totals[place])], textposition="top center", cliponaxis=False,
-        marker={"symbol": "triangle-down", "size": 9, "color": INK, "standoff": 2}, hoverinfo="skip", showlegend=False,
+        x=[times_ms[place]], y=[totals[place] / divisor], mode="text", name="peak",
+        text=[f"{format_bytes(totals[place])}<br>\u25bc"], textposition="top center", cliponaxis=False,
+        hoverinfo="skip", showlegend=False,
     )  # fmt: skip
 
 

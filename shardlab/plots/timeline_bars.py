@@ -43,13 +43,18 @@ def grouped(rows: pd.DataFrame, what: str, describe: Describe, extent: tuple[flo
     np.minimum.at(begins, place, start)
     np.maximum.at(ends, place, end)
     alone = rows.iloc[first[count == 1]].to_dict("records")
-    texts, names = iter([describe(row) for row in alone]), iter([str(row[what]) for row in alone])
+    texts, names = iter([describe(row) for row in alone]), iter([written(str(row[what])) for row in alone])
     return pd.DataFrame({
         "y": y[first], "start": begins / 1e3, "length": (ends - begins) / 1e3, "count": count,
         "name": [next(names) if number == 1 else "" for number in count],
         "text": [next(texts) if number == 1 else f"<b>{number} merged</b>: zoomed out too far to tell them apart"
                  for number in count],
     })  # fmt: skip
+
+
+def written(name: str) -> str:
+    """What of a name fits into a bar: of 'gradients of bucket 0' the colour of the bar says what moves."""
+    return name.rpartition(" of ")[2]
 
 
 def bars(merged: pd.DataFrame, name: str, colour: str, width: float) -> go.Bar:

@@ -61,7 +61,7 @@ def test_hover_tells_the_sum_and_the_unit(memory):
 
 def test_the_highest_moment_is_marked(memory):
     mark = area(memory_over_step(memory), "peak")
-    assert (list(mark.x), list(mark.y), list(mark.text)) == ([4], [13.0], ["13.0 MB"])
+    assert (list(mark.x), list(mark.y), list(mark.text)) == ([4], [13.0], ["13.0 MB<br>\u25bc"])
     assert memory_over_step(memory).layout.yaxis.range[1] > 13.5
 
 
