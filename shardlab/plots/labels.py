@@ -46,13 +46,14 @@ def averaged(frame: pd.DataFrame, average: str) -> str:
     names, counts = [], []
     for column in ("rank", "step"):
         if column in frame.columns and len(frame):
-            each = int(frame.groupby("label")[column].nunique().max())
+            each = frame.groupby("label")[column].nunique()
             one = frame[column].nunique() == 1
             names.append(f"{column} {frame[column].iloc[0]}" if one else f"one {column} each")
-            counts.append(f"{each} {column}s" if each > 1 else "")
-    several = " and ".join(count for count in counts if count)
+            several = f"{each.max()} {column}s" if each.min() == each.max() else f"all {column}s of each"
+            counts.append(several if each.max() > 1 else "")
+    over = " and ".join(count for count in counts if count)
     single = [name for name, count in zip(names, counts, strict=True) if not count]
-    return ", ".join([f"{average} over {several}", *single] if several else single)
+    return ", ".join([f"{average} over {over}", *single] if over else single)
 
 
 def emulated_note(frame: pd.DataFrame) -> str:

@@ -10,6 +10,7 @@ from shardlab.analysis import at_rest
 from shardlab.plots.colours import ROLE_COLOURS, dash, run_colours
 from shardlab.plots.labels import labelled, labels_of, source_note
 from shardlab.plots.loss import nested_width
+from shardlab.plots.stack import SEEN
 from shardlab.plots.theme import TEMPLATE, finish, nothing
 from shardlab.plots.thinning import thinned
 from shardlab.plots.units import byte_scale, format_bytes, format_us
@@ -112,6 +113,7 @@ def _memory_bars(held: pd.DataFrame, labels: list[str]) -> tuple[list[Trace], st
         traces.append({
             "type": "bar", "x": labels, "y": sizes / divisor, "name": words, "marker": {"color": colour},
             "customdata": [format_bytes(float(size)) for size in sizes], "xaxis": "x3", "yaxis": "y3",
+            "showlegend": bool(sizes.max() >= SEEN * table.sum().max()),
             "hovertemplate": f"<b>%{{x}}</b><br>{words}: %{{customdata}}<extra></extra>",
         })  # fmt: skip
     return traces, unit

@@ -161,10 +161,13 @@ def test_training_has_no_time_for_traced_steps(records):
 
 def test_averages_say_of_what(records):
     split = pd.DataFrame({"label": ["a"] * 4 + ["b"] * 2, "rank": [0, 0, 1, 1, 0, 1], "step": [1, 2, 1, 2, 3, 3]})
-    assert averaged(split, "mean") == "mean over 2 ranks and 2 steps"
+    assert averaged(split[split["label"] == "a"], "mean") == "mean over 2 ranks and 2 steps"
+    assert averaged(split, "mean") == "mean over 2 ranks and all steps of each"
     assert averaged(split[split["label"] == "b"], "mean") == "mean over 2 ranks, step 3"
     assert averaged(split.drop_duplicates(["label", "rank"]), "median") == "median over 2 ranks, one step each"
     assert averaged(split.query("label == 'b' and rank == 1"), "mean") == "rank 1, step 3"
+    uneven = split.drop(index=5)  # as where one process trains beside two ranks
+    assert averaged(uneven, "mean") == "mean over all ranks of each and all steps of each"
     assert averaged(split[:0], "mean") == ""
     volume = plots.wire_volume(records.collectives.query("rank == 2 and step == 3"))
     assert volume.layout.title.subtitle.text == "rank 2, step 3, by the ring formula"
