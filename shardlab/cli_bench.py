@@ -33,7 +33,7 @@ def bench(
     ] = "bucketed,zero1,fsdp,tensor_parallel",
     rounds: Annotated[
         int | None,
-        typer.Option(help="Timed steps of each engine; eight times as many for latency."),
+        typer.Option(help="Timed steps of each engine; a multiple where steps are short."),
     ] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write the rows into this file.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",

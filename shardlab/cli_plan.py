@@ -2,6 +2,7 @@
 
 import json as json_text
 from dataclasses import asdict
+from decimal import Decimal, InvalidOperation
 from math import floor, log10
 from typing import Annotated
 
@@ -42,9 +43,9 @@ def _number_of_params(text: str) -> float:
     """
     factor = FACTORS.get(text[-1:].upper())
     try:
-        # Through the shortest decimal text: 1.1 * 10**9 is no whole number in binary.
-        return float(text) if factor is None else float(f"{float(text[:-1])!r}e{factor}")
-    except ValueError:
+        # As a decimal: 1.1 * 10**9 is no whole number in binary.
+        return float(Decimal(text) if factor is None else Decimal(text[:-1]).scaleb(factor))
+    except InvalidOperation:
         raise ValueError(f"params: {text!r} is not a number, with {', '.join(FACTORS)} or without") from None
 
 

@@ -104,7 +104,8 @@ class Communicator:
         target = self._chunk(buffer, bounds) if output is None else output
         transport = self._transport
         if transport is None:
-            return self._moved_nothing(target, buffer)
+            copy_back(buffer, target)
+            return Pending()
         own_bytes = target.nbytes
         return self._submit(
             Collective.REDUCE_SCATTER,
@@ -178,7 +179,8 @@ class Communicator:
         parts_out = sizes_of(buffer, sizes, self.num_ranks)
         transport = self._transport
         if transport is None:
-            return self._moved_nothing(output, buffer)
+            copy_back(buffer, output)
+            return Pending()
         own_bytes = parts_out[self.rank] * buffer.element_size()
         return self._submit(
             Collective.ALL_TO_ALL,
@@ -293,9 +295,3 @@ class Communicator:
                 f"{field}: {rank} is not another of the {self.num_ranks} ranks on axis {self.axis!r}: it is {self.rank}"
             )
         return self._transport
-
-    @staticmethod
-    def _moved_nothing(output: Tensor, buffer: Tensor) -> Pending:
-        if output.data_ptr() != buffer.data_ptr():
-            output.copy_(buffer)
-        return Pending()

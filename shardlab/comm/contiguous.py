@@ -9,7 +9,7 @@ def flattened(tensor: Tensor) -> Tensor:
 
 
 def copy_back(flat: Tensor, tensor: Tensor) -> None:
-    """Write a result into the tensor that ``flat`` was made from, if it is a copy."""
+    """Write ``flat`` into a tensor of as many elements, unless it is that tensor's own memory."""
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))
 

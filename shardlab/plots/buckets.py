@@ -5,7 +5,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from shardlab.plots.colours import run_colours
-from shardlab.plots.labels import emulated_note
+from shardlab.plots.labels import emulated_note, joined
 from shardlab.plots.loss import SYMBOLS
 from shardlab.plots.theme import finish, new_figure, nothing
 from shardlab.plots.units import format_bytes, format_us, tick
@@ -33,9 +33,9 @@ def bucket_curve(buckets: pd.DataFrame) -> go.Figure:
         raise ValueError("buckets: bucket_bytes must be above 0 for a logarithmic axis")
     table = buckets.groupby(["run", "bucket_bytes"])[["step_us", "exposed_comm_us"]].median().reset_index()
     figure = _panels()
-    repeated = buckets.groupby(["run", "bucket_bytes"]).size().max() > 1
-    words = ("medians", emulated_note(buckets), "the ring marks the shortest step")
-    figure.update_layout(title_subtitle_text=" · ".join(part for part in words[not repeated :] if part))
+    middle = "medians" if len(table) < len(buckets) else ""
+    words = joined(emulated_note(buckets), middle, "the ring marks the shortest step")
+    figure.update_layout(title_subtitle_text=words)
     runs = [str(run) for run in buckets["run"].drop_duplicates()]
     for place, (run, colour) in enumerate(run_colours(runs).items()):
         rows = table[table["run"] == run]

@@ -33,7 +33,12 @@ def source_note(frame: pd.DataFrame) -> str:
 
 def subtitle(frame: pd.DataFrame, text: str = "") -> str:
     """``text`` after the note on the source, if there is one: a narrow figure cuts the end of the line."""
-    return " · ".join(part for part in (source_note(frame), text) if part)
+    return joined(source_note(frame), text)
+
+
+def joined(*parts: str) -> str:
+    """The parts of a subtitle that say something."""
+    return " · ".join(part for part in parts if part)
 
 
 def averaged(frame: pd.DataFrame, average: str) -> str:

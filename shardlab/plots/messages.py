@@ -5,7 +5,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shardlab.plots.colours import COLLECTIVE_COLOURS, run_colours
-from shardlab.plots.labels import emulated_note, listing
+from shardlab.plots.labels import emulated_note, joined, listing
 from shardlab.plots.loss import SYMBOLS
 from shardlab.plots.theme import finish, log_axis, new_figure, nothing
 from shardlab.plots.units import format_bytes, format_us, tick
@@ -33,7 +33,7 @@ def message_times(messages: pd.DataFrame) -> go.Figure:
         return nothing(TITLE, "no messages measured")
     if not (messages[["bytes", "time_us", "fitted_us"]] > 0).all(axis=None):
         raise ValueError("messages: bytes, time_us and fitted_us must be above 0 for logarithmic axes")
-    figure = new_figure(TITLE, " · ".join(part for part in (emulated_note(messages), READ_AS) if part))
+    figure = new_figure(TITLE, joined(emulated_note(messages), READ_AS))
     ops = [str(op) for op in messages["op"].drop_duplicates()]
     colours = run_colours(ops) | {str(op): colour for op, colour in COLLECTIVE_COLOURS.items()}
     for place, op in enumerate(ops):

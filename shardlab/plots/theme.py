@@ -77,13 +77,6 @@ def summary_of(figure: go.Figure) -> str:
     return str(meta["summary"]) if isinstance(meta, dict) and "summary" in meta else str(figure.layout.title.text or "")
 
 
-def log_ticks(values: Sequence[float]) -> list[float]:
-    """Powers of ten that enclose the positive values: tick positions of a logarithmic axis."""
-    low, high = math.log10(min(values)), math.log10(max(values))
-    # a hair of tolerance: a logarithm may be 2.9999999999999996
-    return [10.0**power for power in range(math.floor(low + 1e-9), math.ceil(high - 1e-9) + 1)]
-
-
 def log_axis(values: Sequence[float], words: Callable[[float], str]) -> dict[str, Any]:
     """A logarithmic axis around positive values, so that each can be read off: ticks at 1, 2 and 5 times powers of ten.
 
@@ -92,7 +85,7 @@ def log_axis(values: Sequence[float], words: Callable[[float], str]) -> dict[str
         words: of a tick.
     """
     low, high = min(values) / ROOM, max(values) * ROOM
-    powers = log_ticks([low, high])
+    powers = [10.0**power for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
     factors = (1.0, 2.0, 5.0) if len(powers) <= MANY_DECADES else (1.0,)
     ticks = [factor * power for power in powers for factor in factors if low <= factor * power <= high]
     return {

@@ -4,7 +4,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shardlab.plots.colours import run_colours
-from shardlab.plots.labels import emulated_note, listing
+from shardlab.plots.labels import emulated_note, joined, listing
 from shardlab.plots.loss import SYMBOLS
 from shardlab.plots.theme import finish, log_axis, new_figure, nothing
 from shardlab.plots.units import format_count, tick
@@ -31,8 +31,7 @@ def throughput(table: pd.DataFrame) -> go.Figure:
         return nothing(TITLE, "nothing measured")
     if not (table[["rows", "tokens_per_s"]] > 0).all(axis=None):
         raise ValueError("table: rows and tokens_per_s must be above 0 for logarithmic axes")
-    words = (emulated_note(table), "marks: measured; lines: predicted")
-    figure = new_figure(TITLE, " · ".join(part for part in words if part))
+    figure = new_figure(TITLE, joined(emulated_note(table), "marks: measured; lines: predicted"))
     runs = [str(run) for run in table["run"].drop_duplicates()]
     for place, (run, colour) in enumerate(run_colours(runs).items()):
         for is_line in (True, False):

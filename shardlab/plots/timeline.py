@@ -28,7 +28,6 @@ from shardlab.plots.timeline_bars import (
 from shardlab.plots.units import format_bytes, format_percent, format_us
 from shardlab.tables import COLLECTIVES, SPANS
 
-PALE = 0.3  # opacity of what surrounds the units
 WAITS, QUEUED = "rank waits", "queued"
 STRIPS = {WAITS: "red strips: the rank waits", QUEUED: "grey strips: queued"}
 
@@ -72,18 +71,18 @@ def collective_timeline(
     _axes(figure, lanes)
     if until_ms is not None:
         figure.update_xaxes(range=[0, until_ms])
-    figure.update_layout(title_subtitle_text=subtitle(chosen, _note(figure, len(levels) + len(moved), moved)))
+    figure.update_layout(title_subtitle_text=subtitle(chosen, _note(figure, levels, moved)))
     return finish(figure, _summary(name, step, measures, moved, window))
 
 
-def _note(figure: go.Figure, num_given: int, moved: pd.DataFrame) -> str:
+def _note(figure: go.Figure, levels: pd.DataFrame, moved: pd.DataFrame) -> str:
     """How to read it; where bars stand for more than one span or collective, that is said first."""
     shown = sum(len(trace.x) for trace in figure.data if trace.name not in STRIPS)
     drawn = {trace.name for trace in figure.data}
     parts = [
-        thinning_note(num_given, shown, "spans and collectives"),
+        thinning_note(len(levels) + len(moved), shown, "spans and collectives"),
         *(text for name, text in STRIPS.items() if name in drawn),
-        "pale: the model around its units" if any(trace.opacity == PALE for trace in figure.data) else "",
+        "pale: the model around its units" if levels["ground"].any() else "",
         "" if len(moved) else "no communication",
     ]
     return "; ".join(part for part in parts if part)
@@ -122,7 +121,7 @@ def _draw_compute(figure: go.Figure, spans: pd.DataFrame, lanes: Lanes, extent: 
                 trace = bars(merged, str(kind), colour, 0.62 if ground else 0.56)
                 if ground:  # its name would stick out between the bars on it
                     trace.update(text=None)
-                trace.update(opacity=PALE if ground else 1.0, showlegend=not ground, legendgroup=str(kind))
+                trace.update(opacity=0.3 if ground else 1.0, showlegend=not ground, legendgroup=str(kind))
                 figure.add_trace(trace)
 
 
