@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardlab.comm.contiguous import copy_back, flattened
 from shardlab.comm.events import CollectiveEvent, Observer
-from shardlab.comm.lanes import Job, Lane
+from shardlab.comm.lanes import Job, Lane, Start
 from shardlab.comm.parts import bounds_of, sizes_of
 from shardlab.comm.pending import Pending
 from shardlab.comm.process import Process
@@ -87,7 +87,8 @@ class Communicator:
             transport.all_reduce(flat, reduction)
             copy_back(flat, tensor)
 
-        return self._submit(Collective.ALL_REDUCE, flat, job, tag, keep=(tensor, flat))
+        start = (lambda: transport.start_all_reduce(flat, reduction)) if tensor.is_contiguous() else None
+        return self._submit(Collective.ALL_REDUCE, flat, job, tag, keep=(tensor, flat), start=start)
 
     def reduce_scatter(
         self, buffer: Tensor, output: Tensor | None = None, *, bounds: Bounds | None = None, tag: str = ""
@@ -277,13 +278,14 @@ class Communicator:
         scratch_bytes: int = 0,
         keep: tuple[Tensor, ...] = (),
         lane: Lane | None = None,
+        start: Start | None = None,
     ) -> Pending:
         lane = lane or self._lane
         if lane is None or self._transport is None:
             raise RuntimeError(f"communicator: axis {self.axis!r} is closed")
         buffers = () if buffer is None else (buffer,)
         event = self.announce(op, buffers, tag, own_chunk_bytes=own_chunk_bytes, scratch_bytes=scratch_bytes)
-        finish = lane.submit(job, event, self._observers)
+        finish = lane.submit(job, event, self._observers, start)
         return Pending(finish, keep=keep, event=event, observers=self._observers)
 
     def _chunk(self, buffer: Tensor, bounds: Bounds) -> Tensor:

@@ -86,6 +86,7 @@ class Bucketed(Engine):
         }  # fmt: skip
         for bucket in self.buckets:
             bucket.arm()
+        self._scale = 1 / self.comm.num_ranks
         self._sending = False  # some buckets have been sent, and not all have been waited for
 
     def _build_buckets(self) -> list[Bucket]:
@@ -94,7 +95,20 @@ class Bucketed(Engine):
     def _on_gradient(self, param: nn.Parameter) -> None:
         super()._on_gradient(param)
         bucket, slot = self._place[param]
-        if bucket.state is not BucketState.OPEN and self._sending:
+        if bucket.state is not BucketState.OPEN:
+            self._come_again(bucket, param)
+        assert param.grad is not None
+        if not self._sync:
+            bucket.take(slot, param.grad)
+            return
+        bucket.seal(slot, param.grad, self._scale)
+        bucket.waiting.discard(slot)
+        if not bucket.waiting:
+            self._send_complete()
+
+    def _come_again(self, bucket: Bucket, param: nn.Parameter) -> None:
+        """A gradient for a bucket that has been sent."""
+        if self._sending:
             # Ranks may differ in which buckets are complete, so adding another round here could hang them.
             raise RuntimeError(
                 f"gradient of {self._name_of(param)!r}: a second loss.backward() has come while the first is being "
@@ -102,13 +116,6 @@ class Bucketed(Engine):
             )
         if bucket.state is BucketState.REDUCED:
             self._reopen()
-        assert param.grad is not None
-        if not self._sync:
-            bucket.take(slot, param.grad)
-            return
-        bucket.seal(slot, param.grad, 1 / self.comm.num_ranks)
-        bucket.waiting.discard(slot)
-        self._send_complete()
 
     def _send_complete(self) -> None:
         """Send the buckets that are complete, in order, up to the first that is not."""
@@ -120,7 +127,7 @@ class Bucketed(Engine):
 
     def _send(self, bucket: Bucket) -> None:
         self._sending = True
-        bucket.fill(1 / self.comm.num_ranks)
+        bucket.fill(self._scale)
         bucket.pending = self._reduce(bucket)
         bucket.state = BucketState.IN_FLIGHT
 

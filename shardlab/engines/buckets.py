@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm import Pending
-from shardlab.engines.unused import mark_used, nobody_used, write_unused
+from shardlab.engines.unused import mark_all_used, nobody_used, write_unused
 from shardlab.partition.buckets import assign_buckets
 from shardlab.partition.flat import FlatLayout, ParamSpec, flat_layout, owned_layout, owned_order
 from shardlab.partition.owners import assign_owners
@@ -52,7 +52,9 @@ class Bucket:
         self.waiting: set[int] = set()  # slots whose gradient this backward still owes
         self.unused: list[int] = []  # slots this rank sent as unused
         self._sealed: set[int] = set()  # slots that hold what will be sent
-        self._first_elements: list[Tensor] = []  # of the buffer, one a piece of a parameter that some rank looks at
+        self._looked_at = [  # first element of each piece that some rank looks at
+            piece.flat_start for rank in range(layout.num_ranks) for piece in layout.pieces(rank)
+        ]
 
     @property
     def trainable(self) -> bool:
@@ -85,7 +87,8 @@ class Bucket:
         """Copy a gradient into its slot, unless it lies there, and make ``param.grad`` the slot's view."""
         if slot in self._sealed:
             return  # it will be added when the bucket is filled
-        self._allocate()
+        if self.buffer is None:
+            self._allocate()
         view = self.views[slot]
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
@@ -93,7 +96,8 @@ class Bucket:
 
     def seal(self, slot: int, gradient: Tensor, scale: float) -> None:
         """Put a gradient times ``scale`` into its slot, or add it where one is sealed already."""
-        self._allocate()
+        if self.buffer is None:
+            self._allocate()
         if slot in self._sealed:
             self.views[slot].add_(gradient, alpha=scale)
         else:
@@ -104,7 +108,7 @@ class Bucket:
     def release(self) -> None:
         """Free the buffer, once nobody needs what is in it."""
         self.buffer = None
-        self.views, self._first_elements = [], []
+        self.views = []
 
     def forget(self) -> None:
         """Give up what has been sealed."""
@@ -112,11 +116,13 @@ class Bucket:
 
     def fill(self, scale: float) -> None:
         """Complete every slot before sending; ``scale`` as in ``seal``."""
-        self._allocate()
+        if self.buffer is None:
+            self._allocate()
+        assert self.buffer is not None
         for slot, param in enumerate(self.params):
             if param.grad is not None:
                 self.seal(slot, param.grad, scale)
-        mark_used(self._first_elements)
+        mark_all_used(self.buffer, self._looked_at)
         self.unused = [slot for slot in range(len(self.params)) if slot not in self._sealed]
         for slot in self.unused:
             write_unused(self.views[slot])
@@ -130,11 +136,8 @@ class Bucket:
                 param.grad = self.views[slot]
 
     def _allocate(self) -> None:
-        if self.buffer is None:
-            self.buffer = self.new_buffer()
-            self.views = self.slots_of(self.buffer)
-            pieces = (piece for rank in range(self.layout.num_ranks) for piece in self.layout.pieces(rank))
-            self._first_elements = [self.buffer[piece.flat_start] for piece in pieces]
+        self.buffer = self.new_buffer()
+        self.views = self.slots_of(self.buffer)
 
 
 def build_buckets(

@@ -35,5 +35,5 @@ class DDP(Engine):
             param.grad = torch.empty_like(param)
             write_unused(param.grad)
         else:
-            mark_used([param.grad[(slice(0, 1),) * param.dim()]])
+            mark_used(param.grad[(slice(0, 1),) * param.dim()])
         return self.comm.all_reduce(param.grad, tag=f"gradient of {name}")

@@ -11,6 +11,7 @@ the sign of zero (IEEE 754, section 6.3): a sum is -0 only if every term is -0.
 After the reduction such an element is -0 if and only if no rank used the parameter; any one tells.
 """
 
+from collections.abc import Sequence
 from math import copysign
 
 import torch
@@ -22,9 +23,15 @@ def write_used(slot: Tensor, gradient: Tensor) -> None:
     torch.add(gradient, 0.0, out=slot)
 
 
-def mark_used(elements: list[Tensor]) -> None:
-    """The same for gradients that lie where they are reduced, of which only these elements will be looked at."""
-    torch._foreach_add_(elements, 0.0)
+def mark_used(element: Tensor) -> None:
+    """The same for a gradient that lies where it is reduced, of which only this element will be looked at."""
+    element.add_(0.0)
+
+
+def mark_all_used(buffer: Tensor, places: Sequence[int]) -> None:
+    """The same for gradients that lie in a one-dimensional buffer, of which only these elements will be looked at."""
+    indices = torch.tensor(places, dtype=torch.int64, device=buffer.device)
+    buffer.index_copy_(0, indices, buffer[indices].add_(0.0))
 
 
 def write_unused(slot: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from shardlab.analysis import attribution, overlap, what_if_free
 from shardlab.comm import CollectiveEvent
+from shardlab.comm.transports.gloo import GlooTransport
 from shardlab.launch import RankError
 from shardlab.trace.clock import clock_for
 from shardlab.trace.recorder import Recorder
@@ -123,19 +124,26 @@ class TwoBuckets(nn.Sequential):
 
 def train_with_a_sleeper(rank, setting, sleep_s):
     """The first collective of gradients in each step sleeps, after the transport has begun it."""
-    plain, slept = Recorder.started, set()
+    issued, start, slept, due = Recorder.issued, GlooTransport.start_all_reduce, set(), []
 
-    def started(self, event):
-        plain(self, event)
+    def noted(self, event):
+        issued(self, event)
         if self._phase is Phase.BACKWARD and self._step not in slept:
             slept.add(self._step)
-            time.sleep(sleep_s)
+            due.append(event)
 
-    Recorder.started = started
+    def sleepy(self, tensor, reduction):
+        finish = start(self, tensor, reduction)
+        if not due:
+            return finish
+        due.clear()
+        return lambda: (time.sleep(sleep_s), finish())
+
+    Recorder.issued, GlooTransport.start_all_reduce = noted, sleepy
     try:
         return train(rank, setting)
     finally:
-        Recorder.started = plain
+        Recorder.issued, GlooTransport.start_all_reduce = issued, start
 
 
 def sleepy_run(pool, directory, strategy, sleep_s):

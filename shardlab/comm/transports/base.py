@@ -3,6 +3,7 @@
 Every tensor is contiguous and one-dimensional. ``bounds`` are the num_ranks + 1 offsets of the ranks' chunks.
 """
 
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -19,6 +20,9 @@ class Transport(Protocol):
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
         """Reduce ``tensor`` over the group, in place."""
+
+    def start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> Callable[[], None] | None:
+        """Begin the same where it then goes on by itself, and return what waits for its end; None: it does not."""
 
     def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds) -> None:
         """Sum ``buffer`` over the group; ``output`` receives this rank's chunk and may be that part of ``buffer``."""

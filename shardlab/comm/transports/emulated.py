@@ -28,6 +28,9 @@ class EmulatedLink:
         """Ring all-reduce: 2(N-1) steps."""
         self._paced(Collective.ALL_REDUCE, tensor, lambda: self._inner.all_reduce(tensor, reduction))
 
+    def start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
+        """Not without the lane's thread, which sleeps."""
+
     def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds) -> None:
         """Ring reduce-scatter: N-1 steps."""
         self._paced(Collective.REDUCE_SCATTER, buffer, lambda: self._inner.reduce_scatter(output, buffer, bounds))

@@ -4,7 +4,8 @@ gloo's own reduce-scatter and all-gather are slow. Composed, the same result tak
 
 * reduce-scatter = every rank receives all versions of its own chunk and sums them, segment by segment, so that no more
   than (N-1) segments are held, and what is summed is still in the cache;
-* all-gather = one broadcast per rank, all in flight at once, each straight into its place; chunks may be uneven.
+* all-gather = every rank sends its chunk to every other, all in flight at once, each straight into its place; chunks
+  may be uneven.
 
 A large all-reduce goes as two halves, one for each of gloo's two threads: one travels while the other is summed.
 
@@ -13,6 +14,7 @@ by pair, so that it is deterministic and keeps the sign of zero (``engines.unuse
 starts at +0).
 """
 
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 import torch
@@ -23,7 +25,7 @@ from shardlab.comm.transports.base import Bounds, Reduction
 
 SEGMENT_BYTES = 2 * 1024**2  # of a reduce-scatter: less costs latency, more costs memory
 HALVES_FROM_BYTES = 8 * 1024**2  # of an all-reduce: a smaller one gains nothing
-REDUCE_SCATTER_TAG = 1  # so that a send of the caller's, whose tag is 0, is never taken for a segment
+REDUCE_SCATTER_TAG, ALL_GATHER_TAG = 1, 2  # so that a send of the caller's, whose tag is 0, is never taken for these
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -44,11 +46,13 @@ class GlooTransport:
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
         """Reduce in place; needs a dtype gloo can add."""
+        self.start_all_reduce(tensor, reduction)()
+
+    def start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> Callable[[], None]:
+        """gloo's own threads do it."""
         parts = tensor.chunk(2) if tensor.nbytes >= HALVES_FROM_BYTES else (tensor,)
         works = [dist.all_reduce(part, REDUCE_OPS[reduction], self._group, async_op=True) for part in parts]
-        for work in works:
-            assert work is not None
-            work.wait()
+        return lambda: _wait(works)
 
     def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds) -> None:
         """Each segment is exchanged between all pairs; then its N versions are summed."""
@@ -62,34 +66,24 @@ class GlooTransport:
             segments = [chunk[start : start + length] for chunk in chunks]
             own = segments[self._rank]
             versions = [own if rank == self._rank else room[: own.numel()] for rank, room in enumerate(received)]
-            self._exchange(segments, versions)
+            self._exchange(segments, versions, REDUCE_SCATTER_TAG)
             if own.numel():
                 _sum(versions, output[start : start + length], room=versions[1 if self._rank == 0 else 0])
 
-    def _exchange(self, segments: list[Tensor], versions: list[Tensor]) -> None:
-        """Send every other rank its segment and receive its version of this rank's; what is empty does not travel."""
+    def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor], tag: int) -> None:
+        """Send every other rank its tensor and receive the one it has for this rank; what is empty does not travel."""
         works = [
-            call(_as_bytes(tensor), group=self._group, tag=REDUCE_SCATTER_TAG, **{peer: rank})
-            for call, peer, tensors in ((dist.irecv, "group_src", versions), (dist.isend, "group_dst", segments))
+            call(_as_bytes(tensor), group=self._group, tag=tag, **{peer: rank})
+            for call, peer, tensors in ((dist.irecv, "group_src", incoming), (dist.isend, "group_dst", outgoing))
             for rank, tensor in enumerate(tensors)
             if rank != self._rank and tensor.numel()
         ]
-        for work in works:
-            assert work is not None
-            work.wait()
+        _wait(works)
 
     def all_gather(self, buffer: Tensor, bounds: Bounds) -> None:
-        """One broadcast from every rank, all in flight together."""
-        raw = _as_bytes(buffer)
-        width = buffer.element_size()
-        works = [
-            dist.broadcast(raw[start * width : stop * width], group=self._group, group_src=src, async_op=True)
-            for src, (start, stop) in enumerate(pairwise(bounds))
-            if stop > start
-        ]
-        for work in works:
-            assert work is not None
-            work.wait()
+        """Every rank sends its chunk to all others, each straight into its place."""
+        chunks = [buffer[start:stop] for start, stop in pairwise(bounds)]
+        self._exchange([chunks[self._rank]] * self._num_ranks, chunks, ALL_GATHER_TAG)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copy bytes, so every dtype travels."""
@@ -129,6 +123,12 @@ def _sum(versions: list[Tensor], output: Tensor, room: Tensor) -> None:
     total, *others = versions
     for number, version in enumerate(others, 1):
         total = torch.add(total, version, out=output if number == len(others) else room)
+
+
+def _wait(works: Iterable[dist.Work | None]) -> None:
+    for work in works:
+        assert work is not None
+        work.wait()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -27,6 +27,9 @@ class NcclTransport:
         """Reduce in place."""
         dist.all_reduce(tensor, REDUCE_OPS[reduction], self._group)
 
+    def start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
+        """Enqueued by ``all_reduce`` already."""
+
     def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds) -> None:
         """In place where ``output`` is this rank's chunk of ``buffer``."""
         chunks = _chunks(buffer, bounds)

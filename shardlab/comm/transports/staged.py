@@ -27,6 +27,9 @@ class StagedTransport:
         """Reduce in place."""
         self._through_host(tensor, lambda host: self._inner.all_reduce(host, reduction))
 
+    def start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
+        """Not without the lane's thread, which copies."""
+
     def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds) -> None:
         """Only this rank's chunk travels back to the device."""
         host = self._to_host(buffer)

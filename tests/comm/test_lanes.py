@@ -1,0 +1,115 @@
+"""Who begins a collective: the caller where nothing is under way, the lane's thread where something is."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from shardlab.comm import Mesh
+from shardlab.comm.transports.gloo import GlooTransport
+from shardlab.partition.wire import Link
+
+ELEMENTS = 64
+
+
+class Threads:
+    """An observer: (what, collective, by the caller's thread or the lane's)."""
+
+    def __init__(self):
+        self.caller, self.calls = threading.get_ident(), []
+
+    def _note(self, what, event):
+        self.calls.append((what, event.seq, "caller" if threading.get_ident() == self.caller else "lane"))
+
+    def issued(self, event):
+        self._note("issued", event)
+
+    def started(self, event):
+        self._note("started", event)
+
+    def completed(self, event):
+        self._note("completed", event)
+
+    def waited(self, event):
+        self._note("waited", event)
+
+
+def who_begins(rank, link):
+    """One alone; then three at once, the first of which is slow; then one after a reduce-scatter that is under way."""
+    watch, sums = Threads(), []
+    with Mesh({"data": 2}, link=link) as mesh, mesh.observed_by(watch):
+        for number in (1, 3):
+            tensors = [torch.full((ELEMENTS,), float(rank + at)) for at in range(number)]
+            slow = _slow_start() if number == 3 else None
+            pending = [mesh.data.all_reduce(tensor) for tensor in tensors]
+            for one in pending:
+                one.wait()
+            if slow:
+                GlooTransport.start_all_reduce = slow
+            sums.append([float(tensor.sum()) for tensor in tensors])
+        scattered, reduced = torch.ones(ELEMENTS), torch.ones(ELEMENTS)
+        pending = [mesh.data.reduce_scatter(scattered), mesh.data.all_reduce(reduced)]
+        for one in pending:
+            one.wait()
+        sums.append([float(reduced.sum())])
+    return sums, watch.calls
+
+
+def _slow_start():
+    plain = GlooTransport.start_all_reduce
+
+    def slow(self, tensor, reduction):
+        finish = plain(self, tensor, reduction)
+        return lambda: (time.sleep(0.05), finish())
+
+    GlooTransport.start_all_reduce = slow
+    return plain
+
+
+def by_whom(calls, what):
+    return [thread for called, _, thread in calls if called == what]
+
+
+def test_the_caller_begins_only_what_has_nothing_before_it(pools):
+    for sums, calls in pools(2).run(who_begins, None):
+        assert sums == [[ELEMENTS], [ELEMENTS, 3 * ELEMENTS, 5 * ELEMENTS], [2 * ELEMENTS]]
+        # 0 alone; 1 begins at once and 2 and 3 behind it do not; 4 is the reduce-scatter, and 5 waits for it.
+        assert by_whom(calls, "started")[:4] == ["caller", "caller", "lane", "lane"]
+        assert by_whom(calls, "started")[4] == "lane"
+        assert by_whom(calls, "completed") == ["lane"] * 6
+        order = [(what, seq) for what, seq, _ in calls if what in ("started", "completed")]
+        assert order == [(what, seq) for seq in range(6) for what in ("started", "completed")]
+
+
+def test_an_emulated_link_sleeps_in_the_lane(pools):
+    for sums, calls in pools(2).run(who_begins, Link(latency_us=100, bandwidth_gbps=10)):
+        assert sums == [[ELEMENTS], [ELEMENTS, 3 * ELEMENTS, 5 * ELEMENTS], [2 * ELEMENTS]]
+        assert by_whom(calls, "started") == by_whom(calls, "completed") == ["lane"] * 6
+
+
+def refused(rank):
+    """gloo has no sum of float8: the error comes from wait(), and the axis still works."""
+    with Mesh({"data": 2}) as mesh:
+        pending = mesh.data.all_reduce(torch.ones(4).to(torch.float8_e4m3fn))
+        with pytest.raises(RuntimeError):
+            pending.wait()
+        after = torch.ones(4)
+        mesh.data.all_reduce(after).wait()
+        return after.tolist()
+
+
+def test_what_cannot_begin_raises_where_it_is_waited_for(pools):
+    assert pools(2).run(refused) == [[2.0] * 4] * 2
+
+
+def made_in_inference_mode(rank):
+    with torch.inference_mode():
+        tensor = torch.ones(4)
+    with Mesh({"data": 2}) as mesh:
+        mesh.data.all_reduce(tensor).wait()
+    return tensor.tolist()
+
+
+def test_a_tensor_of_inference_mode_may_be_reduced_outside_of_it(pools):
+    assert pools(2).run(made_in_inference_mode) == [[2.0] * 4] * 2
