@@ -1,8 +1,9 @@
 """What a rank does for the bench: several engines side by side, a step of each in turn, every step timed.
 
 A machine has slow phases of up to a factor of two. Engines that take turns meet the same ones, so the ratio of two
-neighbouring steps is far steadier than the times. In each round the ranks meet before every step; a step lasts until
-the slowest rank has ended it. ``floor`` is the same training on every rank by itself: what no communication would take.
+neighbouring steps is far steadier than the times. Who comes first in a round meets other caches, so every second round
+runs backwards (A B, B A). The ranks meet before every step; a step lasts until the slowest rank has ended it. ``floor``
+is the same training on every rank by itself: what no communication would take.
 """
 
 import contextlib
@@ -60,11 +61,11 @@ def time_pair(rank: int, workload: Workload, pair: Pair, rounds: int) -> RankTim
         for turn in turns.values():
             turn.warm_up()
         step_ns: dict[str, list[int]] = {name: [] for name in turns}
-        for _ in range(rounds):
-            for name, turn in turns.items():
+        for number in range(rounds):
+            for name in turns if number % 2 == 0 else reversed(turns):
                 meet.barrier().wait()
                 began_ns = perf_counter_ns()
-                turn.step()
+                turns[name].step()
                 step_ns[name].append(perf_counter_ns() - began_ns)
             if rank == 0:
                 current().emit(RoundDone(workload.name, pair.name))
