@@ -17,6 +17,7 @@ from torch import nn
 from shardlab.comm import Mesh, Pending
 from shardlab.engines.base import Engine, OptimizerFn
 from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES, Bucket, BucketState, build_buckets
+from shardlab.engines.checks import second_backward
 from shardlab.engines.holdings import ShardRow
 from shardlab.vocabulary import Role
 
@@ -109,11 +110,7 @@ class Bucketed(Engine):
     def _come_again(self, bucket: Bucket, param: nn.Parameter) -> None:
         """A gradient for a bucket that has been sent."""
         if self._sending:
-            # Ranks may differ in which buckets are complete, so adding another round here could hang them.
-            raise RuntimeError(
-                f"gradient of {self._name_of(param)!r}: a second loss.backward() has come while the first is being "
-                "reduced; use engine.backward(loss), or engine.finish_gradients() between the two"
-            )
+            raise second_backward(self._name_of(param))
         if bucket.state is BucketState.REDUCED:
             self._reopen()
 

@@ -1,4 +1,4 @@
-"""What an engine refuses to begin with, each in one sentence that names the argument and says what to do."""
+"""What an engine refuses, each in one sentence that names the argument and says what to do."""
 
 from collections.abc import Iterable, Mapping
 
@@ -62,3 +62,14 @@ def check_optimizer_fn(optimizer_fn: object) -> None:
             f"optimizer_fn: a function of the tensors to step is needed, not a {type(optimizer_fn).__name__}; for "
             "example lambda tensors: AdamW(tensors, lr=1e-3)"
         )
+
+
+def second_backward(name: str) -> RuntimeError:
+    """What is raised when parameter ``name`` gets a gradient while its last one is being reduced.
+
+    Ranks may differ in what has been sent, so adding another round there could hang them.
+    """
+    return RuntimeError(
+        f"gradient of {name!r}: a second loss.backward() has come while the first is being reduced; use "
+        "engine.backward(loss), or engine.finish_gradients() between the two"
+    )

@@ -1,4 +1,4 @@
-"""Fully sharded data parallel. Read sharding, policy, group, order, engine."""
+"""Fully sharded data parallel. Read sharding, policy, group, order, schedule, engine."""
 
 from shardlab.engines.fsdp.build import LAYOUTS
 from shardlab.engines.fsdp.engine import FSDP

@@ -30,23 +30,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm import Communicator, Mesh
 from shardlab.engines.base import OptimizerFn
 from shardlab.engines.checkpoints.together import together
+from shardlab.engines.checks import second_backward
 from shardlab.engines.fsdp.build import Builder
 from shardlab.engines.fsdp.group import Group, owners_of_parameters
 from shardlab.engines.fsdp.materialize import materialize
-from shardlab.engines.fsdp.order import Order
 from shardlab.engines.fsdp.policy import ROOT, WrapPolicy, wrapped_modules
+from shardlab.engines.fsdp.schedule import Schedule
 from shardlab.engines.fsdp.sharding import SHARDINGS
 from shardlab.engines.offload import OFFLOADS, check_host_memory
 from shardlab.engines.precision import Precision, cast_floating, parse_precision
 from shardlab.engines.saved import saved_by_reference
 from shardlab.engines.sharded_engine import ShardedEngine
 from shardlab.engines.sharded_unit import ShardedUnit
-from shardlab.engines.trees import tensors_in
 from shardlab.meta import InitFn, reset_parameters
 from shardlab.vocabulary import Role
 
@@ -93,23 +92,19 @@ class FSDP(ShardedEngine):
         mesh = Mesh.alone() if mesh is None else mesh
         self._builder = Builder(mesh, sharding, layout, self.precision, offload, replicate_below)
         self._init_fn = init_fn or reset_parameters
-        self._in_backward = self._sending = False
-        self._reshards_after_forward = SHARDINGS[sharding].reshard_after_forward
         super().__init__(model, optimizer_fn, mesh)
-        self._hooks += [hook for group in self.groups for hook in self._watch_group(group)]
+        self._hooks += self._schedule.watch()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; units are gathered as it reaches them."""
         self._settle()
-        if self._in_backward:
-            self._order.new_pass()
-        self._in_backward = False
+        self._schedule.new_pass()
         try:
             with saved_by_reference(self.units):
                 inputs, named_inputs = cast_floating((args, kwargs), self.precision.compute)
                 return cast_floating(super().__call__(*inputs, **named_inputs), self.precision.output)
         except BaseException:
-            self._let_go()
+            self._schedule.let_go()
             raise
 
     def backward(self, loss: Tensor) -> None:
@@ -117,7 +112,7 @@ class FSDP(ShardedEngine):
         try:
             super().backward(loss)
         finally:
-            self._let_go()
+            self._schedule.let_go()
 
     def step(self) -> None:
         """One optimizer step, on the shards."""
@@ -132,7 +127,7 @@ class FSDP(ShardedEngine):
     def zero_grad(self) -> None:
         """Forget all gradients."""
         super().zero_grad()
-        self._new_round()
+        self._schedule.new_round()
 
     def unshard(self, unit: str) -> None:
         """Gather a unit by hand and hold it until ``reshard(unit)``; collective.
@@ -195,13 +190,12 @@ class FSDP(ShardedEngine):
             for name, names in members.items()
             if names
         ]
-        self._root = next((group for group in self.groups if group.name == ROOT), None)
-        self._order = Order(self.groups, self._root)
-        for group in self.groups:
-            group.arm()
-        self._group_of = {
-            param: group for group in self.groups for unit in group.units for param in unit.params.values()
-        }
+        self._schedule = Schedule(
+            self.groups,
+            prefetch=self.prefetch,
+            reshard_after_forward=SHARDINGS[self.sharding].reshard_after_forward,
+            held=lambda: self._held_by_user,
+        )
         return [unit for group in self.groups for unit in group.units]
 
     def _check_host_memory(self) -> None:
@@ -226,89 +220,14 @@ class FSDP(ShardedEngine):
             self._equalise([self.params[member] for member in members], f"parameters of {name} from rank 0")
         return self._builder.units(name, self.module, {member: self.params[member] for member in members})
 
-    def _watch_group(self, group: Group) -> list[RemovableHandle]:
-        return [
-            group.module.register_forward_pre_hook(lambda *_: self._before_forward(group)),
-            group.module.register_forward_hook(lambda _, __, output: self._after_forward(group, output)),
-        ]
-
-    def _before_forward(self, group: Group) -> None:
-        group.unshard()
-        if not self._in_backward:  # a recomputation in backward follows backward's order
-            for following in self._order.forward_of(group, self.prefetch):
-                following.start_unshard()
-
-    def _after_forward(self, group: Group, output: Any) -> None:
-        if self._in_backward:
-            return
-        if self._reshards_after_forward and not self._held_by_user:
-            group.reshard()
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda _: self._before_backward(group))
-
-    def _before_backward(self, group: Group) -> None:
-        if not self._in_backward and self._root is not None:
-            # The last unit's output may be the model's: then its hook comes before the root's. One order for both.
-            self._root.start_unshard()
-        self._in_backward = True
-        group.unshard()
-        for following in self._order.backward_of(group, self.prefetch):
-            following.start_unshard()
-
     def _on_gradient(self, param: nn.Parameter) -> None:
         super()._on_gradient(param)
-        group = self._group_of[param]
-        if group.reduced and self._sending:
-            raise RuntimeError(
-                f"gradient of {self._name_of(param)!r}: a second loss.backward() has come while the first is being "
-                "reduced; use engine.backward(loss), or engine.finish_gradients() between the two"
-            )
-        if group.reduced:
-            self._new_round()
-        group.waiting.discard(param)
-        if not group.waiting:
-            if not self._held_by_user:
-                group.reshard()
-            if self._sync:
-                self._reduce_complete()
-            else:
-                group.arm()
-
-    def _reduce_complete(self) -> None:
-        """Reduce the groups that are complete, in the order all ranks share, up to the first that is not."""
-        for group in self._order.reduction(self.groups):
-            if group.waiting:
-                return
-            self._reduce(group)
-
-    def _reduce(self, group: Group) -> None:
-        if group.reduced or not group.trainable:
-            return
-        self._sending = True
-        for earlier in self.groups:
-            earlier.finish_reduce()  # one reduction at a time, behind the backward of the next unit
-        group.start_reduce()
+        if self._schedule.comes_too_late(param):
+            raise second_backward(self._name_of(param))
+        self._schedule.gradient_came(param, reduce=self._sync)
 
     def _finish_gradients(self) -> None:
-        for group in self._order.reduction(self.groups):
-            self._reduce(group)
-        for group in self.groups:
-            group.finish_reduce()
-        self._sending = False
-        self._let_go()
-
-    def _new_round(self) -> None:
-        for group in self.groups:
-            group.reduced = False
-            group.arm()
-        self._sending = False
-
-    def _let_go(self) -> None:
-        """Reshard whatever is still gathered: unused, prefetched in vain, or left by an error."""
-        if not self._held_by_user:
-            for group in self.groups:
-                group.reshard()
+        self._schedule.finish()
 
     def _group(self, name: str) -> Group:
         for group in self.groups:
