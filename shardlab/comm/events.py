@@ -52,7 +52,7 @@ class CollectiveEvent:
 
 
 class Observer(Protocol):
-    """Whoever wants to know. Calls must be short; ``started`` and ``completed`` come from the communication thread."""
+    """Whoever wants to know. Calls must be short; ``completed``, mostly ``started`` too, come from a lane's thread."""
 
     def issued(self, event: CollectiveEvent) -> None:
         """The caller asked for the collective."""
