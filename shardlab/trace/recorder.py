@@ -116,14 +116,16 @@ class Recorder:
     def begin_span(self, unit: str, kind: SpanKind) -> None:
         """A unit starts to compute; forward inside of backward is recomputation."""
         self._open[unit, kind] = Span(unit, self._kind(kind), self._clock.mark())
-        self._tell_ledger()
+        if self._ledger is not None:
+            self._tell(self._ledger)
 
     def end_span(self, unit: str, kind: SpanKind) -> None:
         """A unit has ended; without a beginning, nothing."""
         if (span := self._open.pop((unit, kind), None)) is not None:
             span.end = self._clock.mark()
             self._spans.append(span)
-            self._tell_ledger()
+            if self._ledger is not None:
+                self._tell(self._ledger)
 
     def spent(self, since_ns: int) -> None:
         """Recording has taken from ``since_ns`` until now."""
@@ -237,9 +239,9 @@ class Recorder:
     def _forget_open(self) -> None:
         """The phase is over: a unit whose input needs no gradient was never told that its backward has ended."""
         self._open.clear()
-        self._tell_ledger()
-
-    def _tell_ledger(self) -> None:
-        """The unit that began last and has not ended is the one that holds what is now made."""
         if self._ledger is not None:
-            self._ledger.unit = next(reversed(self._open), (WHOLE_MODEL, None))[0]
+            self._tell(self._ledger)
+
+    def _tell(self, ledger: MemoryLedger) -> None:
+        """The unit that began last and has not ended is the one that holds what is now made."""
+        ledger.unit = next(reversed(self._open), (WHOLE_MODEL, None))[0]

@@ -25,6 +25,8 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 def without(span: Interval, holes: Sequence[Interval]) -> list[Interval]:
     """What is left of ``span`` outside of ``holes``, which are merged."""
     start, end = span
+    if not holes or end <= holes[0][0] or start >= holes[-1][1]:  # most spans of a step
+        return [span] if end > start else []
     pieces = []
     place = max(bisect_right(holes, start, key=lambda hole: hole[0]) - 1, 0)
     for hole_start, hole_end in holes[place:]:
