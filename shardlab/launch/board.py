@@ -84,7 +84,8 @@ class BoardWriter:
         self._version = 0
         self._in_flight: dict[int, CollectiveEvent] = {}
         self._ended: CollectiveEvent | None = None
-        self._seen: SeenCall | None = None
+        self._seen: SeenCall | None = None  # in the last look
+        self._shown: CollectiveEvent | SeenCall | None = None
 
     def issued(self, event: CollectiveEvent) -> None:
         """Show the collective unless an older one is still in flight."""
@@ -111,17 +112,19 @@ class BoardWriter:
         """Nothing."""
 
     def seen(self, call: SeenCall | None) -> None:
-        """Show a collective that was called past the communicator (``stack.py``); None when it has returned.
+        """One look at the rank's stack: a collective called past the communicator (``stack.py``), or None.
 
-        What a communicator reports goes first: it knows more of the same collective.
+        It is shown from the second look on that meets it: what passes between two looks holds nobody up, and a look
+        into the middle of a communicator's own code, whose events say the same better, would leave a wrong name behind.
         """
         with self._lock:
             before, self._seen = self._seen, call
-            if not self._in_flight and call is not before:
-                if call is not None:
-                    self._write(call, CallState.ISSUED)
-                elif before is not None:
-                    self._write(before, CallState.COMPLETED)
+            if self._in_flight:  # what a communicator reports goes first: it knows more of the same collective
+                return
+            if call is not None and call is before and call is not self._shown:
+                self._write(call, CallState.ISSUED)
+            elif before is not None and call is not before and before is self._shown:
+                self._write(before, CallState.COMPLETED)
 
     def failed(self, call: SeenCall | None) -> None:
         """The rank's function raised inside ``call``, or inside the collective the slot shows."""
@@ -136,10 +139,11 @@ class BoardWriter:
         """Forget everything: a new function starts, and what the last one left unfinished is not its doing."""
         with self._lock:
             self._in_flight.clear()
-            self._seen = self._ended = None
+            self._seen = self._ended = self._shown = None
             self._put(bytes(_BODY.size))
 
     def _write(self, call: CollectiveEvent | SeenCall, state: CallState) -> None:
+        self._shown = call
         texts = (call.op, call.axis, call.dtype, call.tag, call.source_line[-_TEXT_BYTES[-1] :])
         packed = (text.encode()[:size] for text, size in zip(texts, _TEXT_BYTES, strict=True))
         self._put(_BODY.pack(call.seq, int(call.issue_ns), call.numel, state, *packed))

@@ -93,8 +93,14 @@ def _call_of(frames: Iterable[Frame]) -> SeenCall:
             source_line = f"{file}:{line}"
             break
         if _is_collective_file(file):
-            op = frame.f_code.co_name  # the outermost: all_gather_object, not the all_gather inside it
+            op = _name_of(frame)  # the outermost: all_gather_object, not the all_gather inside it
     return SeenCall(op, source_line, perf_counter_ns())
+
+
+def _name_of(frame: FrameType) -> str:
+    """The function's name; a class's where its objects are made, so ``Mesh`` and not ``__init__``."""
+    name = frame.f_code.co_qualname.removesuffix(".__init__")
+    return name.rpartition(".")[2]
 
 
 class _Mark:

@@ -63,20 +63,47 @@ def test_equal_events_of_two_communicators_are_two(tmp_path):
     assert shown(board) == (CallState.ISSUED, 0)
 
 
-def test_calls_past_the_communicator_show_only_when_it_is_idle(tmp_path):
+def call(op="barrier"):
+    return SeenCall(op, "cell:1", float(perf_counter_ns()))
+
+
+def test_calls_past_the_communicator_show_from_the_second_look_and_only_when_it_is_idle(tmp_path):
     board, writer = make(tmp_path)
-    call = SeenCall("barrier", "cell:1", float(perf_counter_ns()))
-    writer.seen(call)
-    assert board.read()[1].op == "barrier"
+    barrier = call()
+    writer.seen(barrier)
+    assert board.read()[1].state is CallState.NONE
+    writer.seen(barrier)
+    assert (board.read()[1].op, board.read()[1].state) == ("barrier", CallState.ISSUED)
     one = event(4)
     writer.issued(one)
-    writer.seen(None)
+    writer.seen(barrier)
     assert shown(board) == (CallState.ISSUED, 4)
     writer.completed(one)
-    writer.seen(call)
+    writer.seen(barrier)
+    assert (board.read()[1].op, board.read()[1].state) == ("barrier", CallState.ISSUED)
     writer.failed(None)
     writer.seen(None)
-    assert board.read()[1].state is CallState.COMPLETED
+    assert (board.read()[1].op, board.read()[1].state) == ("barrier", CallState.COMPLETED)
+
+
+def test_a_call_that_was_seen_does_not_come_back_over_what_came_after_it(tmp_path):
+    board, writer = make(tmp_path)
+    mesh = call("Mesh")
+    for _ in range(2):
+        writer.seen(mesh)
+    writer.issued(one := event(4))
+    writer.completed(one)
+    writer.seen(None)
+    assert shown(board) == (CallState.COMPLETED, 4)
+
+
+def test_a_look_into_a_communicators_own_code_leaves_no_name_behind(tmp_path):
+    board, writer = make(tmp_path)
+    writer.issued(one := event(4))
+    writer.completed(one)
+    writer.seen(call("wait"))  # done, and its caller not awake yet
+    writer.seen(None)
+    assert shown(board) == (CallState.COMPLETED, 4)
 
 
 def test_clear_forgets_what_is_in_flight(tmp_path):

@@ -224,6 +224,17 @@ def test_skipped_collective_of_torch_itself():
         assert ": dist.all_reduce(torch.ones(4))" in caught.value.table
 
 
+def test_mesh_that_not_all_ranks_make():
+    def make(rank):
+        if rank == 1:
+            Mesh({"data": 2})
+
+    with RankPool(2, device="cpu", timeout_s=1.0) as pool:
+        with pytest.raises(RankHang, match=r"rank 1 in Mesh at .*failures.py:\d+.*rank 0 \(returned\)") as caught:
+            pool.run(make)
+        assert caught.value.waiting == (1,)
+
+
 def test_wait_in_a_communicator_that_nobody_observes():
     def wait(rank):
         if rank == 1:
