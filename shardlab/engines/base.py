@@ -233,7 +233,7 @@ class Engine(EngineState, ABC):
             if isinstance(value, Tensor)
         ]  # fmt: skip
         return {
-            Role.PARAMETER: [param.detach() for param in self.params.values()],
+            Role.PARAMETER: list(self.params.values()),
             Role.GRADIENT: [param.grad for param in self.params.values() if param.grad is not None],
             Role.OPTIMIZER_STATE: [value for key, value in states if key != "step"],
             Role.OTHER: [value for key, value in states if key == "step"] + list(self.module.buffers()),

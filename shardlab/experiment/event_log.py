@@ -13,7 +13,6 @@ Inside a training step the recorder (``trace``) does this and more.
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import isfinite
-from typing import Any
 
 import pandas as pd
 import torch
@@ -21,9 +20,10 @@ import torch
 from shardlab.comm import CollectiveEvent, Mesh
 from shardlab.tables import COLLECTIVES
 from shardlab.trace.clock import clock_for
+from shardlab.trace.entries import in_us
+from shardlab.trace.rows import Row, collective_columns
 from shardlab.vocabulary import Phase
 
-Row = dict[str, Any]
 TIMES = ["issue_us", "start_us", "end_us", "wait_start_us", "wait_end_us"]
 
 
@@ -44,7 +44,16 @@ class EventLog:
     def rows(self) -> list[Row]:
         """One row per collective so far, in the order of issue; all must have ended. Times count from the boot."""
         self._clock.settle()
-        return [self._row(seq, event) for seq, event in enumerate(self._events)]
+        columns = in_us(
+            collective_columns([(event, Phase.SETUP) for event in self._events], 0, self._clock, origin_ns=0)
+        )
+        return [
+            {
+                "run": self._run, "source": "emulated" if event.emulated else "measured", "rank": self._rank, "step": 0,
+                **dict(zip(columns, values, strict=True)),
+            }
+            for event, *values in zip(self._events, *columns.values(), strict=True)
+        ]  # fmt: skip
 
     def issued(self, event: CollectiveEvent) -> None:
         """Keep it; its times are filled in later."""
@@ -58,19 +67,6 @@ class EventLog:
 
     def waited(self, event: CollectiveEvent) -> None:
         """Its times are in the event."""
-
-    def _row(self, seq: int, event: CollectiveEvent) -> Row:
-        begin, end = event.start_ns, event.end_ns
-        if event.device_times is not None:
-            begin, end = (self._clock.resolve(mark) for mark in event.device_times)
-        times_ns = (event.issue_ns, begin, end, event.wait_start_ns, event.wait_end_ns)
-        return {
-            "run": self._run, "source": "emulated" if event.emulated else "measured", "rank": self._rank, "step": 0,
-            "seq": seq, "axis": event.axis, "op": event.op, "tag": event.tag, "phase": Phase.SETUP,
-            "dtype": event.dtype, "numel": event.numel, "bytes": event.num_bytes, "wire_bytes": event.wire_bytes,
-            "group_size": event.group_size, "transport": event.transport,
-            **{name: time_ns / 1e3 for name, time_ns in zip(TIMES, times_ns, strict=True)},
-        }  # fmt: skip
 
 
 @contextmanager

@@ -19,7 +19,8 @@ from shardlab.models import build_model
 from shardlab.partition.wire import Link
 from shardlab.trace.clock import clock_for
 from shardlab.trace.recorder import Recorder
-from shardlab.trace.store import Row, RunWriter
+from shardlab.trace.rows import Row
+from shardlab.trace.store import RunWriter
 from shardlab.trace.units import watch_units
 from shardlab.vocabulary import Phase, SpanKind
 

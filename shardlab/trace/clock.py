@@ -4,12 +4,13 @@ On CPU a mark is that number. On CUDA a mark is an event on the current stream, 
 step runs; after the step the events are resolved against one event whose host time is known.
 """
 
+from collections.abc import Sequence
 from time import perf_counter_ns
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
-Mark = float | torch.cuda.Event
+Mark = int | torch.cuda.Event
 
 
 class Clock(Protocol):
@@ -18,7 +19,7 @@ class Clock(Protocol):
     def mark(self) -> Mark:
         """Now, in the order of the compute."""
 
-    def resolve(self, mark: Mark) -> float:
+    def resolve(self, marks: Sequence[Mark]) -> Sequence[int]:
         """Nanoseconds of ``time.perf_counter_ns``; after the step."""
 
     def settle(self) -> None:
@@ -28,14 +29,11 @@ class Clock(Protocol):
 class HostClock:
     """For compute on the CPU."""
 
-    def mark(self) -> Mark:
-        """The host's time."""
-        return perf_counter_ns()
+    mark = staticmethod(perf_counter_ns)
 
-    def resolve(self, mark: Mark) -> float:
-        """The mark itself."""
-        assert not isinstance(mark, torch.cuda.Event)
-        return mark
+    def resolve(self, marks: Sequence[Mark]) -> Sequence[int]:
+        """The marks themselves."""
+        return cast("Sequence[int]", marks)
 
     def settle(self) -> None:
         """Host marks are there at once."""
@@ -57,11 +55,9 @@ class CudaClock:
         event.record()
         return event
 
-    def resolve(self, mark: Mark) -> float:
-        """Host time of an event that has happened."""
-        if isinstance(mark, torch.cuda.Event):
-            return self._zero_ns + float(self._zero.elapsed_time(mark)) * 1e6
-        return mark
+    def resolve(self, marks: Sequence[Mark]) -> Sequence[int]:
+        """Host times of events that have happened."""
+        return [self._zero_ns + int(self._zero.elapsed_time(cast("torch.cuda.Event", mark)) * 1e6) for mark in marks]
 
     def settle(self) -> None:
         """The step is over: waiting here no longer disturbs what was measured."""
@@ -71,23 +67,3 @@ class CudaClock:
 def clock_for(device: torch.device) -> Clock:
     """The clock of a device's compute."""
     return CudaClock() if device.type == "cuda" else HostClock()
-
-
-class TimeAxis:
-    """Microseconds since the start of the run, on one axis for all ranks of a host.
-
-    Args:
-        clock: of the compute.
-        origin_ns: ``time.perf_counter_ns`` at the start of the run, the same on all ranks.
-    """
-
-    def __init__(self, clock: Clock, origin_ns: int) -> None:
-        self._clock, self._origin_ns = clock, origin_ns
-
-    def mark_us(self, mark: Mark) -> float:
-        """When a mark was made; after the step."""
-        return (self._clock.resolve(mark) - self._origin_ns) / 1e3
-
-    def host_us(self, time_ns: float) -> float:
-        """A host time on this axis; NaN stays NaN."""
-        return (time_ns - self._origin_ns) / 1e3

@@ -1,4 +1,4 @@
-"""The recorder of one rank: it listens, and writes table rows when a step is over.
+"""The recorder of one rank: it listens, and writes what it has heard when a step is over.
 
 It observes the communicators, the units of the module and the phases of the training step. Nothing it does changes a
 number or synchronises a stream inside a step. It adds up all the time it takes itself, for the manifest. What is
@@ -16,22 +16,31 @@ from shardlab.analysis.memory import PEAK, REST
 from shardlab.comm import CollectiveEvent
 from shardlab.tables import COLLECTIVES, MEMORY, SHARDS, SPANS, STEPS
 from shardlab.trace.allocator import Allocator
-from shardlab.trace.clock import Clock, Mark, TimeAxis
+from shardlab.trace.clock import Clock, Mark
+from shardlab.trace.entries import Columns
 from shardlab.trace.memory import ByRole, LiveTensors, MemoryLedger, Moment, bytes_by_role, on_device
 from shardlab.trace.resident import ResidentBytes
-from shardlab.trace.rows import Span, collective_row, memory_rows, span_rows, traffic, unit_place
-from shardlab.trace.store import Row, RunWriter
+from shardlab.trace.rows import (
+    Row,
+    Span,
+    collective_columns,
+    columns_of,
+    memory_rows,
+    span_columns,
+    unit_place,
+)
+from shardlab.trace.store import RunWriter
 from shardlab.vocabulary import WHOLE_MODEL, Phase, SpanKind
 
 BEFORE_TRAINING = -1
 # What is held at rest settles in the first steps (optimizer state appears in step 0). Reading it means touching every
-# tensor, the dearest part of recording, so later it is read at every eighth step: the same steps on every rank.
+# tensor, the dearest part of recording, so later it is read at every sixteenth step: the same steps on every rank.
 ALWAYS_AT_REST = 2
-EVERY_AT_REST = 8
+EVERY_AT_REST = 16
 
 
 class Recorder:
-    """Turns what happens on one rank into rows.
+    """Turns what happens on one rank into entries of its stream.
 
         recorder = Recorder(writer, clock, origin_ns, device=device)
         with mesh.observed_by(recorder):
@@ -42,7 +51,7 @@ class Recorder:
             recorder.finish_step(loss, grad_norm, learning_rate, num_tokens)
 
     Args:
-        writer: takes the rows.
+        writer: takes the entries.
         clock: of the compute.
         origin_ns: ``time.perf_counter_ns`` at the start of the run, the same on all ranks.
         device: of the compute; on CUDA peaks are the allocator's, and what it holds beside tensors is recorded too.
@@ -51,18 +60,18 @@ class Recorder:
     def __init__(self, writer: RunWriter, clock: Clock, origin_ns: int, *, device: torch.device) -> None:
         self.live_tensors: Callable[[], LiveTensors] = dict
         """The engine's tensors by role, asked at the end of a step."""
-        self._writer, self._clock, self._axis = writer, clock, TimeAxis(clock, origin_ns)
+        self._writer, self._clock, self._origin_ns = writer, clock, origin_ns
         self._device, self._on_cuda = device, device.type == "cuda"
         self._phase = Phase.SETUP
         self._step = BEFORE_TRAINING
         self._seq = 0
         self._events: list[tuple[CollectiveEvent, Phase]] = []
         self._spans: list[Span] = []
-        self._open: dict[tuple[str, SpanKind], Span] = {}
+        self._open: dict[tuple[str, SpanKind], tuple[SpanKind, Mark]] = {}
         self._memory: list[Row] = []
         self._ledger: MemoryLedger | None = None
         self._resident_bytes = ResidentBytes()
-        self._begin: Mark = 0.0
+        self._begin: Mark = 0
         self._end: Mark | None = None
         self._cost_ns = 0
         self._cost_share_ns = [0, 0]  # of recording and of the steps themselves
@@ -115,15 +124,14 @@ class Recorder:
 
     def begin_span(self, unit: str, kind: SpanKind) -> None:
         """A unit starts to compute; forward inside of backward is recomputation."""
-        self._open[unit, kind] = Span(unit, self._kind(kind), self._clock.mark())
+        self._open[unit, kind] = (self._kind(kind), self._clock.mark())
         if self._ledger is not None:
             self._tell(self._ledger)
 
     def end_span(self, unit: str, kind: SpanKind) -> None:
         """A unit has ended; without a beginning, nothing."""
-        if (span := self._open.pop((unit, kind), None)) is not None:
-            span.end = self._clock.mark()
-            self._spans.append(span)
+        if (begun := self._open.pop((unit, kind), None)) is not None:
+            self._spans.append((unit, *begun, self._clock.mark()))
             if self._ledger is not None:
                 self._tell(self._ledger)
 
@@ -165,26 +173,26 @@ class Recorder:
         """Its times are in the event."""
 
     def finish_step(self, loss: float, grad_norm: float, learning_rate: float, num_tokens: int) -> None:
-        """Write the rows of the step that has ended, all at once: a killed run has a step whole or not at all."""
+        """Write the step that has ended, all at once: a killed run has a step whole or not at all."""
         began_ns = perf_counter_ns()
         self._clock.settle()
         assert self._end is not None
-        step_us = self._axis.mark_us(self._end) - self._axis.mark_us(self._begin)
-        collectives = self._collectives()
-        spans = span_rows(self._spans, collectives, self._axis)
+        begin_ns, end_ns = self._clock.resolve((self._begin, self._end))
         step: Row = {
-            "loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate, "step_us": step_us,
+            "loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate, "step_ns": end_ns - begin_ns,
             "peak_bytes": self._peak(), "num_tokens": num_tokens, "traced_memory": self._ledger is not None,
-            **traffic(collectives, spans),
         }  # fmt: skip
-        self._writer.append(
-            self._step,
-            {COLLECTIVES.name: collectives, SPANS.name: spans, MEMORY.name: self._memory, STEPS.name: [step]},
-        )
+        tables = {
+            COLLECTIVES.name: self._collectives(),
+            SPANS.name: span_columns(self._spans, self._clock, self._origin_ns),
+            MEMORY.name: columns_of(self._memory),
+            STEPS.name: columns_of([step]),
+        }
+        self._writer.append(self._step, tables)
         self.spent(began_ns)
         if self._ledger is None and self._step > 0:
             self._cost_share_ns[0] += self._cost_ns
-            self._cost_share_ns[1] += int(step_us * 1e3)
+            self._cost_share_ns[1] += end_ns - begin_ns
         self._ledger = None
 
     @property
@@ -198,16 +206,16 @@ class Recorder:
 
     def write_shards(self, rows: list[Row]) -> None:
         """Write who holds what."""
-        self._writer.append(self._step, {SHARDS.name: rows})
+        self._writer.append(self._step, {SHARDS.name: columns_of(rows)})
 
     def _write_setup(self) -> None:
         self._clock.settle()
         self._writer.append(BEFORE_TRAINING, {COLLECTIVES.name: self._collectives()})
 
-    def _collectives(self) -> list[Row]:
+    def _collectives(self) -> Columns:
         first = self._seq
         self._seq += len(self._events)
-        return [collective_row(event, phase, seq, self._axis) for seq, (event, phase) in enumerate(self._events, first)]
+        return collective_columns(self._events, first, self._clock, self._origin_ns)
 
     def _peak(self) -> int | None:
         allocator = Allocator.peak(self._device) if self._on_cuda else Allocator()
@@ -222,12 +230,12 @@ class Recorder:
 
     def _course(self, moment: Moment) -> list[Row]:
         """Rows of a moment within the step; nobody read the process' resident set then."""
-        time_us = self._axis.host_us(moment.time_ns)
-        return memory_rows(unit_place(moment.unit), moment.by_role, time_us, moment.phase, None, Allocator())
+        time_ns = moment.time_ns - self._origin_ns
+        return memory_rows(unit_place(moment.unit), moment.by_role, time_ns, moment.phase, None, Allocator())
 
     def _sample(self, where: str, held: ByRole, time_ns: int, phase: Phase, allocator: Allocator) -> None:
-        time_us, resident_bytes = self._axis.host_us(time_ns), self._resident_bytes()
-        self._memory += memory_rows(where, held, time_us, phase, resident_bytes, allocator)
+        since_ns, resident_bytes = time_ns - self._origin_ns, self._resident_bytes()
+        self._memory += memory_rows(where, held, since_ns, phase, resident_bytes, allocator)
 
     def _live(self) -> LiveTensors:
         return on_device(self.live_tensors(), "cuda") if self._on_cuda else self.live_tensors()

@@ -1,76 +1,78 @@
-"""Rows of one step, made when it is over, from what the recorder has heard."""
+"""What the recorder has heard in a step, as columns of its entry (``entries.py``): handed on, not worked on."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from operator import attrgetter
+from typing import Any
 
 from shardlab.analysis.memory import WHOLE_STEP
-from shardlab.analysis.overlap import COMPUTE_KINDS
 from shardlab.comm import CollectiveEvent
 from shardlab.trace.allocator import Allocator
-from shardlab.trace.clock import Mark, TimeAxis
+from shardlab.trace.clock import Clock, Mark
+from shardlab.trace.entries import Columns
 from shardlab.trace.memory import ByRole
-from shardlab.trace.spans import Interval, exposure, merged, without
-from shardlab.trace.store import Row
-from shardlab.vocabulary import WHOLE_MODEL, Phase, SpanKind
+from shardlab.vocabulary import Phase, SpanKind
+
+Row = dict[str, Any]
+Span = tuple[str, SpanKind, Mark, Mark]
+"""A unit at work from one mark of the clock to another."""
+
+_FACTS = ("axis", "op", "tag", "dtype", "numel", "bytes", "wire_bytes", "group_size", "transport")
+_TIMES = ("issue_ns", "start_ns", "end_ns", "wait_start_ns", "wait_end_ns")
+# A column at a time, in C: making a dict of every event takes several times as long.
+_facts_of = attrgetter(*("num_bytes" if name == "bytes" else name for name in _FACTS))
+_times_of = attrgetter(*_TIMES)
 
 
-@dataclass(slots=True)
-class Span:
-    """A unit at work, in marks of the clock."""
+def collective_columns(
+    events: Sequence[tuple[CollectiveEvent, Phase]], first_seq: int, clock: Clock, origin_ns: int
+) -> Columns:
+    """Columns of ``collectives``; on a stream the times are the device's, else those of the lane.
 
-    unit: str
-    kind: SpanKind
-    begin: Mark
-    end: Mark | None = None
-
-
-def collective_row(event: CollectiveEvent, phase: Phase, seq: int, axis: TimeAxis) -> Row:
-    """The row of one collective; on a stream its device times, else those of the lane."""
-    start_us, end_us = axis.host_us(event.start_ns), axis.host_us(event.end_ns)
-    if event.device_times is not None:
-        start_us, end_us = (axis.mark_us(mark) for mark in event.device_times)
+    Args:
+        events: all of them ended, with the phase in which each was issued.
+        first_seq: position of the first among the rank's collectives.
+        clock: of the compute, settled.
+        origin_ns: from where times count.
+    """
+    if not events:
+        return {}
+    heard, phases = zip(*events, strict=True)
+    for event in heard:
+        if event.device_times is not None:
+            event.start_ns, event.end_ns = clock.resolve(event.device_times)
+    facts = zip(_FACTS, zip(*map(_facts_of, heard), strict=True), strict=True)
+    times = zip(_TIMES, zip(*map(_times_of, heard), strict=True), strict=True)
     return {
-        "seq": seq, "axis": event.axis, "op": event.op, "tag": event.tag, "phase": phase, "dtype": event.dtype,
-        "numel": event.numel, "bytes": event.num_bytes, "wire_bytes": event.wire_bytes,
-        "group_size": event.group_size, "transport": event.transport, "issue_us": axis.host_us(event.issue_ns),
-        "start_us": start_us, "end_us": end_us,
-        "wait_start_us": axis.host_us(event.wait_start_ns), "wait_end_us": axis.host_us(event.wait_end_ns),
+        "seq": list(range(first_seq, first_seq + len(heard))), "phase": phases,
+        **dict(facts), **{name: _since(origin_ns, column) for name, column in times},
     }  # fmt: skip
 
 
-def span_rows(spans: Iterable[Span], collectives: Iterable[Row], axis: TimeAxis) -> list[Row]:
-    """The spans without the times in them when the rank only waited for a collective: one row for each piece."""
-    # A collective that nobody waited for has NaN there, which is not above anything.
-    waits = merged(
-        (row["wait_start_us"], row["wait_end_us"]) for row in collectives if row["wait_end_us"] > row["wait_start_us"]
-    )
-    return [
-        {"unit": span.unit, "kind": span.kind, "start_us": start, "end_us": end}
-        for span in spans
-        for start, end in without(_bounds(span, axis), waits)
-    ]
-
-
-def traffic(collectives: Sequence[Row], spans: Iterable[Row]) -> Row:
-    """The columns of table ``steps`` that tell of communication; that of the report itself is left out."""
-    own = [row for row in collectives if row["phase"] != Phase.METRICS]
-    compute = [row for row in spans if row["unit"] == WHOLE_MODEL and row["kind"] in COMPUTE_KINDS]
-    exposed, overlap = exposure(map(_interval, own), map(_interval, compute))
+def span_columns(spans: Sequence[Span], clock: Clock, origin_ns: int) -> Columns:
+    """Columns of ``spans``, waits inside."""
+    if not spans:
+        return {}
+    units, kinds, begins, ends = zip(*spans, strict=True)
     return {
-        "exposed_comm_us": exposed,
-        "overlap": overlap,
-        "wire_bytes": sum(float(row["wire_bytes"]) for row in own),
-    }
+        "unit": units, "kind": kinds,
+        "start_ns": _since(origin_ns, clock.resolve(begins)), "end_ns": _since(origin_ns, clock.resolve(ends)),
+    }  # fmt: skip
 
 
 def memory_rows(
-    where: str, held: ByRole, time_us: float, phase: Phase, resident_bytes: int | None, allocator: Allocator
+    where: str, held: ByRole, time_ns: int, phase: Phase, resident_bytes: int | None, allocator: Allocator
 ) -> list[Row]:
     """One row a role; the allocator's and the process' figures stand beside each."""
     common = {
-        "time_us": time_us, "phase": phase, "where": where, "resident_bytes": resident_bytes, **asdict(allocator),
+        "time_ns": time_ns, "phase": phase, "where": where, "resident_bytes": resident_bytes, **asdict(allocator),
     }  # fmt: skip
     return [{**common, "role": role, "bytes": num_bytes} for role, num_bytes in allocator.complete(held).items()]
+
+
+def columns_of(rows: Sequence[Row]) -> Columns:
+    """Rows with the same names, as columns."""
+    return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
 
 
 def unit_place(unit: str) -> str:
@@ -78,10 +80,6 @@ def unit_place(unit: str) -> str:
     return f"module {unit}" if unit in WHOLE_STEP else unit
 
 
-def _bounds(span: Span, axis: TimeAxis) -> Interval:
-    assert span.end is not None
-    return axis.mark_us(span.begin), axis.mark_us(span.end)
-
-
-def _interval(row: Row) -> Interval:
-    return row["start_us"], row["end_us"]
+def _since(origin_ns: int, times: Iterable[float]) -> list[float]:
+    """Host times from the start of the run; NaN stays NaN."""
+    return [time_ns - origin_ns for time_ns in times]

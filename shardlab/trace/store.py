@@ -1,31 +1,34 @@
 """Runs on disk: five tables per rank, appended while training, beside a JSON manifest.
 
     DIR/manifest.json                 versions, device, configuration, what recording cost
-    DIR/rank0.jsonl                   one line a step: a killed run keeps every step whose line is whole
-    DIR/collectives.rank0.parquet     one file a table when the run has ended; the lines are then gone
+    DIR/rank0.journal                 one entry a step: a killed run keeps every step that has ended
+    DIR/collectives.rank0.parquet     one file a table when the run has ended; the entries are then gone
 
-A line is one write of plain JSON because that is what costs least inside a training run: a tenth of a millisecond
-where an Arrow batch per table takes half of one. Reading needs no torch.
+An entry (``entries.py``) is MessagePack in mapped memory (``journal.py``) because that is what costs least inside a
+training run, where all caches are cold: a tenth of a millisecond a step, where a line of JSON takes half of one and
+an Arrow batch per table more. Reading needs no torch.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+import msgpack
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shardlab.tables import KEYS, TABLES, Table
+from shardlab.tables import TABLES, Table
+from shardlab.trace.entries import Columns, EntryStream, joined
+from shardlab.trace.journal import Journal
 
-FORMAT = 2  # 1 knew less of the CUDA allocator
-STEPS_AT_ONCE = 256  # lines turned into Parquet together: a long run is not held in memory to be finished
+FORMAT = 3  # 1 knew less of the CUDA allocator; 2 had lines of JSON for entries
+STEPS_AT_ONCE = 256  # entries turned into Parquet together: a long run is not held in memory to be finished
 _ARROW = {"string": pa.string(), "Int64": pa.int64(), "float64": pa.float64(), "boolean": pa.bool_()}
-_NAMES = {name: tuple(column.name for column in table.columns[len(KEYS) :]) for name, table in TABLES.items()}
-_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,32 +66,37 @@ class RunWriter:
         self.directory, self.rank = directory, rank
         self._keys = {"run": run, "source": source, "rank": rank}
         directory.mkdir(parents=True, exist_ok=True)
-        self._path = directory / f"rank{rank}.jsonl"
-        self._file: BinaryIO | None = self._path.open("wb", buffering=0)
+        self._path = directory / f"rank{rank}.journal"
+        self._journal: Journal | None = Journal(self._path)
+        self._pack = msgpack.Packer().pack  # one buffer for all: a new one a call would cost more than packing does
 
-    def append(self, step: int, tables: Mapping[str, Sequence[Row]]) -> None:
-        """Write the rows of one step through to the operating system: they survive a kill of this process.
+    def append(self, step: int, tables: Mapping[str, Columns]) -> None:
+        """Write one step through to the operating system: it survives a kill of this process.
 
         Args:
-            step: their step.
-            tables: rows by name of the table; a row has all its columns but run, source, rank and step.
+            step: its number.
+            tables: columns by name of the table, as an entry has them; none for an empty table.
         """
-        assert self._file is not None, "the writer is closed"
-        line: dict[str, Any] = {**self._keys, "step": step}
-        for table, rows in tables.items():
-            if rows:
-                line[table] = {name: [row[name] for row in rows] for name in _NAMES[table]}
-        self._file.write(_encode(line).encode() + b"\n")
+        assert self._journal is not None, "the writer is closed"
+        self._journal.append(self._pack({**self._keys, "step": step, **tables}))
 
     def close(self) -> None:
-        """Make compact files of the lines."""
-        if self._file is None:
+        """Make compact files of the entries."""
+        if self._journal is None:
             return
-        self._file.close()
-        self._file = None
-        for table in TABLES.values():
-            _write_parquet(self._path, table, self.directory / f"{table.name}.rank{self.rank}.parquet")
+        self._journal.close()
+        self._journal = None
+        with ExitStack() as stack:
+            writers = {
+                name: stack.enter_context(pq.ParquetWriter(self._parquet(name), _SCHEMAS[name])) for name in TABLES
+            }
+            for batch in _batches(self._path):
+                for name, table in batch.items():
+                    writers[name].write_table(table)
         self._path.unlink()
+
+    def _parquet(self, name: str) -> Path:
+        return self.directory / f"{name}.rank{self.rank}.parquet"
 
 
 def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
@@ -108,7 +116,7 @@ def load_run(directory: Path | str) -> Records:
     """
     directory = Path(directory)
     manifest = _manifest(directory)
-    tables = {name: _load_table(directory, table) for name, table in TABLES.items()}
+    tables = _load_tables(directory)
     return Records(**tables, manifests={manifest.get("run", directory.name): manifest})
 
 
@@ -163,63 +171,42 @@ def _manifest(directory: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def _load_table(directory: Path, table: Table) -> pd.DataFrame:
-    finished = {path.name.split(".")[1]: path for path in sorted(directory.glob(f"{table.name}.rank*.parquet"))}
-    # A rank killed while it wrote its Parquet files has both; the lines are then whole and the files may not be.
-    cut_off = {path.stem: path for path in sorted(directory.glob("rank*.jsonl"))}
-    parts = [_read_parquet(path, table) for rank, path in finished.items() if rank not in cut_off]
-    parts += [batch for path in cut_off.values() for batch in _batches(path, table)]
-    return table.frame(pa.concat_tables(parts).to_pandas()) if parts else table.frame([])
+def _load_tables(directory: Path) -> dict[str, pd.DataFrame]:
+    # A rank killed while it wrote its Parquet files has both; the entries are then whole and the files may not be.
+    cut_off = {path.stem: path for path in sorted(directory.glob("rank*.journal"))}
+    parts = {name: _finished(directory, name, without=cut_off) for name in TABLES}
+    for path in cut_off.values():
+        for batch in _batches(path):
+            for name, table in batch.items():
+                parts[name].append(table)
+    return {
+        name: table.frame(pa.concat_tables(parts[name]).to_pandas() if parts[name] else [])
+        for name, table in TABLES.items()
+    }
 
 
-def _read_parquet(path: Path, table: Table) -> pa.Table:
+def _finished(directory: Path, name: str, without: Container[str]) -> list[pa.Table]:
+    paths = sorted(directory.glob(f"{name}.rank*.parquet"))
+    return [_read_parquet(path, _SCHEMAS[name]) for path in paths if path.name.split(".")[1] not in without]
+
+
+def _read_parquet(path: Path, schema: pa.Schema) -> pa.Table:
     try:
-        return pq.read_table(path, schema=_schema(table))
+        return pq.read_table(path, schema=schema)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"run: {path} cannot be read: {error}") from error
 
 
-def _write_parquet(lines: Path, table: Table, path: Path) -> None:
-    with pq.ParquetWriter(path, _schema(table)) as writer:
-        for batch in _batches(lines, table):
-            writer.write_table(batch)
-
-
-def _batches(path: Path, table: Table) -> Iterator[pa.Table]:
-    """The rows of one table, some steps at a time."""
-    columns: dict[str, list[Any]] = {name: [] for name in table.column_names}
-    for count, line in enumerate(_whole_lines(path), 1):
-        _add(columns, line, table)
-        if count % STEPS_AT_ONCE == 0:
-            yield _table(columns, table)
-            columns = {name: [] for name in table.column_names}
-    yield _table(columns, table)
-
-
-def _add(columns: dict[str, list[Any]], line: dict[str, Any], table: Table) -> None:
-    rows = line.get(table.name)
-    if rows is None:
-        return
-    count = len(next(iter(rows.values())))
-    for name, values in columns.items():
-        values += rows[name] if name in rows else [line[name]] * count
-
-
-def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """All whole lines; the last one is left out where a kill has cut it in two."""
-    with path.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"run: {path} is damaged: {error}") from error
-
-
-def _table(columns: Mapping[str, list[Any]], table: Table) -> pa.Table:
-    return pa.table(dict(columns), _schema(table))
+def _batches(path: Path) -> Iterator[dict[str, pa.Table]]:
+    """All tables of a stream, some steps at a time."""
+    with closing(EntryStream(path)) as stream:
+        entries = map(stream.tables, stream.new())
+        while some := list(islice(entries, STEPS_AT_ONCE)):
+            yield {name: pa.table(joined(some, table), _SCHEMAS[name]) for name, table in TABLES.items()}
 
 
 def _schema(table: Table) -> pa.Schema:
     return pa.schema([(column.name, _ARROW[column.dtype]) for column in table.columns])
+
+
+_SCHEMAS = {name: _schema(table) for name, table in TABLES.items()}

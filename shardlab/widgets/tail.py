@@ -1,27 +1,25 @@
-"""What a run has written so far, read while it goes on: only what is new is read, and only a little of it is parsed.
+"""What a run has written so far, read while it goes on: only what is new is read, and only a little of it is worked on.
 
-Rank 0's lines are read whole, for the loss and the times; of the other ranks only the last two, for the timeline of the
+Of rank 0 all entries are, for the loss and the times; of the other ranks only the last two, for the timeline of the
 newest step that every rank has finished. Watching takes nothing from the ranks but the cores it shares with them.
 """
 
-import json
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
-from shardlab.tables import COLLECTIVES, KEYS, MEMORY, SPANS, STEPS, Table
+from shardlab.tables import COLLECTIVES, MEMORY, SPANS, STEPS, Table
+from shardlab.trace.entries import Columns, EntryStream, joined
 from shardlab.trace.store import load_run
 
-Line = dict[str, Any]
-KEPT_LINES = 2  # a rank is never more than one step ahead of another: the loss is a collective
+Tables = Mapping[str, Columns]
+"""Those of one entry: one step of one rank."""
+KEPT = 2  # a rank is never more than one step ahead of another: the loss is a collective
 MAX_STEPS = 5000  # of one run; beyond, every other one is forgotten
-KEY_NAMES = tuple(column.name for column in KEYS)
 
 
 @dataclass(frozen=True)
@@ -99,26 +97,23 @@ class RunTail:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._files: dict[str, BufferedReader] = {}
-        self._lines: dict[str, deque[Line]] = {}  # of each rank the last ones
-        self._rest: dict[str, Line] = {}  # of each rank the last one with a sample at rest
-        self._steps: list[Line] = []  # of rank 0
+        self._streams: dict[str, EntryStream] = {}
+        self._last: dict[str, deque[Tables]] = {}  # of each rank the last steps
+        self._rest: dict[str, Tables] = {}  # of each rank the last one with a sample at rest
+        self._steps: list[Tables] = []  # of rank 0
         self.progress = LiveTables(*(table.frame([]) for table in (STEPS, MEMORY, COLLECTIVES, SPANS)))
         """What was known when it was last read."""
 
     def read(self) -> LiveTables:
         """Read what is new; everything known so far, the same object if nothing is new."""
-        for path in sorted(self.directory.glob("rank*.jsonl")):
-            if path.stem not in self._files:
+        for path in sorted(self.directory.glob("rank*.journal")):
+            if path.stem not in self._streams:
                 with suppress(FileNotFoundError):  # it ended this very moment
-                    self._files[path.stem] = path.open("rb")
-        if "rank0" not in self._files and not len(self.progress.steps) and _has_ended(self.directory):
+                    self._streams[path.stem] = EntryStream(path)
+        if "rank0" not in self._streams and not len(self.progress.steps) and _has_ended(self.directory):
             self.progress = _ended(self.directory)  # before anybody looked
-        new = {name: _new_lines(file) for name, file in self._files.items()}
-        if not any(new.values()):
+        if not sum(self._take(name, stream) for name, stream in self._streams.items()):
             return self.progress
-        for name, lines in new.items():
-            self._take(name, lines)
         latest = self._latest()
         self.progress = LiveTables(
             steps=_table(self._steps, STEPS),
@@ -130,58 +125,41 @@ class RunTail:
 
     def close(self) -> None:
         """Close the files."""
-        for file in self._files.values():
-            file.close()
+        for stream in self._streams.values():
+            stream.close()
 
-    def _take(self, name: str, new: list[bytes]) -> None:
-        for text in new if name == "rank0" else new[-KEPT_LINES:]:
-            line = _parsed(text, self.directory / f"{name}.jsonl")
-            if STEPS.name not in line:
+    def _take(self, name: str, stream: EntryStream) -> int:
+        """Number of entries that were new."""
+        new = list(stream.new())
+        for tables in map(stream.tables, new if name == "rank0" else new[-KEPT:]):
+            if STEPS.name not in tables:
                 continue  # what was sent before the first step, or the shards after the last
-            self._lines.setdefault(name, deque(maxlen=KEPT_LINES)).append(line)
-            if "rest" in line.get(MEMORY.name, {}).get("where", ()):
-                self._rest[name] = line
+            self._last.setdefault(name, deque(maxlen=KEPT)).append(tables)
+            if "rest" in tables.get(MEMORY.name, {}).get("where", ()):
+                self._rest[name] = tables
             if name == "rank0":
-                self._steps.append({key: line[key] for key in (*KEY_NAMES, STEPS.name)})
+                self._steps.append({STEPS.name: tables[STEPS.name]})
         if len(self._steps) > MAX_STEPS:
             self._steps = self._steps[::2]
+        return len(new)
 
-    def _latest(self) -> list[Line]:
-        """Every rank's line of the newest step that all have finished."""
-        if not self._lines or len(self._lines) < len(self._files):
+    def _latest(self) -> list[Tables]:
+        """Every rank's tables of the newest step that all have finished."""
+        if not self._last or len(self._last) < len(self._streams):
             return []
-        common = set.intersection(*({line["step"] for line in lines} for lines in self._lines.values()))
-        return [line for lines in self._lines.values() for line in lines if common and line["step"] == max(common)]
+        common = set.intersection(*({_step_of(tables) for tables in last} for last in self._last.values()))
+        return [tables for last in self._last.values() for tables in last if common and _step_of(tables) == max(common)]
 
 
-def _new_lines(file: BufferedReader) -> list[bytes]:
-    """Whole lines since the last look; half a line stays for the next."""
-    start = file.tell()
-    text = file.read()
-    end = text.rfind(b"\n") + 1
-    file.seek(start + end)
-    return text[:end].splitlines()
+def _step_of(tables: Tables) -> int:
+    (step,) = tables[STEPS.name]["step"]
+    return int(step)
 
 
-def _parsed(text: bytes, path: Path) -> Line:
-    try:
-        line: Line = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"run: {path} is damaged: {error}") from error
-    return line
-
-
-def _table(lines: Iterable[Line], table: Table) -> pd.DataFrame:
-    """The rows of one table in some lines."""
-    columns: dict[str, list[Any]] = {name: [] for name in table.column_names}
-    for line in lines:
-        values = line.get(table.name)
-        if values is not None:
-            count = len(next(iter(values.values())))
-            for name, column in columns.items():
-                column += [line[name]] * count if name in KEY_NAMES else values[name]
+def _table(entries: Iterable[Tables], table: Table) -> pd.DataFrame:
+    """The rows of one table in some entries."""
     # A memory table holds samples inside the step too; only what is held at rest is asked for here.
-    frame = table.frame(pd.DataFrame(columns, dtype=object))
+    frame = table.frame(pd.DataFrame(joined(entries, table), dtype=object))
     return frame[frame["where"] == "rest"] if table is MEMORY else frame
 
 
@@ -197,8 +175,8 @@ def _run_directories(directory: Path) -> list[Path]:
 
 
 def _has_ended(directory: Path) -> bool:
-    """Whether every rank has turned its lines into compact files."""
-    return any(directory.glob("steps.rank*.parquet")) and not any(directory.glob("rank*.jsonl"))
+    """Whether every rank has turned its entries into compact files."""
+    return any(directory.glob("steps.rank*.parquet")) and not any(directory.glob("rank*.journal"))
 
 
 def _ended(directory: Path) -> LiveTables:

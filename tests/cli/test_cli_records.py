@@ -6,16 +6,15 @@ import shutil
 import subprocess
 import sys
 
-import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
 from shardlab import __version__
 from shardlab.cli import app
 from shardlab.experiment import CompareConfig, compare
-from shardlab.tables import TABLES
 from shardlab.trace.store import FORMAT, RunWriter, load_run, write_manifest
 from tests.export.trace_format import check
+from tests.trace.journals import add, heard, rows_of
 
 CONFIG = CompareConfig(
     strategies=("single", "bucketed", "zero1"), ranks=2, steps=4, model="mlp", text="grammar", seq_len=8, device="cpu"
@@ -55,23 +54,18 @@ def cut_off(directory):
             path.unlink()
         writer = RunWriter(run, rank, "zero1", "measured")
         for step in range(steps):
-            writer.append(
-                step, {name: rows_of(getattr(whole, name), rank, step) for name in TABLES if name != "shards"}
-            )
-        writer._file.write(b'{"step":99,"steps":{"lo')
-        writer._file.close()
+            writer.append(step, entry(whole, rank, step))
+        add(run / f"rank{rank}.journal", b"\x85\xa3run")  # of the next one a few bytes
+        writer._journal.close()
     return directory
 
 
-def rows_of(table, rank, step):
-    """As a recorder writes them: nothing was traced yet."""
-    own = table[(table["rank"] == rank) & (table["step"] == step)]
-    if "where" in own.columns:
-        own = own[own["where"] == "rest"]
-    if "peak_bytes" in own.columns:
-        own = own.assign(peak_bytes=pd.NA)
-    rows = own.astype("object").to_dict("records")
-    return [{name: None if pd.isna(value) else value for name, value in row.items()} for row in rows]
+def entry(whole, rank, step):
+    """As a recorder writes it: nothing was traced yet."""
+    memory = [row for row in rows_of(whole.memory, rank, step) if row["where"] == "rest"]
+    steps = [row | {"peak_bytes": None} for row in rows_of(whole.steps, rank, step)]
+    traffic = {name: heard(rows_of(getattr(whole, name), rank, step)) for name in ("collectives", "spans")}
+    return {**traffic, "memory": heard(memory), "steps": heard(steps)}
 
 
 def test_report_of_a_finished_comparison(mine):
@@ -115,8 +109,8 @@ def test_a_strategy_that_was_cut_off_before_its_first_step_is_left_out(mine):
     (run / "manifest.json").write_text(json.dumps(manifest))
     rows = load_run(mine / "records" / "bucketed").collectives
     writer = RunWriter(run, 0, "zero2", "measured")
-    writer.append(-1, {"collectives": rows_of(rows, 0, -1)})
-    writer._file.close()
+    writer.append(-1, {"collectives": heard(rows_of(rows, 0, -1))})
+    writer._journal.close()
     done = shardlab("report", mine)
     assert done.exit_code == 0, done.stderr
     assert "zero2" not in heads(done.stdout)

@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import psutil
 
 from shardlab.experiment import load_comparison
+from shardlab.trace.entries import EntryStream
 from shardlab.trace.store import load_run
 
 ROOT = Path(__file__).parent.parent.parent
@@ -79,8 +81,11 @@ def left_of(before, directory):
     return left
 
 
-def lines_in(path):
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+def steps_in(path):
+    if not path.exists():
+        return 0
+    with closing(EntryStream(path)) as stream:
+        return len(list(stream.new()))
 
 
 def test_ctrl_c_ends_the_ranks_and_keeps_the_records(tmp_path):
@@ -90,7 +95,7 @@ def test_ctrl_c_ends_the_ranks_and_keeps_the_records(tmp_path):
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=ENVIRONMENT)
     try:
         records = out / "records" / "ddp"
-        wait_for(lambda: min(lines_in(records / f"rank{rank}.jsonl") for rank in (0, 1)) > 5, process)
+        wait_for(lambda: min(steps_in(records / f"rank{rank}.journal") for rank in (0, 1)) > 5, process)
         family = psutil.Process(process.pid).children(recursive=True)
         ranks = [member for member in family if member.ppid() != process.pid]  # children of the server that forks
         assert len(ranks) == 2

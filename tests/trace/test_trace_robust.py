@@ -87,14 +87,14 @@ def test_ten_thousand_steps_leave_the_recorder_as_small_as_one_thousand(tmp_path
         finally:
             tracemalloc.stop()
         assert held[9_999] < held[999] + 5_000
-        assert os.path.getsize(tmp_path / "rank0.jsonl") > 5e6  # noqa: PTH202
+        assert os.path.getsize(tmp_path / "rank0.journal") > 5e6  # noqa: PTH202
     records = load_run(tmp_path)
     assert records.steps["step"].tolist() == list(range(10_000))
     assert len(records.collectives) == 20_000
     assert len(records.spans) == 30_000
 
 
-SLEEP_S = 0.3
+SLEEP_S = 0.5  # long against what a busy machine adds to a step
 
 
 class SlowBackward(torch.autograd.Function):
@@ -147,12 +147,13 @@ def train_with_a_sleeper(rank, setting, sleep_s):
 
 
 def sleepy_run(pool, directory, strategy, sleep_s):
+    """Records, and the time of the shortest step: a busy machine only ever adds to one."""
     write_manifest(directory, {"run": strategy})
-    setting = Setting(strategy, 4, directory=directory, model=TwoBuckets, options={"bucket_bytes": 112})
+    setting = Setting(strategy, 5, directory=directory, model=TwoBuckets, options={"bucket_bytes": 112})
     pool.run(train_with_a_sleeper, setting, sleep_s)
     records = load_run(directory)
     timed = records.steps[records.steps["step"] > 0]
-    return records, timed["step_us"].median()
+    return records, timed.groupby("step")["step_us"].max().min()
 
 
 def hidden_us(records):

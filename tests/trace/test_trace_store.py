@@ -8,7 +8,9 @@ import pytest
 
 from shardlab.tables import TABLES
 from shardlab.trace import store
+from shardlab.trace.journal import END
 from shardlab.trace.store import RunWriter, load_run, load_runs, run_directories, write_manifest
+from tests.trace.journals import add, heard
 
 NAN = math.nan
 
@@ -34,22 +36,21 @@ def write(directory, steps, rank=0, run="ddp"):
     write_manifest(directory, {"run": run, "ranks": 2})
     writer = RunWriter(directory, rank, run, "measured")
     for step in range(steps):
-        writer.append(
-            step, {"collectives": [collective(2 * step), collective(2 * step + 1)], "steps": [one_step(step)]}
-        )
+        collectives = [collective(2 * step), collective(2 * step + 1)]
+        writer.append(step, {"collectives": heard(collectives), "steps": heard([one_step(step)])})
     return writer
 
 
 def killed(writer):
-    """Nothing more is written, and nothing is made of the lines."""
-    writer._file.close()
+    """Nothing more is written, and nothing is made of the entries."""
+    writer._journal.close()
 
 
 def test_round_trip_is_exact(tmp_path):
     for rank in (0, 1):
         write(tmp_path, steps=3, rank=rank).close()
     records = load_run(tmp_path)
-    assert not list(tmp_path.glob("*.jsonl"))
+    assert not list(tmp_path.glob("*.journal"))
     for name, table in TABLES.items():
         table.check(getattr(records, name))
     assert len(records.collectives) == 12
@@ -75,18 +76,31 @@ def test_unfinished_and_finished_runs_read_the_same(tmp_path):
 def test_every_step_is_on_disk_when_it_is_over(tmp_path):
     writer = write(tmp_path, steps=1)
     assert load_run(tmp_path).steps["step"].tolist() == [0]
-    writer.append(1, {"steps": [one_step(1)]})
+    writer.append(1, {"steps": heard([one_step(1)])})
     assert load_run(tmp_path).steps["step"].tolist() == [0, 1]
     killed(writer)
 
 
 def test_a_stream_cut_anywhere_reads_every_whole_step(tmp_path):
-    killed(write(tmp_path, steps=3))
-    path = tmp_path / "rank0.jsonl"
+    """A kill leaves no half entry, but a disk may."""
+    ends, path = [], tmp_path / "rank0.journal"
+    for steps in (1, 2, 3):
+        killed(write(tmp_path, steps))
+        ends += END.unpack(path.read_bytes()[: END.size])
     whole = path.read_bytes()
-    ends = [place + 1 for place, byte in enumerate(whole) if byte == ord("\n")]
-    assert len(ends) == 3
-    for length in (0, 1, ends[0] - 1, ends[0], ends[0] + 7, ends[1] - 2, ends[1], len(whole) - 1, len(whole)):
+    for length in (
+        0,
+        1,
+        END.size,
+        ends[0] - 1,
+        ends[0],
+        ends[0] + 7,
+        ends[1] - 2,
+        ends[1],
+        ends[2] - 1,
+        ends[2],
+        len(whole),
+    ):
         path.write_bytes(whole[:length])
         records = load_run(tmp_path)
         expected = sum(end <= length for end in ends)
@@ -167,13 +181,16 @@ def test_damaged_manifest(tmp_path, text):
         load_run(tmp_path)
 
 
-def test_damaged_lines_and_files_are_named(tmp_path):
+@pytest.mark.parametrize("data", [b"no entry", b"\xc1", b"\x80", b"\x81\xa3run\xa1x", b"\x00"])
+def test_damaged_entries_are_named(tmp_path, data):
     killed(write(tmp_path, steps=2))
-    path = tmp_path / "rank0.jsonl"
-    path.write_bytes(b"no json\n" + path.read_bytes())
-    with pytest.raises(ValueError, match=r"rank0\.jsonl is damaged"):
+    add(tmp_path / "rank0.journal", data)
+    with pytest.raises(ValueError, match=r"rank0\.journal is damaged"):
         load_run(tmp_path)
-    path.unlink()
+
+
+def test_damaged_files_are_named(tmp_path):
+    write(tmp_path, steps=2).close()
     (tmp_path / "steps.rank0.parquet").write_bytes(b"no parquet")
     with pytest.raises(ValueError, match=r"steps\.rank0\.parquet cannot be read"):
         load_run(tmp_path)

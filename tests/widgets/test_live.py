@@ -1,4 +1,5 @@
 import json
+import os
 import threading
 from contextlib import suppress
 from dataclasses import asdict
@@ -8,9 +9,11 @@ import pytest
 from shardlab.experiment import compare
 from shardlab.plots import summary_of, training_progress
 from shardlab.trace.allocator import Allocator
+from shardlab.trace.journal import END
 from shardlab.trace.store import RunWriter, write_manifest
 from shardlab.widgets import live, read_progress
 from shardlab.widgets.tail import MAX_STEPS, DirectoryTail
+from tests.trace.journals import add, heard
 from tests.widgets.runs import SMALL
 
 
@@ -50,7 +53,11 @@ def tail(tmp_path):
 def append(writer, step):
     writer.append(
         step,
-        {"steps": [step_row(5.0 - step)], "spans": [span_row(10.0 * step)], "memory": [memory_row("parameter", 8)]},
+        {
+            "steps": heard([step_row(5.0 - step)]),
+            "spans": heard([span_row(10.0 * step)]),
+            "memory": heard([memory_row("parameter", 8)]),
+        },
     )
 
 
@@ -60,16 +67,16 @@ def test_nothing_is_there_before_anything_is_written(tmp_path):
     assert "no step has ended yet" in summary_of(training_progress(progress.steps, progress.memory))
 
 
-def test_a_step_is_known_when_its_line_is_whole(tmp_path, writers, tail):
+def test_a_step_is_known_when_its_entry_is_whole(tmp_path, writers, tail):
     append(writers[0], 0)
     assert tail.read().steps["step"].tolist() == [0]
-    path = tmp_path / "records" / "zero1" / "rank0.jsonl"
-    line = path.read_bytes().replace(b'"step":0', b'"step":1')
-    with path.open("ab") as file:
-        file.write(line[:50])
-        file.flush()
+    path = tmp_path / "records" / "zero1" / "rank0.journal"
+    (end,) = END.unpack(path.read_bytes()[: END.size])
+    entry = path.read_bytes()[END.size : end].replace(b"step\x00", b"step\x01")
+    with path.open("r+b") as file:
+        os.pwrite(file.fileno(), entry, end)
         assert tail.read().steps["step"].tolist() == [0]
-        file.write(line[50:])
+        os.pwrite(file.fileno(), END.pack(end + len(entry)), 0)
     assert tail.read().steps["step"].tolist() == [0, 1]
 
 
@@ -95,13 +102,13 @@ def test_the_timeline_is_of_the_newest_step_that_all_ranks_have_finished(tmp_pat
 
 def test_memory_is_the_last_sample_at_rest_of_every_rank(tmp_path, writers):
     append(writers[0], 0)
-    writers[0].append(1, {"steps": [step_row(1.0)], "memory": [memory_row("parameter", 99, "blocks.0")]})
+    writers[0].append(1, {"steps": heard([step_row(1.0)]), "memory": heard([memory_row("parameter", 99, "blocks.0")])})
     append(writers[1], 0)
     memory = read_progress(tmp_path).memory
     assert memory["bytes"].tolist() == [8, 8]
 
 
-def test_a_run_that_ends_meanwhile_keeps_its_last_lines(tmp_path, writers, tail):
+def test_a_run_that_ends_meanwhile_keeps_its_last_steps(tmp_path, writers, tail):
     for writer in writers:
         append(writer, 0)
     tail.read()
@@ -114,23 +121,22 @@ def test_a_run_that_ends_meanwhile_keeps_its_last_lines(tmp_path, writers, tail)
 
 def test_a_long_run_is_thinned(tmp_path, writers, tail):
     for step in range(MAX_STEPS + 10):
-        writers[0].append(step, {"steps": [step_row(0.0)]})
+        writers[0].append(step, {"steps": heard([step_row(0.0)])})
     steps = tail.read().steps["step"]
     assert len(steps) < MAX_STEPS
     assert steps.max() >= MAX_STEPS + 8
 
 
-def test_a_damaged_line_is_named(tmp_path, writers):
+def test_a_damaged_entry_is_named(tmp_path, writers):
     append(writers[0], 0)
-    with (tmp_path / "records" / "zero1" / "rank0.jsonl").open("ab") as file:
-        file.write(b"{not json}\n")
-    with pytest.raises(ValueError, match=r"rank0\.jsonl is damaged"):
+    add(tmp_path / "records" / "zero1" / "rank0.journal", b"no entry")
+    with pytest.raises(ValueError, match=r"rank0\.journal is damaged"):
         read_progress(tmp_path)
 
 
 def test_a_damaged_record_ends_the_view_and_not_the_run(tmp_path, writers):
     append(writers[0], 0)
-    (tmp_path / "records" / "zero1" / "rank1.jsonl").write_bytes(b"[]broken\n")
+    add(tmp_path / "records" / "zero1" / "rank1.journal", b"no entry")
     view = live(tmp_path).start()
     view.stop()
     assert "is damaged" in view.message.text

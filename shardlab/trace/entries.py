@@ -1,0 +1,138 @@
+"""One step of one rank as an entry of the rank's stream: written as it was heard, read as rows of the five tables.
+
+An entry is one MessagePack object: run, source, rank, step, and for each table a list a column. A rank in training
+writes what it has at hand and no more: times are integer nanoseconds since the start of the run, under names that end
+in ``_ns``, and spans are as they were marked, with the times in them when the rank only waited. Whoever reads makes
+microseconds of them, takes the waits out of the spans and adds up the traffic of the step. Reading needs no torch.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from shardlab.analysis.overlap import COMPUTE_KINDS
+from shardlab.tables import COLLECTIVES, KEYS, SPANS, STEPS, TABLES, Table
+from shardlab.trace.journal import JournalReader
+from shardlab.trace.spans import Interval, exposure, merged, without
+from shardlab.vocabulary import WHOLE_MODEL, Phase
+
+Columns = Mapping[str, Sequence[Any]]
+"""A table by columns, all of one length."""
+Entry = Mapping[str, Any]
+CHUNK_BYTES = 2**20
+
+
+class EntryStream:
+    """Reads the entries of one rank, also while they are being written.
+
+    Args:
+        path: of the file; it stays open, and so readable when the run has ended and removed it.
+
+    Raises:
+        FileNotFoundError: it is not there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._journal = JournalReader(path)
+        self._unpacker = msgpack.Unpacker(max_buffer_size=0)
+
+    def new(self) -> Iterator[Entry]:
+        """What was not read before; of an entry that is not whole, nothing.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        try:
+            while chunk := self._journal.new(CHUNK_BYTES):
+                self._unpacker.feed(chunk)
+                yield from self._unpacker
+        except (ValueError, msgpack.UnpackException) as error:
+            raise ValueError(f"run: {self._path} is damaged: {error!r}") from error
+
+    def tables(self, entry: Entry) -> dict[str, Columns]:
+        """What an entry says, as columns of the tables in it, each with all the table's columns.
+
+        Raises:
+            ValueError: it says something else; the file is damaged.
+        """
+        try:
+            return _tables(entry)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"run: {self._path} is damaged: {error!r}") from error
+
+    def close(self) -> None:
+        """Close the file."""
+        self._journal.close()
+
+
+def joined(entries: Iterable[Mapping[str, Columns]], table: Table) -> dict[str, list[Any]]:
+    """The columns of one table in the tables of all the entries, which may have none of it."""
+    columns: dict[str, list[Any]] = {name: [] for name in table.column_names}
+    for entry in entries:
+        if table.name in entry:
+            for name, values in columns.items():
+                values += entry[table.name][name]
+    return columns
+
+
+def in_us(columns: Columns) -> Columns:
+    """Every column of nanoseconds as one of microseconds."""
+    return dict(_column_in_us(name, values) for name, values in columns.items())
+
+
+def _column_in_us(name: str, values: Sequence[Any]) -> tuple[str, Sequence[Any]]:
+    if not name.endswith("_ns"):
+        return name, values
+    return name.removesuffix("_ns") + "_us", [value / 1e3 for value in values]
+
+
+def _tables(entry: Entry) -> dict[str, Columns]:
+    tables = {name: in_us(entry[name]) for name in TABLES if entry.get(name)}
+    collectives = tables.get(COLLECTIVES.name, {})
+    if SPANS.name in tables:
+        tables[SPANS.name] = _without_waits(tables[SPANS.name], collectives)
+    if STEPS.name in tables:
+        tables[STEPS.name] = {**tables[STEPS.name], **_traffic(collectives, tables.get(SPANS.name, {}))}
+    keys = {column.name: entry[column.name] for column in KEYS}
+    return {name: _whole(TABLES[name], columns, keys) for name, columns in tables.items() if columns}
+
+
+def _whole(table: Table, columns: Columns, keys: Mapping[str, Any]) -> Columns:
+    count = len(next(iter(columns.values())))
+    columns = {**{name: [value] * count for name, value in keys.items()}, **columns}
+    return {name: columns[name] for name in table.column_names}
+
+
+def _without_waits(spans: Columns, collectives: Columns) -> Columns:
+    """The spans without the times in them when the rank only waited for a collective: one row for each piece."""
+    # A collective that nobody waited for has NaN there, which is not above anything.
+    waits = merged(
+        (start, end) for start, end in _intervals(collectives, "wait_start_us", "wait_end_us") if end > start
+    )
+    pieces = [
+        (unit, kind, *piece)
+        for unit, kind, span in zip(spans["unit"], spans["kind"], _intervals(spans), strict=True)
+        for piece in without(span, waits)
+    ]
+    names = ("unit", "kind", "start_us", "end_us")
+    return dict(zip(names, zip(*pieces, strict=True), strict=True)) if pieces else {}
+
+
+def _traffic(collectives: Columns, spans: Columns) -> Columns:
+    """The columns of table ``steps`` that tell of communication; that of the report itself is left out."""
+    own = [phase != Phase.METRICS for phase in collectives.get("phase", ())]
+    compute = [
+        unit == WHOLE_MODEL and kind in COMPUTE_KINDS
+        for unit, kind in zip(spans.get("unit", ()), spans.get("kind", ()), strict=True)
+    ]
+    exposed, overlap = exposure(compress(_intervals(collectives), own), compress(_intervals(spans), compute))
+    wire_bytes = sum(map(float, compress(collectives.get("wire_bytes", ()), own)))
+    return {"exposed_comm_us": [exposed], "overlap": [overlap], "wire_bytes": [wire_bytes]}
+
+
+def _intervals(columns: Columns, start: str = "start_us", end: str = "end_us") -> Iterator[Interval]:
+    return zip(columns.get(start, ()), columns.get(end, ()), strict=True)

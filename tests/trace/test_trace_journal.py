@@ -1,0 +1,113 @@
+"""A journal: what was appended is read, whole, at any time, whatever became of the writer."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shardlab.trace import journal
+from shardlab.trace.journal import END, Journal, JournalReader
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "rank0.journal"
+
+
+def read(path, at_most=10**9):
+    reader = JournalReader(path)
+    try:
+        return b"".join(iter(lambda: reader.new(at_most), b""))
+    finally:
+        reader.close()
+
+
+@pytest.mark.parametrize("ahead", [1, 5000, 2**18])
+@pytest.mark.parametrize("at_most", [7, 4096, 10**9])
+def test_what_is_appended_is_read(path, monkeypatch, ahead, at_most):
+    monkeypatch.setattr(journal, "AHEAD_BYTES", ahead)
+    writer, whole = Journal(path), b""
+    for size in (0, 1, 3000, 4096, 5, 20_000, 1, 300_000):
+        data = os.urandom(size)
+        writer.append(data)
+        whole += data
+        assert read(path, at_most) == whole
+    writer.close()
+    assert read(path, at_most) == whole
+
+
+def test_a_reader_goes_on_where_it_was(path):
+    writer = Journal(path)
+    reader = JournalReader(path)
+    assert reader.new(100) == b""
+    for word in (b"one", b"two", b"three"):
+        writer.append(word)
+        assert reader.new(100) == word
+        assert reader.new(100) == b""
+    writer.append(b"four")
+    writer.close()
+    path.unlink()
+    assert reader.new(100) == b"four", "removed, but open"
+    reader.close()
+
+
+def test_what_is_half_written_is_not_there(path):
+    writer = Journal(path)
+    writer.append(b"whole")
+    with path.open("r+b") as file:  # a kill between the copy and the end that is written after it
+        os.pwrite(file.fileno(), b"half", END.size + 5)
+    assert read(path) == b"whole"
+    writer.close()
+
+
+@pytest.mark.parametrize("size", [0, 3, 8, 10])
+def test_a_file_that_is_too_short_gives_what_it_has(path, size):
+    writer = Journal(path)
+    writer.append(b"whole")
+    writer.close()
+    os.truncate(path, size)
+    assert read(path) == b"whole"[: max(size - END.size, 0)]
+
+
+def test_a_killed_writer_loses_nothing(path):
+    """Nothing is flushed, nothing is closed."""
+    code = "import os, sys, signal; from pathlib import Path; from shardlab.trace.journal import Journal\n"
+    code += "journal = Journal(Path(sys.argv[1]))\nfor n in range(3000): journal.append(b'%06d' % n)\n"
+    code += "os.kill(os.getpid(), signal.SIGKILL)"
+    done = subprocess.run([sys.executable, "-c", code, str(path)], cwd=ROOT, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert read(path) == b"".join(b"%06d" % number for number in range(3000))
+
+
+def test_only_what_is_being_written_is_mapped(path, monkeypatch):
+    monkeypatch.setattr(journal, "AHEAD_BYTES", 2**14)
+    writer = Journal(path)
+    for _ in range(1000):
+        writer.append(bytes(1000))
+    mapped = [area.size for area in psutil.Process().memory_maps(grouped=False) if area.path == str(path)]
+    assert mapped
+    assert sum(mapped) < 2**16
+    writer.close()
+    assert len(read(path)) == 10**6
+
+
+def test_a_full_disk_is_an_error_and_keeps_what_was_written(path, monkeypatch):
+    monkeypatch.setattr(journal, "AHEAD_BYTES", 1)
+    writer = Journal(path)
+    writer.append(b"whole")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left"):
+        writer.append(bytes(10_000))
+    assert read(path) == b"whole"
+    writer.close()
