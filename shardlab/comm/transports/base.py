@@ -3,8 +3,9 @@
 Every tensor is contiguous and one-dimensional. ``bounds`` are the num_ranks + 1 offsets of the ranks' chunks.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal
 
 from torch import Tensor
 
@@ -12,38 +13,52 @@ Reduction = Literal["sum", "max"]
 Bounds = tuple[int, ...]
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """How collectives travel in one group of ranks; ranks are positions in the group."""
 
     name: str
     emulated: bool
 
+    @abstractmethod
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
         """Reduce ``tensor`` over the group, in place."""
 
-    def start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> Callable[[], None] | None:
-        """Begin the same where it then goes on by itself, and return what waits for its end; None: it does not."""
+    def start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> Callable[[], None] | None:  # noqa: ARG002
+        """Begin the same where it then goes on by itself, and return what waits for its end.
 
+        Returns:
+            None where nothing has begun, since only the lane can do it; that is so unless a transport says otherwise.
+        """
+        return None
+
+    @abstractmethod
     def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds) -> None:
         """Sum ``buffer`` over the group; ``output`` receives this rank's chunk and may be that part of ``buffer``."""
 
+    @abstractmethod
     def all_gather(self, buffer: Tensor, bounds: Bounds) -> None:
         """Fill ``buffer`` with every rank's chunk; this rank's is in place already."""
 
+    @abstractmethod
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copy ``tensor`` from ``src`` to all."""
 
+    @abstractmethod
     def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
         """Send part j of ``buffer`` to rank j; part i of ``output`` comes from rank i."""
 
+    @abstractmethod
     def send(self, tensor: Tensor, dst: int) -> None:
         """Send to one rank."""
 
+    @abstractmethod
     def recv(self, tensor: Tensor, src: int) -> None:
         """Receive from one rank."""
 
+    @abstractmethod
     def barrier(self) -> None:
         """Return when all ranks have come here."""
 
+    @abstractmethod
     def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:
         """Bytes held during a collective beside the caller's buffers."""

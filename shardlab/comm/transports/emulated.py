@@ -15,7 +15,7 @@ from shardlab.partition.wire import Link
 from shardlab.vocabulary import Collective
 
 
-class EmulatedLink:
+class EmulatedLink(Transport):
     """Delays every collective of ``inner`` to the time it would take on ``link``."""
 
     emulated = True
@@ -27,9 +27,6 @@ class EmulatedLink:
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
         """Ring all-reduce: 2(N-1) steps."""
         self._paced(Collective.ALL_REDUCE, tensor, lambda: self._inner.all_reduce(tensor, reduction))
-
-    def start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
-        """Not without the lane's thread, which sleeps."""
 
     def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds) -> None:
         """Ring reduce-scatter: N-1 steps."""

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.comm.transports.base import Bounds, Reduction
+from shardlab.comm.transports.base import Bounds, Reduction, Transport
 
 SEGMENT_BYTES = 2 * 1024**2  # of a reduce-scatter: less costs latency, more costs memory
 HALVES_FROM_BYTES = 8 * 1024**2  # of an all-reduce: a smaller one gains nothing
@@ -29,7 +29,7 @@ REDUCE_SCATTER_TAG, ALL_GATHER_TAG = 1, 2  # so that a send of the caller's, who
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
-class GlooTransport:
+class GlooTransport(Transport):
     """Collectives over gloo.
 
     Args:

@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.comm.transports.base import Bounds, Reduction
+from shardlab.comm.transports.base import Bounds, Reduction, Transport
 from shardlab.comm.transports.gloo import REDUCE_OPS
 
 # torch 2.13 names these ..._single and warns at the old names, which are all that 2.11 has. Decided here, once.
@@ -13,7 +13,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class NcclTransport:
+class NcclTransport(Transport):
     """Collectives over NCCL on CUDA tensors; equal chunks take the one-call path, uneven ones a grouped call."""
 
     emulated = False
@@ -26,9 +26,6 @@ class NcclTransport:
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
         """Reduce in place."""
         dist.all_reduce(tensor, REDUCE_OPS[reduction], self._group)
-
-    def start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
-        """Enqueued by ``all_reduce`` already."""
 
     def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds) -> None:
         """In place where ``output`` is this rank's chunk of ``buffer``."""

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shardlab.comm.transports.base import Bounds, Reduction
+from shardlab.comm.transports.base import Bounds, Reduction, Transport
 from shardlab.comm.transports.gloo import GlooTransport
 
 
-class StagedTransport:
+class StagedTransport(Transport):
     """A gloo transport for CUDA tensors; CPU tensors go straight through."""
 
     emulated = False
@@ -26,9 +26,6 @@ class StagedTransport:
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
         """Reduce in place."""
         self._through_host(tensor, lambda host: self._inner.all_reduce(host, reduction))
-
-    def start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
-        """Not without the lane's thread, which copies."""
 
     def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds) -> None:
         """Only this rank's chunk travels back to the device."""
