@@ -114,12 +114,13 @@ class BoardWriter:
     def seen(self, call: SeenCall | None) -> None:
         """One look at the rank's stack: a collective called past the communicator (``stack.py``), or None.
 
-        It is shown from the second look on that meets it: what passes between two looks holds nobody up, and a look
-        into the middle of a communicator's own code, whose events say the same better, would leave a wrong name behind.
+        It is shown from the second look on that meets it while no communicator has anything in flight. What passes
+        between two looks holds nobody up; and a look into a communicator's own code, whose events say the same better,
+        would leave a wrong name behind.
         """
         with self._lock:
-            before, self._seen = self._seen, call
-            if self._in_flight:  # what a communicator reports goes first: it knows more of the same collective
+            before, self._seen = self._seen, None if self._in_flight else call
+            if self._in_flight:
                 return
             if call is not None and call is before and call is not self._shown:
                 self._write(call, CallState.ISSUED)

@@ -2,7 +2,7 @@
 
 The first 8 bytes say where the last append ends, and are written after it. So whoever reads, while it goes on or after
 a kill, sees whole appends only; behind them are zeros. What a kill leaves is in the system's page cache, as after a
-``write``. That would cost more: in a training step, with all caches cold, 0.1 to 0.5 ms against 0.03.
+``write``. That would cost more: in a training step, with all caches cold, 0.15 to 0.6 ms against 0.01.
 """
 
 import mmap
@@ -58,8 +58,8 @@ class Journal:
     def _make(self, size: int) -> None:
         size += -size % _PAGE_BYTES
         # Zeros are written and not just promised: so a full disk is an error here and not a signal in a copy.
-        os.pwrite(self._file.fileno(), bytes(size - self._made), self._made)
-        self._made = size
+        while self._made < size:
+            self._made += os.pwrite(self._file.fileno(), bytes(size - self._made), self._made)
 
     def _map(self) -> None:
         """From the page of the next append on: what lies before it is not this process' memory."""

@@ -1,7 +1,7 @@
 """Intervals of one step in plain Python: what a span computed while it did not wait, and what stayed exposed.
 
-``analysis.intervals`` says the same for whole tables with numpy. A step has a few dozen intervals, and a recorder that
-runs inside training cannot afford numpy's fixed cost of some ten microseconds a call for each of them.
+``analysis.intervals`` says the same for whole tables with numpy. A step has a few dozen intervals, and a run thousands
+of steps that are worked on one by one: numpy's fixed cost of ten microseconds a call would be most of reading one.
 """
 
 from bisect import bisect_right

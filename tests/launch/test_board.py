@@ -80,6 +80,8 @@ def test_calls_past_the_communicator_show_from_the_second_look_and_only_when_it_
     assert shown(board) == (CallState.ISSUED, 4)
     writer.completed(one)
     writer.seen(barrier)
+    assert shown(board) == (CallState.COMPLETED, 4)
+    writer.seen(barrier)
     assert (board.read()[1].op, board.read()[1].state) == ("barrier", CallState.ISSUED)
     writer.failed(None)
     writer.seen(None)
@@ -99,9 +101,11 @@ def test_a_call_that_was_seen_does_not_come_back_over_what_came_after_it(tmp_pat
 
 def test_a_look_into_a_communicators_own_code_leaves_no_name_behind(tmp_path):
     board, writer = make(tmp_path)
+    wait = call("wait")
     writer.issued(one := event(4))
+    writer.seen(wait)
     writer.completed(one)
-    writer.seen(call("wait"))  # done, and its caller not awake yet
+    writer.seen(wait)  # done, and its caller not awake yet
     writer.seen(None)
     assert shown(board) == (CallState.COMPLETED, 4)
 

@@ -1,4 +1,4 @@
-"""The recorder's plain-Python intervals agree with ``analysis.intervals``, which the figures use."""
+"""The plain-Python intervals of one step agree with ``analysis.intervals``, which the figures use."""
 
 from math import isnan
 
