@@ -9,7 +9,8 @@ itself collective: every rank of the default group builds the same one, also tho
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from math import prod
@@ -21,7 +22,7 @@ from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Observer
 from shardlab.comm.lanes import Lane, StreamLane, ThreadLane
 from shardlab.comm.overheard import BACKEND, OverheardGroup, TagOf, register_backend
-from shardlab.comm.process import Process
+from shardlab.comm.process import Process, retire
 from shardlab.comm.transports.base import Transport
 from shardlab.comm.transports.emulated import EmulatedLink
 from shardlab.comm.transports.gloo import GlooTransport
@@ -58,7 +59,8 @@ class Mesh:
         self.ranks = tuple(range(world_size) if ranks is None else ranks)
         _check(self.axes, self.ranks, world_size)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._groups: list[dist.ProcessGroup] = []
+        self._torch_groups: list[dist.ProcessGroup] = []
+        self._retire: list[Callable[[], object]] = []
         self._communicators: dict[str, Communicator] = {}
         no_longer_used, Process.retired = Process.retired, ()
         for axis in self.axes:
@@ -129,15 +131,17 @@ class Mesh:
                 heard = dist.new_group(list(line), timeout=Process.timeout, backend=BACKEND, pg_options=make)
             if self._rank in line:
                 own = [plain] if heard is None else [heard, plain]
-        self._groups += own
+        self._torch_groups += own
         return own[0]
 
     def close(self) -> None:
         """End the communicators; their process groups go when the next mesh is built."""
         for communicator in self.communicators:
             communicator.close()
-        Process.retired = (*Process.retired, *self._groups)
-        self._groups.clear()
+        while self._retire:
+            self._retire.pop()()
+        retire(*self._torch_groups)
+        self._torch_groups.clear()
 
     def __enter__(self) -> "Mesh":
         return self
@@ -154,9 +158,9 @@ class Mesh:
             if self._rank not in line:
                 continue
             transport, lane = (None, None) if group is None else self._travel(group, axis, link, len(line))
+            self._communicators[axis] = comm = Communicator(transport, lane, line, line.index(self._rank), axis)
             if group is not None:
-                self._groups.append(group)
-            self._communicators[axis] = Communicator(transport, lane, line, line.index(self._rank), axis)
+                self._retire.append(_retire_with(comm, group))
 
     def _travel(self, group: dist.ProcessGroup, axis: str, link: Link | None, num_ranks: int) -> tuple[Transport, Lane]:
         if dist.get_backend(group) == "nccl":
@@ -169,6 +173,17 @@ class Mesh:
         if link is not None:
             transport = EmulatedLink(transport, link, num_ranks)
         return transport, ThreadLane(f"comm-{axis}")
+
+
+def _retire_with(comm: Communicator, group: dist.ProcessGroup) -> Callable[[], object]:
+    """What retires the group: called by ``close()``, or when nobody holds the communicator any more.
+
+    The latter is for a mesh that is dropped without ``close()``, as after an error. Ranks drop it at different times;
+    gloo takes a group apart on each rank alone, NCCL on all together, so there only ``close()`` does it.
+    """
+    if dist.get_backend(group) == "gloo":
+        return weakref.finalize(comm, retire, group)
+    return partial(retire, group)
 
 
 def _lines(axes: dict[str, int], ranks: tuple[int, ...], axis: str) -> list[tuple[int, ...]]:

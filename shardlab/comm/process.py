@@ -20,8 +20,8 @@ class Process:
         device: where tensors of a mesh live that names no device.
         observers: told of every collective of every communicator made from now on.
         timeout: after this torch ends a collective with an error; None for torch's default.
-        retired: groups of closed meshes. A group that one rank destroys ends the others' collectives with a connection
-            error that names nobody; so they stay until the next mesh, which all ranks have reached.
+        retired: groups that nobody uses any more. A group that one rank destroys ends the others' collectives with a
+            connection error that names nobody; so they stay until the next mesh, which all ranks have reached.
     """
 
     device: torch.device = torch.device("cpu")
@@ -33,6 +33,11 @@ class Process:
 def become_rank(device: torch.device, timeout: timedelta, *observers: Observer) -> None:
     """From now on meshes live on ``device``, end collectives after ``timeout`` and tell ``observers`` of them."""
     Process.device, Process.timeout, Process.observers = device, timeout, observers
+
+
+def retire(*groups: dist.ProcessGroup) -> None:
+    """Nobody on this rank uses these groups any more; one that stays costs: gloo's thread wakes 100 times a second."""
+    Process.retired = (*Process.retired, *groups)
 
 
 def leave_group() -> None:

@@ -1,7 +1,10 @@
 """The verbs give what their names say, at 2, 3 and 4 ranks; sums are exact because they are sums of small integers."""
 
+from contextlib import suppress
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardlab.comm import Mesh
 from shardlab.comm.process import Process
@@ -265,3 +268,31 @@ def many_meshes(rank):
 
 def test_groups_of_closed_meshes_do_not_pile_up(pools):
     assert pools(2).run(many_meshes) == [1, 1]
+
+
+def dropped_meshes(rank):
+    for _ in range(20):
+        comm = Mesh({"data": 2}).data  # the mesh is gone, and its communicator is not
+        comm.barrier().wait()
+    first = Mesh({"data": 2}).data
+    second = Mesh({"data": 2}).data
+    for comm in (first, second, first):
+        comm.barrier().wait()
+    return len(Process.retired), len(dist.distributed_c10d._world.pg_map)
+
+
+def test_groups_of_dropped_meshes_do_not_pile_up(pools):
+    """What stays: the default group, two that are in use, and up to two that wait for the next mesh."""
+    for retired, known in pools(2).run(dropped_meshes):
+        assert retired <= 2
+        assert known <= 6
+
+
+def failing_mesh(rank):
+    with suppress(ValueError), Mesh({"data": 2}):
+        raise ValueError("before anything is sent")
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def test_groups_of_meshes_that_an_error_left_do_not_pile_up(pools):
+    assert max(max(pools(2).run(failing_mesh)) for _ in range(8)) <= 6
