@@ -2,6 +2,7 @@
 
 import ctypes
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -145,12 +146,17 @@ def _join_group(config: RankConfig, board: BoardWriter, control: _Control) -> No
 
 
 def _serve(rank: int, board: BoardWriter, control: _Control) -> None:
+    gc.freeze()  # what is imported is here to stay: looking through it would take a tenth of a second each time
     while not isinstance(task := control.receive(), Stop):
         assert isinstance(task, Task)
         board.clear()
         reply = _answer(rank, task, board)
         _flush_output()  # before the answer goes: the parent prints all that came before it
         control.send(reply)
+        del task, reply
+        # Module, hooks, engine and mesh are a cycle. Python by itself looks for cycles so seldom that the engines of
+        # earlier cells would stay for hours, with their memory and the threads of their groups.
+        gc.collect()
 
 
 def _answer(rank: int, task: Task, board: BoardWriter) -> Answer | Failure:

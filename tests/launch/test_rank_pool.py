@@ -2,13 +2,16 @@
 
 import functools
 import os
+import sys
 import threading
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from shardlab.comm.objects import all_gather_object
 from shardlab.launch import RankError, RankPool, current, launch
@@ -180,3 +183,14 @@ def test_run_inside_on_message_is_refused(pools):
     with pytest.raises(RuntimeError, match="one at a time"):
         pool.run(lambda rank: current().emit(1), on_message=lambda rank, message: pool.run(lambda rank: rank))
     assert pool.run(lambda rank: rank) == [0, 1]
+
+
+def leave_a_cycle(rank):
+    engine = nn.Module()
+    engine.itself = [engine]
+    sys.left_behind = weakref.ref(engine)
+
+
+def test_what_one_call_leaves_in_a_cycle_is_gone_at_the_next(pools):
+    pools(2).run(leave_a_cycle)
+    assert pools(2).run(lambda rank: sys.left_behind() is None) == [True, True]
