@@ -62,11 +62,13 @@ class Mesh:
         self._torch_groups: list[dist.ProcessGroup] = []
         self._retire: list[Callable[[], object]] = []
         self._communicators: dict[str, Communicator] = {}
-        no_longer_used, Process.retired = Process.retired, ()
+        no_longer_used = Process.retired
         for axis in self.axes:
             self._build(axis, link)
-        for group in no_longer_used:
-            dist.destroy_process_group(group)
+        if len(self.ranks) > 1:  # all ranks are here; a mesh of this rank alone says nothing of the others
+            Process.retired = Process.retired[len(no_longer_used) :]
+            for group in no_longer_used:
+                dist.destroy_process_group(group)
 
     @classmethod
     def alone(cls, device: torch.device | str | None = None) -> "Mesh":

@@ -19,7 +19,6 @@ Span = tuple[str, SpanKind, Mark, Mark]
 
 _FACTS = ("axis", "op", "tag", "dtype", "numel", "bytes", "wire_bytes", "group_size", "transport")
 _TIMES = ("issue_ns", "start_ns", "end_ns", "wait_start_ns", "wait_end_ns")
-# A column at a time, in C: making a dict of every event takes several times as long.
 _facts_of = attrgetter(*("num_bytes" if name == "bytes" else name for name in _FACTS))
 _times_of = attrgetter(*_TIMES)
 

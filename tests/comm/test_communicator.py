@@ -296,3 +296,15 @@ def failing_mesh(rank):
 
 def test_groups_of_meshes_that_an_error_left_do_not_pile_up(pools):
     assert max(max(pools(2).run(failing_mesh)) for _ in range(8)) <= 6
+
+
+def alone_after_a_mesh(rank):
+    with Mesh({"data": 2}) as mesh:
+        mesh.data.barrier().wait()
+    before = Process.retired
+    Mesh.alone().close()
+    return len(before) > 0 and set(before) <= set(Process.retired)
+
+
+def test_a_mesh_of_one_rank_destroys_no_groups_that_others_may_still_use(pools):
+    assert pools(2).run(alone_after_a_mesh) == [True, True]
