@@ -154,8 +154,8 @@ def _serve(rank: int, board: BoardWriter, control: _Control) -> None:
         _flush_output()  # before the answer goes: the parent prints all that came before it
         control.send(reply)
         del task, reply
-        # Module, hooks, engine and mesh are a cycle. By itself Python looks through old objects so seldom that engines of
-        # earlier calls would stay, with their memory and their groups' threads.
+        # Module, hooks, engine and mesh are a cycle. By itself Python looks through old objects so seldom that
+        # engines of earlier calls would stay, with their memory and their groups' threads.
         gc.collect()
 
 
