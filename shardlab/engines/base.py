@@ -14,6 +14,7 @@ first, or ranks that used different parameters issue their collectives in differ
 """
 
 import contextlib
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from math import prod
@@ -249,6 +250,20 @@ class Engine(EngineState, EngineHoldings, ABC):
         # A frozen parameter may be thawed later, but torch takes the hook only while it requires a gradient.
         frozen = not param.requires_grad
         param.requires_grad_(True)
-        hook: RemovableHandle = param.register_post_accumulate_grad_hook(self._on_gradient)
+        hook: RemovableHandle = param.register_post_accumulate_grad_hook(_weakly(self))
         param.requires_grad_(not frozen)
         return hook
+
+
+def _weakly(engine: Engine) -> Callable[[nn.Parameter], None]:
+    """A hook that does not keep its engine, for torch holds hooks where Python cannot look for cycles.
+
+    The engine lives as long as the module it wraps; who then still uses a parameter trains alone, as after ``close()``.
+    """
+    reference = weakref.ref(engine)
+
+    def on_gradient(param: nn.Parameter) -> None:
+        if (known := reference()) is not None:
+            known._on_gradient(param)
+
+    return on_gradient

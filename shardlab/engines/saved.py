@@ -36,7 +36,9 @@ def saved_by_reference(units: Sequence[ShardedUnit]) -> Iterator[None]:
                     if full.untyped_storage().data_ptr() == address and _inside(saved, full):
                         offset = int(saved.storage_offset() - full.storage_offset())
                         return _Reference(unit, name, saved.size(), saved.stride(), offset)
-        return saved
+        # Not ``saved`` itself: an operation that saves its own output would hold itself, and a graph that never runs
+        # backward would keep its activations for ever.
+        return saved.detach()
 
     def unpack(packed: Tensor | _Reference) -> Tensor:
         if isinstance(packed, Tensor):

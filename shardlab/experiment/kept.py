@@ -26,7 +26,7 @@ def kept_for_backward(module: nn.Module) -> Iterator[list[Tensor]]:
         if (key := tensor.untyped_storage()._cdata) not in seen:
             seen.add(key)
             kept.append(tensor)  # which also keeps its storage, so that no other gets the same key
-        return tensor
+        return tensor.detach()  # an operation that got its own output back would hold itself for ever
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         yield kept

@@ -1,7 +1,9 @@
 """What every engine promises beside equal losses: bytes, collectives, ownership, freezing, groups, schedulers."""
 
+import gc
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -300,6 +302,40 @@ def refused_then_taken(rank):
 
 def test_a_refused_module_can_be_taken_by_another_engine(pools):
     assert pools(2).run(refused_then_taken) == [True, True]
+
+
+def left_open(rank, strategy):
+    mesh = Mesh({"data": 2})
+    model = cases.build("MLP")
+    engine = build_engine(strategy, model, adamw, mesh)
+    one_step(engine, rank)
+    gone = [weakref.ref(it) for it in (engine, model, mesh)]
+    del engine
+    gc.collect()
+    kept = gone[0]() is not None  # by the module, which would train without it
+    del mesh, model
+    gc.collect()
+    return kept, [reference() is None for reference in gone]
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "fsdp"])
+def test_an_engine_that_is_never_closed_goes_with_its_module(pools, strategy):
+    assert pools(2).run(left_open, strategy) == [(True, [True, True, True])] * 2
+
+
+def forward_alone(rank, strategy):
+    model = nn.Sequential(nn.Linear(7, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+    saved = []
+    model[1].register_forward_hook(lambda *args: saved.append(weakref.ref(args[-1])))
+    with Mesh({"data": 2}) as mesh, build_engine(strategy, model, adamw, mesh) as engine:
+        engine(torch.ones(2, 7, dtype=torch.float64))
+        gc.collect()
+        return saved[0]() is None
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "fsdp"])
+def test_activations_go_with_an_output_that_is_dropped(pools, strategy):
+    assert pools(2).run(forward_alone, strategy) == [True, True]
 
 
 class Batched(nn.Module):

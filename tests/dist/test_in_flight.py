@@ -61,13 +61,14 @@ def gathered_everywhere(rank, num_ranks, options):
         for module in model.modules():
             module.register_forward_pre_hook(sample)
             module.register_forward_hook(sample)
-        for param in engine.params.values():
-            param.register_post_accumulate_grad_hook(sample)
+        hooks = [param.register_post_accumulate_grad_hook(sample) for param in engine.params.values()]
         with mesh.observed_by(watch):
             for step in range(2):
                 one_step(engine, rank, step=step)
                 sample()
                 engine.zero_grad()
+        for hook in hooks:
+            hook.remove()
         units = [[unit.layout for unit in group.units] for group in engine.groups[:2]]
         padded = [8 * sum(layout.padded_numel for layout in layouts) for layouts in units]
         return max(watch.seen), watch.seen[-1], padded, 8 * sum(layout.numel for layouts in units for layout in layouts)
