@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Lock, Thread, main_thread
 from time import perf_counter_ns
 from types import FrameType
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,13 @@ class RankConfig:
 
 
 class _EndedByParent(BaseException):
-    """SIGTERM, as an exception: with blocks and finally clauses get to save what they hold."""
+    """SIGTERM, as an exception: with blocks and finally clauses get to save what they hold.
+
+    Attributes:
+        asked: whether it has come; Python drops an exception that comes up in a finalizer.
+    """
+
+    asked: ClassVar[bool] = False
 
 
 class _Control:
@@ -98,7 +105,7 @@ def _come_apart(config: RankConfig) -> None:
     os.setsid()
     lifeline.hold(config.life)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    signal.signal(signal.SIGTERM, _end_now)
     for fd in (1, 2):
         os.dup2(config.output.fileno(), fd)
     config.output.close()
@@ -111,8 +118,13 @@ def _come_apart(config: RankConfig) -> None:
     os.environ.update(config.environ)
 
 
-def _on_sigterm(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
+def _end_now(signum: int, frame: FrameType | None) -> None:
+    _end_soon(signum, frame)
     raise _EndedByParent
+
+
+def _end_soon(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    _EndedByParent.asked = True
 
 
 def _watch(life: Connection, board: BoardWriter) -> None:
@@ -147,16 +159,25 @@ def _join_group(config: RankConfig, board: BoardWriter, control: _Control) -> No
 
 def _serve(rank: int, board: BoardWriter, control: _Control) -> None:
     gc.freeze()  # what is imported is here to stay: looking through it would take a tenth of a second each time
-    while not isinstance(task := control.receive(), Stop):
+    while not _EndedByParent.asked and not isinstance(task := control.receive(), Stop):
         assert isinstance(task, Task)
         board.clear()
         reply = _answer(rank, task, board)
         _flush_output()  # before the answer goes: the parent prints all that came before it
         control.send(reply)
         del task, reply
-        # Module, hooks, engine and mesh are a cycle. By itself Python looks through old objects so seldom that
-        # engines of earlier calls would stay, with their memory and their groups' threads.
-        gc.collect()
+        _look_for_cycles()
+
+
+def _look_for_cycles() -> None:
+    """Free what a call has left.
+
+    Module, hooks, engine and mesh are a cycle. By itself Python looks through old objects so seldom that engines of
+    earlier calls would stay, with their memory and their groups' threads.
+    """
+    signal.signal(signal.SIGTERM, _end_soon)  # finalizers run here, which print an exception and go on
+    gc.collect()
+    signal.signal(signal.SIGTERM, _end_now)
 
 
 def _answer(rank: int, task: Task, board: BoardWriter) -> Answer | Failure:

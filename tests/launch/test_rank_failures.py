@@ -296,6 +296,24 @@ def test_ended_ranks_run_their_finally_clauses(pools, tmp_path):
     assert (tmp_path / "saved").read_text() == "yes"
 
 
+class EndsItsRank:
+    def __init__(self):
+        self.cycle = self
+
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_an_end_that_comes_while_a_rank_cleans_up_is_not_lost():
+    def clean_up_later(rank):
+        EndsItsRank()
+
+    with RankPool(1) as pool:
+        pool.run(clean_up_later)
+        with pytest.raises(RankDied):
+            pool.run(abs)
+
+
 def test_exception_in_on_message_ends_the_run(pools):
     def refuse(rank, message):
         raise LookupError(message)
