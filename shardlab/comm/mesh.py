@@ -142,6 +142,9 @@ class Mesh:
             communicator.close()
         while self._retire:
             self._retire.pop()()
+        for group in self._torch_groups:
+            if isinstance(group, OverheardGroup):
+                group.close()
         retire(*self._torch_groups)
         self._torch_groups.clear()
 

@@ -88,11 +88,13 @@ class OverheardGroup(dist.ProcessGroup):
 
     def __init__(self, inner: dist.ProcessGroup, comm: Communicator, tag_of: TagOf) -> None:
         super().__init__(comm.rank, comm.num_ranks)  # type: ignore[call-arg]
-        self._inner, self._comm, self._tag_of = inner, comm, tag_of
+        self._inner: dist.ProcessGroup | None = inner
+        self._comm: Communicator | None = comm
+        self._tag_of = tag_of
         self._is_gloo = dist.get_backend(inner) == "gloo"
         self.times: _Times = HostTimes(GLOO_THREADS) if self._is_gloo else StreamTimes()
         self._name = ""
-        self.left_to_torch: list[CollectiveEvent] = []  # C++ waits for them
+        self.left_to_torch: list[tuple[CollectiveEvent, tuple[Observer, ...]]] = []  # C++ waits for them
 
     def getBackendName(self) -> str:  # noqa: N802
         """Not 'gloo': at that name torch looks for a gloo backend inside this group."""
@@ -113,21 +115,28 @@ class OverheardGroup(dist.ProcessGroup):
         what has ended meanwhile is not waited for.
         """
         left, self.left_to_torch = self.left_to_torch, []
-        now_ns = max((event.issue_ns for event in left), default=0)
-        for event in left:
-            self.times.ended(event, self._comm.observers)
+        now_ns = max((event.issue_ns for event, _ in left), default=0)
+        for event, observers in left:
+            self.times.ended(event, observers)
             if event.device_times is None and event.end_ns > now_ns:
                 event.wait_start_ns, event.wait_end_ns = now_ns, event.end_ns
                 now_ns = event.end_ns
-            for observer in self._comm.observers:
+            for observer in observers:
                 observer.waited(event)
 
+    def close(self) -> None:
+        """Let go of the group that sends and its threads: torch may hold this one for ever, from C++."""
+        self._inner = self._comm = None
+
     def _pass_on(self, name: str, verb: _Verb, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
+        inner, comm = self._inner, self._comm
+        if inner is None or comm is None:
+            raise RuntimeError(f"mesh: it is closed, and {verb.op} was to be sent over it")
         whole = list(_flat(verb.whole(*args)))  # (options come by name, tensors do not)
         scratch_bytes = sum(tensor.nbytes for tensor in whole) if self._is_gloo and verb.gloo_copies else 0
-        event = self._comm.announce(verb.op, whole, self._tag_of(verb.op), scratch_bytes=scratch_bytes)
-        observers = self._comm.observers
-        work = self.times.follow(lambda: getattr(self._inner, name)(*args, **kwargs), event, observers)
+        event = comm.announce(verb.op, whole, self._tag_of(verb.op), scratch_bytes=scratch_bytes)
+        observers = comm.observers
+        work = self.times.follow(lambda: getattr(inner, name)(*args, **kwargs), event, observers)
         return OverheardWork(work, event, observers, self, keep=args)
 
 
@@ -159,7 +168,7 @@ class OverheardWork(dist.Work):
 
     def get_future(self) -> "torch.futures.Future[Any]":
         """Asked for by C++, which then waits on it unseen."""
-        self._group.left_to_torch.append(self._event)
+        self._group.left_to_torch.append((self._event, self._observers))
         return self._inner.get_future()
 
     def is_completed(self) -> bool:

@@ -1,5 +1,7 @@
 """Torch's own engines, behind our interface, equal one process in float64 to 1e-10, at 2, 3 and 4 ranks."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -106,6 +108,37 @@ def test_after_close_a_module_trains_alone(pools):
     cases.loss_of(model(x), y).backward()
     assert torch.equal(ours, model[0].weight.grad)
     assert not torch.equal(ours, others)
+
+
+def left_open(rank, strategy):
+    """Whether engine and communicator are gone when nobody knows engine, module and closed mesh any more."""
+    mesh = Mesh({"data": 1, "tensor": 2} if strategy == "torch_tp" else {"data": 2})
+    engine = build_engine(strategy, build("WideGPT", seed=0), sgd, mesh)
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    engine.backward(engine(tokens).sum())
+    gone = [weakref.ref(engine), weakref.ref(mesh.communicators[-1])]
+    mesh.close()
+    del engine, mesh
+    gc.collect()
+    return [reference() is None for reference in gone]
+
+
+@pytest.mark.parametrize("strategy", KINDS)
+def test_a_peer_that_is_never_closed_goes_with_its_module(pools, strategy):
+    assert pools(2).run(left_open, strategy) == [[True, True]] * 2
+
+
+def used_after_the_mesh(rank):
+    mesh = Mesh({"data": 2})
+    with build_engine("torch_ddp", build("WideGPT", seed=0), sgd, mesh) as engine:
+        mesh.close()
+        tokens = torch.zeros(1, 4, dtype=torch.int64)
+        with pytest.raises(RuntimeError, match="mesh: it is closed, and all_reduce was to be sent over it"):
+            engine.backward(engine(tokens).sum())
+
+
+def test_a_closed_mesh_is_an_error(pools):
+    pools(2).run(used_after_the_mesh)
 
 
 def test_the_reference_is_that_of_the_other_engines():

@@ -6,6 +6,7 @@ are imported when one of these is built, since that takes half a second.
 """
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -45,7 +46,9 @@ class Peer(Engine):
             raise ValueError(f"mesh: {self.name!r} needs one, over all ranks of a RankPool, launch or torchrun")
         self._occasion = "setup"
         self._counts: Counter[Collective] = Counter()
-        self._group = mesh.torch_group(self.axis, self._tag if overheard else None)
+        # Weakly: torch holds its groups where Python cannot look for cycles, and the engine holds its group.
+        engine = weakref.proxy(self)
+        self._group = mesh.torch_group(self.axis, (lambda op: engine._tag(op)) if overheard else None)
         super().__init__(model, optimizer_fn, mesh)
         self._occasion = ""
 
