@@ -28,7 +28,7 @@ import pandas as pd
 from shardlab.analysis.choose import one_run, one_step
 from shardlab.plots.units import format_bytes
 from shardlab.trace.store import Records
-from shardlab.vocabulary import Collective, Role
+from shardlab.vocabulary import Collective, Role, SpanKind
 
 ROLES = tuple(map(str, Role))
 WHOLE_STEP = ("rest", "peak")
@@ -62,6 +62,7 @@ ORDER = (
     StepEvent.ARRIVES, StepEvent.GOES_ON, StepEvent.ENDS, StepEvent.FREES, StepEvent.HOLDS, StepEvent.COMPUTES,
     StepEvent.GATHERS, StepEvent.REDUCES, StepEvent.SENDS, StepEvent.WAITS,
 )  # fmt: skip
+OF_NO_UNIT = {SpanKind.DATA: "loading data", SpanKind.OPTIMIZER: "the optimizer's step"}
 Row = dict[str, Any]
 
 
@@ -176,9 +177,9 @@ def traced_step(steps: pd.DataFrame) -> int | None:
 
 def _compute(spans: pd.DataFrame) -> Iterator[Row]:
     for row in spans.to_dict("records"):
-        what = f"{row['kind']} of {row['unit']}"
+        what = OF_NO_UNIT.get(row["kind"], f"{row['kind']} of {row['unit']}")
         common = {"rank": int(row["rank"]), "what": what, "bytes": None}
-        yield {**common, "time_us": row["start_us"], "event": StepEvent.COMPUTES, "words": f"computes {what}"}
+        yield {**common, "time_us": row["start_us"], "event": StepEvent.COMPUTES, "words": f"begins {what}"}
         yield {**common, "time_us": row["end_us"], "event": StepEvent.ENDS, "words": f"is through with {what}"}
 
 

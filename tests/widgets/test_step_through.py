@@ -33,6 +33,11 @@ def test_every_beginning_has_its_end_on_its_rank(events):
     assert (events["event"] == "waits").sum() == (events["event"] == "goes on").sum()
 
 
+def test_words_of_what_is_of_no_unit(events):
+    begun = set(events.loc[events["event"] == "computes", "words"])
+    assert {"begins loading data", "begins the optimizer's step", "begins forward of blocks.0"} <= begun
+
+
 def test_what_is_held_is_the_last_sample_of_the_record(events, comparison):
     memory = comparison.records.memory
     inside = memory[(memory["run"] == "zero3") & (memory["rank"] == 1) & ~memory["where"].isin(["rest", "peak"])]
