@@ -16,6 +16,10 @@ from shardlab.vocabulary import Phase
 
 BUCKETED = "bucketed"
 MIB = 1024**2
+COLUMNS = (
+    "run", "source", "rank", "step", "bucket_bytes", "step_us", "exposed_comm_us", "overlap", "wire_bytes",
+    "num_messages",
+)  # fmt: skip
 
 
 def bucket_sweep(bucket_bytes: Sequence[int], config: CompareConfig, pool: RankPool) -> pd.DataFrame:
@@ -28,7 +32,7 @@ def bucket_sweep(bucket_bytes: Sequence[int], config: CompareConfig, pool: RankP
         pool: ``config.ranks`` ranks.
 
     Returns:
-        One row per size, step and rank, as ``plots.bucket_curve`` takes them: ``run``, ``rank``, ``step``,
+        One row per size, step and rank, as ``plots.bucket_curve`` takes them: ``run``, ``source``, ``rank``, ``step``,
         ``bucket_bytes``, ``step_us``, ``exposed_comm_us``, ``overlap``, ``wire_bytes``, ``num_messages`` (gradient
         buckets sent in that step).
 
@@ -48,4 +52,4 @@ def bucket_sweep(bucket_bytes: Sequence[int], config: CompareConfig, pool: RankP
     messages = gradients.groupby(keys).size().rename("num_messages").reset_index()
     rows = records.steps[records.steps["step"] > 0].merge(messages, on=keys)
     rows = rows.assign(bucket_bytes=rows["run"].map(sizes).astype("int64"), run=BUCKETED)
-    return rows[[*keys, "bucket_bytes", "step_us", "exposed_comm_us", "overlap", "wire_bytes", "num_messages"]]
+    return rows[list(COLUMNS)]

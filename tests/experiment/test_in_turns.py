@@ -51,6 +51,7 @@ def test_a_sweep_sends_the_same_bytes_in_fewer_messages(pools: Pools) -> None:
     sweep = bucket_sweep(sizes, replace(BASE, steps=2, link="10Gbps,10us"), pools(2))
     assert sweep["bucket_bytes"].value_counts().to_dict() == dict.fromkeys(sizes, 2)  # one timed step on two ranks
     assert set(sweep["wire_bytes"]) == {ring_wire_bytes("all_reduce", PARAMETER_BYTES, 2)}
+    assert set(sweep["source"]) == {"emulated"}
     num_messages = sweep.groupby("bucket_bytes")["num_messages"].first()
     num_parameters = len(list(build_model("gpt-1m", 8).parameters()))
     assert num_messages[1] == num_parameters
