@@ -30,7 +30,7 @@ class Journal:
         self._made = 0  # bytes of the file
         self._end = END.size
         self._make(AHEAD_BYTES)
-        self._first_page = mmap.mmap(self._file.fileno(), _PAGE_BYTES)
+        self._first_page = self._first(path)
         END.pack_into(self._first_page, 0, self._end)
         self._map()
 
@@ -54,6 +54,14 @@ class Journal:
         self._pages.close()
         self._first_page.close()
         self._file.close()
+
+    def _first(self, path: Path) -> mmap.mmap:
+        try:
+            return mmap.mmap(self._file.fileno(), _PAGE_BYTES)
+        except OSError as error:  # some network mounts
+            self._file.close()
+            why = "the file system cannot map files; record into a directory on a local disk"
+            raise OSError(error.errno, why, str(path)) from error
 
     def _make(self, size: int) -> None:
         size += -size % _PAGE_BYTES

@@ -116,3 +116,12 @@ def test_a_full_disk_is_an_error_and_keeps_what_was_written(path, monkeypatch):
         writer.append(bytes(10_000))
     assert read(path) == b"whole"
     writer.close()
+
+
+def test_a_file_system_that_cannot_map_says_so(path, monkeypatch):
+    def refused(*_):
+        raise OSError(errno.ENODEV, "No such device")
+
+    monkeypatch.setattr(journal.mmap, "mmap", refused)
+    with pytest.raises(OSError, match=r"cannot map files; record into a directory on a local disk: .*rank0\.journal"):
+        Journal(path)
