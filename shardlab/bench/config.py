@@ -13,7 +13,7 @@ from shardlab.engines import engine_options
 from shardlab.launch import place
 from shardlab.models import MODELS, GPTConfig
 
-QUICK_ROUNDS, FULL_ROUNDS = 6, 40
+QUICK_ROUNDS, FULL_ROUNDS = 6, 42  # three engines stand in six orders
 
 
 @dataclass(frozen=True)
