@@ -113,6 +113,7 @@ class MemoryLedger(TorchDispatchMode):
         self._made_in: dict[int, Phase] = {}
         self._roles: dict[int, Role] = {}
         self._elsewhere: set[int] = set()  # made on another device: counts once it has a role
+        self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # of a live storage, by its key
         self._next = 0
         for key, (role, num_bytes) in storages_by_role(live).items():
             self._roles[self._next] = role
@@ -230,10 +231,17 @@ class MemoryLedger(TorchDispatchMode):
         self._log.append(_Change(serial, num_bytes, perf_counter_ns(), self.phase, self.unit))
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
-        # A dead ledger must not be kept alive by tensors that outlive it.
-        weakref.finalize(storage, _forget, weakref.ref(self), storage._cdata).atexit = False
+        # Tensors that outlive the ledger must keep neither it nor anything of it.
+        ledger, key = weakref.ref(self), storage._cdata
+
+        def freed(_: object) -> None:
+            if (alive := ledger()) is not None:
+                alive._freed(key)
+
+        self._watches[key] = weakref.ref(storage, freed)
 
     def _freed(self, key: int) -> None:
+        self._watches.pop(key, None)
         serial = self._known.pop(key, None)
         if serial is not None and not self._closed:
             self._change(serial, 0)
@@ -249,8 +257,3 @@ class MemoryLedger(TorchDispatchMode):
     def _change(self, serial: int, num_bytes: int) -> None:
         before, self._num_bytes[serial] = self._num_bytes[serial], num_bytes
         self._log.append(_Change(serial, num_bytes - before, perf_counter_ns(), self.phase, self.unit))
-
-
-def _forget(ledger: "weakref.ref[MemoryLedger]", key: int) -> None:
-    if (alive := ledger()) is not None:
-        alive._freed(key)

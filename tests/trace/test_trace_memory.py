@@ -1,6 +1,7 @@
 """Bytes against scans that know nothing of the ledger: the garbage collector's, and torch's profiler's."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -174,6 +175,14 @@ def test_what_is_freed_after_the_step_does_not_count():
     num_changes = len(ledger._log)
     del kept
     assert len(ledger._log) == num_changes
+
+
+def test_a_ledger_leaves_nothing_on_tensors_that_outlive_it():
+    weight = torch.ones(3)
+    with MemoryLedger({Role.PARAMETER: [weight]}) as ledger:
+        product = weight * 2
+    del ledger
+    assert [weakref.getweakrefcount(tensor.untyped_storage()) for tensor in (weight, product)] == [0, 0]
 
 
 def test_a_gradient_of_the_step_before_is_seen_to_go():

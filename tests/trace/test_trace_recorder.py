@@ -319,7 +319,7 @@ def train_with(writer, steps, after_step=None):
 
 def test_memory_of_the_recorder_stays_flat(tmp_path):
     write_manifest(tmp_path, {"run": "bucketed"})
-    ours = tracemalloc.Filter(True, "*/shardlab/*")
+    ours = tracemalloc.Filter(True, "*/shardlab/trace/*")  # (what torch's calls cache counts for whoever calls them)
     held = {}
 
     def look(step):
@@ -334,7 +334,7 @@ def test_memory_of_the_recorder_stays_flat(tmp_path):
     finally:
         tracemalloc.stop()
     file_bytes = sum(path.stat().st_size for path in tmp_path.iterdir())
-    assert 0 < held[299] < held[99] + 20_000 < file_bytes
+    assert 0 < held[299] < held[99] + 10_000 < file_bytes
     assert load_run(tmp_path).steps["step"].tolist() == list(range(300))
 
 
