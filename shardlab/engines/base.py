@@ -235,7 +235,8 @@ class Engine(EngineState, EngineHoldings, ABC):
         """A gradient has been accumulated into ``param.grad``."""
         self._reduced = False
         self._unfinished |= self._sync
-        if param.grad is not None and param.grad.is_sparse and self.comm.num_ranks > 1:
+        gradient = param.grad
+        if gradient is not None and gradient.is_sparse and self.comm.num_ranks > 1:
             raise ValueError(
                 f"model: parameter {self._name_of(param)!r} has a sparse gradient, which strategy {self.name!r} cannot "
                 "average; build the embedding with sparse=False"

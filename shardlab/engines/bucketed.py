@@ -98,11 +98,12 @@ class Bucketed(Engine):
         bucket, slot = self._place[param]
         if bucket.state is not BucketState.OPEN:
             self._come_again(bucket, param)
-        assert param.grad is not None
+        gradient = param.grad
+        assert gradient is not None
         if not self._sync:
-            bucket.take(slot, param.grad)
+            bucket.take(slot, gradient)
             return
-        bucket.seal(slot, param.grad, self._scale)
+        bucket.seal(slot, gradient, self._scale)
         bucket.waiting.discard(slot)
         if not bucket.waiting:
             self._send_complete()
