@@ -2,7 +2,7 @@
 
 A machine has slow phases of up to a factor of two. Engines that take turns meet the same ones, so the ratio of two
 neighbouring steps is far steadier than the times. A step meets the caches that the step before it left, so the rounds
-go through all orders: an engine that always stood in the middle was 1.5 % faster than the same engine at the ends.
+go through all orders: an engine that always stood in the middle was 1.4 % faster than the same engine at the ends.
 The ranks meet before every step; a step lasts until the slowest rank has ended it. ``floor`` is the same training on
 every rank by itself: what no communication would take.
 """

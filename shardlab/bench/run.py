@@ -9,13 +9,12 @@ from shardlab.bench.rounds import FLOOR, OURS, THEIRS, RankTimes, RoundDone, tim
 from shardlab.launch import RankPool
 
 PRELOAD = ("shardlab.bench.rounds", "torch._dynamo")
-DECIMALS = 4  # of a ratio
 OnProgress = Callable[[RoundDone], None]
 
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One pair on one workload; a ratio below 1 is in our favour. Ratios have four decimals; the bytes are exact.
+    """One pair on one workload; a ratio below 1 is in our favour.
 
     Attributes:
         workload: its name.
@@ -97,10 +96,10 @@ def row_of(workload: Workload, pair: Pair, times: Sequence[RankTimes]) -> BenchR
         ranks=len(times),
         ours=pair.ours.name,
         theirs=pair.theirs.name,
-        ratio_median=round(middle, DECIMALS),
-        ratio_q1=round(q1, DECIMALS),
-        ratio_q3=round(q3, DECIMALS),
-        peak_ratio=round(ours_peak / theirs_peak, DECIMALS),
+        ratio_median=middle,
+        ratio_q1=q1,
+        ratio_q3=q3,
+        peak_ratio=ours_peak / theirs_peak,
         ours_ms=median(slowest[OURS]) / 1e6,
         theirs_ms=median(slowest[THEIRS]) / 1e6,
         floor_ms=median(slowest[FLOOR]) / 1e6,

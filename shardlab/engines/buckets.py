@@ -138,10 +138,7 @@ class Bucket:
                 param.grad = self.views[slot]
 
     def _as_tensor(self, scale: float) -> Tensor:
-        """0-d, on the host: times a Python number, torch takes twice as long for a small gradient.
-
-        It lives only while gradients come: these bytes are all that a bucket holds beside its buffer.
-        """
+        """0-d, on the host: times a Python number, torch takes twice as long for a small gradient."""
         if self._scale is None:
             wide = self.params[0].dtype.itemsize > torch.float32.itemsize
             self._scale = torch.tensor(scale, dtype=torch.float64 if wide else torch.float32, device="cpu")

@@ -319,14 +319,15 @@ def train_with(writer, steps, after_step=None):
 
 def test_memory_of_the_recorder_stays_flat(tmp_path):
     write_manifest(tmp_path, {"run": "bucketed"})
-    ours = tracemalloc.Filter(True, "*/shardlab/trace/*")  # (what torch's calls cache counts for whoever calls them)
+    # Engines know of no recorder; under their lines Python counts what torch's calls cache, with a recorder or without.
+    ours = [tracemalloc.Filter(True, "*/shardlab/*"), tracemalloc.Filter(False, "*/shardlab/engines/*")]
     held = {}
 
     def look(step):
         if step == 50:
             tracemalloc.start()
         elif step in (99, 299):
-            traces = tracemalloc.take_snapshot().filter_traces([ours]).traces
+            traces = tracemalloc.take_snapshot().filter_traces(ours).traces
             held[step] = sum(trace.size for trace in traces)
 
     try:
@@ -334,7 +335,7 @@ def test_memory_of_the_recorder_stays_flat(tmp_path):
     finally:
         tracemalloc.stop()
     file_bytes = sum(path.stat().st_size for path in tmp_path.iterdir())
-    assert 0 < held[299] < held[99] + 10_000 < file_bytes
+    assert 0 < held[299] < held[99] + 20_000 < file_bytes
     assert load_run(tmp_path).steps["step"].tolist() == list(range(300))
 
 
