@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab.comm import become_rank, leave_group
-from shardlab.launch import context, lifeline
+from shardlab.launch import context, heap, lifeline
 from shardlab.launch.board import BoardWriter
 from shardlab.launch.messages import Answer, Failure, Note, Stop, Task
 from shardlab.launch.payload import Payload, pack, unpack
@@ -116,6 +116,7 @@ def _come_apart(config: RankConfig) -> None:
     faulthandler.enable()  # a crash in C code prints its Python stack into the rank's output
     os.environ.clear()
     os.environ.update(config.environ)
+    heap.keep_freed()
 
 
 def _end_now(signum: int, frame: FrameType | None) -> None:
@@ -167,6 +168,7 @@ def _serve(rank: int, board: BoardWriter, control: _Control) -> None:
         control.send(reply)
         del task, reply
         _look_for_cycles()
+        heap.give_back()
 
 
 def _look_for_cycles() -> None:
