@@ -52,7 +52,6 @@ class Bucket:
         self.waiting: set[int] = set()  # slots whose gradient this backward still owes
         self.unused: list[int] = []  # slots this rank sent as unused
         self._sealed: set[int] = set()  # slots that hold what will be sent
-        self._scale: Tensor | None = None  # while gradients come
         self._looked_at = [  # first element of each piece that some rank looks at
             piece.flat_start for rank in range(layout.num_ranks) for piece in layout.pieces(rank)
         ]
@@ -102,7 +101,7 @@ class Bucket:
         if slot in self._sealed:
             self.views[slot].add_(gradient, alpha=scale)
         else:
-            torch.mul(gradient, self._as_tensor(scale), out=self.views[slot])
+            torch.mul(gradient, scale, out=self.views[slot])
             self._sealed.add(slot)
         self.params[slot].grad = None
 
@@ -114,7 +113,6 @@ class Bucket:
     def forget(self) -> None:
         """Give up what has been sealed."""
         self._sealed.clear()
-        self._scale = None
 
     def fill(self, scale: float) -> None:
         """Complete every slot before sending; ``scale`` as in ``seal``."""
@@ -136,13 +134,6 @@ class Bucket:
         for slot, param in enumerate(self.params):
             if slot not in unused:
                 param.grad = self.views[slot]
-
-    def _as_tensor(self, scale: float) -> Tensor:
-        """0-d, on the host: times a Python number, torch takes twice as long for a small gradient."""
-        if self._scale is None:
-            wide = self.params[0].dtype.itemsize > torch.float32.itemsize
-            self._scale = torch.tensor(scale, dtype=torch.float64 if wide else torch.float32, device="cpu")
-        return self._scale
 
     def _allocate(self) -> None:
         self.buffer = self.new_buffer()

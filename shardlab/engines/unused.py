@@ -31,7 +31,7 @@ def mark_used(element: Tensor) -> None:
 def mark_all_used(buffer: Tensor, places: Sequence[int]) -> None:
     """The same for gradients that lie in a one-dimensional buffer, of which only these elements will be looked at."""
     indices = torch.tensor(places, dtype=torch.int64, device=buffer.device)
-    buffer.index_copy_(0, indices, buffer[indices].add_(0.0))
+    buffer.index_add_(0, indices, buffer.new_zeros(1).expand(len(places)))
 
 
 def write_unused(slot: Tensor) -> None:
