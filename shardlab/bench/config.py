@@ -13,7 +13,7 @@ from shardlab.engines import engine_options
 from shardlab.launch import place
 from shardlab.models import MODELS, GPTConfig
 
-QUICK_ROUNDS, FULL_ROUNDS = 6, 42  # three engines stand in six orders
+QUICK_ROUNDS, FULL_ROUNDS = 6, 42  # three engines stand in six orders: a sitting, or seven
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
         for workload in (
             Workload("compute", "gpt-30m", rows=4, seq_len=128),
             Workload("communication", "gpt-30m", rows=1, seq_len=32),
-            Workload("latency", "gpt-1m", rows=4, seq_len=64, round_factor=8),
+            Workload("latency", "gpt-1m", rows=4, seq_len=64, round_factor=4),
         )
     }
 )

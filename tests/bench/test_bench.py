@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shardlab.bench import PAIRS, BenchConfig, Contender, Workload, bench
-from shardlab.bench.rounds import RankTimes
+from shardlab.bench.rounds import RankTimes, sittings
 from shardlab.bench.run import row_of
 from shardlab.cli import app
 
@@ -45,6 +45,13 @@ def test_a_round_is_as_slow_as_its_slowest_rank_and_ratios_are_within_rounds():
     assert (row.ratio_q1, row.ratio_median, row.ratio_q3) == (1.25, 2, 2.5)  # of 4/2, 9/3, 3/6
     assert (row.ours_ms, row.theirs_ms, row.floor_ms) == (4e-6, 3e-6, 1e-6)
     assert (row.ours, row.theirs, row.peak_ratio) == ("fsdp", "torch_fsdp2", 0.7)
+
+
+def test_every_sitting_goes_through_all_orders_and_begins_with_another():
+    whole = list(sittings(14))
+    assert [len(orders) for orders in whole] == [6, 6, 2]
+    assert all(len(set(orders)) == 6 for orders in whole[:2])
+    assert len({orders[0] for orders in whole}) == 3
 
 
 def test_torch_is_timed_without_anybody_listening():
