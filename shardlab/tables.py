@@ -113,7 +113,7 @@ MEMORY = Table(
         Column("rounding_bytes", "Int64", "CUDA allocator: what blocks are larger than was asked for; NA on CPU"),
         Column("fragmented_bytes", "Int64", "CUDA allocator: free parts of segments that are in use; NA on CPU"),
         Column("reserved_bytes", "Int64", "CUDA allocator: all that it holds of the device; NA on CPU"),
-        Column("resident_bytes", "Int64", "resident set of the process; NA where it was not read"),
+        Column("resident_bytes", "Int64", "resident set of the process (it keeps what is freed); NA where not read"),
     ),
 )
 
