@@ -1,5 +1,6 @@
 """One warm pool per world size for the whole session, and a look at the end whether a rank is left."""
 
+import signal
 from collections.abc import Callable, Iterator
 
 import psutil
@@ -12,9 +13,15 @@ Pools = Callable[[int], RankPool]
 
 def rank_processes() -> list[psutil.Process]:
     """Ranks of this process: what its forkserver has forked."""
-    children = psutil.Process().children()
+    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
     servers = [child for child in children if "multiprocessing.forkserver" in " ".join(child.cmdline())]
     return [rank for server in servers for rank in server.children(recursive=True)]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interrupts_are_heard() -> None:
+    """A shell starts its background jobs with SIGINT ignored, and what they start inherits that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -106,6 +106,7 @@ def test_ctrl_c_ends_the_ranks_and_keeps_the_records(tmp_path):
         assert f"records so far are in {out}" in process.stderr.read().replace("\n", " ")
     finally:
         process.kill()
+        process.wait()
         process.stderr.close()
     steps = load_run(records).steps
     for _, rows in steps.groupby("rank"):
