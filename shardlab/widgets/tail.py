@@ -5,7 +5,7 @@ newest step that every rank has finished. Watching takes nothing from the ranks 
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +103,7 @@ class RunTail:
         self._steps: list[Tables] = []  # of rank 0
         self.progress = LiveTables(*(table.frame([]) for table in (STEPS, MEMORY, COLLECTIVES, SPANS)))
         """What was known when it was last read."""
+        self._was_missed = False  # a rank's file was gone before it was opened
 
     def read(self) -> LiveTables:
         """Read what is new; everything known so far, the same object if nothing is new."""
@@ -110,9 +111,9 @@ class RunTail:
             if path.stem not in self._streams:
                 with suppress(FileNotFoundError):  # it ended this very moment
                     self._streams[path.stem] = EntryStream(path)
-        if "rank0" not in self._streams and not len(self.progress.steps) and _has_ended(self.directory):
-            self.progress = _ended(self.directory)  # before anybody looked
-        if not sum(self._take(name, stream) for name, stream in self._streams.items()):
+        if not self._was_missed and _has_ended_without(self.directory, self._streams):
+            self.progress, self._was_missed = _ended(self.directory), True
+        if self._was_missed or not sum(self._take(name, stream) for name, stream in self._streams.items()):
             return self.progress
         latest = self._latest()
         self.progress = LiveTables(
@@ -174,9 +175,10 @@ def _run_directories(directory: Path) -> list[Path]:
     return sorted(inside, key=lambda path: path.stat().st_mtime) if inside else [directory]
 
 
-def _has_ended(directory: Path) -> bool:
-    """Whether every rank has turned its entries into compact files."""
-    return any(directory.glob("steps.rank*.parquet")) and not any(directory.glob("rank*.journal"))
+def _has_ended_without(directory: Path, opened: Container[str]) -> bool:
+    """Whether every rank has turned its entries into compact files, and some did so before they were opened."""
+    ended = [path.name.split(".")[1] for path in directory.glob("steps.rank*.parquet")]
+    return any(rank not in opened for rank in ended) and not any(directory.glob("rank*.journal"))
 
 
 def _ended(directory: Path) -> LiveTables:

@@ -119,6 +119,22 @@ def test_a_run_that_ends_meanwhile_keeps_its_last_steps(tmp_path, writers, tail)
     assert read_progress(tmp_path).steps["step"].tolist() == [0, 1], "who comes later reads the finished run"
 
 
+def test_a_rank_whose_file_came_and_went_unseen_is_read_from_the_finished_run(tmp_path, tail):
+    directory = tmp_path / "records" / "zero1"
+    write_manifest(directory, {"run": "zero1"})
+    seen = RunWriter(directory, 0, "zero1", "measured")
+    append(seen, 0)
+    tail.read()
+    unseen = RunWriter(directory, 1, "zero1", "measured")
+    append(unseen, 0)
+    unseen.close()
+    assert set(tail.read().spans["rank"]) == {0}, "the run goes on"
+    seen.close()
+    progress = tail.read()
+    assert sorted(progress.spans["rank"]) == [0, 1]
+    assert tail.read() is progress
+
+
 def test_a_long_run_is_thinned(tmp_path, writers, tail):
     for step in range(MAX_STEPS + 10):
         writers[0].append(step, {"steps": heard([step_row(0.0)])})
