@@ -98,6 +98,9 @@ def compare(
         bool, typer.Option("--sequence-parallel", help="With --tp: divide the sequence too.")
     ] = False,
     link: Annotated[str | None, typer.Option(help="Emulate a link, for example 10Gbps,50us.")] = None,
+    transport: Annotated[
+        str | None, typer.Option(help="shared_memory or gloo; by default the first that the ranks can use.")
+    ] = None,
     timeout_s: Annotated[float, typer.Option(help="A collective that takes longer ends the run.")] = 300.0,
 ) -> None:
     """Train one model with several strategies on real ranks; compare losses, memory, communication and time."""
@@ -111,8 +114,7 @@ def compare(
             dtype=dtype, device=device, seed=seed, learning_rate=learning_rate, clip=clip, bucket_mib=bucket_mib,
             partition=partition, sharding=sharding, shard_group=shard_group, wrap=wrap, prefetch=prefetch,
             layout=layout, precision=precision, offload=offload, replicate_below=replicate_below, tp=tp,
-            sequence_parallel=sequence_parallel, link=link,
-            timeout_s=timeout_s,
+            sequence_parallel=sequence_parallel, link=link, transport=transport, timeout_s=timeout_s,
         )  # fmt: skip
         if experiment.is_reporter():
             experiment.claim(directory)

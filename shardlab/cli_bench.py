@@ -13,12 +13,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from shardlab.vocabulary import HostTransport
+
 if TYPE_CHECKING:
     from shardlab.bench import BenchConfig, BenchRow, Workload
 
 NOTE = (
     "ms: medians; ratio: our step over theirs in the same round, its median and quartiles, below 1 in our favour; "
     "peak: our highest live bytes over theirs; floor: each rank trains the whole model alone."
+)
+
+SHARED_NOTE = (
+    "Ours send through memory that the ranks share, torch's over gloo, which is all they can do; with "
+    "--transport gloo ours do so too, and only the engines differ."
 )
 
 
@@ -37,6 +44,10 @@ def bench(
     ] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write the rows into this file.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    transport: Annotated[
+        str | None,
+        typer.Option(help="Of our engines: shared_memory or gloo (as torch's); by default the first possible."),
+    ] = None,
 ) -> None:
     """Time our engines against torch's own in the same ranks, a step of each in turn."""
     from shardlab.bench.config import FULL_ROUNDS, PAIRS, QUICK_ROUNDS, WORKLOADS, BenchConfig, chosen
@@ -48,12 +59,15 @@ def bench(
         workloads=chosen("workloads", workloads, WORKLOADS),
         pairs=chosen("pairs", pairs, PAIRS),
         device=device,
+        transport=transport,
     )
     rows = _with_progress(config)
     console = Console(highlight=False)
     for workload in config.workloads:
         console.print(_table(workload, [row for row in rows if row.workload == workload.name]))
     console.print(NOTE, style="dim")
+    if rows[0].transport == HostTransport.SHARED_MEMORY:
+        console.print(SHARED_NOTE, style="dim")
     if json is not None:
         json.write_text(json_text.dumps([asdict(row) for row in rows], indent=2) + "\n")
 

@@ -80,7 +80,7 @@ COLLECTIVES = Table(
         Column("bytes", "Int64", "bytes of the whole (unsharded) buffer"),
         Column("wire_bytes", "float64", "bytes this rank sends, by the ring formula"),
         Column("group_size", "Int64", "ranks that take part"),
-        Column("transport", "string", "gloo, nccl, staged, or one of them with an emulated link"),
+        Column("transport", "string", "shared_memory, gloo, nccl, staged, or one of them with an emulated link"),
         Column("issue_us", "float64", "the caller issued it"),
         Column("start_us", "float64", "the transport began it"),
         Column("end_us", "float64", "its result was there"),

@@ -76,3 +76,10 @@ class Partition(StrEnum):
     ROUND_ROBIN = "round_robin"
     CONTIGUOUS = "contiguous"
     BALANCED = "balanced"
+
+
+class HostTransport(StrEnum):
+    """How tensors travel through host memory, the fastest first."""
+
+    SHARED_MEMORY = "shared_memory"
+    GLOO = "gloo"

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from shardlab.engines import engine_options
-from shardlab.launch import place
+from shardlab.launch import check_transport, place
 from shardlab.models import MODELS, GPTConfig
 
 QUICK_ROUNDS, FULL_ROUNDS = 6, 42  # three engines stand in six orders: a sitting, or seven
@@ -134,6 +134,8 @@ class BenchConfig:
         workloads: see ``WORKLOADS``.
         pairs: see ``PAIRS``.
         device: auto, cpu or cuda.
+        transport: of our engines: 'shared_memory' or 'gloo', not on GPUs of their own; None for the first that the
+            ranks can use. Torch's always use gloo or NCCL, so 'gloo' compares the engines alone.
         timeout_s: a collective that takes longer ends the bench.
 
     Raises:
@@ -145,6 +147,7 @@ class BenchConfig:
     workloads: tuple[Workload, ...] = tuple(WORKLOADS.values())
     pairs: tuple[Pair, ...] = tuple(PAIRS.values())
     device: str = "auto"
+    transport: str | None = None
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -158,7 +161,7 @@ class BenchConfig:
                 raise ValueError(f"{name}: at least one is needed, and none twice, not {', '.join(names) or 'none'}")
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s: {self.timeout_s} is not greater than 0")
-        place(self.ranks, self.device)
+        check_transport(self.transport, place(self.ranks, self.device))
         for workload in self.workloads:
             for pair in self.pairs:
                 pair.check(workload.model, self.ranks)

@@ -45,20 +45,23 @@ class RankTimes:
     Attributes:
         step_ns: of 'ours', 'theirs' and 'floor' the time of every step.
         peak_bytes: of 'ours' and 'theirs' the highest live bytes of one step.
+        transport: how ours sent.
     """
 
     step_ns: dict[str, list[int]]
     peak_bytes: dict[str, int]
+    transport: str
 
 
-def time_pair(rank: int, workload: Workload, pair: Pair, rounds: int) -> RankTimes:
+def time_pair(rank: int, workload: Workload, pair: Pair, rounds: int, transport: str | None = None) -> RankTimes:
     """Time both engines of a pair and the floor on this rank, in turns."""
     device, num_ranks = current().device, current().world_size
-    peaks = {name: _peak_bytes(contender, workload) for name, contender in ((OURS, pair.ours), (THEIRS, pair.theirs))}
+    contenders = ((OURS, pair.ours), (THEIRS, pair.theirs))
+    peaks = {name: _peak_bytes(contender, workload, transport) for name, contender in contenders}
     step_ns: dict[str, list[int]] = {OURS: [], THEIRS: [], FLOOR: []}
-    with Mesh({"data": num_ranks}, device=device) as mesh:
+    with Mesh({"data": num_ranks}, device=device, transport=transport) as mesh:
         for orders in sittings(rounds):
-            with _built(orders[-1], pair, workload) as turns:
+            with _built(orders[-1], pair, workload, transport) as turns:
                 for order in orders:
                     for name in order:
                         mesh.data.barrier().wait()
@@ -67,7 +70,8 @@ def time_pair(rank: int, workload: Workload, pair: Pair, rounds: int) -> RankTim
                         step_ns[name].append(perf_counter_ns() - began_ns)
                     if rank == 0:
                         current().emit(RoundDone(workload.name, pair.name))
-    return RankTimes(step_ns, peaks)
+        sent_by = mesh.data.transport
+    return RankTimes(step_ns, peaks, sent_by)
 
 
 def sittings(rounds: int) -> Iterator[list[tuple[str, ...]]]:
@@ -79,11 +83,13 @@ def sittings(rounds: int) -> Iterator[list[tuple[str, ...]]]:
 
 
 @contextlib.contextmanager
-def _built(order: tuple[str, ...], pair: Pair, workload: Workload) -> Iterator[dict[str, "Turn"]]:
+def _built(
+    order: tuple[str, ...], pair: Pair, workload: Workload, transport: str | None
+) -> Iterator[dict[str, "Turn"]]:
     """The engines, built in this order and ready to be timed."""
     contenders = {OURS: pair.ours, THEIRS: pair.theirs, FLOOR: None}
     with contextlib.ExitStack() as stack:
-        turns = {name: stack.enter_context(_turn(contenders[name], workload, current().world_size)) for name in order}
+        turns = {name: stack.enter_context(_turn(contenders[name], workload, transport)) for name in order}
         for turn in turns.values():
             turn.warm_up()
         yield turns
@@ -150,25 +156,25 @@ class _Scratch:
         """Nothing."""
 
 
-def _peak_bytes(contender: Contender, workload: Workload) -> int:
+def _peak_bytes(contender: Contender, workload: Workload, transport: str | None) -> int:
     """Of this engine alone, and with somebody listening: what torch's transport holds counts too."""
     heard = {name: True for name in contender.options if name == "overheard"}
     listened_to = replace(contender, options={**contender.options, **heard})
-    with _turn(listened_to, workload, current().world_size) as turn:
+    with _turn(listened_to, workload, transport) as turn:
         turn.warm_up()
         return turn.peak_bytes()
 
 
 @contextlib.contextmanager
-def _turn(contender: Contender | None, workload: Workload, num_ranks: int) -> Iterator[Turn]:
+def _turn(contender: Contender | None, workload: Workload, transport: str | None) -> Iterator[Turn]:
     """A contender ready to train; None for a rank by itself."""
-    device = current().device
+    device, num_ranks = current().device, current().world_size
     model = build_model(workload.model, workload.seq_len).to(device)
     with contextlib.ExitStack() as stack:
         if contender is None:
             engine = stack.enter_context(build_engine("single", model, _adamw, Mesh.alone(device)))
         else:
-            mesh = stack.enter_context(Mesh(contender.mesh_axes(num_ranks), device=device))
+            mesh = stack.enter_context(Mesh(contender.mesh_axes(num_ranks), device=device, transport=transport))
             if contender.parallelized:
                 assert isinstance(model, GPT)  # the config is checked for it
                 parallelize_module(model, gpt_plan(model.config), mesh[MeshAxis.TENSOR])

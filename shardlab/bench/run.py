@@ -32,6 +32,7 @@ class BenchRow:
         ours_peak_bytes: our peak.
         theirs_peak_bytes: theirs.
         rounds: steps that were timed of each.
+        transport: how ours sent its messages; torch's engines always use NCCL or gloo.
     """
 
     workload: str
@@ -48,6 +49,7 @@ class BenchRow:
     ours_peak_bytes: int
     theirs_peak_bytes: int
     rounds: int
+    transport: str
 
 
 def bench(
@@ -81,7 +83,7 @@ def _bench(config: BenchConfig, pool: RankPool, on_progress: OnProgress | None) 
     for workload in config.workloads:
         for pair in config.pairs:
             rounds = config.rounds * workload.round_factor
-            times = pool.run(time_pair, workload, pair, rounds, on_message=on_message)
+            times = pool.run(time_pair, workload, pair, rounds, config.transport, on_message=on_message)
             yield row_of(workload, pair, times)
 
 
@@ -106,6 +108,7 @@ def row_of(workload: Workload, pair: Pair, times: Sequence[RankTimes]) -> BenchR
         ours_peak_bytes=ours_peak,
         theirs_peak_bytes=theirs_peak,
         rounds=len(ratios),
+        transport=times[0].transport,
     )
 
 

@@ -58,6 +58,11 @@ class Communicator:
         return len(self.ranks)
 
     @property
+    def transport(self) -> str:
+        """How bytes travel, as every event says; empty in a group of one."""
+        return "" if self._transport is None else self._transport.name
+
+    @property
     def emulated(self) -> bool:
         """Whether an emulated link delays the collectives."""
         return self._transport is not None and self._transport.emulated
@@ -227,6 +232,7 @@ class Communicator:
         *,
         own_chunk_bytes: int | None = None,
         scratch_bytes: int = 0,
+        transport: str | None = None,
     ) -> CollectiveEvent:
         """Tell the observers of a collective that is issued now: by a verb, or past them (``overheard``).
 
@@ -236,6 +242,7 @@ class Communicator:
             tag: what it is for.
             own_chunk_bytes: bytes of this rank's chunk where chunks are uneven.
             scratch_bytes: what the transport holds meanwhile.
+            transport: how it travels, if not by this communicator's transport.
         """
         assert self._transport is not None
         num_bytes = sum(buffer.nbytes for buffer in buffers)
@@ -249,7 +256,7 @@ class Communicator:
             num_bytes=num_bytes,
             wire_bytes=ring_wire_bytes(op, num_bytes, self.num_ranks, own_chunk_bytes),
             group_size=self.num_ranks,
-            transport=self._transport.name,
+            transport=transport or self._transport.name,
             emulated=self._transport.emulated,
             source_line=caller_of_library(),
             scratch_bytes=scratch_bytes,

@@ -17,18 +17,22 @@ from math import prod
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Observer
-from shardlab.comm.lanes import Lane, StreamLane, ThreadLane
+from shardlab.comm.lanes import StreamLane, ThreadLane
 from shardlab.comm.overheard import BACKEND, OverheardGroup, TagOf, register_backend
 from shardlab.comm.process import Process, retire
+from shardlab.comm.transports.areas import share_areas
 from shardlab.comm.transports.base import Transport
 from shardlab.comm.transports.emulated import EmulatedLink
 from shardlab.comm.transports.gloo import GlooTransport
 from shardlab.comm.transports.nccl import NcclTransport
+from shardlab.comm.transports.shared_memory import SharedMemoryTransport
 from shardlab.comm.transports.staged import StagedTransport
 from shardlab.partition.wire import Link
+from shardlab.vocabulary import HostTransport
 
 
 class Mesh:
@@ -40,9 +44,12 @@ class Mesh:
         device: where tensors live; decides, with the default group's backend, how bytes travel. None for this rank's
             own device, as the pool has placed it; the CPU outside a pool.
         link: emulate this link on every axis; not with NCCL.
+        transport: ``shared_memory`` or ``gloo``, for tensors that travel through host memory; None for the first of
+            them that the ranks of an axis can use.
 
     Raises:
-        ValueError: sizes that do not multiply to the number of ranks, unknown or repeated ranks.
+        ValueError: sizes that do not multiply to the number of ranks, unknown or repeated ranks, a transport that these
+            ranks do not have.
     """
 
     def __init__(
@@ -52,7 +59,10 @@ class Mesh:
         ranks: Sequence[int] | None = None,
         device: torch.device | str | None = None,
         link: Link | None = None,
+        transport: str | None = None,
     ) -> None:
+        if transport is not None and transport not in set(HostTransport):
+            raise ValueError(f"transport: {transport!r} is not one of {', '.join(HostTransport)}")
         self.axes = dict(axes)
         self.device = Process.device if device is None else torch.device(device)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -64,11 +74,11 @@ class Mesh:
         self._communicators: dict[str, Communicator] = {}
         no_longer_used = Process.retired
         for axis in self.axes:
-            self._build(axis, link)
+            self._build(axis, link, transport)
         if len(self.ranks) > 1:  # all ranks are here; a mesh of this rank alone says nothing of the others
             Process.retired = Process.retired[len(no_longer_used) :]
-            for group in no_longer_used:
-                dist.destroy_process_group(group)
+            for end in no_longer_used:
+                end()
 
     @classmethod
     def alone(cls, device: torch.device | str | None = None) -> "Mesh":
@@ -145,7 +155,7 @@ class Mesh:
         for group in self._torch_groups:
             if isinstance(group, OverheardGroup):
                 group.close()
-        retire(*self._torch_groups)
+        retire(*(partial(dist.destroy_process_group, group) for group in self._torch_groups))
         self._torch_groups.clear()
 
     def __enter__(self) -> "Mesh":
@@ -156,39 +166,59 @@ class Mesh:
         if exc_type is None:
             self.close()
 
-    def _build(self, axis: str, link: Link | None) -> None:
+    def _build(self, axis: str, link: Link | None, wanted: str | None) -> None:
         for line in _lines(self.axes, self.ranks, axis):
             # Every rank must take part in making every group, also of groups it does not belong to.
             group = dist.new_group(list(line), timeout=Process.timeout) if len(line) > 1 else None
             if self._rank not in line:
                 continue
-            transport, lane = (None, None) if group is None else self._travel(group, axis, link, len(line))
+            if group is None:
+                self._communicators[axis] = Communicator(None, None, line, 0, axis)
+                continue
+            transport = self._transport(group, link, wanted, len(line))
+            lane = StreamLane(self.device) if isinstance(transport, NcclTransport) else ThreadLane(f"comm-{axis}")
             self._communicators[axis] = comm = Communicator(transport, lane, line, line.index(self._rank), axis)
-            if group is not None:
-                self._retire.append(_retire_with(comm, group))
+            self._retire.append(_retire_with(comm, group, transport))
 
-    def _travel(self, group: dist.ProcessGroup, axis: str, link: Link | None, num_ranks: int) -> tuple[Transport, Lane]:
+    def _transport(self, group: dist.ProcessGroup, link: Link | None, wanted: str | None, num_ranks: int) -> Transport:
         if dist.get_backend(group) == "nccl":
             if link is not None:
                 raise ValueError("link: a link can be emulated over gloo only, not over NCCL; use device='cpu'")
-            return NcclTransport(group), StreamLane(self.device)
-        transport: Transport = GlooTransport(group)
+            if wanted is not None:
+                raise ValueError(
+                    f"transport: tensors on GPUs of their own travel by NCCL, not by {wanted!r}; leave it out"
+                )
+            return NcclTransport(group)
+        transport: Transport = _through_host(group, wanted)
         if self.device.type == "cuda":
-            transport = StagedTransport(GlooTransport(group), self.device)
-        if link is not None:
-            transport = EmulatedLink(transport, link, num_ranks)
-        return transport, ThreadLane(f"comm-{axis}")
+            transport = StagedTransport(transport, self.device)
+        return transport if link is None else EmulatedLink(transport, link, num_ranks)
 
 
-def _retire_with(comm: Communicator, group: dist.ProcessGroup) -> Callable[[], object]:
+def _through_host(group: dist.ProcessGroup, wanted: str | None) -> GlooTransport:
+    areas = None if wanted == HostTransport.GLOO else share_areas(group, Process.timeout or default_pg_timeout)
+    if areas is not None:
+        return SharedMemoryTransport(group, areas)
+    if wanted == HostTransport.SHARED_MEMORY:
+        raise ValueError("transport: 'shared_memory' needs all ranks of an axis on one host with Linux; use 'gloo'")
+    return GlooTransport(group)
+
+
+def _retire_with(comm: Communicator, group: dist.ProcessGroup, transport: Transport) -> Callable[[], object]:
     """What retires the group: called by ``close()``, or when nobody holds the communicator any more.
 
     The latter is for a mesh that is dropped without ``close()``, as after an error. Ranks drop it at different times;
     gloo takes a group apart on each rank alone, NCCL on all together, so there only ``close()`` does it.
     """
+    end = partial(_end, group, transport)
     if dist.get_backend(group) == "gloo":
-        return weakref.finalize(comm, retire, group)
-    return partial(retire, group)
+        return weakref.finalize(comm, retire, end)
+    return partial(retire, end)
+
+
+def _end(group: dist.ProcessGroup, transport: Transport) -> None:
+    transport.close()
+    dist.destroy_process_group(group)
 
 
 def _lines(axes: dict[str, int], ranks: tuple[int, ...], axis: str) -> list[tuple[int, ...]]:

@@ -91,7 +91,8 @@ class OverheardGroup(dist.ProcessGroup):
         self._inner: dist.ProcessGroup | None = inner
         self._comm: Communicator | None = comm
         self._tag_of = tag_of
-        self._is_gloo = dist.get_backend(inner) == "gloo"
+        self._backend = dist.get_backend(inner)
+        self._is_gloo = self._backend == "gloo"
         self.times: _Times = HostTimes(GLOO_THREADS) if self._is_gloo else StreamTimes()
         self._name = ""
         self.left_to_torch: list[tuple[CollectiveEvent, tuple[Observer, ...]]] = []  # C++ waits for them
@@ -134,7 +135,8 @@ class OverheardGroup(dist.ProcessGroup):
             raise RuntimeError(f"mesh: it is closed, and {verb.op} was to be sent over it")
         whole = list(_flat(verb.whole(*args)))  # (options come by name, tensors do not)
         scratch_bytes = sum(tensor.nbytes for tensor in whole) if self._is_gloo and verb.gloo_copies else 0
-        event = comm.announce(verb.op, whole, self._tag_of(verb.op), scratch_bytes=scratch_bytes)
+        tag = self._tag_of(verb.op)
+        event = comm.announce(verb.op, whole, tag, scratch_bytes=scratch_bytes, transport=self._backend)
         observers = comm.observers
         work = self.times.follow(lambda: getattr(inner, name)(*args, **kwargs), event, observers)
         return OverheardWork(work, event, observers, self, keep=args)

@@ -5,6 +5,7 @@ knows nothing of it, and sets the time after which torch gives a collective up. 
 """
 
 import gc
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -20,13 +21,14 @@ class Process:
         device: where tensors of a mesh live that names no device.
         observers: told of every collective of every communicator made from now on.
         timeout: after this torch ends a collective with an error; None for torch's default.
-        retired: groups that nobody uses any more. A group that one rank destroys ends the others' collectives with a
-            connection error that names nobody; so they stay until the next mesh, which all ranks have reached.
+        retired: what ends the groups that nobody uses any more. A group that one rank destroys ends the others'
+            collectives with a connection error that names nobody; so they stay until the next mesh, which all ranks
+            have reached.
     """
 
     device: torch.device = torch.device("cpu")
     observers: tuple[Observer, ...] = ()
-    retired: tuple[dist.ProcessGroup, ...] = ()
+    retired: tuple[Callable[[], object], ...] = ()
     timeout: timedelta | None = None
 
 
@@ -35,9 +37,9 @@ def become_rank(device: torch.device, timeout: timedelta, *observers: Observer) 
     Process.device, Process.timeout, Process.observers = device, timeout, observers
 
 
-def retire(*groups: dist.ProcessGroup) -> None:
-    """Nobody on this rank uses these groups any more; one that stays costs: gloo's thread wakes 100 times a second."""
-    Process.retired = (*Process.retired, *groups)
+def retire(*ends: Callable[[], object]) -> None:
+    """What these end nobody on this rank uses any more; what stays costs: gloo's thread wakes 100 times a second."""
+    Process.retired = (*Process.retired, *ends)
 
 
 def leave_group() -> None:

@@ -14,7 +14,7 @@ from shardlab.engines.offload import OFFLOADS
 from shardlab.engines.precision import parse_precision
 from shardlab.engines.sharded_optimizer import parse_partition
 from shardlab.experiment.tensor import TORCH_TP, check_tensor_axis
-from shardlab.launch import place
+from shardlab.launch import check_transport, place
 from shardlab.launch.torchrun_env import torchrun_env
 from shardlab.models import MODELS, GPTConfig
 from shardlab.partition.wire import Link
@@ -60,6 +60,8 @@ class CompareConfig:
         tp: ranks over which each layer is divided (tensor parallel); divides ``ranks``. Not of 'single'.
         sequence_parallel: divide the sequence over them too, where tokens are treated apart.
         link: emulate this link, for example '10Gbps,50us'; None for the real one.
+        transport: of ranks on the CPU or on a GPU they share: 'shared_memory' or 'gloo'; None for the first that they
+            can use. Torch's own engines always use gloo there.
         timeout_s: a collective that takes longer ends the run.
 
     Raises:
@@ -92,6 +94,7 @@ class CompareConfig:
     tp: int = 1
     sequence_parallel: bool = False
     link: str | None = None
+    transport: str | None = None
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -125,7 +128,8 @@ class CompareConfig:
             )
         placement = place(self.ranks, self.device)
         if self.link is not None and placement.backend == "nccl":
-            raise ValueError("link: a link can be emulated over gloo only; add device=cpu")
+            raise ValueError("link: a link can be emulated in place of NCCL only on the CPU; add device=cpu")
+        check_transport(self.transport, placement)
         load_text(self.text, self.seq_len)
 
     def _check_batch(self) -> None:

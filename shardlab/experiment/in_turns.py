@@ -59,7 +59,7 @@ def _train_in_turns(rank: int, variants: dict[str, CompareConfig], directory: Pa
 def _turn(name: str, config: CompareConfig, directory: Path, rank: int, origin_ns: int) -> Iterator[RankRun]:
     link = None if config.link is None else Link.parse(config.link)
     # A mesh of its own, so that the variant's recorder hears of the variant's collectives alone.
-    with Mesh({"data": config.ranks}, device=current().device, link=link) as mesh:
+    with Mesh({"data": config.ranks}, device=current().device, link=link, transport=config.transport) as mesh:
         writer = RunWriter(directory, rank, name, source_of(mesh))
         with recorded_run(config, config.strategies[0], mesh, writer, origin_ns) as run:
             yield run

@@ -159,7 +159,7 @@ def _mesh(config: CompareConfig, strategy: str) -> Mesh:
     if strategy == "single":
         return Mesh.alone(device)
     link = None if config.link is None else Link.parse(config.link)
-    return Mesh(config.mesh_axes(strategy), device=device, link=link)
+    return Mesh(config.mesh_axes(strategy), device=device, link=link, transport=config.transport)
 
 
 def _engine(config: CompareConfig, strategy: str, mesh: Mesh) -> Engine:

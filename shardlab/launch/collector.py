@@ -25,6 +25,7 @@ _AFTERMATH = (
     "NCCL communicator was aborted",
     "failed to recv",
 )
+_MET_ANOTHER = "of the group meets"  # what shared memory says in ranks that are in different collectives
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,8 @@ class Collector:
         if isinstance(first, Death):
             rows = self._crew.board.read()
             return RankDied(first.rank, first.exit_code, self._table(rows), mismatch(rows))
-        error = RankError(first.rank, first.exception_type, first.summary, first.traceback_text)
+        difference = mismatch(self._crew.board.read()) if _MET_ANOTHER in first.summary else ""
+        error = RankError(first.rank, first.exception_type, first.summary, first.traceback_text, difference)
         error.__cause__ = _original(first)
         return error
 

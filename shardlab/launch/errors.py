@@ -12,11 +12,12 @@ class RankError(RuntimeError):
         traceback_text: the traceback as that rank saw it.
     """
 
-    def __init__(self, rank: int, exception_type: str, summary: str, traceback_text: str) -> None:
+    def __init__(self, rank: int, exception_type: str, summary: str, traceback_text: str, difference: str = "") -> None:
         self.rank = rank
         self.exception_type = exception_type
         self.traceback_text = traceback_text
         first_line = f"rank {rank} raised {exception_type}" + (f": {summary}" if summary else "")
+        first_line += f". {difference}" if difference else ""
         super().__init__(f"{first_line}\n\nTraceback of rank {rank}:\n{traceback_text}".rstrip())
 
 

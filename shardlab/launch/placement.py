@@ -4,7 +4,7 @@
 this machine           backend  staged  why
 =====================  =======  ======  ======================================================
 a GPU for every rank   nccl     no      the fast path
-no GPU                 gloo     no      CPU tensors over loopback
+no GPU                 gloo     no      CPU tensors, through shared memory or over loopback
 fewer GPUs than ranks  gloo     yes     ranks share GPUs; NCCL refuses two ranks on one GPU
 =====================  =======  ======  ======================================================
 """
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from shardlab.vocabulary import HostTransport
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -26,7 +28,7 @@ class Placement:
         device_type: ``cpu`` or ``cuda``, the same for all ranks.
         backend: ``gloo`` or ``nccl``.
         devices: one torch device string per rank, for example ``("cuda:0", "cuda:1")``.
-        staged: collectives of CUDA tensors go through pinned host memory over gloo.
+        staged: collectives of CUDA tensors go through pinned host memory.
         banner: what a person should be told about this placement; None where there is nothing to tell.
     """
 
@@ -63,6 +65,18 @@ def place(world_size: int, device: str = "auto") -> Placement:
     return _on_gpus(world_size, num_gpus)
 
 
+def check_transport(transport: str | None, placement: Placement) -> None:
+    """Raise ValueError unless ranks placed so can send by ``transport``, a ``HostTransport`` or None for any."""
+    if transport is None:
+        return
+    if transport not in set(HostTransport):
+        raise ValueError(f"transport: {transport!r} is not one of {', '.join(HostTransport)}")
+    if placement.backend == "nccl":
+        raise ValueError(
+            f"transport: ranks with a GPU each send by NCCL, not by {transport!r}; leave it out or use cpu"
+        )
+
+
 def check_world_size(world_size: int) -> None:
     """Raise ValueError unless ``world_size`` is an integer of at least 1."""
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
@@ -78,5 +92,5 @@ def _on_gpus(world_size: int, num_gpus: int) -> Placement:
         why = "this torch is built without NCCL"
     else:
         return Placement(world_size, "cuda", "nccl", devices)
-    banner = f"{why}: collectives are staged through pinned host memory over gloo, so their times are not NCCL's"
+    banner = f"{why}: collectives are staged through pinned host memory, so their times are not NCCL's"
     return Placement(world_size, "cuda", "gloo", devices, staged=True, banner=banner)

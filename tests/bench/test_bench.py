@@ -14,7 +14,7 @@ from shardlab.cli import app
 TINY = Workload("tiny", "gpt-1m", rows=1, seq_len=4)
 KEYS = {
     "workload", "ranks", "ours", "theirs", "ratio_median", "ratio_q1", "ratio_q3", "peak_ratio", "ours_ms",
-    "theirs_ms", "floor_ms", "ours_peak_bytes", "theirs_peak_bytes", "rounds",
+    "theirs_ms", "floor_ms", "ours_peak_bytes", "theirs_peak_bytes", "rounds", "transport",
 }  # fmt: skip
 
 
@@ -27,7 +27,7 @@ def test_a_tiny_bench_from_end_to_end(pools):
     ]  # fmt: skip
     assert len(done) == config.num_rounds == 12
     for row in rows:
-        assert (row.workload, row.ranks, row.rounds) == ("tiny", 2, 3)
+        assert (row.workload, row.ranks, row.rounds, row.transport) == ("tiny", 2, 3, "shared_memory")
         assert 0 < row.ratio_q1 <= row.ratio_median <= row.ratio_q3
         assert min(row.ours_ms, row.theirs_ms, row.floor_ms) > 0
         assert row.peak_ratio == row.ours_peak_bytes / row.theirs_peak_bytes
@@ -36,10 +36,15 @@ def test_a_tiny_bench_from_end_to_end(pools):
     assert 2 * whole < rows[2].ours_peak_bytes < rows[0].ours_peak_bytes  # half of all, and what is gathered
 
 
+def test_ours_can_send_as_torch_does(pools):
+    config = BenchConfig(rounds=2, workloads=(TINY,), pairs=(PAIRS["bucketed"],), device="cpu", transport="gloo")
+    assert [row.transport for row in bench(config, pool=pools(2))] == ["gloo"]
+
+
 def test_a_round_is_as_slow_as_its_slowest_rank_and_ratios_are_within_rounds():
     ranks = [
-        RankTimes({"ours": [1, 9, 3], "theirs": [2, 2, 6], "floor": [1, 1, 1]}, {"ours": 50, "theirs": 100}),
-        RankTimes({"ours": [4, 1, 3], "theirs": [1, 3, 1], "floor": [1, 1, 2]}, {"ours": 70, "theirs": 90}),
+        RankTimes({"ours": [1, 9, 3], "theirs": [2, 2, 6], "floor": [1, 1, 1]}, {"ours": 50, "theirs": 100}, "gloo"),
+        RankTimes({"ours": [4, 1, 3], "theirs": [1, 3, 1], "floor": [1, 1, 2]}, {"ours": 70, "theirs": 90}, "gloo"),
     ]
     row = row_of(TINY, PAIRS["fsdp"], ranks)
     assert (row.ratio_q1, row.ratio_median, row.ratio_q3) == (1.25, 2, 2.5)  # of 4/2, 9/3, 3/6
@@ -67,6 +72,7 @@ def test_torch_is_timed_without_anybody_listening():
         ({"workloads": ()}, "workloads: at least one is needed"),
         ({"pairs": (PAIRS["fsdp"], PAIRS["fsdp"])}, "pairs: .* not fsdp, fsdp"),
         ({"timeout_s": 0.0}, "timeout_s: 0.0"),
+        ({"transport": "udp"}, "transport: 'udp' is not one of shared_memory, gloo"),
         ({"ranks": 3}, "ranks: 3 ranks do not divide the heads of gpt-30m; leave out 'tensor_parallel'"),
     ],
 )

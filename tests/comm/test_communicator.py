@@ -135,9 +135,9 @@ def test_two_axes_reduce_along_their_own_lines(pools):
     assert results[3]["replica"][1] == 1010.0
 
 
-def events_of(rank):
+def events_of(rank, transport):
     log = Log()
-    with Mesh({"data": 3}) as mesh:
+    with Mesh({"data": 3}, transport=transport) as mesh:
         with mesh.observed_by(log):
             mesh.data.reduce_scatter(torch.ones(9), tag="first").wait()
             mesh.data.all_gather(torch.ones(9)).wait()
@@ -151,10 +151,11 @@ def events_of(rank):
     return fields, log.calls, ordered, log.events[0].source_line
 
 
-def test_events_say_what_moved_in_order(pools):
-    for fields, calls, ordered, source_line in pools(3).run(events_of):
+@pytest.mark.parametrize(("transport", "scratch_bytes"), [("gloo", 24), ("shared_memory", 0)])
+def test_events_say_what_moved_in_order(pools, transport, scratch_bytes):
+    for fields, calls, ordered, source_line in pools(3).run(events_of, transport):
         assert fields == [
-            ("reduce_scatter", "first", 9, 36, 24.0, 24),
+            ("reduce_scatter", "first", 9, 36, 24.0, scratch_bytes),
             ("all_gather", "", 9, 36, 24.0, 0),
             ("all_reduce", "", 10, 40, pytest.approx(2 * 2 / 3 * 40), 0),
         ]

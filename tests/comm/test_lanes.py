@@ -38,7 +38,7 @@ class Threads:
 def who_begins(rank, link):
     """One alone; then three at once, the first of which is slow; then one after a reduce-scatter that is under way."""
     watch, sums = Threads(), []
-    with Mesh({"data": 2}, link=link) as mesh, mesh.observed_by(watch):
+    with Mesh({"data": 2}, link=link, transport="gloo") as mesh, mesh.observed_by(watch):
         for number in (1, 3):
             tensors = [torch.full((ELEMENTS,), float(rank + at)) for at in range(number)]
             slow = _slow_start() if number == 3 else None
@@ -90,7 +90,7 @@ def test_an_emulated_link_sleeps_in_the_lane(pools):
 
 def refused(rank):
     """gloo has no sum of float8: the error comes from wait(), and the axis still works."""
-    with Mesh({"data": 2}) as mesh:
+    with Mesh({"data": 2}, transport="gloo") as mesh:
         pending = mesh.data.all_reduce(torch.ones(4).to(torch.float8_e4m3fn))
         with pytest.raises(RuntimeError):
             pending.wait()

@@ -38,5 +38,5 @@ def test_the_link_delays_without_blocking_the_caller(pools):
         assert duration_us >= least_us >= 40_000
         assert issued_in_s < 0.02, "issuing must not wait for the link"
         assert waited_s < 0.02, "compute of 60 ms covers a link of 40 ms"
-        assert transport == "gloo as 1Gbps,20000us"
+        assert transport == "shared_memory as 1Gbps,20000us"
         assert emulated

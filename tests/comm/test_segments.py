@@ -16,7 +16,7 @@ def scattered(rank, bounds, segment_bytes, in_place):
         start, stop = bounds[rank], bounds[rank + 1]
         output = buffer[start:stop] if in_place else torch.empty(stop - start)
         kept = buffer.clone()
-        with Mesh({"data": len(bounds) - 1}) as mesh:
+        with Mesh({"data": len(bounds) - 1}, transport="gloo") as mesh:
             mesh.data.reduce_scatter(buffer, output, bounds=bounds).wait()
         return output.clone(), in_place or torch.equal(buffer, kept)
     finally:
@@ -52,7 +52,7 @@ def reduced(rank, num_elements, halves_from):
     before, gloo.HALVES_FROM_BYTES = gloo.HALVES_FROM_BYTES, halves_from
     try:
         tensor = torch.arange(num_elements, dtype=torch.float64) + 1000 * rank
-        with Mesh({"data": torch.distributed.get_world_size()}) as mesh:
+        with Mesh({"data": torch.distributed.get_world_size()}, transport="gloo") as mesh:
             mesh.data.all_reduce(tensor).wait()
         return tensor
     finally:

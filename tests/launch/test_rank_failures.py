@@ -172,14 +172,16 @@ def test_hang_by_event_names_who_waits_and_who_is_absent():
         assert works_again(pool)
 
 
-def test_hang_tells_that_the_collectives_differ():
+@pytest.mark.parametrize(("transport", "error"), [("gloo", RankHang), ("shared_memory", RankError)])
+def test_collectives_that_differ_are_told(transport, error):
     def differ(rank):
-        comm = Mesh({"data": 2}).data
+        comm = Mesh({"data": 2}, transport=transport).data
         verb = comm.all_reduce if rank else comm.all_gather
         verb(torch.ones(100), tag="loss").wait()
 
-    with RankPool(2, device="cpu", timeout_s=1.0) as pool, pytest.raises(RankHang) as caught:
+    with RankPool(2, device="cpu", timeout_s=1.0) as pool, pytest.raises(error) as caught:
         pool.run(differ)
+    assert type(caught.value) is error
     assert (
         str(caught.value)
         .splitlines()[0]
@@ -193,7 +195,26 @@ def test_hang_tells_that_the_collectives_differ():
 @pytest.mark.parametrize("verb", ["all_reduce", "all_gather"])
 def test_sizes_that_differ_are_told(pools, verb):
     def differ(rank):
-        getattr(Mesh({"data": 2}).data, verb)(torch.ones(100 * (rank + 1)), tag="loss").wait()
+        comm = Mesh({"data": 2}).data
+        getattr(comm, verb)(torch.ones(100 * (rank + 1)), tag="loss").wait()
+
+    with pytest.raises(RankError, match=rf"{verb} of \d00 bytes .* meets {verb} of \d00 bytes on rank") as caught:
+        pools(2).run(differ)
+    assert (
+        str(caught.value)
+        .splitlines()[0]
+        .endswith(
+            "Collective 0 of axis 'data' differs between ranks: "
+            f"rank 0 in {verb} 'loss' of 100 float32, rank 1 in {verb} 'loss' of 200 float32"
+        )
+    )
+
+
+@pytest.mark.parametrize("verb", ["all_reduce", "all_gather"])
+def test_sizes_that_differ_over_gloo_are_told(pools, verb):
+    def differ(rank):
+        comm = Mesh({"data": 2}, transport="gloo").data
+        getattr(comm, verb)(torch.ones(100 * (rank + 1)), tag="loss").wait()
 
     # gloo ends the process that receives more than it has room for.
     with pytest.raises(RankDied) as caught:

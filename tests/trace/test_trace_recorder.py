@@ -17,13 +17,14 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlab.analysis import overlap
 from shardlab.comm import Mesh
+from shardlab.comm.transports.areas import SharedAreas
 from shardlab.engines import build_engine
 from shardlab.experiment import TrainStep
 from shardlab.partition.wire import ring_wire_bytes
 from shardlab.trace.clock import clock_for
 from shardlab.trace.recorder import Recorder
 from shardlab.trace.store import RunWriter, load_run, write_manifest
-from shardlab.vocabulary import Collective, Phase, Role
+from shardlab.vocabulary import Collective, HostTransport, Phase, Role
 from tests.trace.training import CPU, MLP, Setting, adamw, train
 
 STRATEGIES = ("ddp", "bucketed", "zero1")
@@ -38,8 +39,12 @@ def record(pool, setting, directory, fn=train):
 
 
 def train_counted(rank, setting):
-    """Train, with a counter under torch.distributed: (function, bytes) of every call, in order."""
-    calls = []
+    """Train, with a counter under torch.distributed and in the areas: (function, bytes) of every call, in order."""
+    calls, meet = [], SharedAreas.meet
+
+    def met(self, collective, num_bytes):
+        calls.append((str(collective), num_bytes))
+        meet(self, collective, num_bytes)
 
     def counted(name, size_of):
         plain = getattr(dist, name)
@@ -62,10 +67,12 @@ def train_counted(rank, setting):
     try:
         for name, (_, call) in patched.items():
             setattr(dist, name, call)
+        SharedAreas.meet = met
         return train(rank, setting), calls
     finally:
         for name, (plain, _) in patched.items():
             setattr(dist, name, plain)
+        SharedAreas.meet = meet
 
 
 def composed(row, num_ranks):
@@ -78,7 +85,8 @@ def composed(row, num_ranks):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_recorded_collectives_are_those_that_torch_distributed_saw(pools, tmp_path, strategy, num_ranks):
-    results, records = record(pools(num_ranks), Setting(strategy), tmp_path, train_counted)
+    setting = Setting(strategy, transport=HostTransport.GLOO)
+    results, records = record(pools(num_ranks), setting, tmp_path, train_counted)
     for rank, (_, calls) in enumerate(results):
         rows = records.collectives[records.collectives["rank"] == rank]
         assert rows["seq"].tolist() == list(range(len(rows)))
@@ -93,6 +101,22 @@ def test_recorded_collectives_are_those_that_torch_distributed_saw(pools, tmp_pa
                 assert seen == expected
             place += len(expected)
         assert place == len(calls), f"not recorded: {calls[place:]}"
+        assert len(rows) > 3 * 2
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_recorded_collectives_are_those_that_the_areas_saw(pools, tmp_path, strategy, num_ranks):
+    setting = Setting(strategy, transport=HostTransport.SHARED_MEMORY)
+    results, records = record(pools(num_ranks), setting, tmp_path, train_counted)
+    for rank, (_, calls) in enumerate(results):
+        rows = records.collectives[records.collectives["rank"] == rank]
+        expected = []
+        for row in rows.itertuples():
+            meetings = 2 if row.op == Collective.ALL_REDUCE else 1  # all of them are smaller than an area
+            expected += [(row.op, row.bytes)] * meetings
+        assert calls == expected
+        assert set(rows["transport"]) == {"shared_memory"}
         assert len(rows) > 3 * 2
 
 

@@ -50,6 +50,7 @@ class Setting:
     options: dict[str, int] = field(default_factory=lambda: {"bucket_bytes": 300})
     model: Callable[[], nn.Module] = MLP
     link: str | None = None
+    transport: str | None = None
     traced: int | None = None
     at_rest: Callable[[Engine, TrainStep], object] | None = None  # called just before the recorder samples
     origin_ns: int = field(default_factory=perf_counter_ns)  # of all ranks
@@ -124,4 +125,4 @@ def _mesh(setting: Setting) -> Mesh:
     if not dist.is_initialized():
         return Mesh.alone()
     link = None if setting.link is None else Link.parse(setting.link)
-    return Mesh({"data": dist.get_world_size()}, link=link)
+    return Mesh({"data": dist.get_world_size()}, link=link, transport=setting.transport)

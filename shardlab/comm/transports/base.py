@@ -62,3 +62,7 @@ class Transport(ABC):
     @abstractmethod
     def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:
         """Bytes held during a collective beside the caller's buffers."""
+
+    def close(self) -> None:
+        """Let go of what only this transport holds; its group is not among it."""
+        return

@@ -64,6 +64,10 @@ class EmulatedLink(Transport):
         """What the real transport holds."""
         return self._inner.scratch_bytes(num_bytes, reduces_and_scatters=reduces_and_scatters)
 
+    def close(self) -> None:
+        """Of the real transport."""
+        self._inner.close()
+
     def _paced(self, op: Collective, tensor: Tensor, call: Callable[[], None]) -> None:
         self._inner.barrier()
         began = perf_counter()

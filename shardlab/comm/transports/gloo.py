@@ -46,13 +46,16 @@ class GlooTransport(Transport):
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
         """Reduce in place; needs a dtype gloo can add."""
-        self.start_all_reduce(tensor, reduction)()
+        _wait(self._begin_all_reduce(tensor, reduction))
 
-    def start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> Callable[[], None]:
+    def start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> Callable[[], None] | None:
         """gloo's own threads do it."""
-        parts = tensor.chunk(2) if tensor.nbytes >= HALVES_FROM_BYTES else (tensor,)
-        works = [dist.all_reduce(part, REDUCE_OPS[reduction], self._group, async_op=True) for part in parts]
+        works = self._begin_all_reduce(tensor, reduction)
         return lambda: _wait(works)
+
+    def _begin_all_reduce(self, tensor: Tensor, reduction: Reduction) -> list[dist.Work | None]:
+        parts = tensor.chunk(2) if tensor.nbytes >= HALVES_FROM_BYTES else (tensor,)
+        return [dist.all_reduce(part, REDUCE_OPS[reduction], self._group, async_op=True) for part in parts]
 
     def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds) -> None:
         """Each segment is exchanged between all pairs; then its N versions are summed."""
@@ -68,7 +71,7 @@ class GlooTransport(Transport):
             versions = [own if rank == self._rank else room[: own.numel()] for rank, room in enumerate(received)]
             self._exchange(segments, versions, REDUCE_SCATTER_TAG)
             if own.numel():
-                _sum(versions, output[start : start + length], room=versions[1 if self._rank == 0 else 0])
+                add_in_order(versions, output[start : start + length], room=versions[1 if self._rank == 0 else 0])
 
     def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor], tag: int) -> None:
         """Send every other rank its tensor and receive the one it has for this rank; what is empty does not travel."""
@@ -118,11 +121,11 @@ class GlooTransport(Transport):
         return (self._num_ranks - 1) * segment_bytes if reduces_and_scatters else 0
 
 
-def _sum(versions: list[Tensor], output: Tensor, room: Tensor) -> None:
+def add_in_order(versions: list[Tensor], output: Tensor, room: Tensor, add: Callable[..., Tensor] = torch.add) -> None:
     """Add in the order of the ranks; ``room`` is a version that may be overwritten, ``output`` may be the own one."""
     total, *others = versions
     for number, version in enumerate(others, 1):
-        total = torch.add(total, version, out=output if number == len(others) else room)
+        total = add(total, version, out=output if number == len(others) else room)
 
 
 def _wait(works: Iterable[dist.Work | None]) -> None:

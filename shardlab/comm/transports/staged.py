@@ -1,7 +1,7 @@
-"""CUDA tensors over gloo, staged through pinned host memory: several ranks on one GPU, where NCCL refuses.
+"""CUDA tensors, staged through pinned host memory: several ranks on one GPU, where NCCL refuses.
 
-Device to pinned host, gloo, pinned host to device; the lane's thread does the three in order, so the compute stream of
-the rank goes on meanwhile. Slow beside NCCL, and every record says ``staged``.
+Device to pinned host, a transport of the host, pinned host to device; the lane's thread does the three in order, so the
+compute stream of the rank goes on meanwhile. Slow beside NCCL, and every record says ``staged``.
 """
 
 from collections.abc import Callable
@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 
 from shardlab.comm.transports.base import Bounds, Reduction, Transport
-from shardlab.comm.transports.gloo import GlooTransport
 
 
 class StagedTransport(Transport):
-    """A gloo transport for CUDA tensors; CPU tensors go straight through."""
+    """Another transport, for CUDA tensors; CPU tensors go straight through."""
 
     emulated = False
     name = "staged"
 
-    def __init__(self, inner: GlooTransport, device: torch.device) -> None:
+    def __init__(self, inner: Transport, device: torch.device) -> None:
         self._inner = inner
         self._stream = torch.cuda.Stream(device)
 
@@ -62,6 +61,10 @@ class StagedTransport(Transport):
     def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:  # noqa: ARG002
         """The staging is host memory; the device holds nothing more."""
         return 0
+
+    def close(self) -> None:
+        """Of the real transport."""
+        self._inner.close()
 
     def _through_host(self, tensor: Tensor, call: Callable[[Tensor], None]) -> None:
         host = self._to_host(tensor)

@@ -1,0 +1,287 @@
+"""Through memory that all ranks see: the same bits as over gloo, clear errors, and nothing left behind."""
+
+import gc
+import os
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardlab.comm import Mesh
+from shardlab.comm.transports import areas
+from shardlab.comm.transports.areas import SharedAreas, share_areas
+from shardlab.comm.transports.gloo import GlooTransport
+from shardlab.comm.transports.shared_memory import SharedMemoryTransport
+from shardlab.launch import RankDied, RankError, RankPool
+
+SHORT = timedelta(seconds=20)
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
+
+
+def transport(half_bytes=48, timeout=SHORT):
+    """Over all ranks; with so small a half each message goes in many segments."""
+    group = dist.group.WORLD
+    shared = share_areas(group, timeout, half_bytes)
+    assert shared is not None
+    return SharedMemoryTransport(group, shared)
+
+
+def data(rank, numel, dtype):
+    return (100 * torch.randn(numel, generator=torch.Generator().manual_seed(rank))).to(dtype)
+
+
+def reduced(rank, numel, dtype, reduction, half_bytes):
+    shared, tensor = transport(half_bytes), data(rank, numel, dtype)
+    shared.all_reduce(tensor, reduction)
+    shared.close()
+    return tensor
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_all_reduce_adds_in_the_order_of_the_ranks(pools, num_ranks, dtype):
+    for numel in (0, 1, 2, 25):
+        expected = data(0, numel, dtype)
+        for rank in range(1, num_ranks):
+            expected += data(rank, numel, dtype)
+        for half_bytes in (48, areas.HALF_BYTES):
+            for tensor in pools(num_ranks).run(reduced, numel, dtype, "sum", half_bytes):
+                assert torch.equal(tensor, expected)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_largest(pools, num_ranks):
+    expected = torch.stack([data(rank, 25, torch.float32) for rank in range(num_ranks)]).amax(0)
+    for tensor in pools(num_ranks).run(reduced, 25, torch.float32, "max", 48):
+        assert torch.equal(tensor, expected)
+
+
+def as_over_gloo(rank, bounds, dtype, half_bytes):
+    """Of every sharded collective, whether it did what gloo does, bit for bit, and touched nothing else."""
+    shared, gloo, same = transport(half_bytes), GlooTransport(dist.group.WORLD), []
+    for in_place in (True, False):
+        results = []
+        for way in (shared, gloo):
+            buffer = data(rank, bounds[-1], dtype)
+            before, chunk = buffer.clone(), buffer[bounds[rank] : bounds[rank + 1]]
+            output = chunk if in_place else torch.empty_like(chunk)
+            way.reduce_scatter(output, buffer, bounds)
+            same.append(in_place or torch.equal(buffer, before))
+            results.append(output.clone())
+        same.append(torch.equal(*results))
+    results = []
+    for way in (shared, gloo):
+        buffer = data(rank, bounds[-1], dtype)
+        way.all_gather(buffer, bounds)
+        results.append(buffer)
+    shared.close()
+    return [*same, torch.equal(*results)]
+
+
+@pytest.mark.parametrize("half_bytes", [48, areas.HALF_BYTES])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bounds", [(0, 11, 24), (0, 7, 7, 90), (0, 5, 17, 18, 40)], ids=["2", "3", "4"])
+def test_chunks_are_those_of_gloo(pools, bounds, dtype, half_bytes):
+    assert pools(len(bounds) - 1).run(as_over_gloo, bounds, dtype, half_bytes) == [[True] * 7] * (len(bounds) - 1)
+
+
+def hurried(rank, rounds):
+    """Ranks that run ahead of each other by as much as they can never see what is not meant for them."""
+    shared, seen = transport(areas.HALF_BYTES), []
+    for number in range(rounds):
+        tensor = torch.full((4,), float(rank + number))
+        shared.all_reduce(tensor, "sum")
+        chunk = torch.full((2,), -1.0)
+        chunk[rank] = rank + 10 * number
+        shared.all_gather(chunk, (0, 1, 2))
+        seen.append((float(tensor[3]), *chunk.tolist()))
+    shared.close()
+    return seen
+
+
+def test_halves_take_turns(pools):
+    expected = [(1.0 + 2 * number, 10.0 * number, 10.0 * number + 1) for number in range(300)]
+    assert pools(2).run(hurried, 300) == [expected] * 2
+
+
+def zero_signs(rank):
+    """Of -0 -0, of -0 +0: see ``engines.unused``."""
+    shared, tensor = transport(), torch.tensor([-0.0, -0.0 if rank else 0.0])
+    shared.all_reduce(tensor, "sum")
+    shared.close()
+    return torch.signbit(tensor).tolist()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_sign_of_zero_is_kept(pools, num_ranks):
+    assert pools(num_ranks).run(zero_signs) == [[True, False]] * num_ranks
+
+
+class Events(list):
+    """An observer: the events in the order of issue."""
+
+    def issued(self, event):
+        self.append(event)
+
+    def started(self, event):
+        pass
+
+    completed = waited = started
+
+
+def names(rank, transports):
+    events = Events()
+    for wanted in transports:
+        with Mesh({"data": dist.get_world_size()}, transport=wanted) as mesh, mesh.observed_by(events):
+            mesh.data.barrier().wait()
+    return [event.transport for event in events]
+
+
+def test_a_mesh_says_how_it_sends(pools):
+    assert pools(2).run(names, (None, "gloo", "shared_memory")) == [["shared_memory", "gloo", "shared_memory"]] * 2
+    with pytest.raises(RankError, match="transport: 'udp' is not one of shared_memory, gloo"):
+        pools(2).run(names, ("udp",))
+
+
+def apart(rank, transports):
+    """As if every rank were on a host of its own."""
+    plain, areas._host = areas._host, lambda: f"host {rank}"
+    try:
+        return names(rank, transports)
+    finally:
+        areas._host = plain
+
+
+def without(rank, transports):
+    """As if the system had no such memory on rank 1."""
+
+    def missing():
+        raise OSError("no such file")
+
+    plain = areas._host
+    areas._host = missing if rank else plain
+    try:
+        return names(rank, transports)
+    finally:
+        areas._host = plain
+
+
+@pytest.mark.parametrize("somewhere", [apart, without])
+def test_ranks_that_share_no_memory_use_gloo(pools, somewhere):
+    assert pools(2).run(somewhere, (None,)) == [["gloo"]] * 2
+    with pytest.raises(RankError, match="transport: 'shared_memory' needs all ranks of an axis on one host"):
+        pools(2).run(somewhere, ("shared_memory",))
+
+
+def meeting_another(rank):
+    shared = transport()
+    if rank == 0:
+        shared.all_reduce(torch.ones(8), "sum")
+    else:
+        shared.all_gather(torch.ones(8), (0, 4, 8))
+
+
+def test_two_collectives_do_not_meet():
+    with RankPool(2, device="cpu", timeout_s=20) as pool, pytest.raises(RankError) as caught:
+        pool.run(meeting_another)
+    text = str(caught.value)
+    assert "all_reduce of 32 bytes on rank 0 of the group meets all_gather of 32 bytes on rank 1" in text or (
+        "all_gather of 32 bytes on rank 1 of the group meets all_reduce of 32 bytes on rank 0" in text
+    )
+
+
+def leaving(rank):
+    shared = transport()
+    if rank == 1:
+        os._exit(3)
+    shared.barrier()
+
+
+def test_a_rank_that_has_gone_is_named():
+    with RankPool(2, device="cpu", timeout_s=20) as pool, pytest.raises(RankDied, match="rank 1"):
+        pool.run(leaving)
+
+
+def late(rank):
+    shared = transport(timeout=timedelta(seconds=0.2))
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"barrier of 0 bytes: rank 1 of the group has not come within 0.2 s"):
+            shared.barrier()
+    dist.barrier()
+    shared.close()
+
+
+def test_a_rank_that_does_not_come_ends_the_wait(pools):
+    pools(2).run(late)
+
+
+def refused(rank):
+    """One element: only one rank has anything to add."""
+    with Mesh({"data": 2}, transport="shared_memory") as mesh:
+        pending = mesh.data.all_reduce(torch.ones(1).to(torch.float8_e4m3fn))
+        with pytest.raises(RuntimeError, match="float8_e4m3fn cannot be added"):
+            pending.wait()
+        after = torch.ones(4)
+        mesh.data.all_reduce(after).wait()
+        return after.tolist()
+
+
+def test_what_cannot_be_added_is_refused_on_all_ranks(pools):
+    assert pools(2).run(refused) == [[2.0] * 4] * 2
+
+
+def open_files(rank):
+    """Unix sockets and mappings of areas, after a mesh and the next; mappings with a mesh."""
+    counts = []
+    for step in range(4):
+        with Mesh({"data": 2}) as mesh:
+            mesh.data.all_reduce(torch.ones(4)).wait()
+            inside = _mappings()
+        Mesh({"data": 2}).close()  # the next mesh ends what the last one used
+        gc.collect()
+        if step:
+            counts.append((len(psutil.Process().net_connections("unix")), _mappings(), inside))
+    return counts
+
+
+def _mappings():
+    return Path("/proc/self/maps").read_text().count("memfd:shardlab")
+
+
+def test_closed_meshes_leave_nothing_open(pools):
+    for counts in pools(2).run(open_files):
+        assert len(set(counts)) == 1, counts
+        _, after, inside = counts[0]
+        assert after <= inside <= 2 * 2
+
+
+def listened(rank):
+    """What a mesh says it sent, and what the areas were asked to carry."""
+    met, events, meet = [], Events(), SharedAreas.meet
+
+    def noted(self, collective, num_bytes):
+        met.append((str(collective), num_bytes))
+        meet(self, collective, num_bytes)
+
+    SharedAreas.meet = noted
+    try:
+        with Mesh({"data": 3}) as mesh, mesh.observed_by(events):
+            mesh.data.all_reduce(torch.ones(7)).wait()
+            mesh.data.reduce_scatter(torch.ones(9), torch.empty(3)).wait()
+            mesh.data.all_gather(torch.ones(9)).wait()
+            mesh.data.all_reduce(torch.ones(2 * areas.HALF_BYTES // 4 + 1)).wait()
+    finally:
+        SharedAreas.meet = meet
+    return [(str(event.op), event.num_bytes) for event in events], met
+
+
+def test_what_is_recorded_is_what_passes_the_areas(pools):
+    for events, met in pools(3).run(listened):
+        assert list(dict.fromkeys(met)) == events
+        assert Counter(met)[events[0]] == 2  # a reduction and a gathering
+        assert Counter(met)[events[1]] == Counter(met)[events[2]] == 1
+        assert Counter(met)[events[3]] == 2 * 3  # segments
