@@ -44,7 +44,8 @@ class RankTimes:
 
     Attributes:
         step_ns: of 'ours', 'theirs' and 'floor' the time of every step.
-        peak_bytes: of 'ours' and 'theirs' the highest live bytes of one step.
+        peak_bytes: of 'ours' and 'theirs' the highest live bytes of one step: torch's storages and the scratch of
+            transports; not what lies outside of torch on either side (sockets' buffers; 4 MiB a rank that are shared).
         transport: how ours sent.
     """
 

@@ -125,12 +125,17 @@ def plan_verdict(comparison: Comparison) -> str:
 
 def _lead(comparison: Comparison, config: CompareConfig) -> str:
     manifest = next(iter(comparison.records.manifests.values()))
-    link = f", link emulated as {config.link}" if config.link else ""
     return (
         f"{config.steps} steps on {config.text}, {config.global_batch} sequences of {config.seq_len} bytes a step, "
-        f"{config.dtype}, {manifest['backend']} on {manifest['devices'][0]}{link}, "
+        f"{config.dtype} on {manifest['devices'][0]}{_sent_by(comparison)}, "
         f"torch {manifest['versions']['torch']}{_chosen(config)}. {verdict(comparison)} {plan_verdict(comparison)}"
     )
+
+
+def _sent_by(comparison: Comparison) -> str:
+    """How messages travelled, in the words of the record: an emulated link is part of them."""
+    names = sorted(set(comparison.records.collectives["transport"].dropna()))
+    return f", messages by {' and '.join(names)}" if names else ""
 
 
 def _chosen(config: CompareConfig) -> str:

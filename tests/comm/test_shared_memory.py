@@ -189,8 +189,8 @@ def test_two_collectives_do_not_meet():
     with RankPool(2, device="cpu", timeout_s=20) as pool, pytest.raises(RankError) as caught:
         pool.run(meeting_another)
     text = str(caught.value)
-    assert "all_reduce of 32 bytes on rank 0 of the group meets all_gather of 32 bytes on rank 1" in text or (
-        "all_gather of 32 bytes on rank 1 of the group meets all_reduce of 32 bytes on rank 0" in text
+    assert "all_reduce of 8 float32 on rank 0 of the group meets all_gather of 8 float32 on rank 1" in text or (
+        "all_gather of 8 float32 on rank 1 of the group meets all_reduce of 8 float32 on rank 0" in text
     )
 
 
@@ -209,7 +209,7 @@ def test_a_rank_that_has_gone_is_named():
 def late(rank):
     shared = transport(timeout=timedelta(seconds=0.2))
     if rank == 0:
-        with pytest.raises(RuntimeError, match=r"barrier of 0 bytes: rank 1 of the group has not come within 0.2 s"):
+        with pytest.raises(RuntimeError, match=r"barrier: rank 1 of the group has not come within 0.2 s"):
             shared.barrier()
     dist.barrier()
     shared.close()
@@ -263,9 +263,9 @@ def listened(rank):
     """What a mesh says it sent, and what the areas were asked to carry."""
     met, events, meet = [], Events(), SharedAreas.meet
 
-    def noted(self, collective, num_bytes):
-        met.append((str(collective), num_bytes))
-        meet(self, collective, num_bytes)
+    def noted(self, call):
+        met.append((call.collective, call.numel, call.dtype))
+        meet(self, call)
 
     SharedAreas.meet = noted
     try:
@@ -276,7 +276,7 @@ def listened(rank):
             mesh.data.all_reduce(torch.ones(2 * areas.HALF_BYTES // 4 + 1)).wait()
     finally:
         SharedAreas.meet = meet
-    return [(str(event.op), event.num_bytes) for event in events], met
+    return [(str(event.op), event.numel, event.dtype) for event in events], met
 
 
 def test_what_is_recorded_is_what_passes_the_areas(pools):

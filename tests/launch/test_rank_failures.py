@@ -198,7 +198,7 @@ def test_sizes_that_differ_are_told(pools, verb):
         comm = Mesh({"data": 2}).data
         getattr(comm, verb)(torch.ones(100 * (rank + 1)), tag="loss").wait()
 
-    with pytest.raises(RankError, match=rf"{verb} of \d00 bytes .* meets {verb} of \d00 bytes on rank") as caught:
+    with pytest.raises(RankError, match=rf"{verb} of \d00 float32 .* meets {verb} of \d00 float32 on rank") as caught:
         pools(2).run(differ)
     assert (
         str(caught.value)

@@ -1,7 +1,7 @@
 """Memory that the ranks of one host share: an area a rank writes and all others read, and a bell between each two.
 
     areas.own(dtype)[:n].copy_(x)      # write what the others shall have
-    areas.meet("all_gather", size)     # ring, and wait until all have rung
+    areas.meet(call)                   # ring, and wait until all have rung
     areas.of(rank, dtype)[:n]          # what they have written; until the next meeting
 
 An area has two halves, which take turns. A rank writes into a half again two meetings later, and between the two every
@@ -22,13 +22,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardlab.vocabulary import Collective
+
 HALF_BYTES = 2 * 1024**2  # of an area: less costs meetings, more leaves the cache
-_BELL = struct.Struct("=24sQ")  # collective, bytes
+_BELL = struct.Struct("=16sQ16s")
 _RANK = struct.Struct("=I")
 
 
@@ -38,6 +41,22 @@ class _Door:
 
     host: str
     address: str
+
+
+class Call(NamedTuple):
+    """What a rank is in: the same on all ranks that meet."""
+
+    collective: str
+    numel: int
+    dtype: str
+
+    @classmethod
+    def of(cls, collective: Collective, buffer: Tensor) -> "Call":
+        """The collective of a whole buffer."""
+        return cls(str(collective), buffer.numel(), str(buffer.dtype).removeprefix("torch."))
+
+    def __str__(self) -> str:
+        return f"{self.collective} of {self.numel} {self.dtype}" if self.dtype else self.collective
 
 
 class SharedAreas:
@@ -73,28 +92,22 @@ class SharedAreas:
         """What a rank has written for the last meeting, [length]; something older where it has written less."""
         return self._view(rank, dtype, 1 - self._half)
 
-    def meet(self, collective: str, num_bytes: int) -> None:
+    def meet(self, call: Call) -> None:
         """Return when all ranks have come here; then ``of`` is what they had written before.
-
-        Args:
-            collective: what this rank is in.
-            num_bytes: of its buffer; both must be the same on all ranks.
 
         Raises:
             RuntimeError: another rank is in something else, has gone, or does not come within the timeout.
         """
-        call = (collective, num_bytes)
+        message = _BELL.pack(call.collective.encode(), call.numel, call.dtype.encode())
         for rank, bell in self._bells.items():
             try:
-                bell.send(_BELL.pack(collective.encode(), num_bytes))
+                bell.send(message)
             except OSError as error:
                 raise _gone(rank, call) from error
         for rank, bell in self._bells.items():
             theirs = self._heard(rank, bell, call)
             if theirs != call:
-                raise RuntimeError(
-                    f"{_said(call)} on rank {self.rank} of the group meets {_said(theirs)} on rank {rank}"
-                )
+                raise RuntimeError(f"{call} on rank {self.rank} of the group meets {theirs} on rank {rank}")
         self._half = 1 - self._half
 
     def close(self) -> None:
@@ -103,18 +116,18 @@ class SharedAreas:
             bell.close()
         self._memory.clear()  # unmapped with the last tensor that looks at it
 
-    def _heard(self, rank: int, bell: socket.socket, call: tuple[str, int]) -> tuple[str, int]:
+    def _heard(self, rank: int, bell: socket.socket, call: Call) -> Call:
         try:
             message = bell.recv(_BELL.size)
         except TimeoutError as error:
-            late = f"{_said(call)}: rank {rank} of the group has not come within {self._timeout_s:g} s"
+            late = f"{call}: rank {rank} of the group has not come within {self._timeout_s:g} s"
             raise RuntimeError(late) from error
         except OSError as error:
             raise _gone(rank, call) from error
         if not message:
             raise _gone(rank, call)
-        collective, num_bytes = _BELL.unpack(message)
-        return collective.rstrip(b"\0").decode(), num_bytes
+        collective, numel, dtype = _BELL.unpack(message)
+        return Call(collective.rstrip(b"\0").decode(), numel, dtype.rstrip(b"\0").decode())
 
     def _view(self, rank: int, dtype: torch.dtype, half: int) -> Tensor:
         offset = half * self._half_bytes
@@ -200,9 +213,5 @@ def _mapped(descriptor: int, num_bytes: int) -> mmap.mmap:
         os.close(descriptor)
 
 
-def _said(call: tuple[str, int]) -> str:
-    return f"{call[0]} of {call[1]} bytes"
-
-
-def _gone(rank: int, call: tuple[str, int]) -> RuntimeError:
-    return RuntimeError(f"{_said(call)}: Connection closed by peer: rank {rank} of the group has gone")
+def _gone(rank: int, call: Call) -> RuntimeError:
+    return RuntimeError(f"{call}: Connection closed by peer: rank {rank} of the group has gone")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.comm.transports.areas import SharedAreas
+from shardlab.comm.transports.areas import Call, SharedAreas
 from shardlab.comm.transports.base import Bounds, Reduction
 from shardlab.comm.transports.gloo import GlooTransport, add_in_order
 from shardlab.partition.chunks import chunk_bounds
@@ -37,7 +37,7 @@ class SharedMemoryTransport(GlooTransport):
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
         """Segment by segment: each rank reduces its part of it, then all gather the parts."""
         _require_addable(tensor.dtype)
-        call = (Collective.ALL_REDUCE, tensor.nbytes)
+        call = Call.of(Collective.ALL_REDUCE, tensor)
         for segment in tensor.split(self._num_ranks * self._part_length(tensor.dtype)):
             bounds = chunk_bounds(segment.numel(), self._num_ranks)
             own = segment[bounds[self._rank] : bounds[self._rank + 1]]
@@ -51,15 +51,15 @@ class SharedMemoryTransport(GlooTransport):
     def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds) -> None:
         """Segments of all chunks at once."""
         _require_addable(buffer.dtype)
-        self._reduce_parts((Collective.REDUCE_SCATTER, buffer.nbytes), output, buffer, bounds, torch.add)
+        self._reduce_parts(Call.of(Collective.REDUCE_SCATTER, buffer), output, buffer, bounds, torch.add)
 
     def all_gather(self, buffer: Tensor, bounds: Bounds) -> None:
         """Segments of all chunks at once."""
-        self._gather_parts((Collective.ALL_GATHER, buffer.nbytes), buffer, bounds)
+        self._gather_parts(Call.of(Collective.ALL_GATHER, buffer), buffer, bounds)
 
     def barrier(self) -> None:
         """One meeting."""
-        self._areas.meet(Collective.BARRIER, 0)
+        self._areas.meet(Call(Collective.BARRIER, 0, ""))
 
     def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:  # noqa: ARG002
         """The areas are there once for all collectives, outside of torch's memory."""
@@ -73,7 +73,7 @@ class SharedMemoryTransport(GlooTransport):
         """Elements for each rank that fit into an area."""
         return self._areas.length(dtype) // self._num_ranks
 
-    def _reduce_parts(self, call: tuple[str, int], output: Tensor, buffer: Tensor, bounds: Bounds, add: Add) -> None:
+    def _reduce_parts(self, call: Call, output: Tensor, buffer: Tensor, bounds: Bounds, add: Add) -> None:
         """This rank's chunk, reduced, into ``output``, which may be that part of ``buffer``."""
         chunks = [buffer[start:stop] for start, stop in pairwise(bounds)]
         length = self._part_length(buffer.dtype)
@@ -83,7 +83,7 @@ class SharedMemoryTransport(GlooTransport):
             for rank, part in enumerate(parts):
                 if rank != self._rank:
                     area[rank * length : rank * length + part.numel()].copy_(part)
-            self._areas.meet(*call)
+            self._areas.meet(call)
             own = parts[self._rank]
             place = slice(self._rank * length, self._rank * length + own.numel())
             versions = [
@@ -93,7 +93,7 @@ class SharedMemoryTransport(GlooTransport):
             room = versions[1 if self._rank == 0 else 0]  # of another rank, who looks at other places in it
             add_in_order(versions, output[start : start + length], room, add)
 
-    def _gather_parts(self, call: tuple[str, int], buffer: Tensor, bounds: Bounds) -> None:
+    def _gather_parts(self, call: Call, buffer: Tensor, bounds: Bounds) -> None:
         """Every rank's chunk into its place."""
         chunks = [buffer[start:stop] for start, stop in pairwise(bounds)]
         length = self._areas.length(buffer.dtype)
@@ -101,7 +101,7 @@ class SharedMemoryTransport(GlooTransport):
             parts = [chunk[start : start + length] for chunk in chunks]
             own = parts[self._rank]
             self._areas.own(buffer.dtype)[: own.numel()].copy_(own)
-            self._areas.meet(*call)
+            self._areas.meet(call)
             for rank, part in enumerate(parts):
                 if rank != self._rank:
                     part.copy_(self._areas.of(rank, buffer.dtype)[: part.numel()])
