@@ -91,7 +91,7 @@ def diff(
 
 def print_result(comparison: "Comparison", config: "CompareConfig", report: Path) -> None:
     """The table of a comparison, its verdicts, and where its report lies."""
-    from shardlab.experiment.report import plan_verdict, verdict
+    from shardlab.experiment.report import verdicts
 
     console = Console(highlight=False)
     table, left_out = _result_table(comparison, config, console)
@@ -99,7 +99,7 @@ def print_result(comparison: "Comparison", config: "CompareConfig", report: Path
     console.print(NOTE, style="dim")
     if left_out:
         console.print(f"For want of width without {', '.join(left_out)}; the report has all.", style="dim")
-    console.print(verdict(comparison), plan_verdict(comparison))
+    console.print(*verdicts(comparison))
     console.print(f"Report: {report}", soft_wrap=True)
 
 

@@ -22,7 +22,7 @@ from shardlab.plots import (
     step_times,
     wire_volume,
 )
-from shardlab.vocabulary import Phase
+from shardlab.vocabulary import HostTransport, Phase
 
 MB = 1e6
 COLUMNS = {
@@ -90,6 +90,12 @@ def write_report(comparison: Comparison, config: CompareConfig) -> Path:
     return path
 
 
+def verdicts(comparison: Comparison) -> list[str]:
+    """What a comparison has shown, in sentences."""
+    said = (verdict(comparison), plan_verdict(comparison), transport_verdict(comparison))
+    return [sentence for sentence in said if sentence]
+
+
 def verdict(comparison: Comparison) -> str:
     """One sentence: are the losses equal?"""
     judged = comparison.summary["judged_loss_difference"].max()
@@ -123,28 +129,48 @@ def plan_verdict(comparison: Comparison) -> str:
     return f"Bytes at rest of every role and rank, and every message of a step, are those of the plan{besides}."
 
 
+def transport_verdict(comparison: Comparison) -> str:
+    """One sentence where torch's engines did not send as ours, which shows in the times; else empty."""
+    transports = _transports(comparison)
+    if set(transports) != set(HostTransport):
+        return ""
+    ours, theirs = (", ".join(transports[name]) for name in (HostTransport.SHARED_MEMORY, HostTransport.GLOO))
+    return (
+        f"Times compare more than engines: {ours} sent through shared memory, {theirs} over gloo; "
+        "with transport=gloo all do."
+    )
+
+
 def _lead(comparison: Comparison, config: CompareConfig) -> str:
     manifest = next(iter(comparison.records.manifests.values()))
     return (
         f"{config.steps} steps on {config.text}, {config.global_batch} sequences of {config.seq_len} bytes a step, "
-        f"{config.dtype} on {manifest['devices'][0]}{_sent_by(comparison)}, "
-        f"torch {manifest['versions']['torch']}{_chosen(config)}. {verdict(comparison)} {plan_verdict(comparison)}"
+        f"{config.dtype} on {manifest['devices'][0]}{_sent_by(comparison, config.link)}, "
+        f"torch {manifest['versions']['torch']}{_chosen(config)}. " + " ".join(verdicts(comparison))
     )
 
 
-def _sent_by(comparison: Comparison) -> str:
-    """How messages travelled, in the words of the record: an emulated link is part of them."""
-    names = sorted(set(comparison.records.collectives["transport"].dropna()))
-    return f", messages by {' and '.join(names)}" if names else ""
+def _sent_by(comparison: Comparison, link: str | None) -> str:
+    names = sorted(_transports(comparison))
+    sent = f", messages by {' and '.join(names)}" if names else ""
+    return f"{sent}, link emulated as {link}" if link else sent
+
+
+def _transports(comparison: Comparison) -> dict[str, list[str]]:
+    """How the messages of a step travelled, and of which strategies. (The loss for the report is always sent by us.)"""
+    sent = comparison.records.collectives.dropna(subset="transport")
+    sent = sent[~sent["phase"].isin([Phase.SETUP, Phase.METRICS])]
+    real = sent["transport"].str.replace(" as .*", "", regex=True)  # without the link that is emulated
+    return {str(name): list(runs.unique()) for name, runs in sent["run"].groupby(real)}
 
 
 def _chosen(config: CompareConfig) -> str:
     """What was set to something else than the default and is not said yet."""
-    said = {"strategies", "ranks", "steps", "model", "text", "batch", "seq_len", "dtype", "device", "link", "timeout_s"}
+    said = {"strategies", "ranks", "steps", "model", "text", "batch", "seq_len", "dtype", "device", "link", "transport"}
     chosen = {
         field.name: getattr(config, field.name)
         for field in fields(config)
-        if field.name not in said and getattr(config, field.name) != field.default
+        if field.name not in {*said, "timeout_s"} and getattr(config, field.name) != field.default
     }
     return "".join(f", {name}={value}" for name, value in chosen.items())
 

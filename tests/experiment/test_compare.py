@@ -211,3 +211,25 @@ def test_without_single_strategies_are_compared_with_the_first(pools, tmp_path):
     assert result.summary["loss_reference"].tolist() == ["zero1", "zero1"]
     assert (result.summary["max_loss_difference"] <= 1e-9).all()
     assert "the largest difference from zero1, the first strategy, is" in write_report(result, config).read_text()
+
+
+@pytest.mark.parametrize(
+    ("strategies", "options", "said"),
+    [
+        (("ddp",), {}, "messages by shared_memory, torch"),
+        (("ddp",), {"transport": "gloo", "link": "1Gbps,50us"}, "messages by gloo, link emulated as 1Gbps,50us, torch"),
+        (("ddp", "torch_ddp"), {"transport": "gloo"}, "messages by gloo, torch"),
+        (
+            ("ddp", "torch_ddp"),
+            {},
+            "engines: ddp sent through shared memory, torch_ddp over gloo; with transport=gloo all do.",
+        ),
+    ],
+)
+def test_the_report_says_how_messages_travelled(pools, tmp_path, strategies, options, said):
+    config = CompareConfig(
+        strategies=strategies, ranks=2, steps=2, model="mlp", text="grammar", seq_len=8, device="cpu", **options
+    )
+    page = write_report(compare(config, tmp_path / "out", pool=pools(2)), config).read_text()
+    assert said in page
+    assert ("Times compare more" in page) == ("torch_ddp over" in said)
