@@ -177,20 +177,27 @@ def test_ranks_that_share_no_memory_use_gloo(pools, somewhere):
         pools(2).run(somewhere, ("shared_memory",))
 
 
-def meeting_another(rank):
+def meeting_another(rank, dtype):
     shared = transport()
     if rank == 0:
         shared.all_reduce(torch.ones(8), "sum")
-    else:
+    elif dtype is None:
         shared.all_gather(torch.ones(8), (0, 4, 8))
+    else:
+        shared.all_reduce(torch.ones(8, dtype=dtype), "sum")
 
 
-def test_two_collectives_do_not_meet():
+@pytest.mark.parametrize(
+    ("dtype", "other"),
+    [(None, "all_gather of 8 float32"), (torch.int32, "all_reduce of 8 int32")],
+    ids=["collective", "dtype"],
+)
+def test_two_collectives_do_not_meet(dtype, other):
     with RankPool(2, device="cpu", timeout_s=20) as pool, pytest.raises(RankError) as caught:
-        pool.run(meeting_another)
-    text = str(caught.value)
-    assert "all_reduce of 8 float32 on rank 0 of the group meets all_gather of 8 float32 on rank 1" in text or (
-        "all_gather of 8 float32 on rank 1 of the group meets all_reduce of 8 float32 on rank 0" in text
+        pool.run(meeting_another, dtype)
+    text, own = str(caught.value), "all_reduce of 8 float32"
+    assert f"{own} on rank 0 of the group meets {other} on rank 1" in text or (
+        f"{other} on rank 1 of the group meets {own} on rank 0" in text
     )
 
 
