@@ -26,7 +26,7 @@ NOTE = (
 SHARED_NOTE = (
     "Ours send through memory that the ranks share, torch's over gloo, which is all they can do; with "
     "--transport gloo ours do so too, and only the engines differ. Peaks leave out what either keeps outside of "
-    "torch: 4 MiB a rank of shared memory, and gloo's own buffers."
+    "torch: the memory that is shared, and gloo's own buffers."
 )
 
 

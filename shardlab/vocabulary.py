@@ -83,3 +83,8 @@ class HostTransport(StrEnum):
 
     SHARED_MEMORY = "shared_memory"
     GLOO = "gloo"
+
+
+def dtype_name(dtype: object) -> str:
+    """A ``torch.dtype`` as tables and files spell it, for example 'float32'."""
+    return str(dtype).removeprefix("torch.")

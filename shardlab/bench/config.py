@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from shardlab.comm import check_transport
 from shardlab.engines import engine_options
-from shardlab.launch import check_transport, place
+from shardlab.launch import place
 from shardlab.models import MODELS, GPTConfig
 
 QUICK_ROUNDS, FULL_ROUNDS = 6, 42  # three engines stand in six orders: a sitting, or seven
@@ -161,7 +162,7 @@ class BenchConfig:
                 raise ValueError(f"{name}: at least one is needed, and none twice, not {', '.join(names) or 'none'}")
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s: {self.timeout_s} is not greater than 0")
-        check_transport(self.transport, place(self.ranks, self.device))
+        check_transport(place(self.ranks, self.device).backend, self.transport, link=None)
         for workload in self.workloads:
             for pair in self.pairs:
                 pair.check(workload.model, self.ranks)

@@ -45,7 +45,7 @@ class RankTimes:
     Attributes:
         step_ns: of 'ours', 'theirs' and 'floor' the time of every step.
         peak_bytes: of 'ours' and 'theirs' the highest live bytes of one step: torch's storages and the scratch of
-            transports; not what lies outside of torch on either side (sockets' buffers; 4 MiB a rank that are shared).
+            transports; not what lies outside of torch on either side: the areas of ``comm.transports``, gloo's buffers.
         transport: how ours sent.
     """
 

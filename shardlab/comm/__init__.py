@@ -6,6 +6,7 @@ from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.pending import Pending, wait_all
 from shardlab.comm.process import become_rank, leave_group
+from shardlab.comm.transports.choice import check_transport
 
 __all__ = [
     "CollectiveEvent",
@@ -15,6 +16,7 @@ __all__ = [
     "Pending",
     "become_rank",
     "broadcast_coalesced",
+    "check_transport",
     "leave_group",
     "wait_all",
 ]

@@ -17,22 +17,16 @@ from math import prod
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Observer
 from shardlab.comm.lanes import StreamLane, ThreadLane
 from shardlab.comm.overheard import BACKEND, OverheardGroup, TagOf, register_backend
 from shardlab.comm.process import Process, retire
-from shardlab.comm.transports.areas import share_areas
 from shardlab.comm.transports.base import Transport
-from shardlab.comm.transports.emulated import EmulatedLink
-from shardlab.comm.transports.gloo import GlooTransport
+from shardlab.comm.transports.choice import check_transport, transport_of
 from shardlab.comm.transports.nccl import NcclTransport
-from shardlab.comm.transports.shared_memory import SharedMemoryTransport
-from shardlab.comm.transports.staged import StagedTransport
 from shardlab.partition.wire import Link
-from shardlab.vocabulary import HostTransport
 
 
 class Mesh:
@@ -61,8 +55,7 @@ class Mesh:
         link: Link | None = None,
         transport: str | None = None,
     ) -> None:
-        if transport is not None and transport not in set(HostTransport):
-            raise ValueError(f"transport: {transport!r} is not one of {', '.join(HostTransport)}")
+        check_transport(dist.get_backend() if dist.is_initialized() else "", transport, link)
         self.axes = dict(axes)
         self.device = Process.device if device is None else torch.device(device)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -175,33 +168,10 @@ class Mesh:
             if group is None:
                 self._communicators[axis] = Communicator(None, None, line, 0, axis)
                 continue
-            transport = self._transport(group, link, wanted, len(line))
+            transport = transport_of(group, self.device, link, wanted)
             lane = StreamLane(self.device) if isinstance(transport, NcclTransport) else ThreadLane(f"comm-{axis}")
             self._communicators[axis] = comm = Communicator(transport, lane, line, line.index(self._rank), axis)
             self._retire.append(_retire_with(comm, group, transport))
-
-    def _transport(self, group: dist.ProcessGroup, link: Link | None, wanted: str | None, num_ranks: int) -> Transport:
-        if dist.get_backend(group) == "nccl":
-            if link is not None:
-                raise ValueError("link: a link can be emulated over gloo only, not over NCCL; use device='cpu'")
-            if wanted is not None:
-                raise ValueError(
-                    f"transport: tensors on GPUs of their own travel by NCCL, not by {wanted!r}; leave it out"
-                )
-            return NcclTransport(group)
-        transport: Transport = _through_host(group, wanted)
-        if self.device.type == "cuda":
-            transport = StagedTransport(transport, self.device)
-        return transport if link is None else EmulatedLink(transport, link, num_ranks)
-
-
-def _through_host(group: dist.ProcessGroup, wanted: str | None) -> GlooTransport:
-    areas = None if wanted == HostTransport.GLOO else share_areas(group, Process.timeout or default_pg_timeout)
-    if areas is not None:
-        return SharedMemoryTransport(group, areas)
-    if wanted == HostTransport.SHARED_MEMORY:
-        raise ValueError("transport: 'shared_memory' needs all ranks of an axis on one host with Linux; use 'gloo'")
-    return GlooTransport(group)
 
 
 def _retire_with(comm: Communicator, group: dist.ProcessGroup, transport: Transport) -> Callable[[], object]:

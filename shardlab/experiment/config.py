@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardlab.comm import check_transport
 from shardlab.data_sets import load_text
 from shardlab.engines import STRATEGIES, engine_options
 from shardlab.engines.fsdp import LAYOUTS, SHARDINGS, parse_wrap
@@ -14,7 +15,7 @@ from shardlab.engines.offload import OFFLOADS
 from shardlab.engines.precision import parse_precision
 from shardlab.engines.sharded_optimizer import parse_partition
 from shardlab.experiment.tensor import TORCH_TP, check_tensor_axis
-from shardlab.launch import check_transport, place
+from shardlab.launch import place
 from shardlab.launch.torchrun_env import torchrun_env
 from shardlab.models import MODELS, GPTConfig
 from shardlab.partition.wire import Link
@@ -126,10 +127,7 @@ class CompareConfig:
             raise ValueError(
                 f"ranks: {self.ranks}, but torchrun started {env.world_size} processes; give the same number"
             )
-        placement = place(self.ranks, self.device)
-        if self.link is not None and placement.backend == "nccl":
-            raise ValueError("link: a link can be emulated in place of NCCL only on the CPU; add device=cpu")
-        check_transport(self.transport, placement)
+        check_transport(place(self.ranks, self.device).backend, self.transport, self.link)
         load_text(self.text, self.seq_len)
 
     def _check_batch(self) -> None:

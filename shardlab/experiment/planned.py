@@ -21,7 +21,7 @@ from shardlab.planner import Setup, described, predicted_collectives, predicted_
 from shardlab.planner.setup import ADAM, STRATEGIES
 from shardlab.planner.tensor import TensorSetup, divided, on_tensor_ranks, predicted_tensor_collectives
 from shardlab.trace.store import Records
-from shardlab.vocabulary import MeshAxis, Phase, Role
+from shardlab.vocabulary import MeshAxis, Phase, Role, dtype_name
 
 MESSAGE = ["op", "axis", "tag", "dtype", "numel", "bytes", "wire_bytes", "group_size"]
 
@@ -145,4 +145,4 @@ def _said(collectives: pd.DataFrame) -> list[tuple[Any, ...]]:
 
 
 def _name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
+    return None if dtype is None else dtype_name(dtype)

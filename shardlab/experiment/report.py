@@ -166,11 +166,14 @@ def _transports(comparison: Comparison) -> dict[str, list[str]]:
 
 def _chosen(config: CompareConfig) -> str:
     """What was set to something else than the default and is not said yet."""
-    said = {"strategies", "ranks", "steps", "model", "text", "batch", "seq_len", "dtype", "device", "link", "transport"}
+    said = {
+        "strategies", "ranks", "steps", "model", "text", "batch", "seq_len", "dtype", "device", "link", "transport",
+        "timeout_s",
+    }  # fmt: skip
     chosen = {
         field.name: getattr(config, field.name)
         for field in fields(config)
-        if field.name not in {*said, "timeout_s"} and getattr(config, field.name) != field.default
+        if field.name not in said and getattr(config, field.name) != field.default
     }
     return "".join(f", {name}={value}" for name, value in chosen.items())
 

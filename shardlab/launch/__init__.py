@@ -2,7 +2,7 @@
 
 from shardlab.launch.context import RankContext, current
 from shardlab.launch.errors import RankDied, RankError, RankHang
-from shardlab.launch.placement import Placement, check_transport, place
+from shardlab.launch.placement import Placement, place
 from shardlab.launch.pool import RankPool, launch
 
 __all__ = [
@@ -12,7 +12,6 @@ __all__ = [
     "RankError",
     "RankHang",
     "RankPool",
-    "check_transport",
     "current",
     "launch",
     "place",

@@ -6,6 +6,7 @@ from multiprocessing.connection import wait
 from threading import Event
 from time import monotonic, perf_counter_ns
 
+from shardlab.comm.transports.areas import MismatchError
 from shardlab.launch.board import BoardRow, CallState, describe
 from shardlab.launch.crew import Crew, RankProcess
 from shardlab.launch.errors import RankDied, RankError, RankHang, describe_exit
@@ -25,7 +26,6 @@ _AFTERMATH = (
     "NCCL communicator was aborted",
     "failed to recv",
 )
-_MET_ANOTHER = "of the group meets"  # what shared memory says in ranks that are in different collectives
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,8 @@ class Collector:
         if isinstance(first, Death):
             rows = self._crew.board.read()
             return RankDied(first.rank, first.exit_code, self._table(rows), mismatch(rows))
-        difference = mismatch(self._crew.board.read()) if _MET_ANOTHER in first.summary else ""
+        differ = first.exception_type == MismatchError.__name__
+        difference = mismatch(self._crew.board.read()) if differ else ""
         error = RankError(first.rank, first.exception_type, first.summary, first.traceback_text, difference)
         error.__cause__ = _original(first)
         return error

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from shardlab.vocabulary import HostTransport
-
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -63,18 +61,6 @@ def place(world_size: int, device: str = "auto") -> Placement:
     if num_gpus == 0:
         return Placement(world_size, "cpu", "gloo", ("cpu",) * world_size)
     return _on_gpus(world_size, num_gpus)
-
-
-def check_transport(transport: str | None, placement: Placement) -> None:
-    """Raise ValueError unless ranks placed so can send by ``transport``, a ``HostTransport`` or None for any."""
-    if transport is None:
-        return
-    if transport not in set(HostTransport):
-        raise ValueError(f"transport: {transport!r} is not one of {', '.join(HostTransport)}")
-    if placement.backend == "nccl":
-        raise ValueError(
-            f"transport: ranks with a GPU each send by NCCL, not by {transport!r}; leave it out or use cpu"
-        )
 
 
 def check_world_size(world_size: int) -> None:

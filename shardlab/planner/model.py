@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from shardlab.partition.chunks import require_count
 from shardlab.partition.flat import ParamSpec
 from shardlab.partition.slices import slices_of
+from shardlab.vocabulary import dtype_name
 
 _FLOATS = {2: "bfloat16", 4: "float32", 8: "float64"}
 
@@ -99,7 +100,7 @@ def described(module: ModuleLike, *, unused: Iterable[str] = ()) -> PlannedModel
             ParamSpec(name, tuple(param.shape), param.element_size()),
             trainable=bool(param.requires_grad),
             used=name not in without_gradient,
-            dtype=str(param.dtype).removeprefix("torch."),
+            dtype=dtype_name(param.dtype),
             sliced=name in slices,
         )
         for name, param in module.named_parameters()

@@ -9,6 +9,7 @@ import torch
 from shardlab.comm import Mesh
 from shardlab.comm.transports.gloo import GlooTransport
 from shardlab.partition.wire import Link
+from shardlab.vocabulary import HostTransport
 
 ELEMENTS = 64
 
@@ -88,19 +89,24 @@ def test_an_emulated_link_sleeps_in_the_lane(pools):
         assert by_whom(calls, "started") == by_whom(calls, "completed") == ["lane"] * 6
 
 
-def refused(rank):
-    """gloo has no sum of float8: the error comes from wait(), and the axis still works."""
-    with Mesh({"data": 2}, transport="gloo") as mesh:
-        pending = mesh.data.all_reduce(torch.ones(4).to(torch.float8_e4m3fn))
-        with pytest.raises(RuntimeError):
+NO_SUM = {"gloo": "Invalid scalar type", "shared_memory": "float8_e4m3fn cannot be added"}
+
+
+def refused(rank, transport, numel):
+    """Nobody has a sum of float8: the error comes from wait(), on all ranks, and the axis still works."""
+    with Mesh({"data": 2}, transport=transport) as mesh:
+        pending = mesh.data.all_reduce(torch.ones(numel).to(torch.float8_e4m3fn))
+        with pytest.raises(RuntimeError, match=NO_SUM[transport]):
             pending.wait()
         after = torch.ones(4)
         mesh.data.all_reduce(after).wait()
         return after.tolist()
 
 
-def test_what_cannot_begin_raises_where_it_is_waited_for(pools):
-    assert pools(2).run(refused) == [[2.0] * 4] * 2
+@pytest.mark.parametrize("numel", [1, 4])  # of one element only one rank has something to add
+@pytest.mark.parametrize("transport", HostTransport)
+def test_what_cannot_begin_raises_where_it_is_waited_for(pools, transport, numel):
+    assert pools(2).run(refused, transport, numel) == [[2.0] * 4] * 2
 
 
 def made_in_inference_mode(rank):

@@ -226,21 +226,6 @@ def test_a_rank_that_does_not_come_ends_the_wait(pools):
     pools(2).run(late)
 
 
-def refused(rank):
-    """One element: only one rank has anything to add."""
-    with Mesh({"data": 2}, transport="shared_memory") as mesh:
-        pending = mesh.data.all_reduce(torch.ones(1).to(torch.float8_e4m3fn))
-        with pytest.raises(RuntimeError, match="float8_e4m3fn cannot be added"):
-            pending.wait()
-        after = torch.ones(4)
-        mesh.data.all_reduce(after).wait()
-        return after.tolist()
-
-
-def test_what_cannot_be_added_is_refused_on_all_ranks(pools):
-    assert pools(2).run(refused) == [[2.0] * 4] * 2
-
-
 def open_files(rank):
     """Unix sockets and mappings of areas, after a mesh and the next; mappings with a mesh."""
     counts = []

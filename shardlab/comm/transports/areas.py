@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.vocabulary import Collective
+from shardlab.vocabulary import Collective, dtype_name
 
 HALF_BYTES = 2 * 1024**2  # of an area: less costs meetings, more leaves the cache
 _BELL = struct.Struct("=16sQ16s")
@@ -53,10 +53,14 @@ class Call(NamedTuple):
     @classmethod
     def of(cls, collective: Collective, buffer: Tensor) -> "Call":
         """The collective of a whole buffer."""
-        return cls(str(collective), buffer.numel(), str(buffer.dtype).removeprefix("torch."))
+        return cls(str(collective), buffer.numel(), dtype_name(buffer.dtype))
 
     def __str__(self) -> str:
         return f"{self.collective} of {self.numel} {self.dtype}" if self.dtype else self.collective
+
+
+class MismatchError(RuntimeError):
+    """Ranks met in different collectives."""
 
 
 class SharedAreas:
@@ -96,7 +100,8 @@ class SharedAreas:
         """Return when all ranks have come here; then ``of`` is what they had written before.
 
         Raises:
-            RuntimeError: another rank is in something else, has gone, or does not come within the timeout.
+            MismatchError: another rank is in something else.
+            RuntimeError: one has gone, or does not come within the timeout.
         """
         message = _BELL.pack(call.collective.encode(), call.numel, call.dtype.encode())
         for rank, bell in self._bells.items():
@@ -107,7 +112,7 @@ class SharedAreas:
         for rank, bell in self._bells.items():
             theirs = self._heard(rank, bell, call)
             if theirs != call:
-                raise RuntimeError(f"{call} on rank {self.rank} of the group meets {theirs} on rank {rank}")
+                raise MismatchError(f"{call} on rank {self.rank} of the group meets {theirs} on rank {rank}")
         self._half = 1 - self._half
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab.comm.transports.base import Bounds, Reduction, Transport
+from shardlab.vocabulary import HostTransport
 
 SEGMENT_BYTES = 2 * 1024**2  # of a reduce-scatter: less costs latency, more costs memory
 HALVES_FROM_BYTES = 8 * 1024**2  # of an all-reduce: a smaller one gains nothing
@@ -37,9 +38,9 @@ class GlooTransport(Transport):
     """
 
     emulated = False
+    name: str = HostTransport.GLOO
 
-    def __init__(self, group: dist.ProcessGroup, name: str = "gloo") -> None:
-        self.name = name
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._num_ranks = dist.get_world_size(group)
         self._rank = dist.get_rank(group)

@@ -30,8 +30,10 @@ class SharedMemoryTransport(GlooTransport):
         areas: of the same group.
     """
 
+    name = HostTransport.SHARED_MEMORY
+
     def __init__(self, group: dist.ProcessGroup, areas: SharedAreas) -> None:
-        super().__init__(group, HostTransport.SHARED_MEMORY)
+        super().__init__(group)
         self._areas = areas
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlab.vocabulary import dtype_name
+
 _MARK = "!"
 
 
@@ -72,8 +74,7 @@ def _encode_mapping(value: Mapping[Any, Any], where: str) -> Any:
 
 def _encode_tensor(tensor: Tensor) -> dict[str, Any]:
     raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return {"!tensor": base64.b64encode(raw).decode(), "dtype": dtype, "shape": list(tensor.shape)}
+    return {"!tensor": base64.b64encode(raw).decode(), "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
 
 
 def _decode_tensor(value: dict[str, Any]) -> Tensor:

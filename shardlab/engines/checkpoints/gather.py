@@ -14,8 +14,9 @@ from torch import Tensor
 
 from shardlab.comm import Communicator
 from shardlab.comm.copies import MESSAGE_BYTES
-from shardlab.engines.checkpoints.shards import TensorShard, dtype_text
+from shardlab.engines.checkpoints.shards import TensorShard
 from shardlab.engines.checkpoints.together import share_json
+from shardlab.vocabulary import dtype_name
 
 Key = tuple[str, str]  # parameter name, key in its state
 
@@ -60,7 +61,7 @@ def gather_shards(mine: Sequence[TensorShard], comm: Communicator | None, device
 
 
 def _describe(shard: TensorShard) -> Stretch:
-    dtype, kind = dtype_text(shard.tensor), shard.tensor.device.type
+    dtype, kind = dtype_name(shard.tensor.dtype), shard.tensor.device.type
     return Stretch(shard.name, shard.key, list(shard.shape), dtype, kind, shard.start, shard.stop)
 
 

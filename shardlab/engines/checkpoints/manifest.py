@@ -13,7 +13,8 @@ from typing import Any
 
 from shardlab.engines.checkpoints.codec import decode, encode
 from shardlab.engines.checkpoints.cuts import Cut
-from shardlab.engines.checkpoints.shards import Kind, TensorShard, dtype_text
+from shardlab.engines.checkpoints.shards import Kind, TensorShard
+from shardlab.vocabulary import dtype_name
 
 FORMAT = 2  # 1 knew no slices
 MANIFEST = "manifest.json"
@@ -41,7 +42,7 @@ class Row:
     @classmethod
     def of(cls, shard: TensorShard, file: str) -> "Row":
         """The row of a shard that is written to ``file``."""
-        slice_, dtype = shard.slice_, dtype_text(shard.tensor)
+        slice_, dtype = shard.slice_, dtype_name(shard.tensor.dtype)
         where = (shard.start, shard.stop, file)
         if slice_ is None or slice_.num_ranks == 1:
             return cls(shard.kind, shard.name, shard.key, list(shard.shape), dtype, *where)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardlab.partition.chunks import chunk_bounds
 from shardlab.partition.slices import TensorSlice
+from shardlab.vocabulary import dtype_name
 
 if TYPE_CHECKING:
     from shardlab.engines.base import Engine
@@ -134,18 +135,13 @@ def whole_shape_of(engine: "Engine", name: str) -> tuple[int, ...]:
 
 def described(shape: tuple[int, ...], tensor: Tensor) -> dict[str, Any]:
     """What the manifest says of a parameter or buffer of this shape, of which ``tensor`` is a part."""
-    return {"shape": list(shape), "dtype": dtype_text(tensor)}
+    return {"shape": list(shape), "dtype": dtype_name(tensor.dtype)}
 
 
 def with_extra_state(module: nn.Module) -> dict[str, nn.Module]:
     """Submodules that have state of their own in a state dict."""
     plain = nn.Module.get_extra_state
     return {name: part for name, part in module.named_modules() if type(part).get_extra_state is not plain}
-
-
-def dtype_text(tensor: Tensor) -> str:
-    """For example 'float32'."""
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _pieces(engine: "Engine") -> Iterator[tuple[str, Tensor, int, int]]:

@@ -1,0 +1,106 @@
+"""A group of ranks along one axis, and who is told of the collectives that are issued there."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from shardlab.comm.events import CollectiveEvent, Observer
+from shardlab.comm.process import Process
+from shardlab.comm.source_line import caller_of_library
+from shardlab.comm.transports.base import Transport
+from shardlab.partition.wire import ring_wire_bytes
+from shardlab.vocabulary import Collective, dtype_name
+
+
+class ObservedGroup:
+    """Numbers the collectives of a group and tells observers of each.
+
+    Args:
+        transport: how bytes move; None for a group of one.
+        ranks: the global ranks of the group, in group order.
+        rank: this process's position in ``ranks``.
+        axis: the axis' name, which every event carries.
+    """
+
+    def __init__(self, transport: Transport | None, ranks: Sequence[int], rank: int, axis: str) -> None:
+        if (transport is None) != (len(ranks) == 1):
+            raise ValueError(f"transport: a group of {len(ranks)} ranks needs {'none' if len(ranks) == 1 else 'one'}")
+        self.axis = axis
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self._transport = transport
+        self._observers: tuple[Observer, ...] = Process.observers
+        self._seq = 0
+
+    @property
+    def num_ranks(self) -> int:
+        """Size of the group."""
+        return len(self.ranks)
+
+    @property
+    def transport(self) -> str:
+        """How bytes travel, as every event says; empty in a group of one."""
+        return "" if self._transport is None else self._transport.name
+
+    @property
+    def emulated(self) -> bool:
+        """Whether an emulated link delays the collectives."""
+        return self._transport is not None and self._transport.emulated
+
+    @property
+    def observers(self) -> tuple[Observer, ...]:
+        """Who is told of collectives that are issued now."""
+        return self._observers
+
+    @contextlib.contextmanager
+    def observed_by(self, observer: Observer) -> Iterator[None]:
+        """Inside, ``observer`` is told of every collective that is issued."""
+        self._observers = (*self._observers, observer)
+        try:
+            yield
+        finally:
+            self._observers = tuple(known for known in self._observers if known is not observer)
+
+    def announce(
+        self,
+        op: Collective,
+        buffers: Sequence[Tensor],
+        tag: str,
+        *,
+        own_chunk_bytes: int | None = None,
+        scratch_bytes: int = 0,
+        transport: str | None = None,
+    ) -> CollectiveEvent:
+        """Tell the observers of a collective that is issued now: by a verb, or past them (``overheard``).
+
+        Args:
+            op: the collective.
+            buffers: whole (unsharded) tensors of one dtype that travel together.
+            tag: what it is for.
+            own_chunk_bytes: bytes of this rank's chunk where chunks are uneven.
+            scratch_bytes: what the transport holds meanwhile.
+            transport: how it travels, if not by this communicator's transport.
+        """
+        assert self._transport is not None
+        num_bytes = sum(buffer.nbytes for buffer in buffers)
+        event = CollectiveEvent(
+            seq=self._seq,
+            op=op,
+            axis=self.axis,
+            tag=tag,
+            dtype=dtype_name(buffers[0].dtype) if buffers else "",
+            numel=sum(buffer.numel() for buffer in buffers),
+            num_bytes=num_bytes,
+            wire_bytes=ring_wire_bytes(op, num_bytes, self.num_ranks, own_chunk_bytes),
+            group_size=self.num_ranks,
+            transport=transport or self._transport.name,
+            emulated=self._transport.emulated,
+            source_line=caller_of_library(),
+            scratch_bytes=scratch_bytes,
+            storage=buffers[0].untyped_storage()._cdata if buffers else 0,
+        )
+        self._seq += 1
+        for observer in self._observers:
+            observer.issued(event)
+        return event
