@@ -26,7 +26,8 @@ class Communicator(ObservedGroup):
 
     Every verb returns at once with a ``Pending``: only after its ``wait()`` may the result be read or the buffer be
     touched. Along an axis collectives run one after another in the order of the calls, which must be the same on all
-    ranks; what the transport raises, ``wait()`` raises.
+    ranks; what the transport raises, ``wait()`` raises. A ``tag`` says what is sent, in the same words on all ranks:
+    ranks whose tags differ are in different collectives.
 
     Args:
         transport: how bytes move; None for a group of one.
@@ -49,7 +50,7 @@ class Communicator(ObservedGroup):
             return Pending()
 
         def job() -> None:
-            transport.all_reduce(flat, reduction)
+            transport.all_reduce(flat, reduction, tag)
             copy_back(flat, tensor)
 
         start = (lambda: transport.start_all_reduce(flat, reduction)) if tensor.is_contiguous() else None
@@ -76,7 +77,7 @@ class Communicator(ObservedGroup):
         return self._submit(
             Collective.REDUCE_SCATTER,
             buffer,
-            lambda: transport.reduce_scatter(target, buffer, bounds),
+            lambda: transport.reduce_scatter(target, buffer, bounds, tag),
             tag,
             own_chunk_bytes=own_bytes,
             scratch_bytes=transport.scratch_bytes(own_bytes * self.num_ranks, reduces_and_scatters=True),
@@ -104,7 +105,7 @@ class Communicator(ObservedGroup):
         return self._submit(
             Collective.ALL_GATHER,
             buffer,
-            lambda: transport.all_gather(buffer, bounds),
+            lambda: transport.all_gather(buffer, bounds, tag),
             tag,
             own_chunk_bytes=place.nbytes,
             keep=(buffer,),

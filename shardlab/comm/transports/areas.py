@@ -18,6 +18,7 @@ import os
 import socket
 import struct
 import uuid
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,7 +32,7 @@ from torch import Tensor
 from shardlab.vocabulary import Collective, dtype_name
 
 HALF_BYTES = 2 * 1024**2  # of an area: less costs meetings, more leaves the cache
-_BELL = struct.Struct("=16sQ16s")
+_BELL = struct.Struct("=16sQ16sI96s")  # the last is cut off, so a number of the whole stands before it
 _RANK = struct.Struct("=I")
 
 
@@ -49,14 +50,28 @@ class Call(NamedTuple):
     collective: str
     numel: int
     dtype: str
+    tag: str
 
     @classmethod
-    def of(cls, collective: Collective, buffer: Tensor) -> "Call":
+    def of(cls, collective: Collective, buffer: Tensor, tag: str) -> "Call":
         """The collective of a whole buffer."""
-        return cls(str(collective), buffer.numel(), dtype_name(buffer.dtype))
+        return cls(str(collective), buffer.numel(), dtype_name(buffer.dtype), tag)
+
+    def packed(self) -> bytes:
+        """As it is sent."""
+        tag = self.tag.encode()
+        return _BELL.pack(self.collective.encode(), self.numel, self.dtype.encode(), zlib.crc32(tag), tag)
+
+    @classmethod
+    def unpacked(cls, message: bytes) -> "Call":
+        """What another rank has sent, perhaps with a shorter tag."""
+        collective, numel, dtype, _, tag = _BELL.unpack(message)
+        name, kind, purpose = (text.rstrip(b"\0").decode(errors="replace") for text in (collective, dtype, tag))
+        return cls(name, numel, kind, purpose)
 
     def __str__(self) -> str:
-        return f"{self.collective} of {self.numel} {self.dtype}" if self.dtype else self.collective
+        what = f"{self.collective} of {self.numel} {self.dtype}" if self.dtype else self.collective
+        return f"{what} ({self.tag})" if self.tag else what
 
 
 class MismatchError(RuntimeError):
@@ -103,7 +118,7 @@ class SharedAreas:
             MismatchError: another rank is in something else.
             RuntimeError: one has gone, or does not come within the timeout.
         """
-        message = _BELL.pack(call.collective.encode(), call.numel, call.dtype.encode())
+        message = call.packed()
         for rank, bell in self._bells.items():
             try:
                 bell.send(message)
@@ -111,8 +126,9 @@ class SharedAreas:
                 raise _gone(rank, call) from error
         for rank, bell in self._bells.items():
             theirs = self._heard(rank, bell, call)
-            if theirs != call:
-                raise MismatchError(f"{call} on rank {self.rank} of the group meets {theirs} on rank {rank}")
+            if theirs != message:
+                other = Call.unpacked(theirs)
+                raise MismatchError(f"{call} on rank {self.rank} of the group meets {other} on rank {rank}")
         self._half = 1 - self._half
 
     def close(self) -> None:
@@ -121,7 +137,7 @@ class SharedAreas:
             bell.close()
         self._memory.clear()  # unmapped with the last tensor that looks at it
 
-    def _heard(self, rank: int, bell: socket.socket, call: Call) -> Call:
+    def _heard(self, rank: int, bell: socket.socket, call: Call) -> bytes:
         try:
             message = bell.recv(_BELL.size)
         except TimeoutError as error:
@@ -131,8 +147,7 @@ class SharedAreas:
             raise _gone(rank, call) from error
         if not message:
             raise _gone(rank, call)
-        collective, numel, dtype = _BELL.unpack(message)
-        return Call(collective.rstrip(b"\0").decode(), numel, dtype.rstrip(b"\0").decode())
+        return message
 
     def _view(self, rank: int, dtype: torch.dtype, half: int) -> Tensor:
         offset = half * self._half_bytes

@@ -1,6 +1,7 @@
 """What a transport must do: move the bytes of one collective and return when they have moved (or are enqueued).
 
-Every tensor is contiguous and one-dimensional. ``bounds`` are the num_ranks + 1 offsets of the ranks' chunks.
+Every tensor is contiguous and one-dimensional. ``bounds`` are the num_ranks + 1 offsets of the ranks' chunks. ``tag``
+says what is sent, the same on all ranks: a transport that can makes sure that two different things never meet.
 """
 
 from abc import ABC, abstractmethod
@@ -20,7 +21,7 @@ class Transport(ABC):
     emulated: bool
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
+    def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
         """Reduce ``tensor`` over the group, in place."""
 
     def start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> Callable[[], None] | None:  # noqa: ARG002
@@ -32,11 +33,11 @@ class Transport(ABC):
         return None
 
     @abstractmethod
-    def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds) -> None:
+    def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """Sum ``buffer`` over the group; ``output`` receives this rank's chunk and may be that part of ``buffer``."""
 
     @abstractmethod
-    def all_gather(self, buffer: Tensor, bounds: Bounds) -> None:
+    def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """Fill ``buffer`` with every rank's chunk; this rank's is in place already."""
 
     @abstractmethod

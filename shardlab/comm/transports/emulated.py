@@ -24,17 +24,17 @@ class EmulatedLink(Transport):
         self.name = f"{inner.name} as {link}"
         self._inner, self._link, self._num_ranks = inner, link, num_ranks
 
-    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
+    def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
         """Ring all-reduce: 2(N-1) steps."""
-        self._paced(Collective.ALL_REDUCE, tensor, lambda: self._inner.all_reduce(tensor, reduction))
+        self._paced(Collective.ALL_REDUCE, tensor, lambda: self._inner.all_reduce(tensor, reduction, tag))
 
-    def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds) -> None:
+    def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """Ring reduce-scatter: N-1 steps."""
-        self._paced(Collective.REDUCE_SCATTER, buffer, lambda: self._inner.reduce_scatter(output, buffer, bounds))
+        self._paced(Collective.REDUCE_SCATTER, buffer, lambda: self._inner.reduce_scatter(output, buffer, bounds, tag))
 
-    def all_gather(self, buffer: Tensor, bounds: Bounds) -> None:
+    def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """Ring all-gather: N-1 steps."""
-        self._paced(Collective.ALL_GATHER, buffer, lambda: self._inner.all_gather(buffer, bounds))
+        self._paced(Collective.ALL_GATHER, buffer, lambda: self._inner.all_gather(buffer, bounds, tag))
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Pipelined along the ring."""

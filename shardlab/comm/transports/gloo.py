@@ -14,6 +14,7 @@ by pair, so that it is deterministic and keeps the sign of zero (``engines.unuse
 starts at +0).
 """
 
+import zlib
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 
@@ -22,11 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab.comm.transports.base import Bounds, Reduction, Transport
-from shardlab.vocabulary import HostTransport
+from shardlab.vocabulary import Collective, HostTransport
 
 SEGMENT_BYTES = 2 * 1024**2  # of a reduce-scatter: less costs latency, more costs memory
 HALVES_FROM_BYTES = 8 * 1024**2  # of an all-reduce: a smaller one gains nothing
-REDUCE_SCATTER_TAG, ALL_GATHER_TAG = 1, 2  # so that a send of the caller's, whose tag is 0, is never taken for these
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -45,7 +45,7 @@ class GlooTransport(Transport):
         self._num_ranks = dist.get_world_size(group)
         self._rank = dist.get_rank(group)
 
-    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
+    def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:  # noqa: ARG002
         """Reduce in place; needs a dtype gloo can add."""
         _wait(self._begin_all_reduce(tensor, reduction))
 
@@ -58,7 +58,7 @@ class GlooTransport(Transport):
         parts = tensor.chunk(2) if tensor.nbytes >= HALVES_FROM_BYTES else (tensor,)
         return [dist.all_reduce(part, REDUCE_OPS[reduction], self._group, async_op=True) for part in parts]
 
-    def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds) -> None:
+    def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """Each segment is exchanged between all pairs; then its N versions are summed."""
         chunks = [buffer[start:stop] for start, stop in pairwise(bounds)]
         length = max(1, SEGMENT_BYTES // buffer.element_size())
@@ -70,7 +70,7 @@ class GlooTransport(Transport):
             segments = [chunk[start : start + length] for chunk in chunks]
             own = segments[self._rank]
             versions = [own if rank == self._rank else room[: own.numel()] for rank, room in enumerate(received)]
-            self._exchange(segments, versions, REDUCE_SCATTER_TAG)
+            self._exchange(segments, versions, _number(Collective.REDUCE_SCATTER, tag))
             if own.numel():
                 add_in_order(versions, output[start : start + length], room=versions[1 if self._rank == 0 else 0])
 
@@ -84,10 +84,10 @@ class GlooTransport(Transport):
         ]
         _wait(works)
 
-    def all_gather(self, buffer: Tensor, bounds: Bounds) -> None:
+    def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """Every rank sends its chunk to all others, each straight into its place."""
         chunks = [buffer[start:stop] for start, stop in pairwise(bounds)]
-        self._exchange([chunks[self._rank]] * self._num_ranks, chunks, ALL_GATHER_TAG)
+        self._exchange([chunks[self._rank]] * self._num_ranks, chunks, _number(Collective.ALL_GATHER, tag))
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copy bytes, so every dtype travels."""
@@ -127,6 +127,14 @@ def add_in_order(versions: list[Tensor], output: Tensor, room: Tensor, add: Call
     total, *others = versions
     for number, version in enumerate(others, 1):
         total = add(total, version, out=output if number == len(others) else room)
+
+
+def _number(op: Collective, tag: str) -> int:
+    """What gloo matches messages by: two different collectives wait for ever instead of taking each other's bytes.
+
+    Never 0, the number of a ``send``; below 2**31, as torch demands.
+    """
+    return 1 + (zlib.crc32(f"{op} {tag}".encode()) >> 2)
 
 
 def _wait(works: Iterable[dist.Work | None]) -> None:

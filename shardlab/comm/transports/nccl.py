@@ -23,11 +23,11 @@ class NcclTransport(Transport):
         self._group = group
         self._rank = dist.get_rank(group)
 
-    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
+    def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:  # noqa: ARG002
         """Reduce in place."""
         dist.all_reduce(tensor, REDUCE_OPS[reduction], self._group)
 
-    def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds) -> None:
+    def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:  # noqa: ARG002
         """In place where ``output`` is this rank's chunk of ``buffer``."""
         chunks = _chunks(buffer, bounds)
         if len({chunk.numel() for chunk in chunks}) == 1:
@@ -35,7 +35,7 @@ class NcclTransport(Transport):
         else:
             dist.reduce_scatter(output, chunks, group=self._group)
 
-    def all_gather(self, buffer: Tensor, bounds: Bounds) -> None:
+    def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:  # noqa: ARG002
         """In place."""
         chunks = _chunks(buffer, bounds)
         if len({chunk.numel() for chunk in chunks}) == 1:

@@ -36,10 +36,10 @@ class SharedMemoryTransport(GlooTransport):
         super().__init__(group)
         self._areas = areas
 
-    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
+    def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
         """Segment by segment: each rank reduces its part of it, then all gather the parts."""
         _require_addable(tensor.dtype)
-        call = Call.of(Collective.ALL_REDUCE, tensor)
+        call = Call.of(Collective.ALL_REDUCE, tensor, tag)
         for segment in tensor.split(self._num_ranks * self._part_length(tensor.dtype)):
             bounds = chunk_bounds(segment.numel(), self._num_ranks)
             own = segment[bounds[self._rank] : bounds[self._rank + 1]]
@@ -50,18 +50,19 @@ class SharedMemoryTransport(GlooTransport):
         """The lane's thread does it."""
         return
 
-    def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds) -> None:
+    def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """Segments of all chunks at once."""
         _require_addable(buffer.dtype)
-        self._reduce_parts(Call.of(Collective.REDUCE_SCATTER, buffer), output, buffer, bounds, torch.add)
+        call = Call.of(Collective.REDUCE_SCATTER, buffer, tag)
+        self._reduce_parts(call, output, buffer, bounds, torch.add)
 
-    def all_gather(self, buffer: Tensor, bounds: Bounds) -> None:
+    def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """Segments of all chunks at once."""
-        self._gather_parts(Call.of(Collective.ALL_GATHER, buffer), buffer, bounds)
+        self._gather_parts(Call.of(Collective.ALL_GATHER, buffer, tag), buffer, bounds)
 
     def barrier(self) -> None:
         """One meeting."""
-        self._areas.meet(Call(Collective.BARRIER, 0, ""))
+        self._areas.meet(Call(Collective.BARRIER, 0, "", ""))
 
     def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:  # noqa: ARG002
         """The areas are there once for all collectives, outside of torch's memory."""

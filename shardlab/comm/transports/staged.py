@@ -22,20 +22,20 @@ class StagedTransport(Transport):
         self._inner = inner
         self._stream = torch.cuda.Stream(device)
 
-    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
+    def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
         """Reduce in place."""
-        self._through_host(tensor, lambda host: self._inner.all_reduce(host, reduction))
+        self._through_host(tensor, lambda host: self._inner.all_reduce(host, reduction, tag))
 
-    def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds) -> None:
+    def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """Only this rank's chunk travels back to the device."""
         host = self._to_host(buffer)
         host_output = torch.empty_like(output, device="cpu")
-        self._inner.reduce_scatter(host_output, host, bounds)
+        self._inner.reduce_scatter(host_output, host, bounds, tag)
         self._to_device(output, host_output)
 
-    def all_gather(self, buffer: Tensor, bounds: Bounds) -> None:
+    def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """In place."""
-        self._through_host(buffer, lambda host: self._inner.all_gather(host, bounds))
+        self._through_host(buffer, lambda host: self._inner.all_gather(host, bounds, tag))
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copy from ``src``."""
