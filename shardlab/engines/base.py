@@ -8,9 +8,11 @@
     engine.zero_grad()
 
 The module keeps its class, its parameter names and its buffers; any torch optimizer works. Gradients are means over the
-ranks of the data axis. ``loss.backward()`` instead of ``engine.backward(loss)`` is right too: what is pending is
-finished before clipping or stepping. Whoever then uses the same communicator in between calls ``finish_gradients()``
-first, or ranks that used different parameters issue their collectives in different orders.
+ranks of the data axis. ``loss.backward()`` instead of ``engine.backward(loss)`` is right too: the engine notices it and
+finishes the gradients at its end.
+
+A backward that raises leaves a rank with a part of its gradients, and the others perhaps waiting for the rest. Nothing
+is sent then, since they may never come; ``zero_grad()``, on all ranks, completes what they wait for and forgets it.
 """
 
 import contextlib
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm import Communicator, Mesh, broadcast_coalesced
+from shardlab.engines.backward_watch import BackwardWatch
 from shardlab.engines.checks import check_no_meta, check_optimizer, check_optimizer_fn, check_params
 from shardlab.engines.clip import clip_
 from shardlab.engines.engine_holdings import EngineHoldings
@@ -69,8 +72,10 @@ class Engine(EngineState, EngineHoldings, ABC):
         self.num_steps = 0
         self.loss_is_scaled = False  # a GradScaler has said so
         self._sync = True
-        self._reduced = False  # the gradients are means
-        self._unfinished = False  # a backward outside no_sync() has not been finished
+        self._are_means = False  # the gradients, over the data axis
+        self._has_failed = False  # a backward outside no_sync() has raised, and zero_grad() has not been called since
+        self._were_trainable: set[nn.Parameter] = set()  # in a backward since zero_grad(); perhaps frozen by now
+        self._backward_watch = BackwardWatch(self.params, self._begin_backward, self._end_backward)
         self._equalise(
             [*(param for param in self.params.values() if not param.is_meta), *model.buffers()],
             "parameters and buffers from rank 0",
@@ -108,19 +113,26 @@ class Engine(EngineState, EngineHoldings, ABC):
         return value.div_(self.num_data_ranks)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward.
-
-        A plain ``loss.backward()`` before it is finished first: a forward is the next moment that all ranks share.
-        """
-        self._settle()
-        return self.module(*args, **kwargs)
+        """The module's forward."""
+        self._notice_failure()
+        output = self.module(*args, **kwargs)
+        self._backward_watch.follow(output)
+        return output
 
     def backward(self, loss: Tensor) -> None:
-        """Gradients of ``loss``, averaged over the data axis unless inside ``no_sync()``."""
-        self._reduced = False
-        loss.backward()
-        if self._sync:
-            self.finish_gradients()
+        """Gradients of ``loss``, averaged over the data axis unless inside ``no_sync()``.
+
+        Raises:
+            RuntimeError: the backward before this one raised, and ``zero_grad()`` has not been called since.
+        """
+        with self._backward_watch.expected(loss):
+            try:
+                loss.backward()
+            except BaseException:
+                self._has_failed |= self._sync
+                self._leave_backward()
+                raise
+        self._end_backward()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -132,11 +144,15 @@ class Engine(EngineState, EngineHoldings, ABC):
             self._sync = before
 
     def finish_gradients(self) -> None:
-        """Return when the gradients are means over the data axis. Called by clip and step where it is still due."""
-        if not self._reduced:
+        """Return when the gradients are means over the data axis. Called by clip and step where it is still due.
+
+        Raises:
+            RuntimeError: the last backward raised, and ``zero_grad()`` has not been called since.
+        """
+        self._refuse_after_failure()
+        if not self._are_means:
             self._finish_gradients()
-            self._reduced = True
-        self._unfinished = False
+            self._are_means = True
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that their global norm is at most ``max_norm``.
@@ -163,9 +179,13 @@ class Engine(EngineState, EngineHoldings, ABC):
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
+        self._notice_failure()
+        if self._has_failed:
+            self._complete_failed_backward()
         for param in self.params.values():
             param.grad = None
-        self._reduced = self._unfinished = False
+        self._were_trainable.clear()
+        self._are_means = False
 
     @property
     def learning_rate(self) -> float:
@@ -211,10 +231,50 @@ class Engine(EngineState, EngineHoldings, ABC):
         for comm in reversed(self.data_comms):
             broadcast_coalesced(comm, tensors, tag=tag)
 
-    def _settle(self) -> None:
-        """Finish a plain ``loss.backward()`` that has not been finished."""
-        if self._unfinished:
+    def _begin_backward(self) -> None:
+        """A backward begins; called before its first gradient has been accumulated."""
+        self._refuse_after_failure()
+        self._were_trainable.update(param for param in self.params.values() if param.requires_grad)
+        self._are_means = False
+
+    def _is_due(self, param: nn.Parameter) -> bool:
+        """Whether some rank may have a gradient of it, the same on all ranks."""
+        return param.requires_grad or param in self._were_trainable
+
+    def _end_backward(self) -> None:
+        """A backward has ended."""
+        if self._sync:
             self.finish_gradients()
+        self._leave_backward()
+
+    def _leave_backward(self) -> None:
+        """A backward has ended or raised; communicates nothing."""
+        return
+
+    def _notice_failure(self) -> None:
+        """Find out whether a plain ``loss.backward()`` has raised."""
+        if self._backward_watch.take_unended():
+            self._has_failed |= self._sync
+            self._leave_backward()
+
+    def _refuse_after_failure(self) -> None:
+        self._notice_failure()
+        if self._has_failed:
+            raise RuntimeError(
+                "gradients: the last backward raised an exception, so they are incomplete; call engine.zero_grad() on "
+                "all ranks before the next backward"
+            )
+
+    def _complete_failed_backward(self) -> None:
+        """Take part in what the other ranks have sent or wait for since this rank's backward raised.
+
+        A rank whose backward did not raise must not take the sum without this rank's part for a mean: it gets NaN.
+        """
+        for param in self.params.values():
+            if param.requires_grad:
+                param.grad = torch.full_like(param, torch.nan)
+        self._finish_gradients()
+        self._has_failed = False
 
     def _prepare(self) -> None:
         """Lay out what the strategy needs, before the optimizer is made."""
@@ -233,8 +293,7 @@ class Engine(EngineState, EngineHoldings, ABC):
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         """A gradient has been accumulated into ``param.grad``."""
-        self._reduced = False
-        self._unfinished |= self._sync
+        self._backward_watch.enter()
         gradient = param.grad
         if gradient is not None and gradient.is_sparse and self.comm.num_ranks > 1:
             raise ValueError(

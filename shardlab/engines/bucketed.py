@@ -9,16 +9,15 @@ Buckets are sent in the same order on every rank, whatever order their gradients
 before it. A parameter this rank did not use is sent as such when backward has ended (``unused.py``).
 """
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from shardlab.comm import Mesh, Pending
 from shardlab.engines.base import Engine, OptimizerFn
-from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES, Bucket, BucketState, build_buckets
-from shardlab.engines.checks import second_backward
+from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES, Bucket, build_buckets
+from shardlab.engines.checks import second_gradient
 from shardlab.engines.holdings import ShardRow
+from shardlab.engines.reduction_queue import ReductionQueue
 from shardlab.vocabulary import Role
 
 
@@ -47,24 +46,12 @@ class Bucketed(Engine):
         self.bucket_bytes = bucket_bytes
         super().__init__(model, optimizer_fn, mesh)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward; which parameters are frozen is looked at now."""
-        for bucket in self.buckets:
-            if bucket.state is not BucketState.IN_FLIGHT:
-                bucket.arm()
-        return super().__call__(*args, **kwargs)
-
     def zero_grad(self) -> None:
         """Forget all gradients."""
-        for bucket in self.buckets:
-            if bucket.pending is not None:
-                bucket.pending.wait()
-                bucket.pending = None
-            bucket.state = BucketState.OPEN
-            bucket.forget()
-            bucket.arm()
-        self._sending = False
         super().zero_grad()
+        for bucket in self.buckets:
+            bucket.forget()
+        self._queue.reset()
 
     def shard_map(self) -> list[ShardRow]:
         """Every piece this rank holds, with the bucket its gradient travels in."""
@@ -85,49 +72,40 @@ class Bucketed(Engine):
         self._place = {
             param: (bucket, slot) for bucket in self.buckets for slot, param in enumerate(bucket.params)
         }  # fmt: skip
-        for bucket in self.buckets:
-            bucket.arm()
         self._scale = 1 / self.comm.num_ranks
-        self._sending = False  # some buckets have been sent, and not all have been waited for
+        self._queue = ReductionQueue(self.buckets, self._is_due, self._send)
 
     def _build_buckets(self) -> list[Bucket]:
         return build_buckets(self.params, num_ranks=1, capacity_bytes=self.bucket_bytes)
 
+    def _begin_backward(self) -> None:
+        super()._begin_backward()
+        for bucket in self.buckets:
+            if bucket.holds_means:  # of an earlier backward, to which this one adds
+                bucket.holds_means = False
+                self._keep_means(bucket)
+        self._queue.begin()
+
+    def _keep_means(self, bucket: Bucket) -> None:
+        """Before a bucket is filled anew: here its means are the parameters' gradients, to which autograd adds."""
+
     def _on_gradient(self, param: nn.Parameter) -> None:
         super()._on_gradient(param)
         bucket, slot = self._place[param]
-        if bucket.state is not BucketState.OPEN:
-            self._come_again(bucket, param)
         gradient = param.grad
         assert gradient is not None
         if not self._sync:
             bucket.take(slot, gradient)
             return
+        if self._queue.is_sent(bucket):
+            raise second_gradient(self._name_of(param))
         bucket.seal(slot, gradient, self._scale)
-        bucket.waiting.discard(slot)
-        if not bucket.waiting:
-            self._send_complete()
-
-    def _come_again(self, bucket: Bucket, param: nn.Parameter) -> None:
-        """A gradient for a bucket that has been sent."""
-        if self._sending:
-            raise second_backward(self._name_of(param))
-        if bucket.state is BucketState.REDUCED:
-            self._reopen()
-
-    def _send_complete(self) -> None:
-        """Send the buckets that are complete, in order, up to the first that is not."""
-        for bucket in self.buckets:
-            if bucket.waiting:
-                return
-            if bucket.state is BucketState.OPEN and bucket.trainable:
-                self._send(bucket)
+        self._queue.note(bucket, param, in_part=self._backward_watch.is_nested)
+        self._queue.send_complete()
 
     def _send(self, bucket: Bucket) -> None:
-        self._sending = True
         bucket.fill(self._scale)
         bucket.pending = self._reduce(bucket)
-        bucket.state = BucketState.IN_FLIGHT
 
     def _reduce(self, bucket: Bucket) -> Pending:
         """The strategy's verb."""
@@ -135,26 +113,17 @@ class Bucketed(Engine):
         return self.comm.all_reduce(bucket.buffer, tag=f"gradients of bucket {bucket.index}")
 
     def _finish_gradients(self) -> None:
-        for bucket in self.buckets:
-            if bucket.state is BucketState.OPEN and bucket.trainable:
-                self._send(bucket)
+        self._queue.send_rest()
         for bucket in self.buckets:
             self._complete(bucket)
-        self._sending = False
 
     def _complete(self, bucket: Bucket) -> None:
-        """Wait for a bucket that is in flight and take its means."""
+        """Wait for a bucket that is being reduced and take its means."""
         if bucket.pending is not None:
             bucket.pending.wait()
             bucket.pending = None
-            bucket.state = BucketState.REDUCED
-            self._reduced_bucket(bucket)
+            bucket.holds_means = True
+            self._take_means(bucket)
 
-    def _reduced_bucket(self, bucket: Bucket) -> None:
+    def _take_means(self, bucket: Bucket) -> None:
         bucket.hand_out()
-
-    def _reopen(self) -> None:
-        """Another backward before ``zero_grad()``: its gradients are added to the means."""
-        for bucket in self.buckets:
-            bucket.state = BucketState.OPEN
-            bucket.arm()

@@ -3,11 +3,10 @@
 While gradients only accumulate (``no_sync()``), ``param.grad`` is a view of its slot, and autograd adds the next
 micro-batch to it in place. The gradient that will be sent is *sealed*: multiplied by 1/N on its way into the slot, so
 that the sum over N ranks is the mean and nobody passes over the buffer again. Its parameter then has no ``.grad``, so
-no second backward can write into a buffer that is being sent. Reduced, the slots are the parameters' ``.grad``.
+autograd cannot write into a buffer that is being sent. Reduced, the slots are the parameters' ``.grad``.
 """
 
 from collections.abc import Mapping, Sequence
-from enum import Enum, auto
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +19,6 @@ from shardlab.partition.owners import assign_owners
 from shardlab.vocabulary import Partition
 
 DEFAULT_BUCKET_BYTES = 25 * 1024**2
-
-
-class BucketState(Enum):
-    """OPEN takes gradients; IN_FLIGHT is being reduced; REDUCED holds means."""
-
-    OPEN = auto()
-    IN_FLIGHT = auto()
-    REDUCED = auto()
 
 
 class Bucket:
@@ -47,9 +38,8 @@ class Bucket:
         self.params = tuple(params)
         self.buffer: Tensor | None = None  # flat gradients, [padded_numel]; made when first needed
         self.views: list[Tensor] = []  # of the buffer, one a slot, in the parameters' shapes
-        self.state = BucketState.OPEN
-        self.pending: Pending | None = None
-        self.waiting: set[int] = set()  # slots whose gradient this backward still owes
+        self.pending: Pending | None = None  # while it is being reduced
+        self.holds_means = False
         self.unused: list[int] = []  # slots this rank sent as unused
         self._sealed: set[int] = set()  # slots that hold what will be sent
         self._looked_at = [  # first element of each piece that some rank looks at
@@ -58,7 +48,7 @@ class Bucket:
 
     @property
     def trainable(self) -> bool:
-        """Whether any parameter requires a gradient now; a bucket that is wholly frozen is never sent."""
+        """Whether any parameter requires a gradient now."""
         return any(param.requires_grad for param in self.params)
 
     @property
@@ -79,14 +69,8 @@ class Bucket:
             for slot, param in zip(self.layout.slots, self.params, strict=True)
         ]
 
-    def arm(self) -> None:
-        """Expect a gradient from every parameter that is trainable now."""
-        self.waiting = {slot for slot, param in enumerate(self.params) if param.requires_grad}
-
     def take(self, slot: int, gradient: Tensor) -> None:
         """Copy a gradient into its slot, unless it lies there, and make ``param.grad`` the slot's view."""
-        if slot in self._sealed:
-            return  # it will be added when the bucket is filled
         if self.buffer is None:
             self._allocate()
         view = self.views[slot]
@@ -111,8 +95,9 @@ class Bucket:
         self.views = []
 
     def forget(self) -> None:
-        """Give up what has been sealed."""
+        """Give up all gradients."""
         self._sealed.clear()
+        self.holds_means = False
 
     def fill(self, scale: float) -> None:
         """Complete every slot before sending; ``scale`` as in ``seal``."""
@@ -126,7 +111,7 @@ class Bucket:
         self.unused = [slot for slot in range(len(self.params)) if slot not in self._sealed]
         for slot in self.unused:
             write_unused(self.views[slot])
-        self.forget()
+        self._sealed.clear()
 
     def hand_out(self) -> None:
         """Give every used parameter its mean, the view of its slot."""
@@ -137,7 +122,20 @@ class Bucket:
 
     def _allocate(self) -> None:
         self.buffer = self.new_buffer()
-        self.views = self.slots_of(self.buffer)
+        self.views = [
+            self.buffer[slot.start : slot.stop].as_strided(param.shape, _strides(param), slot.start)
+            for slot, param in zip(self.layout.slots, self.params, strict=True)
+        ]
+
+
+def _strides(param: nn.Parameter) -> tuple[int, ...]:
+    """Of its gradient: its own where it lies dense in memory, as torch's are, so that sums run in the same order."""
+    expected = 1
+    for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return torch.empty(param.shape, device="meta").stride()
+        expected *= size
+    return param.stride()
 
 
 def build_buckets(

@@ -64,12 +64,12 @@ def check_optimizer_fn(optimizer_fn: object) -> None:
         )
 
 
-def second_backward(name: str) -> RuntimeError:
-    """What is raised when parameter ``name`` gets a gradient while its last one is being reduced.
+def second_gradient(name: str) -> RuntimeError:
+    """What is raised when parameter ``name`` gets a gradient in a backward that has already sent its first one.
 
-    Ranks may differ in what has been sent, so adding another round there could hang them.
+    It is in parts only where a backward runs inside the backward, and then one part came from outside of it.
     """
     return RuntimeError(
-        f"gradient of {name!r}: a second loss.backward() has come while the first is being reduced; use "
-        "engine.backward(loss), or engine.finish_gradients() between the two"
+        f"gradient of {name!r}: it comes in parts, some from within reentrant activation checkpointing and some from "
+        "outside, and the first has been sent; use checkpoint(..., use_reentrant=False)"
     )

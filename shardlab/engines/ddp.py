@@ -19,10 +19,10 @@ class DDP(Engine):
     name = "ddp"
 
     def _finish_gradients(self) -> None:
-        trainable = [(name, param) for name, param in self.params.items() if param.requires_grad]
-        used = {name for name, param in trainable if param.grad is not None}
-        pending = [self._send(name, param) for name, param in trainable]
-        for (name, param), collective in zip(trainable, pending, strict=True):
+        due = [(name, param) for name, param in self.params.items() if self._is_due(param)]
+        used = {name for name, param in due if param.grad is not None}
+        pending = [self._send(name, param) for name, param in due]
+        for (name, param), collective in zip(due, pending, strict=True):
             collective.wait()
             assert param.grad is not None
             if name not in used and nobody_used(param.grad):

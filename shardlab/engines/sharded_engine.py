@@ -23,7 +23,7 @@ class ShardedEngine(Engine):
 
     shards_gradients = True
     units: list[ShardedUnit]
-    _held_by_user: bool
+    _num_keeping: int  # full_params(keep_changes=True) that are open
     partition: Partition = Partition.ELEMENTS
 
     def zero_grad(self) -> None:
@@ -32,6 +32,16 @@ class ShardedEngine(Engine):
         for unit in self.units:
             unit.finish_reduce()
             unit.drop_gradients()
+
+    def step(self) -> None:
+        """One optimizer step on the shards; what the user holds in full is gathered anew, all else let go."""
+        for unit in self.units:
+            if self._num_keeping:
+                unit.keep_changes()
+            unit.reshard()
+        super().step()
+        for unit in self.units:
+            unit.refresh()
 
     def step_tensors(self) -> StepTensors:
         """This rank's pieces, by name, in the module's order."""
@@ -87,20 +97,18 @@ class ShardedEngine(Engine):
         Args:
             keep_changes: copy what was written into them back into the shards; every rank must write the same.
         """
-        before, self._held_by_user = self._held_by_user, True
-        for unit in () if before else self.units:
-            unit.reshard()  # what is gathered for compute may have fewer bits
-            unit.unshard(as_stored=True)
+        for unit in self.units:
+            unit.hold()
+        self._num_keeping += keep_changes
         try:
             yield self.module
             if keep_changes:
                 for unit in self.units:
                     unit.keep_changes()
         finally:
-            self._held_by_user = before
-            if not before:
-                for unit in self.units:
-                    unit.reshard()
+            self._num_keeping -= keep_changes
+            for unit in self.units:
+                unit.let_go()
 
     def full_state_dict(self) -> dict[str, Any]:
         """A copy of the module's whole state, the same on every rank, which loads strict; collective."""
@@ -116,10 +124,13 @@ class ShardedEngine(Engine):
         """As the base. What is gathered is let go first, since it would be stale.
 
         Raises:
-            ValueError: also inside ``full_params()``, on all ranks.
+            ValueError: also where the user holds full parameters, on all ranks.
         """
-        if self._held_by_user:
-            raise ValueError("load: leave 'with engine.full_params():' first, which holds the parameters as they were")
+        if any(unit.is_held for unit in self.units):
+            raise ValueError(
+                "load: full parameters are held as they were; leave 'with engine.full_params():' first, and let go of "
+                "units by engine.reshard(unit)"
+            )
         for unit in self.units:
             unit.reshard()
         return super().load(directory, **objects)
@@ -128,7 +139,7 @@ class ShardedEngine(Engine):
         """Put the full parameters back into the module for good: it trains alone again. Collective the first time."""
         if self._hooks:
             for unit in self.units:
-                unit.reshard()
+                unit.release()
                 unit.unshard(as_stored=True)
         super().close()
 
@@ -138,7 +149,7 @@ class ShardedEngine(Engine):
             self.close()
 
     def _prepare(self) -> None:
-        self._held_by_user = False
+        self._num_keeping = 0
         self.units = self._make_units()
         pieces = {name: piece for unit in self.units for name, piece in unit.pieces.items()}
         self._tensors = StepTensors({name: pieces[name] for name in self.params})

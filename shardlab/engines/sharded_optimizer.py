@@ -74,7 +74,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner.step()
         self._drop_gradients()
         with torch.no_grad():
-            self.shards.gather()
+            self.shards.gather(lambda param: param.requires_grad or param.grad is not None)
         self.num_steps += 1
         return loss
 

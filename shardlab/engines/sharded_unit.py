@@ -67,6 +67,8 @@ class ShardedUnit:
         self.layout, self.comm, self.replicas, self.offload = layout, comm, tuple(replicas), offload
         self.device = next(iter(self.params.values())).device
         self.state = UnitState.UNSHARDED
+        self.held_by_hand = False  # gathered by the user, until he lets it go
+        self.num_holders = 0  # of the full parameters as they are stored
         self.full: dict[str, Tensor] = {}  # gathered parameters, while UNSHARDED
         self.addresses: set[int] = set()  # of their storages
         self.gradient_shard: Tensor | None = None  # [chunk], means
@@ -88,6 +90,11 @@ class ShardedUnit:
     def trainable(self) -> bool:
         """Whether any parameter requires a gradient now."""
         return any(param.requires_grad for param in self.params.values())
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the user holds the full parameters."""
+        return self.held_by_hand or self.num_holders > 0
 
     @property
     def is_whole(self) -> bool:
@@ -132,6 +139,11 @@ class ShardedUnit:
             self.state = UnitState.UNSHARDED
 
     def reshard(self) -> None:
+        """Let go of the full parameters unless the user holds them."""
+        if not self.is_held:
+            self.release()
+
+    def release(self) -> None:
         """Let go of the full parameters; what was gathered ahead and not used is waited for and dropped."""
         if self._gathering is not None:
             self._gathering[1].wait()
@@ -144,6 +156,27 @@ class ShardedUnit:
             param.data = stub.expand(self.seats[name].shape)
         self.full, self.addresses = {}, set()
         self.state = UnitState.SHARDED
+
+    def hold(self) -> None:
+        """Have the full parameters as they are stored, and let nothing take them away until ``let_go``."""
+        if self.num_holders == 0:
+            self.release()  # what is gathered for compute may have fewer bits
+            self.unshard(as_stored=True)
+        self.num_holders += 1
+
+    def let_go(self) -> None:
+        """The end of a ``hold``."""
+        self.num_holders -= 1
+        if self.num_holders == 0:
+            self.release()
+            if self.held_by_hand:
+                self.unshard()
+
+    def refresh(self) -> None:
+        """The shard has changed: what the user holds is gathered anew."""
+        if self.is_held:
+            self.release()
+            self.unshard(as_stored=self.num_holders > 0)
 
     def keep_changes(self) -> None:
         """Copy what was written into the full parameters back into the shard."""

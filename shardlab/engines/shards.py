@@ -5,7 +5,7 @@ rank steps is a slice of that buffer, and one all-gather per bucket puts all pie
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from traceback import walk_tb
 
 import torch
@@ -51,11 +51,15 @@ class ParameterShards:
         _, piece = self.pieces[name]
         return full if piece.whole else full.reshape(-1)[piece.param_start : piece.param_stop]
 
-    def gather(self) -> None:
-        """Put the pieces of all ranks back into the parameters; blocking. Frozen buckets are not sent."""
+    def gather(self, is_due: Callable[[nn.Parameter], bool]) -> None:
+        """Put the pieces of all ranks back into the parameters; blocking.
+
+        Args:
+            is_due: whether some rank may have stepped a parameter; buckets that have none such are not sent.
+        """
         pending: list[Pending] = []
         for bucket, flat in zip(self.buckets, self.flat, strict=True):
-            if bucket.trainable:
+            if any(is_due(param) for param in bucket.params):
                 tag = f"parameters of bucket {bucket.index}"
                 pending.append(self.comm.all_gather(flat, bounds=bucket.layout.bounds, tag=tag))
         wait_all(pending)

@@ -54,7 +54,6 @@ class EngineState(ABC):
             What the plain optimizer's ``state_dict()`` would be: full tensors, parameters numbered through the groups.
             An optimizer over ``list(model.parameters())``, or over the same groups, loads it.
         """
-        self._settle()
         return gather_optimizer_state(self._engine)
 
     def load_full_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -83,7 +82,6 @@ class EngineState(ABC):
             ValueError: something that no checkpoint can hold; on all ranks.
             RuntimeError: a rank could not write; on all ranks.
         """
-        self._settle()
         save_checkpoint(self._engine, Path(directory), extra, objects)
 
     def load(self, directory: str | Path, **objects: Stateful) -> Any:
@@ -102,7 +100,6 @@ class EngineState(ABC):
             ValueError: something is missing, damaged, or of another model or optimizer; on all ranks, and nothing has
                 been changed, unless a file turned out damaged while it was read.
         """
-        self._settle()
         extra = load_checkpoint(self._engine, Path(directory), objects)
         self.zero_grad()
         return extra
@@ -110,10 +107,6 @@ class EngineState(ABC):
     @abstractmethod
     def zero_grad(self) -> None:
         """Forget all gradients."""
-
-    @abstractmethod
-    def _settle(self) -> None:
-        """Finish what a plain ``loss.backward()`` has left."""
 
     @property
     def _engine(self) -> "Engine":

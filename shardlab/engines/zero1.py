@@ -57,14 +57,13 @@ class ZeRO1(Bucketed):
     def step(self) -> None:
         """Step this rank's pieces, then gather the parameters."""
         super().step()
-        self.shards.gather()
+        self.shards.gather(self._is_due)
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
         super().zero_grad()
         for tensor in self.step_tensors():
             tensor.grad = None
-        self._earlier.clear()
 
     def step_tensors(self) -> StepTensors:
         """This rank's pieces, by name, in the module's order."""
@@ -91,12 +90,12 @@ class ZeRO1(Bucketed):
         """As ``Bucketed``, with the padding of the flat parameters."""
         live = super().live_tensors()
         live[Role.PARAMETER] += self.shards.flat
+        live[Role.GRADIENT] += [tensor.grad for tensor in self.step_tensors() if tensor.grad is not None]
         return live
 
     def _prepare(self) -> None:
         super()._prepare()
         self.shards = ParameterShards(self.params, self.buckets, self.comm)
-        self._earlier: dict[int, Tensor] = {}  # means of an earlier backward, by bucket, when a later one adds to them
 
     def _make_optimizer(self, optimizer_fn: OptimizerFn) -> torch.optim.Optimizer:
         with refused_by_partition(self.partition, self.comm.num_ranks):
@@ -114,33 +113,23 @@ class ZeRO1(Bucketed):
             bucket.buffer, bounds=bucket.layout.bounds, tag=f"gradients of bucket {bucket.index}"
         )
 
-    def _reduced_bucket(self, bucket: Bucket) -> None:
-        chunk = self._chunk(bucket)
+    def _take_means(self, bucket: Bucket) -> None:
+        chunk, (offset, _) = self._chunk(bucket), bucket.layout.chunk(self.comm.rank)
         unused_here = {bucket.names[slot] for slot in bucket.unused}
-        offset, _ = bucket.layout.chunk(self.comm.rank)
-        gradients = {
-            piece.name: chunk[piece.flat_start - offset : piece.flat_stop - offset]
-            for piece in bucket.layout.pieces(self.comm.rank)
-        }
-        unused = {name for name, gradient in gradients.items() if name in unused_here and nobody_used(gradient)}
-        earlier = self._earlier.pop(bucket.index, None)
-        if earlier is not None:
-            chunk.add_(earlier)
-        for name, gradient in gradients.items():
-            tensor = self.shards.tensors.by_name(name)
-            if name not in unused or tensor.grad is not None:
-                tensor.grad = gradient.view(tensor.shape)
+        for piece in bucket.layout.pieces(self.comm.rank):
+            tensor = self.shards.tensors.by_name(piece.name)
+            gradient = chunk[piece.flat_start - offset : piece.flat_stop - offset].view(tensor.shape)
+            if tensor.grad is not None:  # means of an earlier backward
+                gradient.add_(tensor.grad)
+            elif piece.name in unused_here and nobody_used(gradient.view(-1)):
+                continue
+            tensor.grad = gradient
 
-    def _reopen(self) -> None:
-        super()._reopen()
-        # The bucket will be filled with this rank's new gradients, so the means so far step aside until the next sum.
-        for bucket in self.buckets:
-            pieces = bucket.layout.pieces(self.comm.rank)
-            if any(self.shards.tensors.by_name(piece.name).grad is not None for piece in pieces):
-                self._earlier[bucket.index] = self._set_aside(bucket)
-
-    def _set_aside(self, bucket: Bucket) -> Tensor:
-        return self._chunk(bucket).clone()
+    def _keep_means(self, bucket: Bucket) -> None:
+        # They lie in the bucket, which will be filled with this rank's new gradients.
+        for piece in bucket.layout.pieces(self.comm.rank):
+            tensor = self.shards.tensors.by_name(piece.name)
+            tensor.grad = None if tensor.grad is None else tensor.grad.clone()
 
     def _chunk(self, bucket: Bucket) -> Tensor:
         """This rank's chunk of the reduced gradients, [chunk]."""

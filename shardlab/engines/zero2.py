@@ -57,12 +57,12 @@ class ZeRO2(ZeRO1):
         tag = f"gradients of bucket {bucket.index}"
         return self.comm.reduce_scatter(bucket.buffer, shard, bounds=bucket.layout.bounds, tag=tag)
 
-    def _reduced_bucket(self, bucket: Bucket) -> None:
-        super()._reduced_bucket(bucket)
+    def _take_means(self, bucket: Bucket) -> None:
+        super()._take_means(bucket)
         bucket.release()
 
-    def _set_aside(self, bucket: Bucket) -> Tensor:
-        return self._chunk(bucket)  # the next reduction makes a tensor of its own
+    def _keep_means(self, bucket: Bucket) -> None:
+        """They stay where they are: the next reduction makes a tensor of its own."""
 
     def _chunk(self, bucket: Bucket) -> Tensor:
         return self._gradient_shards[bucket.index]

@@ -23,7 +23,7 @@ from shardlab.engines.released import seats_of
 from shardlab.engines.saved import saved_by_reference
 from shardlab.engines.sharded_engine import ShardedEngine
 from shardlab.engines.sharded_optimizer import parse_partition
-from shardlab.engines.sharded_unit import ShardedUnit
+from shardlab.engines.sharded_unit import ShardedUnit, UnitState
 from shardlab.engines.trees import tensors_in
 from shardlab.vocabulary import Partition
 
@@ -58,11 +58,10 @@ class ZeRO3(ShardedEngine):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Gather, the module's forward, release."""
-        self._settle()
         with self._gathered(), saved_by_reference(self.units):
             output = super().__call__(*args, **kwargs)
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None:
                 # For a plain loss.backward(): all ranks gather everything, whatever each of them used.
                 tensor.register_hook(lambda _: self.gather_full_params())
         return output
@@ -97,18 +96,21 @@ class ZeRO3(ShardedEngine):
 
     def _finish_gradients(self) -> None:
         for unit in self.units:
-            if unit.trainable:
+            if any(self._is_due(param) for param in unit.params.values()):
                 unit.start_reduce()
                 unit.finish_reduce()
-            if not self._held_by_user:
-                unit.reshard()
+            unit.reshard()
+
+    def _leave_backward(self) -> None:
+        self.release_params()
 
     @contextlib.contextmanager
     def _gathered(self) -> Iterator[None]:
-        """Gathered inside; released afterwards unless the user's ``full_params()`` is round it."""
+        """Gathered inside; released afterwards, unless a backward runs that computes forward again."""
+        is_outermost = any(unit.state is not UnitState.UNSHARDED for unit in self.units)
         self.gather_full_params()
         try:
             yield
         finally:
-            if not self._held_by_user:
+            if is_outermost:
                 self.release_params()

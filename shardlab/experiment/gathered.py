@@ -91,13 +91,16 @@ def _watch(group: Group, sample: Any) -> Iterator[RemovableHandle]:
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(lambda _: sample(f"{group.name} backward"))
 
-    def after_gradient(_: Tensor) -> None:
-        if not group.waiting:
+    trainable = {param for param in group.params if param.requires_grad}
+    owed = set(trainable)
+
+    def after_gradient(param: nn.Parameter) -> None:
+        owed.discard(param)
+        if not owed:
+            owed.update(trainable)
             sample(f"{group.name} backward done")
 
     yield group.module.register_forward_pre_hook(lambda *_: sample(f"{group.name} forward"))
     yield group.module.register_forward_hook(after_forward)
-    for unit in group.units:
-        for param in unit.params.values():
-            if param.requires_grad:
-                yield param.register_post_accumulate_grad_hook(after_gradient)
+    for param in trainable:
+        yield param.register_post_accumulate_grad_hook(after_gradient)

@@ -401,24 +401,6 @@ def test_misuse_names_the_field(pools):
     assert pools(2).run(misuse) == [expected] * 2
 
 
-def two_plain_backwards(rank):
-    with Mesh({"data": 2}) as mesh, build_engine("bucketed", cases.build("MLP"), adamw, mesh) as engine:
-        x, y = cases.rows("MLP", 0, 0, 1)
-        first, second = cases.loss_of(engine(x), y), cases.loss_of(engine(x), y)
-        first.backward()
-        with pytest.raises(RuntimeError, match=r"second loss\.backward"):
-            second.backward()
-        engine.zero_grad()
-        engine.backward(cases.loss_of(engine(x), y) + cases.loss_of(engine(x), y))
-        engine.step()
-        return engine.full_state_dict()
-
-
-def test_two_forwards_one_backward_and_the_refused_kind(pools):
-    first, second = pools(2).run(two_plain_backwards)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
 MAP = (
     "from tests.dist import cases\nfrom shardlab.engines.buckets import build_buckets\n"
     "print([b.names for b in build_buckets(dict(cases.build('SmallGPT').named_parameters()), 3, 2000)])"

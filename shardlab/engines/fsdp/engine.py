@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from shardlab.comm import Communicator, Mesh
 from shardlab.engines.base import OptimizerFn
 from shardlab.engines.checkpoints.together import together
-from shardlab.engines.checks import second_backward
+from shardlab.engines.checks import second_gradient
 from shardlab.engines.fsdp.build import Builder
 from shardlab.engines.fsdp.group import Group, owners_of_parameters
 from shardlab.engines.fsdp.materialize import materialize
@@ -97,22 +97,17 @@ class FSDP(ShardedEngine):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; units are gathered as it reaches them."""
-        self._settle()
-        self._schedule.new_pass()
+        self._notice_failure()
+        self._schedule.begin_pass()
         try:
             with saved_by_reference(self.units):
                 inputs, named_inputs = cast_floating((args, kwargs), self.precision.compute)
-                return cast_floating(super().__call__(*inputs, **named_inputs), self.precision.output)
+                output = cast_floating(super().__call__(*inputs, **named_inputs), self.precision.output)
         except BaseException:
             self._schedule.let_go()
             raise
-
-    def backward(self, loss: Tensor) -> None:
-        """Gradients of ``loss``; units are gathered again and reduced as backward passes them."""
-        try:
-            super().backward(loss)
-        finally:
-            self._schedule.let_go()
+        self._schedule.end_pass()
+        return output
 
     def step(self) -> None:
         """One optimizer step, on the shards."""
@@ -127,7 +122,7 @@ class FSDP(ShardedEngine):
     def zero_grad(self) -> None:
         """Forget all gradients."""
         super().zero_grad()
-        self._schedule.new_round()
+        self._schedule.forget()
 
     def unshard(self, unit: str) -> None:
         """Gather a unit by hand and hold it until ``reshard(unit)``; collective.
@@ -137,12 +132,12 @@ class FSDP(ShardedEngine):
         """
         group = self._group(unit)
         group.unshard()
-        group.held_by_user = True
+        group.hold(by_hand=True)
 
     def reshard(self, unit: str) -> None:
         """Let a unit go that was gathered by hand."""
         group = self._group(unit)
-        group.held_by_user = False
+        group.hold(by_hand=False)
         group.reshard()
 
     @property
@@ -194,7 +189,7 @@ class FSDP(ShardedEngine):
             self.groups,
             prefetch=self.prefetch,
             reshard_after_forward=SHARDINGS[self.sharding].reshard_after_forward,
-            held=lambda: self._held_by_user,
+            is_due=self._is_due,
         )
         return [unit for group in self.groups for unit in group.units]
 
@@ -222,9 +217,16 @@ class FSDP(ShardedEngine):
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         super()._on_gradient(param)
-        if self._schedule.comes_too_late(param):
-            raise second_backward(self._name_of(param))
-        self._schedule.gradient_came(param, reduce=self._sync)
+        if self._sync and self._schedule.comes_too_late(param):
+            raise second_gradient(self._name_of(param))
+        self._schedule.gradient_came(param, in_part=self._backward_watch.is_nested, reduce=self._sync)
+
+    def _begin_backward(self) -> None:
+        super()._begin_backward()
+        self._schedule.begin_backward()
+
+    def _leave_backward(self) -> None:
+        self._schedule.end_backward()
 
     def _finish_gradients(self) -> None:
         self._schedule.finish()

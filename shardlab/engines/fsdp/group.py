@@ -4,11 +4,11 @@ Parameters of one dtype that all train (or all do not) make one ``ShardedUnit``;
 so that frozen parameters never travel in a reduce-scatter.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
-from shardlab.engines.sharded_unit import ShardedUnit
+from shardlab.engines.sharded_unit import ShardedUnit, UnitState
 
 
 class Group:
@@ -22,23 +22,19 @@ class Group:
 
     def __init__(self, name: str, module: nn.Module, units: Sequence[ShardedUnit]) -> None:
         self.name, self.module, self.units = name, module, tuple(units)
-        self.waiting: set[nn.Parameter] = set()  # trainable parameters whose gradient this backward still owes
-        self.reduced = False  # in this round of gradients
-        self.held_by_user = False
+        self.params = tuple(param for unit in self.units for param in unit.params.values())
 
     @property
-    def trainable(self) -> bool:
-        """Whether any parameter requires a gradient now."""
-        return any(unit.trainable for unit in self.units)
+    def is_spread(self) -> bool:
+        """Whether ranks hold different elements, so that gathering it communicates."""
+        return any(not unit.is_whole for unit in self.units)
 
-    def arm(self) -> None:
-        """Expect a gradient from every parameter that is trainable now."""
-        self.waiting = {param for unit in self.units for param in unit.params.values() if param.requires_grad}
-
-    def start_unshard(self) -> None:
-        """Begin to gather."""
+    def start_unshard(self) -> bool:
+        """Begin to gather; whether anything was left to gather."""
+        was_sharded = any(unit.state is UnitState.SHARDED for unit in self.units)
         for unit in self.units:
             unit.start_unshard()
+        return was_sharded
 
     def unshard(self) -> None:
         """Have the full parameters; all gathers are issued before the first is waited for."""
@@ -48,15 +44,24 @@ class Group:
 
     def reshard(self) -> None:
         """Let the full parameters go, unless the user holds them."""
-        if not self.held_by_user:
-            for unit in self.units:
+        for unit in self.units:
+            unit.reshard()
+
+    def drop_gather(self) -> None:
+        """Let go of what has been gathered ahead and not been used."""
+        for unit in self.units:
+            if unit.state is UnitState.GATHERING:
                 unit.reshard()
 
-    def start_reduce(self) -> None:
-        """Begin to reduce the gradients."""
-        self.reduced = True
+    def hold(self, *, by_hand: bool) -> None:
+        """Whether the user has gathered it by hand, so that nothing lets it go."""
         for unit in self.units:
-            if unit.trainable:
+            unit.held_by_hand = by_hand
+
+    def start_reduce(self, is_due: Callable[[nn.Parameter], bool]) -> None:
+        """Begin to reduce the gradients; a unit that none of is due stays out, as frozen ones do."""
+        for unit in self.units:
+            if any(is_due(param) for param in unit.params.values()):
                 unit.start_reduce()
 
     def finish_reduce(self) -> None:

@@ -7,12 +7,14 @@ when its last gradient is there. Both gather the next ``prefetch`` groups ahead,
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardlab.engines.fsdp.group import Group
 from shardlab.engines.fsdp.order import Order
 from shardlab.engines.fsdp.policy import ROOT
+from shardlab.engines.reduction_queue import ReductionQueue
 from shardlab.engines.trees import tensors_in
 
 
@@ -23,71 +25,98 @@ class Schedule:
         groups: in the module's order; every rank makes the same.
         prefetch: groups gathered ahead.
         reshard_after_forward: whether a group is let go between its forward and its backward.
-        held: whether the user holds all full parameters now, so that none may be let go.
+        is_due: whether some rank may have a gradient of a parameter.
     """
 
     def __init__(
-        self, groups: Sequence[Group], *, prefetch: int, reshard_after_forward: bool, held: Callable[[], bool]
+        self,
+        groups: Sequence[Group],
+        *,
+        prefetch: int,
+        reshard_after_forward: bool,
+        is_due: Callable[[nn.Parameter], bool],
     ) -> None:
-        self._groups, self._prefetch, self._held = groups, prefetch, held
+        self._groups, self._prefetch, self._is_due = groups, prefetch, is_due
         self._reshard_after_forward = reshard_after_forward
+        self._reshard_in_this_pass = True
         self._root = next((group for group in groups if group.name == ROOT), None)
         self._order = Order(groups, self._root)
-        self._group_of = {param: group for group in groups for unit in group.units for param in unit.params.values()}
+        self._queue = ReductionQueue(groups, is_due, self._reduce)
+        self._group_of = {param: group for group in groups for param in group.params}
         self._in_backward = False
-        self._reducing = False  # some groups have been sent, and not all have been waited for
-        self.new_round()
+        self._recomputed: set[Group] = set()  # as a whole, in this backward
 
     def watch(self) -> list[RemovableHandle]:
         """Put the hooks on the groups' modules."""
         return [hook for group in self._groups for hook in self._watch(group)]
 
-    def new_pass(self) -> None:
+    def begin_pass(self) -> None:
         """A forward of the whole model begins."""
-        if self._in_backward:
-            self._order.new_pass()
-        self._in_backward = False
+        if self._in_backward:  # it is computed again, in the order of backward
+            return
+        is_taped = torch.is_grad_enabled()
+        self._reshard_in_this_pass = self._reshard_after_forward or not is_taped
+        self._order.begin_pass(is_taped=is_taped)
 
-    def new_round(self) -> None:
-        """Expect every gradient anew."""
+    def end_pass(self) -> None:
+        """It has ended: let go of what was gathered ahead in vain."""
+        if self._in_backward:
+            return
+        self._order.end_pass()
         for group in self._groups:
-            group.reduced = False
-            group.arm()
-        self._reducing = False
+            group.drop_gather()
+
+    def begin_backward(self) -> None:
+        """A backward begins: expect every gradient anew."""
+        self._in_backward = True
+        self._recomputed.clear()
+        self._queue.begin(self._order.of_reduction())
+        if self._root is not None:
+            # The last unit's output may be the model's: then its hook comes before the root's. One order for both.
+            self._root.start_unshard()
+
+    def end_backward(self) -> None:
+        """It has ended, or raised: let go of whatever is still gathered."""
+        self._in_backward = False
+        self.let_go()
+
+    def forget(self) -> None:
+        """The gradients are forgotten, and with them the passes that no backward has followed."""
+        self._order.forget()
+        self._queue.reset()
 
     def comes_too_late(self, param: nn.Parameter) -> bool:
         """Whether a gradient of ``param`` would be added to one that is being reduced."""
-        return self._reducing and self._group_of[param].reduced
+        return self._queue.is_sent(self._group_of[param])
 
-    def gradient_came(self, param: nn.Parameter, *, reduce: bool) -> None:
-        """Let the parameter's group go when this was its last gradient; with ``reduce``, reduce what is complete."""
+    def gradient_came(self, param: nn.Parameter, *, in_part: bool, reduce: bool) -> None:
+        """Let the parameter's group go when this was its last gradient; with ``reduce``, reduce what is complete.
+
+        Args:
+            param: whose gradient it is.
+            in_part: more may be added to it before backward ends, see ``ReductionQueue``.
+            reduce: not inside ``no_sync()``.
+        """
         group = self._group_of[param]
-        if group.reduced:
-            self.new_round()
-        group.waiting.discard(param)
-        if group.waiting:
-            return
-        if not self._held():
+        was_complete = self._queue.is_complete(group)
+        is_complete = self._queue.note(group, param, in_part=in_part)
+        # In parts: what has not been computed again as a whole will be, piece by piece, with no hook to gather it.
+        if is_complete and not was_complete and (not in_part or group in self._recomputed):
             group.reshard()
         if reduce:
-            self._reduce_complete()
-        else:
-            group.arm()
+            self._queue.send_complete()
 
     def finish(self) -> None:
         """Reduce what has not been, and return when all gradients are means."""
-        for group in self._order.reduction(self._groups):
-            self._reduce(group)
+        self._queue.send_rest()
         for group in self._groups:
             group.finish_reduce()
-        self._reducing = False
         self.let_go()
 
     def let_go(self) -> None:
         """Reshard whatever is still gathered: unused, prefetched in vain, or left by an error."""
-        if not self._held():
-            for group in self._groups:
-                group.reshard()
+        for group in self._groups:
+            group.reshard()
 
     def _watch(self, group: Group) -> list[RemovableHandle]:
         return [
@@ -96,40 +125,34 @@ class Schedule:
         ]
 
     def _before_forward(self, group: Group) -> None:
+        if self._in_backward:
+            self._recomputed.add(group)  # it follows backward's order
+            group.unshard()
+            return
+        self._gather_for_forward(group)
         group.unshard()
-        if not self._in_backward:  # a recomputation in backward follows backward's order
-            for following in self._order.forward_of(group, self._prefetch):
-                following.start_unshard()
+        for following in self._order.forward_of(group, self._prefetch):
+            self._gather_for_forward(following)
+
+    def _gather_for_forward(self, group: Group) -> None:
+        if group.start_unshard():
+            self._order.gathered_for_forward(group)
 
     def _after_forward(self, group: Group, output: Any) -> None:
         if self._in_backward:
             return
-        if self._reshard_after_forward and not self._held():
+        if self._reshard_in_this_pass:
             group.reshard()
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None:
                 tensor.register_hook(lambda _: self._before_backward(group))
 
     def _before_backward(self, group: Group) -> None:
-        if not self._in_backward and self._root is not None:
-            # The last unit's output may be the model's: then its hook comes before the root's. One order for both.
-            self._root.start_unshard()
-        self._in_backward = True
         group.unshard()
         for following in self._order.backward_of(group, self._prefetch):
             following.start_unshard()
 
-    def _reduce_complete(self) -> None:
-        """Reduce the groups that are complete, in the order all ranks share, up to the first that is not."""
-        for group in self._order.reduction(self._groups):
-            if group.waiting:
-                return
-            self._reduce(group)
-
     def _reduce(self, group: Group) -> None:
-        if group.reduced or not group.trainable:
-            return
-        self._reducing = True
         for earlier in self._groups:
             earlier.finish_reduce()  # one reduction at a time, behind the backward of the next unit
-        group.start_reduce()
+        group.start_reduce(self._is_due)

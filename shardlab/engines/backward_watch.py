@@ -1,0 +1,99 @@
+"""When a backward begins and when it ends, whoever called it: ``engine.backward(loss)`` or a plain ``loss.backward()``.
+
+Autograd calls no one at either moment. A backward that an engine did not start is noticed by a hook on what the
+module's forward returned, which runs before any gradient below it is accumulated, or else by the first gradient.
+
+Reentrant activation checkpointing runs a backward inside the backward. A parameter may then get its gradient in parts,
+one from each inner backward, so a gradient that comes in one says nothing about whether it is complete.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from shardlab.engines.trees import tensors_in
+
+_OUTSIDE = -1  # what torch answers where no backward runs
+
+
+class BackwardWatch:
+    """Calls ``began`` and ``ended`` once for each backward that accumulates gradients.
+
+    Args:
+        params: the engine's parameters.
+        began: called before the first gradient is accumulated, or, where the output hides its tensors in objects of
+            its own, when the first one has been.
+        ended: called when a backward that nobody announced by ``expected()`` has ended; not where it raised.
+    """
+
+    def __init__(
+        self, params: Mapping[str, nn.Parameter], began: Callable[[], None], ended: Callable[[], None]
+    ) -> None:
+        self._params, self._began, self._ended = params, began, ended
+        self._expected = False
+        self._task: int | None = None  # autograd's number of the outermost backward
+
+    def follow(self, output: Any) -> None:
+        """Notice a backward through any tensor of ``output``."""
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:  # a hook on a leaf would stay on it for ever
+                tensor.register_hook(self._reached)
+
+    @contextlib.contextmanager
+    def expected(self, loss: Tensor) -> Iterator[None]:
+        """Round a backward of ``loss``: it begins now, and its end needs no telling."""
+        self._began()
+        self._expected = True
+        hook = loss.register_hook(lambda _: self.enter()) if loss.grad_fn is not None else None
+        try:
+            yield
+        finally:
+            self._expected, self._task = False, None
+            if hook is not None:
+                hook.remove()
+
+    def enter(self) -> None:
+        """A hook has been called by autograd."""
+        if self._task is not None:
+            return
+        self._task = _current_task()
+        if not self._expected:
+            # Private: there is no public way to be called at the end of a backward.
+            torch.autograd.Variable._execution_engine.queue_callback(self._leave)
+            self._began()
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether the hook that runs now was called by a backward inside the backward."""
+        return _current_task() != self._task
+
+    def take_unended(self) -> bool:
+        """Whether a backward began and never ended, because it raised; it is forgotten."""
+        if self._task is None or _current_task() != _OUTSIDE:
+            return False
+        self._task = None
+        return True
+
+    def _reached(self, _: Tensor) -> None:
+        if self._task is None and self._accumulates():
+            self.enter()
+
+    def _accumulates(self) -> bool:
+        """Whether parameters will get gradients: ``torch.autograd.grad`` passes the same hooks and gives them none."""
+        trainable = next((param for param in self._params.values() if param.requires_grad), None)
+        # Private: there is no public way to ask what a backward was called for.
+        return trainable is not None and torch._C._will_engine_execute_node(get_gradient_edge(trainable).node)
+
+    def _leave(self) -> None:
+        self._task = None
+        self._ended()
+
+
+def _current_task() -> int:
+    """Autograd's number of the innermost backward that runs in this thread."""
+    # Private: there is no public way to tell a nested backward from the one around it.
+    return int(torch._C._current_graph_task_id())

@@ -1,0 +1,96 @@
+"""Which gradients may travel, and in which order: the same on every rank, whatever order they come in.
+
+What travels as one (a bucket, a unit of FSDP) is complete when every trainable parameter in it has its gradient. What
+is complete is sent behind everything that comes before it in the order; what this rank's backward did not reach is sent
+when the backward has ended. So all ranks send the same, also where they used different parameters.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from torch import nn
+
+
+class Reducible(Protocol):
+    """What a queue asks of its members."""
+
+    @property
+    def params(self) -> Iterable[nn.Parameter]:
+        """Whose gradients travel together."""
+
+
+Member = TypeVar("Member", bound=Reducible)
+
+
+class ReductionQueue(Generic[Member]):
+    """Sends its members in one order, each once in a backward.
+
+    Args:
+        members: all there are, in the order in which they are sent unless ``begin`` is given another.
+        is_due: whether some rank may have a gradient of a parameter; what has none that is due is not sent.
+        send: begins the reduction of one.
+    """
+
+    def __init__(
+        self,
+        members: Iterable[Member],
+        is_due: Callable[[nn.Parameter], bool],
+        send: Callable[[Member], None],
+    ) -> None:
+        self._members, self._is_due, self._send = tuple(members), is_due, send
+        self.reset()
+
+    def reset(self) -> None:
+        """No backward has begun; ``send_rest`` sends everything that is due."""
+        self._to_send = list(reversed(self._members))  # the next one is the last
+        self._missing: dict[Member, set[nn.Parameter]] = {}
+        self._in_parts: set[Member] = set()
+        self._sent: set[Member] = set()
+
+    def begin(self, order: Sequence[Member] | None = None) -> None:
+        """A backward begins: expect a gradient from every parameter that is trainable now.
+
+        Args:
+            order: all members, in the same order on every rank; None for that of the members.
+        """
+        self.reset()
+        self._missing = {member: {param for param in member.params if param.requires_grad} for member in self._members}
+        if order is not None:
+            self._to_send = list(reversed(order))
+
+    def is_sent(self, member: Member) -> bool:
+        """Whether its reduction has begun, so that a further gradient comes too late."""
+        return member in self._sent
+
+    def is_complete(self, member: Member) -> bool:
+        """Whether every gradient of it that this backward owed has come, at least in part."""
+        return not self._missing[member]
+
+    def note(self, member: Member, param: nn.Parameter, *, in_part: bool) -> bool:
+        """A gradient has come; whether ``member`` waits for no other.
+
+        Args:
+            member: which holds the parameter.
+            param: whose gradient it is.
+            in_part: more may be added to it before the backward ends, so ``member`` must not be sent until then.
+        """
+        self._missing[member].discard(param)
+        if in_part:
+            self._in_parts.add(member)
+        return not self._missing[member]
+
+    def send_complete(self) -> None:
+        """Send what is complete, up to the first that is not."""
+        while self._to_send and not self._missing[self._to_send[-1]] and self._to_send[-1] not in self._in_parts:
+            self._send_next()
+
+    def send_rest(self) -> None:
+        """The backward has ended: send everything that has not been sent."""
+        while self._to_send:
+            self._send_next()
+
+    def _send_next(self) -> None:
+        member = self._to_send.pop()
+        self._sent.add(member)
+        if any(self._is_due(param) for param in member.params):
+            self._send(member)
