@@ -3,6 +3,10 @@
 A linear layer saves its weight for the gradient of its input. Were that the gathered tensor, a unit that reshards after
 forward would free nothing. So a saved tensor that lies in a gathered parameter is saved as "these strides of that
 parameter of that unit", and when backward asks for it the unit is gathered again, unless a prefetch has done so.
+
+With hooks on what is saved, torch no longer looks whether it has been overwritten since. So that is done here, by the
+same counter: every tensor has a version, which views share and operations in place raise. A parameter keeps its version
+when it is gathered anew; a unit raises it when its values change otherwise (``ShardedUnit.values_changed``).
 """
 
 import contextlib
@@ -15,41 +19,73 @@ from torch import Tensor
 from shardlab.engines.sharded_unit import ShardedUnit
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    tensor: Tensor
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Reference:
     unit: ShardedUnit
     name: str
     size: torch.Size
     stride: tuple[int, ...]
     offset: int  # against the parameter's own storage offset
+    version: int  # of the parameter
 
 
 @contextlib.contextmanager
 def saved_by_reference(units: Sequence[ShardedUnit]) -> Iterator[None]:
-    """Inside, autograd saves gathered parameters of ``units`` by reference."""
+    """Inside, autograd saves gathered parameters of ``units`` by reference.
 
-    def pack(saved: Tensor) -> Tensor | _Reference:
+    Backward raises a RuntimeError for what has been changed since, as it does without this.
+    """
+
+    def pack(saved: Tensor) -> _Kept | _Reference:
         address = saved.untyped_storage().data_ptr()
         for unit in units:
             if address in unit.addresses:
                 for name, full in unit.full.items():
                     if full.untyped_storage().data_ptr() == address and _inside(saved, full):
                         offset = int(saved.storage_offset() - full.storage_offset())
-                        return _Reference(unit, name, saved.size(), saved.stride(), offset)
+                        version = unit.params[name]._version
+                        return _Reference(unit, name, saved.size(), saved.stride(), offset, version)
         # Not ``saved`` itself: an operation that saves its own output would hold itself, and a graph that never runs
-        # backward would keep its activations for ever.
-        return saved.detach()
+        # backward would keep its activations for ever. What is detached shares the version.
+        return _Kept(saved.detach(), saved._version)
 
-    def unpack(packed: Tensor | _Reference) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        packed.unit.unshard()
-        full = packed.unit.full[packed.name]
-        return full.as_strided(packed.size, packed.stride, full.storage_offset() + packed.offset)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
         yield
+
+
+def _unpack(packed: _Kept | _Reference) -> Tensor:
+    if isinstance(packed, _Kept):
+        if packed.tensor._version != packed.version:
+            raise _overwritten(packed)
+        return packed.tensor
+    if packed.unit.params[packed.name]._version != packed.version:
+        raise _changed(packed)
+    packed.unit.unshard()
+    full = packed.unit.full[packed.name]
+    return full.as_strided(packed.size, packed.stride, full.storage_offset() + packed.offset)
 
 
 def _inside(saved: Tensor, full: Tensor) -> bool:
     return full.storage_offset() <= saved.storage_offset() < full.storage_offset() + max(1, full.numel())
+
+
+def _overwritten(kept: _Kept) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+        f"shape {list(kept.tensor.shape)} and {kept.tensor.dtype} is at version {kept.tensor._version}; expected "
+        f"version {kept.version} instead. Compute out of place (x = x + 1, not x += 1), or change a clone()"
+    )
+
+
+def _changed(reference: _Reference) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: parameter "
+        f"{reference.name!r} has changed between forward and backward, by step(), by loading a state or by hand. Call "
+        "backward() before the change, or forward again after it"
+    )

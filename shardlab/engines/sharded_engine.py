@@ -41,6 +41,8 @@ class ShardedEngine(Engine):
             unit.reshard()
         super().step()
         for unit in self.units:
+            if unit.gradient_shard is not None:
+                unit.values_changed()
             unit.refresh()
 
     def step_tensors(self) -> StepTensors:
@@ -133,7 +135,10 @@ class ShardedEngine(Engine):
             )
         for unit in self.units:
             unit.reshard()
-        return super().load(directory, **objects)
+        extra = super().load(directory, **objects)
+        for unit in self.units:
+            unit.values_changed()
+        return extra
 
     def close(self) -> None:
         """Put the full parameters back into the module for good: it trains alone again. Collective the first time."""

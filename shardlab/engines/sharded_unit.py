@@ -19,6 +19,7 @@ from math import prod
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from shardlab.comm import Communicator, Pending
 from shardlab.engines.offload import OFFLOADS, Offload, in_host_memory
@@ -183,6 +184,14 @@ class ShardedUnit:
         assert self.state is UnitState.UNSHARDED
         for name, piece in self._own.items():
             self.pieces[name].detach().view(-1).copy_(self.full[name].reshape(-1)[piece.param_start : piece.param_stop])
+        self.values_changed()
+
+    def values_changed(self) -> None:
+        """The shard has other values now: a backward that needs the former ones is refused, see ``saved.py``.
+
+        Every rank calls it alike, whatever it holds of the unit, so that all refuse.
+        """
+        increment_version(self.params.values())
 
     def start_reduce(self) -> None:
         """Begin to sum the gradients that have accumulated in the parameters over the ranks."""

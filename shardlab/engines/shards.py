@@ -10,6 +10,7 @@ from traceback import walk_tb
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from shardlab.comm import Communicator, Pending, wait_all
 from shardlab.engines.buckets import Bucket
@@ -63,6 +64,11 @@ class ParameterShards:
                 tag = f"parameters of bucket {bucket.index}"
                 pending.append(self.comm.all_gather(flat, bounds=bucket.layout.bounds, tag=tag))
         wait_all(pending)
+        # They were written through the buffers, which autograd does not see: it is to refuse a backward that needs the
+        # former values.
+        for bucket in self.buckets:
+            if any(is_due(param) for param in bucket.params):
+                increment_version(bucket.params)
 
     def owners(self) -> dict[str, tuple[int, ...]]:
         """The ranks that step a piece of each parameter, in the module's order."""

@@ -1,0 +1,409 @@
+"""What is overwritten between forward and backward: refused where plain torch refuses, right where it is right."""
+
+import gc
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from shardlab.comm import Mesh
+from shardlab.engines import build_engine
+from tests.dist import cases
+from tests.dist.test_fsdp import Blocks, assert_states, build
+
+REFUSAL = "modified by an inplace operation"
+SETUPS = {
+    **{name: (name, {}) for name in ("ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")},
+    **{f"fsdp-{sharding}": ("fsdp", {"sharding": sharding}) for sharding in ("shard_grad_op", "no_shard")},
+    "fsdp-dim0": ("fsdp", {"layout": "dim0"}),
+}
+BY_REFERENCE = [setup for setup in SETUPS if setup.startswith(("zero3", "fsdp"))]
+
+
+def sgd(tensors):
+    return torch.optim.SGD(tensors, lr=1e-2, momentum=0.9)
+
+
+class Calls(nn.Module):
+    """Two layers with a function of the user's between them, which gets the first one's output."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(7, 6)
+        self.last = nn.Linear(6, 5)
+        self.between = None
+
+    def forward(self, x):
+        return self.last(self.between(self.first(x)))
+
+
+class Doubled(torch.autograd.Function):
+    """Saves its own output, which the user's in-place function is to find."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = 2 * x
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (y,) = ctx.saved_tensors
+        return gradient * y
+
+
+def in_place_after(function, hidden):
+    hidden = function(hidden)
+    hidden.add_(1)
+    return hidden
+
+
+def input_of_square(hidden):
+    square = hidden.square()
+    hidden.mul_(2)
+    return square
+
+
+def view_of_the_saved(hidden):
+    square = hidden.square()
+    hidden[0].zero_()
+    return square
+
+
+def base_of_the_saved(hidden):
+    square = hidden[0].square()
+    hidden.zero_()
+    return square + hidden
+
+
+def view_saved_view_written(hidden):
+    flat = hidden.view(-1).exp()
+    flat.view_as(hidden)[:, 0] = 0
+    return flat.view_as(hidden)
+
+
+def twice(hidden):
+    used = hidden * hidden
+    return used + torch.sigmoid(used.mul_(2))
+
+
+def below_a_checkpoint(hidden):
+    inside = hidden.tanh()
+    out = checkpoint(torch.sin, inside, use_reentrant=False)
+    inside.add_(1)
+    return out
+
+
+def written_in_a_checkpoint(hidden):
+    return checkpoint(partial(in_place_after, torch.exp), hidden, use_reentrant=False)
+
+
+def written_after_a_checkpoint(hidden):
+    out = checkpoint(lambda x: x.sin().tanh(), hidden, use_reentrant=False).tanh()
+    out.mul_(2)
+    return out
+
+
+def legal_on_a_view(hidden):
+    wide = torch.zeros(hidden.shape[0], 8, dtype=hidden.dtype)
+    wide[:, :6] = hidden
+    return wide[:, 1:7]
+
+
+def unneeded(hidden):
+    """The sum saves nothing, so overwriting it harms nobody."""
+    total = hidden + 1
+    total.mul_(3)
+    return total
+
+
+def detached(hidden):
+    """Writing through ``detach()`` is seen, since it shares the version."""
+    used = hidden.exp()
+    used.detach().mul_(2)
+    return used
+
+
+BETWEEN = {
+    "sigmoid": torch.sigmoid,
+    "tanh": partial(in_place_after, torch.tanh),
+    "exp": partial(in_place_after, torch.exp),
+    "relu": partial(in_place_after, torch.relu),
+    "softmax": partial(in_place_after, partial(torch.softmax, dim=-1)),
+    "custom": partial(in_place_after, Doubled.apply),
+    "dropout": partial(in_place_after, nn.Dropout(0.0)),
+    "relu in place": nn.ReLU(inplace=True),
+    "relu in place after tanh": lambda hidden: functional.relu_(hidden.tanh()),
+    "relu in place on a view": lambda hidden: functional.relu_(hidden.view(-1)).view_as(hidden),
+    "several in place": nn.Sequential(nn.ReLU(inplace=True), nn.LeakyReLU(inplace=True)),
+    **{
+        function.__name__: function
+        for function in (
+            input_of_square,
+            view_of_the_saved,
+            base_of_the_saved,
+            view_saved_view_written,
+            twice,
+            below_a_checkpoint,
+            written_in_a_checkpoint,
+            written_after_a_checkpoint,
+            legal_on_a_view,
+            unneeded,
+            detached,
+        )
+    },
+}
+
+
+def write_input(x, output):
+    x.mul_(2)
+
+
+def write_output(x, output):
+    output.detach().mul_(2)
+
+
+def write_nothing(x, output):
+    """Backward comes as it should."""
+
+
+AFTER = {function.__name__: function for function in (write_input, write_output, write_nothing)}
+
+
+def outcome(forward, backward, x, y, after, state):
+    """The parameters after a step, or 'refused'."""
+    output = forward(x)
+    loss = cases.loss_of(output, y)
+    after(x, output)
+    try:
+        backward(loss)
+    except RuntimeError as error:
+        assert REFUSAL in str(error), error
+        return "refused"
+    return state()
+
+
+def plain_outcome(between, after, num_ranks):
+    model = build(Calls)
+    model.between = BETWEEN[between]
+    optimizer = sgd(list(model.parameters()))
+
+    def state():
+        optimizer.step()
+        return {name: value.detach() for name, value in model.state_dict().items()}
+
+    x, y = cases.rows("MLP", 0, 0, num_ranks)
+    return outcome(model, torch.Tensor.backward, x.clone(), y, AFTER[after], state)
+
+
+def outcomes(rank, setup, num_ranks, todo):
+    strategy, options = SETUPS[setup]
+    found = []
+    with Mesh({"data": num_ranks}) as mesh:
+        for between, after, checkpointed in todo:
+            model = build(Calls)
+            model.between = BETWEEN[between]
+            engine = build_engine(strategy, model, sgd, mesh, **options)
+            forward = partial(checkpoint, engine, use_reentrant=False) if checkpointed else engine
+
+            def state(engine=engine):
+                engine.step()
+                return engine.full_state_dict()
+
+            x, y = (cases.own_rows(part, rank).clone() for part in cases.rows("MLP", 0, 0, num_ranks))
+            found.append(outcome(forward, engine.backward, x, y, AFTER[after], state))
+    return found
+
+
+def assert_outcomes(results, expected):
+    for found in results:
+        for one, other in zip(found, expected, strict=True):
+            assert (one == "refused") == (other == "refused")
+            if other != "refused":
+                assert_states([one], other)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("setup", BY_REFERENCE)
+def test_overwriting_what_is_saved_is_refused_where_torch_refuses(pools, setup, num_ranks):
+    todo = [(between, "write_nothing", False) for between in BETWEEN]
+    todo += [("relu in place", after, False) for after in AFTER]
+    expected = [plain_outcome(between, after, num_ranks) for between, after, _ in todo]
+    assert [between for (between, *_), found in zip(todo, expected, strict=True) if found == "refused"] == [
+        "tanh",
+        "exp",
+        "relu",
+        "softmax",
+        "custom",
+        "relu in place after tanh",
+        "several in place",
+        "input_of_square",
+        "view_of_the_saved",
+        "base_of_the_saved",
+        "view_saved_view_written",
+        "below_a_checkpoint",
+        "written_after_a_checkpoint",
+        "detached",
+        "relu in place",  # the input written after forward, and the output, which the loss has saved
+        "relu in place",
+    ]
+    assert_outcomes(pools(num_ranks).run(outcomes, setup, num_ranks, todo), expected)
+
+
+@pytest.mark.parametrize("setup", BY_REFERENCE)
+def test_round_the_engine_a_checkpoint_changes_nothing(pools, setup):
+    todo = [(between, "write_nothing", True) for between in ("tanh", "relu in place", "written_after_a_checkpoint")]
+    expected = [plain_outcome(between, after, 2) for between, after, _ in todo]
+    assert_outcomes(pools(2).run(outcomes, setup, 2, todo), expected)
+
+
+def by_step(engine, x, y, directory):
+    engine.backward(cases.loss_of(engine(x), y))
+    engine.step()
+
+
+def by_fused_step(engine, x, y, directory):
+    """Torch's own fused optimizers do not raise the version."""
+    for group in engine.optimizer.param_groups:
+        group["fused"] = True
+    by_step(engine, x, y, directory)
+
+
+def by_loading(engine, x, y, directory):
+    engine.load(directory)
+
+
+def by_loading_a_state(engine, x, y, directory):
+    engine.load_full_state_dict(engine.full_state_dict())
+
+
+def by_hand(engine, x, y, directory):
+    with engine.full_params(keep_changes=True) as module, torch.no_grad():
+        module.first.weight.mul_(1)
+
+
+def by_nothing(engine, x, y, directory):
+    with torch.no_grad():
+        engine(x)
+    engine.full_state_dict()
+    with engine.full_params():
+        pass
+
+
+CHANGES = {
+    function.__name__: function
+    for function in (by_step, by_loading, by_loading_a_state, by_hand, by_nothing, by_fused_step)
+}
+
+
+def changed_between(rank, setup, num_ranks, directory):
+    strategy, options = SETUPS[setup]
+    refused = {}
+    with Mesh({"data": num_ranks}) as mesh:
+        model = build(Calls)
+        model.between = torch.sigmoid
+        engine = build_engine(strategy, model, sgd, mesh, **options)
+        initial = engine.full_state_dict()
+        engine.save(directory)
+        x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", 0, 0, num_ranks))
+        for name, change in CHANGES.items():
+            if name in ("by_hand", "by_nothing") and not hasattr(engine, "full_params"):
+                continue
+            if name == "by_fused_step" and setup in ("ddp", "bucketed"):
+                continue  # torch steps the parameters themselves, and refuses nothing
+            loss = cases.loss_of(engine(x), y)
+            change(engine, x, y, directory)
+            engine.zero_grad()
+            try:
+                engine.backward(loss)
+                refused[name] = False
+            except RuntimeError as error:
+                assert REFUSAL in str(error)
+                refused[name] = True
+            engine.zero_grad()
+        engine.load_full_state_dict(initial)
+        engine.optimizer.state.clear()
+        engine.optimizer.param_groups[0]["fused"] = None
+        by_step(engine, x, y, directory)
+        return refused, engine.full_state_dict()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_parameter_that_changes_between_forward_and_backward_is_refused(pools, setup, num_ranks, tmp_path):
+    """On every rank, also one that holds nothing of a unit; afterwards training goes on."""
+    expected = plain_outcome("sigmoid", "write_nothing", num_ranks)
+    for refused, state in pools(num_ranks).run(changed_between, setup, num_ranks, tmp_path):
+        assert refused == {name: name != "by_nothing" for name in refused}
+        assert {"by_step", "by_loading", "by_loading_a_state"} <= refused.keys()
+        assert_states([state], expected)
+
+
+class NeedsNoWeight(nn.Module):
+    """Its backward needs no parameter's value."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5))
+
+    def forward(self, x):
+        return x[:, :5] + self.weight
+
+
+def unneeded_change(rank, setup):
+    strategy, options = SETUPS[setup]
+    with Mesh({"data": 2}) as mesh, build_engine(strategy, NeedsNoWeight().double(), sgd, mesh, **options) as engine:
+        x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", 0, 0, 2))
+        losses = [cases.loss_of(engine(x), y) for _ in range(2)]
+        for loss in losses:
+            engine.backward(loss)
+            engine.step()
+            engine.zero_grad()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_change_of_what_backward_does_not_need_is_right(pools, setup):
+    model = NeedsNoWeight().double()
+    optimizer = sgd(list(model.parameters()))
+    x, y = cases.rows("MLP", 0, 0, 2)
+    losses = [cases.loss_of(model(x), y) for _ in range(2)]
+    for loss in losses:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_states(pools(2).run(unneeded_change, setup), model.state_dict())
+
+
+def abandoned(rank, setup):
+    """Whether outputs that were saved are gone when nobody holds the graph, without the garbage collector."""
+    strategy, options = SETUPS[setup]
+    kept = []
+
+    def remember(_, __, output):
+        kept.append(weakref.ref(output))
+
+    gc.collect()
+    gc.disable()
+    try:
+        with Mesh({"data": 2}) as mesh, build_engine(strategy, build(Blocks), sgd, mesh, **options) as engine:
+            hooks = [module.register_forward_hook(remember) for module in engine.module.modules()]
+            output = engine(cases.own_rows(cases.rows("MLP", 0, 0, 2)[0], rank))
+            for hook in hooks:
+                hook.remove()
+            held = output.exp()
+            del output, held
+            return [reference() is None for reference in kept]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("setup", BY_REFERENCE)
+def test_a_graph_that_never_runs_backward_holds_nothing(pools, setup):
+    for gone in pools(2).run(abandoned, setup):
+        assert gone
+        assert all(gone)
