@@ -9,11 +9,12 @@ Source: Micikevicius et al., arXiv 1710.03740, section 3.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+
+from shardlab.engines.trees import map_tensors
 
 
 @dataclass(frozen=True)
@@ -66,18 +67,7 @@ def parse_precision(precision: Precision | str) -> Precision:
 
 
 def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:
-    """``value`` with every floating-point tensor in it as ``dtype``: tuples, lists, dicts and dataclasses, nested."""
+    """``value`` with every floating-point tensor in it as ``dtype``, see ``map_tensors``."""
     if dtype is None:
         return value
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, Mapping):
-        return type(value)({key: cast_floating(entry, dtype) for key, entry in value.items()})  # type: ignore[call-arg]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(cast_floating(entry, dtype) for entry in value))
-    if isinstance(value, list | tuple):
-        return type(value)(cast_floating(entry, dtype) for entry in value)
-    if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
-        changed = {name: cast_floating(getattr(value, name), dtype) for name in value.__dataclass_fields__}
-        return replace(value, **changed)
-    return value
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
