@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from shardlab.engines.trees import tensors_in
+from shardlab.engines.untraced import untraced
 
 _OUTSIDE = -1  # what torch answers where no backward runs
 
@@ -37,6 +38,7 @@ class BackwardWatch:
         self._expected = False
         self._task: int | None = None  # autograd's number of the outermost backward
 
+    @untraced
     def follow(self, output: Any) -> None:
         """Notice a backward through any tensor of ``output``."""
         for tensor in tensors_in(output):

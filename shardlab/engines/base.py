@@ -7,9 +7,10 @@
     engine.step()
     engine.zero_grad()
 
-The module keeps its class, its parameter names and its buffers; any torch optimizer works. Gradients are means over the
-ranks of the data axis. ``loss.backward()`` instead of ``engine.backward(loss)`` is right too: the engine notices it and
-finishes the gradients at its end.
+The module keeps its class, its parameter names and its buffers; any torch optimizer works. A copy of the module
+(``copy.deepcopy``, pickle) is a plain one, without the engine. Gradients are means over the ranks of the data axis.
+``loss.backward()`` instead of ``engine.backward(loss)`` is right too: the engine notices it and finishes the gradients
+at its end.
 
 A backward that raises leaves a rank with a part of its gradients, and the others perhaps waiting for the rest. Nothing
 is sent then, since they may never come; ``zero_grad()``, on all ranks, completes what they wait for and forgets it.
@@ -30,6 +31,7 @@ from shardlab.comm import Communicator, Mesh, broadcast_coalesced
 from shardlab.engines.backward_watch import BackwardWatch
 from shardlab.engines.checks import check_no_meta, check_optimizer, check_optimizer_fn, check_params
 from shardlab.engines.clip import clip_
+from shardlab.engines.copied import OfThisModule
 from shardlab.engines.engine_holdings import EngineHoldings
 from shardlab.engines.state import EngineState
 from shardlab.engines.step_tensors import StepTensors
@@ -86,7 +88,7 @@ class Engine(EngineState, EngineHoldings, ABC):
         check_sliced(self.optimizer, self.slices)
         self._check_optimizer()
         self._hooks = [hook for param in self.params.values() if (hook := self._watch(param)) is not None]
-        object.__setattr__(model, _WRAPPED, self)
+        object.__setattr__(model, _WRAPPED, OfThisModule(self, None))
 
     @property
     def num_data_ranks(self) -> int:

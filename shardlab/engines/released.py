@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 _ALLOWED = frozenset(
     {"__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex", "requires_grad_"}
@@ -39,7 +39,7 @@ class ReleasedParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Answer for metadata, refuse everything else."""
-        if getattr(func, "__name__", "") in _ALLOWED:
+        if getattr(func, "__name__", "") in _ALLOWED and getattr(func, "__self__", None) is not Tensor.data:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         released = next((value for value in args if isinstance(value, ReleasedParameter)), None)
         raise RuntimeError(released.released_as if released is not None else "a released parameter was used")

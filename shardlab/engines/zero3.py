@@ -25,6 +25,7 @@ from shardlab.engines.sharded_engine import ShardedEngine
 from shardlab.engines.sharded_optimizer import parse_partition
 from shardlab.engines.sharded_unit import ShardedUnit, UnitState
 from shardlab.engines.trees import tensors_in
+from shardlab.engines.untraced import untraced
 from shardlab.vocabulary import Partition
 
 
@@ -71,11 +72,13 @@ class ZeRO3(ShardedEngine):
         with self._gathered():
             super().backward(loss)
 
+    @untraced
     def gather_full_params(self) -> None:
         """Put the full parameters into the module, bucket after bucket."""
         for unit in self.units:
             unit.unshard()
 
+    @untraced
     def release_params(self) -> None:
         """Let go of them again; a computation with them then raises an error that names the parameter."""
         for unit in self.units:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from shardlab.engines.copied import ModuleHook
 from shardlab.engines.fsdp.group import Group
 from shardlab.engines.fsdp.order import Order
 from shardlab.engines.fsdp.policy import ROOT
@@ -120,8 +121,8 @@ class Schedule:
 
     def _watch(self, group: Group) -> list[RemovableHandle]:
         return [
-            group.module.register_forward_pre_hook(lambda *_: self._before_forward(group)),
-            group.module.register_forward_hook(lambda _, __, output: self._after_forward(group, output)),
+            group.module.register_forward_pre_hook(ModuleHook(lambda *_: self._before_forward(group))),
+            group.module.register_forward_hook(ModuleHook(lambda _, __, output: self._after_forward(group, output))),
         ]
 
     def _before_forward(self, group: Group) -> None:
