@@ -8,11 +8,13 @@ bfloat16 has float32's range and needs nothing more. float16 underflows: use ``G
 Source: Micikevicius et al., arXiv 1710.03740, section 3.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardlab.engines.trees import map_tensors
 
@@ -22,7 +24,7 @@ class Precision:
     """Dtypes of a sharded engine; None leaves a dtype as it is.
 
     Attributes:
-        compute: of gathered parameters and floating-point inputs.
+        compute: of gathered parameters, and of the floating-point inputs of the module and of each unit.
         reduce: in which gradients are summed over ranks; None for ``compute``.
         output: of the module's floating-point outputs.
         buffers: of the module's floating-point buffers, from construction on.
@@ -46,6 +48,7 @@ class Precision:
         return self.reduce or self.compute
 
 
+_DTYPE_ERROR = re.compile("dtype|scalar type")
 PRECISIONS: Mapping[str, Precision] = {
     "full": Precision(),
     "bf16": Precision(torch.bfloat16, torch.float32, torch.float32),
@@ -71,3 +74,24 @@ def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:
     if dtype is None:
         return value
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+
+
+def advise(error: BaseException, precision: Precision, module: nn.Module) -> None:
+    """Add to an error about dtypes what may have caused it: float32 buffers beside 16-bit parameters.
+
+    A float32 buffer added to a 16-bit activation gives a float32 one, which no 16-bit layer takes, nor does a batch
+    norm of 16-bit parameters take float32 statistics.
+    """
+    if precision.compute is None or not isinstance(error, RuntimeError) or not _DTYPE_ERROR.search(str(error)):
+        return
+    others = [
+        f"{name!r} ({buffer.dtype})"
+        for name, buffer in module.named_buffers()
+        if buffer.is_floating_point() and buffer.dtype != precision.compute
+    ]
+    if others:
+        error.add_note(
+            f"precision: parameters and inputs of units are {precision.compute}, but not these buffers: "
+            f"{', '.join(others)}. Precision(compute={precision.compute}, ..., buffers={precision.compute}) casts them "
+            "too; or cast in forward, x = x.to(weight.dtype)"
+        )

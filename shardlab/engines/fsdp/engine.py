@@ -30,11 +30,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm import Communicator, Mesh
 from shardlab.engines.base import OptimizerFn
 from shardlab.engines.checkpoints.together import together
 from shardlab.engines.checks import second_gradient
+from shardlab.engines.copied import ModuleHook
 from shardlab.engines.fsdp.build import Builder
 from shardlab.engines.fsdp.group import Group, owners_of_parameters
 from shardlab.engines.fsdp.materialize import materialize
@@ -42,7 +44,7 @@ from shardlab.engines.fsdp.policy import ROOT, WrapPolicy, wrapped_modules
 from shardlab.engines.fsdp.schedule import Schedule
 from shardlab.engines.fsdp.sharding import SHARDINGS
 from shardlab.engines.offload import OFFLOADS, check_host_memory
-from shardlab.engines.precision import Precision, cast_floating, parse_precision
+from shardlab.engines.precision import Precision, advise, cast_floating, parse_precision
 from shardlab.engines.saved import saved_by_reference
 from shardlab.engines.sharded_engine import ShardedEngine
 from shardlab.engines.sharded_unit import ShardedUnit
@@ -93,7 +95,7 @@ class FSDP(ShardedEngine):
         self._builder = Builder(mesh, sharding, layout, self.precision, offload, replicate_below)
         self._init_fn = init_fn or reset_parameters
         super().__init__(model, optimizer_fn, mesh)
-        self._hooks += self._schedule.watch()
+        self._hooks += self._schedule.watch() + self._cast_inputs_of_units()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; units are gathered as it reaches them."""
@@ -103,8 +105,9 @@ class FSDP(ShardedEngine):
             with saved_by_reference(self.units):
                 inputs, named_inputs = cast_floating((args, kwargs), self.precision.compute)
                 output = cast_floating(super().__call__(*inputs, **named_inputs), self.precision.output)
-        except BaseException:
+        except BaseException as error:
             self._schedule.let_go()
+            advise(error, self.precision, self.module)
             raise
         self._schedule.end_pass()
         return output
@@ -205,6 +208,13 @@ class FSDP(ShardedEngine):
             for buffer in self.module.buffers():
                 if buffer.is_floating_point():
                     buffer.data = buffer.to(self.precision.buffers)
+
+    def _cast_inputs_of_units(self) -> list[RemovableHandle]:
+        """What reaches a unit may have been promoted on its way, by a float32 buffer for example."""
+        dtype = self.precision.compute
+        modules = [group.module for group in self.groups if group.module is not self.module]
+        hook = ModuleHook(lambda _, args, kwargs: cast_floating((args, kwargs), dtype))
+        return [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules if dtype is not None]
 
     def _check_meta(self) -> None:
         if meta := [name for name, buffer in self.module.named_buffers() if buffer.is_meta]:
