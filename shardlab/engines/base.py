@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm import Communicator, Mesh, broadcast_coalesced
 from shardlab.engines.backward_watch import BackwardWatch
-from shardlab.engines.checks import check_no_meta, check_optimizer, check_optimizer_fn, check_params
+from shardlab.engines.checks import check_max_norm, check_no_meta, check_optimizer, check_optimizer_fn, check_params
 from shardlab.engines.clip import clip_
 from shardlab.engines.copied import OfThisModule
 from shardlab.engines.engine_holdings import EngineHoldings
@@ -70,6 +70,7 @@ class Engine(EngineState, EngineHoldings, ABC):
         self.tensor_comm = self._tensor_axis()
         self.params: dict[str, nn.Parameter] = dict(model.named_parameters())  # tied weights appear once
         check_params(self.params, self.mesh.device)
+        check_max_norm(model, self.num_data_ranks)
         self._check_meta()
         self.num_steps = 0
         self.loss_is_scaled = False  # a GradScaler has said so

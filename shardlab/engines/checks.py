@@ -34,6 +34,21 @@ def check_no_meta(params: Mapping[str, nn.Parameter]) -> None:
         )
 
 
+def check_max_norm(model: nn.Module, num_ranks: int) -> None:
+    """No embedding that rewrites its weight in forward: each rank would do so to the rows that it looks up.
+
+    Raises:
+        ValueError: one has ``max_norm``, and the data axis has several ranks.
+    """
+    for name, module in model.named_modules():
+        if num_ranks > 1 and isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ValueError(
+                f"model: {name!r} has max_norm={module.max_norm}, which rewrites in forward the rows that a rank looks "
+                "up, so ranks would differ; leave max_norm out, and scale the rows after engine.step(), equally on all "
+                "ranks"
+            )
+
+
 def check_optimizer(optimizer: object, given: Iterable[Tensor]) -> None:
     """An optimizer of the tensors it was given; over the module's own it would train nothing where pieces are stepped.
 

@@ -41,6 +41,20 @@ def test_wrapping_twice_is_refused_and_after_close_it_is_not(pools, setup):
     assert first == second
 
 
+def rewriting_embedding(rank, setup):
+    model = torch.nn.Sequential(torch.nn.Embedding(11, 4, max_norm=0.1), torch.nn.Linear(4, 5)).double()
+    with Mesh({"data": 2}) as mesh:
+        with pytest.raises(ValueError, match=r"model: '0' has max_norm=0\.1") as caught:
+            engine_of(setup, model, mesh)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_an_embedding_that_each_rank_would_rewrite_otherwise_is_refused(pools, setup):
+    first, second = pools(2).run(rewriting_embedding, setup)
+    assert first == second
+
+
 def other_states(rank, setup):
     other = cases.build("Uneven").state_dict()
     shape = {**cases.build("MLP", seed=3).state_dict(), "0.weight": torch.zeros(3, 3)}
