@@ -26,7 +26,7 @@ from shardlab.engines.offload import OFFLOADS, Offload, in_host_memory
 from shardlab.engines.precision import Precision
 from shardlab.engines.released import Seats
 from shardlab.engines.unit_layout import UnitLayout, has_whole_rows, stretches_of
-from shardlab.engines.unused import nobody_used, write_unused, write_used
+from shardlab.engines.unused import mark_all_used, nobody_used, write_unused
 
 FULL_PRECISION = Precision()
 
@@ -78,6 +78,9 @@ class ShardedUnit:
         self._unused: set[str] = set()
         self._stretches = stretches_of(layout, list(params))
         self._own = {piece.name: piece for piece in layout.pieces(comm.rank)}
+        self._looked_at = [  # first element of each piece that some rank looks at, by parameter
+            (piece.name, piece.flat_start) for rank in range(layout.num_ranks) for piece in layout.pieces(rank)
+        ]
         self._visiting: Tensor | None = None  # an offloaded shard on the device, while the optimizer steps
         self.shard = in_host_memory(self._cut()) if offload.parameters else self._cut()
         self._compute_dtype = precision.compute or self.shard.dtype
@@ -202,6 +205,8 @@ class ShardedUnit:
         for name, param in self.params.items():
             self._write(name, param.grad, buffer)
             param.grad = None
+        # Now that they have the dtype they are reduced in: the cast may have made a tiny one -0, which says "unused".
+        mark_all_used(buffer, [place for name, place in self._looked_at if name not in self._unused])
         tag = f"gradients of {self.name}"
         if self.is_whole:
             pending = self.replicas[0].all_reduce(buffer, tag=tag) if self.replicas else Pending()
@@ -319,6 +324,6 @@ class ShardedUnit:
             if gradient is None:
                 write_unused(buffer[start:stop])
             elif len(self._stretches[name]) == 1:
-                write_used(buffer[start:stop].view(gradient.shape), gradient)
+                buffer[start:stop].view(gradient.shape).copy_(gradient)
             else:
-                write_used(buffer[start:stop], gradient.reshape(-1)[at : at + stop - start])
+                buffer[start:stop].copy_(gradient.reshape(-1)[at : at + stop - start])

@@ -5,12 +5,23 @@ momentum. Several ranks must agree on that, and a rank alone cannot know. Here t
 the sign of zero (IEEE 754, section 6.3): a sum is -0 only if every term is -0.
 
 * A rank that did not use the parameter sends -0 in each of its elements.
-* A rank that used it sends its gradient plus +0, which turns every -0 into +0 and changes nothing else; at least the
-  elements that somebody will look at.
+* A rank that used it sends no -0, at least not in the elements that somebody will look at: +0 is added to them.
 
-After the reduction such an element is -0 if and only if no rank used the parameter; any one tells.
+After the reduction such an element is -0 if and only if no rank used the parameter; any one tells. For that to hold,
+
+* +0 is added last, to what is sent as it is sent: in the dtype of the reduction, after the cast to it and after the
+  factor 1/N, since either can make a small negative number -0;
+* the sum must not round to -0. It does not: a sum of numbers of one dtype is a multiple of its smallest subnormal, so
+  it is 0 exactly or not 0 at all, and what is 0 exactly by cancelling is +0. Summing 16-bit numbers in float32 and
+  rounding the result changes nothing in that; nor does a second axis that sums the sums;
+* the answer is read off before the sum is cast or divided.
+
+``torch.set_flush_denormal(True)`` breaks the second: a subnormal result becomes 0 with the result's sign. There, terms
+below ``smallest_normal / eps`` are sent as +0 (1e-31 in float32, and only in the elements that are looked at). What is
+left are multiples of the smallest normal number, and so are their sums. float16 needs nothing: no processor flushes it.
 """
 
+import sys
 from collections.abc import Sequence
 from math import copysign
 
@@ -18,20 +29,20 @@ import torch
 from torch import Tensor
 
 
-def write_used(slot: Tensor, gradient: Tensor) -> None:
-    """Copy a gradient into its slot, every -0 as +0."""
-    torch.add(gradient, 0.0, out=slot)
-
-
 def mark_used(element: Tensor) -> None:
-    """The same for a gradient that lies where it is reduced, of which only this element will be looked at."""
+    """Say of a gradient that lies where it is reduced that it is one; only this element will be looked at."""
     element.add_(0.0)
+    if floor := _floor(element.dtype):
+        element.masked_fill_(element.abs() < floor, 0.0)
 
 
 def mark_all_used(buffer: Tensor, places: Sequence[int]) -> None:
     """The same for gradients that lie in a one-dimensional buffer, of which only these elements will be looked at."""
     indices = torch.tensor(places, dtype=torch.int64, device=buffer.device)
     buffer.index_add_(0, indices, buffer.new_zeros(1).expand(len(places)))
+    if floor := _floor(buffer.dtype):
+        looked_at = buffer[indices]
+        buffer[indices] = looked_at.masked_fill_(looked_at.abs() < floor, 0.0)
 
 
 def write_unused(slot: Tensor) -> None:
@@ -45,3 +56,10 @@ def nobody_used(reduced: Tensor) -> bool:
         return False
     first = float(reduced[(0,) * reduced.dim()])
     return first == 0.0 and copysign(1.0, first) < 0.0
+
+
+def _floor(dtype: torch.dtype) -> float:
+    """The smallest term whose sums cannot be flushed to zero; 0 where nothing is."""
+    flushes = sys.float_info.min / 2 == 0.0  # torch only sets this mode; a division of this thread tells
+    limits = torch.finfo(dtype)
+    return limits.smallest_normal / limits.eps if flushes and dtype is not torch.float16 else 0.0
