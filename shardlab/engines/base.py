@@ -33,9 +33,11 @@ from shardlab.engines.checks import check_max_norm, check_no_meta, check_optimiz
 from shardlab.engines.clip import clip_
 from shardlab.engines.copied import OfThisModule
 from shardlab.engines.engine_holdings import EngineHoldings
+from shardlab.engines.looks_at import Stepped
+from shardlab.engines.optimizer_fit import check_sliced
 from shardlab.engines.state import EngineState
 from shardlab.engines.step_tensors import StepTensors
-from shardlab.engines.tensor_axis import check_sliced, tensor_axis
+from shardlab.engines.tensor_axis import tensor_axis
 from shardlab.partition.slices import slices_of
 from shardlab.vocabulary import MeshAxis
 
@@ -85,8 +87,6 @@ class Engine(EngineState, EngineHoldings, ABC):
         )
         self._prepare()
         self.optimizer = self._make_optimizer(optimizer_fn)
-        check_optimizer(self.optimizer, self.step_tensors())
-        check_sliced(self.optimizer, self.slices)
         self._check_optimizer()
         self._hooks = [hook for param in self.params.values() if (hook := self._watch(param)) is not None]
         object.__setattr__(model, _WRAPPED, OfThisModule(self, None))
@@ -284,7 +284,18 @@ class Engine(EngineState, EngineHoldings, ABC):
         return
 
     def _make_optimizer(self, optimizer_fn: OptimizerFn) -> torch.optim.Optimizer:
-        return optimizer_fn(self.step_tensors())
+        """The optimizer, or a refusal of one that the division of the parameters makes wrong."""
+        optimizer = optimizer_fn(self.step_tensors())
+        check_optimizer(optimizer, self.step_tensors())
+        if self.slices:
+            check_sliced(optimizer, self._stepped(), self.slices)
+        return optimizer
+
+    def _stepped(self) -> Stepped:
+        """What the optimizer steps."""
+        shapes = {name: tuple(param.shape) for name, param in self.params.items()}
+        with self.stepping():
+            return Stepped(self.step_tensors(), shapes, self.step_tensors()[0].device)
 
     def _check_optimizer(self) -> None:
         """Refuse an optimizer the strategy cannot bear, before hooks are on the module."""

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from shardlab.engines.base import Engine, OptimizerFn
 from shardlab.engines.checkpoint import Stateful
+from shardlab.engines.checkpoints.together import together
 from shardlab.engines.holdings import ShardRow, held, in_whole_parameters
+from shardlab.engines.optimizer_fit import check_partition, refused_by_partition
 from shardlab.engines.sharded_unit import ShardedUnit
-from shardlab.engines.shards import check_partition, refused_by_partition
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.vocabulary import Partition, Role
 
@@ -25,6 +26,8 @@ class ShardedEngine(Engine):
     units: list[ShardedUnit]
     _num_keeping: int  # full_params(keep_changes=True) that are open
     partition: Partition = Partition.ELEMENTS
+    _pieces_are_rows = False
+    """Whether no piece begins or ends inside a row."""
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
@@ -143,9 +146,7 @@ class ShardedEngine(Engine):
     def close(self) -> None:
         """Put the full parameters back into the module for good: it trains alone again. Collective the first time."""
         if self._hooks:
-            for unit in self.units:
-                unit.release()
-                unit.unshard(as_stored=True)
+            self._give_back()
         super().close()
 
     def __exit__(self, exc_type: object, *exc: object) -> None:
@@ -160,11 +161,27 @@ class ShardedEngine(Engine):
         self._tensors = StepTensors({name: pieces[name] for name in self.params})
 
     def _make_optimizer(self, optimizer_fn: OptimizerFn) -> torch.optim.Optimizer:
-        with refused_by_partition(self.partition, self._num_shards):
-            return super()._make_optimizer(optimizer_fn)
+        try:
+            if self._num_shards == 1:
+                return super()._make_optimizer(optimizer_fn)
+            # Pieces differ by rank, so one rank's may be refused and another's not: then all refuse.
+            return together(self.comms, self.mesh.device, lambda: self._make_of_pieces(optimizer_fn))
+        except Exception:
+            self._give_back()  # all ranks have raised, so all come to the gathers
+            raise
 
-    def _check_optimizer(self) -> None:
-        check_partition(self.optimizer, self.partition, self._num_shards)
+    def _make_of_pieces(self, optimizer_fn: OptimizerFn) -> torch.optim.Optimizer:
+        stepped, num_ranks, by_rows = self._stepped(), self._num_shards, self._pieces_are_rows
+        with refused_by_partition(optimizer_fn, stepped, self.partition, num_ranks, by_rows=by_rows):
+            optimizer = super()._make_optimizer(optimizer_fn)
+        check_partition(optimizer, stepped, self.partition, num_ranks, by_rows=by_rows)
+        return optimizer
+
+    def _give_back(self) -> None:
+        """Put the full parameters back into the module; collective."""
+        for unit in self.units:
+            unit.release()
+            unit.unshard(as_stored=True)
 
     @property
     def _num_shards(self) -> int:

@@ -15,7 +15,11 @@ from torch import Tensor, nn
 
 from shardlab.comm import Communicator
 from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES, build_buckets
-from shardlab.engines.shards import ParameterShards, check_partition, refused_by_partition
+from shardlab.engines.checkpoints.together import together
+from shardlab.engines.looks_at import Stepped
+from shardlab.engines.optimizer_fit import Make, check_partition, refused_by_partition
+from shardlab.engines.shards import ParameterShards
+from shardlab.engines.step_tensors import StepTensors
 from shardlab.vocabulary import Partition
 
 
@@ -35,7 +39,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         defaults: arguments of ``optimizer_cls``.
 
     Raises:
-        ValueError: an unknown partition, or one that the optimizer cannot bear.
+        ValueError: an unknown partition, or one that the optimizer cannot bear; on all ranks, who agree on it.
     """
 
     def __init__(
@@ -54,9 +58,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._named = _names(self.param_groups)
         buckets = build_buckets(self._named, comm.num_ranks, bucket_bytes, self.partition)
         self.shards = ParameterShards(self._named, buckets, comm)
-        with refused_by_partition(self.partition, comm.num_ranks):
-            self.inner = optimizer_cls(self._groups_of_pieces(), **defaults)
-        check_partition(self.inner, self.partition, comm.num_ranks)
+        device = next(iter(self._named.values())).device
+
+        def make(tensors: StepTensors) -> torch.optim.Optimizer:
+            return optimizer_cls(self._groups_of(tensors), **defaults)
+
+        self.inner = together((comm,), device, lambda: self._make_of_pieces(make, device, comm.num_ranks))
         # The same objects, so that a scheduler or a user who sets a learning rate reaches the inner optimizer.
         self.param_groups, self.state, self.defaults = self.inner.param_groups, self.inner.state, self.inner.defaults
 
@@ -116,12 +123,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for tensor in self.shards.tensors:
             tensor.grad = None
 
-    def _groups_of_pieces(self) -> list[dict[str, Any]]:
+    def _make_of_pieces(self, make: Make, device: torch.device, num_ranks: int) -> torch.optim.Optimizer:
+        shapes = {name: tuple(param.shape) for name, param in self._named.items()}
+        stepped = Stepped(self.shards.tensors, shapes, device)
+        with refused_by_partition(make, stepped, self.partition, num_ranks):
+            inner = make(self.shards.tensors)
+        check_partition(inner, stepped, self.partition, num_ranks)
+        return inner
+
+    def _groups_of(self, tensors: StepTensors) -> list[dict[str, Any]]:
         names = {param: name for name, param in self._named.items()}
         groups = []
         for group in self.param_groups:
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            pieces: list[Tensor] = [self.shards.tensors.by_name(names[param]) for param in group["params"]]
+            pieces: list[Tensor] = [tensors.by_name(names[param]) for param in group["params"]]
             groups.append({**options, "params": pieces})
         return groups
 

@@ -4,11 +4,8 @@ Each bucket's parameters are moved into one flat buffer (the module's tensors be
 rank steps is a slice of that buffer, and one all-gather per bucket puts all pieces back in place with no copy.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from traceback import walk_tb
+from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
@@ -16,11 +13,6 @@ from shardlab.comm import Communicator, Pending, wait_all
 from shardlab.engines.buckets import Bucket
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.partition.flat import Piece
-from shardlab.vocabulary import Partition
-
-# These look at a whole tensor (a factored second moment, a norm, an orthogonalisation): a slice gives another result.
-WHOLE_TENSOR_OPTIMIZERS = frozenset({"Adafactor", "LAMB", "Lamb", "LARS", "Lars", "Muon", "Shampoo", "SOAP"})
-WHOLE_MODEL_OPTIMIZERS = frozenset({"LBFGS"})
 
 
 class ParameterShards:
@@ -94,42 +86,6 @@ class ParameterShards:
         if piece.whole:
             tensor = tensor.view(param.shape)
         return tensor.detach().requires_grad_(param.requires_grad)
-
-
-def check_partition(optimizer: torch.optim.Optimizer, partition: Partition, num_ranks: int) -> None:
-    """Refuse an optimizer that a partition would make wrong.
-
-    Raises:
-        ValueError: the optimizer looks at more than one element at a time and the partition cuts what it looks at.
-    """
-    kind = type(optimizer).__name__
-    if num_ranks == 1:
-        return
-    if kind in WHOLE_MODEL_OPTIMIZERS:
-        raise ValueError(f"optimizer: {kind} looks at the whole model, so it cannot be sharded; use bucketed or ddp")
-    if kind in WHOLE_TENSOR_OPTIMIZERS and partition is Partition.ELEMENTS:
-        allowed = ", ".join(other for other in Partition if other is not Partition.ELEMENTS)
-        raise ValueError(
-            f"partition: {kind} looks at whole tensors, and 'elements' cuts through them; use one of {allowed} "
-            "(zero1, zero2 and zero3 take it)"
-        )
-
-
-@contextlib.contextmanager
-def refused_by_partition(partition: Partition, num_ranks: int) -> Iterator[None]:
-    """Inside, an optimizer that by itself refuses slices, as Muon does, is refused with the partition's name.
-
-    Raises:
-        ValueError: as ``check_partition``, or what was raised inside.
-    """
-    try:
-        yield
-    except ValueError as error:
-        for frame, _ in walk_tb(error.__traceback__):
-            # It never came to be: only its constructor's frame knows it.
-            if isinstance(optimizer := frame.f_locals.get("self"), torch.optim.Optimizer):
-                check_partition(optimizer, partition, num_ranks)
-        raise
 
 
 def _flatten(bucket: Bucket) -> Tensor:

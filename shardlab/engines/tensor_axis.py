@@ -7,10 +7,7 @@ crosses the tensor axis too: the norm of all gradients, full state dicts, checkp
 
 from collections.abc import Mapping
 
-import torch
-
 from shardlab.comm import Communicator, Mesh
-from shardlab.engines.shards import WHOLE_MODEL_OPTIMIZERS, WHOLE_TENSOR_OPTIMIZERS
 from shardlab.partition.slices import TensorSlice
 from shardlab.vocabulary import MeshAxis
 
@@ -36,18 +33,3 @@ def tensor_axis(mesh: Mesh, slices: Mapping[str, TensorSlice]) -> Communicator |
             "parallelize_module the axis of this mesh"
         )
     return mesh[MeshAxis.TENSOR]
-
-
-def check_sliced(optimizer: torch.optim.Optimizer, slices: Mapping[str, TensorSlice]) -> None:
-    """Refuse an optimizer that looks at whole tensors, where some are slices.
-
-    Raises:
-        ValueError: it does; its step would not be that of the whole model.
-    """
-    kind = type(optimizer).__name__
-    sliced = any(found.num_ranks > 1 for found in slices.values())
-    if sliced and kind in WHOLE_TENSOR_OPTIMIZERS | WHOLE_MODEL_OPTIMIZERS:
-        raise ValueError(
-            f"optimizer: {kind} looks at more than one element at a time, and the model's parameters are slices over "
-            "the tensor axis; use an optimizer that steps element by element, such as AdamW"
-        )

@@ -20,9 +20,11 @@ from shardlab.comm import Mesh, Pending
 from shardlab.engines.base import OptimizerFn
 from shardlab.engines.bucketed import Bucketed
 from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES, Bucket, build_buckets
+from shardlab.engines.checkpoints.together import together
 from shardlab.engines.holdings import ShardRow, held, in_whole_parameters
+from shardlab.engines.optimizer_fit import check_partition, refused_by_partition
 from shardlab.engines.sharded_optimizer import parse_partition
-from shardlab.engines.shards import ParameterShards, check_partition, refused_by_partition
+from shardlab.engines.shards import ParameterShards
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.engines.unused import nobody_used
 from shardlab.vocabulary import Partition, Role
@@ -98,11 +100,17 @@ class ZeRO1(Bucketed):
         self.shards = ParameterShards(self.params, self.buckets, self.comm)
 
     def _make_optimizer(self, optimizer_fn: OptimizerFn) -> torch.optim.Optimizer:
-        with refused_by_partition(self.partition, self.comm.num_ranks):
+        if self.comm.num_ranks == 1:
             return super()._make_optimizer(optimizer_fn)
+        # Pieces differ by rank, so one rank's may be refused and another's not: then all refuse.
+        return together(self.comms, self.mesh.device, lambda: self._make_of_pieces(optimizer_fn))
 
-    def _check_optimizer(self) -> None:
-        check_partition(self.optimizer, self.partition, self.comm.num_ranks)
+    def _make_of_pieces(self, optimizer_fn: OptimizerFn) -> torch.optim.Optimizer:
+        stepped, num_ranks = self._stepped(), self.comm.num_ranks
+        with refused_by_partition(optimizer_fn, stepped, self.partition, num_ranks):
+            optimizer = super()._make_optimizer(optimizer_fn)
+        check_partition(optimizer, stepped, self.partition, num_ranks)
+        return optimizer
 
     def _build_buckets(self) -> list[Bucket]:
         return build_buckets(self.params, self.comm.num_ranks, self.bucket_bytes, self.partition)

@@ -10,6 +10,7 @@ from shardlab.engines.grad_scaler import GradScaler
 from shardlab.models import GPT, GPTConfig, next_token_loss
 from shardlab.tensor_parallel import gpt_plan, parallelize_module, vocab_parallel_cross_entropy
 from tests.comm.test_communicator import Log
+from tests.dist import whole_optimizers
 
 CONFIG = GPTConfig(vocab_size=12, seq_len=6, num_layers=2, num_heads=4, num_kv_heads=2, hidden=8)
 FOUR = {"data": 2, "tensor": 2}
@@ -296,7 +297,8 @@ def refused(rank):
             build_engine("bucketed", build(), OPTIMIZERS["sgd"], mesh)
         with pytest.raises(ValueError, match="mesh: the model is sliced over 2 ranks of an axis 'tensor'"):
             build_engine("bucketed", parallel(rank, mesh, {}), OPTIMIZERS["sgd"], data_only)
-        for kind in (torch.optim.Adafactor, torch.optim.LBFGS):
+        own = (whole_optimizers.TrustRatio, whole_optimizers.Centred, whole_optimizers.Clipped)
+        for kind in (torch.optim.Adafactor, torch.optim.LBFGS, *own):
             with pytest.raises(ValueError, match=f"optimizer: {kind.__name__} looks at more than one element"):
                 build_engine("bucketed", parallel(rank, mesh, {}), lambda tensors, kind=kind: kind(list(tensors)), mesh)
 

@@ -1,0 +1,218 @@
+"""What an optimizer looks at when it steps an element: that element, the whole tensor, or the whole model.
+
+Adam may step any piece of a parameter; LAMB needs the whole parameter, L-BFGS all of them. Which it is shows in what an
+optimizer does: a copy of it, with the same options, steps small tensors of its own, another copy steps pieces of them,
+a third some of them alone, with fixed gradients. Whose result differs looks at more than it would be given. Nothing is
+asked of the optimizer's class, nothing is sent, and no tensor, generator or hook of the user's is touched.
+
+An optimizer that shows what it looks at only after many steps, or cannot be copied, says so itself, in its class or on
+the instance: ``shardlab_looks_at = "tensor"``. That is believed, and nothing is tried.
+"""
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from math import prod
+
+import torch
+from torch import Tensor
+
+from shardlab.engines.checkpoints.rng import rng_state, set_rng_state
+from shardlab.engines.optimizer_copy import StandIn, copy_of, stand_ins
+from shardlab.engines.step_tensors import StepTensors
+
+DECLARATION = "shardlab_looks_at"
+# They may begin to look at whole tensors only after more steps than are tried here.
+LATE = frozenset({"Shampoo", "SOAP"})
+STEP_SCALES = (1.0, 1e3, 1e-2, 1.0)  # of the gradients of each step: a norm that is clipped may be large
+TOLERANCE = 1e-4  # relative to a step: pieces may be rounded otherwise than the whole
+DTYPES = (torch.float64, torch.float32)  # some optimizers know only the second
+
+Part = Callable[[int, Tensor], Tensor]
+"""What a rank has of tensor number i: a piece, the whole, or an empty tensor."""
+Cut = Callable[[Tensor], Sequence[Tensor]]
+"""The pieces of a tensor on two ranks."""
+
+
+class LooksAt(StrEnum):
+    """What the step of an element depends on, beside the options."""
+
+    ELEMENT = "element"
+    TENSOR = "tensor"
+    MODEL = "model"
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What an optimizer steps.
+
+    Attributes:
+        tensors: as it was given them, pieces or whole.
+        shapes: of the whole parameters, by name.
+        device: where they are when it steps.
+    """
+
+    tensors: StepTensors
+    shapes: Mapping[str, tuple[int, ...]]
+    device: torch.device
+
+
+def flat_pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """Two stretches of the flattened tensor; the border is inside a row. One element stays whole."""
+    if tensor.numel() < 2:
+        return tensor, tensor.new_empty(0)
+    return tensor.reshape(-1).tensor_split([tensor.numel() * 2 // 5])
+
+
+def pieces_along(dim: int) -> Cut:
+    """The cut into two blocks of rows (dim 0) or of columns (dim 1); what has no such dim is cut along its last."""
+
+    def cut(tensor: Tensor) -> Sequence[Tensor]:
+        if tensor.dim() == 0:
+            return tensor, tensor.new_empty(0)
+        return tensor.tensor_split(2, dim=min(dim, tensor.dim() - 1))
+
+    return cut
+
+
+def looks_at(optimizer: torch.optim.Optimizer, stepped: Stepped, cuts: Sequence[Cut]) -> LooksAt:
+    """What ``optimizer`` looks at: as it says itself, else as a trial of some milliseconds shows.
+
+    Args:
+        optimizer: new; it is neither stepped nor changed.
+        stepped: its tensors.
+        cuts: pieces to try; without any, ``ELEMENT`` stands for ``TENSOR`` too.
+
+    Raises:
+        ValueError: it says something else than 'element', 'tensor' or 'model', or cannot be tried.
+    """
+    declared = getattr(optimizer, DECLARATION, None)
+    if declared is not None:
+        return _parse(declared, optimizer)
+    if type(optimizer).__name__ in LATE:
+        return LooksAt.TENSOR
+    state, num_threads = rng_state(stepped.device), torch.get_num_threads()
+    torch.set_num_threads(1)  # to wake a second one for such small tensors costs more than they do
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _tried(optimizer, stepped, cuts)
+    finally:
+        torch.set_num_threads(num_threads)
+        set_rng_state(state, stepped.device)
+
+
+def _parse(declared: object, optimizer: torch.optim.Optimizer) -> LooksAt:
+    if declared not in tuple(LooksAt):
+        raise ValueError(
+            f"optimizer: {type(optimizer).__name__}.{DECLARATION} is {declared!r}, not one of {', '.join(LooksAt)}"
+        )
+    return LooksAt(str(declared))
+
+
+def _tried(optimizer: torch.optim.Optimizer, stepped: Stepped, cuts: Sequence[Cut]) -> LooksAt:
+    trial = _begun(optimizer, stepped)
+    try:
+        alone = all(trial.agrees(_every_second(rank)) for rank in (0, 1))
+    except Exception as error:  # a class of the user's may raise anything
+        raise ValueError(
+            f"optimizer: {type(optimizer).__name__} fails where a tensor is empty and has no gradient "
+            f"({type(error).__name__}: {error}), as on a rank that holds nothing of a parameter; let its step skip "
+            "tensors whose grad is None, as torch's optimizers do"
+        ) from error
+    if not alone:
+        return LooksAt.MODEL
+    for cut in cuts:
+        for rank in (0, 1):
+            try:
+                same = trial.agrees(_piece(cut, rank))
+            except Exception:  # a class of the user's: it asks for matrices, say, and that is an answer
+                same = False
+            if not same:
+                return LooksAt.TENSOR
+    return LooksAt.ELEMENT
+
+
+def _begun(optimizer: torch.optim.Optimizer, stepped: Stepped) -> "_Trial":
+    """A trial whose steps of whole tensors have been done."""
+    for dtype in DTYPES:
+        try:
+            return _Trial(optimizer, stepped, dtype)
+        except Exception as error:  # a class of the user's may raise anything
+            reason = error
+    raise ValueError(
+        f"optimizer: {type(optimizer).__name__} cannot be tried on small tensors ({type(reason).__name__}: {reason}), "
+        "which would show whether it may step the pieces of a sharded model; say it in its class: "
+        f"{DECLARATION} = 'element', 'tensor' or 'model'"
+    ) from reason
+
+
+class _Trial:
+    """The steps of copies of an optimizer, on all of some small tensors and on parts of them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, stepped: Stepped, dtype: torch.dtype) -> None:
+        self._optimizer, self._stepped = optimizer, stepped
+        self._stand_ins, self._place = stand_ins(optimizer, stepped.tensors, stepped.shapes)
+        generator = torch.Generator().manual_seed(0)
+
+        def drawn(number: int, stand_in: StandIn) -> Tensor:
+            # Neither two tensors nor two pieces of one have the same norm.
+            values = torch.randn(stand_in.shape, generator=generator, dtype=torch.float64)
+            slope = torch.linspace(0.25, 4.0, max(1, prod(stand_in.shape)), dtype=torch.float64)
+            return (values * slope.view(stand_in.shape) * (1 + number)).to(stepped.device, dtype)
+
+        self._start = [drawn(number, stand_in) for number, stand_in in enumerate(self._stand_ins)]
+        self._gradients = [
+            [drawn(number, stand_in) * scale for number, stand_in in enumerate(self._stand_ins)]
+            for scale in STEP_SCALES
+        ]
+        self._whole = self._steps(lambda _, tensor: tensor)
+
+    def agrees(self, part: Part) -> bool:
+        """Whether the steps of parts are the parts of the steps."""
+        before, after = self._start, self._steps(part)
+        for whole, parts in zip(self._whole, after, strict=True):
+            for number, (old, new, own) in enumerate(zip(before, whole, parts, strict=True)):
+                expected = part(number, new) - part(number, old)
+                difference = (own - part(number, new)).double().norm()
+                noise = 64 * torch.finfo(old.dtype).eps * part(number, old).double().norm()
+                if not bool(difference <= TOLERANCE * expected.double().norm() + noise):
+                    return False
+            before = whole
+        return True
+
+    def _steps(self, part: Part) -> list[list[Tensor]]:
+        """The parts of all tensors after each step."""
+        torch.manual_seed(0)  # whoever draws, draws the same each time; the caller puts the generators back
+        # An empty part has no gradient, as on a rank that holds nothing of a parameter.
+        params = [part(number, start).clone().requires_grad_() for number, start in enumerate(self._start)]
+        optimizer = copy_of(self._optimizer, self._stand_ins, self._place, params)
+        found = []
+        for gradients in self._gradients:
+            for number, (param, gradient) in enumerate(zip(params, gradients, strict=True)):
+                param.grad = part(number, gradient).clone() if param.numel() else None
+            _step(optimizer)
+            found.append([param.detach().clone() for param in params])
+        return found
+
+
+def _every_second(rank: int) -> Part:
+    return lambda number, tensor: tensor if number % 2 == rank else tensor.reshape(tensor.shape or (1,))[:0]
+
+
+def _piece(cut: Cut, rank: int) -> Part:
+    return lambda _, tensor: cut(tensor)[rank]
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):
+        # Past the hooks on all optimizers of the process, which are for those that train: torch's wrapper calls them.
+        step = getattr(step, "__wrapped__", step)
+    closure = inspect.signature(step).parameters.get("closure")
+    if closure is None or closure.default is not inspect.Parameter.empty:
+        step(optimizer)
+    else:
+        step(optimizer, lambda: 0.0)
