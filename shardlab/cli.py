@@ -80,7 +80,9 @@ def compare(
     learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-3,
     clip: Annotated[float | None, typer.Option(help="Maximal global gradient norm; none by default.")] = None,
     bucket_mib: Annotated[float, typer.Option(help="Bucket capacity in MiB.")] = 1.0,
-    partition: Annotated[str, typer.Option(help="ZeRO: elements, round_robin, contiguous, balanced.")] = "elements",
+    partition: Annotated[
+        str, typer.Option(help="ZeRO, FSDP: elements, round_robin, contiguous, balanced.")
+    ] = "elements",
     sharding: Annotated[
         str, typer.Option(help="FSDP: full_shard, shard_grad_op, no_shard, hybrid_shard.")
     ] = "full_shard",

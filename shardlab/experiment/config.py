@@ -49,7 +49,7 @@ class CompareConfig:
         learning_rate: of AdamW.
         clip: maximal global gradient norm; None for no clipping.
         bucket_mib: capacity of a bucket in MiB.
-        partition: how ZeRO divides a bucket, see ``ShardedOptimizer``.
+        partition: how ZeRO and FSDP divide parameters, see ``ShardedOptimizer``.
         sharding: of FSDP: full_shard, shard_grad_op, no_shard or hybrid_shard.
         shard_group: ranks in a shard group of hybrid_shard; None for the largest divisor below them.
         wrap: of FSDP: 'block', 'root' or a number of parameters.
@@ -159,6 +159,14 @@ class CompareConfig:
                 raise ValueError(f"{field}: {getattr(self, field)} is below 0")
         if self.replicate_below and self.sharding == "no_shard":
             raise ValueError("replicate_below: with sharding=no_shard every parameter is replicated; leave it out")
+        if self.partition != "elements" and "fsdp" in self.strategies:
+            if self.sharding == "no_shard":
+                raise ValueError("partition: with sharding=no_shard every rank has all parameters; leave it out")
+            if self.layout == "dim0":
+                raise ValueError(
+                    f"partition: {self.partition!r} gives ranks whole parameters, and layout=dim0 cuts each into rows; "
+                    "use layout=flat, or partition=elements"
+                )
         if self.shard_group is not None and self.sharding != "hybrid_shard":
             raise ValueError("shard_group: only sharding=hybrid_shard has groups; add it, or leave shard_group out")
         if self.sharding == "hybrid_shard" and self.shard_group is None and self.shards == 1:

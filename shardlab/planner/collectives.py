@@ -82,18 +82,22 @@ def predicted_collectives(
     Raises:
         ValueError: a rank or a parameter's name that does not exist.
     """
-    calls = calls_of_step(model, setup)
+    wanted = setup.ranks_among(ranks)
+    # Whoever holds another chunk sends another number of elements to those that hold the same one.
+    chunk_of = {rank: setup.shard_of(rank) if setup.hybrid else 0 for rank in wanted}
+    calls = {chunk: calls_of_step(model, setup, chunk) for chunk in set(chunk_of.values())}
     rows = []
-    for rank in setup.ranks_among(ranks):
+    for rank in wanted:
         rows += [
-            call.row(run or setup.strategy, rank, seq, _member(rank, call, setup)) for seq, call in enumerate(calls)
+            call.row(run or setup.strategy, rank, seq, _member(rank, call, setup))
+            for seq, call in enumerate(calls[chunk_of[rank]])
         ]
     return COLLECTIVES.frame(rows)
 
 
-def calls_of_step(model: PlannedModel, setup: Setup) -> list[Call]:
-    """The collectives of one step in the order of issue, the same on every rank."""
-    planner = _Step(groups_of(model, setup), setup, model.tensor_ranks)
+def calls_of_step(model: PlannedModel, setup: Setup, chunk: int = 0) -> list[Call]:
+    """The collectives of one step in the order of issue, the same on every rank that holds this chunk."""
+    planner = _Step(groups_of(model, setup), setup, model.tensor_ranks, chunk)
     calls = {
         "single": planner.nothing, "ddp": planner.replicated, "bucketed": planner.replicated, "zero1": planner.zero1,
         "zero2": planner.zero1, "zero3": planner.zero3, "fsdp": planner.fsdp,
@@ -104,8 +108,8 @@ def calls_of_step(model: PlannedModel, setup: Setup) -> list[Call]:
 class _Step:
     """The step of each strategy as a list of calls."""
 
-    def __init__(self, groups: Sequence[Group], setup: Setup, tensor_ranks: int) -> None:
-        self.groups, self.setup, self.tensor_ranks = groups, setup, tensor_ranks
+    def __init__(self, groups: Sequence[Group], setup: Setup, tensor_ranks: int, chunk: int) -> None:
+        self.groups, self.setup, self.tensor_ranks, self.chunk = groups, setup, tensor_ranks, chunk
         self.trainable = [group for group in groups if group.trainable]
         self.axis = MeshAxis.SHARD if setup.hybrid else MeshAxis.DATA
 
@@ -217,7 +221,7 @@ class _Step:
         name, size = axis
         return Call(
             Collective.ALL_REDUCE, name, f"gradients of {group.name}", Phase.BACKWARD, *self.gradient_element(group),
-            group.layout.chunk_sizes[0], size,
+            group.layout.chunk_sizes[0 if group.is_whole else self.chunk], size,
         )  # fmt: skip
 
     @property

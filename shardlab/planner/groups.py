@@ -10,7 +10,8 @@ from functools import cached_property
 
 from shardlab.partition.buckets import plan_buckets
 from shardlab.partition.dim0 import Dim0Layout, dim0_layout
-from shardlab.partition.flat import FlatLayout, Piece, flat_layout
+from shardlab.partition.flat import FlatLayout, ParamSpec, Piece, flat_layout, owned_layout
+from shardlab.partition.owners import Ownership
 from shardlab.planner.model import PlannedModel, PlannedParam
 from shardlab.planner.setup import Setup
 from shardlab.vocabulary import Partition
@@ -89,18 +90,35 @@ def _buckets(by_name: Mapping[str, PlannedParam], setup: Setup) -> Iterator[Grou
 
 
 def _units(by_name: Mapping[str, PlannedParam], setup: Setup) -> Iterator[Group]:
-    lay_out = dim0_layout if setup.layout == "dim0" else flat_layout
+    owners = _owners(by_name, setup)
     for unit, names in _with_root(by_name, setup.units).items():
         kinds = dict.fromkeys((*_kind(by_name[name]), _is_small(by_name[name], setup)) for name in names)
         for part, kind in enumerate(kinds):
             *alike, small = kind
-            together = {
-                name: by_name[name] for name in names
+            together = [
+                by_name[name].spec for name in names
                 if list(_kind(by_name[name])) == alike and _is_small(by_name[name], setup) == small
-            }  # fmt: skip
+            ]  # fmt: skip
             name = unit if len(kinds) == 1 else f"{unit} part {part}"
-            chunks = 1 if small else setup.num_shards
-            yield Group(name, unit, lay_out([param.spec for param in together.values()], chunks), together)
+            layout = _unit_layout(together, 1 if small else setup.num_shards, owners, setup)
+            yield Group(name, unit, layout, {spec.name: by_name[spec.name] for spec in together})
+
+
+def _owners(by_name: Mapping[str, PlannedParam], setup: Setup) -> dict[str, int]:
+    """The owner of each parameter that is sharded whole, over the whole model."""
+    if setup.num_shards == 1 or setup.partition == Partition.ELEMENTS:
+        return {}
+    specs = [param.spec for param in by_name.values() if not _is_small(param, setup)]
+    return Ownership.assign(specs, setup.num_shards, Partition(setup.partition)).table
+
+
+def _unit_layout(
+    specs: list[ParamSpec], chunks: int, owners: Mapping[str, int], setup: Setup
+) -> FlatLayout | Dim0Layout:
+    ranks = [owners[spec.name] for spec in specs if spec.name in owners]
+    if ranks:
+        return owned_layout(specs, ranks, chunks)
+    return dim0_layout(specs, chunks) if setup.layout == "dim0" else flat_layout(specs, chunks)
 
 
 def _with_root(by_name: Mapping[str, PlannedParam], units: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:

@@ -44,7 +44,7 @@ class Setup:
         strategy: single, ddp, bucketed, zero1, zero2, zero3 or fsdp.
         num_ranks: ranks of the mesh.
         bucket_bytes: capacity of a bucket in bytes.
-        partition: how zero1, zero2, zero3 divide a bucket.
+        partition: how zero1, zero2, zero3 divide a bucket, and fsdp the parameters.
         units: fsdp: names of the parameters of each wrapped unit, by the unit's name, in the order of forward. The
             parameters of no unit are the unit ``root``.
         layout: fsdp: flat or dim0.
@@ -98,7 +98,16 @@ class Setup:
         require_count("replicate_below", self.replicate_below, 0)
         if self.strategy == "single" and self.num_ranks != 1:
             raise ValueError(f"num_ranks: 'single' trains in one process, got {self.num_ranks}")
+        if self.strategy == "fsdp" and self.partition != Partition.ELEMENTS:
+            self._check_whole()
         self._check_groups()
+
+    def _check_whole(self) -> None:
+        if self.layout == "dim0" or self.sharding == Sharding.NO_SHARD:
+            raise ValueError(
+                f"partition: {str(self.partition)!r} gives ranks whole parameters; it goes with layout 'flat' and a "
+                f"sharding that shards, not with {self.layout!r} and {str(self.sharding)!r}"
+            )
 
     def _check_groups(self) -> None:
         size = self.shard_group_size

@@ -30,6 +30,7 @@ MORE = {
     "zero3-small": ("zero3", {"bucket_bytes": 256}),
     "zero3-balanced": ("zero3", {"partition": "balanced", "bucket_bytes": 512}),
     "fsdp-shard_grad_op": ("fsdp", {"sharding": "shard_grad_op", "prefetch": 0}),
+    "fsdp-balanced": ("fsdp", {"partition": "balanced"}),
     "fsdp-no_shard": ("fsdp", {"sharding": "no_shard", "wrap": "root"}),
 }
 ENGINES = {**MAIN, **MORE}

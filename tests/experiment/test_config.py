@@ -73,7 +73,7 @@ def test_a_shard_group_without_groups():
         ("sharding", "no_shard", "fsdp"),
         ("offload", "all", "fsdp"),
         ("replicate_below", 100, "fsdp"),
-        ("partition", "balanced", "zero1, zero2, zero3"),
+        ("partition", "balanced", "zero1, zero2, zero3, fsdp"),
         ("bucket_mib", 2.0, "bucketed, zero1, zero2, zero3"),
     ],
 )
@@ -96,6 +96,13 @@ def test_fsdp_options():
             CompareConfig(("fsdp",), text="grammar", **{field: value})
     with pytest.raises(ValueError, match="every parameter is replicated"):
         CompareConfig(("fsdp",), text="grammar", sharding="no_shard", replicate_below=10)
+    for options, words in (
+        ({"layout": "dim0"}, "layout=dim0 cuts each into rows"),
+        ({"sharding": "no_shard"}, "leave it out"),
+    ):
+        with pytest.raises(ValueError, match=f"partition: .*{words}"):
+            CompareConfig(("zero1", "fsdp"), text="grammar", partition="balanced", **options)
+        assert CompareConfig(("fsdp",), text="grammar", **options).partition == "elements"
 
 
 def test_texts(tmp_path):

@@ -290,6 +290,8 @@ def test_tables_say_predicted_and_have_every_role_and_rank():
         ({"layout": "rows"}, "layout: 'rows' is not one of flat, dim0"),
         ({"sharding": "some"}, "sharding: 'some' is not one of full_shard"),
         ({"partition": "half"}, "partition: 'half' is not one of elements"),
+        ({"partition": "balanced", "layout": "dim0"}, "partition: 'balanced' gives ranks whole parameters"),
+        ({"partition": "balanced", "sharding": "no_shard"}, "partition: 'balanced' gives ranks whole parameters"),
         ({"num_ranks": 0}, "num_ranks must be at least 1"),
         ({"micro_batches": 0}, "micro_batches must be at least 1"),
         ({"bucket_bytes": 0}, "bucket_bytes must be at least 1"),

@@ -111,6 +111,9 @@ CASES = (
     Case("fsdp", {"sharding": "no_shard"}, dtype=torch.float32, precision="bf16"),
     Case("fsdp", {"layout": "dim0"}, 2, dtype=torch.float32, precision="fp16"),
     Case("fsdp", wrap="root"),
+    *(Case("fsdp", {"partition": str(way)}, 2, clip=True) for way in Partition if way is not Partition.ELEMENTS),
+    Case("fsdp", {"partition": "balanced", "sharding": "shard_grad_op", "replicate_below": 20}, dtype=torch.float32),
+    Case("fsdp", {"partition": "contiguous", "offload": "all"}, dtype=torch.float32, precision="bf16"),
     *(Case("fsdp", {"replicate_below": 20, "layout": layout}, 2, clip=True) for layout in ("flat", "dim0")),
     *(Case("fsdp", {"offload": offload}, clip=True) for offload in ("parameters", "all")),
     Case("fsdp", {"offload": "all", "sharding": "no_shard"}, 2),
@@ -122,6 +125,11 @@ HYBRIDS = (
     Case("fsdp", {"sharding": "hybrid_shard", "layout": "flat"}, clip=True, shard_group_size=1),
     Case("fsdp", {"sharding": "hybrid_shard", "layout": "dim0"}, clip=True, shard_group_size=4),
     Case("fsdp", {"sharding": "hybrid_shard", "replicate_below": 20}, 2, clip=True, shard_group_size=2),
+    *(
+        Case("fsdp", {"sharding": "hybrid_shard", "partition": str(way)}, 2, clip=True, shard_group_size=2)
+        for way in Partition
+        if way is not Partition.ELEMENTS
+    ),
 )
 
 

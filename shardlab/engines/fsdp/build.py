@@ -2,6 +2,9 @@
 
 Parameters of a group are in one unit if they have one dtype, all train or none does, and all are sharded or all are
 too small to be worth it (``replicate_below``): such a unit is one chunk, which every rank holds.
+
+With whole parameters (``partition``) the owners are chosen over the whole model and not unit by unit: else the same
+ranks would own the largest parameter of every block.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -17,8 +20,9 @@ from shardlab.engines.released import Seats, seats_of
 from shardlab.engines.sharded_unit import ShardedUnit
 from shardlab.engines.unit_layout import UnitLayout
 from shardlab.partition.dim0 import dim0_layout
-from shardlab.partition.flat import ParamSpec, flat_layout
-from shardlab.vocabulary import MeshAxis
+from shardlab.partition.flat import ParamSpec, flat_layout, owned_layout, owned_order
+from shardlab.partition.owners import Ownership
+from shardlab.vocabulary import MeshAxis, Partition
 
 LAYOUTS: Mapping[str, Callable[[list[ParamSpec], int], UnitLayout]] = {"flat": flat_layout, "dim0": dim0_layout}
 
@@ -33,6 +37,7 @@ class Builder:
     precision: Precision
     offload: str
     replicate_below: int
+    partition: Partition = Partition.ELEMENTS
 
     def __post_init__(self) -> None:
         """Check every option that a user can get wrong."""
@@ -47,6 +52,13 @@ class Builder:
             raise ValueError(f"replicate_below: {self.replicate_below} elements is below 0")
         if self.replicate_below and self.sharding == "no_shard":
             raise ValueError("replicate_below: with sharding='no_shard' every parameter is replicated; leave it out")
+        if self.partition is not Partition.ELEMENTS and self.sharding == "no_shard":
+            raise ValueError("partition: with sharding='no_shard' every rank has all parameters; leave it out")
+        if self.partition is not Partition.ELEMENTS and self.layout == "dim0":
+            raise ValueError(
+                f"partition: {self.partition.value!r} gives ranks whole parameters, and layout='dim0' cuts each into "
+                "rows; use layout='flat', or partition='elements'"
+            )
 
     @property
     def data_axes(self) -> tuple[Communicator, ...]:
@@ -60,13 +72,27 @@ class Builder:
         axis = SHARDINGS[self.sharding].shard_axis
         return None if axis is None else self.mesh[axis]
 
-    def units(self, group: str, module: nn.Module, params: Mapping[str, nn.Parameter]) -> list[ShardedUnit]:
+    def owners(self, params: Mapping[str, nn.Parameter]) -> dict[str, int]:
+        """The rank of the shard group that holds each parameter; none of those that are cut or replicated.
+
+        Args:
+            params: of the whole model, in its order; they may be on the meta device.
+        """
+        if self.shard_axis is None or self.partition is Partition.ELEMENTS:
+            return {}
+        specs = [_spec(name, param) for name, param in params.items() if self.is_sharded(param)]
+        return Ownership.assign(specs, self.shard_axis.num_ranks, self.partition).table
+
+    def units(
+        self, group: str, module: nn.Module, params: Mapping[str, nn.Parameter], owners: Mapping[str, int]
+    ) -> list[ShardedUnit]:
         """Shard the parameters of one group, which is all that is ever there in full.
 
         Args:
             group: its name.
             module: the whole module, in which the parameters have their seats.
             params: full parameters by name.
+            owners: see ``owners``.
         """
         seats = seats_of(module, params)
         kinds: dict[Hashable, dict[str, nn.Parameter]] = {}
@@ -74,20 +100,31 @@ class Builder:
             kind = (param.dtype, param.device, param.requires_grad, self.is_sharded(param))
             kinds.setdefault(kind, {})[name] = param
         numbered = enumerate(kinds.values())
-        return [self._unit(_unit_name(group, place, len(kinds)), alike, seats) for place, alike in numbered]
+        return [self._unit(_unit_name(group, place, len(kinds)), alike, seats, owners) for place, alike in numbered]
 
     def is_sharded(self, param: nn.Parameter) -> bool:
         """Whether ranks hold different elements of it."""
         return self.shard_axis is not None and param.numel() >= self.replicate_below
 
-    def _unit(self, name: str, params: Mapping[str, nn.Parameter], seats: Mapping[str, Seats]) -> ShardedUnit:
+    def _unit(
+        self, name: str, params: Mapping[str, nn.Parameter], seats: Mapping[str, Seats], owners: Mapping[str, int]
+    ) -> ShardedUnit:
         if self.shard_axis is not None and self.is_sharded(next(iter(params.values()))):
             comm, replicas = self.shard_axis, tuple(axis for axis in self.data_axes if axis is not self.shard_axis)
         else:
             comm, replicas = Communicator(None, None, (0,), 0, MeshAxis.SHARD), self.data_axes[::-1]
-        specs = [ParamSpec(key, tuple(param.shape), param.element_size()) for key, param in params.items()]
-        layout = LAYOUTS[self.layout](specs, comm.num_ranks)
+        specs = [_spec(key, param) for key, param in params.items()]
+        ranks = [owners[spec.name] for spec in specs if spec.name in owners]
+        if ranks:
+            layout: UnitLayout = owned_layout(specs, ranks, comm.num_ranks)
+            params = {specs[place].name: params[specs[place].name] for place in owned_order(ranks)}
+        else:
+            layout = LAYOUTS[self.layout](specs, comm.num_ranks)
         return ShardedUnit(name, params, seats, layout, comm, replicas, self.precision, OFFLOADS[self.offload])
+
+
+def _spec(name: str, param: nn.Parameter) -> ParamSpec:
+    return ParamSpec(name, tuple(param.shape), param.element_size())
 
 
 def _unit_name(group: str, place: int, number: int) -> str:

@@ -24,7 +24,7 @@ Source: Zhao et al., arXiv 2304.11277, sections 3 and 4.
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -47,9 +47,10 @@ from shardlab.engines.offload import OFFLOADS, check_host_memory
 from shardlab.engines.precision import Precision, advise, cast_floating, parse_precision
 from shardlab.engines.saved import saved_by_reference
 from shardlab.engines.sharded_engine import ShardedEngine
+from shardlab.engines.sharded_optimizer import parse_partition
 from shardlab.engines.sharded_unit import ShardedUnit
 from shardlab.meta import InitFn, reset_parameters
-from shardlab.vocabulary import Role
+from shardlab.vocabulary import Partition, Role
 
 
 class FSDP(ShardedEngine):
@@ -63,6 +64,8 @@ class FSDP(ShardedEngine):
         wrap: which modules are units, see ``wrapped_modules``.
         prefetch: units gathered ahead, in forward and in backward; 0 gathers when needed.
         layout: 'flat' (end to end, padded at the end of the unit) or 'dim0' (each parameter by rows).
+        partition: 'elements' cuts parameters as ``layout`` says; 'round_robin', 'contiguous' and 'balanced' give whole
+            parameters to ranks, which optimizers need that look at whole tensors.
         precision: 'full', 'bf16', 'fp16' or a ``Precision``.
         offload: what lives in host memory: 'none', 'parameters' or 'all' (gradients and optimizer state too).
         replicate_below: parameters of fewer elements are replicated instead of sharded; 0 shards all.
@@ -82,6 +85,7 @@ class FSDP(ShardedEngine):
         wrap: WrapPolicy = "block",
         prefetch: int = 1,
         layout: str = "flat",
+        partition: Partition | str = Partition.ELEMENTS,
         precision: Precision | str = "full",
         offload: str = "none",
         replicate_below: int = 0,
@@ -91,8 +95,9 @@ class FSDP(ShardedEngine):
             raise ValueError(f"prefetch: {prefetch} is below 0")
         self.sharding, self.wrap, self.prefetch, self.layout = sharding, wrap, prefetch, layout
         self.precision, self.offload, self.replicate_below = parse_precision(precision), offload, replicate_below
+        self.partition, self._pieces_are_rows = parse_partition(partition), layout == "dim0"
         mesh = Mesh.alone() if mesh is None else mesh
-        self._builder = Builder(mesh, sharding, layout, self.precision, offload, replicate_below)
+        self._builder = Builder(mesh, sharding, layout, self.precision, offload, replicate_below, self.partition)
         self._init_fn = init_fn or reset_parameters
         super().__init__(model, optimizer_fn, mesh)
         self._hooks += self._schedule.watch() + self._cast_inputs_of_units()
@@ -183,8 +188,9 @@ class FSDP(ShardedEngine):
         self._cast_buffers()
         wrapped = wrapped_modules(self.module, self.wrap)
         members = owners_of_parameters(self.module, wrapped, self.params, ROOT)
+        owners = self._builder.owners(self.params)
         self.groups = [
-            Group(name, wrapped.get(name, self.module), self._units_of(name, names))
+            Group(name, wrapped.get(name, self.module), self._units_of(name, names, owners))
             for name, names in members.items()
             if names
         ]
@@ -220,10 +226,10 @@ class FSDP(ShardedEngine):
         if meta := [name for name, buffer in self.module.named_buffers() if buffer.is_meta]:
             raise ValueError(f"model: buffer {meta[0]!r} is on the meta device; make buffers on the device")
 
-    def _units_of(self, name: str, members: list[str]) -> list[ShardedUnit]:
+    def _units_of(self, name: str, members: list[str], owners: Mapping[str, int]) -> list[ShardedUnit]:
         if materialize(self.module, members, self.params, self.mesh.device, self._init_fn):
             self._equalise([self.params[member] for member in members], f"parameters of {name} from rank 0")
-        return self._builder.units(name, self.module, {member: self.params[member] for member in members})
+        return self._builder.units(name, self.module, {member: self.params[member] for member in members}, owners)
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         super()._on_gradient(param)

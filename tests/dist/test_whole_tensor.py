@@ -1,0 +1,350 @@
+"""Optimizers that look at whole tensors: exact with whole parameters, refused where they are cut, of any class."""
+
+import pytest
+import torch
+from torch import nn
+
+from shardlab.comm import Mesh
+from shardlab.engines import build_engine
+from shardlab.engines.sharded_optimizer import ShardedOptimizer
+from shardlab.launch import RankError
+from shardlab.vocabulary import Partition
+from tests.dist import cases, whole_optimizers
+from tests.dist.test_engines import adamw
+from tests.dist.test_fsdp import Blocks, build, seeded
+
+WHOLE = [str(partition) for partition in Partition if partition is not Partition.ELEMENTS]
+FSDP = {
+    "fsdp": {},
+    "fsdp-shard_grad_op": {"sharding": "shard_grad_op"},
+    "fsdp-hybrid": {"sharding": "hybrid_shard"},
+    "fsdp-replicate": {"replicate_below": 10},
+    "fsdp-offload": {"offload": "all"},
+    "fsdp-offload-parameters": {"offload": "parameters"},
+    "fsdp-root": {"wrap": "root"},
+}
+ENGINES = {"zero1": {}, "zero2": {}, "zero3": {}, **FSDP}
+OPTIMIZERS = {
+    **whole_optimizers.TENSOR,
+    "Adafactor": lambda tensors: torch.optim.Adafactor(tensors, lr=1e-2),
+    "Muon": lambda tensors: torch.optim.Muon(matrices(tensors), lr=1e-2),
+    "Centred": whole_optimizers.Centred,
+}
+STEPS = 3
+
+
+def one_step(engine, rank, step=0):
+    x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", step, 0, engine.num_data_ranks))
+    engine.backward(cases.loss_of(engine(x), y))
+    engine.step()
+
+
+def matrices(tensors):
+    if hasattr(tensors, "where"):
+        return tensors.where(lambda name: name.endswith("weight"))
+    return [tensor for tensor in tensors if tensor.dim() == 2]
+
+
+def mesh_of(key, num_ranks):
+    return Mesh({"replica": 2, "shard": num_ranks // 2} if key == "fsdp-hybrid" else {"data": num_ranks})
+
+
+def engine_of(key, model, optimizer_fn, mesh, **more):
+    return build_engine(key.partition("-")[0], model, optimizer_fn, mesh, **ENGINES[key], **more)
+
+
+def trained(rank, num_ranks, kind, partition):
+    """Final states by engine, after some steps."""
+    found = {}
+    for key in ENGINES:
+        if key == "fsdp-hybrid" and num_ranks % 2:
+            continue
+        with (
+            mesh_of(key, num_ranks) as mesh,
+            engine_of(key, build(), OPTIMIZERS[kind], mesh, partition=partition) as engine,
+        ):
+            for step in range(STEPS):
+                one_step(engine, rank, step=step)
+                engine.zero_grad()
+            found[key] = engine.full_state_dict(), engine.owners()
+    return found
+
+
+def reference(kind, num_ranks):
+    model = build()
+    optimizer = OPTIMIZERS[kind](list(model.parameters()))
+    for step in range(STEPS):
+        x, y = cases.rows("MLP", step, 0, num_ranks)
+        cases.loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def assert_state(state, expected, kind=""):
+    # Muon computes in bfloat16, which magnifies the last bit of a sum.
+    tolerance = 1e-8 if kind == "Muon" else 1e-10
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name], value, atol=tolerance, rtol=0, msg=lambda m: f"{name}: {m}")  # noqa: B023
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_exact_with_whole_parameters(pools, kind, num_ranks):
+    partition = WHOLE[num_ranks % 3]
+    expected = reference(kind, num_ranks)
+    for found in pools(num_ranks).run(trained, num_ranks, kind, partition):
+        for key, (state, owners) in found.items():
+            assert_state(state, expected, kind)
+            if key != "fsdp-replicate":
+                assert all(len(ranks) == 1 for ranks in owners.values()), key
+
+
+@pytest.mark.parametrize("partition", WHOLE)
+def test_every_partition_of_fsdp(pools, partition):
+    for found in pools(3).run(trained, 3, "TrustRatio", partition):
+        for state, _ in found.values():
+            assert_state(state, reference("TrustRatio", 3))
+
+
+def refusals(rank, kind):
+    """Messages, and that the module then trains under another engine as if nothing had been."""
+    messages = []
+    with Mesh({"data": 2}) as mesh:
+        for strategy, options in CUT.values():
+            model = build()
+            with pytest.raises(ValueError) as caught:  # noqa: PT011
+                build_engine(strategy, model, UNFIT[kind], mesh, **options)
+            messages.append(str(caught.value))
+            for name, value in build().state_dict().items():
+                assert torch.equal(model.state_dict()[name], value)
+            with build_engine("bucketed", model, adamw, mesh) as engine:
+                one_step(engine, rank)
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            ShardedOptimizer(matrices(build().parameters()), KINDS[kind], comm=mesh.data, lr=1e-2)
+        messages.append(str(caught.value))
+    return messages
+
+
+CUT = {
+    "zero1": ("zero1", {}),
+    "zero2": ("zero2", {}),
+    "zero3": ("zero3", {}),
+    "fsdp": ("fsdp", {}),
+    "fsdp-dim0": ("fsdp", {"layout": "dim0"}),
+    "fsdp-offload": ("fsdp", {"offload": "parameters"}),
+}
+UNFIT = {kind: make for kind, make in OPTIMIZERS.items() if kind != "Centred"}
+KINDS = {**whole_optimizers.TENSOR, "Adafactor": torch.optim.Adafactor, "Muon": torch.optim.Muon}
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_refused_where_they_are_cut(pools, kind):
+    first, second = pools(2).run(refusals, kind)
+    assert first == second
+    for message in first:
+        assert message.startswith(f"partition: {kind} looks at whole tensors, and 'elements' cuts through them"), (
+            message
+        )
+        assert "round_robin, contiguous, balanced" in message
+    assert first[4].endswith("with layout='flat'")
+
+
+def of_the_model(rank):
+    messages = []
+    with Mesh({"data": 2}) as mesh:
+        for strategy in ("zero1", "zero2", "zero3", "fsdp"):
+            for partition in Partition:
+                model = build()
+                with pytest.raises(ValueError) as caught:  # noqa: PT011
+                    build_engine(strategy, model, whole_optimizers.Clipped, mesh, partition=partition)
+                messages.append(str(caught.value))
+        for strategy, options in (("bucketed", {}), ("ddp", {}), ("fsdp", {"sharding": "no_shard"})):
+            with build_engine(strategy, build(), whole_optimizers.Clipped, mesh, **options) as engine:
+                one_step(engine, rank)
+    return messages
+
+
+def test_what_looks_at_the_whole_model_is_never_sharded(pools):
+    first, second = pools(2).run(of_the_model)
+    assert first == second
+    assert set(first) == {"optimizer: Clipped looks at the whole model, so it cannot be sharded; use bucketed or ddp"}
+
+
+def rows_are_enough(rank):
+    with Mesh({"data": 3}) as mesh:
+        with build_engine("fsdp", build(), whole_optimizers.Centred, mesh, layout="dim0") as engine:
+            for step in range(STEPS):
+                one_step(engine, rank, step=step)
+                engine.zero_grad()
+            state = engine.full_state_dict()
+        with pytest.raises(ValueError, match="partition: Centred"):
+            build_engine("fsdp", build(), whole_optimizers.Centred, mesh)
+    return state
+
+
+def test_rows_are_enough_for_some(pools):
+    for state in pools(3).run(rows_are_enough):
+        assert_state(state, reference("Centred", 3))
+
+
+def refused_on_one_rank(rank):
+    """A user's class that only rank 1's pieces displease."""
+
+    def make(tensors):
+        if rank == 1:
+            raise TypeError("not these")
+        return adamw(tensors)
+
+    with Mesh({"data": 2}) as mesh:
+        for strategy in ("zero1", "zero2", "zero3", "fsdp"):
+            model = build()
+            with pytest.raises(RuntimeError, match=r"TypeError: not these \(on rank 1\)"):
+                build_engine(strategy, model, make, mesh)
+            with build_engine(strategy, model, adamw, mesh) as engine:
+                one_step(engine, rank)
+
+
+def test_one_rank_s_refusal_reaches_all(pools):
+    pools(2).run(refused_on_one_rank)
+
+
+def own_words(rank):
+    """An error that has nothing to do with pieces stays what it is."""
+    with Mesh({"data": 2}) as mesh:
+        for strategy in ("zero1", "zero3", "fsdp"):
+            with pytest.raises(ValueError, match="Invalid learning rate"):
+                build_engine(strategy, build(), lambda tensors: torch.optim.AdamW(tensors, lr=-1.0), mesh)
+
+
+def test_an_optimizer_s_own_error(pools):
+    pools(2).run(own_words)
+
+
+def contradictions(rank):
+    messages = []
+    with Mesh({"data": 2}) as mesh:
+        for options in ({"layout": "dim0"}, {"sharding": "no_shard"}, {"partition": "halves"}):
+            with pytest.raises(ValueError) as caught:  # noqa: PT011
+                build_engine("fsdp", build(), adamw, mesh, **{"partition": "balanced", **options})
+            messages.append(str(caught.value))
+    return messages
+
+
+def test_contradictory_options_of_fsdp(pools):
+    for dim0, no_shard, unknown in pools(2).run(contradictions):
+        assert dim0.startswith("partition: 'balanced' gives ranks whole parameters, and layout='dim0' cuts each")
+        assert no_shard.startswith("partition: with sharding='no_shard' every rank has all parameters")
+        assert unknown == "partition: 'halves' is not one of elements, round_robin, contiguous, balanced"
+
+
+def saved(rank, directory):
+    with (
+        Mesh({"data": 3}) as mesh,
+        build_engine("fsdp", build(), OPTIMIZERS["Adafactor"], mesh, partition="balanced") as engine,
+    ):
+        one_step(engine, rank, step=0)
+        engine.save(directory)
+        rows = [(row.parameter, row.role, row.start, row.stop) for row in engine.shard_map()]
+        return rows, engine.owned()
+
+
+def continued(rank, directory, strategy, partition):
+    with (
+        Mesh({"data": 2}) as mesh,
+        build_engine(strategy, build(), OPTIMIZERS["Adafactor"], mesh, partition=partition) as engine,
+    ):
+        engine.load(directory)
+        one_step(engine, rank, step=1)
+        return engine.full_state_dict(), engine.full_optimizer_state_dict()
+
+
+def test_a_checkpoint_goes_to_another_number_of_ranks(pools, tmp_path):
+    model = build()
+    optimizer = OPTIMIZERS["Adafactor"](list(model.parameters()))
+    for step, num_ranks in ((0, 3), (1, 2)):
+        x, y = cases.rows("MLP", step, 0, num_ranks)
+        optimizer.zero_grad()
+        cases.loss_of(model(x), y).backward()
+        optimizer.step()
+    pieces = pools(3).run(saved, tmp_path)
+    assert {name for _, owned in pieces for name in owned} == dict(model.named_parameters()).keys()
+    for rows, owned in pieces:
+        assert {row[0] for row in rows} == set(owned)
+        assert all((start, stop) == owned[name] for name, role, start, stop in rows if role == "parameter")
+    for strategy, partition in (("fsdp", "round_robin"), ("zero1", "contiguous"), ("zero3", "balanced")):
+        for state, optimizer_state in pools(2).run(continued, tmp_path, strategy, partition):
+            assert_state(state, model.state_dict())
+            for number, expected in optimizer.state_dict()["state"].items():
+                for key, value in expected.items():
+                    torch.testing.assert_close(optimizer_state["state"][number][key], value, atol=1e-10, rtol=0)
+
+
+def from_meta(rank, strategy_partition):
+    with torch.device("meta"):
+        model = Blocks().double()
+    with Mesh({"data": 4}) as mesh:
+        options = {"partition": strategy_partition, "init_fn": seeded}
+        with build_engine("fsdp", model, OPTIMIZERS["TrustRatio"], mesh, **options) as engine:
+            one_step(engine, rank)
+            return engine.full_state_dict(), sum(stop - start for start, stop in engine.owned().values())
+
+
+def test_from_the_meta_device(pools):
+    model = build()
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            seeded(name, module)
+    optimizer = OPTIMIZERS["TrustRatio"](list(model.parameters()))
+    x, y = cases.rows("MLP", 0, 0, 4)
+    cases.loss_of(model(x), y).backward()
+    optimizer.step()
+    results = pools(4).run(from_meta, "balanced")
+    for state, _ in results:
+        assert_state(state, model.state_dict())
+    loads = [numel for _, numel in results]
+    assert sum(loads) == sum(param.numel() for param in model.parameters())
+    assert max(loads) < 2 * min(loads)  # balanced over the model, not anew in every block
+
+
+def in_16_bits(rank):
+    """The master weights are whole parameters too."""
+    with Mesh({"data": 2}) as mesh:
+        options = {"partition": "balanced", "precision": "bf16"}
+        with build_engine("fsdp", build().float(), OPTIMIZERS["TrustRatio"], mesh, **options) as engine:
+            whole = [tensor.shape for tensor in engine.step_tensors() if tensor.numel()]
+            for step in range(2):
+                x, y = (cases.own_rows(part, rank).float() for part in cases.rows("MLP", step, 0, 2))
+                engine.backward(cases.loss_of(engine(x), y))
+                engine.step()
+                engine.zero_grad()
+            return whole, engine.full_state_dict()
+
+
+def test_in_16_bits(pools):
+    results = pools(2).run(in_16_bits)
+    shapes = sorted(tuple(shape) for whole, _ in results for shape in whole)
+    assert shapes == sorted(tuple(param.shape) for param in build().parameters())
+    for name, value in results[0][1].items():
+        assert torch.equal(value, results[1][1][name])
+        assert not torch.equal(value, build().state_dict()[name].float())
+
+
+class Careless(whole_optimizers.Plain):
+    """Does not know tensors without a gradient."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(group["lr"] * param.grad)
+
+
+def careless(rank):
+    with Mesh({"data": 2}) as mesh:
+        build_engine("zero1", nn.Linear(3, 2), Careless, mesh)
+
+
+def test_an_optimizer_that_would_fail_on_some_ranks(pools):
+    with pytest.raises(RankError, match="let its step skip tensors whose grad is None"):
+        pools(2).run(careless)
