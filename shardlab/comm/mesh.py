@@ -3,9 +3,11 @@
     mesh = Mesh({"data": 4})                      # four ranks, one axis
     mesh = Mesh({"replica": 2, "shard": 2})       # row by row: ranks 0 1 / 2 3
     mesh = Mesh({"data": 2}, ranks=[0, 3])        # a subset; on ranks 1 and 2 ``mesh.is_member`` is False
+    mesh = Mesh({"data": 2}, ranks=[0, 1] if rank < 2 else [2, 3])      # two at once, one on each half of the ranks
 
-The last axis varies fastest, so its groups are neighbours: put the axis that talks most there. Building a mesh is
-itself collective: every rank of the default group builds the same one, also those that are no members.
+The last axis varies fastest, so its groups are neighbours: put the axis that talks most there. Building a mesh of more
+than one rank is itself collective: every rank of the default group builds one at the same time, the one it is on or,
+where it is on none, the one of the others.
 """
 
 import contextlib
@@ -14,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from math import prod
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +24,7 @@ import torch.distributed as dist
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Observer
 from shardlab.comm.lanes import StreamLane, ThreadLane
+from shardlab.comm.objects import all_gather_object
 from shardlab.comm.overheard import BACKEND, OverheardGroup, TagOf, register_backend
 from shardlab.comm.process import Process, retire
 from shardlab.comm.transports.base import Transport
@@ -34,7 +38,8 @@ class Mesh:
 
     Args:
         axes: size of each axis by name, slowest first; the sizes multiply to the number of ranks.
-        ranks: global ranks on the mesh, row by row; None for all.
+        ranks: global ranks on the mesh, row by row, ascending along each axis; None for all. The ranks of a mesh all
+            name the same; others may build theirs meanwhile.
         device: where tensors live; decides, with the default group's backend, how bytes travel. None for this rank's
             own device, as the pool has placed it; the CPU outside a pool.
         link: emulate this link on every axis; not with NCCL.
@@ -42,8 +47,8 @@ class Mesh:
             them that the ranks of an axis can use.
 
     Raises:
-        ValueError: sizes that do not multiply to the number of ranks, unknown or repeated ranks, a transport that these
-            ranks do not have.
+        ValueError: sizes that do not multiply to the number of ranks; unknown, repeated or unsorted ranks; ranks that
+            want different meshes with each other; a transport that these ranks do not have.
     """
 
     def __init__(
@@ -66,8 +71,9 @@ class Mesh:
         self._retire: list[Callable[[], object]] = []
         self._communicators: dict[str, Communicator] = {}
         no_longer_used = Process.retired
-        for axis in self.axes:
-            self._build(axis, link, transport)
+        for asked in _asked_by_all(_Asked(tuple(self.axes.items()), self.ranks, link, transport)):
+            for axis in dict(asked.axes):
+                self._build(asked, axis)
         if len(self.ranks) > 1:  # all ranks are here; a mesh of this rank alone says nothing of the others
             Process.retired = Process.retired[len(no_longer_used) :]
             for end in no_longer_used:
@@ -92,7 +98,10 @@ class Mesh:
         if axis not in self.axes:
             raise ValueError(f"axis: {str(axis)!r} is not on this mesh, which has {', '.join(self.axes)}")
         if not self.is_member:
-            raise RuntimeError(f"mesh: rank {self._rank} is not among its ranks {list(self.ranks)} and takes no part")
+            raise RuntimeError(
+                f"mesh: rank {self._rank} is not among its ranks {list(self.ranks)} and takes no part; "
+                "ask mesh.is_member first"
+            )
         return self._communicators[axis]
 
     @property
@@ -159,8 +168,8 @@ class Mesh:
         if exc_type is None:
             self.close()
 
-    def _build(self, axis: str, link: Link | None, wanted: str | None) -> None:
-        for line in _lines(self.axes, self.ranks, axis):
+    def _build(self, asked: "_Asked", axis: str) -> None:
+        for line in _lines(dict(asked.axes), asked.ranks, axis):
             # Every rank must take part in making every group, also of groups it does not belong to.
             group = dist.new_group(list(line), timeout=Process.timeout) if len(line) > 1 else None
             if self._rank not in line:
@@ -168,10 +177,42 @@ class Mesh:
             if group is None:
                 self._communicators[axis] = Communicator(None, None, line, 0, axis)
                 continue
-            transport = transport_of(group, self.device, link, wanted)
+            transport = transport_of(group, self.device, asked.link, asked.transport)
             lane = StreamLane(self.device) if isinstance(transport, NcclTransport) else ThreadLane(f"comm-{axis}")
             self._communicators[axis] = comm = Communicator(transport, lane, line, line.index(self._rank), axis)
             self._retire.append(_retire_with(comm, group, transport))
+
+
+class _Asked(NamedTuple):
+    """What a rank asks for when it builds a mesh."""
+
+    axes: tuple[tuple[str, int], ...]
+    ranks: tuple[int, ...]
+    link: Link | None
+    transport: str | None
+
+    def __str__(self) -> str:
+        options = "".join(f", {key}={getattr(self, key)!r}" for key in ("link", "transport") if getattr(self, key))
+        return f"Mesh({dict(self.axes)}, ranks={list(self.ranks)}{options})"
+
+
+def _asked_by_all(own: _Asked) -> list[_Asked]:
+    """The meshes that ranks build at this moment, the same list on every rank; collective for more than one rank.
+
+    Raises:
+        ValueError: a rank is on a mesh for which it has not asked; on all ranks.
+    """
+    if len(own.ranks) == 1:
+        return [own]
+    asked = cast(list[_Asked], all_gather_object(own))
+    for rank, wanted in enumerate(asked):
+        for member in wanted.ranks:
+            if asked[member] != wanted:
+                raise ValueError(
+                    f"ranks: rank {rank} builds {wanted}, while rank {member}, which is on it, builds {asked[member]}; "
+                    "all ranks of a mesh build the same one at the same time"
+                )
+    return list(dict.fromkeys(asked))
 
 
 def _retire_with(comm: Communicator, group: dist.ProcessGroup, transport: Transport) -> Callable[[], object]:
@@ -209,4 +250,14 @@ def _check(axes: dict[str, int], ranks: tuple[int, ...], world_size: int) -> Non
     if len(set(ranks)) != len(ranks) or any(not 0 <= rank < world_size for rank in ranks):
         raise ValueError(f"ranks: distinct ranks from 0 to {world_size - 1} are needed, not {list(ranks)}")
     if prod(axes.values()) != len(ranks):
-        raise ValueError(f"axes: {axes} hold {prod(axes.values())} ranks, but there are {len(ranks)}")
+        raise ValueError(
+            f"axes: {axes} hold {prod(axes.values())} ranks, but there are {len(ranks)}; a mesh over some of the "
+            "ranks names them, ranks=[0, 1]"
+        )
+    for axis in axes:
+        for line in _lines(axes, ranks, axis):
+            if list(line) != sorted(line):
+                # Torch numbers a group's ranks in ascending order, whatever the order in which it was given them.
+                raise ValueError(
+                    f"ranks: along axis {axis!r} they have to ascend, not {list(line)}; use {sorted(line)}"
+                )
