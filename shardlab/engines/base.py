@@ -122,15 +122,19 @@ class Engine(EngineState, EngineHoldings, ABC):
         self._backward_watch.follow(output)
         return output
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Gradients of ``loss``, averaged over the data axis unless inside ``no_sync()``.
+
+        Args:
+            loss: of this rank's rows.
+            retain_graph: keep what another backward through the same forward needs; its gradients are added.
 
         Raises:
             RuntimeError: the backward before this one raised, and ``zero_grad()`` has not been called since.
         """
         with self._backward_watch.expected(loss):
             try:
-                loss.backward()
+                loss.backward(retain_graph=retain_graph)
             except BaseException:
                 self._has_failed |= self._sync
                 self._leave_backward()
@@ -180,11 +184,25 @@ class Engine(EngineState, EngineHoldings, ABC):
             self.optimizer.step()
         self.num_steps += 1
 
-    def zero_grad(self) -> None:
-        """Forget all gradients."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients.
+
+        Args:
+            set_to_none: False keeps them as zeros where there were some, as in torch: the next step then moves these
+                parameters too, by momentum and weight decay. What is pending is finished first, which is collective.
+        """
         self._notice_failure()
         if self._has_failed:
             self._complete_failed_backward()
+        if set_to_none:
+            self._forget_gradients()
+            return
+        self.finish_gradients()
+        for tensor in self.step_tensors():
+            if tensor.grad is not None:
+                tensor.grad.zero_()
+
+    def _forget_gradients(self) -> None:
         for param in self.params.values():
             param.grad = None
         self._were_trainable.clear()
@@ -277,7 +295,7 @@ class Engine(EngineState, EngineHoldings, ABC):
             if param.requires_grad:
                 param.grad = torch.full_like(param, torch.nan)
         self._finish_gradients()
-        self._has_failed = False
+        self._are_means, self._has_failed = True, False
 
     def _prepare(self) -> None:
         """Lay out what the strategy needs, before the optimizer is made."""

@@ -46,9 +46,8 @@ class Bucketed(Engine):
         self.bucket_bytes = bucket_bytes
         super().__init__(model, optimizer_fn, mesh)
 
-    def zero_grad(self) -> None:
-        """Forget all gradients."""
-        super().zero_grad()
+    def _forget_gradients(self) -> None:
+        super()._forget_gradients()
         for bucket in self.buckets:
             bucket.forget()
         self._queue.reset()

@@ -29,9 +29,8 @@ class ShardedEngine(Engine):
     _pieces_are_rows = False
     """Whether no piece begins or ends inside a row."""
 
-    def zero_grad(self) -> None:
-        """Forget all gradients."""
-        super().zero_grad()
+    def _forget_gradients(self) -> None:
+        super()._forget_gradients()
         for unit in self.units:
             unit.finish_reduce()
             unit.drop_gradients()
@@ -99,8 +98,11 @@ class ShardedEngine(Engine):
     def full_params(self, *, keep_changes: bool = False) -> Iterator[nn.Module]:
         """Inside, the module has its full parameters on every rank, in the dtype they are stored in; collective.
 
+        Of a tensor-parallel model these are this rank's slices; ``full_state_dict()`` has the whole ones.
+
         Args:
-            keep_changes: copy what was written into them back into the shards; every rank must write the same.
+            keep_changes: copy what was written into them in place back into the shards; else it is undone. Every rank
+                must write the same, for nobody compares them.
         """
         for unit in self.units:
             unit.hold()

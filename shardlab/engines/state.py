@@ -3,8 +3,9 @@
 Every engine has these; how a state is put together and taken apart is in ``checkpoints``.
 """
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,7 +13,13 @@ from torch import Tensor, nn
 
 from shardlab.comm.slices import cut_state, merge_state
 from shardlab.engines.checkpoint import Stateful, load_checkpoint, save_checkpoint
-from shardlab.engines.checkpoints.optimizer_state import gather_optimizer_state, install_full_state
+from shardlab.engines.checkpoints.gather import gather_gradients
+from shardlab.engines.checkpoints.optimizer_state import (
+    gather_named_state,
+    gather_optimizer_state,
+    install_full_state,
+    install_named_state,
+)
 
 if TYPE_CHECKING:
     from shardlab.engines.base import Engine
@@ -22,6 +29,18 @@ class EngineState(ABC):
     """The part of ``Engine`` that reads and writes its state."""
 
     module: nn.Module
+
+    @contextlib.contextmanager
+    def full_params(self, *, keep_changes: bool = False) -> Iterator[nn.Module]:  # noqa: ARG002
+        """Inside, the module has its full parameters on every rank; of a tensor-parallel model this rank's slices.
+
+        Here they are so always, so that nothing is sent and what is written into them in place holds in any case.
+
+        Args:
+            keep_changes: where parameters are sharded, copy what was written into them back into the shards; else it
+                is undone. Every rank must write the same, for nobody compares them.
+        """
+        yield self.module
 
     def full_state_dict(self) -> dict[str, Any]:
         """A copy of the module's whole state, the same on every rank, which loads strict into the plain module."""
@@ -66,6 +85,48 @@ class EngineState(ABC):
         """
         install_full_state(self._engine, state)
 
+    def named_optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """The optimizer's whole state by parameter name, the same on every rank, copies; collective.
+
+        Returns:
+            Of each parameter that has been stepped, what the plain optimizer would hold of it: full tensors, such as
+            ``["0.weight"]["exp_avg"]``, and step counters.
+        """
+        return gather_named_state(self._engine)
+
+    def load_named_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Load what ``named_optimizer_state()`` gave, whatever the order of parameters and groups was there.
+
+        A parameter that is not in it begins anew, without state. Options such as the learning rate stay the engine's.
+        Communicates nothing.
+
+        Args:
+            state: full tensors, the same on every rank.
+
+        Raises:
+            ValueError: an unknown parameter, or state that this engine cannot cut in pieces.
+        """
+        install_named_state(self._engine, state)
+
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        """Gradients by parameter name, means over the data ranks, the same on every rank, copies; collective.
+
+        What is pending is finished first. After ``clip_grad_norm_`` they are clipped.
+
+        Returns:
+            Full tensors in the shapes of the whole model, also of one whose layers are divided; None for a parameter
+            that no rank used.
+
+        Raises:
+            RuntimeError: inside ``no_sync()``, where gradients are not means yet.
+        """
+        if not self._engine._sync:
+            raise RuntimeError(
+                "full_gradients: inside no_sync() they are not means yet; call it after the last backward"
+            )
+        self._engine.finish_gradients()
+        return self._gather_gradients()
+
     def save(self, directory: str | Path, *, extra: Any = None, **objects: Stateful) -> None:
         """Write a checkpoint that any strategy at any number of ranks can load; collective.
 
@@ -104,8 +165,11 @@ class EngineState(ABC):
         self.zero_grad()
         return extra
 
+    def _gather_gradients(self) -> dict[str, Tensor | None]:
+        return gather_gradients(self._engine)
+
     @abstractmethod
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients."""
 
     @property

@@ -61,9 +61,8 @@ class ZeRO1(Bucketed):
         super().step()
         self.shards.gather(self._is_due)
 
-    def zero_grad(self) -> None:
-        """Forget all gradients."""
-        super().zero_grad()
+    def _forget_gradients(self) -> None:
+        super()._forget_gradients()
         for tensor in self.step_tensors():
             tensor.grad = None
 

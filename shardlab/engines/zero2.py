@@ -27,9 +27,8 @@ class ZeRO2(ZeRO1):
 
     name = "zero2"
 
-    def zero_grad(self) -> None:
-        """Forget all gradients."""
-        super().zero_grad()
+    def _forget_gradients(self) -> None:
+        super()._forget_gradients()
         self._gradient_shards.clear()
         for bucket in self.buckets:
             bucket.release()

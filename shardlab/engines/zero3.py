@@ -67,10 +67,10 @@ class ZeRO3(ShardedEngine):
                 tensor.register_hook(lambda _: self.gather_full_params())
         return output
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Gather, backward, reduce-scatter (unless inside ``no_sync()``), release."""
         with self._gathered():
-            super().backward(loss)
+            super().backward(loss, retain_graph)
 
     @untraced
     def gather_full_params(self) -> None:

@@ -4,19 +4,23 @@ Every rank tells what it has (names, shapes, ranges); then a message carries the
 rank by rank, and of each rank one tensor after another. So no tensor needs a collective of its own.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardlab.comm import Communicator
 from shardlab.comm.copies import MESSAGE_BYTES
-from shardlab.engines.checkpoints.shards import TensorShard
+from shardlab.comm.slices import merge
+from shardlab.engines.checkpoints.shards import TensorShard, gradient_shards, shape_of
 from shardlab.engines.checkpoints.together import share_json
 from shardlab.vocabulary import dtype_name
+
+if TYPE_CHECKING:
+    from shardlab.engines.base import Engine
 
 Key = tuple[str, str]  # parameter name, key in its state
 
@@ -39,13 +43,41 @@ class Stretch(NamedTuple):
         return prod(self.shape) * itemsize
 
 
-def gather_shards(mine: Sequence[TensorShard], comm: Communicator | None, device: torch.device) -> dict[Key, Tensor]:
+def gather_whole(engine: "Engine", shards: Iterable[TensorShard], *, tag: str) -> dict[Key, Tensor]:
+    """Tensors of the whole model by name and key, the same on every rank, copies.
+
+    Args:
+        engine: whose parameters they belong to.
+        shards: what this rank has of them.
+        tag: what they are.
+    """
+    sharded_over, spread = engine.sharded_over, engine.spread_over()
+    first = sharded_over is None or sharded_over.rank == 0
+    # Each tensor once; of a tensor-parallel model each slice once.
+    mine = [shard for shard in shards if first or sharded_over in spread[shard.name]]
+    full = gather_shards(mine, sharded_over, engine.mesh.device, tag=tag)
+    return {
+        (name, key): _merged(engine, name, value, tag=f"{tag}: {key} of {name}") for (name, key), value in full.items()
+    }
+
+
+def gather_gradients(engine: "Engine") -> dict[str, Tensor | None]:
+    """See ``Engine.full_gradients``; they are means already."""
+    full = gather_whole(engine, gradient_shards(engine), tag="full gradients")
+    by_name = {name: gradient for (name, _), gradient in full.items()}
+    return {name: by_name.get(name) for name in engine.params}
+
+
+def gather_shards(
+    mine: Sequence[TensorShard], comm: Communicator | None, device: torch.device, *, tag: str
+) -> dict[Key, Tensor]:
     """Full tensors by name and key, the same on every rank, copies.
 
     Args:
         mine: what this rank has, each tensor once.
         comm: ranks that have the rest; None where this rank has everything.
         device: where tensors of ``comm`` live.
+        tag: what they are.
     """
     if comm is None:
         return {(shard.name, shard.key): shard.tensor.clone().view(shard.shape) for shard in mine}
@@ -56,8 +88,14 @@ def gather_shards(mine: Sequence[TensorShard], comm: Communicator | None, device
     own = {(shard.name, shard.key): shard.tensor for shard in mine}
     full: dict[Key, Tensor] = {}
     for keys in _messages(by_rank):
-        full.update(_gather_message(keys, by_rank, own, comm, device))
+        full.update(_gather_message(keys, by_rank, own, comm, device, tag))
     return full
+
+
+def _merged(engine: "Engine", name: str, value: Tensor, *, tag: str) -> Tensor:
+    if engine.tensor_comm is None or name not in engine.slices or tuple(value.shape) != shape_of(engine, name):
+        return value
+    return merge(value, engine.slices[name], engine.tensor_comm, tag=tag)
 
 
 def _describe(shard: TensorShard) -> Stretch:
@@ -89,6 +127,7 @@ def _gather_message(
     own: Mapping[Key, Tensor],
     comm: Communicator,
     device: torch.device,
+    tag: str,
 ) -> dict[Key, Tensor]:
     stretches = [[described[key] for key in keys if key in described] for described in by_rank]
     sizes = [sum(stretch.stop - stretch.start for stretch in held) for held in stretches]
@@ -97,7 +136,7 @@ def _gather_message(
     buffer = torch.empty(bounds[-1], dtype=dtype, device=device)
     parts = [own[key].to(device) for key in keys if key in own]
     chunk = torch.cat(parts) if parts else buffer[:0]
-    comm.all_gather(buffer, chunk, bounds=bounds, tag="optimizer state").wait()
+    comm.all_gather(buffer, chunk, bounds=bounds, tag=tag).wait()
     full: dict[Key, Tensor] = {}
     place = 0
     for stretch in (stretch for held in stretches for stretch in held):

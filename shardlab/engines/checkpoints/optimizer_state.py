@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from shardlab.comm.slices import cut, merge
+from shardlab.comm.slices import cut
 from shardlab.engines.checkpoints.codec import decode, encode
-from shardlab.engines.checkpoints.gather import gather_shards
-from shardlab.engines.checkpoints.shards import shape_of, state_shards, state_values, whole_shape_of
+from shardlab.engines.checkpoints.gather import gather_whole
+from shardlab.engines.checkpoints.shards import state_shards, state_values, whole_shape_of
 from shardlab.engines.checkpoints.together import share_json
 
 if TYPE_CHECKING:
@@ -43,18 +43,31 @@ def gather_optimizer_state(engine: "Engine") -> dict[str, Any]:
     sharded_over = engine.sharded_over
     comms = () if sharded_over is None else (sharded_over,)
     shared = share_json(comms, engine.mesh.device, encode(state_values(engine), "optimizer state"))
-    spread = engine.spread_over()
-    first = sharded_over is None or sharded_over.rank == 0
-    # Each tensor once; of a tensor-parallel model each slice once.
-    mine = [shard for shard in state_shards(engine) if first or sharded_over in spread[shard.name]]
     state: dict[int, dict[str, Any]] = {}
     for values in decode(shared):
         for name, found in values.items():
             state.setdefault(numbers[name], {}).update(found)
-    for (name, key), full in gather_shards(mine, sharded_over, engine.mesh.device).items():
-        state.setdefault(numbers[name], {})[key] = _merged(engine, name, key, full)
+    for (name, key), full in gather_whole(engine, state_shards(engine), tag="optimizer state").items():
+        state.setdefault(numbers[name], {})[key] = full
     ordered = {number: state[number] for number in sorted(state)}
     return {"state": ordered, "param_groups": [_numbered(group, numbers) for group in groups]}
+
+
+def gather_named_state(engine: "Engine") -> dict[str, dict[str, Any]]:
+    """See ``Engine.named_optimizer_state``."""
+    state = gather_optimizer_state(engine)["state"]
+    numbers = _numbers(named_groups(engine))
+    return {name: state[numbers[name]] for name in engine.params if numbers.get(name) in state}
+
+
+def install_named_state(engine: "Engine", states: Mapping[str, Mapping[str, Any]]) -> None:
+    """See ``Engine.load_named_optimizer_state``."""
+    groups = named_groups(engine)
+    numbers = _numbers(groups)
+    if unknown := [name for name in states if name not in numbers]:
+        raise ValueError(f"state: {unknown[0]!r} is no parameter of this engine's optimizer, which has {list(numbers)}")
+    state = {numbers[name]: found for name, found in states.items()}
+    install_full_state(engine, {"state": state, "param_groups": [_numbered(group, numbers) for group in groups]})
 
 
 def install_full_state(engine: "Engine", full: Mapping[str, Any]) -> None:
@@ -115,12 +128,6 @@ def check_state_shape(engine: "Engine", name: str, key: str, shape: tuple[int, .
             f"optimizer state: {key!r} of parameter {name!r} has shape {shape} and the parameter {full}, and this "
             "engine cuts the parameter in pieces; use a partition of whole parameters"
         )
-
-
-def _merged(engine: "Engine", name: str, key: str, value: Tensor) -> Tensor:
-    if engine.tensor_comm is None or name not in engine.slices or tuple(value.shape) != shape_of(engine, name):
-        return value
-    return merge(value, engine.slices[name], engine.tensor_comm, tag=f"optimizer state {key} of {name}")
 
 
 def _cut(engine: "Engine", name: str, value: Any, piece: Tensor, start: int, stop: int) -> Any:

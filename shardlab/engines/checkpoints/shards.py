@@ -29,6 +29,7 @@ class Kind(StrEnum):
     PARAMETER = "parameter"
     STATE = "state"
     BUFFER = "buffer"
+    GRADIENT = "gradient"  # in no checkpoint, but gathered as the others are
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,17 @@ def parameter_shards(engine: "Engine") -> Iterator[TensorShard]:
     for name, piece, start, stop in _pieces(engine):
         shape = shape_of(engine, name)
         yield TensorShard(Kind.PARAMETER, name, "", shape, start, stop, _flat(piece), engine.slices.get(name))
+
+
+def gradient_shards(engine: "Engine") -> Iterator[TensorShard]:
+    """The gradients of the pieces this rank steps; none for a parameter that no rank used."""
+    for name, piece, start, stop in _pieces(engine):
+        if (gradient := piece.grad) is not None:
+            dense = gradient.to_dense() if gradient.is_sparse else gradient
+            slice_ = engine.slices.get(name)
+            yield TensorShard(
+                Kind.GRADIENT, name, "gradient", shape_of(engine, name), start, stop, _flat(dense), slice_
+            )
 
 
 def state_shards(engine: "Engine") -> Iterator[TensorShard]:

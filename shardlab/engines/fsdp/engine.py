@@ -127,9 +127,8 @@ class FSDP(ShardedEngine):
             )
         super().step()
 
-    def zero_grad(self) -> None:
-        """Forget all gradients."""
-        super().zero_grad()
+    def _forget_gradients(self) -> None:
+        super()._forget_gradients()
         self._schedule.forget()
 
     def unshard(self, unit: str) -> None:

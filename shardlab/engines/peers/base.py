@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm import Mesh
@@ -65,6 +65,9 @@ class Peer(Engine):
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
+    def _gather_gradients(self) -> dict[str, Tensor | None]:
+        return {name: None if param.grad is None else param.grad.clone() for name, param in self.params.items()}
+
     def _finish_gradients(self) -> None:
         """They are means already, and C++ has waited for them."""
         if isinstance(self._group, OverheardGroup):
@@ -100,6 +103,14 @@ class TorchState(Peer):
     def load_full_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: ARG002
         """Not here."""
         self._refuse("load_full_optimizer_state_dict")
+
+    def named_optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """Not here."""
+        self._refuse("named_optimizer_state")
+
+    def load_named_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:  # noqa: ARG002
+        """Not here."""
+        self._refuse("load_named_optimizer_state")
 
     def save(self, directory: str | Path, *, extra: Any = None, **objects: Stateful) -> None:  # noqa: ARG002
         """Not here."""

@@ -42,6 +42,12 @@ class DTensorPeer(TorchState):
         cut = {name: distributed_like(value, own[name]) if name in own else value for name, value in state.items()}
         self.module.load_state_dict(cut, strict=True)
 
+    def _gather_gradients(self) -> dict[str, Tensor | None]:
+        from shardlab.engines.peers.dtensors import whole
+
+        with self._for("full gradients"):
+            return {name: None if param.grad is None else whole(param.grad) for name, param in self.params.items()}
+
     def live_tensors(self) -> dict[Role, list[Tensor]]:
         """As in ``Engine``, of each distributed tensor what this rank holds."""
         from shardlab.engines.peers.dtensors import local

@@ -57,6 +57,19 @@ class TorchDDP(Peer):
         self._buckets: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         super().__init__(model, optimizer_fn, mesh, overheard=overheard)
 
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """As in ``Engine``, once for each forward.
+
+        Raises:
+            ValueError: with ``retain_graph``: DDP expects one backward of a forward and would not reduce another's.
+        """
+        if retain_graph:
+            raise ValueError(
+                f"retain_graph: strategy {self.name!r} reduces the gradients of a forward once, and those of another "
+                "backward stay this rank's own; call backward on the sum of the losses, or use 'bucketed'"
+            )
+        super().backward(loss)
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, forward and backward only accumulate on this rank."""

@@ -6,7 +6,8 @@ rest 4P/N + 4P/N + 8P/N, with every parameter's rows padded to a multiple of N; 
 in 2 all-gathers and 1 reduce-scatter a unit.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -51,10 +52,28 @@ class TorchFSDP2(DTensorPeer):
         self._gathered: list[Tensor] = []
         super().__init__(model, optimizer_fn, mesh, overheard=overheard)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Gradients of ``loss``, averaged over the data axis unless inside ``no_sync()``."""
         self.module.set_requires_gradient_sync(self._sync)  # type: ignore[operator]
-        super().backward(loss)
+        super().backward(loss, retain_graph)
+
+    @contextlib.contextmanager
+    def full_params(self, *, keep_changes: bool = False) -> Iterator[nn.Module]:
+        """Inside, the module has its full parameters on every rank, plain tensors; collective. To be read only.
+
+        Raises:
+            ValueError: with ``keep_changes``; torch copies nothing back.
+        """
+        if keep_changes:
+            raise ValueError(f"keep_changes: strategy {self.name!r} copies nothing back; use load_full_state_dict()")
+        with self._for("full parameters"):
+            for unit in self._units:
+                unit.unshard()  # type: ignore[operator]
+        try:
+            yield self.module
+        finally:
+            for unit in self._units:
+                unit.reshard()  # type: ignore[operator]
 
     def live_tensors(self) -> dict[Role, list[Tensor]]:
         """As in ``Engine``, and the gathered parameters: torch keeps the tensors and takes their storage away."""
@@ -73,11 +92,12 @@ class TorchFSDP2(DTensorPeer):
         from shardlab.engines.peers.dtensors import device_mesh
 
         over = device_mesh(self._group, self.mesh.device.type)
-        units = [*reversed(wrapped_modules(self.module, self.wrap).values()), self.module]  # inner before outer
-        for unit in units:
+        # Inner before outer.
+        self._units = [*reversed(wrapped_modules(self.module, self.wrap).values()), self.module]
+        for unit in self._units:
             fully_shard(unit, mesh=over, reshard_after_forward=self.reshard_after_forward)
         self.params = dict(self.module.named_parameters())
-        self._first_forward = {unit: unit.register_forward_pre_hook(self._keep_gathered) for unit in units}
+        self._first_forward = {unit: unit.register_forward_pre_hook(self._keep_gathered) for unit in self._units}
 
     def _keep_gathered(self, unit: nn.Module, _: Any) -> None:
         """In its first forward, after torch's hook, a unit's own parameters are gathered: plain, not distributed."""

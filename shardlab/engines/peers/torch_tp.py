@@ -8,7 +8,7 @@ and fc1, each reduced by itself). Source of the method: Shoeybi et al., arXiv 19
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor, nn
 
@@ -63,6 +63,12 @@ class TorchTP(DTensorPeer):
             )
         self.plan = dict(plan)
         super().__init__(model, optimizer_fn, mesh, overheard=overheard)
+
+    def full_params(self, *, keep_changes: bool = False) -> NoReturn:
+        """Not here."""
+        raise NotImplementedError(
+            f"full_params: strategy {self.name!r} keeps distributed tensors in the module; use full_state_dict()"
+        )
 
     def _equalise(self, tensors: list[Tensor], tag: str) -> None:
         broadcast_coalesced(self.mesh[MeshAxis.TENSOR], tensors, tag=tag)
