@@ -35,6 +35,7 @@ from shardlab.engines.copied import OfThisModule
 from shardlab.engines.engine_holdings import EngineHoldings
 from shardlab.engines.looks_at import Stepped
 from shardlab.engines.optimizer_fit import check_sliced
+from shardlab.engines.redirect import forward_is
 from shardlab.engines.state import EngineState
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.engines.tensor_axis import tensor_axis
@@ -121,6 +122,24 @@ class Engine(EngineState, EngineHoldings, ABC):
         output = self.module(*args, **kwargs)
         self._backward_watch.follow(output)
         return output
+
+    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """``function(*args, **kwargs)`` as if it were the module's forward: ``engine.call(model.encode, x)``.
+
+        A method of the module beside ``forward``, or any function that computes with the module, also by calling it.
+        Parameters are there, hooks run and ``backward`` works as with ``engine(x)``. FSDP gathers the root's parameters
+        around it, and those of another unit only around that unit's own forward.
+
+        Args:
+            function: what to call.
+            args: its arguments.
+            kwargs: its arguments by name.
+
+        Raises:
+            ValueError: ``function`` cannot be called.
+        """
+        with forward_is(self.module, function):
+            return self(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Gradients of ``loss``, averaged over the data axis unless inside ``no_sync()``.

@@ -29,8 +29,9 @@ class ReleasedParameter(nn.Parameter):
         """The stand-in of ``param``, which has its shape, dtype and requires_grad."""
         made: ReleasedParameter = cls(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
         made.released_as = (
-            f"parameter {name!r} is released: this rank holds its shard only. Compute inside engine(...), or inside "
-            "'with engine.full_params():'; engine.full_state_dict() gives a copy of all parameters"
+            f"parameter {name!r} is released: this rank holds its shard only. Compute inside engine(...), by "
+            "engine.call(function, ...) what is not forward, or inside 'with engine.full_params():'; engine."
+            "full_state_dict() gives a copy of all parameters"
         )
         return made
 

@@ -24,7 +24,7 @@ Source: Zhao et al., arXiv 2304.11277, sections 3 and 4.
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -116,6 +116,11 @@ class FSDP(ShardedEngine):
             raise
         self._schedule.end_pass()
         return output
+
+    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """As in ``Engine``; the root's parameters stay until ``function`` has ended, also where it calls the module."""
+        with self._schedule.holding_root():
+            return super().call(function, *args, **kwargs)
 
     def step(self) -> None:
         """One optimizer step, on the shards."""

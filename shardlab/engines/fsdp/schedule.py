@@ -4,7 +4,8 @@ Forward gathers a group before it computes and lets it go after; backward gather
 when its last gradient is there. Both gather the next ``prefetch`` groups ahead, in the order of the last forward.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class Schedule:
         self._groups, self._prefetch, self._is_due = groups, prefetch, is_due
         self._reshard_after_forward = reshard_after_forward
         self._reshard_in_this_pass = True
+        self._root_stays = False  # whatever forwards of the whole model end meanwhile
         self._root = next((group for group in groups if group.name == ROOT), None)
         self._order = Order(groups, self._root)
         self._queue = ReductionQueue(groups, is_due, self._reduce)
@@ -119,6 +121,17 @@ class Schedule:
         for group in self._groups:
             group.reshard()
 
+    @contextlib.contextmanager
+    def holding_root(self) -> Iterator[None]:
+        """Inside, no forward lets the root go; at the end it is let go as after a forward."""
+        self._root_stays = True
+        try:
+            yield
+        finally:
+            self._root_stays = False
+            if self._root is not None and self._reshard_in_this_pass and not self._in_backward:
+                self._root.reshard()
+
     def _watch(self, group: Group) -> list[RemovableHandle]:
         return [
             group.module.register_forward_pre_hook(ModuleHook(lambda *_: self._before_forward(group))),
@@ -142,7 +155,7 @@ class Schedule:
     def _after_forward(self, group: Group, output: Any) -> None:
         if self._in_backward:
             return
-        if self._reshard_in_this_pass:
+        if self._reshard_in_this_pass and not (self._root_stays and group is self._root):
             group.reshard()
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
