@@ -1,7 +1,7 @@
 """The terminal's face: ``shardlab compare``, ``plan``, ``bench``, ``report``, ``trace``, ``diff`` and ``doctor``.
 
-Exit codes: 0 done; 1 a rank failed, or losses differ; 2 bad input, said in one line; 130 interrupted. Under torchrun
-every process runs this, and rank 0 alone prints.
+Exit codes: 0 done; 1 a rank failed, or losses differ or are not finite; 2 bad input, said in one line; 130 interrupted.
+Under torchrun every process runs this, and rank 0 alone prints.
 """
 
 import contextlib

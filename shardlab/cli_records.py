@@ -3,6 +3,7 @@
 import json as json_text
 from collections.abc import Collection, Hashable, Mapping
 from enum import StrEnum
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -157,12 +158,12 @@ def _table(shown: pd.DataFrame, title: str, gap: int, right: Collection[str] = (
 
 
 def _print_json(table: pd.DataFrame) -> None:
-    """Rows as JSON; what is missing is null."""
+    """Rows as JSON; what is missing or not finite is null."""
     rows = [
-        {str(name): None if pd.isna(value) else value for name, value in row.items()}
+        {str(name): None if pd.isna(value) or value in (inf, -inf) else value for name, value in row.items()}
         for row in table.astype("object").to_dict("records")
     ]
-    typer.echo(json_text.dumps(rows, indent=2))
+    typer.echo(json_text.dumps(rows, indent=2, allow_nan=False))
 
 
 def _count(number: int, noun: str) -> str:

@@ -71,12 +71,12 @@ def loss_differences(first: pd.DataFrame, second: pd.DataFrame, pairs: Sequence[
 
     Returns:
         One row per pair and step that both have: ``first_run``, ``second_run``, ``step``, ``first``, ``second`` and
-        ``difference``, absolute.
+        ``difference``, absolute; it is inf or NaN where a loss is.
     """
     parts = []
     for name, against in pairs:
         one, other = (_losses(steps, run) for steps, run in ((first, name), (second, against)))
-        both = pd.DataFrame({"first": one, "second": other}).dropna().reset_index()
+        both = pd.concat({"first": one, "second": other}, axis=1, join="inner").reset_index()
         both.insert(0, "second_run", against)
         both.insert(0, "first_run", name)
         parts.append(both.assign(difference=(both["second"] - both["first"]).abs()))

@@ -9,7 +9,7 @@ from shardlab.analysis.difference import Pair, differences, loss_differences, pa
 from shardlab.experiment.compare import Comparison
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.report import COLUMNS
-from shardlab.experiment.summary import JUDGED_STEPS, LOSS_TOLERANCE
+from shardlab.experiment.summary import JUDGED_STEPS, LOSS_TOLERANCE, not_finite
 
 Saved = tuple[Comparison, CompareConfig]
 ELSEWHERE = {"strategies", "timeout_s"}  # fields that change no number
@@ -61,9 +61,10 @@ class Apart:
 
     @property
     def losses_equal(self) -> bool:
-        """Whether the first steps that both have agree; False where they have none in common."""
+        """Whether the first steps that both have agree; False where none is in common, or a loss is inf or NaN."""
         judged = self.losses[self.losses["step"] < JUDGED_STEPS]
-        return len(judged) > 0 and bool((judged["difference"] <= self.tolerance).all())
+        agree = len(judged) > 0 and bool((judged["difference"] <= self.tolerance).all())
+        return agree and not any(self._not_finite(pair) for pair in self.pairs)
 
     @property
     def settings(self) -> list[str]:
@@ -87,6 +88,17 @@ class Apart:
         judged = own[own["step"] < JUDGED_STEPS]
         if not len(judged):
             return f"Losses of {name} cannot be compared: no step is in both."
+        if wrong := self._not_finite(pair):
+            return f"Losses of {name} are NOT equal: {' and '.join(wrong)}."
         largest = float(judged["difference"].max())
         equal = "equal" if largest <= self.tolerance else "NOT equal"
         return f"Losses of {name} are {equal}: in {len(judged)} steps they differ by at most {largest:.1e}."
+
+    def _not_finite(self, pair: Pair) -> list[str]:
+        """What to say of a pair in which a loss is inf or NaN."""
+        found = (not_finite(saved[0].records.steps) for saved in (self.first, self.second))
+        return [
+            f"that of the {which} run is not finite from step {steps[run]} on"
+            for which, run, steps in zip(("first", "second"), pair, found, strict=True)
+            if run in steps
+        ]

@@ -11,6 +11,7 @@ import json
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class Comparison:
 
     @property
     def losses_equal(self) -> bool:
-        """Whether every strategy's losses equal the single process'; True where that did not run."""
+        """Whether every strategy's losses equal the reference's; False where one is inf or NaN, True for one alone."""
         return not (self.summary["losses_equal"] == False).any()  # noqa: E712  (None is neither)
 
 
@@ -136,7 +137,7 @@ def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress
         for row in summarise(records, config.dtype)
     ]
     if is_reporter():
-        (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        (directory / "summary.json").write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
     return Comparison(pd.DataFrame(summary), records, directory)
 
 
@@ -175,7 +176,8 @@ def _manifest(config: CompareConfig, strategy: str, pool: RankPool) -> dict[str,
 
 
 def _costs(reports: list[RankReport]) -> dict[str, Any]:
+    shares = [report.recorder_share for report in reports]
     return {
         "padding_bytes": max(report.padding_bytes for report in reports),
-        "recorder_share": max(report.recorder_share for report in reports),
+        "recorder_share": None if any(map(isnan, shares)) else max(shares),  # the first step alone does not count
     }

@@ -11,7 +11,7 @@ from shardlab.analysis.overlap import overlap
 from shardlab.experiment.compare import Comparison
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.report_tables import ALLOCATOR, PATH, PEAK, allocator_table, path_table, peak_table
-from shardlab.experiment.summary import JUDGED_STEPS, REFERENCE, reference_of, timed_steps
+from shardlab.experiment.summary import JUDGED_STEPS, REFERENCE, not_finite, reference_of, timed_steps
 from shardlab.plots import (
     collective_timeline,
     loss_curves,
@@ -97,7 +97,10 @@ def verdicts(comparison: Comparison) -> list[str]:
 
 
 def verdict(comparison: Comparison) -> str:
-    """One sentence: are the losses equal?"""
+    """One sentence: are the losses equal, and are they numbers at all?"""
+    if wrong := not_finite(comparison.records.steps):
+        runs = ", ".join(f"that of {run} from step {step} on" for run, step in wrong.items())
+        return f"Losses are NOT finite, so the run has failed: {runs}. Lower the learning rate, or clip the gradients."
     judged = comparison.summary["judged_loss_difference"].max()
     if pd.isna(judged) or len(comparison.summary) == 1:
         return "Losses were not compared: only one strategy ran."

@@ -1,8 +1,10 @@
 """One row per strategy: what it cost, beside the proof that it trained the same model."""
 
 from collections.abc import Iterable
+from math import isfinite
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from shardlab.analysis.memory import at_rest
@@ -25,7 +27,9 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     moment of the traced steps. ``wire_bytes_per_step`` is what the rank that sends most sends in the last step, without
     the loss for the report. ``recorder_share`` is the time recording took over the time of the steps, on the rank where
     it is largest. ``max_loss_difference`` is against ``loss_reference``, null without one; ``losses_equal`` judges the
-    first ``JUDGED_STEPS`` steps, for which ``judged_loss_difference`` is the largest.
+    first ``JUDGED_STEPS`` steps, for which ``judged_loss_difference`` is the largest. Where a loss of the run or of its
+    reference is inf or NaN at any step, the differences are null and ``losses_equal`` is False, also without a
+    reference. No number here is inf or NaN, which JSON does not have.
     """
     losses = {str(run): own.groupby("step")["loss"].first() for run, own in records.steps.groupby("run", sort=False)}
     rest = at_rest(records.memory).pivot_table(index="run", columns="role", values="bytes", aggfunc="max")
@@ -47,6 +51,16 @@ def reference_of(runs: Iterable[str]) -> str | None:
     return names[0] if len(names) > 1 else None
 
 
+def not_finite(steps: pd.DataFrame) -> dict[str, int]:
+    """The first step at which the loss was inf or NaN, of each run in which that happened.
+
+    Args:
+        steps: table ``steps``.
+    """
+    wrong = steps[~np.isfinite(steps["loss"].astype("float64"))]
+    return {str(run): int(step) for run, step in wrong.groupby("run", sort=False)["step"].min().items()}
+
+
 def timed_steps(steps: pd.DataFrame) -> pd.DataFrame:
     """The steps whose times count: of each run those after the first, not slowed by tracing; all where none is left."""
     counts = ~steps["traced_memory"] & (steps["step"] > 0)
@@ -59,16 +73,18 @@ def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: s
     difference = None if apart is None else float(apart[apart.index < JUDGED_STEPS].max())
     rounds = any(_rounds(name, records) for name in (run, reference) if name is not None)
     tolerance = ROUNDED_LOSS_TOLERANCE if rounds else LOSS_TOLERANCE[dtype]
+    failed = not not_finite(records.steps).keys().isdisjoint({run, reference})
+    equal = None if difference is None else difference <= tolerance
     return {
         "strategy": run,
         "ranks": int(records.manifests[run]["ranks"]),
         "steps": len(own),
-        "loss_first": float(own.iloc[0]),
-        "loss_last": float(own.iloc[-1]),
+        "loss_first": _number(own.iloc[0]),
+        "loss_last": _number(own.iloc[-1]),
         "loss_reference": reference,
-        "max_loss_difference": None if apart is None else float(apart.max()),
-        "judged_loss_difference": difference,
-        "losses_equal": None if difference is None else difference <= tolerance,
+        "max_loss_difference": None if failed or apart is None else float(apart.max()),
+        "judged_loss_difference": None if failed else difference,
+        "losses_equal": False if failed else equal,
     }
 
 
@@ -99,10 +115,10 @@ def _bytes(run: str, rest: pd.DataFrame, records: Records) -> dict[str, Any]:
         "other_bytes": held.get(Role.OTHER, 0),
         "padding_bytes": int(records.manifests[run]["padding_bytes"]),
         "wire_bytes_per_step": float(last["wire_bytes"].max()),
-        "recorder_share": records.manifests[run]["recorder_share"],
+        "recorder_share": _number(records.manifests[run]["recorder_share"]),
     }
 
 
 def _number(value: Any, factor: float = 1.0) -> float | None:
-    """A float, or None where there is no number: without communication there is no overlap."""
-    return None if pd.isna(value) else float(value) * factor
+    """A float, or None where there is no number (without communication there is no overlap) or none that JSON has."""
+    return None if pd.isna(value) or not isfinite(value) else float(value) * factor

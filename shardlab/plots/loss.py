@@ -66,13 +66,13 @@ def loss_difference(steps: pd.DataFrame, reference: str = "single") -> go.Figure
     """
     STEPS.check(steps)
     losses = _losses(steps)
-    runs = labels_of(losses)
+    runs = labels_of(labelled(steps[steps["step"] >= 0]))
     if reference not in runs:
         raise ValueError(f"reference {reference!r} is none of the runs: {', '.join(runs) or 'there are none'}")
     differences = _differences(losses, reference)
     title = f"Difference of the loss from {reference}"
     if differences.empty:
-        return nothing(title, "no other run has steps in common with it")
+        return nothing(title, "no other run has steps in common with it, with finite losses")
     given, differences = differences, _thinned(differences, "difference")
     note = thinning_note(len(given), len(differences), "steps: the extremes of each stretch,")
     figure = new_figure(title, subtitle(steps, note or "absolute difference at each step"))

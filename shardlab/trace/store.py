@@ -103,7 +103,7 @@ def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
     """Write ``manifest.json``, which carries the format's number; whoever reads sees the old one or the new one."""
     directory.mkdir(parents=True, exist_ok=True)
     part = directory / "manifest.json.part"
-    part.write_text(json.dumps({"format": FORMAT, **manifest}, indent=2, default=str) + "\n")
+    part.write_text(json.dumps({"format": FORMAT, **manifest}, indent=2, default=str, allow_nan=False) + "\n")
     part.replace(directory / "manifest.json")
 
 

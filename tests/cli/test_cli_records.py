@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -273,3 +274,15 @@ def test_runs_with_nothing_in_common(finished):
 
 def test_the_version():
     assert shardlab("--version").stdout == f"shardlab {__version__}\n"
+
+
+def test_a_run_whose_losses_are_not_finite_is_not_equal_to_itself(pools, tmp_path):
+    config = replace(CONFIG, strategies=("single", "bucketed"), learning_rate=1e30)
+    directory = compare(config, tmp_path / "blown", pool=pools(2)).directory
+    assert "Losses are NOT finite" in shardlab("report", directory).stdout
+    assert "NaN" not in shardlab("report", directory, "--json").stdout
+    done = shardlab("diff", directory, directory)
+    assert done.exit_code == 1
+    wrong = "that of the first run is not finite from step 1 on and that of the second run is not finite from step 1 on"
+    for strategy in config.strategies:
+        assert f"Losses of {strategy} are NOT equal: {wrong}." in done.stdout

@@ -43,6 +43,19 @@ def test_a_run_ends_with_a_table_a_summary_and_a_report(tmp_path):
     assert [row["strategy"] for row in json.loads((out / "summary.json").read_text())] == ["single", "zero1"]
 
 
+def test_a_learning_rate_that_blows_up_fails_and_says_so(tmp_path):
+    out = tmp_path / "out"
+    options = ("--ranks", 2, "--steps", 4, "--strategies", "single,zero1", "--learning-rate", 1e30)
+    done = run("compare", *options, *SMALL, "--out", out)
+    assert done.returncode == 1, done.stderr
+    words = " ".join(done.stdout.split())
+    assert "Losses are NOT finite, so the run has failed: that of single from step 1 on, that of zero1" in words
+    assert "Losses are equal" not in words
+    assert "Traceback" not in done.stderr
+    rows = json.loads((out / "summary.json").read_text(), parse_constant=lambda word: f"{word} is not JSON")
+    assert [(row["loss_last"], row["losses_equal"]) for row in rows] == [(None, False)] * 2
+
+
 FAILING = """
 import sys, time
 import shardlab.experiment.compare

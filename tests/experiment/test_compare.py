@@ -1,13 +1,17 @@
 """``compare`` end to end: equal losses, bytes that are the formulas', and what it leaves on disk."""
 
 import json
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardlab.experiment import CompareConfig, compare, load_comparison, write_report
+from shardlab.experiment.report import verdict
 from shardlab.experiment.report_tables import peak_table
+from shardlab.experiment.summary import summarise
 from shardlab.models import build_model
 from shardlab.partition.chunks import even_bounds
 from shardlab.vocabulary import Phase, Role
@@ -233,3 +237,58 @@ def test_the_report_says_how_messages_travelled(pools, tmp_path, strategies, opt
     page = write_report(compare(config, tmp_path / "out", pool=pools(2)), config).read_text()
     assert said in page
     assert ("Times compare more" in page) == ("torch_ddp over" in said)
+
+
+# AdamW moves every weight by the learning rate, whatever the gradient: the second forward overflows.
+BLOWS_UP = CompareConfig(
+    strategies=("single", "zero1"), ranks=2, steps=3, model="mlp", text="grammar", seq_len=8, device="cpu",
+    learning_rate=1e30,
+)  # fmt: skip
+
+
+def only_numbers(text):
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("strategies", [("single", "zero1"), ("bucketed",)])
+def test_losses_that_are_not_finite_are_not_equal(pools, tmp_path, strategies):
+    config = replace(BLOWS_UP, strategies=strategies)
+    result = compare(config, tmp_path / "out", pool=pools(2))
+    rows = only_numbers((result.directory / "summary.json").read_text())
+    for row in rows:
+        assert row["loss_first"] > 0
+        found = [row[name] for name in ("loss_last", "max_loss_difference", "judged_loss_difference", "losses_equal")]
+        assert found == [None, None, None, False]
+    for comparison in (result, load_comparison(result.directory)):
+        assert not comparison.losses_equal
+        which = ", ".join(f"that of {name} from step 1 on" for name in strategies)
+        assert verdict(comparison).startswith(f"Losses are NOT finite, so the run has failed: {which}.")
+    assert f"that of {strategies[0]} from step 1 on" in write_report(result, config).read_text()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_loss_that_is_not_finite_is_enough(comparison, value):
+    config, result, _ = comparison
+    steps = result.records.steps.copy()
+    steps.loc[(steps["run"] == "ddp") & (steps["step"] == 2), "loss"] = value
+    rows = {row["strategy"]: row for row in summarise(replace(result.records, steps=steps), config.dtype)}
+    assert {name: row["losses_equal"] for name, row in rows.items()} == {
+        "single": True, "ddp": False, "bucketed": True, "zero1": True,
+    }  # fmt: skip
+    assert rows["ddp"]["max_loss_difference"] is None
+    assert rows["ddp"]["loss_last"] is not None  # the last step's is a number again
+    steps.loc[(steps["run"] == "single") & (steps["step"] == 3), "loss"] = value
+    rows = summarise(replace(result.records, steps=steps), config.dtype)
+    assert [row["losses_equal"] for row in rows] == [False] * len(STRATEGIES)  # nothing to compare with
+
+
+def test_the_cost_of_recording_one_step_is_no_number(pools, tmp_path):
+    result = compare(replace(BLOWS_UP, steps=1), tmp_path / "out", pool=pools(2))
+    rows = only_numbers((result.directory / "summary.json").read_text())
+    assert [row["recorder_share"] for row in rows] == [None, None]
+    for path in result.directory.glob("records/*/manifest.json"):
+        assert only_numbers(path.read_text())["recorder_share"] is None
+    assert result.losses_equal  # the first loss is of the weights as they were
