@@ -30,6 +30,14 @@ from torch.utils.hooks import RemovableHandle
 from shardlab.comm import Communicator, Mesh, broadcast_coalesced
 from shardlab.engines.backward_watch import BackwardWatch
 from shardlab.engines.checks import check_max_norm, check_no_meta, check_optimizer, check_optimizer_fn, check_params
+from shardlab.engines.claims import (
+    check_free,
+    claim,
+    divert_zero_grad,
+    refuse_direct_steps,
+    release,
+    restore_zero_grad,
+)
 from shardlab.engines.clip import clip_
 from shardlab.engines.copied import OfThisModule
 from shardlab.engines.engine_holdings import EngineHoldings
@@ -56,14 +64,14 @@ class Engine(EngineState, EngineHoldings, ABC):
             ``tensor`` too, over which it was made so.
 
     Raises:
-        ValueError: the module is wrapped by an engine already, has no parameters, or the mesh has no axis ``data``.
+        ValueError: an engine wraps the module already, or a part of it, or something around it, or a module that shares
+            a parameter with it; it has no parameters; or the mesh has no axis ``data``.
     """
 
     name: ClassVar[str]
 
     def __init__(self, model: nn.Module, optimizer_fn: OptimizerFn, mesh: Mesh | None = None) -> None:
-        if getattr(model, _WRAPPED, None) is not None:
-            raise ValueError("model: it is wrapped by an engine already; close() that engine first")
+        check_free(model)
         check_optimizer_fn(optimizer_fn)
         self.module = model
         self.mesh = Mesh.alone() if mesh is None else mesh
@@ -77,6 +85,7 @@ class Engine(EngineState, EngineHoldings, ABC):
         self._check_meta()
         self.num_steps = 0
         self.loss_is_scaled = False  # a GradScaler has said so
+        self.is_stepping = False  # inside step(), which alone may call optimizer.step()
         self._sync = True
         self._are_means = False  # the gradients, over the data axis
         self._has_failed = False  # a backward outside no_sync() has raised, and zero_grad() has not been called since
@@ -90,6 +99,9 @@ class Engine(EngineState, EngineHoldings, ABC):
         self.optimizer = self._make_optimizer(optimizer_fn)
         self._check_optimizer()
         self._hooks = [hook for param in self.params.values() if (hook := self._watch(param)) is not None]
+        self._hooks.append(refuse_direct_steps(self))
+        divert_zero_grad(self)
+        self._mark = claim(self)
         object.__setattr__(model, _WRAPPED, OfThisModule(self, None))
 
     @property
@@ -199,8 +211,12 @@ class Engine(EngineState, EngineHoldings, ABC):
     def step(self) -> None:
         """One optimizer step; afterwards the parameters are equal on all ranks."""
         self.finish_gradients()
-        with self.stepping():
-            self.optimizer.step()
+        self.is_stepping = True
+        try:
+            with self.stepping():
+                self.optimizer.step()
+        finally:
+            self.is_stepping = False
         self.num_steps += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -246,6 +262,8 @@ class Engine(EngineState, EngineHoldings, ABC):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        restore_zero_grad(self)
+        release(self, self._mark)
         object.__setattr__(self.module, _WRAPPED, None)
 
     def __enter__(self) -> Self:

@@ -88,3 +88,12 @@ def second_gradient(name: str) -> RuntimeError:
         f"gradient of {name!r}: it comes in parts, some from within reentrant activation checkpointing and some from "
         "outside, and the first has been sent; use checkpoint(..., use_reentrant=False)"
     )
+
+
+def sharded_gradient(name: str) -> str:
+    """What to say to whoever uses ``.grad`` at the module's parameter ``name`` where gradients are sharded."""
+    return (
+        f"gradient of {name!r}: this rank has a piece of it only, as '.grad' in engine.step_tensors(). Write "
+        "engine.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm), "
+        "and engine.zero_grad() to forget gradients"
+    )

@@ -29,7 +29,7 @@ class EngineHoldings:
 
     def step_tensors(self) -> StepTensors:
         """What this rank steps, by name, in the module's order."""
-        return StepTensors(self.params)
+        return StepTensors(self.params, are_parts=bool(self.slices))
 
     def owners(self) -> dict[str, tuple[int, ...]]:
         """The ranks that step (a piece of) each parameter, in the module's order."""

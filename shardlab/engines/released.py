@@ -5,10 +5,12 @@ answers for shape, dtype and name, and refuses every computation with an error t
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+
+from shardlab.engines.checks import sharded_gradient
 
 _ALLOWED = frozenset(
     {"__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex", "requires_grad_"}
@@ -20,9 +22,11 @@ class ReleasedParameter(nn.Parameter):
 
     Attributes:
         released_as: the error's text.
+        refused_gradient: the error's text for whoever looks for a gradient here, where none ever is.
     """
 
     released_as: str
+    refused_gradient: str
 
     @classmethod
     def stand_in(cls, name: str, param: nn.Parameter) -> "ReleasedParameter":
@@ -33,7 +37,17 @@ class ReleasedParameter(nn.Parameter):
             "engine.call(function, ...) what is not forward, or inside 'with engine.full_params():'; engine."
             "full_state_dict() gives a copy of all parameters"
         )
+        made.refused_gradient = sharded_gradient(name)
         return made
+
+    @property
+    def grad(self) -> NoReturn:
+        """Torch's own clipping would take None for "has no gradient" and clip nothing."""
+        raise RuntimeError(self.refused_gradient)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        raise RuntimeError(self.refused_gradient if value is None else self.released_as)
 
     @classmethod
     def __torch_function__(

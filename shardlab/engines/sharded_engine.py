@@ -118,7 +118,7 @@ class ShardedEngine(Engine):
                 unit.let_go()
 
     def full_state_dict(self) -> dict[str, Any]:
-        """A copy of the module's whole state, the same on every rank, which loads strict; collective."""
+        """As the base; collective in any case."""
         with self.full_params():
             return super().full_state_dict()
 
@@ -160,7 +160,8 @@ class ShardedEngine(Engine):
         self._num_keeping = 0
         self.units = self._make_units()
         pieces = {name: piece for unit in self.units for name, piece in unit.pieces.items()}
-        self._tensors = StepTensors({name: pieces[name] for name in self.params})
+        are_parts = self._num_shards > 1 or bool(self.slices)
+        self._tensors = StepTensors({name: pieces[name] for name in self.params}, are_parts=are_parts)
 
     def _make_optimizer(self, optimizer_fn: OptimizerFn) -> torch.optim.Optimizer:
         try:

@@ -32,7 +32,8 @@ class ParameterShards:
         self.pieces: dict[str, tuple[Bucket, Piece]] = {
             piece.name: (bucket, piece) for bucket in buckets for piece in bucket.layout.pieces(comm.rank)
         }
-        self._tensors = StepTensors({name: self._piece_tensor(name) for name in self.params})
+        pieces = {name: self._piece_tensor(name) for name in self.params}
+        self._tensors = StepTensors(pieces, are_parts=comm.num_ranks > 1)
 
     @property
     def tensors(self) -> StepTensors:

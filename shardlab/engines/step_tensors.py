@@ -11,17 +11,38 @@ Where a strategy shards, a tensor is the piece this rank holds (one-dimensional,
 it is empty for a parameter this rank holds nothing of. So every rank makes the same groups, with the same indices.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import overload
 
 from torch import Tensor
 
 
 class StepTensors(Sequence[Tensor]):
-    """A sequence of tensors that remembers their names; the order is the module's."""
+    """A sequence of tensors that remembers their names; the order is the module's.
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = dict(tensors)
+    Args:
+        tensors: by name.
+        are_parts: some are a part of a tensor whose other parts are on other ranks, so that a norm over them is not
+            the model's.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, are_parts: bool = False) -> None:
+        self._tensors, self.are_parts = dict(tensors), are_parts
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """The tensors.
+
+        Raises:
+            RuntimeError: torch's own ``clip_grad_norm_`` asks, and would scale each rank's parts by another factor.
+        """
+        if self.are_parts and _asks_for_a_norm(sys._getframe(1)):
+            raise RuntimeError(
+                "engine.step_tensors(): these are this rank's parts, and torch.nn.utils.clip_grad_norm_ would find "
+                "another norm on each rank; write engine.clip_grad_norm_(max_norm)"
+            )
+        return iter(self._tensors.values())
 
     @property
     def names(self) -> list[str]:
@@ -38,7 +59,8 @@ class StepTensors(Sequence[Tensor]):
 
     def where(self, wanted: Callable[[str], bool]) -> "StepTensors":
         """The tensors whose name ``wanted`` accepts."""
-        return StepTensors({name: tensor for name, tensor in self._tensors.items() if wanted(name)})
+        chosen = {name: tensor for name, tensor in self._tensors.items() if wanted(name)}
+        return StepTensors(chosen, are_parts=self.are_parts)
 
     @overload
     def __getitem__(self, index: int) -> Tensor: ...
@@ -46,8 +68,13 @@ class StepTensors(Sequence[Tensor]):
     def __getitem__(self, index: slice) -> "StepTensors": ...
     def __getitem__(self, index: int | slice) -> "Tensor | StepTensors":
         if isinstance(index, slice):
-            return StepTensors(dict(list(self._tensors.items())[index]))
+            return StepTensors(dict(list(self._tensors.items())[index]), are_parts=self.are_parts)
         return list(self._tensors.values())[index]
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+
+def _asks_for_a_norm(caller: FrameType) -> bool:
+    """A look at who asks is the last resort: torch has no hook on clipping, and the tensors are ordinary ones."""
+    return caller.f_code.co_name == "clip_grad_norm_" and caller.f_globals.get("__name__") == "torch.nn.utils.clip_grad"

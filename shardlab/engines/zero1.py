@@ -6,8 +6,8 @@ after the step. An all-reduce is a reduce-scatter and an all-gather, so the wire
 
 Per rank for P fp32 parameters with Adam: 4P parameters, 4P gradients, 8P/N state (P with the padding of each bucket to
 a multiple of N). The chunk is reduced inside the bucket, where it is a slice; the rest of the bucket then holds this
-rank's own, stale gradients, so after backward ``param.grad`` is None and the means are the ``.grad`` of
-``step_tensors()``. Use ``engine.zero_grad()``, not the module's.
+rank's own, stale gradients, so the means are the ``.grad`` of ``step_tensors()``, and what stands at ``param.grad``
+after backward refuses to be used.
 Source: Rajbhandari et al., arXiv 1910.02054, section 5.1.
 """
 
@@ -25,6 +25,7 @@ from shardlab.engines.holdings import ShardRow, held, in_whole_parameters
 from shardlab.engines.optimizer_fit import check_partition, refused_by_partition
 from shardlab.engines.sharded_optimizer import parse_partition
 from shardlab.engines.shards import ParameterShards
+from shardlab.engines.stand_in_gradients import StandInGradient, StandInGradients
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.engines.unused import nobody_used
 from shardlab.vocabulary import Partition, Role
@@ -58,6 +59,7 @@ class ZeRO1(Bucketed):
 
     def step(self) -> None:
         """Step this rank's pieces, then gather the parameters."""
+        self._stand_ins.check()
         super().step()
         self.shards.gather(self._is_due)
 
@@ -65,6 +67,12 @@ class ZeRO1(Bucketed):
         super()._forget_gradients()
         for tensor in self.step_tensors():
             tensor.grad = None
+        self._stand_ins.take_away()
+
+    def close(self) -> None:
+        """As the base."""
+        self._stand_ins.close()
+        super().close()
 
     def step_tensors(self) -> StepTensors:
         """This rank's pieces, by name, in the module's order."""
@@ -91,12 +99,15 @@ class ZeRO1(Bucketed):
         """As ``Bucketed``, with the padding of the flat parameters."""
         live = super().live_tensors()
         live[Role.PARAMETER] += self.shards.flat
+        live[Role.GRADIENT] = [held for held in live[Role.GRADIENT] if not isinstance(held, StandInGradient)]
         live[Role.GRADIENT] += [tensor.grad for tensor in self.step_tensors() if tensor.grad is not None]
         return live
 
     def _prepare(self) -> None:
         super()._prepare()
         self.shards = ParameterShards(self.params, self.buckets, self.comm)
+        self.shards.tensors.are_parts |= bool(self.slices)
+        self._stand_ins = StandInGradients(self.params)
 
     def _make_optimizer(self, optimizer_fn: OptimizerFn) -> torch.optim.Optimizer:
         if self.comm.num_ranks == 1:
@@ -131,6 +142,15 @@ class ZeRO1(Bucketed):
             elif piece.name in unused_here and nobody_used(gradient.view(-1)):
                 continue
             tensor.grad = gradient
+
+    def _begin_backward(self) -> None:
+        self._stand_ins.check()
+        self._stand_ins.take_away()
+        super()._begin_backward()
+
+    def _finish_gradients(self) -> None:
+        super()._finish_gradients()
+        self._stand_ins.place()
 
     def _keep_means(self, bucket: Bucket) -> None:
         # They lie in the bucket, which will be filled with this rank's new gradients.

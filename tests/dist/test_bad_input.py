@@ -105,23 +105,6 @@ def test_parameters_that_are_not_gathered_are_named(pools, setup):
     assert pools(2).run(never_gathered, setup) == [1, 1]
 
 
-def clipped_by_torch(rank, setup):
-    with Mesh({"data": 2}) as mesh:
-        model = cases.build("MLP")
-        with engine_of(setup, model, mesh) as engine:
-            x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", 0, 0, 2))
-            engine.backward(cases.loss_of(engine(x), y))
-            return float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)), float(engine.clip_grad_norm_(1e-3))
-
-
-@pytest.mark.parametrize("setup", ["zero1", "zero2", *RELEASED])
-def test_torch_s_own_clipping_finds_nothing_where_gradients_are_sharded(pools, setup):
-    """What the README warns of: no error, a norm of 0, nothing clipped."""
-    for by_torch, by_engine in pools(2).run(clipped_by_torch, setup):
-        assert by_torch == 0.0
-        assert by_engine > 0.1
-
-
 def bad_mesh(rank):
     with Mesh({"replica": 2, "shard": 2}):
         return rank

@@ -1,0 +1,437 @@
+"""What users of plain torch write by habit: right, or refused on every rank with the line to write instead."""
+
+import contextlib
+import copy
+import gc
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+
+from shardlab.comm import Mesh
+from shardlab.engines import build_engine
+from shardlab.launch import current
+from shardlab.trace.memory import bytes_by_role
+from shardlab.vocabulary import Role
+from tests.dist import cases
+from tests.dist.test_engines import one_step
+from tests.dist.test_in_flight import SETUPS, SHARDED
+
+WORLD_SIZES = (2, 3, 4)
+PIECES = ("zero1", "zero2", *SHARDED)
+PEERS = ("torch_ddp", "torch_zero1", "torch_fsdp2")
+OURS_AND_TORCH_S = SETUPS | {name: (name, {}) for name in PEERS}
+STEPS = 3
+
+
+def engine_of(setup, model, mesh, optimizer="sgd"):
+    strategy, options = OURS_AND_TORCH_S[setup]
+    return build_engine(strategy, model, cases.OPTIMIZERS[optimizer], mesh, **options)
+
+
+@contextlib.contextmanager
+def trained_by(setup, kind="MLP", optimizer="sgd"):
+    with Mesh({"data": current().world_size}) as mesh, engine_of(setup, cases.build(kind), mesh, optimizer) as engine:
+        yield engine
+
+
+def own(kind, step, micro_batch, engine):
+    return (cases.own_rows(part, engine.data_rank) for part in cases.rows(kind, step, micro_batch, engine.num_data_ranks))
+
+
+def backward(engine, step, micro_batch=0, kind="MLP"):
+    x, y = own(kind, step, micro_batch, engine)
+    engine.backward(cases.loss_of(engine(x), y))
+
+
+# How to forget gradients.
+
+ZEROING = {
+    "engine": lambda engine: engine.zero_grad(),
+    "model": lambda engine: engine.module.zero_grad(),
+    "optimizer": lambda engine: engine.optimizer.zero_grad(),
+}
+
+
+def trained_with_zeroing(rank, setup, way):  # noqa: ARG001
+    """Zeroed after every step, after a backward that is not to count, and after one that was not communicated."""
+    zero = ZEROING[way]
+    with trained_by(setup, "Uneven") as engine:
+        for step in range(STEPS):
+            backward(engine, step, 1, "Uneven")
+            zero(engine)
+            with engine.no_sync():
+                backward(engine, step, 2, "Uneven")
+            zero(engine)
+            with engine.no_sync():
+                backward(engine, step, 0, "Uneven")
+            backward(engine, step, 0, "Uneven")
+            engine.step()
+            zero(engine)
+            held = bytes_by_role(engine.live_tensors())[Role.GRADIENT]
+            engine.step()  # of nothing
+        return engine.full_state_dict(), held
+
+
+def one_process(num_ranks, kind="Uneven", weight=2.0):
+    model = cases.build(kind)
+    optimizer = cases.OPTIMIZERS["sgd"](list(model.parameters()))
+    for step in range(STEPS):
+        x, y = cases.rows(kind, step, 0, num_ranks)
+        (weight * cases.loss_of(model(x), y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("way", ZEROING)
+@pytest.mark.parametrize("num_ranks", WORLD_SIZES)
+@pytest.mark.parametrize("setup", SETUPS)
+def test_every_zero_grad_forgets_all_gradients(pools, setup, num_ranks, way):
+    expected = one_process(num_ranks)
+    for state, held in pools(num_ranks).run(trained_with_zeroing, setup, way):
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+        if setup not in ("bucketed", "zero1"):  # which keep their buckets
+            assert held == 0
+
+
+def zeroed_after_close(rank, setup):
+    with trained_by(setup) as engine:
+        one_step(engine, rank)
+        model, optimizer = engine.module, engine.optimizer
+        assert "zero_grad" in vars(model)
+    assert "zero_grad" not in vars(model) | vars(optimizer)
+    x, y = cases.rows("MLP", 0, 0, 1)
+    cases.loss_of(model(x), y).backward()
+    assert all(param.grad is not None for param in model.parameters())
+    norm = clip_grad_norm_(model.parameters(), 1.0)
+    model.zero_grad()
+    assert all(param.grad is None for param in model.parameters())
+    return float(norm)
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_after_close_gradients_are_the_module_s_own(pools, setup):
+    assert min(pools(2).run(zeroed_after_close, setup)) > 0
+
+
+def zeroed_in_part(rank, setup):  # noqa: ARG001
+    """A submodule's own method, and the loop that some write instead."""
+
+    def by_hand(engine):
+        for param in engine.module[0].parameters():
+            param.grad = None
+
+    refusals = []
+    for zero in (lambda engine: engine.module[0].zero_grad(), by_hand):
+        for then in (lambda engine: engine.step(), lambda engine: backward(engine, 1)):
+            with trained_by(setup) as engine:
+                backward(engine, 0)
+                with pytest.raises(RuntimeError, match=r"gradient of '0\.\w+'.*write engine\.zero_grad|engine\.zero_gr"):
+                    zero(engine)
+                    then(engine)
+                engine.zero_grad()
+                one_step(engine, engine.data_rank)
+                refusals.append(engine.num_steps)
+    return refusals
+
+
+@pytest.mark.parametrize("setup", PIECES)
+def test_gradients_forgotten_in_part_are_refused_where_they_lie_in_pieces(pools, setup):
+    assert pools(2).run(zeroed_in_part, setup) == [[1] * 4] * 2
+
+
+# Who steps.
+
+
+def stepped_directly(rank, setup):
+    with trained_by(setup) as engine:
+        scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, step_size=1, gamma=0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        scaler.scale(torch.ones(()))
+        backward(engine, 0)
+        for step in (engine.optimizer.step, lambda: scaler.step(engine.optimizer)):
+            with pytest.raises(RuntimeError, match=r"engine\.optimizer\.step\(\): .*; write engine\.step\(\)"):
+                step()
+        engine.step()
+        scheduler.step()
+        engine.zero_grad()
+        one_step(engine, rank, step=1)
+        optimizer, state, rate = engine.optimizer, engine.full_state_dict(), engine.learning_rate
+        others = []
+        if setup not in PEERS:
+            others = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+            assert all(other.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"] for other in others)
+            assert len(optimizer.state_dict()["state"]) > 0
+    for free in (*others, *(() if setup == "torch_zero1" else (optimizer,))):  # which sends, over a mesh that is closed
+        free.zero_grad()
+        free.step()
+    return state, rate
+
+
+@pytest.mark.parametrize("setup", OURS_AND_TORCH_S)
+def test_only_the_engine_steps(pools, setup):
+    model = cases.build("MLP")
+    optimizer = cases.OPTIMIZERS["sgd"](list(model.parameters()))
+    for step, rate in enumerate((1e-2, 5e-3)):
+        optimizer.param_groups[0]["lr"] = rate
+        x, y = cases.rows("MLP", step, 0, 2)
+        optimizer.zero_grad()
+        cases.loss_of(model(x), y).backward()
+        optimizer.step()
+    for state, rate in pools(2).run(stepped_directly, setup):
+        assert rate == 5e-3
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+
+
+class Raises(torch.optim.SGD):
+    """Fails once in a step."""
+
+    failed = False
+
+    def step(self, closure=None):
+        if not self.failed:
+            self.failed = True
+            raise ArithmeticError("once")
+        return super().step(closure)
+
+
+def step_that_raises(rank, setup):
+    strategy, options = SETUPS[setup]
+    model = cases.build("MLP")
+    with (
+        Mesh({"data": 2}) as mesh,
+        build_engine(strategy, model, lambda tensors: Raises(tensors, lr=0.1), mesh, **options) as engine,
+    ):
+        backward(engine, 0)
+        with pytest.raises(ArithmeticError, match="once"):
+            engine.step()
+        with pytest.raises(RuntimeError, match=r"write engine\.step\(\)"):
+            engine.optimizer.step()
+        engine.step()
+        return engine.num_steps
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_step_that_raised_opens_no_way_round_the_engine(pools, setup):
+    assert pools(2).run(step_that_raises, setup) == [1, 1]
+
+
+# Who clips.
+
+
+def clipped_by_torch(rank, setup, way, num_steps=3):  # noqa: ARG001
+    norms = []
+    with trained_by(setup, "SmallGPT") as engine:
+        for step in range(num_steps):
+            backward(engine, step, kind="SmallGPT")
+            tensors = engine.module.parameters() if way == "parameters" else engine.step_tensors()
+            norms.append(float(clip_grad_norm_(tensors, 0.05)))
+            engine.step()
+            engine.zero_grad()
+        return norms, engine.full_state_dict()
+
+
+@pytest.mark.parametrize("num_ranks", WORLD_SIZES)
+@pytest.mark.parametrize(
+    ("setup", "way"),
+    [
+        *((setup, way) for setup in ("ddp", "bucketed") for way in ("parameters", "step_tensors")),
+        ("fsdp-no_shard", "step_tensors"),
+        ("torch_ddp", "parameters"),
+        ("torch_zero1", "parameters"),
+    ],
+)
+def test_torch_s_clipping_is_right_where_gradients_are_whole(pools, setup, way, num_ranks):
+    expected = cases.reference("SmallGPT", "sgd", num_ranks, steps=3, clip=0.05)
+    assert min(expected.norms) > 0.05
+    for norms, state in pools(num_ranks).run(clipped_by_torch, setup, way):
+        assert norms == pytest.approx(expected.norms, abs=1e-10)
+        for name, value in expected.state.items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+
+
+LOOKS = {
+    "clip_grad_norm_": lambda model: clip_grad_norm_(model.parameters(), 1.0),
+    "of a list": lambda model: clip_grad_norm_(list(model.parameters()), 1.0, foreach=True),
+    "of a submodule": lambda model: clip_grad_norm_(model[0].parameters(), 1.0),
+    "clip_grad_value_": lambda model: clip_grad_value_(model.parameters(), 1.0),
+    "get_total_norm": lambda model: get_total_norm([p.grad for p in model.parameters() if p.grad is not None]),
+    "by hand": lambda model: [p.grad.norm() for p in model.parameters() if p.grad is not None],
+    "in place": lambda model: [p.grad.div_(2) for p in model.parameters() if p.grad is not None],
+    "data": lambda model: [p.grad.data.mul_(2) for p in model.parameters() if p.grad is not None],
+    "zeros": lambda model: nn.Module.zero_grad(model, set_to_none=False),
+}
+
+
+def looked_at(rank, setup):
+    with trained_by(setup) as engine:
+        backward(engine, 0)
+        held = bytes_by_role(engine.live_tensors())[Role.GRADIENT]
+        for look in LOOKS.values():
+            with pytest.raises(RuntimeError, match=r"gradient of .*Write engine\.clip_grad_norm_\(max_norm\)"):
+                look(engine.module)
+        tensors = engine.step_tensors()
+        for some in (tensors, tensors[:2], tensors.where(lambda name: name.endswith("bias"))):
+            with pytest.raises(RuntimeError, match=r"engine\.step_tensors\(\): .*; write engine\.clip_grad_norm_"):
+                clip_grad_norm_(some, 1.0)
+        norm = float(engine.clip_grad_norm_(1e-3))
+        engine.step()
+        engine.zero_grad()
+        one_step(engine, rank, step=1)
+        return norm, held, engine.full_state_dict()
+
+
+@pytest.mark.parametrize("num_ranks", WORLD_SIZES)
+@pytest.mark.parametrize("setup", PIECES)
+def test_a_look_at_gradients_that_lie_in_pieces_is_refused(pools, setup, num_ranks):
+    model = cases.build("MLP")
+    numel = sum(param.numel() for param in model.parameters())
+    optimizer = cases.OPTIMIZERS["sgd"](list(model.parameters()))
+    for step in range(2):
+        x, y = cases.rows("MLP", step, 0, num_ranks)
+        optimizer.zero_grad()
+        cases.loss_of(model(x), y).backward()
+        if step == 0:
+            expected = float(clip_grad_norm_(model.parameters(), 1e-3))
+        optimizer.step()
+    for norm, held, state in pools(num_ranks).run(looked_at, setup):
+        assert norm == pytest.approx(expected, abs=1e-10)
+        share = 1 if setup == "zero1" else num_ranks
+        assert held <= 8 * (numel // share + 10 * num_ranks)  # what stands at the parameters has no bytes
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+
+
+def two_losses(rank, setup):
+    """Backwards that add to means: by engine.backward, in no_sync, and plain, from a forward before the first."""
+    with trained_by(setup, "Unused") as engine:
+        x, y = own("Unused", 1, 0, engine)
+        first, second = (cases.loss_of(engine(x), y) for _ in range(2))
+        engine.backward(first)
+        second.backward()
+        engine.finish_gradients()
+        with engine.no_sync():
+            backward(engine, 1, 0, "Unused")
+        backward(engine, 1, 0, "Unused")
+        penalty = torch.autograd.grad(cases.loss_of(engine(x), y), list(engine.module.first.parameters()))
+        engine.step()
+        assert all(part.shape == param.shape for part, param in zip(penalty, engine.module.first.parameters()))
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("num_ranks", WORLD_SIZES)
+@pytest.mark.parametrize("setup", ["zero1", "zero2"])
+def test_a_backward_that_adds_to_means_does_not_meet_what_stands_there(pools, setup, num_ranks):
+    model = cases.build("Unused")
+    x, y = cases.rows("Unused", 1, 0, num_ranks)
+    (4 * cases.loss_of(model(x), y)).backward()
+    cases.OPTIMIZERS["sgd"](list(model.parameters())).step()
+    for state in pools(num_ranks).run(two_losses, setup):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+
+
+# Whose module it is.
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = cases.build("MLP")
+        self.head = nn.Linear(5, 5).double()
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def shares_a_parameter(model):
+    other = nn.Linear(7, 16).double()
+    other.weight = model.body[0].weight
+    return other
+
+
+def wrapped_round_about(rank, setup):
+    said = []
+    with Mesh({"data": 2}) as mesh:
+        outer = Outer()
+        sharing = shares_a_parameter(outer)
+        before = {name: value.clone() for name, value in sharing.state_dict().items()}
+        for first, second in ((outer, outer.body), (outer.body, outer), (outer, outer.body[2]), (outer, sharing)):
+            with engine_of(setup, first, mesh) as engine:
+                kinds = [type(param) for param in second.parameters()]
+                for other in ("bucketed", "zero1", "zero3", "fsdp"):
+                    with pytest.raises(ValueError, match=r"^model: .*close\(\) that engine first") as caught:
+                        engine_of(other, second, mesh)
+                assert [type(param) for param in second.parameters()] == kinds
+                said.append(str(caught.value))
+                x = torch.ones(2, 7, dtype=torch.float64) * (rank + 1)
+                engine.backward(engine(x).square().sum())
+                engine.zero_grad()
+            with engine_of(setup, second, mesh) as engine:  # free again
+                pass
+        assert all(torch.equal(value, before[name]) for name, value in sharing.state_dict().items())
+    return said
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_module_belongs_to_one_engine(pools, setup):
+    first, second = pools(2).run(wrapped_round_about, setup)
+    assert first == second
+    inside, round_about, deep, sharing = first
+    assert "it is inside a module that an engine wraps" in inside
+    assert "its module 'body' is wrapped by an engine" in round_about
+    assert "it is inside a module" in deep
+    assert "its parameter 'weight' is also in a module that an engine wraps" in sharing
+
+
+def peers_round_about(rank, setup):  # noqa: ARG001
+    with Mesh({"data": 2}) as mesh:
+        outer = Outer()
+        with engine_of(setup, outer, mesh):
+            for other in ("bucketed", *PEERS):
+                with pytest.raises(ValueError, match=r"model: it is inside a module that an engine wraps"):
+                    engine_of(other, outer.body, mesh)
+        outer = Outer()
+        with engine_of("bucketed", outer.body, mesh), pytest.raises(ValueError, match=r"its module 'body' is wrapped"):
+            engine_of(setup, outer, mesh)
+    return True
+
+
+@pytest.mark.parametrize("setup", PEERS)
+def test_a_module_of_torch_s_engine_belongs_to_it(pools, setup):
+    assert pools(2).run(peers_round_about, setup) == [True, True]
+
+
+def left_behind(rank):  # noqa: ARG001
+    """An engine that was never closed and is gone; and copies of what an engine has."""
+    with Mesh({"data": 2}) as mesh:
+        outer = Outer()
+        engine = engine_of("bucketed", outer, mesh)
+        body, weight = outer.body, outer.head.weight
+        copied = copy.deepcopy(outer.body)
+        file = io.BytesIO()
+        torch.save({"weight": weight}, file)
+        file.seek(0)
+        loaded = torch.load(file)["weight"]
+        assert torch.equal(loaded, weight)
+        with engine_of("zero1", copied, mesh):
+            pass
+        part = nn.Linear(5, 5).double()
+        part.weight = loaded
+        with engine_of("zero1", part, mesh):
+            pass
+        del engine, outer
+        gc.collect()
+        with engine_of("zero2", body, mesh) as engine:
+            return engine.num_steps
+
+
+def test_neither_a_copy_nor_what_a_lost_engine_leaves_belongs_to_one(pools):
+    assert pools(2).run(left_behind) == [0, 0]
