@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shardlab.comm.slices import cut_state, merge_state
 from shardlab.engines.checkpoint import Stateful, load_checkpoint, save_checkpoint
+from shardlab.engines.checkpoints.first_rank import first_ranks_own
 from shardlab.engines.checkpoints.gather import gather_gradients
 from shardlab.engines.checkpoints.optimizer_state import (
     gather_named_state,
@@ -43,14 +44,17 @@ class EngineState(ABC):
         yield self.module
 
     def full_state_dict(self) -> dict[str, Any]:
-        """A copy of the module's whole state, the same on every rank, which loads strict into the plain module."""
-        engine = self._engine
+        """A copy of the module's whole state, the same on every rank, which loads strict into the plain module.
+
+        Buffers and extra state, which the ranks' own rows may have made different (a BatchNorm's statistics), are those
+        of the first data rank, as in a checkpoint. Collective; sends nothing where the module has neither, unless
+        parameters are sharded or sliced. The module itself stays as it is.
+        """
+        engine, state = self._engine, self.module.state_dict()
         if engine.tensor_comm is not None:
-            return merge_state(self.module.state_dict(), engine.slices, engine.tensor_comm)
-        return {
-            name: value.detach().clone() if isinstance(value, Tensor) else value
-            for name, value in self.module.state_dict().items()
-        }
+            return first_ranks_own(engine, merge_state(state, engine.slices, engine.tensor_comm))
+        copies = {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+        return first_ranks_own(engine, copies)
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what ``full_state_dict()`` or the plain module's ``state_dict()`` gave.

@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from shardlab.engines.checkpoints.first_rank import first_ranks_own
 from shardlab.engines.holdings import ShardRow, held
 from shardlab.engines.peers.base import TorchState
 from shardlab.vocabulary import Role
@@ -25,14 +26,15 @@ class DTensorPeer(TorchState):
             return clip_mixed_(self.step_tensors(), max_norm, norm_type)
 
     def full_state_dict(self) -> dict[str, Any]:
-        """A copy of the module's whole state, the same on every rank, which loads strict into the plain module."""
+        """As in ``Engine``; collective in any case."""
         from shardlab.engines.peers.dtensors import whole
 
         with self._for("full parameters"):
-            return {
+            state = {
                 name: whole(value) if isinstance(value, Tensor) else value
                 for name, value in self.module.state_dict().items()
             }
+        return first_ranks_own(self, state)
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what ``full_state_dict()`` or the plain module's ``state_dict()`` gave; communicates nothing."""

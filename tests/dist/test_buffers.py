@@ -1,0 +1,165 @@
+"""Buffers and extra state that forward makes different on every rank: which of them a state dict and a checkpoint have."""
+
+import pytest
+import torch
+from torch import nn
+
+from shardlab.comm import Mesh
+from shardlab.engines import build_engine
+from shardlab.launch import current
+from tests.comm.test_communicator import Log
+from tests.dist import cases
+from tests.dist.test_habits import OURS_AND_TORCH_S, engine_of
+from tests.dist.test_in_flight import SETUPS
+
+WORLD_SIZES = (2, 3, 4)
+NO_CHECKPOINT = ("torch_zero1", "torch_fsdp2")
+
+
+class Remembers(nn.Module):
+    """Every kind of thing that forward can change and a state dict keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.last = nn.Linear(6, 5)
+        self.seen = {"rows": 0, "means": torch.zeros(2)}
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("largest", torch.full((5,), -1e9))
+        self.register_buffer("signs", torch.zeros(5, dtype=torch.bool))
+        self.register_buffer("none", torch.zeros(0))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+        self.register_buffer("absent", None)
+
+    def forward(self, x):
+        out = self.last(torch.tanh(self.norm(self.first(x))))
+        self.count += int(x[0, 1].abs() * 1000)
+        self.largest = torch.maximum(self.largest, out.detach().amax(0))
+        self.signs = out.detach()[0] > 0
+        self.scratch = x.detach()[0, :3]
+        self.seen = {"rows": self.seen["rows"] + int(x[0, 1].abs() * 1000), "means": x.detach().mean(0)[:2]}
+        return out
+
+    def get_extra_state(self):
+        return self.seen
+
+    def set_extra_state(self, state):
+        self.seen = state
+
+
+def build(seed=0):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Remembers().double()
+
+
+def own_state(model):
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return buffers | {"rows": model.seen["rows"], "means": model.seen["means"].clone()}
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == other[name].dtype, name
+            assert torch.equal(value, other[name]), name
+        elif isinstance(value, dict):
+            same(value, other[name])
+        else:
+            assert value == other[name], name
+
+
+def remembered(rank, setup, directory):
+    num_ranks = current().world_size
+    with Mesh({"data": num_ranks}) as mesh:
+        model = build(seed=rank)
+        with engine_of(setup, model, mesh) as engine:
+            for step in range(3):
+                x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", step, 0, num_ranks))
+                engine.backward(cases.loss_of(engine(x), y))
+                engine.step()
+                engine.zero_grad()
+            before = own_state(model)
+            state = engine.full_state_dict()
+            same(own_state(model), before)
+            assert all(value.data_ptr() != model.get_buffer(name).data_ptr() for name, value in state.items()
+                       if name in dict(model.named_buffers()) and value.numel())  # fmt: skip
+            again = engine.full_state_dict()
+            if setup not in NO_CHECKPOINT:
+                engine.save(directory)
+        loaded = None
+        if setup not in NO_CHECKPOINT:
+            with engine_of(setup, build(seed=7), mesh) as engine:
+                engine.load(directory)
+                loaded = engine.full_state_dict()
+                mine = own_state(engine.module)
+                same({name: mine[name] for name in mine if name in loaded}, {n: loaded[n] for n in mine if n in loaded})
+    return before, state, again, loaded
+
+
+@pytest.mark.parametrize("num_ranks", WORLD_SIZES)
+@pytest.mark.parametrize("setup", OURS_AND_TORCH_S)
+def test_a_full_state_dict_is_the_first_rank_s_everywhere_and_what_load_restores(pools, tmp_path, setup, num_ranks):
+    results = pools(num_ranks).run(remembered, setup, tmp_path)
+    of_first, expected, _, _ = results[0]
+    for name in ("norm.running_mean", "count", "largest", "rows"):
+        others = [before[name] for before, *_ in results[1:]]
+        assert not any(torch.equal(torch.as_tensor(of_first[name]), torch.as_tensor(other)) for other in others), name
+    assert set(expected) == set(build().state_dict())
+    same({name: value for name, value in expected.items() if name in of_first},
+         {name: value for name, value in of_first.items() if name in expected})  # fmt: skip
+    same(expected["_extra_state"], {"rows": of_first["rows"], "means": of_first["means"]})
+    for _, state, again, loaded in results:
+        same(state, expected)
+        same(again, expected)
+        if setup not in NO_CHECKPOINT:
+            same(loaded, expected)
+    build().load_state_dict(expected, strict=True)
+
+
+def sent_for_it(rank, setup, kind):  # noqa: ARG001
+    log = Log()
+    with Mesh({"data": 2}) as mesh, engine_of(setup, cases.build(kind), mesh) as engine, mesh.observed_by(log):
+        engine.full_state_dict()
+    return [(str(event.op), event.num_bytes) for event in log.events if not event.tag.startswith("parameters")]
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_only_buffers_are_sent(pools, setup):
+    for events in pools(2).run(sent_for_it, setup, "MLP"):
+        assert events == []
+    for events in pools(2).run(sent_for_it, setup, "Frozen"):
+        assert events == [("broadcast", 9 * 8)]
+
+
+class Unpicklable(nn.Linear):
+    def get_extra_state(self):
+        return lambda: None
+
+
+def unpicklable(rank):  # noqa: ARG001
+    with Mesh({"data": 2}) as mesh, build_engine("bucketed", Unpicklable(3, 3), cases.OPTIMIZERS["sgd"], mesh) as engine:
+        with pytest.raises(RuntimeError, match=r"pickle.*on rank 0|on rank 0.*pickle") as caught:
+            engine.full_state_dict()
+        return str(caught.value)
+
+
+def test_extra_state_that_cannot_be_sent_is_refused_on_every_rank(pools):
+    first, second = pools(2).run(unpicklable)
+    assert first == second
+
+
+def alone(rank, setup):  # noqa: ARG001
+    strategy, options = SETUPS[setup]
+    with build_engine(strategy, build(), cases.OPTIMIZERS["sgd"], None, **options) as engine:
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_one_process_alone_has_its_own(setup):
+    with build_engine("single", build(), cases.OPTIMIZERS["sgd"]) as engine:
+        same(alone(0, setup), engine.full_state_dict())
+
+
