@@ -1,0 +1,262 @@
+"""Small modules, said in plain data so that they can be generated, shrunk and printed.
+
+Legend: I = 3 features of a row, W the width, V = 5 outputs (and rows of the embedding), B rows of a rank. All is float64.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+FEATURES, OUTPUTS = 3, 5
+
+ALIKE_KINDS = (
+    *("linear", "norm", "scale", "few", "transposed", "nested", "inplace", "dict", "counter", "running", "batchnorm"),
+    "overwrite",
+)
+"""What every rank computes alike; 'overwrite' writes over what autograd has saved, which autograd refuses."""
+BRANCH_KINDS = ("branch", "sometimes")
+"""What a rank computes depends on its rows."""
+CHECKPOINTS = ("none", "whole", "whole reentrant", "inside", "inside reentrant")
+OUTPUT_KINDS = ("tensor", "dict", "tuple", "dataclass")
+
+
+class Planted(ArithmeticError):
+    """Raised in the middle of a forward or a backward, where the user's code would fail."""
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """One block.
+
+    Attributes:
+        kind: of ``ALIKE_KINDS`` or ``BRANCH_KINDS``.
+        checkpoint: activation checkpointing of the whole block, by its caller, or of its inside, by itself.
+        frozen: whether its parameters do not train.
+    """
+
+    kind: str = "linear"
+    checkpoint: str = "none"
+    frozen: bool = False
+
+
+@dataclass(frozen=True)
+class ModuleSpec:
+    """A module of blocks between two layers.
+
+    Attributes:
+        width: of the blocks.
+        blocks: each is there once.
+        path: the blocks in the order in which they are called; one may be called twice, or never.
+        enter: the first layer, 'linear' or 'embedding'.
+        tied: 'none', 'blocks' (all blocks have one weight) or 'ends' (the embedding and the last layer).
+        shared: the first block has a second place in the module, which is called last.
+        spare: there is a layer that no rank uses.
+        frozen_enter: the first layer does not train.
+        output: what the module returns, see ``OUTPUT_KINDS``.
+    """
+
+    width: int = 4
+    blocks: tuple[BlockSpec, ...] = ()
+    path: tuple[int, ...] = ()
+    enter: str = "linear"
+    tied: str = "none"
+    shared: bool = False
+    spare: bool = False
+    frozen_enter: bool = False
+    output: str = "tensor"
+
+
+@dataclass
+class Output:
+    """What a module returns whose ``output`` is 'dataclass'."""
+
+    y: Tensor
+    note: str = "a note"
+
+
+class Raises(torch.autograd.Function):
+    """Fails in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise Planted("in backward")
+
+
+class Block(nn.Module):
+    """What it computes is said by its kind."""
+
+    def __init__(self, spec: BlockSpec, width: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.inner = nn.Linear(width, width)
+        if spec.kind == "norm":
+            self.norm = nn.LayerNorm(width)
+        elif spec.kind == "batchnorm":
+            self.norm = nn.BatchNorm1d(width)
+        elif spec.kind == "scale":
+            self.scale = nn.Parameter(torch.tensor(1.5))
+        elif spec.kind == "few":
+            self.row = nn.Parameter(torch.ones(1, width))
+        elif spec.kind == "transposed":
+            self.weight = nn.Parameter(torch.randn(width, width).t())
+        elif spec.kind == "nested":
+            self.blocks = nn.ModuleList([Block(BlockSpec(), width), Block(BlockSpec("scale"), width)])
+        elif spec.kind in BRANCH_KINDS:
+            self.other = nn.Linear(width, width)
+        elif spec.kind == "counter":
+            self.register_buffer("count", torch.zeros(()))
+        elif spec.kind == "running":
+            self.register_buffer("mean", torch.zeros(width))
+        self.requires_grad_(not spec.frozen)
+
+    def forward(self, x: Tensor) -> Any:
+        if self.spec.checkpoint.startswith("inside"):
+            y = checkpoint(self._compute, x, use_reentrant="reentrant" in self.spec.checkpoint)
+        else:
+            y = self._compute(x)
+        return {"x": x + y} if self.spec.kind == "dict" else x + y
+
+    def _compute(self, x: Tensor) -> Tensor:
+        return getattr(self, f"_{self.spec.kind}", self._linear)(x)
+
+    def _linear(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x))
+
+    def _norm(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(self.norm(x)))
+
+    _batchnorm = _norm
+
+    def _scale(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x)) * self.scale
+
+    def _few(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x)) * self.row
+
+    def _transposed(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x) @ self.weight)
+
+    def _nested(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return torch.tanh(self.inner(x))
+
+    def _branch(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x) if float(x.detach().sum()) > 0 else self.other(x))
+
+    def _sometimes(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.inner(x))
+        return y + self.other(y) if float(x.detach().sum()) > 0 else y
+
+    def _inplace(self, x: Tensor) -> Tensor:
+        return self.inner(x).add_(1.0).tanh_()
+
+    def _overwrite(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.inner(x))
+        z = y * 2.0
+        y.mul_(0.5)  # tanh has saved y
+        return z
+
+    def _counter(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return torch.tanh(self.inner(x)) / self.count.clone()
+
+    def _running(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return torch.tanh(self.inner(x)) + self.mean.clone()
+
+
+class Model(nn.Module):
+    """See ``ModuleSpec``."""
+
+    def __init__(self, spec: ModuleSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        embeds = spec.enter == "embedding"
+        self.enter = nn.Embedding(OUTPUTS, spec.width) if embeds else nn.Linear(FEATURES, spec.width)
+        self.enter.requires_grad_(not spec.frozen_enter)
+        self.blocks = nn.ModuleList([Block(block, spec.width) for block in spec.blocks])
+        self.leave = nn.Linear(spec.width, OUTPUTS)
+        if spec.spare:
+            self.spare = nn.Linear(2, spec.width)
+        if spec.tied == "ends" and embeds:
+            self.leave.weight = self.enter.weight
+        elif spec.tied == "blocks" and spec.blocks:
+            for block in self.blocks:
+                block.inner.weight = self.blocks[0].inner.weight
+        if spec.shared and spec.blocks:
+            self.blocks.append(self.blocks[0])
+
+    def forward(self, x: Tensor, depth: int | None = None, fault: str = "none") -> Any:
+        h = self.enter((x[:, 0].abs() * 7).long() % OUTPUTS) if self.spec.enter == "embedding" else self.enter(x)
+        path = [*self.spec.path, *([len(self.spec.blocks)] if self.spec.shared and self.spec.blocks else ())][:depth]
+        for place, index in enumerate(path):
+            h = self._call(self.blocks[index], h)
+            if place == len(path) // 2:
+                h = _fail(h, fault)
+        y = self.leave(h if path else _fail(h, fault))
+        kinds = {"dict": {"y": y, "hidden": [h]}, "tuple": (y, None, h * 2), "dataclass": Output(y)}
+        return kinds.get(self.spec.output, y)
+
+    def _call(self, block: Block, h: Tensor) -> Tensor:
+        if block.spec.checkpoint.startswith("whole"):
+            h = checkpoint(block, h, use_reentrant="reentrant" in block.spec.checkpoint)
+        else:
+            h = block(h)
+        return h["x"] if isinstance(h, dict) else h
+
+
+def _fail(h: Tensor, fault: str) -> Tensor:
+    if fault == "forward":
+        raise Planted("in forward")
+    return Raises.apply(h) if fault == "backward" and h.requires_grad else h
+
+
+def prediction(output: Any) -> Tensor:
+    """The prediction in whatever a module returns."""
+    if isinstance(output, Output):
+        return output.y
+    if isinstance(output, dict):
+        return output["y"]
+    return output[0] if isinstance(output, tuple) else output
+
+
+def build(spec: ModuleSpec, seed: int = 0) -> Model:
+    """The module, with parameters of its own for every seed."""
+    with seeded(seed):
+        return Model(spec).double()
+
+
+def replicas(spec: ModuleSpec, number: int, seed: int = 0) -> list[Model]:
+    """The module once for each rank: the parameters are the same objects, the buffers each rank's own."""
+    models = [build(spec, seed) for _ in range(number)]
+    for model in models[1:]:
+        for own, first in zip(model.modules(), models[0].modules(), strict=True):
+            own._parameters = first._parameters
+    return models
+
+
+def rows(seed: int, rank: int, num_rows: int = 2) -> tuple[Tensor, Tensor]:
+    """A rank's rows, [B, I], and what the module is to say of them, [B, V]."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    x = torch.randn(num_rows, FEATURES, generator=generator, dtype=torch.float64)
+    return x, torch.randn(num_rows, OUTPUTS, generator=generator, dtype=torch.float64)
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside, torch draws from this seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
