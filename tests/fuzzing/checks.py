@@ -1,4 +1,4 @@
-"""What of an engine is held against the one process after an operation; each check says what differs and by how much."""
+"""What of an engine is held against the one process after an operation; each check says what differs, by how much."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -16,12 +16,13 @@ from tests.fuzzing.features import ON
 from tests.fuzzing.run import Scenario, Verdict, run_scenario
 from tests.fuzzing.scenarios import Menu, scenarios
 from tests.fuzzing.script import script_of
+from tests.fuzzing.shrink import reduced
 
 ROUND = 100  # scenarios that one seed draws
-SHRINK_S = 60.0
+SHRINK_S = 25.0  # for Hypothesis, and as long again for the rest
 
 
-class Found(AssertionError):
+class Found(AssertionError):  # noqa: N818 - nothing has gone wrong in here
     """A scenario that is neither equal nor refused as documented."""
 
 
@@ -98,6 +99,7 @@ class Hunt:
         session = _Session(self._judge, lambda: time.monotonic() > self._until, self._known)
         find = session.search(menu, seed, ROUND)
         if find is not None:
+            find = session.reduced(find[0])
             self.finds.append(find)
             self._known.add(_key(*find))
             tqdm.write(f"\n# seed {seed}, {num_ranks} ranks\n{script_of(*find)}", file=sys.stdout)
@@ -173,6 +175,12 @@ class _Session:
         except Found:
             return self._last
         return None
+
+    def reduced(self, scenario: Scenario) -> tuple[Scenario, Verdict]:
+        """A find, with whatever else can be left out."""
+        self._shrink_until = time.monotonic() + SHRINK_S
+        smallest = reduced(scenario, self._fails)
+        return smallest, self._seen[smallest]
 
     def _fails(self, scenario: Scenario) -> bool:
         verdict = self._seen.get(scenario)

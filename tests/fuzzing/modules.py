@@ -1,6 +1,6 @@
 """Small modules, said in plain data so that they can be generated, shrunk and printed.
 
-Legend: I = 3 features of a row, W the width, V = 5 outputs (and rows of the embedding), B rows of a rank. All is float64.
+Legend: I = 3 features of a row, W the width, V = 5 outputs (and rows of the embedding), B rows of a rank. All float64.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ CHECKPOINTS = ("none", "whole", "whole reentrant", "inside", "inside reentrant")
 OUTPUT_KINDS = ("tensor", "dict", "tuple", "dataclass")
 
 
-class Planted(ArithmeticError):
+class Planted(ArithmeticError):  # noqa: N818 - the user's own
     """Raised in the middle of a forward or a backward, where the user's code would fail."""
 
 

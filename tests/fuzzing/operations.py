@@ -1,7 +1,7 @@
 """What users do, each done by an engine on every rank and by one process of plain torch.
 
-An operation is plain data. ``ours`` and ``plain`` return what is seen by the user, under the same names; both are called
-on every rank, ours first. ``applies`` says whether it makes sense now, the same on all ranks; else it is skipped.
+An operation is plain data. ``ours`` and ``plain`` return what the user sees, under the same names; both are called on
+every rank, ours first. ``applies`` says whether it makes sense now, the same on all ranks; else it is skipped.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ class Forward(Operation):
         return {"output": output}
 
     def after(self, world: World) -> None:
-        world.gathered = world.ours.spec.keeps_gathered
+        world.gathered = True  # what was gathered ahead in vain may stay until backward
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,10 @@ class Evaluate(Operation):
             for model in world.plain.models:
                 stack.enter_context(evaluating(model, self.mode))
             loss, output = world.plain.forward(self.seed, world.rank, depth=self.depth)
-        return {"output": output, "loss needs a gradient": loss.requires_grad}
+        return {"output": output, "loss needs a gradient": loss[world.rank].requires_grad}
 
     def after(self, world: World) -> None:
-        world.gathered = world.ours.spec.keeps_gathered
+        world.gathered = True
 
 
 @contextlib.contextmanager
@@ -139,16 +139,17 @@ class Backward(Operation):
         return {}
 
     def plain(self, world: World) -> Seen:
-        take(world.plain.losses, self.which).backward()
+        ranks = zip(*world.plain.losses, strict=True)
+        waiting = [list(losses) for losses in ranks]
+        world.plain.backward([take(losses, self.which) for losses in waiting])
+        world.plain.losses[:] = [list(losses) for losses in zip(*waiting, strict=True)]
         return {}
 
     def after(self, world: World) -> None:
         finished = self.how == "engine" and not self.quiet
         world.gradients = "means" if finished else "local"
         world.unfinished = not finished and not self.quiet
-        world.gathered = (not finished and self.how == "plain") or (
-            bool(world.plain.losses) and world.ours.spec.keeps_gathered
-        )
+        world.gathered = self.how == "plain" or (bool(world.plain.losses) and world.ours.spec.keeps_gathered)
 
 
 def take(losses: list[Tensor], which: str) -> Tensor:
@@ -317,7 +318,7 @@ class ScaledStep(Operation):
         plain.losses.clear()
         plain.zero_grad()
         loss, output = plain.forward(self.seed, world.rank)
-        loss.backward()
+        plain.backward(loss)
         if self.overflow:
             plain.scale *= 0.5
         else:

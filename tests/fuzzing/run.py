@@ -5,13 +5,16 @@ import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shardlab.comm import Mesh
-from shardlab.launch import RankError, RankHang, RankPool
+from shardlab.launch import RankError, RankHang, RankPool, current
 from tests.fuzzing.checks import checks_after_close, deep_checks, differences, local_checks
 from tests.fuzzing.engines import EngineSpec, OptimizerSpec
 from tests.fuzzing.modules import ModuleSpec, Planted
@@ -34,20 +37,20 @@ class Scenario:
 
     Attributes:
         module: see ``ModuleSpec``.
-        optimizer: see ``OptimizerSpec``.
         engine: see ``EngineSpec``.
+        optimizer: see ``OptimizerSpec``.
         operations: in order; afterwards the engine is closed and its module trains alone.
         deep: the whole state is put together after every operation, not only at the end.
     """
 
-    module: ModuleSpec = ModuleSpec()
-    optimizer: OptimizerSpec = OptimizerSpec()
-    engine: EngineSpec = EngineSpec()
+    module: ModuleSpec
+    engine: EngineSpec
+    optimizer: OptimizerSpec = OptimizerSpec()  # noqa: RUF009 - it is frozen
     operations: tuple[Operation, ...] = ()
     deep: bool = False
 
 
-class Different(AssertionError):
+class Different(AssertionError):  # noqa: N818 - it is an answer
     """A rank has found that the engine is not as one process."""
 
 
@@ -92,9 +95,7 @@ def run_scenario(pool: RankPool, scenario: Scenario) -> Verdict:
     except RankHang as error:
         return Verdict("hang", _first_line(error), max(progress.values(), default=None))
     except RankError as error:
-        kind = "different" if error.exception_type == "Different" else "crash"
-        at = progress.get(error.rank)
-        return Verdict(kind, f"rank {error.rank}: {_summary(error)}", at)
+        return Verdict("crash", _first_line(error), progress.get(error.rank))
     finally:
         if directory is not None:
             shutil.rmtree(directory, ignore_errors=True)
@@ -114,49 +115,81 @@ def _together(results: Sequence[list[tuple[str, str]]]) -> Verdict:
     """All ranks must have done the same and been answered alike."""
     steps = tuple(results[0])
     for place, answers in enumerate(zip(*results, strict=False)):
-        if len({kind for _, kind in answers}) > 1 or len({len(result) for result in results}) > 1:
-            return Verdict("apart", f"ranks were answered {[kind for _, kind in answers]}", place, steps)
-    refused = next((kind for _, kind in steps if kind.startswith("refused")), "")
+        for rank, (_, answer) in enumerate(answers):
+            if answer.startswith(("different", "crash")):
+                kind, _, text = answer.partition(": ")
+                return Verdict(kind, f"rank {rank}: {text}", place, steps)
+        if len({answer.split(":")[0] for _, answer in answers}) > 1:
+            return Verdict("apart", f"ranks were answered {[answer for _, answer in answers]}", place, steps)
+    refused = next((answer for _, answer in steps if answer.startswith("refused")), "")
     return Verdict("refused" if refused else "equal", refused, None, steps)
 
 
 def on_rank(rank: int, scenario: Scenario, directory: str | None) -> list[tuple[str, str]]:
-    """Do the scenario; of every operation its kind and what came of it.
-
-    Raises:
-        Different: something is not as in one process.
-    """
+    """Do the scenario up to the first operation that is not answered equal; of each its kind and what came of it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         done: list[tuple[str, str]] = []
-        mesh = _mesh_of(scenario.engine)
-        ours = Ours(scenario.engine, scenario.module, scenario.optimizer, mesh, rank)
-        plain = Plain(scenario.module, scenario.optimizer, scenario.engine.num_ranks)
-        world = World(ours, plain, None if directory is None else Path(directory))
+        control = _control(scenario.engine)
+        world = _begin(rank, scenario, directory)
         for number, operation in enumerate(scenario.operations):
-            answer = _do(world, operation, number, scenario.deep)
+            current().emit(number)
+            answer = _answer(partial(_do, world, operation, scenario.deep))
             done.append((type(operation).__name__, answer))
-            if answer.startswith("refused"):
+            if _worst(control, answer) > 0:
                 break
-        _end(world)
+        if all(_code(answer) < BAD for _, answer in done):
+            done.append(("end", _answer(partial(_end, world))))
+            _worst(control, done[-1][1])
+        if _code(done[-1][1]) or (len(done) > 1 and _code(done[-2][1])):
+            _MESHES.pop(_key(scenario.engine), None)  # something may be left in it
         return done
 
 
-def _do(world: World, operation: Operation, number: int, deep: bool) -> str:
-    """Do an operation on both sides and look; what came of it."""
-    from shardlab.launch import current
+def _begin(rank: int, scenario: Scenario, directory: str | None) -> World:
+    mesh = _mesh_of(scenario.engine)
+    ours = Ours(scenario.engine, scenario.module, scenario.optimizer, mesh, rank)
+    plain = Plain(scenario.module, scenario.optimizer, scenario.engine.num_ranks)
+    return World(ours, plain, None if directory is None else Path(directory))
 
-    current().emit(number)
+
+def _answer(look: Callable[[], str]) -> str:
+    try:
+        return look()
+    except Different as error:
+        return f"different: {error}"
+    except Exception as error:
+        return f"crash: {type(error).__name__}: {_line(error)}"
+
+
+BAD = 2
+
+
+def _code(answer: str) -> int:
+    """0 to go on, 1 to end here, 2 for what must not be."""
+    return BAD if answer.startswith(("different", "crash")) else int(answer.startswith("refused"))
+
+
+def _worst(control: Mesh | None, answer: str) -> int:
+    """The ranks tell each other, so that none goes on alone; where they were answered apart that is bad."""
+    code = torch.tensor([float(_code(answer)), -float(_code(answer))], dtype=torch.float64)
+    if control is not None:
+        control.data.all_reduce(code, reduction="max", tag="answer").wait()
+    return BAD if code[0] != -code[1] else int(code[0])
+
+
+def _do(world: World, operation: Operation, deep: bool) -> str:
+    """Do an operation on both sides and look; what came of it."""
     if not operation.applies(world):
         return "skipped"
     before = world.snapshot()
-    ours, plain = _attempt(operation.ours, world), None
+    ours = _attempt(operation.ours, world)
     if operation.is_habit and isinstance(ours, Exception):
         return "declined: " + _check_refusal(ours)
     plain = _attempt(operation.plain, world)
     if isinstance(ours, Exception) and isinstance(plain, Exception):
         world.recover()
-        _raise_first(operation, number, _looks(world, deep))
+        _raise_first(operation, _looks(world, deep))
         return "raised alike"
     if isinstance(plain, Exception):
         raise Different(f"{operation}: plain torch refuses it ({_line(plain)}), the engine does not")
@@ -167,19 +200,20 @@ def _do(world: World, operation: Operation, number: int, deep: bool) -> str:
         world.recover()
         return f"refused: {_line(ours)}"
     operation.after(world)
-    _raise_first(operation, number, differences(ours, plain))
-    _raise_first(operation, number, _looks(world, deep))
+    _raise_first(operation, differences(ours, plain))
+    _raise_first(operation, _looks(world, deep))
     return "equal"
 
 
-def _end(world: World) -> None:
+def _end(world: World) -> str:
     """Look at everything, close, and train alone."""
     for name in sorted(world.held):
         world.ours.engine.reshard(name)  # type: ignore[attr-defined]
-    _raise_first("the end", -1, deep_checks(world))
+    _raise_first("the end", deep_checks(world))
     world.ours.engine.close()
     if not world.ours.spec.name.startswith("torch_fsdp2"):
-        _raise_first("close()", -1, checks_after_close(world))
+        _raise_first("close()", checks_after_close(world))
+    return "equal"
 
 
 def _looks(world: World, deep: bool) -> Iterator[str]:
@@ -195,7 +229,7 @@ def _attempt(side: Any, world: World) -> Any:
         return error
 
 
-def _raise_first(operation: Any, number: int, texts: Iterator[str]) -> None:
+def _raise_first(operation: Any, texts: Iterable[str]) -> None:
     found = list(texts)
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
@@ -225,20 +259,23 @@ def _first_line(error: BaseException) -> str:
     return str(error).splitlines()[0]
 
 
-def _summary(error: RankError) -> str:
-    lines = [line for line in error.traceback_text.strip().splitlines() if line.strip()]
-    return re.sub(r"^.*\bDifferent: ", "", lines[-1]) if lines else _first_line(error)
+def _key(spec: EngineSpec) -> Any:
+    return spec.axes, spec.transport
 
 
 def _mesh_of(spec: EngineSpec) -> Mesh:
-    key = (spec.axes, spec.transport)
-    if spec.num_ranks == 1 or spec.name.startswith("torch"):
-        return Mesh(dict(spec.axes), transport=None if spec.num_ranks == 1 else spec.transport)
-    if key not in _MESHES:
-        _MESHES[key] = Mesh(dict(spec.axes), transport=spec.transport)
-    return _MESHES[key]
+    """The ranks' mesh; it is kept, but for torch's engines, which make groups of their own in it."""
+    if spec.num_ranks == 1:
+        return Mesh(dict(spec.axes))
+    if spec.name.startswith("torch"):
+        return Mesh(dict(spec.axes), transport=spec.transport)
+    if _key(spec) not in _MESHES:
+        _MESHES[_key(spec)] = Mesh(dict(spec.axes), transport=spec.transport)
+    return _MESHES[_key(spec)]
 
 
-def without(scenario: Scenario, number: int) -> Scenario:
-    """The scenario without one operation."""
-    return replace(scenario, operations=scenario.operations[:number] + scenario.operations[number + 1 :])
+def _control(spec: EngineSpec) -> Mesh | None:
+    """A mesh beside the engine's, over which the ranks tell each other how they were answered."""
+    if spec.num_ranks > 1 and "control" not in _MESHES:
+        _MESHES["control"] = Mesh({"data": spec.num_ranks})
+    return _MESHES.get("control")

@@ -78,7 +78,7 @@ def _scenarios(draw: st.DrawFn, menu: Menu) -> Scenario:
     operations = tuple(operation for phrase in phrases for operation in phrase)
     if engine.name in PEERS:
         operations = tuple(operation for operation in operations if operation.peers)
-    return Scenario(draw(modules()), draw(optimizers), engine, operations, draw(st.booleans()))
+    return Scenario(draw(modules()), engine, draw(optimizers), operations, draw(st.booleans()))
 
 
 @st.composite

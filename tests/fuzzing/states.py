@@ -75,7 +75,7 @@ class FullParams(Operation):
                 model.train(before)
         elif self.inside == "train":
             loss, seen["output"] = plain.forward(self.seed, world.rank)
-            loss.backward()
+            plain.backward(loss)
         return seen
 
     def after(self, world: World) -> None:

@@ -1,15 +1,15 @@
 """The two sides of a scenario: an engine on this rank, and one process of plain torch that has the rows of all ranks.
 
-The one process averages the ranks' losses. Its modules (one for each rank) have the same parameters and buffers of their
-own, since what a forward writes into a buffer stays on its rank.
+The one process averages the ranks' losses. Its modules, one for each rank, have the same parameters and buffers of
+their own, since what a forward writes into a buffer stays on its rank.
 """
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,27 @@ from tests.fuzzing.engines import EngineSpec, OptimizerSpec
 from tests.fuzzing.modules import Model, ModuleSpec, prediction, rows
 
 Seen = dict[str, Any]
+Losses = list[Tensor]  # one for each rank
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def loss_of(output: Any, target: Tensor) -> Tensor:
     """The loss of one rank's rows."""
     return nn.functional.mse_loss(prediction(output), target)
+
+
+def on_all(function: Callable[[T], R], values: Iterable[T]) -> list[R]:
+    """Call a function on all values, also on those behind one that fails; then raise the first error."""
+    found, errors = [], []
+    for value in values:
+        try:
+            found.append(function(value))
+        except (ValueError, RuntimeError, ArithmeticError) as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return found
 
 
 class Ours:
@@ -83,27 +99,25 @@ class Plain:
         self.optimizer = optimizer.build(list(self.params.items()))
         self.fresh_groups = len(self.optimizer.param_groups)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=1, gamma=0.8)
-        self.losses: list[Tensor] = []
+        self.losses: list[Losses] = []
         self.kept: Seen = {}
         self.num_steps = 0
         self.scale = 8.0
 
-    def forward(self, seed: int, rank: int, **options: Any) -> tuple[Tensor, Tensor]:
-        """The mean of all ranks' losses, and what one rank predicts."""
-        losses, predicted = [], None
-        for number, model in enumerate(self.models):
-            x, y = rows(seed, number)
-            output = model(x, **options)
-            losses.append(loss_of(output, y))
-            if number == rank:
-                predicted = prediction(output).detach()
-        assert predicted is not None
-        return torch.stack(losses).sum() / len(self.models), predicted
+    def forward(self, seed: int, rank: int, **options: Any) -> tuple[Losses, Tensor]:
+        """The loss of every rank, and what one rank predicts."""
 
-    def rows_loss(self, seed: int, rank: int) -> Tensor:
-        """The loss of one rank's rows."""
-        x, y = rows(seed, rank)
-        return loss_of(self.models[rank](x), y)
+        def one(number: int) -> tuple[Tensor, Tensor]:
+            x, y = rows(seed, number)
+            output = self.models[number](x, **options)
+            return loss_of(output, y), prediction(output).detach()
+
+        found = on_all(one, range(len(self.models)))
+        return [loss for loss, _ in found], found[rank][1]
+
+    def backward(self, losses: Losses) -> None:
+        """Backward of the mean of the ranks' losses, each by itself, so that an error of one keeps none from going."""
+        on_all(lambda loss: (loss / len(losses)).backward(), losses)
 
     def zero_grad(self) -> None:
         """Forget all gradients."""

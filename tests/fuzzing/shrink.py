@@ -1,0 +1,62 @@
+"""The last of the shrinking: one thing less at a time, for as long as the scenario fails in the same way.
+
+Hypothesis shrinks what it drew; this takes away parts that its choices do not separate, a forward out of the middle of a
+training step for example.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from tests.fuzzing.modules import BlockSpec, ModuleSpec
+from tests.fuzzing.run import Scenario
+
+
+def reduced(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
+    """The smallest that one finds by taking one thing away after another."""
+    while smaller := next((simpler for simpler in _simpler(scenario) if fails(simpler)), None):
+        scenario = smaller
+    return scenario
+
+
+def _simpler(scenario: Scenario) -> Iterator[Scenario]:
+    operations = scenario.operations
+    for place in reversed(range(len(operations))):
+        yield replace(scenario, operations=operations[:place] + operations[place + 1 :])
+    if scenario.deep:
+        yield replace(scenario, deep=False)
+    yield from (replace(scenario, module=module) for module in _simpler_modules(scenario.module))
+    yield from (replace(scenario, optimizer=simpler) for simpler in _by_default(scenario.optimizer))
+    for place, operation in enumerate(operations):
+        for simpler in _by_default(operation):
+            yield replace(scenario, operations=(*operations[:place], simpler, *operations[place + 1 :]))
+    options = scenario.engine.options
+    for place in range(len(options)):
+        fewer = options[:place] + options[place + 1 :]
+        if not (options[place][0] == "sharding" and options[place][1] == "hybrid_shard"):
+            yield replace(scenario, engine=replace(scenario.engine, options=fewer))
+    if scenario.engine.transport != "shared_memory" and not scenario.engine.name.startswith("torch"):
+        yield replace(scenario, engine=replace(scenario.engine, transport="shared_memory"))
+
+
+def _simpler_modules(module: ModuleSpec) -> Iterator[ModuleSpec]:
+    for gone in range(len(module.blocks)):
+        path = tuple(index - (index > gone) for index in module.path if index != gone)
+        yield replace(module, blocks=module.blocks[:gone] + module.blocks[gone + 1 :], path=path)
+    for place in range(len(module.path)):
+        yield replace(module, path=module.path[:place] + module.path[place + 1 :])
+    for place, block in enumerate(module.blocks):
+        for simpler in (*_by_default(block), *((BlockSpec(),) if block != BlockSpec() else ())):
+            yield replace(module, blocks=(*module.blocks[:place], simpler, *module.blocks[place + 1 :]))
+    for simpler in _by_default(module):
+        if simpler.blocks == module.blocks and simpler.path == module.path:
+            yield simpler
+
+
+def _by_default(value: Any) -> Iterator[Any]:
+    """The value with one field as it is by default."""
+    assert is_dataclass(value)
+    assert not isinstance(value, type)
+    for field in fields(value):
+        if getattr(value, field.name) != field.default:
+            yield replace(value, **{field.name: field.default})
