@@ -1,23 +1,49 @@
-"""What is left out of the scenarios for now, and why; one line switches each on.
+"""What is left out of the scenarios for now, and why; deleting a line of ``OFF`` switches it on.
 
-A scenario is made of anything; ``sift`` takes out what belongs to a feature that is off.
+Scenarios are made of anything; ``sift`` takes out what belongs to a feature that is off. The numbers are those of the
+list in the issue "what a user interleaves by habit trains as one process does, or is refused".
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tests.fuzzing.modules import BlockSpec
+from tests.fuzzing.modules import BRANCH_KINDS, BlockSpec
+from tests.fuzzing.operations import Backward, Evaluate, Forward, Freeze, Operation, Step, ZeroGrad
+from tests.fuzzing.states import FullParams, Habit, Hold, Load, OptimizerIn, OptimizerOut, StateIn, StateOut
 
 if TYPE_CHECKING:
     from tests.fuzzing.run import Scenario
 
-OFF: dict[str, str] = {}
-"""Features that are off, with the reason. Delete a line to switch it on."""
+OFF: dict[str, str] = {
+    "forward before step": "1: FSDP steps with weights that an evaluation has left gathered",
+    "held over a step": "1: a unit of FSDP that is gathered by hand keeps its old weights over a step",
+    "frozen anew": "2: FSDP takes a parameter that is thawed, or unused for a while, for a second backward",
+    "overwritten": "3: zero3 and FSDP accept an overwrite of what autograd has saved",
+    "step before backward": "3: and a step between forward and backward",
+    "units differ": "4: FSDP with units that only some ranks use",
+    "torch's habits": "8: optimizer.step(), torch's clipping, the module's zero_grad(): neither right nor refused",
+    "rank's own buffers": "9: full_state_dict() gives each rank its own buffers",
+    "reentrant": "12: FSDP with reentrant checkpointing",
+    "plain backward": "13: a plain loss.backward() that is not finished",
+    "left out": "load_full_optimizer_state_dict() of an optimizer that leaves a parameter out: KeyError",
+}
+"""Features that are off, with the reason."""
 
 FEATURES = frozenset({
-    "overwrite",  # a module overwrites in place what autograd has saved
+    "forward before step",  # FSDP: a forward without backward between backward and step()
+    "held over a step",  # FSDP: unshard(unit) before a step
+    "frozen anew",  # FSDP: freeze and thaw, and units that a micro-batch leaves out
+    "overwritten",  # a module overwrites in place what autograd has saved
+    "step before backward",  # a loss of before the step
+    "units differ",  # FSDP: units that a rank may leave out
+    "torch's habits",  # on the optimizer or module instead of the engine
+    "rank's own buffers",  # in full_state_dict(), where they differ between ranks
+    "reentrant",  # FSDP: reentrant checkpointing
+    "plain backward",  # loss.backward()
+    "left out",  # an optimizer that leaves a parameter out, whose state is loaded
 })  # fmt: skip
 ALL = FEATURES
 ON = FEATURES.difference(OFF)
@@ -25,9 +51,123 @@ ON = FEATURES.difference(OFF)
 
 def sift(scenario: Scenario, features: frozenset[str]) -> Scenario:
     """The scenario without what belongs to features that are off."""
-    module = scenario.module
-    if "overwrite" not in features:
-        blocks = tuple(BlockSpec(checkpoint=b.checkpoint, frozen=b.frozen) if b.kind == "overwrite" else b
-                       for b in module.blocks)  # fmt: skip
-        module = replace(module, blocks=blocks)
-    return replace(scenario, module=module)
+    for name, take_out in SIEVES.items():
+        if name not in features:
+            scenario = take_out(scenario)
+    return scenario
+
+
+def _without(scenario: Scenario, unwanted: Callable[[Operation], bool]) -> Scenario:
+    return replace(scenario, operations=tuple(one for one in scenario.operations if not unwanted(one)))
+
+
+def _with_blocks(scenario: Scenario, change: Callable[[BlockSpec], BlockSpec]) -> Scenario:
+    blocks = tuple(change(block) for block in scenario.module.blocks)
+    return replace(scenario, module=replace(scenario.module, blocks=blocks))
+
+
+def _uses_fsdp(scenario: Scenario) -> bool:
+    into = [one.into.name for one in scenario.operations if isinstance(one, Load) and one.into is not None]
+    return "fsdp" in (scenario.engine.name, *into)
+
+
+def _forward_before_step(scenario: Scenario) -> Scenario:
+    """Between a backward and the next step, losses that wait and zero_grad() aside, no forward of a whole model."""
+    if not _uses_fsdp(scenario):
+        return scenario
+    kept: list[Operation] = []
+    reduced = False  # gradients are there that have not been stepped
+    for operation in scenario.operations:
+        looks = isinstance(operation, Evaluate | Forward) or (
+            isinstance(operation, FullParams) and operation.inside in ("evaluate", "train")
+        )
+        if looks and reduced:
+            continue
+        # A forward that never comes to its backward leaves as much.
+        if isinstance(operation, Evaluate) or (isinstance(operation, Forward) and operation.depth is not None):
+            continue
+        if isinstance(operation, Backward | FullParams):
+            reduced = True
+        elif isinstance(operation, Step | ZeroGrad):
+            reduced = False
+        if isinstance(operation, Step) and any(isinstance(one, Forward) for one in kept[_last_backward(kept) :]):
+            continue
+        kept.append(operation)
+    return replace(scenario, operations=tuple(kept))
+
+
+def _last_backward(operations: list[Operation]) -> int:
+    places = [place for place, one in enumerate(operations) if isinstance(one, Backward)]
+    return places[-1] if places else 0
+
+
+def _held_over_a_step(scenario: Scenario) -> Scenario:
+    return _without(scenario, lambda one: isinstance(one, Hold))
+
+
+def _frozen_anew(scenario: Scenario) -> Scenario:
+    if not _uses_fsdp(scenario):
+        return scenario
+    scenario = _without(scenario, lambda one: isinstance(one, Freeze))
+    some = [replace(one, depth=None) if isinstance(one, Forward) else one for one in scenario.operations]
+    scenario = replace(scenario, operations=tuple(some))
+    return _with_blocks(scenario, lambda b: replace(b, kind="linear") if b.kind == "sometimes" else b)
+
+
+def _overwritten(scenario: Scenario) -> Scenario:
+    return _with_blocks(scenario, lambda b: replace(b, kind="linear") if b.kind == "overwrite" else b)
+
+
+def _step_before_backward(scenario: Scenario) -> Scenario:
+    some = (replace(one, drops=True) if isinstance(one, Step) else one for one in scenario.operations)
+    return replace(scenario, operations=tuple(some))
+
+
+def _units_differ(scenario: Scenario) -> Scenario:
+    engines = [scenario.engine] + [one.into for one in scenario.operations if isinstance(one, Load) and one.into]
+    if not any(dict(engine.options).get("wrap") in (20, "every") for engine in engines):
+        return scenario
+    return _with_blocks(scenario, lambda b: replace(b, kind="linear") if b.kind in BRANCH_KINDS else b)
+
+
+def _habits(scenario: Scenario) -> Scenario:
+    return _without(scenario, lambda one: isinstance(one, Habit))
+
+
+def _own_buffers(scenario: Scenario) -> Scenario:
+    if all(block.kind not in ("running", "batchnorm") for block in scenario.module.blocks):
+        return scenario
+    return _without(scenario, lambda one: isinstance(one, StateOut | StateIn))
+
+
+def _reentrant(scenario: Scenario) -> Scenario:
+    def change(block: BlockSpec) -> BlockSpec:
+        return replace(block, checkpoint=block.checkpoint.split()[0])
+
+    return _with_blocks(scenario, change)
+
+
+def _plain_backward(scenario: Scenario) -> Scenario:
+    some = (replace(one, how="engine") if isinstance(one, Backward) else one for one in scenario.operations)
+    return replace(scenario, operations=tuple(some))
+
+
+def _left_out(scenario: Scenario) -> Scenario:
+    if not scenario.optimizer.left_out:
+        return scenario
+    return _without(scenario, lambda one: isinstance(one, OptimizerOut | OptimizerIn))
+
+
+SIEVES: dict[str, Callable[[Scenario], Scenario]] = {
+    "forward before step": _forward_before_step,
+    "held over a step": _held_over_a_step,
+    "frozen anew": _frozen_anew,
+    "overwritten": _overwritten,
+    "step before backward": _step_before_backward,
+    "units differ": _units_differ,
+    "torch's habits": _habits,
+    "rank's own buffers": _own_buffers,
+    "reentrant": _reentrant,
+    "plain backward": _plain_backward,
+    "left out": _left_out,
+}

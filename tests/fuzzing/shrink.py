@@ -1,7 +1,7 @@
 """The last of the shrinking: one thing less at a time, for as long as the scenario fails in the same way.
 
-Hypothesis shrinks what it drew; this takes away parts that its choices do not separate, a forward out of the middle of a
-training step for example.
+Hypothesis shrinks what it drew; this takes away parts that its choices do not separate, a forward out of the middle of
+a training step for example.
 """
 
 from collections.abc import Callable, Iterator

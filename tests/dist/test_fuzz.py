@@ -1,0 +1,90 @@
+"""A short run of the fuzz with fixed seeds; ``python tests/fuzz.py --minutes 60`` is the long one."""
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+
+from tests.fuzzing.engines import OURS
+from tests.fuzzing.features import ON
+from tests.fuzzing.replay import Backward, BlockSpec, Clip, EngineSpec, Forward, ModuleSpec, Scenario, Step
+from tests.fuzzing.run import run_scenario
+from tests.fuzzing.scenarios import Menu, scenarios
+from tests.fuzzing.script import script_of
+
+TRAINING = (Forward(1), Backward(), Clip(0.1), Step())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_what_users_do_at_random_trains_as_one_process_or_is_refused(pools, num_ranks):
+    seen = []
+
+    @settings(
+        max_examples={1: 10, 2: 35, 3: 25, 4: 10}[num_ranks], deadline=None, database=None, derandomize=True,
+        phases=[Phase.generate], suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(scenarios(Menu(num_ranks, OURS, ON)))
+    def check(scenario):
+        verdict = run_scenario(pools(num_ranks), scenario)
+        seen.append(verdict.kind)
+        assert not verdict.is_find, f"\n{script_of(scenario, verdict)}"
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Hypothesis, about a test inside a test
+        check()
+    assert seen.count("refused") <= 0.15 * len(seen)
+
+
+def _clipped_before_the_reduction(engine):
+    engine.finish_gradients = lambda: None
+    return engine
+
+
+def _dropped_buffer(engine):
+    engine.module.blocks[0].count = torch.zeros((), dtype=torch.float64)
+    engine.module.register_forward_hook(lambda *_: engine.module.blocks[0].count.zero_())
+    return engine
+
+
+def _never_stepped(engine):
+    engine.step = lambda: setattr(engine, "num_steps", engine.num_steps + 1)
+    return engine
+
+
+def _zeroed_too_early(engine):
+    step = engine.step
+    engine.step = lambda: (engine.zero_grad(), step())
+    return engine
+
+
+FAULTS = {
+    "clipped before the reduction": _clipped_before_the_reduction,
+    "dropped buffer": _dropped_buffer,
+    "never stepped": _never_stepped,
+    "zeroed too early": _zeroed_too_early,
+}
+
+
+def with_fault(rank, scenario, fault):
+    """The scenario with an engine that a fault has been planted in."""
+    from tests.fuzzing.run import on_rank
+
+    build = EngineSpec.build
+
+    def build_faulty(spec, *arguments):
+        return FAULTS[fault](build(spec, *arguments))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineSpec, "build", build_faulty)
+        return on_rank(rank, scenario, None)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_a_planted_fault_is_found(pools, strategy, fault):
+    module = ModuleSpec(blocks=(BlockSpec("counter"),), path=(0,))
+    scenario = Scenario(module, EngineSpec(strategy), operations=TRAINING)
+    assert run_scenario(pools(2), scenario).kind == "equal"
+    for steps in pools(2).run(with_fault, scenario, fault):
+        assert steps[-1][1].startswith(("different", "crash"))
