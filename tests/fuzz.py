@@ -11,6 +11,7 @@ found. What is left out for now, and why, stands in ``tests/fuzzing/features.py`
 
 import argparse
 import json
+import os
 import random
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from tests.fuzzing.hunt import Hunt, HuntConfig
 def main(arguments: list[str] | None = None) -> int:
     """Parse, hunt, report; the exit status."""
     config, json_file = _parsed(arguments)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's DDP warns on each of its builds
     hunt = Hunt(config)
     try:
         hunt.run()

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from tests.fuzzing.engines import OURS
 from tests.fuzzing.features import ON
 from tests.fuzzing.replay import Backward, BlockSpec, Clip, EngineSpec, Forward, ModuleSpec, Scenario, Step
-from tests.fuzzing.run import run_scenario
+from tests.fuzzing.run import close_meshes, run_scenario
 from tests.fuzzing.scenarios import Menu, scenarios
 from tests.fuzzing.script import script_of
 
@@ -33,6 +33,7 @@ def test_what_users_do_at_random_trains_as_one_process_or_is_refused(pools, num_
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Hypothesis, about a test inside a test
         check()
+    close_meshes(pools(num_ranks))
     assert seen.count("refused") <= 0.15 * len(seen)
 
 
@@ -88,3 +89,4 @@ def test_a_planted_fault_is_found(pools, strategy, fault):
     assert run_scenario(pools(2), scenario).kind == "equal"
     for steps in pools(2).run(with_fault, scenario, fault):
         assert steps[-1][1].startswith(("different", "crash"))
+    close_meshes(pools(2))

@@ -150,12 +150,17 @@ class Block(nn.Module):
             x = block(x)
         return torch.tanh(self.inner(x))
 
+    @staticmethod
+    def _says(x: Tensor) -> bool:
+        """What the rows of a rank say to a branch."""
+        return float(x.detach()[0, 0]) > 0
+
     def _branch(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x) if float(x.detach().sum()) > 0 else self.other(x))
+        return torch.tanh(self.inner(x) if self._says(x) else self.other(x))
 
     def _sometimes(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.inner(x))
-        return y + self.other(y) if float(x.detach().sum()) > 0 else y
+        return y + self.other(y) if self._says(x) else y
 
     def _inplace(self, x: Tensor) -> Tensor:
         return self.inner(x).add_(1.0).tanh_()

@@ -1,5 +1,7 @@
 """One scenario on all ranks, held against one process; and what the ranks' answers mean together."""
 
+import contextlib
+import logging
 import pickle
 import re
 import shutil
@@ -16,7 +18,7 @@ import torch
 from shardlab.comm import Mesh
 from shardlab.launch import RankError, RankHang, RankPool, current
 from tests.fuzzing.checks import checks_after_close, deep_checks, differences, local_checks
-from tests.fuzzing.engines import EngineSpec, OptimizerSpec
+from tests.fuzzing.engines import PEERS, EngineSpec, OptimizerSpec
 from tests.fuzzing.modules import ModuleSpec, Planted
 from tests.fuzzing.operations import Backward, Operation
 from tests.fuzzing.states import Save
@@ -125,11 +127,12 @@ def _together(results: Sequence[list[tuple[str, str]]]) -> Verdict:
 
 def on_rank(rank: int, scenario: Scenario, directory: str | None) -> list[tuple[str, str]]:
     """Do the scenario up to the first operation that is not answered equal; of each its kind and what came of it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _quietly():
         done: list[tuple[str, str]] = []
         control = _control(scenario.engine)
         world = _begin(rank, scenario, directory)
+        if isinstance(world, str):
+            return [("build", world)]
         worst = 0
         for number, operation in enumerate(scenario.operations):
             current().emit(number)
@@ -146,9 +149,39 @@ def on_rank(rank: int, scenario: Scenario, directory: str | None) -> list[tuple[
         return done
 
 
-def _begin(rank: int, scenario: Scenario, directory: str | None) -> World:
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the warnings that a scheduler, a reentrant checkpoint or torch's engines have for a random user."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def close_meshes(pool: RankPool) -> None:
+    """Leave nothing in the ranks of a pool that others go on using."""
+    pool.run(_close_by_name)
+
+
+def _close_by_name(rank: int) -> None:
+    from tests.fuzzing.run import _MESHES
+
+    while _MESHES:
+        _MESHES.popitem()[1].close()
+
+
+def _begin(rank: int, scenario: Scenario, directory: str | None) -> World | str:
+    """Both sides; or, where an engine of torch cannot bear this module, what it says."""
     mesh = _mesh_of(scenario.engine)
-    ours = Ours(scenario.engine, scenario.module, scenario.optimizer, mesh, rank)
+    try:
+        ours = Ours(scenario.engine, scenario.module, scenario.optimizer, mesh, rank)
+    except ValueError as error:
+        if scenario.engine.name in PEERS:
+            return f"refused: {_line(error)}"
+        raise
     plain = Plain(scenario.module, scenario.optimizer, scenario.engine.num_ranks)
     return World(ours, plain, None if directory is None else Path(directory))
 
@@ -211,6 +244,10 @@ def _end(world: World) -> str:
         world.ours.engine.reshard(name)  # type: ignore[attr-defined]
     _raise_first("the end", deep_checks(world))
     world.ours.engine.close()
+    for comm in world.ours.mesh.communicators:  # nothing is left in them that another rank never sent
+        number = torch.ones(1, dtype=torch.float64)
+        comm.all_reduce(number, tag="after close()").wait()
+        _raise_first("close()", [] if number.item() == comm.num_ranks else ["ranks have mixed up their collectives"])
     if not world.ours.spec.name.startswith("torch_fsdp2"):
         _raise_first("close()", checks_after_close(world))
     return "equal"
