@@ -18,16 +18,11 @@ if TYPE_CHECKING:
     from tests.fuzzing.run import Scenario
 
 OFF: dict[str, str] = {
-    "forward before step": "1: FSDP steps with weights that an evaluation has left gathered",
-    "held over a step": "1: a unit of FSDP that is gathered by hand keeps its old weights over a step",
-    "frozen anew": "2: FSDP takes a parameter that is thawed, or unused for a while, for a second backward",
     "overwritten": "3: zero3 and FSDP accept an overwrite of what autograd has saved",
     "step before backward": "3: and a step between forward and backward",
     "units differ": "4: FSDP with units that only some ranks use",
     "torch's habits": "8: optimizer.step(), torch's clipping, the module's zero_grad(): neither right nor refused",
     "rank's own buffers": "9: full_state_dict() gives each rank its own buffers",
-    "reentrant": "12: FSDP with reentrant checkpointing",
-    "plain backward": "13: a plain loss.backward() that is not finished",
     "left out": "load_full_optimizer_state_dict() of an optimizer that leaves a parameter out: KeyError",
 }
 """Features that are off, with the reason."""
