@@ -213,6 +213,23 @@ def from_full_states(rank, setup, kind, axes, state, optimizer_state, optimizer_
         return engine.full_state_dict(), engine.full_optimizer_state_dict()
 
 
+def some_tensors(tensors):
+    """All but the last two, which train nothing."""
+    return torch.optim.Adam(list(tensors)[:-2], lr=0.01)
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_states_of_an_optimizer_that_leaves_parameters_out_go_out_and_in(pools, setup):
+    num_ranks = {"single": 1, "fsdp-hybrid": 4}.get(setup, 2)
+    made = lambda model: some_tensors(model.parameters())  # noqa: E731
+    model, optimizer = plain("Uneven", made, steps=range(3))
+    states = model.state_dict(), optimizer.state_dict()
+    expected_model, expected_optimizer = plain("Uneven", made)
+    for state, optimizer_state in run_on(pools, num_ranks, from_full_states, setup, "Uneven", *states, some_tensors):
+        assert_same_model(state, expected_model)
+        assert_same_state(optimizer_state, expected_optimizer.state_dict())
+
+
 @pytest.mark.parametrize("setup", SETUPS)
 def test_full_states_go_to_plain_torch_and_back(pools, setup):
     kind = "Unused" if "balanced" in setup else "Uneven"

@@ -17,14 +17,7 @@ from tests.fuzzing.states import FullParams, Habit, Hold, Load, OptimizerIn, Opt
 if TYPE_CHECKING:
     from tests.fuzzing.run import Scenario
 
-OFF: dict[str, str] = {
-    "overwritten": "3: zero3 and FSDP accept an overwrite of what autograd has saved",
-    "step before backward": "3: and a step between forward and backward",
-    "units differ": "4: FSDP with units that only some ranks use",
-    "torch's habits": "8: optimizer.step(), torch's clipping, the module's zero_grad(): neither right nor refused",
-    "rank's own buffers": "9: full_state_dict() gives each rank its own buffers",
-    "left out": "load_full_optimizer_state_dict() of an optimizer that leaves a parameter out: KeyError",
-}
+OFF: dict[str, str] = {}
 """Features that are off, with the reason."""
 
 FEATURES = frozenset({

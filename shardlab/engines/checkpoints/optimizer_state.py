@@ -107,8 +107,10 @@ def install_state(
     """
     numbers = _numbers(named_groups(engine))
     tensors = engine.step_tensors()
-    pieces = {name: state_of(name, tensors.by_name(name), *span) for name, span in engine.owned().items()}
-    state = {numbers[name]: found for name, found in pieces.items() if found and name in numbers}
+    # An optimizer may leave parameters out, which then have no number.
+    owned = {name: span for name, span in engine.owned().items() if name in numbers}
+    pieces = {name: state_of(name, tensors.by_name(name), *span) for name, span in owned.items()}
+    state = {numbers[name]: found for name, found in pieces.items() if found}
     with engine.stepping():  # torch moves the state to where the tensors are
         engine.optimizer.load_state_dict(
             {"state": state, "param_groups": [_numbered(group, numbers) for group in groups]}
