@@ -87,8 +87,13 @@ class BackwardWatch:
     def _accumulates(self) -> bool:
         """Whether parameters will get gradients: ``torch.autograd.grad`` passes the same hooks and gives them none."""
         trainable = next((param for param in self._params.values() if param.requires_grad), None)
+        if trainable is None:
+            return False
         # Private: there is no public way to ask what a backward was called for.
-        return trainable is not None and torch._C._will_engine_execute_node(get_gradient_edge(trainable).node)
+        try:
+            return bool(torch._C._will_engine_execute_node(get_gradient_edge(trainable).node))
+        except RuntimeError:  # torch refuses to answer where torch.autograd.grad was asked for this very parameter
+            return False
 
     def _leave(self) -> None:
         self._task = None
