@@ -328,10 +328,13 @@ class Engine(EngineState, EngineHoldings, ABC):
 
         A rank whose backward did not raise must not take the sum without this rank's part for a mean: it gets NaN.
         """
-        for param in self.params.values():
-            if param.requires_grad:
-                param.grad = torch.full_like(param, torch.nan)
+        fillers = {param: torch.full_like(param, torch.nan) for param in self.params.values() if param.requires_grad}
+        for param, filler in fillers.items():
+            param.grad = filler
         self._finish_gradients()
+        for param, filler in fillers.items():
+            if self.shards_gradients and param.grad is filler:  # sent before the error, so it took no part
+                param.grad = None
         self._are_means, self._has_failed = True, False
 
     def _prepare(self) -> None:

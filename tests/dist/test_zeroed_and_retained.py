@@ -105,3 +105,33 @@ def refused(rank, key):
 @pytest.mark.parametrize("key", ["torch_ddp", "torch_zero1"])
 def test_torch_ddp_would_not_reduce_a_second_backward(pools, key):
     pools(2).run(refused, key)
+
+
+def zeroed_after_an_error(rank, key, num_ranks):
+    """The last rank's backward raises in the middle; all zero their gradients and go on."""
+    # Units, of which the first that backward reaches has been sent when it raises.
+    more = {"wrap": lambda name, _: name in ("first", "last")} if key.startswith("fsdp") else {}
+    with engine_of(key, num_ranks, cases.build("Uneven", seed=rank), "adamw", **more) as engine:
+        for step in range(STEPS):
+            x, y = (cases.own_rows(part, rank) for part in cases.rows("Uneven", step, 0, num_ranks))
+            hidden = []
+            hook = engine.module.first.register_forward_hook(lambda _, __, output: hidden.append(output))  # noqa: B023
+            loss = cases.loss_of(engine(x), y)
+            hook.remove()
+            if rank == num_ranks - 1:
+                hidden[0].register_hook(lambda _: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    engine.backward(loss)
+            else:
+                engine.backward(loss)
+            engine.zero_grad(set_to_none=False)
+            engine.backward(cases.loss_of(engine(x), y))
+            engine.step()
+            engine.zero_grad()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("key", ["ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp", "fsdp-no_shard"])
+def test_zeroed_after_a_backward_that_raised(pools, key):
+    expected = cases.reference("Uneven", "adamw", 2, steps=STEPS)
+    assert_states(pools(2).run(zeroed_after_an_error, key, 2), expected.state)
