@@ -135,8 +135,8 @@ class ShardedEngine(Engine):
         """
         if any(unit.is_held for unit in self.units):
             raise ValueError(
-                "load: full parameters are held as they were; leave 'with engine.full_params():' first, and let go of "
-                "units by engine.reshard(unit)"
+                "load: leave 'with engine.full_params():' first, and let go of units by engine.reshard(unit): what is "
+                "held would stay as it was"
             )
         for unit in self.units:
             unit.reshard()

@@ -354,7 +354,10 @@ def dropout_goes_on(rank, directory, num_ranks):
 def test_random_generators_go_on_rank_by_rank(pools, tmp_path):
     results = pools(2).run(dropout_goes_on, tmp_path, 2)
     for expected, found, drawn, drawn_again in results:
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        # Another mask would move a parameter by more than 1e-4. Bit for bit it is not: in which order a matrix product
+        # adds can depend on where its tensors lie in memory, and two strategies lay them differently.
+        for name, value in expected.items():
+            assert_close(found[name], value, name)
         assert drawn == drawn_again
     assert results[0][2] != results[1][2]
 
