@@ -4,13 +4,14 @@ A released parameter has no data on this rank. Its place in the module is taken 
 answers for shape, dtype and name, and refuses every computation with an error that says whose parameter it is.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from shardlab.engines.checks import sharded_gradient
+from shardlab.engines.trees import map_tensors
 
 _ALLOWED = frozenset(
     {"__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex", "requires_grad_"}
@@ -61,6 +62,13 @@ class ReleasedParameter(nn.Parameter):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"released parameter {tuple(self.shape)}"
+
+
+def without_parameters(output: Any, params: Container[Tensor]) -> Any:
+    """``output`` of a forward with copies in the place of parameters, which are released when it has ended."""
+    return map_tensors(
+        lambda tensor: tensor.clone() if isinstance(tensor, nn.Parameter) and tensor in params else tensor, output
+    )
 
 
 class Seats:

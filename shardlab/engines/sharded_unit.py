@@ -72,6 +72,7 @@ class ShardedUnit:
         self.num_holders = 0  # of the full parameters as they are stored
         self.full: dict[str, Tensor] = {}  # gathered parameters, while UNSHARDED
         self.addresses: set[int] = set()  # of their storages
+        self._versions: dict[str, int] = {}  # of the parameters, when they were gathered
         self.gradient_shard: Tensor | None = None  # [chunk], means
         self._gathering: tuple[Tensor, Pending] | None = None
         self._reducing: tuple[Tensor, Tensor, Pending] | None = None
@@ -88,7 +89,7 @@ class ShardedUnit:
         self.pieces = {
             key: self._piece_of(key, self.shard).requires_grad_(param.requires_grad) for key, param in params.items()
         }
-        self.reshard()
+        self.release()
 
     @property
     def trainable(self) -> bool:
@@ -140,12 +141,24 @@ class ShardedUnit:
             for name, param in self.params.items():
                 param.data = self.full[name]
                 self.seats[name].seat()
+            self._versions = self._versions_now()
             self.state = UnitState.UNSHARDED
 
     def reshard(self) -> None:
-        """Let go of the full parameters unless the user holds them."""
-        if not self.is_held:
-            self.release()
+        """Let go of the full parameters unless the user holds them.
+
+        Raises:
+            RuntimeError: something has written into them, which would be lost.
+        """
+        if self.is_held:
+            return
+        changed = [] if self.state is not UnitState.UNSHARDED else self._written_to()
+        self.release()
+        if changed:
+            raise RuntimeError(
+                f"parameter {changed[0]!r}: it was written to while it was gathered, which does not reach the shards; "
+                "write inside 'with engine.full_params(keep_changes=True):', or keep in a buffer what forward changes"
+            )
 
     def release(self) -> None:
         """Let go of the full parameters; what was gathered ahead and not used is waited for and dropped."""
@@ -164,7 +177,8 @@ class ShardedUnit:
     def hold(self) -> None:
         """Have the full parameters as they are stored, and let nothing take them away until ``let_go``."""
         if self.num_holders == 0:
-            self.release()  # what is gathered for compute may have fewer bits
+            self.reshard()
+            self.release()  # also what is held by hand: for compute it may have fewer bits
             self.unshard(as_stored=True)
         self.num_holders += 1
 
@@ -195,6 +209,7 @@ class ShardedUnit:
         Every rank calls it alike, whatever it holds of the unit, so that all refuse.
         """
         increment_version(self.params.values())
+        self._versions = self._versions_now()
 
     def start_reduce(self) -> None:
         """Begin to sum the gradients that have accumulated in the parameters over the ranks."""
@@ -280,6 +295,16 @@ class ShardedUnit:
         home, piece.data = piece.data, gradient
         piece.grad = gradient
         piece.data = home
+
+    def _versions_now(self) -> dict[str, int]:
+        """Autograd's counters of writes in place, which a change of ``.data`` leaves as they are."""
+        return {name: param._version for name, param in self.params.items()}
+
+    def _written_to(self) -> list[str]:
+        """Names of gathered parameters that somebody has written to since; where they are the shard itself none."""
+        if self.shard.untyped_storage().data_ptr() in self.addresses:
+            return []
+        return [name for name, version in self._versions_now().items() if version != self._versions[name]]
 
     @property
     def _steps_on_device(self) -> bool:

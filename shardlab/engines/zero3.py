@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardlab.comm import Mesh
 from shardlab.engines.base import OptimizerFn
 from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES, build_buckets
-from shardlab.engines.released import seats_of
+from shardlab.engines.released import seats_of, without_parameters
 from shardlab.engines.saved import saved_by_reference
 from shardlab.engines.sharded_engine import ShardedEngine
 from shardlab.engines.sharded_optimizer import parse_partition
@@ -60,7 +60,7 @@ class ZeRO3(ShardedEngine):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Gather, the module's forward, release."""
         with self._gathered(), saved_by_reference(self.units):
-            output = super().__call__(*args, **kwargs)
+            output = without_parameters(super().__call__(*args, **kwargs), set(self.params.values()))
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 # For a plain loss.backward(): all ranks gather everything, whatever each of them used.

@@ -521,3 +521,79 @@ def test_a_step_reaches_parameters_that_the_user_holds(pools, num_ranks, strateg
         torch.testing.assert_close(inside, model.leave.bias.detach(), atol=1e-10, rtol=0)
         for name, value in model.state_dict().items():
             torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+
+
+class Writes(Deep):
+    """Forward writes into a parameter, as some normalisations do."""
+
+    def forward(self, x, depth=None, **_):
+        with torch.no_grad():
+            self.leave.weight.div_(self.leave.weight.norm())
+        return super().forward(x, depth)
+
+
+def write_in_forward(rank, setup):
+    strategy, options = SETUPS[setup]
+    with Mesh({"data": 2}) as mesh, build_engine(strategy, build(Writes), sgd, mesh, **options) as engine:
+        before = engine.full_state_dict()
+        with pytest.raises(RuntimeError, match=r"parameter 'leave\.weight': it was written to.*keep_changes=True"):
+            engine(rows(0, 2)[:2])
+            engine.full_state_dict()  # shard_grad_op keeps what is gathered until then
+        after = engine.full_state_dict()
+        return all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("setup", ["zero3", "full_shard", "full_shard-dim0", "shard_grad_op"])
+def test_a_write_into_a_gathered_parameter_is_not_lost_without_a_word(pools, setup):
+    assert pools(2).run(write_in_forward, setup) == [True, True]
+
+
+@pytest.mark.parametrize("setup", ["ddp", "bucketed", "zero1", "no_shard"])
+@RANKS
+def test_a_write_into_a_whole_parameter_stays(pools, setup, num_ranks):
+    assert_story_equals_one_process(pools, setup, num_ranks, evaluate_before_step_alike, Writes)
+
+
+def evaluate_before_step_alike(trainer):
+    """Evaluation and training, without the rows' order mattering to what forward writes."""
+    for step in range(2):
+        trainer.backward(loss_of(trainer(trainer.rows(step))))
+        trainer.step()
+        trainer.zero_grad()
+        with torch.inference_mode():
+            trainer(trainer.rows(10 + step))
+    return []
+
+
+@EVERY_SETUP
+@RANKS
+def test_inference_mode_between_steps(pools, setup, num_ranks):
+    assert_story_equals_one_process(pools, setup, num_ranks, evaluate_before_step_alike)
+
+
+class ReturnsItsScale(Deep):
+    """Forward returns a parameter itself, as contrastive models do with their temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x, depth=None, **_):
+        return {"y": super().forward(x, depth), "scale": self.scale, "bias": [self.leave.bias]}
+
+
+def scaled_outside(trainer):
+    """The loss uses what forward has returned."""
+    for step in range(3):
+        returned = trainer(trainer.rows(step))
+        loss = (returned["y"] * returned["scale"].exp() + returned["bias"][0]).square().mean()
+        loss.backward() if step == 1 else trainer.backward(loss)
+        trainer.step()
+        trainer.zero_grad()
+    return []
+
+
+@EVERY_SETUP
+@RANKS
+def test_a_parameter_that_forward_returns_can_be_used_in_the_loss(pools, setup, num_ranks):
+    assert_story_equals_one_process(pools, setup, num_ranks, scaled_outside, ReturnsItsScale)

@@ -17,6 +17,7 @@ from shardlab.engines.fsdp.group import Group
 from shardlab.engines.fsdp.order import Order
 from shardlab.engines.fsdp.policy import ROOT
 from shardlab.engines.reduction_queue import ReductionQueue
+from shardlab.engines.released import without_parameters
 from shardlab.engines.trees import tensors_in
 
 
@@ -152,14 +153,16 @@ class Schedule:
         if group.start_unshard():
             self._order.gathered_for_forward(group)
 
-    def _after_forward(self, group: Group, output: Any) -> None:
+    def _after_forward(self, group: Group, output: Any) -> Any:
         if self._in_backward:
-            return
+            return output
+        output = without_parameters(output, self._group_of)
         if self._reshard_in_this_pass and not (self._root_stays and group is self._root):
             group.reshard()
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda _: self._before_backward(group))
+        return output
 
     def _before_backward(self, group: Group) -> None:
         group.unshard()
