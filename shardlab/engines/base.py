@@ -30,14 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from shardlab.comm import Communicator, Mesh, broadcast_coalesced
 from shardlab.engines.backward_watch import BackwardWatch
 from shardlab.engines.checks import check_max_norm, check_no_meta, check_optimizer, check_optimizer_fn, check_params
-from shardlab.engines.claims import (
-    check_free,
-    claim,
-    divert_zero_grad,
-    refuse_direct_steps,
-    release,
-    restore_zero_grad,
-)
+from shardlab.engines.claims import Claim, check_free
 from shardlab.engines.clip import clip_
 from shardlab.engines.copied import OfThisModule
 from shardlab.engines.engine_holdings import EngineHoldings
@@ -85,7 +78,6 @@ class Engine(EngineState, EngineHoldings, ABC):
         self._check_meta()
         self.num_steps = 0
         self.loss_is_scaled = False  # a GradScaler has said so
-        self.is_stepping = False  # inside step(), which alone may call optimizer.step()
         self._sync = True
         self._are_means = False  # the gradients, over the data axis
         self._has_failed = False  # a backward outside no_sync() has raised, and zero_grad() has not been called since
@@ -99,9 +91,7 @@ class Engine(EngineState, EngineHoldings, ABC):
         self.optimizer = self._make_optimizer(optimizer_fn)
         self._check_optimizer()
         self._hooks = [hook for param in self.params.values() if (hook := self._watch(param)) is not None]
-        self._hooks.append(refuse_direct_steps(self))
-        divert_zero_grad(self)
-        self._mark = claim(self)
+        self._claim = Claim(self)
         object.__setattr__(model, _WRAPPED, OfThisModule(self, None))
 
     @property
@@ -211,12 +201,8 @@ class Engine(EngineState, EngineHoldings, ABC):
     def step(self) -> None:
         """One optimizer step; afterwards the parameters are equal on all ranks."""
         self.finish_gradients()
-        self.is_stepping = True
-        try:
-            with self.stepping():
-                self.optimizer.step()
-        finally:
-            self.is_stepping = False
+        with self.stepping(), self._claim.stepping():
+            self.optimizer.step()
         self.num_steps += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -262,8 +248,7 @@ class Engine(EngineState, EngineHoldings, ABC):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        restore_zero_grad(self)
-        release(self, self._mark)
+        self._claim.release()
         object.__setattr__(self.module, _WRAPPED, None)
 
     def __enter__(self) -> Self:

@@ -7,8 +7,10 @@ What is not the engine's way to do a thing is made it (``module.zero_grad()``, `
 (``optimizer.step()``, which would move this rank's pieces and leave the others' as they were).
 """
 
+import contextlib
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +30,11 @@ class EngineReference:
     def __init__(self, engine: "Engine | None") -> None:
         self._reference = None if engine is None else weakref.ref(engine)
 
+    @property
+    def engine(self) -> "Engine | None":
+        """The engine, while it lives and has not been forgotten."""
+        return None if self._reference is None else self._reference()
+
     def forget(self) -> None:
         """Refer to nothing from now on."""
         self._reference = None
@@ -38,13 +45,6 @@ class EngineReference:
     def __reduce__(self) -> tuple[Any, ...]:
         # Something empty that torch.load(weights_only=True) accepts: parameters carry this with them.
         return OrderedDict, ()
-
-    @staticmethod
-    def engine_of(found: object) -> "Engine | None":
-        """The engine that ``found`` refers to, if it is such a reference and the engine still lives."""
-        if isinstance(found, EngineReference) and found._reference is not None:
-            return found._reference()
-        return None
 
 
 def check_free(model: nn.Module) -> None:
@@ -70,20 +70,55 @@ def check_free(model: nn.Module) -> None:
             )
 
 
-def claim(engine: "Engine") -> EngineReference:
-    """Mark all that belongs to an engine, until ``release``; the mark."""
-    mark = EngineReference(engine)
-    for thing in (*engine.module.modules(), *engine.params.values()):
-        object.__setattr__(thing, _CLAIM, mark)
-    return mark
+class Claim:
+    """What makes a module, its parameters and an optimizer an engine's, until ``release()``.
 
+    Args:
+        engine: with its module, parameters and optimizer.
+    """
 
-def release(engine: "Engine", mark: EngineReference) -> None:
-    """Let others have it, also what has been taken out of the module since."""
-    mark.forget()
-    for thing in (*engine.module.modules(), *engine.params.values()):
-        if getattr(thing, _CLAIM, None) is mark:
-            object.__delattr__(thing, _CLAIM)
+    def __init__(self, engine: "Engine") -> None:
+        self._mark = EngineReference(engine)
+        self._module, self._optimizer = engine.module, engine.optimizer
+        self._params = tuple(engine.params.values())
+        self._is_stepping = False
+        self._hook = _refuse_direct_steps(self)
+        for thing in (*self._module.modules(), *self._params):
+            object.__setattr__(thing, _CLAIM, self._mark)
+        for owner in (self._module, self._optimizer):
+            object.__setattr__(owner, _ZERO_GRAD, ZeroGrad(owner, self._mark))
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Inside, ``optimizer.step()`` is the engine's own call."""
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+
+    def check_step(self) -> None:
+        """Refuse a step that the engine has not called.
+
+        Raises:
+            RuntimeError: outside ``stepping()``, while the engine lives.
+        """
+        if not self._is_stepping and self._mark.engine is not None:
+            raise RuntimeError(
+                "engine.optimizer.step(): it moves what this rank holds, with gradients that may not be means yet, and "
+                "tells no other rank; write engine.step(), or scaler.step(engine) with shardlab.engines.GradScaler"
+            )
+
+    def release(self) -> None:
+        """Let others have it, also what has been taken out of the module since."""
+        self._mark.forget()
+        self._hook.remove()
+        for thing in (*self._module.modules(), *self._params):
+            if getattr(thing, _CLAIM, None) is self._mark:
+                object.__delattr__(thing, _CLAIM)
+        for owner in (self._module, self._optimizer):
+            if isinstance(vars(owner).get(_ZERO_GRAD), ZeroGrad):
+                object.__delattr__(owner, _ZERO_GRAD)
 
 
 class ZeroGrad:
@@ -91,47 +126,39 @@ class ZeroGrad:
 
     Args:
         owner: a module or an optimizer; of a deep copy it is the copy, whose own method is called.
-        engine: whose gradients.
+        mark: refers to the engine.
     """
 
-    def __init__(self, owner: nn.Module | torch.optim.Optimizer, engine: "Engine") -> None:
-        self._owner, self._engine = owner, EngineReference(engine)
+    def __init__(self, owner: nn.Module | torch.optim.Optimizer, mark: EngineReference) -> None:
+        self._owner, self._mark = owner, mark
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """As ``Engine.zero_grad``."""
-        engine = EngineReference.engine_of(self._engine)
+        engine = _engine_behind(self._mark)
         if engine is None:
             type(self._owner).zero_grad(self._owner, *args, **kwargs)  # type: ignore[arg-type]
         else:
             engine.zero_grad(*args, **kwargs)
 
 
-def divert_zero_grad(engine: "Engine") -> None:
-    """Let the module's and the optimizer's ``zero_grad`` be the engine's, until ``restore_zero_grad``."""
-    for owner in (engine.module, engine.optimizer):
-        object.__setattr__(owner, _ZERO_GRAD, ZeroGrad(owner, engine))
-
-
-def restore_zero_grad(engine: "Engine") -> None:
-    """Give them their own back."""
-    for owner in (engine.module, engine.optimizer):
-        if isinstance(vars(owner).get(_ZERO_GRAD), ZeroGrad):
-            object.__delattr__(owner, _ZERO_GRAD)
-
-
-def refuse_direct_steps(engine: "Engine") -> RemovableHandle:
-    """Let ``optimizer.step()`` raise, until the handle is removed, unless ``engine.step()`` calls it."""
-    reference = weakref.ref(engine)
+def _refuse_direct_steps(claim: Claim) -> RemovableHandle:
+    reference = weakref.ref(claim)  # an optimizer that outlives its engine is free
 
     def refuse(*_: Any) -> None:
-        if (engine := reference()) is not None and not engine.is_stepping:
-            raise RuntimeError(
-                "engine.optimizer.step(): it moves what this rank holds, with gradients that may not be means yet, and "
-                "tells no other rank; write engine.step(), or scaler.step(engine) with shardlab.engines.GradScaler"
-            )
+        if (known := reference()) is not None:
+            known.check_step()
 
-    return engine.optimizer.register_step_pre_hook(refuse)
+    try:
+        return claim._optimizer.register_step_pre_hook(refuse)
+    except AttributeError:
+        # A wrapper round another optimizer that never called Optimizer.__init__ has no hooks: it is not watched.
+        return RemovableHandle(OrderedDict())
 
 
 def _owner(thing: object) -> "Engine | None":
-    return EngineReference.engine_of(getattr(thing, _CLAIM, None))
+    return _engine_behind(getattr(thing, _CLAIM, None))
+
+
+def _engine_behind(mark: object) -> "Engine | None":
+    """What a mark refers to; what a pickle has put in its place refers to nothing."""
+    return mark.engine if isinstance(mark, EngineReference) else None
