@@ -8,6 +8,7 @@ What is not the engine's way to do a thing is made it (``module.zero_grad()``, `
 """
 
 import contextlib
+import gc
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -53,6 +54,8 @@ def check_free(model: nn.Module) -> None:
     Raises:
         ValueError: it is wrapped, contains a wrapped module or is inside one, or shares a parameter with one.
     """
+    if any(_owner(thing) is not None for thing in (*model.modules(), *model.parameters())):
+        gc.collect()  # an engine that an error left open may be garbage: it and its module hold each other
     for name, module in model.named_modules():
         if (engine := _owner(module)) is not None:
             if module is model is engine.module:
@@ -83,7 +86,9 @@ class Claim:
         self._params = tuple(engine.params.values())
         self._is_stepping = False
         self._hook = _refuse_direct_steps(self)
-        for thing in (*self._module.modules(), *self._params):
+        # A module without parameters, such as an activation that two models share, is nobody's.
+        claimed = [module for module in self._module.modules() if next(module.parameters(), None) is not None]
+        for thing in (*claimed, *self._params):
             object.__setattr__(thing, _CLAIM, self._mark)
         for owner in (self._module, self._optimizer):
             object.__setattr__(owner, _ZERO_GRAD, ZeroGrad(owner, self._mark))
