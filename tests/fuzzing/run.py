@@ -25,7 +25,9 @@ from tests.fuzzing.states import Save
 from tests.fuzzing.world import Ours, Plain, World
 
 DOCUMENTED = (
-    r"\(parameters of .*\) on rank \d of the group meets .*\(parameters of ",  # units that only some ranks use
+    # Units that only some ranks use.
+    r"\(parameters of .*\) on rank \d of the group meets ",
+    r" on rank \d of the group meets .*\(parameters of ",
     r"it comes in parts.*use_reentrant=False",
     r"the layout over ranks is fixed; build a new",
     r"load: leave 'with engine\.full_params\(\):' first",

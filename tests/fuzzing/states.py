@@ -274,15 +274,15 @@ class Habit(Operation):
     def ours(self, world: World) -> Seen:
         engine = world.ours.engine
         if self.what == "optimizer.step":
-            world.ours.losses.clear()
             engine.optimizer.step()
+            world.ours.losses.clear()  # only if it was not declined
         elif self.what == "module.zero_grad":
             engine.module.zero_grad()
         elif self.what == "optimizer.zero_grad":
             engine.optimizer.zero_grad()
         else:
             tensors = engine.module.parameters() if self.what == "clip module" else engine.step_tensors()
-            return {"norm": torch.nn.utils.clip_grad_norm_(list(tensors), 1.0)}
+            return {"norm": torch.nn.utils.clip_grad_norm_(tensors, 1.0)}
         return {}
 
     def plain(self, world: World) -> Seen:
