@@ -4,6 +4,21 @@ The shard stays in the model's own dtype (float32): it is the master weight. Wha
 gather moves half the bytes and the gathered parameters take half the memory. Gradients are 16-bit, are summed over the
 ranks in ``reduce``, and become the master's dtype before the mean is taken, so that the optimizer sees float32.
 
+Bytes at rest per rank for P fp32 parameters, Adam, N ranks and 16-bit parameters, beside those of the ZeRO paper, which
+keeps 16-bit gradients (arXiv 1910.02054, section 5, K = 12). ``g`` is the itemsize of ``reduce``, 4 in 'bf16':
+
+===========  ==========  ==================  =============  =====  ==============  ================
+strategy     parameters  gradients           master weight  state  in all, g = 4   paper
+===========  ==========  ==================  =============  =====  ==============  ================
+zero1        2P          4P; g = 2: 2P+4P/N  4P/N           8P/N   6P + 12P/N      4P + 12P/N
+zero2        2P          4P/N                4P/N           8P/N   2P + 16P/N      2P + 14P/N
+zero3, fsdp  4P/N        4P/N                --             8P/N   16P/N           16P/N
+===========  ==========  ==================  =============  =====  ==============  ================
+
+zero3 and fsdp have no 16-bit copy at rest: their shards, counted as parameters, are the master weights. So they keep 4
+bytes for parameter and master, not 2 + 4, and the 2 they save are those of the gradient, which the optimizer takes in
+the master's dtype.
+
 bfloat16 has float32's range and needs nothing more. float16 underflows: use ``GradScaler``.
 Source: Micikevicius et al., arXiv 1710.03740, section 3.
 """
@@ -14,17 +29,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardlab.engines.trees import map_tensors
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of a sharded engine; None leaves a dtype as it is.
+    """Dtypes of an engine; None leaves a dtype as it is.
 
     Attributes:
-        compute: of gathered parameters, and of the floating-point inputs of the module and of each unit.
+        compute: of the parameters in forward, and of the floating-point inputs of the module and of each unit.
         reduce: in which gradients are summed over ranks; None for ``compute``.
         output: of the module's floating-point outputs.
         buffers: of the module's floating-point buffers, from construction on.
@@ -46,6 +61,14 @@ class Precision:
     def reduce_dtype(self) -> torch.dtype | None:
         """The dtype gradients are summed in."""
         return self.reduce or self.compute
+
+    def compute_dtype_of(self, stored: Tensor) -> torch.dtype:
+        """The dtype of what is stored as ``stored``, in forward; what is no floating-point number stays as it is."""
+        return (self.compute if stored.is_floating_point() else None) or stored.dtype
+
+    def reduce_dtype_of(self, stored: Tensor) -> torch.dtype:
+        """The dtype its gradients are summed in."""
+        return (self.reduce_dtype if stored.is_floating_point() else None) or stored.dtype
 
 
 _DTYPE_ERROR = re.compile("dtype|scalar type")
@@ -91,7 +114,7 @@ def advise(error: BaseException, precision: Precision, module: nn.Module) -> Non
     ]
     if others:
         error.add_note(
-            f"precision: parameters and inputs of units are {precision.compute}, but not these buffers: "
+            f"precision: parameters and inputs are {precision.compute}, but not these buffers: "
             f"{', '.join(others)}. Precision(compute={precision.compute}, ..., buffers={precision.compute}) casts them "
             "too; or cast in forward, x = x.to(weight.dtype)"
         )

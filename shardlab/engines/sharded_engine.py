@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardlab.engines.base import Engine, OptimizerFn
+from shardlab.engines.base import OptimizerFn
 from shardlab.engines.checkpoint import Stateful
 from shardlab.engines.checkpoints.together import together
 from shardlab.engines.holdings import ShardRow, held, in_whole_parameters
+from shardlab.engines.mixed_precision import MixedPrecision
 from shardlab.engines.optimizer_fit import check_partition, refused_by_partition
 from shardlab.engines.sharded_unit import ShardedUnit
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.vocabulary import Partition, Role
 
 
-class ShardedEngine(Engine):
+class ShardedEngine(MixedPrecision):
     """An engine whose parameters belong to units; ``partition`` says what a piece of a parameter is."""
 
     shards_gradients = True
@@ -159,6 +160,7 @@ class ShardedEngine(Engine):
     def _prepare(self) -> None:
         self._num_keeping = 0
         self.units = self._make_units()
+        self._cast_buffers()
         pieces = {name: piece for unit in self.units for name, piece in unit.pieces.items()}
         are_parts = self._num_shards > 1 or bool(self.slices)
         self._tensors = StepTensors({name: pieces[name] for name in self.params}, are_parts=are_parts)
@@ -185,6 +187,10 @@ class ShardedEngine(Engine):
         for unit in self.units:
             unit.release()
             unit.unshard(as_stored=True)
+
+    @property
+    def _has_stored_params(self) -> bool:
+        return any(unit.is_held_as_stored for unit in self.units)
 
     @property
     def _num_shards(self) -> int:

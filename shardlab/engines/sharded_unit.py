@@ -84,8 +84,8 @@ class ShardedUnit:
         ]
         self._visiting: Tensor | None = None  # an offloaded shard on the device, while the optimizer steps
         self.shard = in_host_memory(self._cut()) if offload.parameters else self._cut()
-        self._compute_dtype = precision.compute or self.shard.dtype
-        self._reduce_dtype = precision.reduce_dtype or self.shard.dtype
+        self._compute_dtype = precision.compute_dtype_of(self.shard)
+        self._reduce_dtype = precision.reduce_dtype_of(self.shard)
         self.pieces = {
             key: self._piece_of(key, self.shard).requires_grad_(param.requires_grad) for key, param in params.items()
         }
@@ -100,6 +100,11 @@ class ShardedUnit:
     def is_held(self) -> bool:
         """Whether the user holds the full parameters."""
         return self.held_by_hand or self.num_holders > 0
+
+    @property
+    def is_held_as_stored(self) -> bool:
+        """Whether the user holds them in another dtype than they are computed with."""
+        return self.num_holders > 0 and self.shard.dtype != self._compute_dtype
 
     @property
     def is_whole(self) -> bool:

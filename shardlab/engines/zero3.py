@@ -7,7 +7,9 @@ before ``fsdp``, which does the same unit by unit and ahead of time.
 
 Per rank for P fp32 parameters with Adam: at rest 4P/N parameters, 4P/N gradients, 8P/N state (P with the padding of
 each bucket to a multiple of N); in forward and backward 4P gathered parameters more. On the wire P(N-1)/N for each
-gather and for the reduce-scatter: 3P(N-1)/N elements a step. Source: Rajbhandari et al., arXiv 1910.02054, section 5.3.
+gather and for the reduce-scatter: 3P(N-1)/N elements a step. With ``precision='bf16'`` what is gathered has 2 bytes an
+element and nothing else changes, for the shards are the master weights: 16P/N at rest, as in the paper, which counts
+2 + 2 for parameters and gradients and 12 for the rest. Source: Rajbhandari et al., arXiv 1910.02054, section 5.3.
 """
 
 import contextlib
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from shardlab.comm import Mesh
 from shardlab.engines.base import OptimizerFn
 from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES, build_buckets
+from shardlab.engines.precision import Precision, parse_precision
 from shardlab.engines.released import seats_of, without_parameters
 from shardlab.engines.saved import saved_by_reference
 from shardlab.engines.sharded_engine import ShardedEngine
@@ -38,6 +41,8 @@ class ZeRO3(ShardedEngine):
         mesh: see ``Engine``.
         bucket_bytes: parameters gathered in one message, in bytes.
         partition: 'elements', or whole parameters by 'round_robin', 'contiguous', 'balanced'.
+        precision: 'full', 'bf16', 'fp16' or a ``Precision``. The shards are the master weights; inside ``no_sync()``
+            gradients add up in the dtype that is computed in.
     """
 
     name = "zero3"
@@ -50,11 +55,12 @@ class ZeRO3(ShardedEngine):
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         partition: Partition | str = Partition.ELEMENTS,
+        precision: Precision | str = "full",
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes: {bucket_bytes} is below 1")
         self.bucket_bytes = bucket_bytes
-        self.partition = parse_partition(partition)
+        self.partition, self.precision = parse_partition(partition), parse_precision(precision)
         super().__init__(model, optimizer_fn, mesh)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -93,6 +99,7 @@ class ZeRO3(ShardedEngine):
                 seats,
                 bucket.layout,
                 self.comm,
+                precision=self.precision,
             )
             for bucket in build_buckets(self.params, self.comm.num_ranks, self.bucket_bytes, self.partition)
         ]

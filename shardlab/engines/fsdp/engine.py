@@ -23,12 +23,10 @@ Source: Zhao et al., arXiv 2304.11277, sections 3 and 4.
 """
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -44,7 +42,7 @@ from shardlab.engines.fsdp.policy import ROOT, WrapPolicy, wrapped_modules
 from shardlab.engines.fsdp.schedule import Schedule
 from shardlab.engines.fsdp.sharding import SHARDINGS
 from shardlab.engines.offload import OFFLOADS, check_host_memory
-from shardlab.engines.precision import Precision, advise, cast_floating, parse_precision
+from shardlab.engines.precision import Precision, cast_floating, parse_precision
 from shardlab.engines.saved import saved_by_reference
 from shardlab.engines.sharded_engine import ShardedEngine
 from shardlab.engines.sharded_optimizer import parse_partition
@@ -108,11 +106,9 @@ class FSDP(ShardedEngine):
         self._schedule.begin_pass()
         try:
             with saved_by_reference(self.units):
-                inputs, named_inputs = cast_floating((args, kwargs), self.precision.compute)
-                output = cast_floating(super().__call__(*inputs, **named_inputs), self.precision.output)
-        except BaseException as error:
+                output = super().__call__(*args, **kwargs)
+        except BaseException:
             self._schedule.let_go()
-            advise(error, self.precision, self.module)
             raise
         self._schedule.end_pass()
         return output
@@ -121,16 +117,6 @@ class FSDP(ShardedEngine):
         """As in ``Engine``; the root's parameters stay until ``function`` has ended, also where it calls the module."""
         with self._schedule.holding_root():
             return super().call(function, *args, **kwargs)
-
-    def step(self) -> None:
-        """One optimizer step, on the shards."""
-        if self.precision.compute is torch.float16 and not self.loss_is_scaled:
-            warnings.warn(
-                "precision: float16 without a GradScaler loses gradients below 6e-8; use engine.backward(scaler.scale("
-                "loss)) and scaler.step(engine), or precision='bf16'",
-                stacklevel=2,
-            )
-        super().step()
 
     def _forget_gradients(self) -> None:
         super()._forget_gradients()
@@ -189,7 +175,6 @@ class FSDP(ShardedEngine):
 
     def _make_units(self) -> list[ShardedUnit]:
         self._check_host_memory()
-        self._cast_buffers()
         wrapped = wrapped_modules(self.module, self.wrap)
         members = owners_of_parameters(self.module, wrapped, self.params, ROOT)
         owners = self._builder.owners(self.params)
@@ -212,12 +197,6 @@ class FSDP(ShardedEngine):
             num_bytes = sum(param.nbytes for param in self.params.values()) * (1 + offload.gradients_and_state)
             shards = 1 if self.sharded_over is None else self.sharded_over.num_ranks
             together(self.comms, self.mesh.device, lambda: check_host_memory(num_bytes // shards, num_ranks))
-
-    def _cast_buffers(self) -> None:
-        if self.precision.buffers is not None:
-            for buffer in self.module.buffers():
-                if buffer.is_floating_point():
-                    buffer.data = buffer.to(self.precision.buffers)
 
     def _cast_inputs_of_units(self) -> list[RemovableHandle]:
         """What reaches a unit may have been promoted on its way, by a float32 buffer for example."""

@@ -1,0 +1,65 @@
+"""What engines share that compute in other dtypes than they step in: the casts around forward, and two warnings.
+
+Inputs are cast before the module's forward and outputs after it, buffers once. Which tensors hold the parameters that
+are computed with, and which the values that are stepped, is each engine's own.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+
+from shardlab.engines.base import Engine
+from shardlab.engines.precision import Precision, advise, cast_floating
+
+
+class MixedPrecision(Engine):
+    """An engine with a ``precision``, which must be set before ``Engine.__init__``."""
+
+    precision: Precision
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, on inputs and with outputs in the dtypes of ``precision``.
+
+        Raises:
+            RuntimeError: inside ``full_params()``, where parameters have another dtype than is computed in.
+        """
+        self._refuse_stored_params()
+        try:
+            inputs, named_inputs = cast_floating((args, kwargs), self.precision.compute)
+            return cast_floating(super().__call__(*inputs, **named_inputs), self.precision.output)
+        except BaseException as error:
+            advise(error, self.precision, self.module)
+            raise
+
+    def step(self) -> None:
+        """One optimizer step, in the dtype the parameters are stored in."""
+        if self.precision.compute is torch.float16 and not self.loss_is_scaled:
+            warnings.warn(
+                "precision: float16 without a GradScaler loses gradients below 6e-8; use engine.backward(scaler.scale("
+                "loss)) and scaler.step(engine), or precision='bf16'",
+                stacklevel=3,
+            )
+        super().step()
+
+    @property
+    def _has_stored_params(self) -> bool:
+        """Whether the module's parameters are in another dtype than is computed in, inside ``full_params()``."""
+        return False
+
+    def _begin_backward(self) -> None:
+        self._refuse_stored_params()
+        super()._begin_backward()
+
+    def _refuse_stored_params(self) -> None:
+        if self._has_stored_params:
+            raise RuntimeError(
+                f"full_params: inside, parameters have the dtype they are stored in, and precision computes in "
+                f"{self.precision.compute}; leave 'with engine.full_params():' before engine(...) and backward"
+            )
+
+    def _cast_buffers(self) -> None:
+        if self.precision.buffers is not None:
+            for buffer in self.module.buffers():
+                if buffer.is_floating_point():
+                    buffer.data = buffer.to(self.precision.buffers)
