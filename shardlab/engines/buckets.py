@@ -38,6 +38,7 @@ class Bucket:
         self.params = tuple(params)
         self.buffer: Tensor | None = None  # flat gradients, [padded_numel]; made when first needed
         self.views: list[Tensor] = []  # of the buffer, one a slot, in the parameters' shapes
+        self.gradient_dtype = self.params[0].dtype  # of the buffer, the dtype in which gradients are reduced
         self.pending: Pending | None = None  # while it is being reduced
         self.holds_means = False
         self.unused: list[int] = []  # slots this rank sent as unused
@@ -56,9 +57,10 @@ class Bucket:
         """Bytes of the buffer that belong to no parameter."""
         return self.layout.padding_numel * self.params[0].element_size()
 
-    def new_buffer(self) -> Tensor:
-        """A flat tensor for one value per element, [padded_numel]; only the padding is set, to 0."""
-        buffer = torch.empty(self.layout.padded_numel, dtype=self.params[0].dtype, device=self.params[0].device)
+    def new_buffer(self, dtype: torch.dtype | None = None) -> Tensor:
+        """A flat tensor for one value per element, [padded_numel], as a parameter; only the padding is set, to 0."""
+        like = self.params[0]
+        buffer = torch.empty(self.layout.padded_numel, dtype=dtype or like.dtype, device=like.device)
         buffer[self.layout.numel :].zero_()
         return buffer
 
@@ -69,8 +71,21 @@ class Bucket:
             for slot, param in zip(self.layout.slots, self.params, strict=True)
         ]
 
+    def show(self, flat: Tensor) -> None:
+        """Make the parameters views of a flat buffer, which has values for them."""
+        for view, param in zip(self.slots_of(flat), self.params, strict=True):
+            param.data = view
+
     def take(self, slot: int, gradient: Tensor) -> None:
-        """Copy a gradient into its slot, unless it lies there, and make ``param.grad`` the slot's view."""
+        """Copy a gradient into its slot, unless it lies there, and make ``param.grad`` the slot's view.
+
+        Where gradients are reduced in another dtype, which ``param.grad`` cannot have, they add up in the slot if that
+        has more bits, and ``param.grad`` is None; else in ``param.grad``.
+        """
+        if gradient.dtype != self.gradient_dtype:
+            if self.gradient_dtype.itemsize > gradient.dtype.itemsize:
+                self.seal(slot, gradient, 1.0)
+            return
         if self.buffer is None:
             self._allocate()
         view = self.views[slot]
@@ -121,7 +136,7 @@ class Bucket:
                 param.grad = self.views[slot]
 
     def _allocate(self) -> None:
-        self.buffer = self.new_buffer()
+        self.buffer = self.new_buffer(self.gradient_dtype)
         self.views = [
             self.buffer[slot.start : slot.stop].as_strided(param.shape, _strides(param), slot.start)
             for slot, param in zip(self.layout.slots, self.params, strict=True)

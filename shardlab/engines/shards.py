@@ -28,7 +28,7 @@ class ParameterShards:
         self.params = dict(params)
         self.buckets = buckets
         self.comm = comm
-        self.flat = [_flatten(bucket) for bucket in buckets]
+        self.flat = [self._flatten(bucket) for bucket in buckets]
         self.pieces: dict[str, tuple[Bucket, Piece]] = {
             piece.name: (bucket, piece) for bucket in buckets for piece in bucket.layout.pieces(comm.rank)
         }
@@ -55,7 +55,7 @@ class ParameterShards:
         for bucket, flat in zip(self.buckets, self.flat, strict=True):
             if any(is_due(param) for param in bucket.params):
                 tag = f"parameters of bucket {bucket.index}"
-                pending.append(self.comm.all_gather(flat, bounds=bucket.layout.bounds, tag=tag))
+                pending.append(self.comm.all_gather(flat, self._chunk(bucket), bounds=bucket.layout.bounds, tag=tag))
         wait_all(pending)
         # They were written through the buffers, which autograd does not see: it is to refuse a backward that needs the
         # former values.
@@ -83,15 +83,23 @@ class ParameterShards:
             # Keeps the number of dimensions (at least one), so that an optimizer that asks for matrices is content.
             return param.detach().reshape(param.shape or (1,))[:0].requires_grad_(param.requires_grad)
         bucket, piece = self.pieces[name]
-        tensor = self.flat[bucket.index][piece.flat_start : piece.flat_stop]
+        chunk = self._chunk(bucket)
+        offset = bucket.layout.chunk(self.comm.rank)[0]
+        if chunk is None:
+            chunk, offset = self.flat[bucket.index], 0
+        tensor = chunk[piece.flat_start - offset : piece.flat_stop - offset]
         if piece.whole:
             tensor = tensor.view(param.shape)
         return tensor.detach().requires_grad_(param.requires_grad)
 
+    def _flatten(self, bucket: Bucket) -> Tensor:
+        """Move a bucket's parameters into one buffer."""
+        flat = bucket.new_buffer()
+        for view, param in zip(bucket.slots_of(flat), bucket.params, strict=True):
+            view.copy_(param.detach())
+        bucket.show(flat)
+        return flat
 
-def _flatten(bucket: Bucket) -> Tensor:
-    flat = bucket.new_buffer()
-    for view, param in zip(bucket.slots_of(flat), bucket.params, strict=True):
-        view.copy_(param.detach())
-        param.data = view
-    return flat
+    def _chunk(self, bucket: Bucket) -> Tensor | None:  # noqa: ARG002
+        """What this rank steps of a bucket, [chunk]; None where that lies in its place in the flat buffer."""
+        return None

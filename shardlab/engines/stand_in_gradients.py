@@ -68,6 +68,8 @@ class StandInGradients:
         """The gradients are means: put a stand-in to every parameter that trains."""
         for name, param in self._params.items():
             if param.requires_grad:
+                if self._stand_ins[name].dtype != param.dtype:  # inside full_params(), where parameters are rounded
+                    self._stand_ins[name] = StandInGradient.of(name, param)
                 param.grad = self._stand_ins[name]
                 self._placed.add(name)
 

@@ -6,7 +6,9 @@ and step, and during backward only the buckets being filled and at most two bein
 
 Per rank for P fp32 parameters with Adam: 4P parameters, 4P/N gradients, 8P/N state (P with the padding of each bucket
 to a multiple of N); on the wire 2P(N-1)/N elements, as before. Inside ``no_sync()`` nothing is sent, so full gradients
-accumulate there until the backward that communicates. Source: Rajbhandari et al., arXiv 1910.02054, section 5.2.
+accumulate there until the backward that communicates. With ``precision='bf16'``: 2P parameters, 4P/N master weights,
+4P/N gradients, 8P/N state; the paper's 2P + 14P/N keeps 16-bit gradients, and torch's optimizers take those of the
+master weights' dtype. Source: Rajbhandari et al., arXiv 1910.02054, section 5.2.
 """
 
 from collections.abc import Iterator
@@ -60,6 +62,10 @@ class ZeRO2(ZeRO1):
         super()._take_means(bucket)
         bucket.release()
 
+    def _means_of(self, bucket: Bucket) -> Tensor:
+        means = self._gradient_shards[bucket.index] = super()._means_of(bucket)
+        return means
+
     def _keep_means(self, bucket: Bucket) -> None:
         """They stay where they are: the next reduction makes a tensor of its own."""
 
@@ -69,5 +75,5 @@ class ZeRO2(ZeRO1):
     def _gradient_rows(self, bucket: Bucket, name: str, param: nn.Parameter) -> Iterator[ShardRow]:
         if bucket.index in self._gradient_shards and name in self.shards.pieces:
             start, stop = self.owned()[name]
-            num_bytes = (stop - start) * param.element_size()
+            num_bytes = (stop - start) * self._gradient_shards[bucket.index].element_size()
             yield ShardRow(name, tuple(param.shape), Role.GRADIENT, bucket.index, start, stop, num_bytes)

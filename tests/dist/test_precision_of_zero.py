@@ -1,0 +1,421 @@
+"""ZeRO with ``precision``: against one process that rounds at the same places, at rest, in checkpoints, and misused."""
+
+import warnings
+
+import pytest
+import torch
+
+from shardlab.comm import Mesh
+from shardlab.engines import build_engine
+from shardlab.engines.grad_scaler import GradScaler
+from shardlab.engines.precision import Precision, parse_precision
+from shardlab.engines.shards import ParameterShards
+from shardlab.trace.memory import bytes_by_role
+from shardlab.vocabulary import Role
+from tests.dist import cases
+
+STRATEGIES = ("zero1", "zero2", "zero3")
+BF16, FP16 = torch.bfloat16, torch.float16
+# A float32 buffer would make the activations float32, which no 16-bit layer takes.
+PRECISIONS = {
+    "bf16": Precision(BF16, torch.float32, torch.float32, BF16),
+    "fp16": Precision(FP16, torch.float32, torch.float32, FP16),
+    "bf16 throughout": Precision(BF16, None, torch.float32, BF16),
+    "reduced in bf16": Precision(None, BF16),
+}
+KINDS = {2: ("MLP", "Unused", "NonContiguous"), 3: ("Uneven", "Frozen", "Unused"), 4: ("SmallGPT", "Tied", "Unused")}
+
+
+def rows_of(kind, step, micro_batch, num_ranks, rank):
+    parts = (cases.own_rows(part, rank) for part in cases.rows(kind, step, micro_batch, num_ranks))
+    return tuple(part.float() if part.is_floating_point() else part for part in parts)
+
+
+def build(kind):
+    return cases.build(kind).float()
+
+
+def one_step(engine, kind, step, micro_batches, num_ranks, rank):
+    for micro_batch in range(micro_batches):
+        x, y = rows_of(kind, step, micro_batch, num_ranks, rank)
+        if micro_batch < micro_batches - 1:
+            with engine.no_sync():
+                engine.backward(cases.loss_of(engine(x), y))
+        else:
+            engine.backward(cases.loss_of(engine(x), y))
+    norm = engine.clip_grad_norm_(0.5)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="precision: float16 without a GradScaler")
+        engine.step()
+    engine.zero_grad()
+    return float(norm)
+
+
+def train(rank, num_ranks, strategy, kinds, precision, optimizer, micro_batches, options):
+    found = {}
+    with Mesh({"data": num_ranks}) as mesh:
+        for kind in kinds:
+            fn = cases.OPTIMIZERS[optimizer]
+            with build_engine(strategy, build(kind), fn, mesh, precision=precision, **options) as engine:
+                norms = [one_step(engine, kind, step, micro_batches, num_ranks, rank) for step in range(4)]
+                state = engine.full_state_dict()
+            found[kind] = norms, state, dict(engine.module.state_dict())
+    return found
+
+
+def reference(num_ranks, kind, precision, optimizer, micro_batches, accumulated):
+    """Master weights; per rank a rounded copy; gradients add up in ``accumulated``, over ranks in ``reduce``."""
+    master = build(kind)
+    if precision.buffers is not None:
+        for buffer in master.buffers():
+            buffer.data = buffer.to(precision.buffers)
+    optim, norms = cases.OPTIMIZERS[optimizer](list(master.parameters())), []
+    reduce = precision.reduce_dtype
+    for step in range(4):
+        sums = {}
+        for rank in range(num_ranks):
+            copy = build(kind).to(precision.compute or torch.float32)
+            copy.load_state_dict(master.state_dict())
+            totals = {}
+            for micro_batch in range(micro_batches):
+                x, y = rows_of(kind, step, micro_batch, num_ranks, rank)
+                x = x.to(precision.compute or x.dtype) if x.is_floating_point() else x
+                cases.loss_of(copy(x).float(), y).backward()
+                for name, param in copy.named_parameters():
+                    if param.grad is not None:
+                        gradient = param.grad.to(accumulated)
+                        totals[name] = totals[name] + gradient if name in totals else gradient
+                        param.grad = None
+            for name, total in totals.items():
+                sums[name] = sums[name] + total.to(reduce) if name in sums else total.to(reduce)
+        for name, param in master.named_parameters():
+            param.grad = sums[name].float() / num_ranks if name in sums else None
+        norms.append(float(torch.nn.utils.clip_grad_norm_(master.parameters(), 0.5)))
+        optim.step()
+    return norms, master.state_dict()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("num_ranks", "name", "optimizer", "micro_batches"),
+    [
+        *((num_ranks, "bf16", "sgd", 3) for num_ranks in (2, 3, 4)),
+        *((num_ranks, "fp16", "adam_large_eps", 1) for num_ranks in (2, 3, 4)),
+        # The sum of more than two 16-bit numbers depends on their order.
+        (2, "bf16 throughout", "sgd", 2),
+        (2, "reduced in bf16", "sgd", 2),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+def test_equals_one_process_of_the_same_rounding(pools, strategy, num_ranks, name, optimizer, micro_batches):
+    precision = PRECISIONS[name]
+    # With more ranks the order of float32 sums differs, and a last bit may decide how a parameter is rounded.
+    tolerance = 1e-6 if num_ranks == 2 else 1e-5
+    options = {"bucket_bytes": 200} if num_ranks == 2 else {"partition": "balanced"} if num_ranks == 3 else {}
+    kinds = KINDS[num_ranks]
+    computed = precision.compute or torch.float32
+    more_bits = precision.reduce_dtype.itemsize > computed.itemsize and strategy != "zero3"
+    accumulated = precision.reduce_dtype if more_bits else computed
+    results = pools(num_ranks).run(train, num_ranks, strategy, kinds, precision, optimizer, micro_batches, options)
+    for kind in kinds:
+        norms, state = reference(num_ranks, kind, precision, optimizer, micro_batches, accumulated)
+        for found in results:
+            assert found[kind][0] == pytest.approx(norms, rel=10 * tolerance)
+            for given in found[kind][1:]:  # state dict, and the module after close()
+                assert given.keys() == state.keys()
+                for key, value in state.items():
+                    assert given[key].dtype == value.dtype
+                    torch.testing.assert_close(given[key], value, atol=tolerance, rtol=0, msg=f"{kind} {key}")
+
+
+def adamw(tensors):
+    return torch.optim.AdamW(tensors, lr=1e-2)
+
+
+def held_and_sent(rank, num_ranks, strategy, precision):
+    with Mesh({"data": num_ranks}) as mesh:
+        engine = build_engine(strategy, build("MLP"), adamw, mesh, precision=precision)
+        one_step_without_zero(engine, num_ranks, rank)
+        held = bytes_by_role(engine.live_tensors())
+        rows = engine.shard_map()
+        engine.zero_grad()
+        engine.close()
+        return {role: held[role] for role in Role}, rows
+
+
+def one_step_without_zero(engine, num_ranks, rank):
+    x, y = rows_of("MLP", 0, 0, num_ranks, rank)
+    engine.backward(cases.loss_of(engine(x), y))
+    engine.step()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bytes_at_rest_are_the_formulas(pools, strategy):
+    """The table in ``engines/precision.py``; 485 parameters, padded to 486."""
+    params, num_ranks = 486, 2
+    expected = {
+        "zero1": (2 * params, 4 * params, 4 * params // num_ranks),
+        "zero2": (2 * params, 4 * params // num_ranks, 4 * params // num_ranks),
+        "zero3": (4 * params // num_ranks, 4 * params // num_ranks, 0),
+    }[strategy]
+    for rank, (held, rows) in enumerate(pools(num_ranks).run(held_and_sent, num_ranks, strategy, "bf16")):
+        assert (held[Role.PARAMETER], held[Role.GRADIENT], held[Role.MASTER_WEIGHT]) == expected
+        own = 485 - 243 if rank else 243
+        assert held[Role.OPTIMIZER_STATE] == 8 * own
+        assert held[Role.GATHERED_PARAMETER] == 0
+        by_role = {role: sum(row.num_bytes for row in rows if row.role is role) for role in Role}
+        assert by_role[Role.MASTER_WEIGHT] == (4 * own if strategy != "zero3" else 0)
+        assert by_role[Role.PARAMETER] == (2 * 485 if strategy != "zero3" else 4 * own)
+        assert by_role[Role.GRADIENT] == (4 * 485 if strategy == "zero1" else 4 * own)
+
+
+def scaled(rank, strategy, kind):
+    """fp16 with a scaler; an overflow on one rank in step 2."""
+    with Mesh({"data": 2}) as mesh, build_engine(strategy, build(kind), adamw, mesh, precision="fp16") as engine:
+        scaler, stepped = GradScaler(scale=4.0, interval=2), []
+        for step in range(4):
+            x, y = rows_of(kind, step, 0, 2, rank)
+            loss = cases.loss_of(engine(x), y) * (float("inf") if step == 2 and rank == 1 else 1.0)
+            engine.backward(scaler.scale(loss))
+            scaler.unscale_(engine)
+            engine.clip_grad_norm_(1.0)
+            stepped.append(scaler.step(engine))
+            engine.zero_grad()
+        return stepped, scaler.current_scale, engine.full_state_dict()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_scaler_makes_all_ranks_skip(pools, strategy):
+    (stepped, scale, state), other = pools(2).run(scaled, strategy, "MLP")
+    assert stepped == other[0] == [True, True, False, True]
+    assert scale == other[1] == 4.0
+    assert all(
+        bool(torch.isfinite(value).all()) and torch.equal(value, other[2][name]) for name, value in state.items()
+    )
+
+
+def steps_without_a_scaler(_, strategy, precision):
+    with Mesh({"data": 2}) as mesh, build_engine(strategy, build("MLP"), adamw, mesh, precision=precision) as engine:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine.step()
+        return [(str(warning.message)[:40], warning.filename) for warning in caught]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_float16_without_a_scaler_warns(pools, strategy):
+    for (message, filename), *others in pools(2).run(steps_without_a_scaler, strategy, "fp16"):
+        assert message.startswith("precision: float16 without a GradScaler")
+        assert filename == __file__
+        assert not others
+    assert pools(2).run(steps_without_a_scaler, strategy, "bf16") == [[], []]
+
+
+def saved(rank, num_ranks, strategy, options, kind, directory):
+    with (
+        Mesh({"data": num_ranks}) as mesh,
+        build_engine(strategy, build(kind), cases.OPTIMIZERS["adamw"], mesh, **options) as engine,
+    ):
+        for step in range(2):
+            one_step(engine, kind, step, 1, num_ranks, rank)
+        engine.save(directory)
+        return engine.full_state_dict(), engine.full_optimizer_state_dict()["state"]
+
+
+def loaded(rank, num_ranks, strategy, options, kind, directory):
+    """What was loaded, and whether what the module computes with is it, rounded."""
+    with Mesh({"data": num_ranks}) as mesh:
+        fresh = cases.build(kind, seed=5).float()
+        engine = build_engine(strategy, fresh, cases.OPTIMIZERS["adamw"], mesh, **options)
+        engine.load(directory)
+        state, optimizer = engine.full_state_dict(), engine.full_optimizer_state_dict()["state"]
+        rounded = {name: param.detach().clone() for name, param in engine.params.items()}
+        one_step(engine, kind, 3, 1, num_ranks, rank)
+        after = engine.full_state_dict()
+        engine.close()
+        return state, optimizer, rounded, after
+
+
+BF16_ROUNDED = {"precision": "bf16"}
+JOURNEYS = (
+    (("zero2", 2, BF16_ROUNDED), ("zero3", 3, BF16_ROUNDED)),
+    (("zero3", 4, BF16_ROUNDED), ("zero2", 3, {**BF16_ROUNDED, "partition": "round_robin"})),
+    (("fsdp", 2, BF16_ROUNDED), ("zero1", 4, BF16_ROUNDED)),
+    (("zero1", 3, {"precision": "bf16", "bucket_bytes": 200}), ("zero2", 2, {})),
+    (("bucketed", 2, {}), ("zero2", 4, BF16_ROUNDED)),
+    (("zero2", 4, BF16_ROUNDED), ("single", 1, {})),
+)
+
+
+@pytest.mark.parametrize("journey", JOURNEYS, ids=lambda ends: " to ".join(f"{end[0]} on {end[1]}" for end in ends))
+def test_checkpoints_hold_the_master_weights(pools, tmp_path, journey):
+    (strategy, num_ranks, options), (other, num_others, other_options) = journey
+    kind = "Unused"
+    options = {**options, "wrap": "root"} if strategy == "fsdp" else options
+    (state, optimizer), *_ = pools(num_ranks).run(saved, num_ranks, strategy, options, kind, tmp_path)
+    results = pools(num_others).run(loaded, num_others, other, other_options, kind, tmp_path)
+    for found, found_optimizer, rounded, after in results:
+        assert found.keys() == state.keys()
+        for name, value in state.items():
+            assert value.dtype == torch.float32
+            assert torch.equal(found[name], value)
+            if other in ("zero1", "zero2") and other_options.get("precision"):
+                assert torch.equal(rounded[name], value.to(BF16))
+        assert optimizer.keys() == found_optimizer.keys()
+        for number, values in optimizer.items():
+            assert all(torch.equal(values[key], found_optimizer[number][key]) for key in values)
+        assert any(not torch.equal(after[name], state[name]) for name in state)
+        assert all(torch.equal(after[name], results[0][3][name]) for name in state)
+
+
+def handled(rank, strategy):
+    """What a user does beside training: looks at full parameters, writes into them, loads, goes on."""
+    found = {}
+    with Mesh({"data": 2}) as mesh:
+        engine = build_engine(strategy, build("MLP"), cases.OPTIMIZERS["sgd"], mesh, precision=PRECISIONS["bf16"])
+        start = {name: value.clone() for name, value in build("MLP").state_dict().items()}
+        with engine.full_params() as module, torch.no_grad():
+            found["whole"] = {name: value.clone() for name, value in module.state_dict().items()}
+            module[0].weight.fill_(7.0)
+        found["undone"] = all(torch.equal(engine.full_state_dict()[name], value) for name, value in start.items())
+        with engine.full_params(keep_changes=True) as module, torch.no_grad():
+            module[0].weight.mul_(1.001)
+        found["kept"] = engine.full_state_dict()["0.weight"] - start["0.weight"] * 1.001
+        engine.load_full_state_dict(start)
+        with engine.full_params(keep_changes=True) as module:
+            with torch.no_grad():
+                module[0].weight.mul_(1.001)
+            with pytest.raises(RuntimeError, match="full_params: inside"):
+                engine(torch.ones(2, 7))
+            engine.step()  # without gradients: what was written stays
+            found["stepped"] = module[0].weight.detach() - start["0.weight"] * 1.001
+        engine.load_full_state_dict(start)
+        one_step(engine, "MLP", 0, 1, 2, rank)
+        found["state"] = engine.full_state_dict()
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_full_params_are_the_master_weights(pools, strategy):
+    start = build("MLP").state_dict()
+    _, expected = pools(2).run(train, 2, strategy, ("MLP",), PRECISIONS["bf16"], "sgd", 1, {})[0]["MLP"][0:2]
+    for found in pools(2).run(handled, strategy):
+        assert all(torch.equal(found["whole"][name], value) for name, value in start.items())
+        assert found["undone"]
+        for key in ("kept", "stepped"):
+            assert float(found[key].abs().max()) <= 1e-7
+        assert found["state"].keys() == expected.keys()
+
+
+def written(rank, strategy):
+    """A rounded parameter is written into, as ``model.load_state_dict`` does too."""
+    messages = []
+
+    def save(engine):
+        engine.save("nowhere")
+
+    with Mesh({"data": 2}) as mesh:
+        for write in (lambda m: m[0].weight.mul_(2), lambda m: m.load_state_dict(build("MLP").state_dict())):
+            engine = build_engine(strategy, build("MLP"), cases.OPTIMIZERS["sgd"], mesh, precision="bf16")
+            with torch.no_grad():
+                write(engine.module)
+            for use in (type(engine).step, type(engine).full_state_dict, save):
+                with pytest.raises(RuntimeError, match="written into in place") as caught:
+                    use(engine)
+                messages.append(str(caught.value))
+            engine.load_full_state_dict(build("MLP").state_dict())  # replaces everything
+            one_step(engine, "MLP", 0, 1, 2, rank)
+            engine.close()
+    return messages
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_writing_into_a_rounded_parameter_is_refused(pools, strategy):
+    for messages in pools(2).run(written, strategy):
+        assert len(messages) == 6
+        assert all("full_params(keep_changes=True)" in message for message in messages)
+
+
+def refused(_, strategy):
+    """An optimizer that cannot be made leaves the module with what it had."""
+    with Mesh({"data": 2}) as mesh:
+        model = build("MLP")
+        with pytest.raises(ValueError, match="looks at the whole model"):
+            build_engine(strategy, model, torch.optim.LBFGS, mesh, precision="bf16")
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_refused_optimizer_leaves_the_module_as_it_was(pools, strategy):
+    for state in pools(2).run(refused, strategy):
+        for name, value in build("MLP").state_dict().items():
+            assert state[name].dtype == value.dtype
+            assert torch.equal(state[name], value)
+
+
+def interleaved(rank, strategy):
+    """A second backward adds to the means; one that raised is forgotten; what was frozen is thawed."""
+    with Mesh({"data": 2}) as mesh:
+        engine = build_engine(strategy, build("Frozen"), cases.OPTIMIZERS["sgd"], mesh, precision=PRECISIONS["bf16"])
+        for step in range(2):
+            if step == 1:
+                engine.module.first.weight.requires_grad_(True)
+            x, y = rows_of("Frozen", step, 0, 2, rank)
+            if rank == 0:
+                hook = engine.params["last.weight"].register_hook(raising)
+                with pytest.raises(ArithmeticError):
+                    engine.backward(cases.loss_of(engine(x), y))
+                hook.remove()
+            else:
+                engine.backward(cases.loss_of(engine(x), y))  # waits for what rank 0 sends in zero_grad()
+            engine.zero_grad()
+            for _ in range(2):
+                engine.backward(cases.loss_of(engine(x), y))
+            once = engine.full_gradients()
+            engine.zero_grad()
+            engine.backward(cases.loss_of(engine(x), y))
+            for name, gradient in engine.full_gradients().items():
+                assert (gradient is None) == (once[name] is None)
+                if gradient is not None:
+                    torch.testing.assert_close(once[name], 2 * gradient, atol=0, rtol=1e-6)
+            engine.step()
+            engine.zero_grad()
+        state = engine.full_state_dict()
+        engine.close()
+        return state
+
+
+def raising(_):
+    raise ArithmeticError
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_interleaved(pools, strategy):
+    first, second = pools(2).run(interleaved, strategy)
+    start = build("Frozen").state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["first.weight"], start["first.weight"])  # thawed
+
+
+def plain(_, strategy):
+    with Mesh({"data": 2}) as mesh, build_engine(strategy, build("MLP"), adamw, mesh) as engine:
+        shards = engine.shards
+        piece = engine.step_tensors().by_name("2.weight")
+        inside = piece.untyped_storage().data_ptr() == engine.params["2.weight"].untyped_storage().data_ptr()
+        return type(shards) is ParameterShards, inside or not piece.numel(), engine.params["0.weight"].dtype
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_full_precision_has_no_second_copy(pools, strategy):
+    assert pools(2).run(plain, strategy) == [(True, True, torch.float32)] * 2
+
+
+def test_what_takes_no_precision_says_so():
+    for strategy in ("single", "ddp", "bucketed"):
+        with pytest.raises(ValueError, match=f"options: '{strategy}' takes .*, not precision"):
+            build_engine(strategy, build("MLP"), adamw, precision="bf16")
+    for strategy in STRATEGIES:
+        with pytest.raises(ValueError, match="precision: 'int8' is not one of full, bf16, fp16"):
+            build_engine(strategy, build("MLP"), adamw, precision="int8")
+    assert parse_precision("bf16").reduce_dtype is torch.float32
