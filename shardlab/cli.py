@@ -92,7 +92,7 @@ def compare(
     wrap: Annotated[str, typer.Option(help="FSDP units: block, root, or a number of parameters.")] = "block",
     prefetch: Annotated[int, typer.Option(help="FSDP: units gathered ahead.")] = 1,
     layout: Annotated[str, typer.Option(help="FSDP: flat or dim0.")] = "flat",
-    precision: Annotated[str, typer.Option(help="FSDP: full, bf16 or fp16.")] = "full",
+    precision: Annotated[str, typer.Option(help="ZeRO and FSDP: full, bf16 or fp16.")] = "full",
     offload: Annotated[str, typer.Option(help="FSDP, into host memory: none, parameters, all.")] = "none",
     replicate_below: Annotated[int, typer.Option(help="FSDP: smaller parameters stay replicated.")] = 0,
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks; they divide the ranks.")] = 1,

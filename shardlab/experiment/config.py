@@ -55,7 +55,7 @@ class CompareConfig:
         wrap: of FSDP: 'block', 'root' or a number of parameters.
         prefetch: units FSDP gathers ahead.
         layout: of FSDP: 'flat' or 'dim0'.
-        precision: of FSDP: 'full', 'bf16' or 'fp16' (with a gradient scaler).
+        precision: of ZeRO and FSDP: 'full', 'bf16' or 'fp16' (with a gradient scaler).
         offload: of FSDP: 'none', 'parameters' or 'all' into host memory.
         replicate_below: of FSDP: parameters of fewer elements stay replicated.
         tp: ranks over which each layer is divided (tensor parallel); divides ``ranks``. Not of 'single'.

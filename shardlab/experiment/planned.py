@@ -56,14 +56,17 @@ def plan_run(config: CompareConfig, strategy: str) -> Plan | None:
 def setup_of(config: CompareConfig, strategy: str, module: nn.Module) -> Setup:
     """The planner's description of a strategy as ``compare`` runs it, with AdamW."""
     options: dict[str, Any] = {"num_ranks": 1 if strategy == "single" else config.data_ranks}
-    if strategy == "fsdp":
+    if takes("precision")(strategy):
         precision = parse_precision(config.precision)
+        options |= {
+            "compute_dtype": _name(precision.compute), "reduce_dtype": _name(precision.reduce_dtype),
+            "scales_loss": config.scales_loss(strategy),
+        }  # fmt: skip
+    if strategy == "fsdp":
         options |= {
             "units": units_of(module, parse_wrap(config.wrap)), "layout": config.layout, "sharding": config.sharding,
             "prefetch": config.prefetch, "offload": config.offload, "replicate_below": config.replicate_below,
             "shard_group_size": config.shards if config.sharding == "hybrid_shard" else None,
-            "compute_dtype": _name(precision.compute), "reduce_dtype": _name(precision.reduce_dtype),
-            "scales_loss": config.scales_loss(strategy),
         }  # fmt: skip
     if place(config.ranks, config.device).device_type == "cuda":
         options["optimizer"] = replace(ADAM, counter_bytes=0)  # torch keeps step counters in host memory

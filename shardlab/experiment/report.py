@@ -106,10 +106,10 @@ def verdict(comparison: Comparison) -> str:
         return "Losses were not compared: only one strategy ran."
     reference = str(comparison.summary["loss_reference"].iloc[0])
     origin = "the single process" if reference == REFERENCE else f"{reference}, the first strategy,"
-    rounded = comparison.records.manifests.get("fsdp", {}).get("config", {}).get("precision", "full")
+    rounded = {run: precision for run in comparison.summary["strategy"] if (precision := _rounded(run, comparison))}
     equal = "equal" if comparison.losses_equal else "NOT equal"
-    if rounded != "full" and comparison.losses_equal:
-        equal = f"equal, those of fsdp within the rounding of {rounded}"
+    if rounded and comparison.losses_equal:
+        equal = f"equal, those of {', '.join(rounded)} within the rounding of {next(iter(rounded.values()))}"
     steps, largest = int(comparison.summary["steps"].max()), comparison.summary["max_loss_difference"].max()
     if steps <= JUDGED_STEPS:
         return f"Losses are {equal}: the largest difference from {origin} is {judged:.1e}."
@@ -117,6 +117,12 @@ def verdict(comparison: Comparison) -> str:
         f"Losses are {equal}: the largest difference from {origin} in the first {JUDGED_STEPS} steps is "
         f"{judged:.1e}; over all {steps} steps, in which training amplifies every rounding, it is {largest:.1e}."
     )
+
+
+def _rounded(run: str, comparison: Comparison) -> str | None:
+    """The precision of a run that computes in 16 bits."""
+    precision = str(comparison.records.manifests[run]["config"].get("precision", "full"))
+    return None if precision == "full" else precision
 
 
 def plan_verdict(comparison: Comparison) -> str:

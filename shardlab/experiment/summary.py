@@ -110,7 +110,7 @@ def _bytes(run: str, rest: pd.DataFrame, records: Records) -> dict[str, Any]:
         "peak_bytes": None if pd.isna(peak := steps["peak_bytes"].max()) else int(peak),
         "parameter_bytes": held.get(Role.PARAMETER, 0),
         "gradient_bytes": held.get(Role.GRADIENT, 0),
-        "optimizer_bytes": held.get(Role.OPTIMIZER_STATE, 0),
+        "optimizer_bytes": held.get(Role.OPTIMIZER_STATE, 0) + held.get(Role.MASTER_WEIGHT, 0),
         "offloaded_bytes": held.get(Role.OFFLOADED, 0),
         "other_bytes": held.get(Role.OTHER, 0),
         "padding_bytes": int(records.manifests[run]["padding_bytes"]),

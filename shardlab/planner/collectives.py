@@ -235,16 +235,16 @@ class _Step:
 
     def parameter_element(self, group: Group) -> tuple[str, int]:
         """Element type and bytes of a parameter on the wire."""
-        cast = self.setup.compute_dtype if self.setup.strategy == "fsdp" else None
-        return (group.dtype, group.itemsize) if cast is None else (cast, ITEMSIZES[cast])
+        dtype = self.setup.dtype_in_compute(group.dtype)
+        return (group.dtype, group.itemsize) if dtype == group.dtype else (dtype, ITEMSIZES[dtype])
 
     def gradient_element(self, group: Group) -> tuple[str, int]:
         """Element type and bytes of a gradient on the wire."""
-        cast = self.setup.reduce_dtype if self.setup.strategy == "fsdp" else None
-        if cast is not None:
-            return cast, ITEMSIZES[cast]
+        dtype = self.setup.dtype_in_reduction(group.dtype)
+        if dtype != group.dtype:
+            return dtype, ITEMSIZES[dtype]
         if self.setup.precision is None or self.setup.precision.gradient == group.itemsize:
-            return self.parameter_element(group)
+            return group.dtype, group.itemsize
         like = next(iter(group.params.values())).with_itemsize(self.setup.precision.gradient)
         return like.dtype, like.spec.itemsize
 

@@ -13,6 +13,8 @@ fsdp no_shard                    4P          4P         8P
 fsdp hybrid_shard in groups of S  4P/S       4P/S       8P/S
 ===============================  ==========  =========  ===============
 
+With a 16-bit ``compute_dtype`` zero1 and zero2 hold 2P parameters and 4P/N master weights. Gradients of zero1 are then
+in ``reduce_dtype``, and where that is not the stored one, 4P/N means beside them. zero3 and fsdp hold the same as ever.
 Optimizer state is kept for pieces of parameters, never for padding. Not counted: activations, temporaries, the
 transports' scratch, gradients that accumulate inside ``no_sync()``.
 Source: Rajbhandari et al., arXiv 1910.02054, section 5; Zhao et al., arXiv 2304.11277, section 3.2.
@@ -27,6 +29,7 @@ import pandas as pd
 
 from shardlab.planner.groups import Group, groups_of
 from shardlab.planner.model import PlannedModel
+from shardlab.planner.precision import ITEMSIZES
 from shardlab.planner.setup import Setup
 from shardlab.tables import MEMORY
 from shardlab.vocabulary import Phase, Role
@@ -93,13 +96,27 @@ def _of_group(group: Group, setup: Setup, shard: int) -> dict[Role, int]:
     stepped_numel = sum(piece.numel for piece in pieces)
     gradient_itemsize = group.itemsize if precision is None else precision.gradient
     has_gradient = group.trainable if holding.gradient_buffer else group.used
-    return {
+    held = {
         Role.PARAMETER: _numel(group, shard, chunks=holding.parameter_chunks) * group.itemsize,
         Role.GRADIENT: has_gradient * _numel(group, shard, chunks=holding.gradient_chunks) * gradient_itemsize,
         Role.MASTER_WEIGHT: 0 if precision is None else stepped_numel * precision.master,
         Role.OPTIMIZER_STATE: stepped_numel * _state_itemsize(group, setup),
         Role.OTHER: len(pieces) * setup.optimizer.counter_bytes,
     }
+    return held | _in_other_dtypes(group, setup, shard)
+
+
+def _in_other_dtypes(group: Group, setup: Setup, shard: int) -> dict[Role, int]:
+    """What is otherwise where whole parameters, or their gradients, have another dtype than is stored."""
+    if setup.strategy not in ("zero1", "zero2"):
+        return {}
+    held, numel, chunk = {}, group.layout.padded_numel, group.layout.chunk_sizes[shard] * group.itemsize
+    if (computed := setup.dtype_in_compute(group.dtype)) != group.dtype:
+        held = {Role.PARAMETER: numel * ITEMSIZES[computed], Role.MASTER_WEIGHT: chunk}
+    if (reduced := setup.dtype_in_reduction(group.dtype)) != group.dtype and setup.strategy == "zero1":
+        means = chunk if any(group.stepped(shard)) else 0
+        held[Role.GRADIENT] = group.trainable * numel * ITEMSIZES[reduced] + means
+    return held
 
 
 def _numel(group: Group, shard: int, *, chunks: bool) -> int:

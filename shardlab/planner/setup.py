@@ -9,6 +9,7 @@ from shardlab.planner.precision import ITEMSIZES, Precision
 from shardlab.vocabulary import Partition
 
 STRATEGIES = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
+TAKE_PRECISION = ("zero1", "zero2", "zero3", "fsdp")
 LAYOUTS = ("flat", "dim0")
 OFFLOADS = ("none", "parameters", "all")
 DEFAULT_BUCKET_BYTES = 25 * 1024**2
@@ -59,8 +60,9 @@ class Setup:
         optimizer: what it keeps per element.
         precision: bytes per element at rest, with a master copy beside 16-bit parameters as in the ZeRO paper; None for
             the parameters' own dtype throughout, which is how the engines keep them.
-        compute_dtype: fsdp: what gathers carry, for example bfloat16; None for the parameters' own.
-        reduce_dtype: fsdp: what reductions carry; None for ``compute_dtype``.
+        compute_dtype: zero1, zero2, zero3, fsdp: what gathers carry, for example bfloat16, and of zero1 and zero2 the
+            parameters, beside master weights; None for the parameters' own.
+        reduce_dtype: zero1, zero2, zero3, fsdp: what reductions carry; None for ``compute_dtype``.
     """
 
     strategy: str
@@ -117,6 +119,18 @@ class Setup:
             return
         if size is None or size < 1 or self.num_ranks % size:
             raise ValueError(f"shard_group_size must divide the {self.num_ranks} ranks, got {size}")
+
+    def dtype_in_compute(self, stored: str) -> str:
+        """Element type in forward of parameters that are stored in this one."""
+        return self._cast(stored, self.compute_dtype)
+
+    def dtype_in_reduction(self, stored: str) -> str:
+        """Element type in which their gradients are summed over ranks."""
+        return self._cast(stored, self.reduce_dtype or self.compute_dtype)
+
+    def _cast(self, stored: str, dtype: str | None) -> str:
+        # Parameters that are no floating-point numbers stay as they are.
+        return dtype if dtype is not None and self.strategy in TAKE_PRECISION and stored in ITEMSIZES else stored
 
     @property
     def hybrid(self) -> bool:

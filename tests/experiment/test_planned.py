@@ -6,7 +6,7 @@ import pytest
 
 from shardlab.experiment import CompareConfig, compare
 from shardlab.experiment.planned import against_plan, plan_run
-from shardlab.experiment.report import plan_verdict
+from shardlab.experiment.report import plan_verdict, verdict
 from tests.conftest import Pools
 
 OURS = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
@@ -14,6 +14,7 @@ BASE = {"ranks": 2, "steps": 2, "text": "grammar", "device": "cpu", "batch": 4, 
 OPTIONS = (
     {"strategies": OURS, "clip": 1.0, "accumulation": 2},
     {"strategies": ("zero1", "fsdp"), "partition": "balanced", "offload": "all", "precision": "fp16", "clip": 1.0},
+    {"strategies": ("zero1", "zero2", "zero3", "fsdp"), "precision": "bf16", "accumulation": 2},
     {"strategies": ("fsdp",), "layout": "dim0", "replicate_below": 200, "prefetch": 2, "wrap": "20000"},
     {"strategies": ("fsdp",), "sharding": "no_shard", "offload": "parameters"},
 )
@@ -26,6 +27,18 @@ def test_a_run_is_as_planned(pools: Pools, tmp_path, options) -> None:
     assert (result.summary["planned_rest_bytes"] == result.summary["rest_bytes"]).all()
     assert (result.summary["planned_wire_bytes"] == result.summary["wire_bytes_per_step"]).all()
     assert "are those of the plan" in plan_verdict(result)
+
+
+def test_losses_in_16_bits_are_judged_as_rounded(pools: Pools, tmp_path) -> None:
+    config = CompareConfig(**BASE, strategies=("single", "zero2", "zero3"), precision="bf16")
+    result = compare(config, tmp_path / "run", pool=pools(2))
+    assert "equal, those of zero2, zero3 within the rounding of bf16" in verdict(result)
+    held = result.summary.set_index("strategy")
+    # 2 bytes for each parameter that is whole, 4 for the shards, which are the master weights; 16 P in all else.
+    padded = held["parameter_bytes"]["zero2"] // 2
+    assert held["parameter_bytes"]["zero3"] == 4 * padded // 2
+    assert held["gradient_bytes"].tolist()[1:] == [4 * padded // 2] * 2
+    assert held["optimizer_bytes"]["zero2"] == held["optimizer_bytes"]["zero3"] + 4 * padded // 2
 
 
 def test_a_byte_or_a_message_that_was_not_planned_is_told(pools: Pools, tmp_path) -> None:

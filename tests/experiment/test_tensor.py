@@ -44,7 +44,7 @@ def test_torch_s_own_divides_the_model_over_the_same_ranks(pools: Pools, tmp_pat
 
 def test_mixed_precision_and_micro_batches_are_as_planned(pools: Pools, tmp_path) -> None:
     config = CompareConfig(
-        **{**BASE, "batch": 8}, strategies=("fsdp", "zero3"), precision="fp16", accumulation=2, clip=1.0
+        **{**BASE, "batch": 8}, strategies=("fsdp", "zero2", "zero3"), precision="fp16", accumulation=2, clip=1.0
     )
     assert compare(config, tmp_path / "run", pool=pools(4)).summary["as_planned"].all()
 

@@ -110,6 +110,12 @@ CASES = (
     Case("fsdp", {"sharding": "shard_grad_op", "layout": "dim0"}, optimizer="sgd", dtype=torch.float32),
     Case("fsdp", {"sharding": "no_shard"}, dtype=torch.float32, precision="bf16"),
     Case("fsdp", {"layout": "dim0"}, 2, dtype=torch.float32, precision="fp16"),
+    *(
+        Case(name, {**SMALL, "partition": str(way)}, clip=True, dtype=torch.float32, precision="bf16")
+        for name in ("zero1", "zero2", "zero3")
+        for way in (Partition.ELEMENTS, Partition.BALANCED)
+    ),
+    *(Case(name, SMALL, 2, optimizer="sgd", precision="fp16") for name in ("zero1", "zero2", "zero3")),
     Case("fsdp", wrap="root"),
     *(Case("fsdp", {"partition": str(way)}, 2, clip=True) for way in Partition if way is not Partition.ELEMENTS),
     Case("fsdp", {"partition": "balanced", "sharding": "shard_grad_op", "replicate_below": 20}, dtype=torch.float32),

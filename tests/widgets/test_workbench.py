@@ -90,6 +90,7 @@ def test_bad_input_is_said_beside_the_controls(wrong, message, tmp_path):
 
 def test_only_what_a_strategy_takes_can_be_chosen(tmp_path):
     bench = workbench(tmp_path, QUICK)
+    bench.choose(strategies="bucketed")
     assert bench.inputs["precision"].disabled
     bench.choose(strategies="fsdp", precision="bf16", sharding="shard_grad_op")
     assert not bench.inputs["precision"].disabled
