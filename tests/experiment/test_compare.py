@@ -14,7 +14,7 @@ from shardlab.experiment.report_tables import peak_table
 from shardlab.experiment.summary import summarise
 from shardlab.models import build_model
 from shardlab.partition.chunks import even_bounds
-from shardlab.vocabulary import Phase, Role
+from shardlab.vocabulary import Collective, Phase, Role
 
 KEYS = {
     "strategy", "ranks", "steps", "loss_first", "loss_last", "max_loss_difference", "step_ms", "exposed_comm_ms",
@@ -130,7 +130,12 @@ def test_the_first_broadcast_is_recorded_but_in_no_step(comparison):
     config, result, _ = comparison
     setup = result.records.collectives[result.records.collectives["step"] == -1]
     assert set(setup["run"]) == {"ddp", "bucketed", "zero1"}
-    assert (setup.groupby(["run", "rank"])["bytes"].sum() == width(config) * numel(config)).all()
+    sent = setup[setup["op"] == Collective.BROADCAST]
+    assert (sent.groupby(["run", "rank"])["bytes"].sum() == width(config) * numel(config)).all()
+    others = setup[setup["op"] != Collective.BROADCAST]
+    assert set(others["run"]) == {"zero1"}, "its ranks agree whether the optimizer fits their pieces"
+    assert (others.groupby("rank").size() == 1).all()
+    assert (others["bytes"] == 8 * config.ranks).all()
 
 
 def test_shards_say_who_holds_what(comparison):
