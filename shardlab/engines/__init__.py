@@ -1,7 +1,7 @@
 """The strategies.
 
-Read them in this order: base, single, ddp, buckets, bucketed, shards, optimizer_fit, zero1, zero2,
-sharded_unit, zero3, sharded_linear, fsdp.
+Read them in this order: backward_watch, base, single, ddp, buckets, reduction_queue, bucketed, shards, optimizer_fit,
+zero1, zero2, sharded_unit, saved, zero3, sharded_linear, fsdp.
 """
 
 from shardlab.engines.base import Engine, OptimizerFn
