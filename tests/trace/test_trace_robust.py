@@ -141,11 +141,11 @@ def train_with_a_sleeper(rank, setting, sleep_s):
         due.clear()
         return lambda: (time.sleep(sleep_s), finish())
 
-    def sleepy_at_once(self, tensor, reduction):
+    def sleepy_at_once(self, tensor, reduction, tag):
         if due:
             due.clear()
             time.sleep(sleep_s)
-        reduce(self, tensor, reduction)
+        reduce(self, tensor, reduction, tag)
 
     Recorder.issued, GlooTransport.start_all_reduce = noted, sleepy
     SharedMemoryTransport.all_reduce = sleepy_at_once
