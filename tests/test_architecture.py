@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from fnmatch import fnmatch
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -192,3 +193,10 @@ def test_no_collective_inside_try() -> None:
                 calls = [call.func for call in ast.walk(node) if isinstance(call, ast.Call)]
                 called = {call.attr for call in calls if isinstance(call, ast.Attribute)}
                 assert not called & verbs, f"{module}:{node.lineno}"
+
+
+def test_pytest_leaves_no_folder_of_tests_out(pytestconfig):
+    tests = Path(__file__).parent
+    folders = {part for path in tests.rglob("test_*.py") for part in path.relative_to(tests).parts[:-1]}
+    patterns = pytestconfig.getini("norecursedirs")
+    assert not [folder for folder in folders if any(fnmatch(folder, pattern) for pattern in patterns)]
