@@ -9,7 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardlab.comm import Communicator, Mesh
+    from shardlab.comm import Communicator
+    from shardlab.comm.mesh import Mesh
     from shardlab.data_sets import load_text
     from shardlab.engines import (
         DDP,
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from shardlab.trace.store import load_run
 
 _ROOMS = {
-    "shardlab.comm": ("Communicator", "Mesh"),
+    "shardlab.comm.communicator": ("Communicator",),
+    "shardlab.comm.mesh": ("Mesh",),
     "shardlab.data_sets": ("load_text",),
     "shardlab.engines": (
         "DDP",

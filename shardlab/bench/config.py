@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from shardlab.comm import check_transport
+from shardlab.comm.transports.choice import check_transport
 from shardlab.engines import engine_options
 from shardlab.launch import place
 from shardlab.models import MODELS, GPTConfig
@@ -92,11 +92,11 @@ class Pair:
 
 
 # Torch's engines get torch's plain groups: nobody listens while they are timed.
-_UNHEARD = MappingProxyType({"overheard": False})
+_UNOBSERVED = MappingProxyType({"observed": False})
 
 
 def _pair(ours: str, theirs: str) -> Pair:
-    return Pair(Contender(ours, ours), Contender(theirs, theirs, _UNHEARD))
+    return Pair(Contender(ours, ours), Contender(theirs, theirs, _UNOBSERVED))
 
 
 WORKLOADS: Mapping[str, Workload] = MappingProxyType(
@@ -118,7 +118,7 @@ PAIRS: Mapping[str, Pair] = MappingProxyType(
             _pair("fsdp", "torch_fsdp2"),
             Pair(
                 Contender("tensor_parallel", "single", over_tensor=True, parallelized=True),
-                Contender("torch_tp", "torch_tp", _UNHEARD, over_tensor=True),
+                Contender("torch_tp", "torch_tp", _UNOBSERVED, over_tensor=True),
             ),
         )
     }

@@ -18,7 +18,8 @@ from time import perf_counter_ns
 import torch
 
 from shardlab.bench.config import Contender, Pair, Workload
-from shardlab.comm import CollectiveEvent, Mesh
+from shardlab.comm import CollectiveEvent
+from shardlab.comm.mesh import Mesh
 from shardlab.engines import Engine, StepTensors, build_engine
 from shardlab.launch import current
 from shardlab.models import GPT, build_model, next_token_loss
@@ -159,8 +160,8 @@ class _Scratch:
 
 def _peak_bytes(contender: Contender, workload: Workload, transport: str | None) -> int:
     """Of this engine alone, and with somebody listening: what torch's transport holds counts too."""
-    heard = {name: True for name in contender.options if name == "overheard"}
-    listened_to = replace(contender, options={**contender.options, **heard})
+    observed = {name: True for name in contender.options if name == "observed"}
+    listened_to = replace(contender, options={**contender.options, **observed})
     with _turn(listened_to, workload, transport) as turn:
         turn.warm_up()
         return turn.peak_bytes()

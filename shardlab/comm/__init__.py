@@ -1,22 +1,23 @@
-"""The only room that calls torch.distributed: communicators, meshes, transports and the events they emit."""
+"""The only room that calls torch.distributed: communicators, meshes, transports and the events they emit.
 
+What is imported here is what an engine needs. ``comm.mesh`` makes a mesh over the running ranks, ``comm.torch_groups``
+the groups of torch's own engines.
+"""
+
+from shardlab.comm.base_mesh import BaseMesh
+from shardlab.comm.coalesced import broadcast_coalesced
 from shardlab.comm.communicator import Communicator
-from shardlab.comm.copies import broadcast_coalesced
-from shardlab.comm.events import CollectiveEvent, Observer
-from shardlab.comm.mesh import Mesh
-from shardlab.comm.pending import Pending, wait_all
+from shardlab.comm.events import CollectiveEvent, Observer, Pending, wait_all
 from shardlab.comm.process import become_rank, leave_group
-from shardlab.comm.transports.choice import check_transport
 
 __all__ = [
+    "BaseMesh",
     "CollectiveEvent",
     "Communicator",
-    "Mesh",
     "Observer",
     "Pending",
     "become_rank",
     "broadcast_coalesced",
-    "check_transport",
     "leave_group",
     "wait_all",
 ]

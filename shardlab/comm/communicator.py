@@ -4,7 +4,7 @@
     ...                                   # compute goes on
     pending.wait()                        # now the sum is in ``tensor``
 
-A communicator belongs to one axis of the mesh: the group of ranks along it, a transport, a lane. A group of one moves
+A communicator belongs to one axis of the mesh: the group of ranks along it, a transport, a queue. A group of one moves
 nothing and records nothing, so engines need no special case for it. Sums are sums: whoever wants a mean divides.
 """
 
@@ -12,12 +12,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from shardlab.comm.contiguous import copy_back, flattened
+from shardlab.comm.buffers import bounds_of, copy_back, flattened, sizes_of
+from shardlab.comm.events import Pending
 from shardlab.comm.group import ObservedGroup
-from shardlab.comm.lanes import Job, Lane, Start
-from shardlab.comm.parts import bounds_of, sizes_of
-from shardlab.comm.pending import Pending
-from shardlab.comm.transports.base import Bounds, Reduction, Transport
+from shardlab.comm.transports.base import Bounds, Job, Queue, Reduction, Start, Transport
 from shardlab.vocabulary import Collective
 
 
@@ -31,16 +29,16 @@ class Communicator(ObservedGroup):
 
     Args:
         transport: how bytes move; None for a group of one.
-        lane: where the transport runs.
+        queue: where the transport runs.
         ranks: the global ranks of the group, in group order.
         rank: this process's position in ``ranks``.
         axis: the axis' name, which every event carries.
     """
 
-    def __init__(self, transport: Transport | None, lane: Lane | None, ranks: Sequence[int], rank: int, axis: str):
+    def __init__(self, transport: Transport | None, queue: Queue | None, ranks: Sequence[int], rank: int, axis: str):
         super().__init__(transport, ranks, rank, axis)
-        self._lane = lane
-        self._send_lane: Lane | None = None
+        self._queue = queue
+        self._send_queue: Queue | None = None
 
     def all_reduce(self, tensor: Tensor, *, reduction: Reduction = "sum", tag: str = "") -> Pending:
         """Reduce ``tensor`` (any shape) over the group, in place on every rank."""
@@ -159,13 +157,13 @@ class Communicator(ObservedGroup):
         )
 
     def send(self, tensor: Tensor, dst: int, *, tag: str = "") -> Pending:
-        """Send ``tensor`` to group rank ``dst``. Sends have a lane of their own, so that a ring does not deadlock."""
+        """Send ``tensor`` to group rank ``dst``. Sends have a queue of their own, so that a ring does not deadlock."""
         transport = self._peer(dst, "dst")
         flat = flattened(tensor)
-        if self._send_lane is None and self._lane is not None:
-            self._send_lane = self._lane.twin()
+        if self._send_queue is None and self._queue is not None:
+            self._send_queue = self._queue.twin()
         return self._submit(
-            Collective.SEND, flat, lambda: transport.send(flat, dst), tag, keep=(flat,), lane=self._send_lane
+            Collective.SEND, flat, lambda: transport.send(flat, dst), tag, keep=(flat,), queue=self._send_queue
         )
 
     def recv(self, tensor: Tensor, src: int, *, tag: str = "") -> Pending:
@@ -186,11 +184,11 @@ class Communicator(ObservedGroup):
         return self._submit(Collective.BARRIER, None, self._transport.barrier, tag)
 
     def close(self) -> None:
-        """End the lanes; collectives that are queued are finished first."""
-        for lane in (self._lane, self._send_lane):
-            if lane is not None:
-                lane.close()
-        self._lane = self._send_lane = None
+        """End the queues; collectives that are queued are finished first."""
+        for queue in (self._queue, self._send_queue):
+            if queue is not None:
+                queue.close()
+        self._queue = self._send_queue = None
 
     def _submit(
         self,
@@ -202,15 +200,15 @@ class Communicator(ObservedGroup):
         own_chunk_bytes: int | None = None,
         scratch_bytes: int = 0,
         keep: tuple[Tensor, ...] = (),
-        lane: Lane | None = None,
+        queue: Queue | None = None,
         start: Start | None = None,
     ) -> Pending:
-        lane = lane or self._lane
-        if lane is None or self._transport is None:
+        queue = queue or self._queue
+        if queue is None or self._transport is None:
             raise RuntimeError(f"communicator: axis {self.axis!r} is closed")
         buffers = () if buffer is None else (buffer,)
         event = self.announce(op, buffers, tag, own_chunk_bytes=own_chunk_bytes, scratch_bytes=scratch_bytes)
-        finish = lane.submit(job, event, self._observers, start)
+        finish = queue.submit(job, event, self._observers, start)
         return Pending(finish, keep=keep, event=event, observers=self._observers)
 
     def _chunk(self, buffer: Tensor, bounds: Bounds) -> Tensor:

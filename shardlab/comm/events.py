@@ -4,15 +4,16 @@ The communicator knows nothing of recorders: it fills in one ``CollectiveEvent``
 recorder turns events into table rows; the hang board writes the last one where the parent process can read it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import nan
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+import torch
+from torch import Tensor
 
 from shardlab.vocabulary import Collective
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(slots=True)
@@ -48,11 +49,11 @@ class CollectiveEvent:
     end_ns: float = nan
     wait_start_ns: float = nan
     wait_end_ns: float = nan
-    device_times: "tuple[torch.cuda.Event, torch.cuda.Event] | None" = None
+    device_times: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
 
 class Observer(Protocol):
-    """Whoever wants to know. Calls must be short; ``completed``, mostly ``started`` too, come from a lane's thread."""
+    """Whoever wants to know. Calls must be short; ``completed``, mostly ``started`` too, come from a queue's thread."""
 
     def issued(self, event: CollectiveEvent) -> None:
         """The caller asked for the collective."""
@@ -65,3 +66,49 @@ class Observer(Protocol):
 
     def waited(self, event: CollectiveEvent) -> None:
         """The caller has waited for it."""
+
+
+class Pending:
+    """What every verb of the communicator returns.
+
+    ``wait()`` returns when the result may be used: on CPU the data is there; on CUDA the current stream waits for it
+    and the host goes on. It raises what the collective raised. It may be called again.
+    """
+
+    def __init__(
+        self,
+        finish: Callable[[], None] | None = None,
+        *,
+        keep: tuple[Tensor, ...] = (),
+        event: CollectiveEvent | None = None,
+        observers: tuple[Observer, ...] = (),
+    ) -> None:
+        self._finish = finish
+        self._keep = keep  # a buffer freed in flight would be written into after its reuse
+        self._event = event
+        self._observers = observers
+
+    @property
+    def waited(self) -> bool:
+        """Whether ``wait()`` has returned before."""
+        return self._finish is None
+
+    def wait(self) -> None:
+        """Return when the result may be used; raise the collective's error if it failed."""
+        if self._finish is None:
+            return
+        began_ns = perf_counter_ns()
+        self._finish()
+        self._finish = None
+        self._keep = ()
+        if self._event is not None:
+            self._event.wait_start_ns, self._event.wait_end_ns = began_ns, perf_counter_ns()
+            for observer in self._observers:
+                observer.waited(self._event)
+
+
+def wait_all(pending: list[Pending]) -> None:
+    """Wait for each in order and empty the list."""
+    for item in pending:
+        item.wait()
+    pending.clear()

@@ -1,16 +1,23 @@
 """A group of ranks along one axis, and who is told of the collectives that are issued there."""
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.process import Process
-from shardlab.comm.source_line import caller_of_library
 from shardlab.comm.transports.base import Transport
 from shardlab.partition.wire import ring_wire_bytes
 from shardlab.vocabulary import Collective, dtype_name
+
+_LIBRARY = (
+    *(str(Path(__file__).parent.parent / room) for room in ("comm", "engines", "tensor_parallel")),
+    str(Path(torch.__file__).parent),
+)
 
 
 class ObservedGroup:
@@ -72,7 +79,7 @@ class ObservedGroup:
         scratch_bytes: int = 0,
         transport: str | None = None,
     ) -> CollectiveEvent:
-        """Tell the observers of a collective that is issued now: by a verb, or past them (``overheard``).
+        """Tell the observers of a collective that is issued now: by a verb, or past them (``torch_groups``).
 
         Args:
             op: the collective.
@@ -96,7 +103,7 @@ class ObservedGroup:
             group_size=self.num_ranks,
             transport=transport or self._transport.name,
             emulated=self._transport.emulated,
-            source_line=caller_of_library(),
+            source_line=_line_of_caller(),
             scratch_bytes=scratch_bytes,
             storage=buffers[0].untyped_storage()._cdata if buffers else 0,
         )
@@ -104,3 +111,11 @@ class ObservedGroup:
         for observer in self._observers:
             observer.issued(event)
         return event
+
+
+def _line_of_caller() -> str:
+    """``file:line`` of the first frame outside the rooms that only pass calls on: the line a person can look at."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARY):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -10,30 +10,26 @@ than one rank is itself collective: every rank of the default group builds one a
 where it is on none, the one of the others.
 """
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import product
 from math import prod
 from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
+from shardlab.comm.base_mesh import BaseMesh, groups_along
 from shardlab.comm.communicator import Communicator
-from shardlab.comm.events import Observer
-from shardlab.comm.lanes import StreamLane, ThreadLane
-from shardlab.comm.objects import all_gather_object
-from shardlab.comm.overheard import BACKEND, OverheardGroup, TagOf, register_backend
-from shardlab.comm.process import Process, retire
+from shardlab.comm.process import Process, all_gather_object, retire
+from shardlab.comm.queues import StreamQueue, ThreadQueue
 from shardlab.comm.transports.base import Transport
 from shardlab.comm.transports.choice import check_transport, transport_of
 from shardlab.comm.transports.nccl import NcclTransport
 from shardlab.partition.wire import Link
 
 
-class Mesh:
+class Mesh(BaseMesh):
     """Named axes over all ranks or some of them.
 
     Args:
@@ -61,15 +57,9 @@ class Mesh:
         transport: str | None = None,
     ) -> None:
         check_transport(dist.get_backend() if dist.is_initialized() else "", transport, link)
-        self.axes = dict(axes)
-        self.device = Process.device if device is None else torch.device(device)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.ranks = tuple(range(world_size) if ranks is None else ranks)
+        super().__init__(axes, range(world_size) if ranks is None else ranks, device)
         _check(self.axes, self.ranks, world_size)
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._torch_groups: list[dist.ProcessGroup] = []
-        self._retire: list[Callable[[], object]] = []
-        self._communicators: dict[str, Communicator] = {}
         no_longer_used = Process.retired
         for asked in _asked_by_all(_Asked(tuple(self.axes.items()), self.ranks, link, transport)):
             for axis in dict(asked.axes):
@@ -79,97 +69,8 @@ class Mesh:
             for end in no_longer_used:
                 end()
 
-    @classmethod
-    def alone(cls, device: torch.device | str | None = None) -> "Mesh":
-        """An axis ``data`` of this rank only: what an engine gets that trains in one process."""
-        return cls({"data": 1}, ranks=[dist.get_rank() if dist.is_initialized() else 0], device=device)
-
-    @property
-    def is_member(self) -> bool:
-        """Whether this rank is on the mesh."""
-        return self._rank in self.ranks
-
-    @property
-    def data(self) -> Communicator:
-        """The communicator of the axis ``data``."""
-        return self["data"]
-
-    def __getitem__(self, axis: str) -> Communicator:
-        if axis not in self.axes:
-            raise ValueError(f"axis: {str(axis)!r} is not on this mesh, which has {', '.join(self.axes)}")
-        if not self.is_member:
-            raise RuntimeError(
-                f"mesh: rank {self._rank} is not among its ranks {list(self.ranks)} and takes no part; "
-                "ask mesh.is_member first"
-            )
-        return self._communicators[axis]
-
-    @property
-    def communicators(self) -> tuple[Communicator, ...]:
-        """One per axis, in the order of the axes; none on a rank that is no member."""
-        return tuple(self._communicators.values())
-
-    @contextlib.contextmanager
-    def observed_by(self, observer: Observer) -> Iterator[None]:
-        """Inside, ``observer`` is told of the collectives of every axis."""
-        with contextlib.ExitStack() as stack:
-            for communicator in self.communicators:
-                stack.enter_context(communicator.observed_by(observer))
-            yield
-
-    def torch_group(self, axis: str, tag_of: TagOf | None) -> dist.ProcessGroup:
-        """A process group along ``axis`` for torch's own engines; collective over all ranks of the default group.
-
-        Args:
-            axis: of this mesh.
-            tag_of: says what a collective is for; then each is told to the observers of the axis, see ``overheard``.
-                None for torch's plain group.
-
-        Raises:
-            ValueError: there is no default group, the mesh leaves ranks out, or torch cannot send as the mesh does.
-        """
-        comm = self[axis]
-        if not dist.is_initialized() or len(self.ranks) != dist.get_world_size():
-            raise ValueError("mesh: torch's own engines need a mesh over all ranks of a RankPool, launch or torchrun")
-        if comm.emulated:
-            raise ValueError("link: torch's own engines send past the emulated link; leave it out")
-        if self.device.type == "cuda" and dist.get_backend() != "nccl":
-            raise ValueError("mesh: torch's own engines need a GPU for each rank; use device='cpu'")
-        own: list[dist.ProcessGroup] = []
-        for line in _lines(self.axes, self.ranks, axis):
-            plain = dist.new_group(list(line), timeout=Process.timeout)
-            heard = None
-            if tag_of is not None and len(line) > 1:
-                register_backend()
-                make = partial(OverheardGroup, plain, comm, tag_of)
-                heard = dist.new_group(list(line), timeout=Process.timeout, backend=BACKEND, pg_options=make)
-            if self._rank in line:
-                own = [plain] if heard is None else [heard, plain]
-        self._torch_groups += own
-        return own[0]
-
-    def close(self) -> None:
-        """End the communicators; their process groups go when the next mesh is built."""
-        for communicator in self.communicators:
-            communicator.close()
-        while self._retire:
-            self._retire.pop()()
-        for group in self._torch_groups:
-            if isinstance(group, OverheardGroup):
-                group.close()
-        retire(*(partial(dist.destroy_process_group, group) for group in self._torch_groups))
-        self._torch_groups.clear()
-
-    def __enter__(self) -> "Mesh":
-        return self
-
-    def __exit__(self, exc_type: object, *exc: object) -> None:
-        # After an error the other ranks may never come, so waiting for what is queued could last for ever.
-        if exc_type is None:
-            self.close()
-
     def _build(self, asked: "_Asked", axis: str) -> None:
-        for line in _lines(dict(asked.axes), asked.ranks, axis):
+        for line in groups_along(dict(asked.axes), asked.ranks, axis):
             # Every rank must take part in making every group, also of groups it does not belong to.
             group = dist.new_group(list(line), timeout=Process.timeout) if len(line) > 1 else None
             if self._rank not in line:
@@ -178,9 +79,9 @@ class Mesh:
                 self._communicators[axis] = Communicator(None, None, line, 0, axis)
                 continue
             transport = transport_of(group, self.device, asked.link, asked.transport)
-            lane = StreamLane(self.device) if isinstance(transport, NcclTransport) else ThreadLane(f"comm-{axis}")
-            self._communicators[axis] = comm = Communicator(transport, lane, line, line.index(self._rank), axis)
-            self._retire.append(_retire_with(comm, group, transport))
+            queue = StreamQueue(self.device) if isinstance(transport, NcclTransport) else ThreadQueue(f"comm-{axis}")
+            self._communicators[axis] = comm = Communicator(transport, queue, line, line.index(self._rank), axis)
+            self.call_at_close(_retire_with(comm, group, transport))
 
 
 class _Asked(NamedTuple):
@@ -232,18 +133,6 @@ def _end(group: dist.ProcessGroup, transport: Transport) -> None:
     dist.destroy_process_group(group)
 
 
-def _lines(axes: dict[str, int], ranks: tuple[int, ...], axis: str) -> list[tuple[int, ...]]:
-    """The groups along ``axis``: ranks that differ in that coordinate only."""
-    names = list(axes)
-    strides = {name: prod(list(axes.values())[index + 1 :]) for index, name in enumerate(names)}
-    others = [name for name in names if name != axis]
-    starts = [
-        sum(strides[name] * place for name, place in zip(others, places, strict=True))
-        for places in product(*(range(axes[name]) for name in others))
-    ]
-    return [tuple(ranks[start + strides[axis] * step] for step in range(axes[axis])) for start in starts]
-
-
 def _check(axes: dict[str, int], ranks: tuple[int, ...], world_size: int) -> None:
     if not axes or any(size < 1 for size in axes.values()):
         raise ValueError(f"axes: each axis needs a size of at least 1, not {axes}")
@@ -255,7 +144,7 @@ def _check(axes: dict[str, int], ranks: tuple[int, ...], world_size: int) -> Non
             "ranks names them, ranks=[0, 1]"
         )
     for axis in axes:
-        for line in _lines(axes, ranks, axis):
+        for line in groups_along(axes, ranks, axis):
             if list(line) != sorted(line):
                 # Torch numbers a group's ranks in ascending order, whatever the order in which it was given them.
                 raise ValueError(

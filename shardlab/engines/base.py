@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shardlab.comm import Communicator, Mesh, broadcast_coalesced
+from shardlab.comm import BaseMesh, Communicator, broadcast_coalesced
 from shardlab.engines.backward_watch import BackwardWatch
 from shardlab.engines.checks import check_max_norm, check_no_meta, check_optimizer, check_optimizer_fn, check_params
 from shardlab.engines.claims import Claim, check_free
@@ -63,11 +63,11 @@ class Engine(EngineState, EngineHoldings, ABC):
 
     name: ClassVar[str]
 
-    def __init__(self, model: nn.Module, optimizer_fn: OptimizerFn, mesh: Mesh | None = None) -> None:
+    def __init__(self, model: nn.Module, optimizer_fn: OptimizerFn, mesh: BaseMesh | None = None) -> None:
         check_free(model)
         check_optimizer_fn(optimizer_fn)
         self.module = model
-        self.mesh = Mesh.alone() if mesh is None else mesh
+        self.mesh = BaseMesh.alone() if mesh is None else mesh
         self.data_comms = self._data_axes()
         self.comm = self.data_comms[-1]
         self.slices = slices_of(model)  # of a tensor-parallel model, by parameter name

@@ -12,7 +12,7 @@ before it. A parameter this rank did not use is sent as such when backward has e
 import torch
 from torch import nn
 
-from shardlab.comm import Mesh, Pending
+from shardlab.comm import BaseMesh, Pending
 from shardlab.engines.base import Engine, OptimizerFn
 from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES, Bucket, build_buckets
 from shardlab.engines.checks import second_gradient
@@ -37,7 +37,7 @@ class Bucketed(Engine):
         self,
         model: nn.Module,
         optimizer_fn: OptimizerFn,
-        mesh: Mesh | None = None,
+        mesh: BaseMesh | None = None,
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:

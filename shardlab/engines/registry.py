@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from shardlab.comm import Mesh
+from shardlab.comm import BaseMesh
 from shardlab.engines.base import Engine, OptimizerFn
 from shardlab.engines.bucketed import Bucketed
 from shardlab.engines.ddp import DDP
@@ -38,7 +38,7 @@ def engine_options(strategy: str) -> tuple[str, ...]:
 
 
 def build_engine(
-    name: str, model: nn.Module, optimizer_fn: OptimizerFn, mesh: Mesh | None = None, **options: Any
+    name: str, model: nn.Module, optimizer_fn: OptimizerFn, mesh: BaseMesh | None = None, **options: Any
 ) -> Engine:
     """The engine of a strategy.
 

@@ -7,12 +7,12 @@ crosses the tensor axis too: the norm of all gradients, full state dicts, checkp
 
 from collections.abc import Mapping
 
-from shardlab.comm import Communicator, Mesh
+from shardlab.comm import BaseMesh, Communicator
 from shardlab.partition.slices import TensorSlice
 from shardlab.vocabulary import MeshAxis
 
 
-def tensor_axis(mesh: Mesh, slices: Mapping[str, TensorSlice]) -> Communicator | None:
+def tensor_axis(mesh: BaseMesh, slices: Mapping[str, TensorSlice]) -> Communicator | None:
     """The ranks of all slices; None where the model is whole.
 
     Raises:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from shardlab.comm import Mesh, Pending
+from shardlab.comm import BaseMesh, Pending
 from shardlab.engines.base import OptimizerFn
 from shardlab.engines.bucketed import Bucketed
 from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES, Bucket, build_buckets
@@ -53,7 +53,7 @@ class ZeRO1(RoundedParameters, Bucketed):
         self,
         model: nn.Module,
         optimizer_fn: OptimizerFn,
-        mesh: Mesh | None = None,
+        mesh: BaseMesh | None = None,
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         partition: Partition | str = Partition.ELEMENTS,

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardlab.comm import Mesh
+from shardlab.comm import BaseMesh
 from shardlab.engines.base import OptimizerFn
 from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES, build_buckets
 from shardlab.engines.precision import Precision, parse_precision
@@ -51,7 +51,7 @@ class ZeRO3(ShardedEngine):
         self,
         model: nn.Module,
         optimizer_fn: OptimizerFn,
-        mesh: Mesh | None = None,
+        mesh: BaseMesh | None = None,
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         partition: Partition | str = Partition.ELEMENTS,

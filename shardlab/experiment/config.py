@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardlab.comm import check_transport
+from shardlab.comm.transports.choice import check_transport
 from shardlab.data_sets import load_text
 from shardlab.engines import STRATEGIES, engine_options
 from shardlab.engines.fsdp import LAYOUTS, SHARDINGS, parse_wrap

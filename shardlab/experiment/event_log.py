@@ -17,7 +17,8 @@ from math import isfinite
 import pandas as pd
 import torch
 
-from shardlab.comm import CollectiveEvent, Mesh
+from shardlab.comm import CollectiveEvent
+from shardlab.comm.mesh import Mesh
 from shardlab.tables import COLLECTIVES
 from shardlab.trace.clock import clock_for
 from shardlab.trace.entries import in_us

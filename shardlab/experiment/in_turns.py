@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.run import RankRun, now_ns, recorded_run, source_of
 from shardlab.launch import RankPool, current

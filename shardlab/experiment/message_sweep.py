@@ -12,7 +12,8 @@ from typing import Any
 import pandas as pd
 import torch
 
-from shardlab.comm import Communicator, Mesh
+from shardlab.comm import Communicator
+from shardlab.comm.mesh import Mesh
 from shardlab.launch import RankPool, current
 
 Op = Callable[[Communicator, torch.Tensor], object]

@@ -8,7 +8,8 @@ from time import perf_counter_ns
 
 import torch
 
-from shardlab.comm import Mesh
+from shardlab.comm import BaseMesh
+from shardlab.comm.mesh import Mesh
 from shardlab.data_sets import batch, load_text
 from shardlab.engines import Engine, GradScaler, StepTensors, build_engine, engine_options
 from shardlab.experiment.config import DTYPES, CompareConfig
@@ -96,7 +97,7 @@ class RankRun:
 
 @contextlib.contextmanager
 def recorded_run(
-    config: CompareConfig, strategy: str, mesh: Mesh, writer: RunWriter, origin_ns: int
+    config: CompareConfig, strategy: str, mesh: BaseMesh, writer: RunWriter, origin_ns: int
 ) -> Iterator[RankRun]:
     """A model under ``strategy`` on this rank, ready to train, with all it does going to ``writer``.
 
@@ -144,7 +145,7 @@ def run_strategy(rank: int, config: CompareConfig, strategy: str, directory: Pat
         return RankReport(run.recorder.cost_share, run.engine.padding_bytes)
 
 
-def source_of(mesh: Mesh) -> str:
+def source_of(mesh: BaseMesh) -> str:
     """What the records of a run on ``mesh`` say of where their numbers come from."""
     return "emulated" if any(comm.emulated for comm in mesh.communicators) else "measured"
 
@@ -154,7 +155,7 @@ def now_ns() -> int:
     return perf_counter_ns()
 
 
-def _mesh(config: CompareConfig, strategy: str) -> Mesh:
+def _mesh(config: CompareConfig, strategy: str) -> BaseMesh:
     device = current().device
     if strategy == "single":
         return Mesh.alone(device)
@@ -162,7 +163,7 @@ def _mesh(config: CompareConfig, strategy: str) -> Mesh:
     return Mesh(config.mesh_axes(strategy), device=device, link=link, transport=config.transport)
 
 
-def _engine(config: CompareConfig, strategy: str, mesh: Mesh) -> Engine:
+def _engine(config: CompareConfig, strategy: str, mesh: BaseMesh) -> Engine:
     model = build_model(config.model, config.seq_len, DTYPES[config.dtype], config.seed).to(mesh.device)
     model = divided(model, config, strategy, mesh)
     options = config.engine_options(engine_options(strategy))

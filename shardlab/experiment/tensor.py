@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from shardlab.comm import Mesh
+from shardlab.comm import BaseMesh
 from shardlab.experiment.step import LossFn
 from shardlab.models import MODELS, GPTConfig, build_model, next_token_loss
 from shardlab.tensor_parallel import Plan, gpt_plan, parallelize_module, vocab_parallel_cross_entropy
@@ -52,12 +52,12 @@ def check_tensor_axis(config: "CompareConfig") -> None:
             raise ValueError(f"tp: {error}") from None
 
 
-def divided(model: nn.Module, config: "CompareConfig", strategy: str, mesh: Mesh) -> nn.Module:
+def divided(model: nn.Module, config: "CompareConfig", strategy: str, mesh: BaseMesh) -> nn.Module:
     """The model with its layers divided over the mesh's tensor axis; as it is where nothing is divided. Collective."""
     return parallelize_module(model, _plan(config), mesh[MeshAxis.TENSOR]) if _divides(config, strategy) else model
 
 
-def loss_of(config: "CompareConfig", strategy: str, mesh: Mesh) -> LossFn:
+def loss_of(config: "CompareConfig", strategy: str, mesh: BaseMesh) -> LossFn:
     """The mean loss of the next token, of logits that are whole, or in parts over the mesh's tensor axis."""
     if _divides(config, strategy):
         return partial(vocab_parallel_cross_entropy, comm=mesh[MeshAxis.TENSOR])

@@ -26,7 +26,7 @@ _VERSION = struct.Struct("=Q")
 _BODY = struct.Struct("=qqqB32s24s16s144s256s")
 SLOT_BYTES = 512
 _TEXT_BYTES = (32, 24, 16, 144, 256)
-_WAITS = ("wait", "wait_all")  # of ``shardlab.comm.pending``, as ``stack.py`` names them
+_WAITS = ("wait", "wait_all")  # of ``shardlab.comm.events``, as ``stack.py`` names them
 assert _VERSION.size + _BODY.size <= SLOT_BYTES
 
 

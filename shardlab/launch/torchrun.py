@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab.comm import become_rank, leave_group
-from shardlab.comm.objects import all_gather_object
+from shardlab.comm.process import all_gather_object
 from shardlab.launch.context import enter, no_emit, torchrun_context
 from shardlab.launch.payload import Payload, pack, unpack
 from shardlab.launch.torchrun_env import TorchrunEnv

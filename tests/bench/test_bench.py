@@ -60,7 +60,7 @@ def test_every_sitting_goes_through_all_orders_and_begins_with_another():
 
 
 def test_torch_is_timed_without_anybody_listening():
-    assert all(pair.theirs.options["overheard"] is False for pair in PAIRS.values())
+    assert all(pair.theirs.options["observed"] is False for pair in PAIRS.values())
     assert all(pair.theirs.strategy.startswith("torch_") for pair in PAIRS.values())
 
 

@@ -5,8 +5,8 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
-from shardlab.comm import Mesh
 from shardlab.comm import autograd as borders
+from shardlab.comm.mesh import Mesh
 from tests.comm.test_communicator import Log
 
 DIMS = {"copy": None, "reduce": None, "gather": True, "scatter": True, "all_gather": True, "reduce_scatter": True}

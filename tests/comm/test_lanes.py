@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.comm.transports.gloo import GlooTransport
 from shardlab.partition.wire import Link
 from shardlab.vocabulary import HostTransport

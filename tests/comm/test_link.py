@@ -4,7 +4,7 @@ from time import perf_counter, sleep
 
 import torch
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.partition.wire import Link
 from tests.comm.test_communicator import Log
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.partition.wire import Link
 from tests.dist import cases

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.comm.transports import gloo
 from shardlab.comm.transports.gloo import HALVES_FROM_BYTES, SEGMENT_BYTES, GlooTransport
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.comm.transports import areas
 from shardlab.comm.transports.areas import SharedAreas, share_areas
 from shardlab.comm.transports.gloo import GlooTransport

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.engines import GradScaler, ShardedOptimizer, build_engine
 from shardlab.launch import RankError
 from tests.dist import cases

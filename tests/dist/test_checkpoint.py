@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines import checkpoint as checkpoint_module
 from shardlab.engines.checkpoints import directory as directory_module

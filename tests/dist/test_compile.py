@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.trace.memory import bytes_by_role
 from shardlab.vocabulary import Role

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.engines import ShardedOptimizer, build_engine
 from shardlab.trace.memory import bytes_by_role
 from shardlab.vocabulary import Role

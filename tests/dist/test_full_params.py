@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from tests.dist import cases
 from tests.dist.every_engine import PLACES, assert_states, engine_of, kinds_of, options_of

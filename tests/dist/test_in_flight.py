@@ -7,7 +7,8 @@ import time
 import pytest
 import torch
 
-from shardlab.comm import Mesh, Pending
+from shardlab.comm import Pending
+from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.trace.memory import bytes_by_role
 from shardlab.vocabulary import Collective, Role

@@ -5,7 +5,7 @@ One call of a pool trains all cases of a strategy, so that the matrix stays quic
 
 import pytest
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.fsdp import wrapped_modules
 from tests.dist import nasty

@@ -7,7 +7,7 @@ import psutil
 import pytest
 import torch
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.checkpoints.directory import latest
 from shardlab.engines.checkpoints.manifest import read_manifest

@@ -5,7 +5,7 @@ from math import inf
 import pytest
 import torch
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from tests.dist import cases
 

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.grad_scaler import GradScaler
 from shardlab.engines.precision import Precision, parse_precision

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 
 SMALLEST = 5e-324  # half of it is 0, and half of its negative -0, which also says "unused"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.engines.sharded_linear import sharded_linear
 from tests.comm.test_communicator import Log
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.sharded_optimizer import ShardedOptimizer
 from shardlab.launch import RankError

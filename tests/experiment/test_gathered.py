@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 import torch
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.engines import FSDP, build_engine
 from shardlab.experiment.gathered import (
     COLUMNS,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.launch import RankError, RankHang, RankPool, current
 from tests.fuzzing.checks import checks_after_close, deep_checks, differences, local_checks
 from tests.fuzzing.engines import PEERS, EngineSpec, OptimizerSpec

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.engines import Engine, GradScaler
 from shardlab.engines.step_tensors import StepTensors
 from tests.fuzzing import modules

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardlab.analysis import allocator_items
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.experiment import CompareConfig, compare
 from shardlab.launch import RankPool, current, place

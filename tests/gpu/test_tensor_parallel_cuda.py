@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.launch import RankPool, current
 from shardlab.models import GPT, GPTConfig, next_token_loss
 from shardlab.tensor_parallel import differing_by_rank, gpt_plan, merge_state_dict, parallelize_module

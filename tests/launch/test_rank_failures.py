@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardlab.comm import Mesh
-from shardlab.comm.events import CollectiveEvent
-from shardlab.comm.pending import Pending
+from shardlab.comm.events import CollectiveEvent, Pending
+from shardlab.comm.mesh import Mesh
 from shardlab.launch import RankDied, RankError, RankHang, RankPool, current
 from shardlab.vocabulary import Collective
 

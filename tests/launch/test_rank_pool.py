@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardlab.comm.objects import all_gather_object
+from shardlab.comm.process import all_gather_object
 from shardlab.launch import RankError, RankPool, current, launch
 from tests.launch.helpers import scaled
 

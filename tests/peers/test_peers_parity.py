@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from tests.dist import cases
 from tests.peers.training import Setting, build, reference, train

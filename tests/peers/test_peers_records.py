@@ -6,7 +6,7 @@ from math import isnan
 import pytest
 import torch
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.peers import Peer
 from shardlab.partition.wire import Link
@@ -40,14 +40,14 @@ def one_step(engine, setting, step, rank):
     engine.step()
 
 
-def steps_observed(rank, strategy, overheard):
+def steps_observed(rank, strategy, observed):
     """Events, and c10d calls counted apart, of step 2: in the first two DDP arranges itself."""
     setting = Setting(strategy, "WideGPT")
     observer = Observer()
     with (
         Mesh(mesh_axes(strategy)) as mesh,
         mesh.observed_by(observer),
-        build_engine(strategy, build("WideGPT", rank), adamw, mesh, overheard=overheard) as engine,
+        build_engine(strategy, build("WideGPT", rank), adamw, mesh, observed=observed) as engine,
     ):
         for step in range(2):
             one_step(engine, setting, step, rank)

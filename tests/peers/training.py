@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardlab.comm import CollectiveEvent, Mesh
+from shardlab.comm import CollectiveEvent
+from shardlab.comm.mesh import Mesh
 from shardlab.engines import Engine, build_engine
 from shardlab.models import GPT, GPTConfig
 from tests.dist import cases

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.checkpoints.cuts import Cut
 from shardlab.models import GPT, GPTConfig, next_token_loss

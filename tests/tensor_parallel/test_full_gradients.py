@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.models import next_token_loss
 from tests.tensor_parallel.test_engines import (

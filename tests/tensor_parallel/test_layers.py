@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.comm.slices import merge
 from shardlab.partition.slices import slices_of
 from shardlab.tensor_parallel import (

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.engines import Single
 from shardlab.models import GPT, GPTConfig
 from shardlab.tensor_parallel import (

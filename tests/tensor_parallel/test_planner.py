@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.models import GPT, GPTConfig, next_token_loss
 from shardlab.planner import ADAM, Setup, described, predicted_collectives, predicted_memory

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.models import GPT, GPTConfig
 from shardlab.tensor_parallel import OwnDropout, differing_by_rank, gpt_plan, parallelize_module
 

@@ -8,7 +8,7 @@ CODE = """
 import sys
 sys.modules["shardlab.trace"] = None   # importing it, or anything in it, now fails
 import torch
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.engines import STRATEGIES, build_engine
 
 losses = {}

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardlab.analysis import memory_over_step, peak
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.experiment import TrainStep
 from shardlab.models import GPT, GPTConfig, next_token_loss

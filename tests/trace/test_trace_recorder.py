@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardlab.analysis import overlap
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.comm.transports.areas import SharedAreas
 from shardlab.engines import build_engine
 from shardlab.experiment import TrainStep

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardlab.comm import Mesh
+from shardlab.comm.mesh import Mesh
 from shardlab.engines import Engine, build_engine
 from shardlab.experiment import TrainStep
 from shardlab.partition.wire import Link

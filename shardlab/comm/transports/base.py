@@ -1,4 +1,6 @@
-"""What a transport must do: move the bytes of one collective and return when they have moved (or are enqueued).
+"""What a transport must do, and the queue that runs it beside the compute.
+
+A transport moves the bytes of one collective and returns when they have moved (or are enqueued).
 
 Every tensor is contiguous and one-dimensional. ``bounds`` are the num_ranks + 1 offsets of the ranks' chunks. ``tag``
 says what is sent, the same on all ranks: a transport that can makes sure that two different things never meet.
@@ -6,12 +8,17 @@ says what is sent, the same on all ranks: a transport that can makes sure that t
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor
 
+from shardlab.comm.events import CollectiveEvent, Observer
+
 Reduction = Literal["sum", "max"]
 Bounds = tuple[int, ...]
+Job = Callable[[], None]
+Start = Callable[[], Job | None]
+"""Begins what a job would do and returns at once what waits for its end; None: it cannot, and has done nothing."""
 
 
 class Transport(ABC):
@@ -28,7 +35,7 @@ class Transport(ABC):
         """Begin the same where it then goes on by itself, and return what waits for its end.
 
         Returns:
-            None where nothing has begun, since only the lane can do it; that is so unless a transport says otherwise.
+            None where nothing has begun, since only the queue can do it; that is so unless a transport says otherwise.
         """
         return None
 
@@ -67,3 +74,18 @@ class Transport(ABC):
     def close(self) -> None:
         """Let go of what only this transport holds; its group is not among it."""
         return
+
+
+class Queue(Protocol):
+    """Runs jobs one after another; ``submit`` returns at once with the function that waits for this job."""
+
+    def submit(
+        self, job: Job, event: CollectiveEvent, observers: tuple[Observer, ...], start: Start | None = None
+    ) -> Job:
+        """Queue ``job``, or do the same by ``start``; the returned call waits for it and raises what it raised."""
+
+    def twin(self) -> "Queue":
+        """Another queue of the same kind, whose jobs run beside this one's."""
+
+    def close(self) -> None:
+        """End the queue after the jobs that are in it."""

@@ -18,11 +18,10 @@ from torch.distributed.constants import default_pg_timeout
 from shardlab.comm.process import Process
 from shardlab.comm.transports.areas import share_areas
 from shardlab.comm.transports.base import Transport
-from shardlab.comm.transports.emulated import EmulatedLink
 from shardlab.comm.transports.gloo import GlooTransport
 from shardlab.comm.transports.nccl import NcclTransport
 from shardlab.comm.transports.shared_memory import SharedMemoryTransport
-from shardlab.comm.transports.staged import StagedTransport
+from shardlab.comm.transports.wrappers import EmulatedLink, StagedTransport
 from shardlab.partition.wire import Link
 from shardlab.vocabulary import HostTransport
 

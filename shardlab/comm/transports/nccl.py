@@ -1,4 +1,4 @@
-"""NCCL as it is: its calls enqueue on the current stream and return (``StreamLane`` makes that a stream of its own)."""
+"""NCCL as it is: its calls enqueue on the current stream, which ``StreamQueue`` makes a stream of its own."""
 
 from itertools import pairwise
 

@@ -47,7 +47,7 @@ class SharedMemoryTransport(GlooTransport):
             self._gather_parts(call, segment, bounds)
 
     def start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:  # noqa: ARG002
-        """The lane's thread does it."""
+        """The queue's thread does it."""
         return
 
     def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:

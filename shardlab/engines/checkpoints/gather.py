@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardlab.comm import Communicator
-from shardlab.comm.copies import MESSAGE_BYTES
+from shardlab.comm.coalesced import MESSAGE_BYTES
 from shardlab.comm.slices import merge
 from shardlab.engines.checkpoints.shards import TensorShard, gradient_shards, shape_of
 from shardlab.engines.checkpoints.together import share_json

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shardlab.comm import Communicator, Mesh
+from shardlab.comm import BaseMesh, Communicator
 from shardlab.engines.fsdp.sharding import SHARDINGS
 from shardlab.engines.offload import OFFLOADS
 from shardlab.engines.precision import Precision
@@ -31,7 +31,7 @@ LAYOUTS: Mapping[str, Callable[[list[ParamSpec], int], UnitLayout]] = {"flat": f
 class Builder:
     """The options of ``FSDP`` that a unit is made of; checked."""
 
-    mesh: Mesh
+    mesh: BaseMesh
     sharding: str
     layout: str
     precision: Precision

@@ -30,7 +30,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shardlab.comm import Communicator, Mesh
+from shardlab.comm import BaseMesh, Communicator
 from shardlab.engines.base import OptimizerFn
 from shardlab.engines.checkpoints.together import together
 from shardlab.engines.checks import second_gradient
@@ -77,7 +77,7 @@ class FSDP(ShardedEngine):
         self,
         model: nn.Module,
         optimizer_fn: OptimizerFn,
-        mesh: Mesh | None = None,
+        mesh: BaseMesh | None = None,
         *,
         sharding: str = "full_shard",
         wrap: WrapPolicy = "block",
@@ -94,7 +94,7 @@ class FSDP(ShardedEngine):
         self.sharding, self.wrap, self.prefetch, self.layout = sharding, wrap, prefetch, layout
         self.precision, self.offload, self.replicate_below = parse_precision(precision), offload, replicate_below
         self.partition, self._pieces_are_rows = parse_partition(partition), layout == "dim0"
-        mesh = Mesh.alone() if mesh is None else mesh
+        mesh = BaseMesh.alone() if mesh is None else mesh
         self._builder = Builder(mesh, sharding, layout, self.precision, offload, replicate_below, self.partition)
         self._init_fn = init_fn or reset_parameters
         super().__init__(model, optimizer_fn, mesh)

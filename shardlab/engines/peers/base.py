@@ -1,8 +1,8 @@
 """Torch's own engines behind the interface of ours: the same loop, the same tables, the same tests.
 
-What they send passes a group that tells the observers of the mesh's axis (``comm.overheard``), so their collectives are
-recorded like ours. Their reduction is their own: gradients are means when ``loss.backward()`` returns. Torch's parts
-are imported when one of these is built, since that takes half a second.
+What they send passes a group that tells the observers of the mesh's axis (``comm.torch_groups``), so their collectives
+are recorded like ours. Their reduction is their own: gradients are means when ``loss.backward()`` returns. Torch's
+parts are imported when one of these is built, since that takes half a second.
 """
 
 import contextlib
@@ -15,8 +15,8 @@ from typing import Any, ClassVar, NoReturn
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shardlab.comm import Mesh
-from shardlab.comm.overheard import OverheardGroup
+from shardlab.comm import BaseMesh
+from shardlab.comm.torch_groups import TorchGroup, torch_group
 from shardlab.engines.base import Engine, OptimizerFn
 from shardlab.engines.checkpoint import Stateful
 from shardlab.vocabulary import Collective, MeshAxis
@@ -29,7 +29,7 @@ class Peer(Engine):
         model: see ``Engine``.
         optimizer_fn: see ``Engine``.
         mesh: over all ranks of the default group; not None.
-        overheard: whether observers are told of its collectives; False hands torch its plain group, to be timed.
+        observed: whether observers are told of its collectives; False hands torch its plain group, to be timed.
 
     Raises:
         ValueError: the mesh leaves ranks out, emulates a link, or has several ranks on a GPU.
@@ -40,7 +40,7 @@ class Peer(Engine):
     """What each collective of a training step is for; its number in the step follows in the tag."""
 
     def __init__(
-        self, model: nn.Module, optimizer_fn: OptimizerFn, mesh: Mesh | None, *, overheard: bool = True
+        self, model: nn.Module, optimizer_fn: OptimizerFn, mesh: BaseMesh | None, *, observed: bool = True
     ) -> None:
         if mesh is None:
             raise ValueError(f"mesh: {self.name!r} needs one, over all ranks of a RankPool, launch or torchrun")
@@ -48,7 +48,7 @@ class Peer(Engine):
         self._counts: Counter[Collective] = Counter()
         # Weakly: torch holds its groups where Python cannot look for cycles, and the engine holds its group.
         engine = weakref.proxy(self)
-        self._group = mesh.torch_group(self.axis, (lambda op: engine._tag(op)) if overheard else None)
+        self._group = torch_group(mesh, self.axis, (lambda op: engine._tag(op)) if observed else None)
         super().__init__(model, optimizer_fn, mesh)
         self._occasion = ""
 
@@ -70,7 +70,7 @@ class Peer(Engine):
 
     def _finish_gradients(self) -> None:
         """They are means already, and C++ has waited for them."""
-        if isinstance(self._group, OverheardGroup):
+        if isinstance(self._group, TorchGroup):
             self._group.end_waits()
 
     def _watch(self, param: nn.Parameter) -> RemovableHandle | None:  # noqa: ARG002

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardlab.comm import Mesh
+from shardlab.comm import BaseMesh
 from shardlab.engines.base import OptimizerFn
 from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.engines.peers.base import Peer
@@ -28,7 +28,7 @@ class TorchDDP(Peer):
         model: see ``Engine``.
         optimizer_fn: see ``Engine``.
         mesh: see ``Peer``.
-        overheard: see ``Peer``.
+        observed: see ``Peer``.
         bucket_bytes: capacity of a bucket in bytes.
         find_unused_parameters: needed where a rank may leave a parameter unused; costs a walk over the graph.
     """
@@ -43,9 +43,9 @@ class TorchDDP(Peer):
         self,
         model: nn.Module,
         optimizer_fn: OptimizerFn,
-        mesh: Mesh | None = None,
+        mesh: BaseMesh | None = None,
         *,
-        overheard: bool = True,
+        observed: bool = True,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         find_unused_parameters: bool = False,
     ) -> None:
@@ -55,7 +55,7 @@ class TorchDDP(Peer):
         self._ddp: Any = None
         # Weak: DDP frees its first buckets when it orders them anew.
         self._buckets: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        super().__init__(model, optimizer_fn, mesh, overheard=overheard)
+        super().__init__(model, optimizer_fn, mesh, observed=observed)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """As in ``Engine``, once for each forward.

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from shardlab.comm import Mesh
+from shardlab.comm import BaseMesh
 from shardlab.engines.base import OptimizerFn
 from shardlab.engines.fsdp.policy import WrapPolicy, wrapped_modules
 from shardlab.engines.peers.dtensor_peer import DTensorPeer
@@ -26,7 +26,7 @@ class TorchFSDP2(DTensorPeer):
         model: see ``Engine``; no parameter may be 0-d or non-contiguous.
         optimizer_fn: see ``Engine``.
         mesh: see ``Peer``.
-        overheard: see ``Peer``.
+        observed: see ``Peer``.
         wrap: which modules are units, see ``wrapped_modules``.
         reshard_after_forward: let units go after forward and gather them again for backward, the root's too (torch by
             default keeps the root's); False keeps all until backward has passed.
@@ -42,15 +42,15 @@ class TorchFSDP2(DTensorPeer):
         self,
         model: nn.Module,
         optimizer_fn: OptimizerFn,
-        mesh: Mesh | None = None,
+        mesh: BaseMesh | None = None,
         *,
-        overheard: bool = True,
+        observed: bool = True,
         wrap: WrapPolicy = "block",
         reshard_after_forward: bool = True,
     ) -> None:
         self.wrap, self.reshard_after_forward = wrap, reshard_after_forward
         self._gathered: list[Tensor] = []
-        super().__init__(model, optimizer_fn, mesh, overheard=overheard)
+        super().__init__(model, optimizer_fn, mesh, observed=observed)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Gradients of ``loss``, averaged over the data axis unless inside ``no_sync()``."""

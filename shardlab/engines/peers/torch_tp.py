@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor, nn
 
-from shardlab.comm import Mesh, broadcast_coalesced
+from shardlab.comm import BaseMesh, broadcast_coalesced
 from shardlab.engines.base import OptimizerFn
 from shardlab.engines.peers.dtensor_peer import DTensorPeer
 from shardlab.vocabulary import Collective, MeshAxis
@@ -37,7 +37,7 @@ class TorchTP(DTensorPeer):
         model: see ``Engine``.
         optimizer_fn: see ``Engine``.
         mesh: with axes ``data``, of size 1, and ``tensor``.
-        overheard: see ``Peer``.
+        observed: see ``Peer``.
         plan: 'column' or 'row' by the name of a linear layer; ``*`` stands for any one part of the name.
 
     Raises:
@@ -52,9 +52,9 @@ class TorchTP(DTensorPeer):
         self,
         model: nn.Module,
         optimizer_fn: OptimizerFn,
-        mesh: Mesh | None = None,
+        mesh: BaseMesh | None = None,
         *,
-        overheard: bool = True,
+        observed: bool = True,
         plan: Mapping[str, str] = GPT_PLAN,
     ) -> None:
         if mesh is not None and mesh.axes.get(MeshAxis.DATA) != 1:
@@ -62,7 +62,7 @@ class TorchTP(DTensorPeer):
                 f"mesh: 'torch_tp' cuts the model over the axis 'tensor' beside an axis 'data' of 1, not {mesh.axes}"
             )
         self.plan = dict(plan)
-        super().__init__(model, optimizer_fn, mesh, overheard=overheard)
+        super().__init__(model, optimizer_fn, mesh, observed=observed)
 
     def full_params(self, *, keep_changes: bool = False) -> NoReturn:
         """Not here."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from shardlab.comm import Mesh
+from shardlab.comm import BaseMesh
 from shardlab.engines.base import OptimizerFn
 from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.engines.holdings import ShardRow, held
@@ -30,7 +30,7 @@ class TorchZeRO1(TorchDDP, TorchState):
         model: see ``Engine``.
         optimizer_fn: see ``Engine``; torch makes the same class of optimizer over the parameters of each owner.
         mesh: see ``Peer``.
-        overheard: see ``Peer``.
+        observed: see ``Peer``.
         bucket_bytes: see ``TorchDDP``.
         find_unused_parameters: see ``TorchDDP``.
         parameters_as_bucket_view: keep an owner's parameters in one buffer, so that each owner broadcasts once.
@@ -43,16 +43,16 @@ class TorchZeRO1(TorchDDP, TorchState):
         self,
         model: nn.Module,
         optimizer_fn: OptimizerFn,
-        mesh: Mesh | None = None,
+        mesh: BaseMesh | None = None,
         *,
-        overheard: bool = True,
+        observed: bool = True,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         find_unused_parameters: bool = False,
         parameters_as_bucket_view: bool = False,
     ) -> None:
         self.parameters_as_bucket_view = parameters_as_bucket_view
         super().__init__(
-            model, lambda tensors: self._zero(optimizer_fn(tensors)), mesh, overheard=overheard,
+            model, lambda tensors: self._zero(optimizer_fn(tensors)), mesh, observed=observed,
             bucket_bytes=bucket_bytes, find_unused_parameters=find_unused_parameters,
         )  # fmt: skip
 

@@ -1,13 +1,35 @@
-"""The parts of a flat buffer that belong to the ranks of a group: given by the caller and checked, else equal."""
+"""What a collective is handed: flat buffers, and the part of a buffer that belongs to each rank.
+
+Only contiguous, one-dimensional tensors are sent: gloo reads the wrong memory of any other, without an error.
+"""
 
 from collections.abc import Sequence
 from itertools import pairwise
 
 from torch import Tensor
 
-from shardlab.comm.contiguous import require_flat
 from shardlab.comm.transports.base import Bounds
 from shardlab.partition.chunks import even_bounds
+
+
+def flattened(tensor: Tensor) -> Tensor:
+    """The same elements, one-dimensional and contiguous: the tensor's own memory where it is so, else a copy."""
+    return tensor.detach().contiguous().view(-1)
+
+
+def copy_back(flat: Tensor, tensor: Tensor) -> None:
+    """Write ``flat`` into a tensor of as many elements, unless it is that tensor's own memory."""
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def require_flat(buffer: Tensor) -> None:
+    """Raise ValueError, naming shape and strides, unless the buffer is contiguous and one-dimensional."""
+    if buffer.dim() != 1 or not buffer.is_contiguous():
+        raise ValueError(
+            f"buffer: a contiguous one-dimensional tensor is needed, not shape {tuple(buffer.shape)} "
+            f"with strides {buffer.stride()}"
+        )
 
 
 def bounds_of(buffer: Tensor, bounds: Bounds | None, num_ranks: int) -> Bounds:

@@ -1,46 +1,26 @@
-"""Where collectives run beside the compute: one lane a communicator, in the order they were issued.
+"""Where collectives run beside the compute: one queue per communicator, first in, first out.
 
-Transports are written as plain blocking code. A lane makes them asynchronous:
+Transports are written as plain blocking code. A queue makes them asynchronous:
 
-* ``ThreadLane``: one thread takes job after job. The thread sleeps in gloo, not in Python, so backward goes on; when a
+* ``ThreadQueue``: one thread takes job after job. The thread sleeps in gloo, not in Python, so backward goes on; when a
   job began and ended is known exactly, and a sleep in a job (an emulated link) burns no CPU. Where nothing is under
   way and the transport can, the caller begins the collective itself: on busy cores waking a thread costs more.
-* ``StreamLane``: NCCL's calls only enqueue work, so the lane is a CUDA stream, and two CUDA events are its clock.
+* ``StreamQueue``: NCCL's calls only enqueue work, so the queue is a CUDA stream, and two CUDA events are its clock.
 """
 
 import threading
 import weakref
-from collections.abc import Callable
 from queue import SimpleQueue
 from time import perf_counter_ns
-from typing import Protocol
 
 import torch
 
 from shardlab.comm.events import CollectiveEvent, Observer
-
-Job = Callable[[], None]
-Start = Callable[[], Job | None]
-"""Begins what a job would do and returns at once what waits for its end; None: it cannot, and has done nothing."""
+from shardlab.comm.transports.base import Job, Start
 
 
-class Lane(Protocol):
-    """Runs jobs one after another; ``submit`` returns at once with the function that waits for this job."""
-
-    def submit(
-        self, job: Job, event: CollectiveEvent, observers: tuple[Observer, ...], start: Start | None = None
-    ) -> Job:
-        """Queue ``job``, or do the same by ``start``; the returned call waits for it and raises what it raised."""
-
-    def twin(self) -> "Lane":
-        """Another lane of the same kind, whose jobs run beside this one's."""
-
-    def close(self) -> None:
-        """End the lane after the jobs that are queued."""
-
-
-class _Ticket:
-    """One job in a ThreadLane: done, or failed with an exception."""
+class _Entry:
+    """One job in a ThreadQueue: done, or failed with an exception."""
 
     def __init__(self, job: Job, event: CollectiveEvent, observers: tuple[Observer, ...]) -> None:
         self.job, self.event, self.observers = job, event, observers
@@ -50,7 +30,7 @@ class _Ticket:
         self.error: BaseException | None = None
 
     def try_start(self, start: Start) -> None:
-        """Begin here and now, if ``start`` can; the lane's thread then has only to see the end."""
+        """Begin here and now, if ``start`` can; the queue's thread then has only to see the end."""
         self.event.start_ns = perf_counter_ns()
         try:
             with torch.inference_mode():
@@ -62,7 +42,7 @@ class _Ticket:
             self._tell_started()
 
     def run(self) -> None:
-        """The lane's thread: what is left of the job."""
+        """The queue's thread: what is left of the job."""
         if not self.begun:
             self.event.start_ns = perf_counter_ns()
             self._tell_started()
@@ -87,11 +67,11 @@ class _Ticket:
             observer.started(self.event)
 
 
-class ThreadLane:
+class ThreadQueue:
     """A daemon thread that runs blocking transports in issue order."""
 
     def __init__(self, name: str) -> None:
-        self._queue: SimpleQueue[_Ticket | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Entry | None] = SimpleQueue()
         self._last_done = threading.Event()
         self._last_done.set()
         self._thread = threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
@@ -103,17 +83,17 @@ class ThreadLane:
         self, job: Job, event: CollectiveEvent, observers: tuple[Observer, ...], start: Start | None = None
     ) -> Job:
         """Queue ``job`` for the thread; where all before it are done, begin it here if ``start`` can."""
-        ticket = _Ticket(job, event, observers)
+        entry = _Entry(job, event, observers)
         # (Work of a CUDA stream that the tensor still waits for may only be waited for by the thread.)
-        if start is not None and self._last_done.is_set() and ticket.ready is None:
-            ticket.try_start(start)
-        self._last_done = ticket.done
-        self._queue.put(ticket)
-        return ticket.wait
+        if start is not None and self._last_done.is_set() and entry.ready is None:
+            entry.try_start(start)
+        self._last_done = entry.done
+        self._queue.put(entry)
+        return entry.wait
 
-    def twin(self) -> "ThreadLane":
+    def twin(self) -> "ThreadQueue":
         """Another thread."""
-        return ThreadLane(f"{self._thread.name}-twin")
+        return ThreadQueue(f"{self._thread.name}-twin")
 
     def close(self) -> None:
         """End the thread after the jobs that are queued."""
@@ -125,16 +105,16 @@ def _nothing() -> None:
     """What is left of a job that could not begin."""
 
 
-def _serve(queue: "SimpleQueue[_Ticket | None]") -> None:
+def _serve(queue: "SimpleQueue[_Entry | None]") -> None:
     # Grad mode is per thread: without this the sums of a composed reduce-scatter would be taped. Inference mode, not
     # just no_grad, because a tensor that was made in a caller's inference mode may be written into nowhere else.
     with torch.inference_mode():
-        while (ticket := queue.get()) is not None:
-            ticket.run()
-            del ticket  # or the last job's buffers would live until the next one
+        while (entry := queue.get()) is not None:
+            entry.run()
+            del entry  # or the last job's buffers would live until the next one
 
 
-class StreamLane:
+class StreamQueue:
     """A CUDA stream beside the compute stream, for transports whose calls only enqueue (NCCL)."""
 
     def __init__(self, device: torch.device) -> None:
@@ -166,9 +146,9 @@ class StreamLane:
 
         return wait
 
-    def twin(self) -> "StreamLane":
+    def twin(self) -> "StreamQueue":
         """Another stream."""
-        return StreamLane(self._device)
+        return StreamQueue(self._device)
 
     def close(self) -> None:
         """Wait for the stream."""

@@ -2,34 +2,87 @@
 
 ``DistributedDataParallel``, ``fully_shard`` and DTensor call torch's process groups themselves, partly from C++. So
 they get a process group that passes every call on to the real one and tells the communicator's observers of it. Torch's
-public way to have a group of one's own is a registered backend; ``Mesh.torch_group`` makes the group through it.
+public way to have a group of one's own is a registered backend; ``torch_group`` makes the group through it.
 
 Issue and, where torch waits through Python, the waiting are seen as they happen. Where C++ waits (DDP, at the end of
-backward) ``end_waits`` works it out. When a collective began is seen in two ways, ``HostTimes`` for gloo and
-``StreamTimes`` for NCCL. Torch's gloo groups hold a copy of the whole buffer in a reduce-scatter and an all-gather, as
-torch's own profiler shows (torch 2.11 and 2.13): that is their ``scratch_bytes``.
+backward) ``end_waits`` works it out. ``torch_times`` finds out when a collective began and ended. Torch's gloo groups
+hold a copy of the whole buffer in a reduce-scatter and an all-gather, as torch's own profiler shows (torch 2.11 and
+2.13): that is their ``scratch_bytes``.
 """
 
-import contextlib
-import threading
-from collections import deque
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from math import isnan
+from functools import partial
 from time import perf_counter_ns
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardlab.comm.base_mesh import BaseMesh, groups_along
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import CollectiveEvent, Observer
+from shardlab.comm.process import Process, retire
+from shardlab.comm.torch_times import HostTimes, StreamTimes, Times
 from shardlab.vocabulary import Collective
 
-BACKEND = "overheard"
+BACKEND = "observed"
 GLOO_THREADS = 2  # torch gives a gloo group two threads: a third collective waits until one of them is free
 TagOf = Callable[[Collective], str]
+
+
+def torch_group(mesh: BaseMesh, axis: str, tag_of: TagOf | None) -> dist.ProcessGroup:
+    """A process group along an axis for torch's own engines; collective over all ranks of the default group.
+
+    Args:
+        mesh: over all of these ranks; closing it ends the group.
+        axis: of the mesh.
+        tag_of: says what a collective is for; then each is told to the observers of the axis. None for torch's plain
+            group.
+
+    Raises:
+        ValueError: there is no default group, the mesh leaves ranks out, or torch cannot send as the mesh does.
+    """
+    comm = mesh[axis]
+    if not dist.is_initialized() or len(mesh.ranks) != dist.get_world_size():
+        raise ValueError("mesh: torch's own engines need a mesh over all ranks of a RankPool, launch or torchrun")
+    if comm.emulated:
+        raise ValueError("link: torch's own engines send past the emulated link; leave it out")
+    if mesh.device.type == "cuda" and dist.get_backend() != "nccl":
+        raise ValueError("mesh: torch's own engines need a GPU for each rank; use device='cpu'")
+    own: list[dist.ProcessGroup] = []
+    for ranks in groups_along(mesh.axes, mesh.ranks, axis):
+        # Every rank must take part in making every group, also of groups it does not belong to.
+        plain = dist.new_group(list(ranks), timeout=Process.timeout)
+        observed = None
+        if tag_of is not None and len(ranks) > 1:
+            _register_backend()
+            make = partial(TorchGroup, plain, comm, tag_of)
+            observed = dist.new_group(list(ranks), timeout=Process.timeout, backend=BACKEND, pg_options=make)
+        if comm.ranks == ranks:
+            own = [plain] if observed is None else [observed, plain]
+    mesh.call_at_close(partial(_retire, own))
+    return own[0]
+
+
+def _retire(groups: list[dist.ProcessGroup]) -> None:
+    """Destroyed when the next mesh is built: a group that one rank destroys alone ends the others' collectives."""
+    for group in groups:
+        if isinstance(group, TorchGroup):
+            group.close()
+    retire(*(partial(dist.destroy_process_group, group) for group in groups))
+
+
+def _register_backend() -> None:
+    """Make backend 'observed' known to torch; once a process."""
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _make_group(options: Any, make: Callable[[], "TorchGroup"]) -> "TorchGroup":  # noqa: ARG001
+    """What torch calls to make a group of backend 'observed': ``pg_options`` of ``new_group`` makes it."""
+    return make()
 
 
 class _Verb(NamedTuple):
@@ -59,7 +112,7 @@ _VERBS = {
 }
 
 
-def _with_verbs(kind: type["OverheardGroup"]) -> type["OverheardGroup"]:
+def _with_verbs(kind: type["TorchGroup"]) -> type["TorchGroup"]:
     """Give the group a method for each verb this torch has."""
     for name, verb in _VERBS.items():
         if hasattr(dist.ProcessGroup, name):
@@ -68,14 +121,14 @@ def _with_verbs(kind: type["OverheardGroup"]) -> type["OverheardGroup"]:
 
 
 def _method(name: str, verb: _Verb) -> Callable[..., dist.Work]:
-    def call(self: "OverheardGroup", *args: Any, **kwargs: Any) -> dist.Work:
+    def call(self: "TorchGroup", *args: Any, **kwargs: Any) -> dist.Work:
         return self._pass_on(name, verb, args, kwargs)
 
     return call
 
 
 @_with_verbs
-class OverheardGroup(dist.ProcessGroup):
+class TorchGroup(dist.ProcessGroup):
     """A process group for torch's own engines that tells what passes through it.
 
     Verbs that are not in the table above (scatter, gather, reduce) are refused by torch: no engine here sends them.
@@ -93,7 +146,7 @@ class OverheardGroup(dist.ProcessGroup):
         self._tag_of = tag_of
         self._backend = dist.get_backend(inner)
         self._is_gloo = self._backend == "gloo"
-        self.times: _Times = HostTimes(GLOO_THREADS) if self._is_gloo else StreamTimes()
+        self.times: Times = HostTimes(GLOO_THREADS) if self._is_gloo else StreamTimes()
         self._name = ""
         self.left_to_torch: list[tuple[CollectiveEvent, tuple[Observer, ...]]] = []  # C++ waits for them
 
@@ -139,10 +192,10 @@ class OverheardGroup(dist.ProcessGroup):
         event = comm.announce(verb.op, whole, tag, scratch_bytes=scratch_bytes, transport=self._backend)
         observers = comm.observers
         work = self.times.follow(lambda: getattr(inner, name)(*args, **kwargs), event, observers)
-        return OverheardWork(work, event, observers, self, keep=args)
+        return TorchWork(work, event, observers, self, keep=args)
 
 
-class OverheardWork(dist.Work):
+class TorchWork(dist.Work):
     """A collective under way, as torch's engines hold it."""
 
     def __init__(
@@ -150,7 +203,7 @@ class OverheardWork(dist.Work):
         inner: dist.Work,
         event: CollectiveEvent,
         observers: tuple[Observer, ...],
-        group: OverheardGroup,
+        group: TorchGroup,
         keep: object,
     ) -> None:
         super().__init__()
@@ -176,103 +229,6 @@ class OverheardWork(dist.Work):
     def is_completed(self) -> bool:
         """Whether the result is there."""
         return bool(self._inner.is_completed())
-
-
-class _Times(Protocol):
-    """Finds out when a collective began and ended."""
-
-    def follow(
-        self, call: Callable[[], dist.Work], event: CollectiveEvent, observers: tuple[Observer, ...]
-    ) -> dist.Work:
-        """Issue it and follow it."""
-
-    def ended(self, event: CollectiveEvent, observers: tuple[Observer, ...]) -> None:
-        """Whoever waited for it goes on."""
-
-
-class HostTimes:
-    """gloo: threads take collectives in the order of issue, so one begins when it is issued or a thread gets free.
-
-    Args:
-        num_threads: of the group.
-    """
-
-    def __init__(self, num_threads: int) -> None:
-        self._num_free = num_threads
-        self._queued: deque[tuple[CollectiveEvent, tuple[Observer, ...]]] = deque()
-        self._lock = threading.Lock()  # the end of a collective is told in gloo's thread
-
-    def follow(
-        self, call: Callable[[], dist.Work], event: CollectiveEvent, observers: tuple[Observer, ...]
-    ) -> dist.Work:
-        """Issue it; torch calls back at its end."""
-        with self._lock:
-            self._queued.append((event, observers))
-        self._begin_next()
-        work = call()
-        with contextlib.suppress(RuntimeError):  # gloo's reduce-scatter has no future: it ends when it is waited for
-            work.get_future().add_done_callback(lambda _: self.ended(event, observers))
-        return work
-
-    def ended(self, event: CollectiveEvent, observers: tuple[Observer, ...]) -> None:
-        """Its result is there; told by gloo's thread or, if that comes first, by whoever has waited."""
-        with self._lock:
-            if not isnan(event.end_ns):
-                return
-            event.end_ns = perf_counter_ns()
-            self._num_free += 1
-        for observer in observers:
-            observer.completed(event)
-        self._begin_next()
-
-    def _begin_next(self) -> None:
-        with self._lock:
-            if not self._num_free or not self._queued:
-                return
-            self._num_free -= 1
-            event, observers = self._queued.popleft()
-        event.start_ns = perf_counter_ns()
-        for observer in observers:
-            observer.started(event)
-
-
-class StreamTimes:
-    """NCCL: a stream that waits for what NCCL's own stream waits for sees a collective begin and end as that does."""
-
-    def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
-
-    def follow(
-        self, call: Callable[[], dist.Work], event: CollectiveEvent, observers: tuple[Observer, ...]
-    ) -> dist.Work:
-        """Issue it between two CUDA events."""
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        begin.record(self._stream)
-        work = call()
-        with torch.cuda.stream(self._stream):
-            work.wait()
-            end.record()
-        event.device_times = (begin, end)
-        for observer in observers:
-            observer.started(event)
-        return work
-
-    def ended(self, event: CollectiveEvent, observers: tuple[Observer, ...]) -> None:
-        """The current stream waits for it."""
-        for observer in observers:
-            observer.completed(event)
-
-
-def overheard_backend(options: Any, make: Callable[[], OverheardGroup]) -> OverheardGroup:  # noqa: ARG001
-    """What torch calls to make a group of backend 'overheard': ``pg_options`` of ``new_group`` makes it."""
-    return make()
-
-
-def register_backend() -> None:
-    """Make backend 'overheard' known to torch; once a process."""
-    if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(BACKEND, overheard_backend, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _flat(tensors: Any) -> Iterable[Tensor]:

@@ -1,0 +1,113 @@
+"""A mesh as engines see it: named axes, and this rank's communicator along each of them.
+
+``Mesh`` (in ``comm.mesh``) makes the groups and chooses their transports; an engine needs none of that, only this.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+from math import prod
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from shardlab.comm.communicator import Communicator
+from shardlab.comm.events import Observer
+from shardlab.comm.process import Process
+from shardlab.vocabulary import MeshAxis
+
+
+class BaseMesh:
+    """Named axes over ranks, and a communicator for each.
+
+    Args:
+        axes: size of each axis by name, slowest first.
+        ranks: global ranks on the mesh, row by row.
+        device: where tensors live; None for this rank's own device, the CPU outside a pool.
+
+    Attributes:
+        axes: as given.
+        ranks: as given.
+        device: where tensors live.
+    """
+
+    def __init__(self, axes: Mapping[str, int], ranks: Sequence[int], device: torch.device | str | None = None) -> None:
+        self.axes = dict(axes)
+        self.ranks = tuple(ranks)
+        self.device = Process.device if device is None else torch.device(device)
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._communicators: dict[str, Communicator] = {}
+        self._at_close: list[Callable[[], object]] = []
+
+    @staticmethod
+    def alone(device: torch.device | str | None = None) -> "BaseMesh":
+        """An axis ``data`` of this rank only: what an engine gets that trains in one process."""
+        mesh = BaseMesh({MeshAxis.DATA: 1}, [dist.get_rank() if dist.is_initialized() else 0], device)
+        mesh._communicators[MeshAxis.DATA] = Communicator(None, None, mesh.ranks, 0, MeshAxis.DATA)
+        return mesh
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this rank is on the mesh."""
+        return self._rank in self.ranks
+
+    @property
+    def data(self) -> Communicator:
+        """The communicator of the axis ``data``."""
+        return self["data"]
+
+    def __getitem__(self, axis: str) -> Communicator:
+        if axis not in self.axes:
+            raise ValueError(f"axis: {str(axis)!r} is not on this mesh, which has {', '.join(self.axes)}")
+        if not self.is_member:
+            raise RuntimeError(
+                f"mesh: rank {self._rank} is not among its ranks {list(self.ranks)} and takes no part; "
+                "ask mesh.is_member first"
+            )
+        return self._communicators[axis]
+
+    @property
+    def communicators(self) -> tuple[Communicator, ...]:
+        """One per axis, in the order of the axes; none on a rank that is no member."""
+        return tuple(self._communicators.values())
+
+    @contextlib.contextmanager
+    def observed_by(self, observer: Observer) -> Iterator[None]:
+        """Inside, ``observer`` is told of the collectives of every axis."""
+        with contextlib.ExitStack() as stack:
+            for communicator in self.communicators:
+                stack.enter_context(communicator.observed_by(observer))
+            yield
+
+    def call_at_close(self, end: Callable[[], object]) -> None:
+        """Have ``end`` called by ``close()``, the last one given first."""
+        self._at_close.append(end)
+
+    def close(self) -> None:
+        """End the communicators; their process groups go when the next mesh is built."""
+        # Queues first: a group must not go while a collective in it is still to run.
+        for communicator in self.communicators:
+            communicator.close()
+        while self._at_close:
+            self._at_close.pop()()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, exc_type: object, *exc: object) -> None:
+        # After an error the other ranks may never come, so waiting for what is queued could last for ever.
+        if exc_type is None:
+            self.close()
+
+
+def groups_along(axes: dict[str, int], ranks: tuple[int, ...], axis: str) -> list[tuple[int, ...]]:
+    """The groups of ranks along ``axis``: those that differ in that coordinate only."""
+    names = list(axes)
+    strides = {name: prod(list(axes.values())[index + 1 :]) for index, name in enumerate(names)}
+    others = [name for name in names if name != axis]
+    starts = [
+        sum(strides[name] * place for name, place in zip(others, places, strict=True))
+        for places in product(*(range(axes[name]) for name in others))
+    ]
+    return [tuple(ranks[start + strides[axis] * step] for step in range(axes[axis])) for start in starts]

@@ -1,0 +1,100 @@
+"""When a collective of torch's own engines began and ended: ``HostTimes`` for gloo, ``StreamTimes`` for NCCL."""
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable
+from math import isnan
+from time import perf_counter_ns
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from shardlab.comm.events import CollectiveEvent, Observer
+
+
+class Times(Protocol):
+    """Finds out when a collective began and ended."""
+
+    def follow(
+        self, call: Callable[[], dist.Work], event: CollectiveEvent, observers: tuple[Observer, ...]
+    ) -> dist.Work:
+        """Issue it and follow it."""
+
+    def ended(self, event: CollectiveEvent, observers: tuple[Observer, ...]) -> None:
+        """Whoever waited for it goes on."""
+
+
+class HostTimes:
+    """gloo: threads take collectives in the order of issue, so one begins when it is issued or a thread gets free.
+
+    Args:
+        num_threads: of the group.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_free = num_threads
+        self._queued: deque[tuple[CollectiveEvent, tuple[Observer, ...]]] = deque()
+        self._lock = threading.Lock()  # the end of a collective is told in gloo's thread
+
+    def follow(
+        self, call: Callable[[], dist.Work], event: CollectiveEvent, observers: tuple[Observer, ...]
+    ) -> dist.Work:
+        """Issue it; torch calls back at its end."""
+        with self._lock:
+            self._queued.append((event, observers))
+        self._begin_next()
+        work = call()
+        with contextlib.suppress(RuntimeError):  # gloo's reduce-scatter has no future: it ends when it is waited for
+            work.get_future().add_done_callback(lambda _: self.ended(event, observers))
+        return work
+
+    def ended(self, event: CollectiveEvent, observers: tuple[Observer, ...]) -> None:
+        """Its result is there; told by gloo's thread or, if that comes first, by whoever has waited."""
+        with self._lock:
+            if not isnan(event.end_ns):
+                return
+            event.end_ns = perf_counter_ns()
+            self._num_free += 1
+        for observer in observers:
+            observer.completed(event)
+        self._begin_next()
+
+    def _begin_next(self) -> None:
+        with self._lock:
+            if not self._num_free or not self._queued:
+                return
+            self._num_free -= 1
+            event, observers = self._queued.popleft()
+        event.start_ns = perf_counter_ns()
+        for observer in observers:
+            observer.started(event)
+
+
+class StreamTimes:
+    """NCCL: a stream that waits for what NCCL's own stream waits for sees a collective begin and end as that does."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+
+    def follow(
+        self, call: Callable[[], dist.Work], event: CollectiveEvent, observers: tuple[Observer, ...]
+    ) -> dist.Work:
+        """Issue it between two CUDA events."""
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        begin.record(self._stream)
+        work = call()
+        with torch.cuda.stream(self._stream):
+            work.wait()
+            end.record()
+        event.device_times = (begin, end)
+        for observer in observers:
+            observer.started(event)
+        return work
+
+    def ended(self, event: CollectiveEvent, observers: tuple[Observer, ...]) -> None:
+        """The current stream waits for it."""
+        for observer in observers:
+            observer.completed(event)

@@ -1,0 +1,161 @@
+"""Transports around another transport: CUDA tensors staged through host memory, and an emulated, slower link.
+
+``StagedTransport`` serves several ranks on one GPU, where NCCL refuses. It copies device to pinned host, sends by a
+transport of the host and copies back; the queue's thread does the three in order, so the compute stream goes on. It is
+slow beside NCCL, and every record says ``staged``.
+
+``EmulatedLink`` sends the real bytes and then sleeps until the link would be done. The ranks first meet in a barrier,
+because a ring can only begin when its last rank has come; from there a collective takes the time of a ring on that link
+(``Link.ring_time_us``) or what the real transport took, whichever is longer. Sleeping burns no CPU, so on a laptop
+compute hides it as it would hide a network card; every record says ``emulated``.
+"""
+
+from collections.abc import Callable
+from time import perf_counter, sleep
+
+import torch
+from torch import Tensor
+
+from shardlab.comm.transports.base import Bounds, Reduction, Transport
+from shardlab.partition.wire import Link
+from shardlab.vocabulary import Collective
+
+
+class StagedTransport(Transport):
+    """Another transport, for CUDA tensors; CPU tensors go straight through."""
+
+    emulated = False
+    name = "staged"
+
+    def __init__(self, inner: Transport, device: torch.device) -> None:
+        self._inner = inner
+        self._stream = torch.cuda.Stream(device)
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
+        """Reduce in place."""
+        self._through_host(tensor, lambda host: self._inner.all_reduce(host, reduction, tag))
+
+    def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
+        """Only this rank's chunk travels back to the device."""
+        host = self._to_host(buffer)
+        host_output = torch.empty_like(output, device="cpu")
+        self._inner.reduce_scatter(host_output, host, bounds, tag)
+        self._to_device(output, host_output)
+
+    def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
+        """In place."""
+        self._through_host(buffer, lambda host: self._inner.all_gather(host, bounds, tag))
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Copy from ``src``."""
+        self._through_host(tensor, lambda host: self._inner.broadcast(host, src))
+
+    def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
+        """Sizes are elements per rank."""
+        host = self._to_host(buffer)
+        self._through_host(output, lambda received: self._inner.all_to_all(received, host, output_sizes, sizes))
+
+    def send(self, tensor: Tensor, dst: int) -> None:
+        """Send to one rank."""
+        self._inner.send(self._to_host(tensor), dst)
+
+    def recv(self, tensor: Tensor, src: int) -> None:
+        """Receive from one rank."""
+        self._through_host(tensor, lambda host: self._inner.recv(host, src))
+
+    def barrier(self) -> None:
+        """Return when all ranks have come here."""
+        self._inner.barrier()
+
+    def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:  # noqa: ARG002
+        """The staging is host memory; the device holds nothing more."""
+        return 0
+
+    def close(self) -> None:
+        """Close the real transport."""
+        self._inner.close()
+
+    def _through_host(self, tensor: Tensor, call: Callable[[Tensor], None]) -> None:
+        host = self._to_host(tensor)
+        call(host)
+        if tensor.is_cuda:
+            self._to_device(tensor, host)
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_cuda:
+            return tensor
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        with torch.cuda.stream(self._stream):
+            host.copy_(tensor, non_blocking=True)
+        self._stream.synchronize()
+        return host
+
+    def _to_device(self, tensor: Tensor, host: Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            tensor.copy_(host, non_blocking=True)
+        self._stream.synchronize()  # whoever waits for the queue may then read it on any stream
+
+
+class EmulatedLink(Transport):
+    """Delays every collective of ``inner`` to the time it would take on ``link``."""
+
+    emulated = True
+
+    def __init__(self, inner: Transport, link: Link, num_ranks: int) -> None:
+        self.name = f"{inner.name} as {link}"
+        self._inner, self._link, self._num_ranks = inner, link, num_ranks
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
+        """Ring all-reduce: 2(N-1) steps."""
+        self._paced(Collective.ALL_REDUCE, tensor, lambda: self._inner.all_reduce(tensor, reduction, tag))
+
+    def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
+        """Ring reduce-scatter: N-1 steps."""
+        self._paced(Collective.REDUCE_SCATTER, buffer, lambda: self._inner.reduce_scatter(output, buffer, bounds, tag))
+
+    def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
+        """Ring all-gather: N-1 steps."""
+        self._paced(Collective.ALL_GATHER, buffer, lambda: self._inner.all_gather(buffer, bounds, tag))
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Pipelined along the ring."""
+        self._paced(Collective.BROADCAST, tensor, lambda: self._inner.broadcast(tensor, src))
+
+    def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
+        """N-1 exchanges."""
+        self._paced(Collective.ALL_TO_ALL, buffer, lambda: self._inner.all_to_all(output, buffer, output_sizes, sizes))
+
+    def send(self, tensor: Tensor, dst: int) -> None:
+        """One message; the delay is on the receiver's side, where it is seen."""
+        self._inner.send(tensor, dst)
+
+    def recv(self, tensor: Tensor, src: int) -> None:
+        """One message."""
+        began = perf_counter()
+        self._inner.recv(tensor, src)
+        self._sleep_until(began, Collective.RECV, tensor.nbytes)
+
+    def barrier(self) -> None:
+        """Latency only."""
+        began = perf_counter()
+        self._inner.barrier()
+        self._sleep_until(began, Collective.BARRIER, 0)
+
+    def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:
+        """What the real transport holds."""
+        return self._inner.scratch_bytes(num_bytes, reduces_and_scatters=reduces_and_scatters)
+
+    def close(self) -> None:
+        """Close the real transport."""
+        self._inner.close()
+
+    def _paced(self, op: Collective, tensor: Tensor, call: Callable[[], None]) -> None:
+        self._inner.barrier()
+        began = perf_counter()
+        call()
+        self._sleep_until(began, op, tensor.nbytes)
+
+    def _sleep_until(self, began: float, op: Collective, num_bytes: int) -> None:
+        left = began + self._link.ring_time_us(op, num_bytes, self._num_ranks) / 1e6 - perf_counter()
+        if left > 0:
+            sleep(left)
