@@ -92,10 +92,10 @@ def is_package(name: str) -> bool:
     return f"{name}.__init__" in modules() or name == "shardlab"
 
 
-def imported(tree: ast.Module) -> set[str]:
+def imported(tree: ast.Module, *, also_for_types: bool = False) -> set[str]:
     """Full names of all modules a file imports, also inside functions; not those for the type checker alone."""
     found: set[str] = set()
-    for node in running_code(tree):
+    for node in ast.walk(tree) if also_for_types else running_code(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -137,6 +137,61 @@ def test_rooms_have_no_cycle() -> None:
             graph.setdefault(room(module), set()).update(uses - {room(module), "__init__"})
     order = list(TopologicalSorter(graph).static_order())  # raises CycleError
     assert order.index("partition") < order.index("comm") < order.index("engines") < order.index("experiment")
+
+
+@cache
+def graph() -> dict[str, set[str]]:
+    """The files of the package that each file imports, for the type checker alone too; a room is its __init__.
+
+    Without the package's own __init__: it gives the version to whoever asks, and its names when they are used.
+    """
+    return {
+        module: {
+            f"{name}.__init__" if is_package(name) else name
+            for name in imported(tree, also_for_types=True)
+            if name.startswith("shardlab.")
+        }
+        - {module}
+        for module, tree in modules().items()
+    }
+
+
+def closure(start: str) -> set[str]:
+    """The files that reading this one leads to; what a package's __init__ adds to an import is not counted."""
+    found: set[str] = set()
+    ahead = [start]
+    while ahead:
+        new = graph()[ahead.pop()] - found
+        found |= new
+        ahead += new
+    return found
+
+
+# Files that import each other, each circle sorted. Only ever take one away.
+KNOWN_CIRCLES = {
+    ("shardlab.engines.base", "shardlab.engines.claims"),
+    ("shardlab.experiment.config", "shardlab.experiment.tensor"),
+}
+
+
+def test_files_have_no_circle_but_the_known_ones() -> None:
+    reached = {module: closure(module) for module in graph()}
+    # Files that reach themselves, with those that they reach and are reached by.
+    circles = {
+        tuple(sorted(other for other in reached[module] if module in reached[other]))
+        for module in graph()
+        if module in reached[module]
+    }
+    assert circles == KNOWN_CIRCLES
+
+
+def test_engines_train_without_checkpoints() -> None:
+    """They are handed to the engines by the package's __init__, which no engine imports."""
+    engines = [name for name in modules() if room(name) == "engines" and not name.endswith("__init__")]
+    strategies = [name for name in engines if not name.startswith("shardlab.engines.checkpoint.")]
+    assert "shardlab.engines.ddp" in strategies
+    for module in strategies:
+        assert not [name for name in closure(module) if name.startswith("shardlab.engines.checkpoint")], module
 
 
 def test_engines_import_neither_records_nor_tables_nor_pictures() -> None:

@@ -47,7 +47,7 @@ OptimizerFn = Callable[[StepTensors], torch.optim.Optimizer]
 _WRAPPED = "_shardlab_engine"
 
 
-class Engine(EngineState, EngineHoldings, ABC):
+class Engine(EngineHoldings, EngineState, ABC):
     """A strategy around a plain module.
 
     Args:

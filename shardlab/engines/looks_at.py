@@ -19,8 +19,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from shardlab.engines.checkpoints.rng import rng_state, set_rng_state
 from shardlab.engines.optimizer_copy import StandIn, copy_of, stand_ins
+from shardlab.engines.rng import rng_state, set_rng_state
 from shardlab.engines.step_tensors import StepTensors
 
 DECLARATION = "shardlab_looks_at"

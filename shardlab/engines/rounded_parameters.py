@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardlab.engines.buckets import Bucket
-from shardlab.engines.checkpoint import Stateful
 from shardlab.engines.master_shards import MasterShards
 from shardlab.engines.mixed_precision import MixedPrecision
 from shardlab.engines.shards import ParameterShards
+from shardlab.engines.state import Stateful
 from shardlab.vocabulary import Role
 
 

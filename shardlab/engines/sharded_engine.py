@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardlab.engines.agreement import all_or_none
 from shardlab.engines.base import OptimizerFn
-from shardlab.engines.checkpoint import Stateful
-from shardlab.engines.checkpoints.together import together
 from shardlab.engines.holdings import ShardRow, held, in_whole_parameters
 from shardlab.engines.mixed_precision import MixedPrecision
 from shardlab.engines.optimizer_fit import check_partition, refused_by_partition
 from shardlab.engines.sharded_unit import ShardedUnit
+from shardlab.engines.state import Stateful
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.vocabulary import Partition, Role
 
@@ -170,7 +170,7 @@ class ShardedEngine(MixedPrecision):
             if self._num_shards == 1:
                 return super()._make_optimizer(optimizer_fn)
             # Pieces differ by rank, so one rank's may be refused and another's not: then all refuse.
-            return together(self.comms, self.mesh.device, lambda: self._make_of_pieces(optimizer_fn))
+            return all_or_none(self.comms, self.mesh.device, lambda: self._make_of_pieces(optimizer_fn))
         except Exception:
             self._give_back()  # all ranks have raised, so all come to the gathers
             raise

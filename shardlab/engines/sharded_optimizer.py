@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm import Communicator
+from shardlab.engines.agreement import all_or_none
 from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES, build_buckets
-from shardlab.engines.checkpoints.together import together
 from shardlab.engines.looks_at import Stepped
 from shardlab.engines.optimizer_fit import Make, check_partition, refused_by_partition
 from shardlab.engines.shards import ParameterShards
@@ -63,7 +63,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         def make(tensors: StepTensors) -> torch.optim.Optimizer:
             return optimizer_cls(self._groups_of(tensors), **defaults)
 
-        self.inner = together((comm,), device, lambda: self._make_of_pieces(make, device, comm.num_ranks))
+        self.inner = all_or_none((comm,), device, lambda: self._make_of_pieces(make, device, comm.num_ranks))
         # The same objects, so that a scheduler or a user who sets a learning rate reaches the inner optimizer.
         self.param_groups, self.state, self.defaults = self.inner.param_groups, self.inner.state, self.inner.defaults
 

@@ -1,45 +1,134 @@
 """What of an engine outlives its process: full state dicts, and checkpoints that any strategy can load.
 
-Every engine has these; how a state is put together and taken apart is in ``checkpoints``.
+``EngineState`` is the part of every engine that users call. The work is done by functions in ``engines/checkpoint``,
+which see an engine as a ``Checkpointed``. Neither side imports the other: ``shardlab.engines`` hands the functions in,
+so a strategy is read, and trains, without a line of them.
 """
 
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor, nn
 
-from shardlab.comm.slices import cut_state, merge_state
-from shardlab.engines.checkpoint import Stateful, load_checkpoint, save_checkpoint
-from shardlab.engines.checkpoints.first_rank import first_ranks_own
-from shardlab.engines.checkpoints.gather import gather_gradients
-from shardlab.engines.checkpoints.optimizer_state import (
-    gather_named_state,
-    gather_optimizer_state,
-    install_full_state,
-    install_named_state,
-)
-
-if TYPE_CHECKING:
-    from shardlab.engines.base import Engine
+from shardlab.comm.base_mesh import BaseMesh
+from shardlab.comm.communicator import Communicator
+from shardlab.engines.step_tensors import StepTensors
+from shardlab.partition.slices import TensorSlice
 
 
-class EngineState(ABC):
+class Stateful(Protocol):
+    """What can be saved beside an engine: a scheduler, a scaler; anything with these two methods."""
+
+    def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...  # noqa: D102
+
+
+class Checkpointed(Protocol):
+    """What a checkpoint asks of an engine; it sets nothing but ``num_steps``.
+
+    Attributes:
+        name: of the strategy.
+        module: the user's.
+        params: of the module by name, in its order; tied ones once. A sharded engine's may be without memory.
+        slices: which part of the whole model's parameter one is, by name; those that are not here are whole.
+        optimizer: over ``step_tensors()``.
+        mesh: says where tensors are communicated from, and which axes there are.
+        data_comms: the axes whose ranks have rows of their own, outer first.
+        tensor_comm: the axis over which the model is sliced.
+        num_steps: taken so far.
+    """
+
+    name: ClassVar[str]
+    module: nn.Module
+    params: dict[str, nn.Parameter]
+    slices: dict[str, TensorSlice]
+    optimizer: torch.optim.Optimizer
+    mesh: BaseMesh
+    data_comms: tuple[Communicator, ...]
+    tensor_comm: Communicator | None
+    num_steps: int
+
+    @property
+    @abstractmethod
+    def comms(self) -> tuple[Communicator, ...]:
+        """All axes whose ranks train this model together, outer first: the data axes and the tensor axis."""
+
+    @property
+    @abstractmethod
+    def data_rank(self) -> int:
+        """This rank's number over the data axes."""
+
+    @property
+    @abstractmethod
+    def sharded_over(self) -> Communicator | None:
+        """The ranks over which what is stepped is spread; None where each rank steps everything."""
+
+    @abstractmethod
+    def spread_over(self) -> dict[str, tuple[Communicator, ...]]:
+        """Of each parameter the axes over whose ranks its stepped pieces are spread."""
+
+    @abstractmethod
+    def step_tensors(self) -> StepTensors:
+        """What this rank steps, by name."""
+
+    @abstractmethod
+    def owned(self) -> dict[str, tuple[int, int]]:
+        """The elements (start, stop) of each flattened parameter that this rank steps."""
+
+    @abstractmethod
+    def owners(self) -> dict[str, tuple[int, ...]]:
+        """The ranks that step a piece of each parameter."""
+
+    @abstractmethod
+    def resident_params(self) -> dict[str, tuple[Tensor, int, int]]:
+        """What this rank keeps of each parameter between steps, and which elements (start, stop) that is."""
+
+    @abstractmethod
+    def stepping(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, ``step_tensors()`` are where the optimizer keeps its state."""
+
+
+class Checkpointer(Protocol):
+    """What ``EngineState`` asks of ``engines/checkpoint``; each does what the engine's method of that name promises."""
+
+    def save_checkpoint(  # noqa: D102
+        self, engine: Checkpointed, directory: Path, extra: Any, objects: Mapping[str, Stateful]
+    ) -> None: ...
+    def load_checkpoint(self, engine: Checkpointed, directory: Path, objects: Mapping[str, Stateful]) -> Any: ...  # noqa: D102
+    def full_state_dict(self, engine: Checkpointed) -> dict[str, Any]: ...  # noqa: D102
+    def load_full_state_dict(self, engine: Checkpointed, state: Mapping[str, Any]) -> None: ...  # noqa: D102
+    def first_ranks_own(self, engine: Checkpointed, state: dict[str, Any]) -> dict[str, Any]: ...  # noqa: D102
+    def full_gradients(self, engine: Checkpointed) -> dict[str, Tensor | None]: ...  # noqa: D102
+    def full_optimizer_state_dict(self, engine: Checkpointed) -> dict[str, Any]: ...  # noqa: D102
+    def load_full_optimizer_state_dict(self, engine: Checkpointed, state: Mapping[str, Any]) -> None: ...  # noqa: D102
+    def named_optimizer_state(self, engine: Checkpointed) -> dict[str, dict[str, Any]]: ...  # noqa: D102
+    def load_named_optimizer_state(  # noqa: D102
+        self, engine: Checkpointed, state: Mapping[str, Mapping[str, Any]]
+    ) -> None: ...
+
+
+class EngineState(Checkpointed, ABC):
     """The part of ``Engine`` that reads and writes its state."""
 
-    module: nn.Module
+    checkpointer: ClassVar[Checkpointer]
+    """Set by ``shardlab.engines``."""
+    no_checkpoints: ClassVar[str] = ""
+    """Why a checkpoint cannot hold this strategy's optimizer state, and what to use instead; empty where it can."""
+    _sync: bool
 
     @contextlib.contextmanager
     def full_params(self, *, keep_changes: bool = False) -> Iterator[nn.Module]:  # noqa: ARG002
         """Inside, the module has its full parameters on every rank; of a tensor-parallel model this rank's slices.
 
-        Here they are so always, so that nothing is sent and what is written into them in place holds in any case.
+        Here they always are, so nothing is sent, and what is written into them in place holds in any case.
 
         Args:
             keep_changes: where parameters are sharded, copy what was written into them back into the shards; else it
-                is undone. Every rank must write the same, for nobody compares them.
+                is undone. Every rank must write the same; nothing compares them.
         """
         yield self.module
 
@@ -50,11 +139,7 @@ class EngineState(ABC):
         of the first data rank, as in a checkpoint. Collective; sends nothing where the module has neither, unless
         parameters are sharded or sliced. The module itself stays as it is.
         """
-        engine, state = self._engine, self.module.state_dict()
-        if engine.tensor_comm is not None:
-            return first_ranks_own(engine, merge_state(state, engine.slices, engine.tensor_comm))
-        copies = {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in state.items()}
-        return first_ranks_own(engine, copies)
+        return self.checkpointer.full_state_dict(self)
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what ``full_state_dict()`` or the plain module's ``state_dict()`` gave.
@@ -62,13 +147,7 @@ class EngineState(ABC):
         Raises:
             RuntimeError: names or shapes differ; torch names them, and nothing has been changed.
         """
-        given = cut_state(state, self._engine.slices)
-        own = self.module.state_dict()
-        misfits = {name for name in own.keys() | given.keys() if not _fits(own.get(name), given.get(name))}
-        if misfits:
-            # What fits is replaced by what is there already: torch would copy it before it refuses the rest.
-            given = {name: value if name in misfits else own[name] for name, value in given.items()}
-        self.module.load_state_dict(given, strict=True)
+        self.checkpointer.load_full_state_dict(self, state)
 
     def full_optimizer_state_dict(self) -> dict[str, Any]:
         """A copy of the optimizer's whole state, the same on every rank; collective.
@@ -77,7 +156,7 @@ class EngineState(ABC):
             What the plain optimizer's ``state_dict()`` would be: full tensors, parameters numbered through the groups.
             An optimizer over ``list(model.parameters())``, or over the same groups, loads it.
         """
-        return gather_optimizer_state(self._engine)
+        return self._checkpointer_for("full_optimizer_state_dict").full_optimizer_state_dict(self)
 
     def load_full_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what ``full_optimizer_state_dict()`` or the plain optimizer's ``state_dict()`` gave.
@@ -87,7 +166,7 @@ class EngineState(ABC):
         Raises:
             ValueError: other parameter groups, or state that this engine cannot cut in pieces.
         """
-        install_full_state(self._engine, state)
+        self._checkpointer_for("load_full_optimizer_state_dict").load_full_optimizer_state_dict(self, state)
 
     def named_optimizer_state(self) -> dict[str, dict[str, Any]]:
         """The optimizer's whole state by parameter name, the same on every rank, copies; collective.
@@ -96,7 +175,7 @@ class EngineState(ABC):
             Of each parameter that has been stepped, what the plain optimizer would hold of it: full tensors, such as
             ``["0.weight"]["exp_avg"]``, and step counters.
         """
-        return gather_named_state(self._engine)
+        return self._checkpointer_for("named_optimizer_state").named_optimizer_state(self)
 
     def load_named_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Load what ``named_optimizer_state()`` gave, whatever the order of parameters and groups was there.
@@ -110,7 +189,7 @@ class EngineState(ABC):
         Raises:
             ValueError: an unknown parameter, or state that this engine cannot cut in pieces.
         """
-        install_named_state(self._engine, state)
+        self._checkpointer_for("load_named_optimizer_state").load_named_optimizer_state(self, state)
 
     def full_gradients(self) -> dict[str, Tensor | None]:
         """Gradients by parameter name, means over the data ranks, the same on every rank, copies; collective.
@@ -124,11 +203,11 @@ class EngineState(ABC):
         Raises:
             RuntimeError: inside ``no_sync()``, where gradients are not means yet.
         """
-        if not self._engine._sync:
+        if not self._sync:
             raise RuntimeError(
                 "full_gradients: inside no_sync() they are not means yet; call it after the last backward"
             )
-        self._engine.finish_gradients()
+        self.finish_gradients()
         return self._gather_gradients()
 
     def save(self, directory: str | Path, *, extra: Any = None, **objects: Stateful) -> None:
@@ -147,7 +226,7 @@ class EngineState(ABC):
             ValueError: something that no checkpoint can hold; on all ranks.
             RuntimeError: a rank could not write; on all ranks.
         """
-        save_checkpoint(self._engine, Path(directory), extra, objects)
+        self._checkpointer_for("save").save_checkpoint(self, Path(directory), extra, objects)
 
     def load(self, directory: str | Path, **objects: Stateful) -> Any:
         """Go on from a checkpoint; collective. Each rank reads what it holds. Gradients are forgotten.
@@ -165,23 +244,28 @@ class EngineState(ABC):
             ValueError: something is missing, damaged, or of another model or optimizer; on all ranks, and nothing has
                 been changed, unless a file turned out damaged while it was read.
         """
-        extra = load_checkpoint(self._engine, Path(directory), objects)
+        extra = self._checkpointer_for("load").load_checkpoint(self, Path(directory), objects)
+        # They are of the parameters that were replaced.
         self.zero_grad()
         return extra
 
-    def _gather_gradients(self) -> dict[str, Tensor | None]:
-        return gather_gradients(self._engine)
+    @abstractmethod
+    def finish_gradients(self) -> None:
+        """Return when the gradients are means over the data axes."""
 
     @abstractmethod
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients."""
 
-    @property
-    def _engine(self) -> "Engine":
-        return cast("Engine", self)
+    def _gather_gradients(self) -> dict[str, Tensor | None]:
+        return self.checkpointer.full_gradients(self)
 
+    def _checkpointer_for(self, method: str) -> Checkpointer:
+        """The checkpointer, for a method that needs the optimizer's state in our form.
 
-def _fits(own: Any, given: Any) -> bool:
-    if isinstance(own, Tensor) and isinstance(given, Tensor):
-        return own.shape == given.shape
-    return own is not None and given is not None
+        Raises:
+            NotImplementedError: the strategy keeps it in another.
+        """
+        if self.no_checkpoints:
+            raise NotImplementedError(f"{method}: strategy {self.name!r} {self.no_checkpoints}")
+        return self.checkpointer

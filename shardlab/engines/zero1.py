@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm import BaseMesh, Pending
+from shardlab.engines.agreement import all_or_none
 from shardlab.engines.base import OptimizerFn
 from shardlab.engines.bucketed import Bucketed
 from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES, Bucket, build_buckets
-from shardlab.engines.checkpoints.together import together
 from shardlab.engines.holdings import ShardRow, held, in_whole_parameters
 from shardlab.engines.optimizer_fit import check_partition, refused_by_partition
 from shardlab.engines.precision import Precision, parse_precision
@@ -125,7 +125,7 @@ class ZeRO1(RoundedParameters, Bucketed):
             if self.comm.num_ranks == 1:
                 return super()._make_optimizer(optimizer_fn)
             # Pieces differ by rank, so one rank's may be refused and another's not: then all refuse.
-            return together(self.comms, self.mesh.device, lambda: self._make_of_pieces(optimizer_fn))
+            return all_or_none(self.comms, self.mesh.device, lambda: self._make_of_pieces(optimizer_fn))
         except Exception:
             self._give_back()  # all ranks have raised, so all come to the gathers
             raise

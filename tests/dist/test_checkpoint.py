@@ -18,12 +18,12 @@ from torch import nn
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
-from shardlab.engines import checkpoint as checkpoint_module
-from shardlab.engines.checkpoints import directory as directory_module
-from shardlab.engines.checkpoints import gather as gather_module
-from shardlab.engines.checkpoints.codec import decode, encode
-from shardlab.engines.checkpoints.files import ShardFiles
-from shardlab.engines.checkpoints.manifest import read_manifest
+from shardlab.engines.checkpoint import save as save_module
+from shardlab.engines.checkpoint import directory as directory_module
+from shardlab.engines.checkpoint import gather as gather_module
+from shardlab.engines.checkpoint.manifest import decode, encode
+from shardlab.engines.checkpoint.files import ShardFiles
+from shardlab.engines.checkpoint.manifest import read_manifest
 from shardlab.engines.grad_scaler import GradScaler
 from shardlab.launch.errors import RankDied
 from tests.comm.test_communicator import Log
@@ -467,9 +467,9 @@ def test_a_rank_reads_what_it_holds_and_every_element_is_written_once(pools, tmp
 
 # What is replaced, on which rank, at which of its calls; and which checkpoint counts afterwards: 2 steps, or 4.
 KILLS = {
-    "before rank 1 writes": (checkpoint_module, "write_tensors", 1, 2),
-    "before the manifest": (checkpoint_module, "write_json", 0, 2),
-    "manifest written, not renamed": (checkpoint_module, "publish", 0, 2),
+    "before rank 1 writes": (save_module, "write_tensors", 1, 2),
+    "before the manifest": (save_module, "write_json", 0, 2),
+    "manifest written, not renamed": (save_module, "publish", 0, 2),
     "half of a file written": (directory_module, "save_file", 1, 2),
     "renamed, not yet latest": (directory_module, "_write_text", 0, 2),
     "latest, old one not yet removed": (directory_module.shutil, "rmtree", 0, 4),
@@ -522,11 +522,11 @@ def fails_to_write(rank, directory):
         def full_disk(*args):
             raise OSError(28, "No space left on device")
 
-        original = checkpoint_module.write_tensors
-        checkpoint_module.write_tensors = full_disk if rank == 1 else original
+        original = save_module.write_tensors
+        save_module.write_tensors = full_disk if rank == 1 else original
         with pytest.raises(RuntimeError) as caught:
             engine.save(directory)
-        checkpoint_module.write_tensors = original
+        save_module.write_tensors = original
         with pytest.raises(ValueError, match=r"extra\.f: .*not function"):
             engine.save(directory, extra={"f": lambda: 0})
         with (

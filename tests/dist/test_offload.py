@@ -9,8 +9,8 @@ import torch
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
-from shardlab.engines.checkpoints.directory import latest
-from shardlab.engines.checkpoints.manifest import read_manifest
+from shardlab.engines.checkpoint.directory import latest
+from shardlab.engines.checkpoint.manifest import read_manifest
 from shardlab.trace.memory import bytes_by_role
 from shardlab.vocabulary import Role
 from tests.dist import cases

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm import BaseMesh, Communicator
+from shardlab.engines.agreement import all_or_none
 from shardlab.engines.base import OptimizerFn
-from shardlab.engines.checkpoints.together import together
 from shardlab.engines.checks import second_gradient
 from shardlab.engines.copied import ModuleHook
 from shardlab.engines.fsdp.build import Builder
@@ -196,7 +196,7 @@ class FSDP(ShardedEngine):
         if offload.parameters:
             num_bytes = sum(param.nbytes for param in self.params.values()) * (1 + offload.gradients_and_state)
             shards = 1 if self.sharded_over is None else self.sharded_over.num_ranks
-            together(self.comms, self.mesh.device, lambda: check_host_memory(num_bytes // shards, num_ranks))
+            all_or_none(self.comms, self.mesh.device, lambda: check_host_memory(num_bytes // shards, num_ranks))
 
     def _cast_inputs_of_units(self) -> list[RemovableHandle]:
         """What reaches a unit may have been promoted on its way, by a float32 buffer for example."""

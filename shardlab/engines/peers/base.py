@@ -9,8 +9,7 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -18,8 +17,13 @@ from torch.utils.hooks import RemovableHandle
 from shardlab.comm import BaseMesh
 from shardlab.comm.torch_groups import TorchGroup, torch_group
 from shardlab.engines.base import Engine, OptimizerFn
-from shardlab.engines.checkpoint import Stateful
 from shardlab.vocabulary import Collective, MeshAxis
+
+STATE_IS_TORCHS = (
+    "keeps its state as torch's own engine does; use full_state_dict() for the parameters, "
+    "torch.distributed.checkpoint for the rest, or a strategy of shardlab"
+)
+"""``no_checkpoints`` of a peer whose optimizer state is in torch's own form."""
 
 
 class Peer(Engine):
@@ -91,37 +95,3 @@ class Peer(Engine):
             return self._occasion
         number, self._counts[op] = self._counts[op], self._counts[op] + 1
         return f"{self.sends.get(op, op)} {number}"
-
-
-class TorchState(Peer):
-    """A peer whose optimizer state is in torch's own form, which none of our checkpoints can hold."""
-
-    def full_optimizer_state_dict(self) -> dict[str, Any]:
-        """Not here."""
-        self._refuse("full_optimizer_state_dict")
-
-    def load_full_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: ARG002
-        """Not here."""
-        self._refuse("load_full_optimizer_state_dict")
-
-    def named_optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """Not here."""
-        self._refuse("named_optimizer_state")
-
-    def load_named_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:  # noqa: ARG002
-        """Not here."""
-        self._refuse("load_named_optimizer_state")
-
-    def save(self, directory: str | Path, *, extra: Any = None, **objects: Stateful) -> None:  # noqa: ARG002
-        """Not here."""
-        self._refuse("save")
-
-    def load(self, directory: str | Path, **objects: Stateful) -> Any:  # noqa: ARG002
-        """Not here."""
-        self._refuse("load")
-
-    def _refuse(self, method: str) -> NoReturn:
-        raise NotImplementedError(
-            f"{method}: strategy {self.name!r} keeps its state as torch's own engine does; use full_state_dict() for "
-            "the parameters, torch.distributed.checkpoint for the rest, or a strategy of shardlab"
-        )

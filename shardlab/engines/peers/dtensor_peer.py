@@ -5,17 +5,18 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from shardlab.engines.checkpoints.first_rank import first_ranks_own
 from shardlab.engines.holdings import ShardRow, held
-from shardlab.engines.peers.base import TorchState
+from shardlab.engines.peers.base import STATE_IS_TORCHS, Peer
 from shardlab.vocabulary import Role
 
 
-class DTensorPeer(TorchState):
+class DTensorPeer(Peer):
     """A peer whose parameters, gradients and optimizer state are distributed tensors.
 
     The module is changed by torch and stays so: ``close()`` cannot give the plain one back, ``full_state_dict()`` can.
     """
+
+    no_checkpoints = STATE_IS_TORCHS
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As in ``Engine``; torch reduces the norm."""
@@ -34,7 +35,7 @@ class DTensorPeer(TorchState):
                 name: whole(value) if isinstance(value, Tensor) else value
                 for name, value in self.module.state_dict().items()
             }
-        return first_ranks_own(self, state)
+        return self.checkpointer.first_ranks_own(self, state)
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what ``full_state_dict()`` or the plain module's ``state_dict()`` gave; communicates nothing."""
@@ -61,11 +62,11 @@ class DTensorPeer(TorchState):
         return list(self._rows())
 
     def owned(self) -> dict[str, tuple[int, int]]:
-        """Not here: a piece may be many ranges, see ``shard_map()``."""
+        """Always refused: a piece may be many ranges; see ``shard_map()``."""
         self._refuse_ranges("owned")
 
     def resident_params(self) -> dict[str, tuple[Tensor, int, int]]:
-        """Not here: a piece may be many ranges, see ``shard_map()``."""
+        """Always refused: a piece may be many ranges; see ``shard_map()``."""
         self._refuse_ranges("resident_params")
 
     def _tensor_axis(self) -> None:

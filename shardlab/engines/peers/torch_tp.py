@@ -65,7 +65,7 @@ class TorchTP(DTensorPeer):
         super().__init__(model, optimizer_fn, mesh, observed=observed)
 
     def full_params(self, *, keep_changes: bool = False) -> NoReturn:
-        """Not here."""
+        """Always refused: the module keeps distributed tensors."""
         raise NotImplementedError(
             f"full_params: strategy {self.name!r} keeps distributed tensors in the module; use full_state_dict()"
         )

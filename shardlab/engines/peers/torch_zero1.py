@@ -18,12 +18,12 @@ from shardlab.comm import BaseMesh
 from shardlab.engines.base import OptimizerFn
 from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.engines.holdings import ShardRow, held
-from shardlab.engines.peers.base import TorchState
+from shardlab.engines.peers.base import STATE_IS_TORCHS
 from shardlab.engines.peers.torch_ddp import TorchDDP
 from shardlab.vocabulary import Collective, Role
 
 
-class TorchZeRO1(TorchDDP, TorchState):
+class TorchZeRO1(TorchDDP):
     """``DistributedDataParallel`` with ``ZeroRedundancyOptimizer``.
 
     Args:
@@ -37,6 +37,7 @@ class TorchZeRO1(TorchDDP, TorchState):
     """
 
     name = "torch_zero1"
+    no_checkpoints = STATE_IS_TORCHS
     sends: ClassVar[Mapping[Collective, str]] = {**TorchDDP.sends, Collective.BROADCAST: "parameters"}
 
     def __init__(

@@ -1,7 +1,15 @@
-"""Reading element ranges out of the files of a checkpoint: a rank reads what it needs, not what others need."""
+"""Reading element ranges out of the files of a checkpoint: a rank reads what it needs, not what others need.
+
+A file holds a stretch of a flattened parameter or, of a tensor-parallel model, of a slice of one; whoever loads needs a
+stretch of another slice, or of the whole. So a checkpoint can change its tensor axis: elements go from their place in
+the slice that is wanted to their place in the full parameter, and from there to their place in the slice that was
+saved.
+"""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Self
 
@@ -9,11 +17,64 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from shardlab.engines.checkpoints.cuts import Cut
-from shardlab.engines.checkpoints.manifest import Row
+from shardlab.engines.checkpoint.manifest import Row
 from shardlab.partition.slices import TensorSlice
 
-_AT_ONCE = 2**20  # elements; their places take 8 bytes each, several times
+_AT_ONCE = 2**20  # elements read across slices; each needs several int64 places
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A slice, or the whole, of a parameter of ``full_shape``: indices ``ranges`` along ``dim``."""
+
+    full_shape: tuple[int, ...]
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, shape: Sequence[int], slice_: TensorSlice | None) -> "Cut":
+        """A slice; without one all of a tensor of this shape."""
+        if slice_ is None or slice_.num_ranks == 1:
+            return cls(tuple(shape), 0, ((0, shape[0] if shape else 1),))
+        return cls(slice_.full_shape, slice_.dim, slice_.ranges)
+
+    @classmethod
+    def of_row(cls, row: Row) -> "Cut":
+        """The slice in which a row's ``start`` and ``stop`` count."""
+        if row.ranges is None:
+            return cls.of(row.shape, None)
+        return cls(tuple(row.shape), row.dim, tuple((start, stop) for start, stop in row.ranges))
+
+    def full_place(self, place: Tensor) -> Tensor:
+        """Where elements of the flattened slice are in the flattened full parameter, int64."""
+        indices = torch.cat([torch.arange(start, stop) for start, stop in self.ranges])
+        outer, along, inner = self._split(place, len(indices))
+        return (outer * self._size + indices[along]) * self._inner + inner
+
+    def own_place(self, full: Tensor) -> Tensor:
+        """Where elements of the flattened full parameter are in the flattened slice, int64; -1 for none of it."""
+        width = sum(stop - start for start, stop in self.ranges)
+        indices = torch.full((self._size,), -1)
+        begin = 0
+        for start, stop in self.ranges:
+            indices[start:stop] = torch.arange(begin, begin + stop - start)
+            begin += stop - start
+        outer, along, inner = self._split(full, self._size)
+        return torch.where(indices[along] < 0, -1, (outer * width + indices[along]) * self._inner + inner)
+
+    def _split(self, place: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Indices before ``dim`` (flattened), along it, and behind it (flattened)."""
+        inner = place % self._inner
+        rest = place // self._inner
+        return rest // size, rest % size, inner
+
+    @property
+    def _size(self) -> int:
+        return self.full_shape[self.dim] if self.full_shape else 1
+
+    @property
+    def _inner(self) -> int:
+        return prod(self.full_shape[self.dim + 1 :])
 
 
 class ShardFiles:
@@ -25,6 +86,7 @@ class ShardFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        # Open until __exit__: a rank reads many ranges of few files, and opening one parses its whole header.
         self._open: dict[str, Any] = {}
         self._stack = ExitStack()
 
@@ -41,8 +103,9 @@ class ShardFiles:
             ValueError: an element is in no file, or a file cannot be read.
         """
         cut = Cut.of(rows[0].shape, slice_)
-        if alike := [row for row in rows if row.cut == cut]:
+        if alike := [row for row in rows if Cut.of_row(row) == cut]:
             return self._read_stretch(alike, start, stop)
+        # In steps, since the places of many elements at once would take more memory than the elements.
         steps = range(start, stop, _AT_ONCE)
         parts = [self._read_across(rows, cut, begin, min(begin + _AT_ONCE, stop)) for begin in steps]
         return torch.cat(parts) if parts else torch.empty(0, dtype=getattr(torch, rows[0].dtype))
@@ -67,7 +130,7 @@ class ShardFiles:
         missing = torch.ones(stop - start, dtype=torch.bool)
         full = cut.full_place(torch.arange(start, stop))
         for row in rows:
-            place = row.cut.own_place(full)
+            place = Cut.of_row(row).own_place(full)
             found = (place >= row.start) & (place < row.stop)
             if found.any():
                 place = place[found]
@@ -86,7 +149,7 @@ class ShardFiles:
                 opened = safe_open(path, framework="pt")
                 self._open[row.file] = self._stack.enter_context(opened)
             part: Tensor = self._open[row.file].get_slice(row.tensor_name)[start:stop]
-        except Exception as error:  # safetensors has an error of its own, which is not a ValueError
+        except Exception as error:  # safetensors raises an error of its own, which is not a ValueError
             raise ValueError(f"file: {row.tensor_name!r} cannot be read from {path}: {error}") from error
         if part.numel() != stop - start:
             raise ValueError(f"file: {path} has fewer elements of {row.tensor_name!r} than it should")
@@ -96,5 +159,6 @@ class ShardFiles:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        # The tensors read so far are copies, so no file need stay mapped for them.
         self._stack.close()
         self._open.clear()

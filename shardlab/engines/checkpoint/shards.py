@@ -11,16 +11,14 @@ holds the whole parameter.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
+from shardlab.engines.state import Checkpointed
 from shardlab.partition.chunks import chunk_bounds
 from shardlab.partition.slices import TensorSlice
 from shardlab.vocabulary import dtype_name
-
-if TYPE_CHECKING:
-    from shardlab.engines.base import Engine
 
 
 class Kind(StrEnum):
@@ -65,14 +63,14 @@ class TensorShard:
         return replace(self, start=self.start + first, stop=self.start + last, tensor=self.tensor[first:last])
 
 
-def parameter_shards(engine: "Engine") -> Iterator[TensorShard]:
+def parameter_shards(engine: Checkpointed) -> Iterator[TensorShard]:
     """The pieces this rank steps: master weights, where there are such."""
     for name, piece, start, stop in _pieces(engine):
         shape = shape_of(engine, name)
         yield TensorShard(Kind.PARAMETER, name, "", shape, start, stop, _flat(piece), engine.slices.get(name))
 
 
-def gradient_shards(engine: "Engine") -> Iterator[TensorShard]:
+def gradient_shards(engine: Checkpointed) -> Iterator[TensorShard]:
     """The gradients of the pieces this rank steps; none for a parameter that no rank used."""
     for name, piece, start, stop in _pieces(engine):
         if (gradient := piece.grad) is not None:
@@ -83,7 +81,7 @@ def gradient_shards(engine: "Engine") -> Iterator[TensorShard]:
             )
 
 
-def state_shards(engine: "Engine") -> Iterator[TensorShard]:
+def state_shards(engine: Checkpointed) -> Iterator[TensorShard]:
     """The tensors of the optimizer's state of those pieces; none for a parameter that was never stepped.
 
     Raises:
@@ -105,7 +103,7 @@ def state_shards(engine: "Engine") -> Iterator[TensorShard]:
                 yield TensorShard(Kind.STATE, name, key, tuple(value.shape), 0, value.numel(), _flat(value).clone())
 
 
-def state_values(engine: "Engine") -> dict[str, dict[str, Any]]:
+def state_values(engine: Checkpointed) -> dict[str, dict[str, Any]]:
     """What else the optimizer's state has for the parameters whose first element this rank holds."""
     states = {name: engine.optimizer.state.get(piece, {}) for name, piece, start, _ in _pieces(engine) if start == 0}
     values = {
@@ -135,12 +133,12 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def shape_of(engine: "Engine", name: str) -> tuple[int, ...]:
+def shape_of(engine: Checkpointed, name: str) -> tuple[int, ...]:
     """The shape of a parameter, also of one that is released; of a tensor-parallel model that of the slice."""
     return tuple(engine.params[name].shape)
 
 
-def whole_shape_of(engine: "Engine", name: str) -> tuple[int, ...]:
+def whole_shape_of(engine: Checkpointed, name: str) -> tuple[int, ...]:
     """The shape of a parameter in the whole model."""
     return engine.slices[name].full_shape if name in engine.slices else shape_of(engine, name)
 
@@ -156,7 +154,7 @@ def with_extra_state(module: nn.Module) -> dict[str, nn.Module]:
     return {name: part for name, part in module.named_modules() if type(part).get_extra_state is not plain}
 
 
-def _pieces(engine: "Engine") -> Iterator[tuple[str, Tensor, int, int]]:
+def _pieces(engine: Checkpointed) -> Iterator[tuple[str, Tensor, int, int]]:
     """Name, piece and elements of what this rank steps; a parameter without elements has nothing to keep."""
     tensors = engine.step_tensors()
     for name, (start, stop) in engine.owned().items():

@@ -21,10 +21,11 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Go on from there; a generator that the state does not have is left as it is."""
+    """Set every generator to what ``rng_state`` gave; one that is not in it is left as it is."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     kind, keys, place, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), place, has_gauss, cached))
+    # A checkpoint written on CPU ranks has no state of a GPU.
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)

@@ -7,20 +7,18 @@ rank by rank, and of each rank one tensor after another. So no tensor needs a co
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardlab.comm import Communicator
 from shardlab.comm.coalesced import MESSAGE_BYTES
+from shardlab.comm.communicator import Communicator
 from shardlab.comm.slices import merge
-from shardlab.engines.checkpoints.shards import TensorShard, gradient_shards, shape_of
-from shardlab.engines.checkpoints.together import share_json
+from shardlab.engines.agreement import share_json
+from shardlab.engines.checkpoint.shards import TensorShard, gradient_shards, shape_of
+from shardlab.engines.state import Checkpointed
 from shardlab.vocabulary import dtype_name
-
-if TYPE_CHECKING:
-    from shardlab.engines.base import Engine
 
 Key = tuple[str, str]  # parameter name, key in its state
 
@@ -43,7 +41,7 @@ class Stretch(NamedTuple):
         return prod(self.shape) * itemsize
 
 
-def gather_whole(engine: "Engine", shards: Iterable[TensorShard], *, tag: str) -> dict[Key, Tensor]:
+def gather_whole(engine: Checkpointed, shards: Iterable[TensorShard], *, tag: str) -> dict[Key, Tensor]:
     """Tensors of the whole model by name and key, the same on every rank, copies.
 
     Args:
@@ -61,7 +59,7 @@ def gather_whole(engine: "Engine", shards: Iterable[TensorShard], *, tag: str) -
     }
 
 
-def gather_gradients(engine: "Engine") -> dict[str, Tensor | None]:
+def full_gradients(engine: Checkpointed) -> dict[str, Tensor | None]:
     """See ``Engine.full_gradients``; they are means already."""
     full = gather_whole(engine, gradient_shards(engine), tag="full gradients")
     by_name = {name: gradient for (name, _), gradient in full.items()}
@@ -92,7 +90,7 @@ def gather_shards(
     return full
 
 
-def _merged(engine: "Engine", name: str, value: Tensor, *, tag: str) -> Tensor:
+def _merged(engine: Checkpointed, name: str, value: Tensor, *, tag: str) -> Tensor:
     if engine.tensor_comm is None or name not in engine.slices or tuple(value.shape) != shape_of(engine, name):
         return value
     return merge(value, engine.slices[name], engine.tensor_comm, tag=tag)
@@ -137,6 +135,7 @@ def _gather_message(
     parts = [own[key].to(device) for key in keys if key in own]
     chunk = torch.cat(parts) if parts else buffer[:0]
     comm.all_gather(buffer, chunk, bounds=bounds, tag=tag).wait()
+    # Copied out of the buffer, which may be up to MESSAGE_BYTES and would live as long as any view into it.
     full: dict[Key, Tensor] = {}
     place = 0
     for stretch in (stretch for held in stretches for stretch in held):

@@ -42,7 +42,7 @@ def begin(directory: Path) -> str:
     for entry in directory.iterdir():
         if found := _VERSION.fullmatch(entry.name):
             numbers.append(int(found[1]))
-            if found[2]:
+            if found[2]:  # of a run that was killed: all ranks of this one have just agreed, so none writes here
                 shutil.rmtree(entry)
     version = f"version-{max(numbers) + 1:06d}"
     partial_folder(directory, version).mkdir()
@@ -57,6 +57,7 @@ def partial_folder(directory: Path, version: str) -> Path:
 def publish(directory: Path, version: str) -> None:
     """Make a version that is completely written the one that counts, then remove the others."""
     partial = partial_folder(directory, version)
+    # A rename may reach the disk before what it names, so each is preceded by a sync of what it names.
     sync(partial)
     partial.rename(directory / version)
     sync(directory)
@@ -64,6 +65,7 @@ def publish(directory: Path, version: str) -> None:
     _write_text(note, version + "\n")
     note.replace(directory / LATEST)
     sync(directory)
+    # Only now does no name lead to the older versions.
     for entry in directory.iterdir():
         if _VERSION.fullmatch(entry.name) and entry.name != version:
             shutil.rmtree(entry)
@@ -99,6 +101,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def sync(path: Path) -> None:
     """Bring a file's contents, or a folder's entries, to the disk."""
+    # A folder has entries of its own to sync, and can be opened only by descriptor.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

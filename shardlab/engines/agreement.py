@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardlab.comm import Communicator
+from shardlab.comm.communicator import Communicator
 
 T = TypeVar("T")
-_TAG = "checkpoint"
+_TAG = "agreement"
 
 
-def together(comms: Sequence[Communicator], device: torch.device, work: Callable[[], T]) -> T:
-    """Do local ``work`` on every rank; return its result where it succeeded on all of them.
+def all_or_none(comms: Sequence[Communicator], device: torch.device, work: Callable[[], T]) -> T:
+    """Do local ``work`` on every rank; return its result where it succeeded on all ranks, else raise on all.
 
     Args:
         comms: axes whose ranks take part, outer first.
@@ -26,10 +26,11 @@ def together(comms: Sequence[Communicator], device: torch.device, work: Callable
         work: must not communicate.
 
     Raises:
-        ValueError: on all ranks, where a rank's work raised one; the message is that of the first such rank.
+        ValueError: on all ranks, where the work of one raised a ValueError; the message is that of the first such rank.
         RuntimeError: likewise for any other exception.
     """
     result, failure = _attempt(work)
+    # Also the ranks that succeeded come here, so no rank waits for one that has raised.
     texts = share_texts(comms, device, "" if failure is None else _described(failure))
     for rank, text in enumerate(texts):
         if text:
@@ -48,13 +49,12 @@ def share_json(comms: Sequence[Communicator], device: torch.device, value: Any) 
 def share_texts(comms: Sequence[Communicator], device: torch.device, text: str) -> list[str]:
     """Every rank's text, in the order of the ranks (row by row over the axes), on every rank.
 
-    A sum in which all others add zeros needs nothing but an all-reduce, so it goes over any number of axes. Sends 8
-    bytes a rank, and all texts together unless all are empty. Also a barrier: none returns before all have come.
+    Sends 8 bytes a rank, and all texts together unless all are empty. Also a barrier: no rank returns before every rank
+    has entered.
     """
-    number, num_ranks = 0, 1
-    for comm in comms:
-        number, num_ranks = number * comm.num_ranks + comm.rank, num_ranks * comm.num_ranks
+    number, num_ranks = number_among(comms)
     raw = text.encode()
+    # A sum to which the others add zeros is a gather that needs only all-reduces, so it crosses any number of axes.
     sizes = torch.zeros(num_ranks, dtype=torch.int64, device=device)
     sizes[number] = len(raw)
     bounds = [0, *_sum(comms, sizes).cumsum(0).tolist()]
@@ -65,6 +65,14 @@ def share_texts(comms: Sequence[Communicator], device: torch.device, text: str) 
         words[bounds[number] : bounds[number + 1]] = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(device)
     joined = _sum(comms, words).cpu().numpy().tobytes()
     return [joined[bounds[rank] : bounds[rank + 1]].decode() for rank in range(num_ranks)]
+
+
+def number_among(comms: Sequence[Communicator]) -> tuple[int, int]:
+    """This rank's number among the ranks of these axes (outer first), and how many they are; (0, 1) without axes."""
+    number, num_ranks = 0, 1
+    for comm in comms:
+        number, num_ranks = number * comm.num_ranks + comm.rank, num_ranks * comm.num_ranks
+    return number, num_ranks
 
 
 def _sum(comms: Sequence[Communicator], tensor: Tensor) -> Tensor:

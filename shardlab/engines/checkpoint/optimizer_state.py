@@ -6,21 +6,19 @@ so the numbers are the same everywhere, and the same as those of a plain optimiz
 
 from collections.abc import Callable, Mapping
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from shardlab.comm.slices import cut
-from shardlab.engines.checkpoints.codec import decode, encode
-from shardlab.engines.checkpoints.gather import gather_whole
-from shardlab.engines.checkpoints.shards import state_shards, state_values, whole_shape_of
-from shardlab.engines.checkpoints.together import share_json
-
-if TYPE_CHECKING:
-    from shardlab.engines.base import Engine
+from shardlab.engines.agreement import share_json
+from shardlab.engines.checkpoint.gather import gather_whole
+from shardlab.engines.checkpoint.manifest import decode, encode
+from shardlab.engines.checkpoint.shards import state_shards, state_values, whole_shape_of
+from shardlab.engines.state import Checkpointed
 
 
-def named_groups(engine: "Engine") -> list[dict[str, Any]]:
+def named_groups(engine: Checkpointed) -> list[dict[str, Any]]:
     """The optimizer's parameter groups with names in the place of tensors.
 
     Raises:
@@ -36,12 +34,13 @@ def named_groups(engine: "Engine") -> list[dict[str, Any]]:
     return groups
 
 
-def gather_optimizer_state(engine: "Engine") -> dict[str, Any]:
+def full_optimizer_state_dict(engine: Checkpointed) -> dict[str, Any]:
     """See ``Engine.full_optimizer_state_dict``."""
     groups = named_groups(engine)
     numbers = _numbers(groups)
     sharded_over = engine.sharded_over
     comms = () if sharded_over is None else (sharded_over,)
+    # Numbers and text go as JSON, tensors in few large messages.
     shared = share_json(comms, engine.mesh.device, encode(state_values(engine), "optimizer state"))
     state: dict[int, dict[str, Any]] = {}
     for values in decode(shared):
@@ -53,50 +52,52 @@ def gather_optimizer_state(engine: "Engine") -> dict[str, Any]:
     return {"state": ordered, "param_groups": [_numbered(group, numbers) for group in groups]}
 
 
-def gather_named_state(engine: "Engine") -> dict[str, dict[str, Any]]:
+def named_optimizer_state(engine: Checkpointed) -> dict[str, dict[str, Any]]:
     """See ``Engine.named_optimizer_state``."""
-    state = gather_optimizer_state(engine)["state"]
+    state = full_optimizer_state_dict(engine)["state"]
     numbers = _numbers(named_groups(engine))
     return {name: state[numbers[name]] for name in engine.params if numbers.get(name) in state}
 
 
-def install_named_state(engine: "Engine", states: Mapping[str, Mapping[str, Any]]) -> None:
+def load_named_optimizer_state(engine: Checkpointed, state: Mapping[str, Mapping[str, Any]]) -> None:
     """See ``Engine.load_named_optimizer_state``."""
     groups = named_groups(engine)
     numbers = _numbers(groups)
-    if unknown := [name for name in states if name not in numbers]:
+    if unknown := [name for name in state if name not in numbers]:
         raise ValueError(f"state: {unknown[0]!r} is no parameter of this engine's optimizer, which has {list(numbers)}")
-    state = {numbers[name]: found for name, found in states.items()}
-    install_full_state(engine, {"state": state, "param_groups": [_numbered(group, numbers) for group in groups]})
+    numbered = {numbers[name]: found for name, found in state.items()}
+    own = [_numbered(group, numbers) for group in groups]
+    load_full_optimizer_state_dict(engine, {"state": numbered, "param_groups": own})
 
 
-def install_full_state(engine: "Engine", full: Mapping[str, Any]) -> None:
+def load_full_optimizer_state_dict(engine: Checkpointed, state: Mapping[str, Any]) -> None:
     """See ``Engine.load_full_optimizer_state_dict``."""
-    groups, given = named_groups(engine), full["param_groups"]
+    groups, given = named_groups(engine), state["param_groups"]
     sizes, given_sizes = ([len(group["params"]) for group in some] for some in (groups, given))
     if sizes != given_sizes:
         raise ValueError(
             f"param_groups: the state has groups of {given_sizes} parameters, the engine's optimizer of {sizes}"
         )
-    states = {
-        name: full["state"].get(number, {})
+    by_name = {
+        name: state["state"].get(number, {})
         for group, other in zip(groups, given, strict=True)
         for name, number in zip(group["params"], other["params"], strict=True)
     }
-    for name, state in states.items():
-        for key, value in state.items():
+    # Before the first piece is cut: what is refused changes nothing.
+    for name, found in by_name.items():
+        for key, value in found.items():
             if isinstance(value, Tensor):
                 check_state_shape(engine, name, key, tuple(value.shape))
 
     def piece_of(name: str, piece: Tensor, start: int, stop: int) -> dict[str, Any]:
-        return {key: _cut(engine, name, value, piece, start, stop) for key, value in states[name].items()}
+        return {key: _cut(engine, name, value, piece, start, stop) for key, value in by_name[name].items()}
 
     named = [{**other, "params": group["params"]} for group, other in zip(groups, given, strict=True)]
     install_state(engine, named, piece_of)
 
 
 def install_state(
-    engine: "Engine", groups: list[dict[str, Any]], state_of: Callable[[str, Tensor, int, int], dict[str, Any]]
+    engine: Checkpointed, groups: list[dict[str, Any]], state_of: Callable[[str, Tensor, int, int], dict[str, Any]]
 ) -> None:
     """Load into the optimizer what this rank holds.
 
@@ -111,13 +112,14 @@ def install_state(
     owned = {name: span for name, span in engine.owned().items() if name in numbers}
     pieces = {name: state_of(name, tensors.by_name(name), *span) for name, span in owned.items()}
     state = {numbers[name]: found for name, found in pieces.items() if found}
-    with engine.stepping():  # torch moves the state to where the tensors are
+    # Torch moves the state to where the tensors are, which in host memory is not where they are stepped.
+    with engine.stepping():
         engine.optimizer.load_state_dict(
             {"state": state, "param_groups": [_numbered(group, numbers) for group in groups]}
         )
 
 
-def check_state_shape(engine: "Engine", name: str, key: str, shape: tuple[int, ...]) -> None:
+def check_state_shape(engine: Checkpointed, name: str, key: str, shape: tuple[int, ...]) -> None:
     """Refuse state that cannot be cut as its parameter is; every rank decides alike.
 
     Raises:
@@ -132,14 +134,14 @@ def check_state_shape(engine: "Engine", name: str, key: str, shape: tuple[int, .
         )
 
 
-def _cut(engine: "Engine", name: str, value: Any, piece: Tensor, start: int, stop: int) -> Any:
+def _cut(engine: Checkpointed, name: str, value: Any, piece: Tensor, start: int, stop: int) -> Any:
     if not isinstance(value, Tensor):
         return value
     if tuple(value.shape) != whole_shape_of(engine, name):
         return value.detach().clone()
     if name in engine.slices:
         value = cut(value, engine.slices[name])
-    # A copy, or a slice would keep the full tensor alive.
+    # A copy: a view would keep the full tensor alive, N times what this rank needs.
     return value.detach().reshape(-1)[start:stop].clone().view(piece.shape)
 
 

@@ -1,0 +1,29 @@
+"""Checkpoints and full state dicts, as functions of what ``engines.state.Checkpointed`` asks of an engine.
+
+Read shards, manifest, directory, save, files, load; then gather, module_state, optimizer_state. No engine imports
+this package: it is handed to them, see ``shardlab.engines``.
+"""
+
+from shardlab.engines.checkpoint.gather import full_gradients
+from shardlab.engines.checkpoint.load import load_checkpoint
+from shardlab.engines.checkpoint.module_state import first_ranks_own, full_state_dict, load_full_state_dict
+from shardlab.engines.checkpoint.optimizer_state import (
+    full_optimizer_state_dict,
+    load_full_optimizer_state_dict,
+    load_named_optimizer_state,
+    named_optimizer_state,
+)
+from shardlab.engines.checkpoint.save import save_checkpoint
+
+__all__ = [
+    "first_ranks_own",
+    "full_gradients",
+    "full_optimizer_state_dict",
+    "full_state_dict",
+    "load_checkpoint",
+    "load_full_optimizer_state_dict",
+    "load_full_state_dict",
+    "load_named_optimizer_state",
+    "named_optimizer_state",
+    "save_checkpoint",
+]

@@ -1,0 +1,154 @@
+"""Going on from a checkpoint, whichever strategy and number of ranks wrote it: ``engine.load(directory)``.
+
+A rank reads the element ranges it needs and nothing else. What the checkpoint must have in common with the engine
+(names, shapes, dtypes, the class of optimizer) is checked before the first tensor changes; each difference is an error
+that names it.
+
+Bytes read per rank for P fp32 parameters with Adam: ZeRO-3 and FSDP 12P/N, ZeRO-1 and ZeRO-2 4P + 8P/N, else 12P. On
+the wire only a few words.
+"""
+
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlab.engines.agreement import all_or_none
+from shardlab.engines.checkpoint.directory import latest
+from shardlab.engines.checkpoint.files import ShardFiles
+from shardlab.engines.checkpoint.manifest import Manifest, read_manifest
+from shardlab.engines.checkpoint.optimizer_state import check_state_shape, install_state, named_groups
+from shardlab.engines.checkpoint.save import check_mesh
+from shardlab.engines.checkpoint.shards import Kind, described, persistent_buffers, whole_shape_of, with_extra_state
+from shardlab.engines.rng import set_rng_state
+from shardlab.engines.state import Checkpointed, Stateful
+
+
+def load_checkpoint(engine: Checkpointed, directory: Path, objects: Mapping[str, Stateful]) -> Any:
+    """See ``Engine.load``."""
+    comms, device = engine.comms, engine.mesh.device
+    # All is checked, on every rank, before the first tensor of any rank changes.
+    folder, manifest = all_or_none(comms, device, lambda: _found(engine, directory, objects))
+    # Also a barrier: no rank may save, and clear this version away, while another still reads it.
+    all_or_none(comms, device, lambda: _restore(engine, folder, manifest, objects))
+    return manifest.extra
+
+
+def _found(engine: Checkpointed, directory: Path, objects: Mapping[str, Stateful]) -> tuple[Path, Manifest]:
+    check_mesh(engine)
+    folder = latest(directory)
+    manifest = read_manifest(folder)
+    _check_files(folder, manifest)
+    _check_model(engine, manifest)
+    _check_optimizer(engine, manifest)
+    _check_objects(objects, manifest)
+    return folder, manifest
+
+
+def _restore(engine: Checkpointed, folder: Path, manifest: Manifest, objects: Mapping[str, Stateful]) -> None:
+    with ShardFiles(folder) as files, torch.no_grad():
+        for name, (tensor, start, stop) in engine.resident_params().items():
+            if start < stop:
+                rows = manifest.tensors_of(Kind.PARAMETER, name).get("", [])
+                read = files.read(rows, start, stop, engine.slices.get(name))
+                tensor.detach().copy_(read.view(tensor.shape))
+        for name, buffer in persistent_buffers(engine.module).items():
+            if buffer.numel():
+                rows = manifest.tensors_of(Kind.BUFFER, name).get("", [])
+                buffer.copy_(files.read(rows, 0, buffer.numel()).view(buffer.shape))
+        _restore_optimizer(engine, files, manifest)
+    for name, module in with_extra_state(engine.module).items():
+        module.set_extra_state(manifest.module_state[name])
+    for name, thing in objects.items():
+        thing.load_state_dict(manifest.objects[name])
+    engine.num_steps = manifest.num_steps
+    # Last: what the user's own load_state_dict() draws must not move the generators on.
+    if engine.data_rank < len(manifest.rng):
+        set_rng_state(manifest.rng[engine.data_rank], engine.mesh.device)
+
+
+def _restore_optimizer(engine: Checkpointed, files: ShardFiles, manifest: Manifest) -> None:
+    def state_of(name: str, piece: Tensor, start: int, stop: int) -> dict[str, Any]:
+        state = dict(manifest.values.get(name, {}))
+        for key, rows in manifest.tensors_of(Kind.STATE, name).items():
+            shape = tuple(rows[0].shape)
+            if shape == whole_shape_of(engine, name):
+                state[key] = files.read(rows, start, stop, engine.slices.get(name)).view(piece.shape)
+            else:
+                state[key] = files.read(rows, 0, prod(shape)).view(shape)
+        return state
+
+    own = named_groups(engine)
+    # The order within a group is this model's; the options are the checkpoint's.
+    groups = [{**saved, "params": group["params"]} for saved, group in zip(manifest.groups, own, strict=True)]
+    install_state(engine, groups, state_of)
+
+
+def _check_files(folder: Path, manifest: Manifest) -> None:
+    """Every file the manifest names is there."""
+    for file in manifest.files:
+        if not (folder / file).is_file():
+            raise ValueError(f"file: {folder / file} is missing")
+
+
+def _check_model(engine: Checkpointed, manifest: Manifest) -> None:
+    """Parameters and buffers have the same names and shapes, parameters the same dtypes."""
+    tensors = engine.step_tensors()
+    _check_names("parameters", manifest.parameters, engine.params)
+    for name, saved in manifest.parameters.items():
+        _check_same(f"parameters: {name!r}", saved, described(whole_shape_of(engine, name), tensors.by_name(name)))
+    buffers = persistent_buffers(engine.module)
+    _check_names("buffers", manifest.buffers, buffers)
+    for name, saved in manifest.buffers.items():
+        # Another dtype is fine: mixed precision keeps buffers in fewer bits.
+        _check_same(f"buffers: {name!r}", saved, {"shape": list(buffers[name].shape), "dtype": saved["dtype"]})
+    _check_names("module state", manifest.module_state, with_extra_state(engine.module))
+
+
+def _check_optimizer(engine: Checkpointed, manifest: Manifest) -> None:
+    """The same class of optimizer, the same parameters in each group, and state this engine can cut."""
+    kind = type(engine.optimizer).__name__
+    if manifest.optimizer != kind:
+        raise ValueError(f"optimizer: the checkpoint is of {manifest.optimizer}, the engine has {kind}")
+    groups = named_groups(engine)
+    if len(groups) != len(manifest.groups):
+        raise ValueError(
+            f"param_groups: the checkpoint has {len(manifest.groups)}, the engine's optimizer {len(groups)}"
+        )
+    for number, (saved, own) in enumerate(zip(manifest.groups, groups, strict=True)):
+        if differing := set(saved["params"]) ^ set(own["params"]):
+            raise ValueError(
+                f"param_groups: group {number} of the checkpoint and of the engine's optimizer differ in "
+                f"{_listed(sorted(differing))}"
+            )
+    for name in engine.params:
+        for key, rows in manifest.tensors_of(Kind.STATE, name).items():
+            check_state_shape(engine, name, key, tuple(rows[0].shape))
+
+
+def _check_objects(wanted: Iterable[str], manifest: Manifest) -> None:
+    """What is to be loaded was saved."""
+    if missing := [name for name in wanted if name not in manifest.objects]:
+        known = _listed(list(manifest.objects)) or "none"
+        raise ValueError(f"objects: the checkpoint has {known}, and no {_listed(missing)}")
+
+
+def _check_names(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    if missing := [name for name in own if name not in saved]:
+        raise ValueError(f"{what}: the checkpoint, of another model, has no {_listed(missing)}")
+    if unknown := [name for name in saved if name not in own]:
+        raise ValueError(f"{what}: the checkpoint, of another model, has {_listed(unknown)}, and this model has not")
+
+
+def _check_same(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    for field in ("shape", "dtype"):
+        if saved[field] != own[field]:
+            raise ValueError(f"{what} has {field} {saved[field]} in the checkpoint and {own[field]} in the model")
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

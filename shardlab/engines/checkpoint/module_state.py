@@ -1,0 +1,90 @@
+"""The module's full state dict out of any engine, the same on every rank, and into any engine.
+
+Parameters are equal on all ranks; buffers and extra state need not be, so the first data rank's are sent to the others.
+"""
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlab.comm.coalesced import broadcast_coalesced
+from shardlab.comm.communicator import Communicator
+from shardlab.comm.slices import cut_state, merge_state
+from shardlab.engines.agreement import all_or_none, share_texts
+from shardlab.engines.state import Checkpointed
+
+_EXTRA_STATE = "_extra_state"  # how torch ends the name of what get_extra_state() returned; of any type, and any size
+
+
+def full_state_dict(engine: Checkpointed) -> dict[str, Any]:
+    """See ``Engine.full_state_dict``; the module has its full parameters already, or its slices of them."""
+    state = engine.module.state_dict()
+    if engine.tensor_comm is not None:
+        return first_ranks_own(engine, merge_state(state, engine.slices, engine.tensor_comm))
+    # Copies: the module's own tensors change with the next step, and would be written to below.
+    copies = {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+    return first_ranks_own(engine, copies)
+
+
+def load_full_state_dict(engine: Checkpointed, state: Mapping[str, Any]) -> None:
+    """See ``Engine.load_full_state_dict``; the module has room for full parameters, or for its slices of them."""
+    given = cut_state(state, engine.slices)
+    own = engine.module.state_dict()
+    misfits = {name for name in own.keys() | given.keys() if not _fits(own.get(name), given.get(name))}
+    if misfits:
+        # What fits is replaced by what is there already: torch would copy it before it refuses the rest.
+        given = {name: value if name in misfits else own[name] for name, value in given.items()}
+    engine.module.load_state_dict(given, strict=True)
+
+
+def first_ranks_own(engine: Checkpointed, state: dict[str, Any]) -> dict[str, Any]:
+    """``state`` with the buffers and the extra state of the first data rank, the same on every rank; collective.
+
+    Args:
+        engine: whose state it is; its parameters are equal on all ranks already.
+        state: copies, by name; the tensors among them are written to.
+
+    Raises:
+        RuntimeError: the first rank's extra state cannot be pickled; on all ranks.
+    """
+    # Parameters are not sent: every engine keeps them equal, and they are the most of the bytes.
+    parameters = {name for name, _ in engine.module.named_parameters(remove_duplicate=False)}
+    others = {name: value for name, value in state.items() if name not in parameters}
+    extra = {name for name, value in others.items() if name.endswith(_EXTRA_STATE) or not isinstance(value, Tensor)}
+    buffers = [value for name, value in others.items() if name not in extra and value.numel()]
+    for comm in reversed(engine.data_comms):
+        broadcast_coalesced(comm, buffers, tag="buffers of rank 0")
+    if not extra:
+        return state
+    return state | _of_first(engine.data_comms, engine.mesh.device, {name: state[name] for name in sorted(extra)})
+
+
+def _fits(own: Any, given: Any) -> bool:
+    if isinstance(own, Tensor) and isinstance(given, Tensor):
+        return own.shape == given.shape
+    return own is not None and given is not None
+
+
+def _of_first(comms: Sequence[Communicator], device: torch.device, values: dict[str, Any]) -> dict[str, Any]:
+    """The first rank's ``values``, on every rank."""
+    if all(comm.num_ranks == 1 for comm in comms):
+        return values
+    is_first = all(comm.rank == 0 for comm in comms)
+    pickled = all_or_none(comms, device, lambda: _pickled(values) if is_first else "")
+    found: dict[str, Any] = _unpickled(share_texts(comms, device, pickled)[0])
+    return values if is_first else found
+
+
+def _pickled(values: dict[str, Any]) -> str:
+    file = io.BytesIO()
+    torch.save(values, file)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _unpickled(text: str) -> Any:
+    # Any class of the user's own may be in it, and a rank of this very run has written it, so it can be trusted.
+    return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=False)
