@@ -6,7 +6,7 @@ from multiprocessing.connection import wait
 from threading import Event
 from time import monotonic, perf_counter_ns
 
-from shardlab.comm.transports.areas import MismatchError
+from shardlab.comm.transports.shared_buffers import MismatchError
 from shardlab.launch.board import BoardRow, CallState, describe
 from shardlab.launch.crew import Crew, RankProcess
 from shardlab.launch.errors import RankDied, RankError, RankHang, describe_exit

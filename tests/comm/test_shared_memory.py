@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from shardlab.comm.mesh import Mesh
-from shardlab.comm.transports import areas
-from shardlab.comm.transports.areas import SharedAreas, share_areas
+from shardlab.comm.transports import shared_buffers
 from shardlab.comm.transports.gloo import GlooTransport
+from shardlab.comm.transports.shared_buffers import SharedBuffers, share_buffers
 from shardlab.comm.transports.shared_memory import SharedMemoryTransport
 from shardlab.launch import RankDied, RankError, RankPool
 
@@ -25,7 +25,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
 def transport(half_bytes=48, timeout=SHORT):
     """Over all ranks; with so small a half each message goes in many segments."""
     group = dist.group.WORLD
-    shared = share_areas(group, timeout, half_bytes)
+    shared = share_buffers(group, timeout, half_bytes)
     assert shared is not None
     return SharedMemoryTransport(group, shared)
 
@@ -48,7 +48,7 @@ def test_all_reduce_adds_in_the_order_of_the_ranks(pools, num_ranks, dtype):
         expected = data(0, numel, dtype)
         for rank in range(1, num_ranks):
             expected += data(rank, numel, dtype)
-        for half_bytes in (48, areas.HALF_BYTES):
+        for half_bytes in (48, shared_buffers.HALF_BYTES):
             for tensor in pools(num_ranks).run(reduced, numel, dtype, "sum", half_bytes):
                 assert torch.equal(tensor, expected)
 
@@ -82,7 +82,7 @@ def as_over_gloo(rank, bounds, dtype, half_bytes):
     return [*same, torch.equal(*results)]
 
 
-@pytest.mark.parametrize("half_bytes", [48, areas.HALF_BYTES])
+@pytest.mark.parametrize("half_bytes", [48, shared_buffers.HALF_BYTES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bounds", [(0, 11, 24), (0, 7, 7, 90), (0, 5, 17, 18, 40)], ids=["2", "3", "4"])
 def test_chunks_are_those_of_gloo(pools, bounds, dtype, half_bytes):
@@ -91,7 +91,7 @@ def test_chunks_are_those_of_gloo(pools, bounds, dtype, half_bytes):
 
 def hurried(rank, rounds):
     """Ranks that run ahead of each other by as much as they can never see what is not meant for them."""
-    shared, seen = transport(areas.HALF_BYTES), []
+    shared, seen = transport(shared_buffers.HALF_BYTES), []
     for number in range(rounds):
         tensor = torch.full((4,), float(rank + number))
         shared.all_reduce(tensor, "sum")
@@ -149,11 +149,11 @@ def test_a_mesh_says_how_it_sends(pools):
 
 def apart(rank, transports):
     """As if every rank were on a host of its own."""
-    plain, areas._host = areas._host, lambda: f"host {rank}"
+    plain, shared_buffers._host = shared_buffers._host, lambda: f"host {rank}"
     try:
         return names(rank, transports)
     finally:
-        areas._host = plain
+        shared_buffers._host = plain
 
 
 def without(rank, transports):
@@ -162,12 +162,12 @@ def without(rank, transports):
     def missing():
         raise OSError("no such file")
 
-    plain = areas._host
-    areas._host = missing if rank else plain
+    plain = shared_buffers._host
+    shared_buffers._host = missing if rank else plain
     try:
         return names(rank, transports)
     finally:
-        areas._host = plain
+        shared_buffers._host = plain
 
 
 @pytest.mark.parametrize("somewhere", [apart, without])
@@ -227,7 +227,7 @@ def test_a_rank_that_does_not_come_ends_the_wait(pools):
 
 
 def open_files(rank):
-    """Unix sockets and mappings of areas, after a mesh and the next; mappings with a mesh."""
+    """Unix sockets and mappings of shared buffers, after a mesh and the next; mappings with a mesh."""
     counts = []
     for step in range(4):
         with Mesh({"data": 2}) as mesh:
@@ -252,26 +252,26 @@ def test_closed_meshes_leave_nothing_open(pools):
 
 
 def listened(rank):
-    """What a mesh says it sent, and what the areas were asked to carry."""
-    met, events, meet = [], Events(), SharedAreas.meet
+    """What a mesh says it sent, and what the shared buffers were asked to carry."""
+    met, events, meet = [], Events(), SharedBuffers.synchronize
 
     def noted(self, call):
         met.append((call.collective, call.numel, call.dtype))
         meet(self, call)
 
-    SharedAreas.meet = noted
+    SharedBuffers.synchronize = noted
     try:
         with Mesh({"data": 3}) as mesh, mesh.observed_by(events):
             mesh.data.all_reduce(torch.ones(7)).wait()
             mesh.data.reduce_scatter(torch.ones(9), torch.empty(3)).wait()
             mesh.data.all_gather(torch.ones(9)).wait()
-            mesh.data.all_reduce(torch.ones(2 * areas.HALF_BYTES // 4 + 1)).wait()
+            mesh.data.all_reduce(torch.ones(2 * shared_buffers.HALF_BYTES // 4 + 1)).wait()
     finally:
-        SharedAreas.meet = meet
+        SharedBuffers.synchronize = meet
     return [(str(event.op), event.numel, event.dtype) for event in events], met
 
 
-def test_what_is_recorded_is_what_passes_the_areas(pools):
+def test_what_is_recorded_is_what_passes_the_shared_buffers(pools):
     for events, met in pools(3).run(listened):
         assert list(dict.fromkeys(met)) == events
         assert Counter(met)[events[0]] == 2  # a reduction and a gathering

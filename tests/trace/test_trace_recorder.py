@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlab.analysis import overlap
 from shardlab.comm.mesh import Mesh
-from shardlab.comm.transports.areas import SharedAreas
+from shardlab.comm.transports.shared_buffers import SharedBuffers
 from shardlab.engines import build_engine
 from shardlab.experiment import TrainStep
 from shardlab.partition.wire import ring_wire_bytes
@@ -39,8 +39,8 @@ def record(pool, setting, directory, fn=train):
 
 
 def train_counted(rank, setting):
-    """Train, with a counter under torch.distributed and in the areas: (function, bytes) of every call, in order."""
-    calls, meet = [], SharedAreas.meet
+    """Train with a counter in torch.distributed and in the shared buffers: (function, bytes) of each call, in order."""
+    calls, meet = [], SharedBuffers.synchronize
 
     def met(self, call):
         calls.append((call.collective, call.numel, call.dtype))
@@ -67,12 +67,12 @@ def train_counted(rank, setting):
     try:
         for name, (_, call) in patched.items():
             setattr(dist, name, call)
-        SharedAreas.meet = met
+        SharedBuffers.synchronize = met
         return train(rank, setting), calls
     finally:
         for name, (plain, _) in patched.items():
             setattr(dist, name, plain)
-        SharedAreas.meet = meet
+        SharedBuffers.synchronize = meet
 
 
 def composed(row, num_ranks):
@@ -106,14 +106,14 @@ def test_recorded_collectives_are_those_that_torch_distributed_saw(pools, tmp_pa
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_recorded_collectives_are_those_that_the_areas_saw(pools, tmp_path, strategy, num_ranks):
+def test_recorded_collectives_are_those_that_the_shared_buffers_saw(pools, tmp_path, strategy, num_ranks):
     setting = Setting(strategy, transport=HostTransport.SHARED_MEMORY)
     results, records = record(pools(num_ranks), setting, tmp_path, train_counted)
     for rank, (_, calls) in enumerate(results):
         rows = records.collectives[records.collectives["rank"] == rank]
         expected = []
         for row in rows.itertuples():
-            meetings = 2 if row.op == Collective.ALL_REDUCE else 1  # all of them are smaller than an area
+            meetings = 2 if row.op == Collective.ALL_REDUCE else 1  # all of them are smaller than half a buffer
             rare = row.op == Collective.BROADCAST  # over torch.distributed
             expected += [(row.op, row.bytes)] if rare else [(row.op, row.numel, row.dtype)] * meetings
         assert calls == expected

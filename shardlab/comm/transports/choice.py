@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from shardlab.comm.process import Process
-from shardlab.comm.transports.areas import share_areas
 from shardlab.comm.transports.base import Transport
 from shardlab.comm.transports.gloo import GlooTransport
 from shardlab.comm.transports.nccl import NcclTransport
+from shardlab.comm.transports.shared_buffers import share_buffers
 from shardlab.comm.transports.shared_memory import SharedMemoryTransport
 from shardlab.comm.transports.wrappers import EmulatedLink, StagedTransport
 from shardlab.partition.wire import Link
@@ -67,9 +67,9 @@ def transport_of(
 
 
 def _through_host(group: dist.ProcessGroup, wanted: str | None) -> GlooTransport:
-    areas = None if wanted == HostTransport.GLOO else share_areas(group, Process.timeout or default_pg_timeout)
-    if areas is not None:
-        return SharedMemoryTransport(group, areas)
+    buffers = None if wanted == HostTransport.GLOO else share_buffers(group, Process.timeout or default_pg_timeout)
+    if buffers is not None:
+        return SharedMemoryTransport(group, buffers)
     if wanted == HostTransport.SHARED_MEMORY:
         raise ValueError("transport: 'shared_memory' needs all ranks of an axis on one host with Linux; use 'gloo'")
     return GlooTransport(group)

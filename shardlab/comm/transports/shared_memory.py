@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.comm.transports.areas import Call, SharedAreas
 from shardlab.comm.transports.base import Bounds, Reduction
 from shardlab.comm.transports.gloo import GlooTransport, add_in_order
+from shardlab.comm.transports.shared_buffers import Call, SharedBuffers
 from shardlab.partition.chunks import chunk_bounds
 from shardlab.vocabulary import Collective, HostTransport
 
@@ -23,18 +23,18 @@ _ADD: dict[Reduction, Add] = {"sum": torch.add, "max": torch.maximum}
 
 
 class SharedMemoryTransport(GlooTransport):
-    """Collectives through shared areas.
+    """Collectives through shared buffers.
 
     Args:
         group: a gloo process group, of which this process is a member.
-        areas: of the same group.
+        shared: the buffers of the same group.
     """
 
     name = HostTransport.SHARED_MEMORY
 
-    def __init__(self, group: dist.ProcessGroup, areas: SharedAreas) -> None:
+    def __init__(self, group: dist.ProcessGroup, shared: SharedBuffers) -> None:
         super().__init__(group)
-        self._areas = areas
+        self._shared = shared
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
         """Segment by segment: each rank reduces its part of it, then all gather the parts."""
@@ -61,20 +61,20 @@ class SharedMemoryTransport(GlooTransport):
         self._gather_parts(Call.of(Collective.ALL_GATHER, buffer, tag), buffer, bounds)
 
     def barrier(self) -> None:
-        """One meeting."""
-        self._areas.meet(Call(Collective.BARRIER, 0, "", ""))
+        """One synchronisation of the buffers."""
+        self._shared.synchronize(Call(Collective.BARRIER, 0, "", ""))
 
     def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:  # noqa: ARG002
-        """The areas are there once for all collectives, outside of torch's memory."""
+        """The buffers are there once, for all collectives, outside of torch's memory."""
         return 0
 
     def close(self) -> None:
-        """Let go of the areas."""
-        self._areas.close()
+        """Close the shared buffers."""
+        self._shared.close()
 
     def _part_length(self, dtype: torch.dtype) -> int:
-        """Elements for each rank that fit into an area."""
-        return self._areas.length(dtype) // self._num_ranks
+        """Elements for each rank that fit into a half of a buffer."""
+        return self._shared.length(dtype) // self._num_ranks
 
     def _reduce_parts(self, call: Call, output: Tensor, buffer: Tensor, bounds: Bounds, add: Add) -> None:
         """This rank's chunk, reduced, into ``output``, which may be that part of ``buffer``."""
@@ -82,15 +82,15 @@ class SharedMemoryTransport(GlooTransport):
         length = self._part_length(buffer.dtype)
         for start in range(0, max(chunk.numel() for chunk in chunks), length):
             parts = [chunk[start : start + length] for chunk in chunks]
-            area = self._areas.own(buffer.dtype)
+            place_of_all = self._shared.own(buffer.dtype)
             for rank, part in enumerate(parts):
                 if rank != self._rank:
-                    area[rank * length : rank * length + part.numel()].copy_(part)
-            self._areas.meet(call)
+                    place_of_all[rank * length : rank * length + part.numel()].copy_(part)
+            self._shared.synchronize(call)
             own = parts[self._rank]
             place = slice(self._rank * length, self._rank * length + own.numel())
             versions = [
-                own if rank == self._rank else self._areas.of(rank, buffer.dtype)[place]
+                own if rank == self._rank else self._shared.of(rank, buffer.dtype)[place]
                 for rank in range(self._num_ranks)
             ]
             room = versions[1 if self._rank == 0 else 0]  # of another rank, who looks at other places in it
@@ -99,15 +99,15 @@ class SharedMemoryTransport(GlooTransport):
     def _gather_parts(self, call: Call, buffer: Tensor, bounds: Bounds) -> None:
         """Every rank's chunk into its place."""
         chunks = [buffer[start:stop] for start, stop in pairwise(bounds)]
-        length = self._areas.length(buffer.dtype)
+        length = self._shared.length(buffer.dtype)
         for start in range(0, max(chunk.numel() for chunk in chunks), length):
             parts = [chunk[start : start + length] for chunk in chunks]
             own = parts[self._rank]
-            self._areas.own(buffer.dtype)[: own.numel()].copy_(own)
-            self._areas.meet(call)
+            self._shared.own(buffer.dtype)[: own.numel()].copy_(own)
+            self._shared.synchronize(call)
             for rank, part in enumerate(parts):
                 if rank != self._rank:
-                    part.copy_(self._areas.of(rank, buffer.dtype)[: part.numel()])
+                    part.copy_(self._shared.of(rank, buffer.dtype)[: part.numel()])
 
 
 def _require_addable(dtype: torch.dtype) -> None:

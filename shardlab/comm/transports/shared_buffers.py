@@ -1,15 +1,16 @@
-"""Memory that the ranks of one host share: an area a rank writes and all others read, and a bell between each two.
+"""Memory that the ranks of one host share: each rank writes a buffer of its own, and all others read it.
 
-    areas.own(dtype)[:n].copy_(x)      # write what the others shall have
-    areas.meet(call)                   # ring, and wait until all have rung
-    areas.of(rank, dtype)[:n]          # what they have written; until the next meeting
+    buffers.own(dtype)[:n].copy_(x)      # write what the others shall read
+    buffers.synchronize(call)            # wait until all ranks have come here
+    buffers.of(rank, dtype)[:n]          # what they wrote; valid until the next synchronize
 
-An area has two halves, which take turns. A rank writes into a half again two meetings later, and between the two every
-other rank has rung once more: it has come back from its reading, so nothing is overwritten that somebody still reads.
+Each buffer is double: a rank writes the two halves in turn. It writes into a half again two synchronisations later, and
+in between every other rank has sent one more message, which it does only after its reading: nothing is overwritten that
+somebody still reads.
 
-The memory has no name (``memfd_create``) and the bells are Unix sockets in the kernel's abstract namespace: whatever
-ends a process, nothing stays behind. A bell says which collective its rank is in, so ranks that meet in two different
-ones get an error and not each other's numbers.
+The memory has no name (``memfd_create``), and the Unix sockets between each two ranks are in the kernel's abstract
+namespace: whatever ends a process, nothing stays behind. A message says which collective its rank is in, so ranks in
+two different ones get an error and not each other's numbers.
 """
 
 import contextlib
@@ -31,13 +32,13 @@ from torch import Tensor
 
 from shardlab.vocabulary import Collective, dtype_name
 
-HALF_BYTES = 2 * 1024**2  # of an area: less costs meetings, more leaves the cache
-_BELL = struct.Struct("=16sQ16sI96s")  # the last is cut off, so a number of the whole stands before it
+HALF_BYTES = 2 * 1024**2  # of a buffer: smaller ones synchronise more often, larger ones leave the cache
+_MESSAGE = struct.Struct("=16sQ16sI96s")  # the last is cut off, so a number of the whole stands before it
 _RANK = struct.Struct("=I")
 
 
 @dataclass(frozen=True)
-class _Door:
+class _Endpoint:
     """Where a rank can be reached, and by whom: only processes of the same ``host`` can share memory with it."""
 
     host: str
@@ -45,7 +46,7 @@ class _Door:
 
 
 class Call(NamedTuple):
-    """What a rank is in: the same on all ranks that meet."""
+    """What a rank is in: the same on all ranks that synchronise."""
 
     collective: str
     numel: int
@@ -60,12 +61,12 @@ class Call(NamedTuple):
     def packed(self) -> bytes:
         """As it is sent."""
         tag = self.tag.encode()
-        return _BELL.pack(self.collective.encode(), self.numel, self.dtype.encode(), zlib.crc32(tag), tag)
+        return _MESSAGE.pack(self.collective.encode(), self.numel, self.dtype.encode(), zlib.crc32(tag), tag)
 
     @classmethod
     def unpacked(cls, message: bytes) -> "Call":
         """What another rank has sent, perhaps with a shorter tag."""
-        collective, numel, dtype, _, tag = _BELL.unpack(message)
+        collective, numel, dtype, _, tag = _MESSAGE.unpack(message)
         name, kind, purpose = (text.rstrip(b"\0").decode(errors="replace") for text in (collective, dtype, tag))
         return cls(name, numel, kind, purpose)
 
@@ -75,43 +76,43 @@ class Call(NamedTuple):
 
 
 class MismatchError(RuntimeError):
-    """Ranks met in different collectives."""
+    """Ranks are in different collectives."""
 
 
-class SharedAreas:
-    """All areas of a group, as one of its ranks sees them.
+class SharedBuffers:
+    """All shared buffers of a group, as one of its ranks sees them.
 
     Args:
         rank: this process's position in the group.
-        memory: the areas by rank, all of one size.
-        bells: a connected socket to every other rank.
-        timeout: how long a meeting may last.
+        memory: the buffers by rank, all of one size.
+        sockets: a connected socket to every other rank.
+        timeout: how long a rank waits for the others.
     """
 
     def __init__(
-        self, rank: int, memory: Mapping[int, mmap.mmap], bells: Mapping[int, socket.socket], timeout: timedelta
+        self, rank: int, memory: Mapping[int, mmap.mmap], sockets: Mapping[int, socket.socket], timeout: timedelta
     ) -> None:
         self.rank = rank
-        self._memory, self._bells = dict(memory), dict(bells)
+        self._memory, self._sockets = dict(memory), dict(sockets)
         self._timeout_s = timeout.total_seconds()
         self._half = 0  # the one that this rank writes
         self._half_bytes = len(memory[rank]) // 2
-        for bell in self._bells.values():
-            bell.settimeout(self._timeout_s)
+        for peer in self._sockets.values():
+            peer.settimeout(self._timeout_s)
 
     def length(self, dtype: torch.dtype) -> int:
-        """Elements that one meeting can carry from each rank."""
+        """Elements that one half of a buffer holds."""
         return self._half_bytes // dtype.itemsize
 
     def own(self, dtype: torch.dtype) -> Tensor:
-        """Where this rank writes for the next meeting, [length]."""
+        """Where this rank writes before the next ``synchronize``, [length]."""
         return self._view(self.rank, dtype, self._half)
 
     def of(self, rank: int, dtype: torch.dtype) -> Tensor:
-        """What a rank has written for the last meeting, [length]; something older where it has written less."""
+        """What a rank wrote before the last ``synchronize``, [length]; something older where it has written less."""
         return self._view(rank, dtype, 1 - self._half)
 
-    def meet(self, call: Call) -> None:
+    def synchronize(self, call: Call) -> None:
         """Return when all ranks have come here; then ``of`` is what they had written before.
 
         Raises:
@@ -119,27 +120,27 @@ class SharedAreas:
             RuntimeError: one has gone, or does not come within the timeout.
         """
         message = call.packed()
-        for rank, bell in self._bells.items():
+        for rank, peer in self._sockets.items():
             try:
-                bell.send(message)
+                peer.send(message)
             except OSError as error:
                 raise _gone(rank, call) from error
-        for rank, bell in self._bells.items():
-            theirs = self._heard(rank, bell, call)
+        for rank, peer in self._sockets.items():
+            theirs = self._receive(rank, peer, call)
             if theirs != message:
                 other = Call.unpacked(theirs)
                 raise MismatchError(f"{call} on rank {self.rank} of the group meets {other} on rank {rank}")
         self._half = 1 - self._half
 
     def close(self) -> None:
-        """Let go of everything; whoever still waits for this rank gets an error."""
-        for bell in self._bells.values():
-            bell.close()
-        self._memory.clear()  # unmapped with the last tensor that looks at it
+        """Close the sockets and the memory; whoever still waits for this rank gets an error."""
+        for peer in self._sockets.values():
+            peer.close()
+        self._memory.clear()  # a tensor that views it keeps it mapped
 
-    def _heard(self, rank: int, bell: socket.socket, call: Call) -> bytes:
+    def _receive(self, rank: int, peer: socket.socket, call: Call) -> bytes:
         try:
-            message = bell.recv(_BELL.size)
+            message = peer.recv(_MESSAGE.size)
         except TimeoutError as error:
             late = f"{call}: rank {rank} of the group has not come within {self._timeout_s:g} s"
             raise RuntimeError(late) from error
@@ -154,12 +155,12 @@ class SharedAreas:
         return torch.frombuffer(self._memory[rank], dtype=dtype, count=self.length(dtype), offset=offset)
 
 
-def share_areas(group: dist.ProcessGroup, timeout: timedelta, half_bytes: int = HALF_BYTES) -> SharedAreas | None:
-    """Areas for a gloo group; every rank of it calls this.
+def share_buffers(group: dist.ProcessGroup, timeout: timedelta, half_bytes: int = HALF_BYTES) -> SharedBuffers | None:
+    """Buffers for a gloo group; every rank of it calls this.
 
     Args:
         group: this process is a member of it.
-        timeout: how long a meeting may last.
+        timeout: how long a rank waits for the others.
         half_bytes: size of each half, a multiple of 16, the same on all ranks.
 
     Returns:
@@ -167,29 +168,29 @@ def share_areas(group: dist.ProcessGroup, timeout: timedelta, half_bytes: int = 
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     with contextlib.ExitStack() as stack:
-        listener, own = _open_door(num_ranks)
+        listener, own = _listen(num_ranks)
         if listener is not None:
             stack.enter_context(listener)
-        doors: list[_Door] = [own] * num_ranks
-        dist.all_gather_object(doors, own, group=group)
-        if listener is None or len({door.host for door in doors}) > 1:
+        endpoints: list[_Endpoint] = [own] * num_ranks
+        dist.all_gather_object(endpoints, own, group=group)
+        if listener is None or len({endpoint.host for endpoint in endpoints}) > 1:
             return None
         listener.settimeout(timeout.total_seconds())
-        bells = _connect(rank, listener, doors)
-    return SharedAreas(rank, _exchange_areas(rank, bells, 2 * half_bytes), bells, timeout)
+        sockets = _connect(rank, listener, endpoints)
+    return SharedBuffers(rank, _exchange_buffers(rank, sockets, 2 * half_bytes), sockets, timeout)
 
 
-def _open_door(num_ranks: int) -> tuple[socket.socket | None, _Door]:
+def _listen(num_ranks: int) -> tuple[socket.socket | None, _Endpoint]:
     """A socket that listens, and where; None and a host that is nobody else's where there is no such memory."""
     try:
         host = _host()
     except OSError:
-        return None, _Door(uuid.uuid4().hex, "")
-    door = _Door(host, f"\0shardlab-{uuid.uuid4().hex}")
+        return None, _Endpoint(uuid.uuid4().hex, "")
+    endpoint = _Endpoint(host, f"\0shardlab-{uuid.uuid4().hex}")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(door.address)
+    listener.bind(endpoint.address)
     listener.listen(num_ranks)
-    return listener, door
+    return listener, endpoint
 
 
 def _host() -> str:
@@ -198,32 +199,32 @@ def _host() -> str:
     return f"{kernel} {Path('/proc/self/ns/net').readlink()}"
 
 
-def _connect(rank: int, listener: socket.socket, doors: list[_Door]) -> dict[int, socket.socket]:
-    """A socket to every other rank: each knocks at the doors of the ranks before it."""
-    bells = {}
+def _connect(rank: int, listener: socket.socket, endpoints: list[_Endpoint]) -> dict[int, socket.socket]:
+    """A socket to every other rank: each rank connects to those before it and accepts those after it."""
+    sockets = {}
     for other in range(rank):
-        bells[other] = bell = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        bell.connect(doors[other].address)
-        bell.send(_RANK.pack(rank))
-    while len(bells) < len(doors) - 1:
-        bell, _ = listener.accept()
-        (other,) = _RANK.unpack(bell.recv(_RANK.size))
-        bells[other] = bell
-    return dict(sorted(bells.items()))
+        sockets[other] = peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        peer.connect(endpoints[other].address)
+        peer.send(_RANK.pack(rank))
+    while len(sockets) < len(endpoints) - 1:
+        peer, _ = listener.accept()
+        (other,) = _RANK.unpack(peer.recv(_RANK.size))
+        sockets[other] = peer
+    return dict(sorted(sockets.items()))
 
 
-def _exchange_areas(rank: int, bells: Mapping[int, socket.socket], num_bytes: int) -> dict[int, mmap.mmap]:
-    """Make this rank's area, hand it to all others and take theirs."""
-    areas = {}
+def _exchange_buffers(rank: int, sockets: Mapping[int, socket.socket], num_bytes: int) -> dict[int, mmap.mmap]:
+    """Make this rank's buffer, hand it to all others and take theirs."""
+    buffers = {}
     own = os.memfd_create("shardlab", os.MFD_CLOEXEC)
     os.ftruncate(own, num_bytes)
-    for bell in bells.values():
-        socket.send_fds(bell, [b"area"], [own])
-    for other, bell in bells.items():
-        _, [theirs], _, _ = socket.recv_fds(bell, len(b"area"), 1)
-        areas[other] = _mapped(theirs, num_bytes)
-    areas[rank] = _mapped(own, num_bytes)
-    return areas
+    for peer in sockets.values():
+        socket.send_fds(peer, [b"buffer"], [own])
+    for other, peer in sockets.items():
+        _, [theirs], _, _ = socket.recv_fds(peer, len(b"buffer"), 1)
+        buffers[other] = _mapped(theirs, num_bytes)
+    buffers[rank] = _mapped(own, num_bytes)
+    return buffers
 
 
 def _mapped(descriptor: int, num_bytes: int) -> mmap.mmap:
