@@ -24,7 +24,7 @@ from shardlab.experiment.planned import against_plan, plan_run
 from shardlab.experiment.run import Progress, RankReport, now_ns, run_strategy
 from shardlab.experiment.summary import summarise
 from shardlab.launch import RankPool
-from shardlab.launch.torchrun_env import torchrun_env
+from shardlab.launch.placement import torchrun_env
 from shardlab.trace.store import Records, load_runs, write_manifest
 
 # What every rank will import anyway, imported once before the ranks are forked.

@@ -16,7 +16,7 @@ from shardlab.engines.precision import parse_precision
 from shardlab.engines.sharded_optimizer import parse_partition
 from shardlab.experiment.tensor import TORCH_TP, check_tensor_axis
 from shardlab.launch import place
-from shardlab.launch.torchrun_env import torchrun_env
+from shardlab.launch.placement import torchrun_env
 from shardlab.models import MODELS, GPTConfig
 from shardlab.partition.wire import Link
 

@@ -21,6 +21,7 @@ from time import perf_counter_ns
 
 from shardlab.comm.events import CollectiveEvent
 from shardlab.launch.stack import SeenCall
+from shardlab.vocabulary import Collective
 
 _VERSION = struct.Struct("=Q")
 _BODY = struct.Struct("=qqqB32s24s16s144s256s")
@@ -28,6 +29,8 @@ SLOT_BYTES = 512
 _TEXT_BYTES = (32, 24, 16, 144, 256)
 _WAITS = ("wait", "wait_all")  # of ``shardlab.comm.events``, as ``stack.py`` names them
 assert _VERSION.size + _BODY.size <= SLOT_BYTES
+# A send meets a receive, and every rank may have parts of other sizes for an all-to-all.
+_MAY_DIFFER = frozenset({Collective.SEND, Collective.RECV, Collective.ALL_TO_ALL})
 
 
 class CallState(IntEnum):
@@ -206,6 +209,26 @@ def describe(rows: Sequence[BoardRow], processes: Sequence[str]) -> str:
         lines.append((str(row.rank), process, collective, row.tag or "-", state, since, row.elements or "-", source))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def mismatch(rows: Sequence[BoardRow]) -> str:
+    """A sentence that says which ranks are in what, where they differ; empty where they do not.
+
+    The collectives of a communicator are numbered alike on all its ranks, so two ranks at the same number on the same
+    axis should be in the same collective. Where operation, elements or dtype differ, they wait for each other for ever.
+    Ranks of several groups along one axis may rightly differ; then the sentence is a hint and no proof.
+
+    Args:
+        rows: what ``Board.read`` gave.
+    """
+    known = [row for row in rows if row.state is not CallState.NONE and row.seq >= 0 and row.op not in _MAY_DIFFER]
+    # Who sends too much may be through before the receiver dies of it, so one unfinished rank is enough.
+    for stuck in (row for row in known if row.state is not CallState.COMPLETED):
+        same = [row for row in known if (row.axis, row.seq) == (stuck.axis, stuck.seq)]
+        if len({(row.op, row.numel, row.dtype) for row in same}) > 1:
+            places = ", ".join(f"rank {row.rank} in {row.call}" for row in same)
+            return f"Collective {stuck.seq} of axis {stuck.axis!r} differs between ranks: {places}"
+    return ""
 
 
 def _with_text(source_line: str) -> str:

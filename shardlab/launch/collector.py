@@ -7,12 +7,10 @@ from threading import Event
 from time import monotonic, perf_counter_ns
 
 from shardlab.comm.transports.shared_buffers import MismatchError
-from shardlab.launch.board import BoardRow, CallState, describe
-from shardlab.launch.crew import Crew, RankProcess
+from shardlab.launch.board import BoardRow, CallState, describe, mismatch
 from shardlab.launch.errors import RankDied, RankError, RankHang, describe_exit
-from shardlab.launch.messages import Answer, Failure, Note
-from shardlab.launch.mismatch import mismatch
-from shardlab.launch.payload import Payload, unpack
+from shardlab.launch.messages import Answer, Failure, Note, Payload, unpack
+from shardlab.launch.processes import RankProcess, RankProcesses
 
 _LOOK_EVERY_S = 0.1
 _GRACE_S = 0.3
@@ -38,10 +36,10 @@ class Death:
 
 
 class Collector:
-    """One answer from every rank of a crew, once.
+    """One answer from every rank, once.
 
     Args:
-        crew: the ranks that were given a task.
+        processes: the ranks that were given a task.
         timeout_s: how long a rank may wait in one collective; None never looks.
         on_message: called with (rank, message) for what ranks emit.
         interrupted: set from another thread to interrupt this one.
@@ -49,12 +47,12 @@ class Collector:
 
     def __init__(
         self,
-        crew: Crew,
+        processes: RankProcesses,
         timeout_s: float | None = None,
         on_message: Callable[[int, object], None] | None = None,
         interrupted: Event | None = None,
     ) -> None:
-        self._crew = crew
+        self._processes = processes
         self._timeout_s = timeout_s
         self._on_message = on_message
         self._interrupted = interrupted
@@ -73,7 +71,7 @@ class Collector:
             RankHang: a rank has waited in a collective for longer than the timeout.
             KeyboardInterrupt: ``interrupted`` was set.
         """
-        while len(self._answers) < len(self._crew.ranks):
+        while len(self._answers) < len(self._processes.ranks):
             self._wait_once()
             if self._interrupted is not None and self._interrupted.is_set():
                 raise KeyboardInterrupt
@@ -82,14 +80,14 @@ class Collector:
                 raise self._first_failure()
             self._look_at_board()
         self._finish_output()
-        return [self._answers[rank.rank] for rank in self._crew.ranks]
+        return [self._answers[rank.rank] for rank in self._processes.ranks]
 
     def _wait_once(self) -> None:
-        outputs = [rank.output.fileno() for rank in self._crew.ranks if rank.output.is_open]
-        controls = [rank.control for rank in self._crew.ranks if rank.rank not in self._closed]
-        sentinels = [rank.process.sentinel for rank in self._crew.ranks if rank.rank not in self._deaths]
+        outputs = [rank.output.fileno() for rank in self._processes.ranks if rank.output.is_open]
+        controls = [rank.control for rank in self._processes.ranks if rank.rank not in self._closed]
+        sentinels = [rank.process.sentinel for rank in self._processes.ranks if rank.rank not in self._deaths]
         ready = wait([*outputs, *controls, *sentinels], _LOOK_EVERY_S)
-        for rank in self._crew.ranks:
+        for rank in self._processes.ranks:
             rank.output.pump()  # first: what a rank printed before its answer comes before its answer
             if rank.control in ready:
                 self._receive(rank)
@@ -120,7 +118,7 @@ class Collector:
     def _wait_for_others(self) -> None:
         """Let the other ranks tell what they have to tell: the first failure heard of need not be the first."""
         start = monotonic()
-        while len(self._answers.keys() | self._failures.keys() | self._deaths.keys()) < len(self._crew.ranks) or (
+        while len(self._answers.keys() | self._failures.keys() | self._deaths.keys()) < len(self._processes.ranks) or (
             self._only_aftermath()
         ):
             # With nothing but broken connections the rank that broke them is about to be reported dead.
@@ -136,10 +134,10 @@ class Collector:
         failures: list[Failure | Death] = [*self._failures.values(), *self._deaths.values()]
         first = min(failures, key=lambda failure: (_is_aftermath(failure), failure.time_ns))
         if isinstance(first, Death):
-            rows = self._crew.board.read()
+            rows = self._processes.board.read()
             return RankDied(first.rank, first.exit_code, self._table(rows), mismatch(rows))
         differ = first.exception_type == MismatchError.__name__
-        difference = mismatch(self._crew.board.read()) if differ else ""
+        difference = mismatch(self._processes.board.read()) if differ else ""
         error = RankError(first.rank, first.exception_type, first.summary, first.traceback_text, difference)
         error.__cause__ = _original(first)
         return error
@@ -148,7 +146,7 @@ class Collector:
         if self._timeout_s is None or monotonic() < self._next_look:
             return
         self._next_look = monotonic() + _LOOK_EVERY_S
-        rows = self._crew.board.read()
+        rows = self._processes.board.read()
         now_ns = perf_counter_ns()
         waiting = [row for row in rows if row.rank not in self._answers and row.state is CallState.ISSUED]
         if any(row.waited_s(now_ns) > self._timeout_s for row in waiting):
@@ -177,7 +175,7 @@ class Collector:
         return "returned" if rank in self._answers else "running"
 
     def _finish_output(self) -> None:
-        for rank in self._crew.ranks:
+        for rank in self._processes.ranks:
             rank.output.finish()
 
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from shardlab.launch.board import BoardWriter
-from shardlab.launch.placement import Placement, place
-from shardlab.launch.torchrun_env import TorchrunEnv, torchrun_env
+from shardlab.launch.placement import Placement, TorchrunEnv, place, torchrun_env
 
 
 def no_emit(message: object) -> None:

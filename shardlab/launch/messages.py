@@ -1,8 +1,43 @@
-"""What a pool and its ranks say to each other over a rank's control pipe."""
+"""What a pool and its ranks send each other: five messages, and the objects in them as bytes.
 
-from dataclasses import dataclass
+Functions, arguments and results arrive also where the other side cannot import their module. cloudpickle sends what a
+notebook cell or a script defines by value. So does this file with code of every module that is not installed (a test
+file, a ``helpers.py`` beside the notebook): a warm rank then always runs the code as it is now, not as it was when the
+rank first imported it. Installed packages and shardlab itself go by name.
+"""
 
-from shardlab.launch.payload import Payload
+import io
+import linecache
+import pickle
+import site
+import sys
+import sysconfig
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import cloudpickle
+import torch
+
+import shardlab
+
+_INSTALLED = tuple(
+    {
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+        str(Path(str(shardlab.__file__)).parent),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Payload:
+    """A pickled object and the text of the notebook cells its functions come from, for tracebacks on the other side."""
+
+    blob: bytes
+    sources: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -42,3 +77,84 @@ class Failure:
     summary: str
     traceback_text: str
     exception: Payload | None
+
+
+def pack(value: object, what: str) -> Payload:
+    """Pickle ``value``; CUDA tensors become CPU tensors, so that no process initialises CUDA by receiving one.
+
+    Args:
+        value: anything cloudpickle takes.
+        what: how to call it in an error, for example ``"the result of rank 1"``.
+
+    Raises:
+        TypeError: it cannot be pickled.
+    """
+    try:
+        return _dump(value, by_value=True)
+    except Exception as error:
+        # A module's own lock or handle cannot go by value, yet the other side may well be able to import it by name.
+        try:
+            return _dump(value, by_value=False)
+        except Exception:
+            raise TypeError(
+                f"{what} cannot be pickled ({type(error).__name__}: {error}); send and return tensors, numbers, "
+                "strings, lists, dicts, functions and classes, and open files, locks and generators inside the rank"
+            ) from error
+
+
+def unpack(payload: Payload) -> Any:
+    """The object that was packed. The text of its cells is put where tracebacks look for it."""
+    for file, text in payload.sources.items():
+        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    return pickle.loads(payload.blob)
+
+
+def _dump(value: object, *, by_value: bool) -> Payload:
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer, by_value)
+    try:
+        pickler.dump(value)
+    finally:
+        pickler.forget_modules()
+    return Payload(buffer.getvalue(), pickler.sources)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO, by_value: bool) -> None:
+        super().__init__(file)
+        self.sources: dict[str, str] = {}
+        self._by_value = by_value
+        self._registered: list[ModuleType] = []
+
+    def reducer_override(self, value: object) -> object:
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            return value.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if isinstance(value, FunctionType | type):
+            self._send_by_value(value.__module__)
+        if isinstance(value, FunctionType):
+            self._keep_source(value.__code__.co_filename)
+        return super().reducer_override(value)
+
+    def forget_modules(self) -> None:
+        # cloudpickle's registry is global: leave it as it was.
+        for module in self._registered:
+            cloudpickle.unregister_pickle_by_value(module)
+
+    def _send_by_value(self, module_name: str | None) -> None:
+        module = sys.modules.get(module_name or "")
+        if not self._by_value or module is None or not _is_user_code(module):
+            return
+        if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
+            cloudpickle.register_pickle_by_value(module)
+            self._registered.append(module)
+
+    def _keep_source(self, file: str) -> None:
+        entry = linecache.cache.get(file, ())
+        # An entry without a modification time was put there by a notebook: no file of that name exists to read.
+        if len(entry) == 4 and entry[1] is None:
+            self.sources[file] = "".join(entry[2])
+
+
+def _is_user_code(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    return bool(file) and module.__name__ != "__main__" and not str(file).startswith(_INSTALLED)

@@ -9,6 +9,7 @@ fewer GPUs than ranks  gloo     yes     ranks share GPUs; NCCL refuses two ranks
 =====================  =======  ======  ======================================================
 """
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -80,3 +81,24 @@ def _on_gpus(world_size: int, num_gpus: int) -> Placement:
         return Placement(world_size, "cuda", "nccl", devices)
     banner = f"{why}: collectives are staged through pinned host memory, so their times are not NCCL's"
     return Placement(world_size, "cuda", "gloo", devices, staged=True, banner=banner)
+
+
+@dataclass(frozen=True)
+class TorchrunEnv:
+    """This process's place among all processes, and among those of its host."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def torchrun_env() -> TorchrunEnv | None:
+    """The place torchrun gave this process; None where no launcher started it."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+    if "TORCHELASTIC_RUN_ID" not in os.environ and not all(name in os.environ for name in names):
+        return None
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # A launcher that does not tell the local place has one host: anything else needs LOCAL_RANK for its devices.
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    return TorchrunEnv(rank, world_size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))

@@ -16,13 +16,11 @@ from typing import Self, TypeVar
 
 from shardlab.launch.collector import Collector
 from shardlab.launch.context import is_inside_rank
-from shardlab.launch.crew import Crew, CrewConfig
 from shardlab.launch.errors import RankError, RankHang
-from shardlab.launch.messages import Task
-from shardlab.launch.payload import Payload, pack, unpack
-from shardlab.launch.placement import Placement, check_world_size, place
+from shardlab.launch.messages import Payload, Task, pack, unpack
+from shardlab.launch.placement import Placement, check_world_size, place, torchrun_env
+from shardlab.launch.processes import RankProcesses, StartOptions
 from shardlab.launch.torchrun import TorchrunRanks
-from shardlab.launch.torchrun_env import torchrun_env
 
 T = TypeVar("T")
 
@@ -68,14 +66,14 @@ class RankPool:
         self.placement: Placement = self._torchrun.placement if self._torchrun else place(world_size, device)
         self.world_size = world_size
         self.timeout_s = timeout_s
-        self._config = CrewConfig(
+        self._config = StartOptions(
             placement=self.placement,
             # Later than our own report, which knows all ranks; it stays for waits that the board cannot see.
             group_timeout_s=max(timeout_s + 2.0, 10.0),
             num_threads=threads_per_rank or max(1, _num_cores() // world_size),
             preload=preload,
         )
-        self._crew: Crew | None = None
+        self._processes: RankProcesses | None = None
         self._ender: weakref.finalize[[], RankPool] | None = None
         self._is_closed = False
         self._is_running = False
@@ -126,13 +124,13 @@ class RankPool:
         if self._torchrun is not None:
             self._torchrun.start()
             return
-        if self._crew is not None and self._crew.is_alive:
+        if self._processes is not None and self._processes.is_alive:
             return
-        self._end_crew(0.0)  # one that died between two calls
-        self._crew = Crew(self._config)
+        self._end_processes(0.0)  # one that died between two calls
+        self._processes = RankProcesses(self._config)
         # Not a bound method of the pool: the pool must be free to go. Registered with atexit as well, for that runs
         # before multiprocessing's own exit function, which would wait for the ranks for ever.
-        self._ender = weakref.finalize(self, self._crew.end)
+        self._ender = weakref.finalize(self, self._processes.end)
         atexit.register(self._ender)
         self._attempt(None, None)
 
@@ -147,17 +145,17 @@ class RankPool:
     def restart(self) -> None:
         """End the ranks; the next ``run`` starts fresh ones."""
         self._check_usable()
-        self._end_crew(_STOP_GRACE_S, politely=True)
+        self._end_processes(_STOP_GRACE_S, politely=True)
 
     def close(self) -> None:
         """End the ranks for good. Closing twice is harmless."""
         self._is_closed = True
-        self._end_crew(_STOP_GRACE_S, politely=True)
+        self._end_processes(_STOP_GRACE_S, politely=True)
 
     @property
     def pids(self) -> tuple[int, ...]:
         """Process ids in rank order; empty while no ranks run, and under torchrun."""
-        ranks = self._crew.ranks if self._crew is not None else []
+        ranks = self._processes.ranks if self._processes is not None else []
         return tuple(rank.process.pid or 0 for rank in ranks)
 
     def __enter__(self) -> Self:
@@ -169,38 +167,38 @@ class RankPool:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._is_closed else "warm" if self._crew is not None else "not started"
+        state = "closed" if self._is_closed else "warm" if self._processes is not None else "not started"
         return f"RankPool({self.world_size} ranks on {', '.join(dict.fromkeys(self.placement.devices))}, {state})"
 
     def _attempt(self, task: Task | None, on_message: Callable[[int, object], None] | None) -> list[Payload]:
         """Send ``task`` and collect; None collects the sign of life of a start. Ranks that failed are ended."""
-        crew = self._crew
-        assert crew is not None
+        processes = self._processes
+        assert processes is not None
         self._interrupted.clear()
         self._is_running = True
         try:
             if task is None:
-                return Collector(crew, interrupted=self._interrupted).collect()
-            crew.send(task)
-            return Collector(crew, self.timeout_s, on_message, self._interrupted).collect()
+                return Collector(processes, interrupted=self._interrupted).collect()
+            processes.send(task)
+            return Collector(processes, self.timeout_s, on_message, self._interrupted).collect()
         except (RankError, RankHang) as error:
-            self._end_crew(_FAILURE_GRACE_S)
+            self._end_processes(_FAILURE_GRACE_S)
             # Where the collector noticed says nothing to the reader of a notebook, and fills a screen there.
             raise error.with_traceback(None) from error.__cause__
         except BaseException as error:
-            self._end_crew(_FAILURE_GRACE_S if isinstance(error, Exception) else _INTERRUPT_GRACE_S)
+            self._end_processes(_FAILURE_GRACE_S if isinstance(error, Exception) else _INTERRUPT_GRACE_S)
             raise
         finally:
             self._is_running = False
 
-    def _end_crew(self, grace_s: float, *, politely: bool = False) -> None:
-        crew, self._crew = self._crew, None
-        if crew is None:
+    def _end_processes(self, grace_s: float, *, politely: bool = False) -> None:
+        processes, self._processes = self._processes, None
+        if processes is None:
             return
         if politely:
-            crew.stop(grace_s)
+            processes.stop(grace_s)
         else:
-            crew.end(grace_s)
+            processes.end(grace_s)
         if self._ender is not None:
             atexit.unregister(self._ender)
             self._ender.detach()

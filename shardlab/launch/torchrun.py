@@ -13,8 +13,8 @@ import torch.distributed as dist
 from shardlab.comm import become_rank, leave_group
 from shardlab.comm.process import all_gather_object
 from shardlab.launch.context import enter, no_emit, torchrun_context
-from shardlab.launch.payload import Payload, pack, unpack
-from shardlab.launch.torchrun_env import TorchrunEnv
+from shardlab.launch.messages import Payload, pack, unpack
+from shardlab.launch.placement import TorchrunEnv
 
 T = TypeVar("T")
 

@@ -1,7 +1,5 @@
 """What runs in a rank: come up apart from the parent, join the group, then call what the parent sends."""
 
-import ctypes
-import faulthandler
 import gc
 import os
 import signal
@@ -20,10 +18,9 @@ import torch
 import torch.distributed as dist
 
 from shardlab.comm import become_rank, leave_group
-from shardlab.launch import context, heap, lifeline
+from shardlab.launch import context, isolation
 from shardlab.launch.board import BoardWriter
-from shardlab.launch.messages import Answer, Failure, Note, Stop, Task
-from shardlab.launch.payload import Payload, pack, unpack
+from shardlab.launch.messages import Answer, Failure, Note, Payload, Stop, Task, pack, unpack
 from shardlab.launch.placement import Placement
 from shardlab.launch.stack import StackWatch, failed_call
 
@@ -84,7 +81,9 @@ class _Control:
 
 def main(config: RankConfig) -> None:
     """Entry point of a rank's process."""
-    _come_apart(config)
+    isolation.isolate(config.output, config.life, config.environ)
+    # After it: a SIGTERM before this would print a traceback into the parent's terminal.
+    signal.signal(signal.SIGTERM, _end_now)
     control = _Control(config.control)
     board = BoardWriter(config.directory / "board", config.rank)
     Thread(target=_watch, args=(config.life, board), daemon=True, name="shardlab-watch").start()
@@ -100,25 +99,6 @@ def main(config: RankConfig) -> None:
         leave_group()
 
 
-def _come_apart(config: RankConfig) -> None:
-    """Own session, so that Ctrl-C reaches only the parent, which then ends the ranks; own output; the parent's env."""
-    os.setsid()
-    lifeline.hold(config.life)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    signal.signal(signal.SIGTERM, _end_now)
-    for fd in (1, 2):
-        os.dup2(config.output.fileno(), fd)
-    config.output.close()
-    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # type: ignore[misc]  # noqa: SIM115
-    sys.stderr = sys.__stderr__ = open(  # type: ignore[misc]  # noqa: SIM115
-        2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
-    )
-    faulthandler.enable()  # a crash in C code prints its Python stack into the rank's output
-    os.environ.clear()
-    os.environ.update(config.environ)
-    heap.keep_freed()
-
-
 def _end_now(signum: int, frame: FrameType | None) -> None:
     _end_soon(signum, frame)
     raise _EndedByParent
@@ -132,7 +112,7 @@ def _watch(life: Connection, board: BoardWriter) -> None:
     stack = StackWatch(main_thread().ident or 0)
     while not life.poll(_LOOK_EVERY_S):
         board.seen(stack.look())
-    lifeline.cut()
+    isolation.cut()
 
 
 def _join_group(config: RankConfig, board: BoardWriter, control: _Control) -> None:
@@ -164,11 +144,11 @@ def _serve(rank: int, board: BoardWriter, control: _Control) -> None:
         assert isinstance(task, Task)
         board.clear()
         reply = _answer(rank, task, board)
-        _flush_output()  # before the answer goes: the parent prints all that came before it
+        isolation.flush_output()  # before the answer goes: the parent prints all that came before it
         control.send(reply)
         del task, reply
         _look_for_cycles()
-        heap.give_back()
+        isolation.give_back()
 
 
 def _look_for_cycles() -> None:
@@ -217,9 +197,3 @@ def _portable(error: BaseException) -> Payload | None:
     except Exception:
         return None
     return payload
-
-
-def _flush_output() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    ctypes.CDLL(None).fflush(None)  # what C code printed sits in the C library's own buffer

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from shardlab.launch import heap
+from shardlab.launch import isolation
 
 BLOCKS, BLOCK_BYTES = 32, 4 * 1024**2
 PAGES = BLOCKS * BLOCK_BYTES // resource.getpagesize()
@@ -49,7 +49,7 @@ def test_who_has_set_the_heap_by_the_environment_keeps_it_so(monkeypatch, enviro
             self.calls.append((parameter, value))
 
     libc = Libc()
-    monkeypatch.setattr(heap.os, "environ", environ)
-    monkeypatch.setattr(heap.ctypes, "CDLL", lambda _: libc)
-    heap.keep_freed()
+    monkeypatch.setattr(isolation.os, "environ", environ)
+    monkeypatch.setattr(isolation.ctypes, "CDLL", lambda _: libc)
+    isolation.keep_freed()
     assert len(libc.calls) == calls

@@ -1,11 +1,13 @@
-"""The processes of one set of ranks: started together, ended together, never mended.
+"""The processes of one set of ranks, and what they print: started together, ended together, never repaired.
 
-A crew knows processes and pipes, nothing of results; ``collector.py`` waits for answers, ``pool.py`` replaces crews.
+This file knows processes and pipes, nothing of results: ``collector.py`` waits for answers, and ``pool.py`` starts new
+processes where these have ended.
 """
 
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,15 +20,17 @@ from time import monotonic
 from shardlab.launch import forkserver, worker
 from shardlab.launch.board import Board
 from shardlab.launch.messages import Stop, Task
-from shardlab.launch.output import RankOutput
 from shardlab.launch.placement import Placement
 
 _REAP_S = 2.0
+# A pipe holds 64 KiB unless told otherwise: so much is certain to take all that was written before the call.
+_MAX_BYTES_PER_CALL = 1 << 20
+_CHUNK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class CrewConfig:
-    """How to start a crew.
+class StartOptions:
+    """How to start the processes of a set of ranks.
 
     Attributes:
         group_timeout_s: after this torch gives up a collective by itself.
@@ -38,6 +42,61 @@ class CrewConfig:
     group_timeout_s: float
     num_threads: int
     preload: Sequence[str] = ()
+
+
+class RankOutput:
+    """Reads one rank's output pipe without waiting and prints its lines as ``[rank 2] ...``."""
+
+    def __init__(self, rank: int, pipe: Connection) -> None:
+        self._prefix = f"[rank {rank}] "
+        self._pipe = pipe
+        self._rest = b""
+        self.is_open = True
+        os.set_blocking(pipe.fileno(), False)
+
+    def fileno(self) -> int:
+        """What ``multiprocessing.connection.wait`` waits on."""
+        return self._pipe.fileno()
+
+    def pump(self) -> None:
+        """Print every whole line that is there; returns at once."""
+        if not self.is_open:
+            return
+        *lines, self._rest = (self._rest + self._read()).split(b"\n")
+        self._print(lines)
+
+    def finish(self) -> None:
+        """Print all that is there, also a last line that was not ended."""
+        self.pump()
+        if self._rest:
+            self._print([self._rest])
+            self._rest = b""
+
+    def close(self) -> None:
+        """Close the pipe."""
+        self.is_open = False
+        self._pipe.close()
+
+    def _read(self) -> bytes:
+        chunks: list[bytes] = []
+        while sum(map(len, chunks)) < _MAX_BYTES_PER_CALL:
+            try:
+                chunk = os.read(self._pipe.fileno(), _CHUNK_BYTES)
+            except BlockingIOError:
+                break
+            if not chunk:
+                self.is_open = False  # the rank and all that wrote for it are gone
+                break
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    def _print(self, lines: list[bytes]) -> None:
+        texts = [line.decode(errors="replace").rstrip("\r") for line in lines]
+        # A progress bar redraws its line after a carriage return: its last state is the line.
+        shown = [f"{self._prefix}{text.rpartition(chr(13))[2]}\n" for text in texts]
+        if shown:
+            sys.stdout.write("".join(shown))
+            sys.stdout.flush()
 
 
 @dataclass(frozen=True)
@@ -71,10 +130,10 @@ class RankProcess:
         self.control.close()
 
 
-class Crew:
+class RankProcesses:
     """Running ranks. Use ``end`` in every case; ends by itself if this process dies in whatever way."""
 
-    def __init__(self, config: CrewConfig) -> None:
+    def __init__(self, config: StartOptions) -> None:
         self._owner_pid = os.getpid()
         self._ended = False
         self._directory = Path(tempfile.mkdtemp(prefix="shardlab-"))
@@ -111,7 +170,7 @@ class Crew:
 
     def end(self, grace_s: float = 0.0) -> None:
         """End all ranks: SIGTERM, and after ``grace_s`` SIGKILL. Doing it twice is harmless."""
-        # A fork of this process holds a copy of the crew, which is not its own to end.
+        # A fork of this process holds a copy of this object, whose processes are not its own to end.
         if self._ended or os.getpid() != self._owner_pid:
             return
         self._ended = True
@@ -146,7 +205,7 @@ class Crew:
             for output in outputs:
                 output.pump()
 
-    def _start_rank(self, rank: int, config: CrewConfig, context: ForkServerContext) -> RankProcess:
+    def _start_rank(self, rank: int, config: StartOptions, context: ForkServerContext) -> RankProcess:
         control, rank_control = context.Pipe()
         output, rank_output = context.Pipe(duplex=False)
         rank_life, life = context.Pipe(duplex=False)

@@ -8,7 +8,7 @@ import cloudpickle
 import pytest
 import torch
 
-from shardlab.launch.payload import pack, unpack
+from shardlab.launch.messages import pack, unpack
 
 
 def test_installed_code_goes_by_name():

@@ -1,0 +1,95 @@
+"""A rank as a process of its own: tied to its parent, apart from its terminal, with a heap that keeps what it frees.
+
+A rank never outlives its parent, whatever ends the parent, and takes its own children along. Each rank holds the read
+end of a pipe whose only write end is in the parent; the kernel closes that with the process. Three things watch, for
+each covers what the others cannot:
+
+- the kernel itself (Linux): end of file on the pipe sends SIGKILL to the rank's process group, also to ranks that are
+  stopped or that hold the interpreter lock in a long call;
+- the parent-death signal (Linux), which fires if the forkserver, the rank's parent by birth, is killed;
+- the rank's watcher thread, which works everywhere.
+
+A training step frees its gradients, activations and temporaries, and soon wants them again. By default glibc hands
+large freed blocks to the kernel at once, which then clears every page anew when it is first touched: on CPU ranks up to
+a tenth of a step, and by chance more in one run than in another. Kept until the call that runs has ended, they cost
+nothing but resident memory; live bytes, which the memory tables count, are the same.
+"""
+
+import ctypes
+import faulthandler
+import fcntl
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+
+_PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+_NEVER = 2**31 - 1
+_LARGEST = 32 * 1024**2  # glibc takes no more: a larger block comes from the kernel each time
+_SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+
+
+def isolate(output: Connection, life: Connection, environ: Mapping[str, str]) -> None:
+    """Own session, so that Ctrl-C reaches only the parent, which then ends the ranks; own output; the parent's env.
+
+    Args:
+        output: what this process prints from now on; closed here.
+        life: closes when the parent is gone, and this process ends with it.
+        environ: the environment from now on.
+    """
+    os.setsid()
+    hold(life)  # after setsid: the signal goes to the process group that this process then leads
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    for fd in (1, 2):
+        os.dup2(output.fileno(), fd)
+    output.close()
+    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(  # type: ignore[misc]  # noqa: SIM115
+        2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+    )
+    faulthandler.enable()  # a crash in C code prints its Python stack into the rank's output
+    os.environ.clear()
+    os.environ.update(environ)
+    keep_freed()
+
+
+def hold(life: Connection) -> None:
+    """Tie this process, the leader of its process group, to the parent that holds the other end of ``life``."""
+    if not sys.platform.startswith("linux"):
+        return
+    fd = life.fileno()
+    fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if life.poll():  # the parent went before any of this was in place
+        cut()
+
+
+def cut() -> None:
+    """End this process and every process it started, at once."""
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def keep_freed() -> None:
+    """From now on keep what is freed, unless the user's environment says how the heap should be."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt") and not any(name in os.environ for name in _SET_BY_USER):
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST)
+        libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
+
+
+def give_back() -> None:
+    """Hand what is free to the kernel."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def flush_output() -> None:
+    """Write out all that this process has printed, also from C."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ctypes.CDLL(None).fflush(None)  # what C code printed sits in the C library's own buffer
