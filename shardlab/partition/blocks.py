@@ -9,8 +9,7 @@ blocks. Sharded: everything, by whole blocks. Source of the greedy rule: see ``o
 from dataclasses import dataclass
 
 from shardlab.partition.chunks import require_count, require_rank
-from shardlab.partition.owners import fractions, largest_first, loads_by_rank
-from shardlab.partition.runs import balanced_runs
+from shardlab.partition.owners import balanced_runs, fractions, largest_first, loads_by_rank
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.partition import Ownership, ParamSpec, assign_owners
-from shardlab.partition.runs import balanced_runs
+from shardlab.partition.owners import balanced_runs
 from shardlab.vocabulary import Partition
 
 WHOLE = (Partition.ROUND_ROBIN, Partition.CONTIGUOUS, Partition.BALANCED)
