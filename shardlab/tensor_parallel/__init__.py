@@ -1,16 +1,15 @@
 """Tensor and sequence parallelism: a plain model whose layers are divided over the tensor axis of the mesh.
 
-Read in this order: linear, embedding, cross_entropy, sequence, rng, styles, plan, gpt.
+Read in this order: slicing, linear, shared_input, vocab_parallel, sequence, rng, styles, places, plan, gpt.
 """
 
-from shardlab.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from shardlab.tensor_parallel.embedding import VocabParallelEmbedding
 from shardlab.tensor_parallel.gpt import gpt_plan
 from shardlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from shardlab.tensor_parallel.plan import Plan, parallelize_module
 from shardlab.tensor_parallel.rng import differing_by_rank
-from shardlab.tensor_parallel.state import load_state_dict, merge_state_dict
+from shardlab.tensor_parallel.slicing import load_state_dict, merge_state_dict
 from shardlab.tensor_parallel.styles import Column, OnSequence, OwnDropout, Row, Scatter, Style, Vocabulary
+from shardlab.tensor_parallel.vocab_parallel import VocabParallelEmbedding, vocab_parallel_cross_entropy
 
 __all__ = [
     "Column",

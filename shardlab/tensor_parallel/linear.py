@@ -28,9 +28,8 @@ from torch.nn import functional
 from shardlab.comm import Communicator
 from shardlab.comm.autograd import gather, reduce, reduce_scatter, scatter
 from shardlab.partition.slices import TensorSlice, even_slice, parts_slice, require_divisible
-from shardlab.tensor_parallel.entrance import Entrance
-from shardlab.tensor_parallel.regather import linear_of_gathered
 from shardlab.tensor_parallel.sequence import sum_gradient
+from shardlab.tensor_parallel.shared_input import SharedInput, linear_of_gathered
 from shardlab.tensor_parallel.slicing import equalise, require_width, sliced
 
 
@@ -45,7 +44,7 @@ class ColumnParallelLinear(nn.Module):
         sequence_dim: dim along which the input is in parts; None where every rank has all of it.
         regather: with ``sequence_dim``: keep only this rank's part of the input for backward, and gather it again
             there. Saves (N - 1)/N of the input's bytes for one more all-gather.
-        entrance: shared with other columns that read the same tensor.
+        shared_input: shared with other columns that read the same tensor.
         name: in tags and errors.
 
     Raises:
@@ -61,7 +60,7 @@ class ColumnParallelLinear(nn.Module):
         parts: Sequence[int] | None = None,
         sequence_dim: int | None = None,
         regather: bool = False,
-        entrance: Entrance | None = None,
+        shared_input: SharedInput | None = None,
         name: str = "column",
     ) -> None:
         super().__init__()
@@ -69,7 +68,7 @@ class ColumnParallelLinear(nn.Module):
         equalise(linear, comm, name)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.comm, self.gather_output, self.regather, self.name = comm, gather_output, regather, name
-        self.entrance = entrance or Entrance(comm, sequence_dim, name)
+        self.shared_input = shared_input or SharedInput(comm, sequence_dim, name)
         shape, sizes = tuple(linear.weight.shape), parts or [linear.out_features]
         rows = parts_slice(shape, 0, sizes, comm.rank, comm.num_ranks)
         self.tensor_slices: dict[str, TensorSlice] = {"weight": rows}
@@ -82,9 +81,9 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Output features (..., out / N), all of them with ``gather_output``, for an input (..., in)."""
         require_width(self.name, "input features", x, self.in_features, self.comm.num_ranks)
-        crossed = self.entrance(x)
+        crossed = self.shared_input(x)
         if self.regather:
-            y = linear_of_gathered(crossed, x, self.weight, self.bias, self.entrance)
+            y = linear_of_gathered(crossed, x, self.weight, self.bias, self.shared_input)
         else:
             y = functional.linear(crossed, self.weight, self.bias)
         return gather(y, self.comm, -1, tag=f"output of {self.name}") if self.gather_output else y

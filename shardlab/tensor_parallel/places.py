@@ -1,9 +1,11 @@
-"""Where modules and parameters sit in a model, so that one that sits in several places is replaced in all of them."""
+"""Where modules and parameters sit in a model, so that one that sits in several places is made or replaced in all."""
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
+from shardlab.meta import InitFn
 from shardlab.partition.slices import SLICES
 from shardlab.tensor_parallel.styles import OnSequence, Row, Style
 
@@ -63,6 +65,23 @@ class Places:
         """Put the parameter ``new`` wherever ``old`` was."""
         for name, key in self._of[old]:
             self._model.get_submodule(name)._parameters[key] = new
+
+    def make(self, name: str, module: nn.Module, device: torch.device, init_fn: InitFn) -> None:
+        """Make the parameters that ``module`` itself holds on the meta device, and fill them.
+
+        Raises:
+            ValueError: a buffer is on the meta device: nobody says what is in it.
+        """
+        for key, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                raise ValueError(f"model: buffer {key!r} of {name!r} is on the meta device; make buffers on the device")
+        meta = [param for param in module._parameters.values() if param is not None and param.is_meta]
+        for param in meta:
+            made = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+            self.put(param, made)  # in all its places, so that tied weights are made once
+        if meta:
+            with torch.no_grad():
+                init_fn(name, module)
 
     def tie(self) -> None:
         """Make one parameter again of the slices of tied weights.

@@ -27,7 +27,6 @@ from shardlab.comm.process import Process
 from shardlab.meta import InitFn, reset_parameters
 from shardlab.partition.slices import slices_of
 from shardlab.tensor_parallel.linear import ColumnParallelLinear
-from shardlab.tensor_parallel.make import make
 from shardlab.tensor_parallel.places import Places
 from shardlab.tensor_parallel.rng import equalise_rng
 from shardlab.tensor_parallel.styles import Style
@@ -75,12 +74,12 @@ def parallelize_module(
     # By name: a list of the modules would keep each full layer alive until the last one is divided.
     for name in [name for name, _ in model.named_modules()]:
         module = model.get_submodule(name)
-        make(name, module, places, home, init_fn)
+        places.make(name, module, home, init_fn)
         if name in styles:
             places.replace(module, styles[name].apply(name, module, comm))
     places.tie()
     _equalise_rest(model, comm)
-    _share_entrances(model)
+    _share_inputs(model)
     return model
 
 
@@ -127,14 +126,14 @@ def _equalise_rest(model: nn.Module, comm: Communicator) -> None:
     broadcast_coalesced(comm, [*rest, *model.buffers()], tag="replicated parameters and buffers from rank 0")
 
 
-def _share_entrances(model: nn.Module) -> None:
+def _share_inputs(model: nn.Module) -> None:
     """Columns of one parent that cross alike cross together."""
     for name, parent in model.named_modules():
         columns = [child for child in parent.children() if isinstance(child, ColumnParallelLinear)]
-        for dim in {column.entrance.sequence_dim for column in columns}:
-            alike = [column for column in columns if column.entrance.sequence_dim == dim]
+        for dim in {column.shared_input.sequence_dim for column in columns}:
+            alike = [column for column in columns if column.shared_input.sequence_dim == dim]
             if len(alike) > 1:
-                alike[0].entrance.name = name or alike[0].name
-                alike[0].entrance.share(parent)
+                alike[0].shared_input.name = name or alike[0].name
+                alike[0].shared_input.share(parent)
             for column in alike[1:]:
-                column.entrance = alike[0].entrance
+                column.shared_input = alike[0].shared_input

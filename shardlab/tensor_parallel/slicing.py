@@ -1,10 +1,13 @@
-"""From a full layer to this rank's slice of it: what all parallel layers do with their parameters."""
+"""From full parameters to this rank's slices of them, and back: what all parallel layers do, and the state dict."""
+
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
 from shardlab.comm import Communicator, broadcast_coalesced
-from shardlab.comm.slices import cut
-from shardlab.partition.slices import TensorSlice
+from shardlab.comm.slices import cut, cut_state, merge_state
+from shardlab.partition.slices import TensorSlice, slices_of
 
 
 def equalise(module: nn.Module, comm: Communicator, name: str) -> None:
@@ -38,3 +41,18 @@ def require_width(layer: str, field: str, x: Tensor, width: int, num_ranks: int)
     elif found == width * num_ranks:
         hint = ": this is the whole of it; use input_is_parallel=False"
     raise ValueError(f"{layer}: an input of {width} {field} is needed, not {found}{hint}")
+
+
+def merge_state_dict(model: nn.Module, comm: Communicator) -> dict[str, Any]:
+    """A copy of the whole state, the same on every rank, which loads strict into the plain model; collective."""
+    return merge_state(model.state_dict(), slices_of(model), comm)
+
+
+def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load the plain model's state: each rank copies its slices. Nothing is sent.
+
+    Raises:
+        RuntimeError: names differ, or shapes of what is no slice; torch names them.
+        ValueError: a parameter has another shape than the full one.
+    """
+    model.load_state_dict(cut_state(state, slices_of(model)), strict=True)

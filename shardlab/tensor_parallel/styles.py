@@ -17,10 +17,10 @@ from torch import nn
 
 from shardlab.comm import Communicator
 from shardlab.partition.slices import require_divisible
-from shardlab.tensor_parallel.embedding import VocabParallelEmbedding, check_embedding
 from shardlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, check_column
 from shardlab.tensor_parallel.rng import PartDropout
 from shardlab.tensor_parallel.sequence import SEQUENCE_DIM, compute_on_part, scatter_output
+from shardlab.tensor_parallel.vocab_parallel import VocabParallelEmbedding, check_embedding
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -1,0 +1,125 @@
+"""The input that several column-parallel layers share: it enters their parallel region once for all of them.
+
+Query, key and value projections read one tensor. If each of them copied (or gathered) it for itself, backward would
+have three all-reduces where one does. So the columns of one parent share a ``SharedInput``, which remembers the last
+tensor that came in, until the parent's forward ends. It goes by identity: another tensor is sent for itself, so nothing
+is ever mistaken, only sent once more.
+
+With sequence parallelism this input is the only large activation that is whole on every rank. Autograd keeps it for the
+weight's gradient: 2sbh bytes of 16-bit values in front of attention, as much in front of the MLP. With
+``linear_of_gathered`` it keeps this rank's part, 2sbh/N, and backward gathers the whole again, once for all columns
+that share it.
+Source: Korthikanti et al., arXiv 2205.05198, section 4.2.2 (the end).
+
+Legend: b micro-batch, s sequence, h hidden, N ranks.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardlab.comm import Communicator
+from shardlab.comm.autograd import all_gather, copy
+
+
+class SharedInput:
+    """What brings an input into one or more column-parallel layers.
+
+    Args:
+        comm: the tensor axis.
+        sequence_dim: the dim along which the tensor is in parts outside; None where it is whole there.
+        name: whose input it is, in the tags.
+    """
+
+    def __init__(self, comm: Communicator, sequence_dim: int | None, name: str) -> None:
+        self.comm, self.sequence_dim, self.name = comm, sequence_dim, name
+        self._last: tuple[Tensor, int, bool, Tensor] | None = None
+        self._again: tuple[Tensor, Tensor] | None = None
+        self._is_shared = False
+
+    def share(self, parent: nn.Module) -> None:
+        """Remember what crosses for the other columns of ``parent``, until its forward ends."""
+        self._is_shared = True
+        parent.register_forward_hook(lambda *_: self._forget(), always_call=True)
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """The tensor as the columns take it: whole, its gradient summed over the ranks."""
+        if not self._is_shared or tensor.is_inference():
+            return self._cross(tensor)
+        as_it_is = (tensor, tensor._version, torch.is_grad_enabled())  # the version says whether it was written into
+        if self._last is None or self._last[0] is not tensor or self._last[1:3] != as_it_is[1:]:
+            self._last = (*as_it_is, self._cross(tensor))
+        return self._last[3]
+
+    def regather(self, part: Tensor, *, for_all: bool) -> Tensor:
+        """Gather once more, in backward, what ``part`` became.
+
+        Args:
+            part: this rank's part.
+            for_all: remember it for the other columns, until the gradient of the whole is there.
+        """
+        if self._again is not None and self._again[0].data_ptr() == part.data_ptr():
+            return self._again[1]
+        assert self.sequence_dim is not None
+        whole = all_gather(part, self.comm, self.sequence_dim, tag=f"input of {self.name} again")
+        if self._is_shared and for_all:
+            self._again = (part, whole)
+        return whole
+
+    def _cross(self, tensor: Tensor) -> Tensor:
+        tag = f"input of {self.name}"
+        if self.sequence_dim is None:
+            return copy(tensor, self.comm, tag=tag)
+        crossed = all_gather(tensor, self.comm, self.sequence_dim, tag=tag)
+        if crossed.requires_grad:
+            crossed.register_hook(lambda _: self._forget_again())  # its gradient is there: all columns are through
+        return crossed
+
+    def _forget(self) -> None:
+        self._last = None
+
+    def _forget_again(self) -> None:
+        self._again = None
+
+
+def linear_of_gathered(
+    gathered: Tensor, part: Tensor, weight: Tensor, bias: Tensor | None, shared_input: SharedInput
+) -> Tensor:
+    """``gathered @ weight.T + bias``; what is kept of ``gathered`` is ``part``.
+
+    Args:
+        gathered: what ``shared_input`` made of ``part``.
+        part: this rank's part along the shared input's dim.
+        weight: (out, in).
+        bias: (out,) or None.
+        shared_input: which both came through.
+    """
+    result: Tensor = _LinearOfGathered.apply(gathered, part.detach(), weight, bias, shared_input)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _LinearOfGathered(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, gathered: Tensor, part: Tensor, weight: Tensor, bias: Tensor | None, shared_input: SharedInput
+    ) -> Tensor:
+        ctx.save_for_backward(part, weight)
+        ctx.shared_input = shared_input
+        return functional.linear(gathered, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        part, weight = ctx.saved_tensors
+        needs_input, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        rows = gradient.flatten(0, -2)
+        d_weight = d_bias = d_input = None
+        if needs_weight:
+            d_weight = rows.T @ ctx.shared_input.regather(part, for_all=needs_input).flatten(0, -2)
+        if needs_bias:
+            d_bias = rows.sum(0)
+        if needs_input:
+            d_input = gradient @ weight
+        return d_input, None, d_weight, d_bias, None
