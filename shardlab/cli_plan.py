@@ -11,8 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from shardlab.planner.model_states import ModelStates, model_states
-from shardlab.planner.precision import precision_named
+from shardlab.planner.model_states import ModelStates, model_states, precision_named
 
 FACTORS = {"K": 3, "M": 6, "B": 9, "T": 12}  # powers of ten
 UNITS = {"GB": 9, "MB": 6, "kB": 3}

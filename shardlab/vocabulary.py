@@ -78,6 +78,30 @@ class Partition(StrEnum):
     BALANCED = "balanced"
 
 
+class Sharding(StrEnum):
+    """How FSDP uses the ranks: shard over all, gather once, replicate over all, or shard in groups."""
+
+    FULL_SHARD = "full_shard"
+    SHARD_GRAD_OP = "shard_grad_op"
+    NO_SHARD = "no_shard"
+    HYBRID_SHARD = "hybrid_shard"
+
+
+class Layout(StrEnum):
+    """Where FSDP cuts a unit: anywhere in a flat range, or between the rows of each parameter."""
+
+    FLAT = "flat"
+    DIM0 = "dim0"
+
+
+class Offload(StrEnum):
+    """What FSDP keeps in host memory between steps."""
+
+    NONE = "none"
+    PARAMETERS = "parameters"
+    ALL = "all"
+
+
 class HostTransport(StrEnum):
     """How tensors travel through host memory, the fastest first."""
 

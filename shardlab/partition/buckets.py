@@ -12,6 +12,8 @@ from shardlab.partition.flat import FlatLayout, ParamSpec, flat_layout, owned_la
 from shardlab.partition.owners import assign_owners
 from shardlab.vocabulary import Partition
 
+DEFAULT_BUCKET_BYTES = 25 * 1024**2  # of gradients, as torch's DistributedDataParallel has it
+
 
 def assign_buckets(
     specs: Sequence[ParamSpec], capacity_bytes: int, keys: Sequence[Hashable] | None = None

@@ -7,10 +7,15 @@ Nothing here imports torch. ``model_states`` needs a number of parameters only; 
 from shardlab.planner.collectives import predicted_collectives
 from shardlab.planner.memory import predicted_memory
 from shardlab.planner.model import PlannedModel, PlannedParam, described
-from shardlab.planner.model_states import ModelStates, model_states
-from shardlab.planner.paper import PaperNumber, zero_paper_numbers
-from shardlab.planner.precision import PRECISIONS, Precision
-from shardlab.planner.setup import ADAM, SGD, SGD_MOMENTUM, Optimizer, Setup, Sharding
+from shardlab.planner.model_states import (
+    PRECISIONS,
+    ModelStates,
+    PaperNumber,
+    Precision,
+    model_states,
+    zero_paper_numbers,
+)
+from shardlab.planner.setup import ADAM, SGD, SGD_MOMENTUM, Optimizer, Setup
 
 __all__ = [
     "ADAM",
@@ -24,7 +29,6 @@ __all__ = [
     "PlannedParam",
     "Precision",
     "Setup",
-    "Sharding",
     "described",
     "model_states",
     "predicted_collectives",

@@ -30,13 +30,11 @@ from math import nan
 import pandas as pd
 
 from shardlab.partition.wire import ring_wire_bytes
-from shardlab.planner.fsdp_order import backward_order
-from shardlab.planner.groups import ROOT, Group, groups_of
-from shardlab.planner.model import PlannedModel
-from shardlab.planner.precision import ITEMSIZES
-from shardlab.planner.setup import Setup, Sharding
+from shardlab.planner.groups import ROOT, Group, backward_order, groups_of
+from shardlab.planner.model import ITEMSIZES, PlannedModel
+from shardlab.planner.setup import Setup
 from shardlab.tables import COLLECTIVES
-from shardlab.vocabulary import Collective, MeshAxis, Phase
+from shardlab.vocabulary import Collective, MeshAxis, Phase, Sharding
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 single, ddp: every parameter alone. bucketed, zero1, zero2, zero3: a bucket (``partition.buckets``). fsdp: a unit; one
 that holds parameters of two dtypes, or frozen beside trainable ones, is a group per kind: ``UNIT part 0``, ``part 1``.
+``backward_order`` says in which order an FSDP backward takes them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from shardlab.partition.flat import FlatLayout, ParamSpec, Piece, flat_layout, o
 from shardlab.partition.owners import Ownership
 from shardlab.planner.model import PlannedModel, PlannedParam
 from shardlab.planner.setup import Setup
-from shardlab.vocabulary import Partition
+from shardlab.vocabulary import Layout, Partition
 
 ROOT = "root"
 
@@ -79,6 +80,38 @@ def groups_of(model: PlannedModel, setup: Setup) -> tuple[Group, ...]:
     return tuple(_buckets(by_name, setup))
 
 
+def backward_order(units: Sequence[str], root: str | None, prefetch: int) -> Iterator[tuple[str, str]]:
+    """The order in which an FSDP backward gathers units and reduces their gradients.
+
+    Backward reaches the root first, since the model's output is the root's, then the wrapped units in the reverse order
+    of forward; when it reaches a unit, that unit and the next ``prefetch`` ones are gathered unless they are already. A
+    unit's gradients are complete, and are reduced, before backward reaches the next unit; the root's own, the
+    embedding's among them, come last of all. With units 1, 2, 3:
+
+        prefetch 0    gather root, gather 3, reduce 3, gather 2, reduce 2, gather 1, reduce 1, reduce root
+        prefetch 1    gather root, gather 3, gather 2, reduce 3, gather 1, reduce 2, reduce 1, reduce root
+
+    Args:
+        units: the wrapped units in the order of forward.
+        root: name of the unit of all other parameters; None where there are none.
+        prefetch: units gathered ahead, 0 or more.
+
+    Returns:
+        Pairs of 'gather' or 'reduce' and the unit's name.
+    """
+    reached = ([] if root is None else [root]) + list(reversed(units))
+    num_gathered = 0
+    for place, unit in enumerate(reached):
+        ahead = min(place + 1 + prefetch, len(reached))
+        for later in reached[num_gathered:ahead]:
+            yield "gather", later
+        num_gathered = max(num_gathered, ahead)
+        if unit != root:
+            yield "reduce", unit
+    if root is not None:
+        yield "reduce", root
+
+
 def _buckets(by_name: Mapping[str, PlannedParam], setup: Setup) -> Iterator[Group]:
     specs = [param.spec for param in by_name.values()]
     keys = [_kind(param) for param in by_name.values()]
@@ -118,7 +151,7 @@ def _unit_layout(
     ranks = [owners[spec.name] for spec in specs if spec.name in owners]
     if ranks:
         return owned_layout(specs, ranks, chunks)
-    return dim0_layout(specs, chunks) if setup.layout == "dim0" else flat_layout(specs, chunks)
+    return dim0_layout(specs, chunks) if setup.layout == Layout.DIM0 else flat_layout(specs, chunks)
 
 
 def _with_root(by_name: Mapping[str, PlannedParam], units: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:

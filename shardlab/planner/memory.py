@@ -28,11 +28,10 @@ from math import nan
 import pandas as pd
 
 from shardlab.planner.groups import Group, groups_of
-from shardlab.planner.model import PlannedModel
-from shardlab.planner.precision import ITEMSIZES
+from shardlab.planner.model import ITEMSIZES, PlannedModel
 from shardlab.planner.setup import Setup
 from shardlab.tables import MEMORY
-from shardlab.vocabulary import Phase, Role
+from shardlab.vocabulary import Offload, Phase, Role
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,11 @@ HOLDINGS = {
     "fsdp": Holding(True, True),  # no_shard is one chunk
 }
 
-OFFLOADED = {"none": (), "parameters": (Role.PARAMETER,), "all": (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE)}
+OFFLOADED = {
+    Offload.NONE: (),
+    Offload.PARAMETERS: (Role.PARAMETER,),
+    Offload.ALL: (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE),
+}
 
 
 def predicted_memory(
@@ -85,7 +88,7 @@ def bytes_at_rest(groups: Sequence[Group], setup: Setup, rank: int) -> Counter[R
     held: Counter[Role] = Counter()
     for group in groups:
         held.update(_of_group(group, setup, setup.shard_of(rank)))
-    for role in OFFLOADED[setup.offload] if setup.strategy == "fsdp" else ():
+    for role in OFFLOADED[Offload(setup.offload)] if setup.strategy == "fsdp" else ():
         held[Role.OFFLOADED] += held.pop(role, 0)
     return held
 

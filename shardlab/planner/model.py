@@ -9,6 +9,7 @@ from shardlab.partition.flat import ParamSpec
 from shardlab.partition.slices import slices_of
 from shardlab.vocabulary import dtype_name
 
+ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 _FLOATS = {2: "bfloat16", 4: "float32", 8: "float64"}
 
 

@@ -1,4 +1,4 @@
-"""Memory of the model states from a number of parameters alone: the ZeRO paper's formulas.
+"""Memory of the model states from a number of parameters alone: the ZeRO paper's formulas, and its published numbers.
 
 ========  ==========  =========  ===============  =======================
 strategy  parameters  gradients  optimizer state  elements sent per step
@@ -9,18 +9,32 @@ zero2     bP          gP/N       KP/N             2P (N-1)/N
 zero3     bP/N        gP/N       KP/N             3P (N-1)/N
 ========  ==========  =========  ===============  =======================
 
+Bytes per element of everything that training keeps for a parameter:
+
+=====  =========  ========  ======  ========  ========  =====================
+name   parameter  gradient  master  momentum  variance  total per parameter
+=====  =========  ========  ======  ========  ========  =====================
+fp32   4          4         0       4         4         16
+mixed  2          2         4       4         4         16, of which K = 12
+=====  =========  ========  ======  ========  ========  =====================
+
 Legend: P parameters, N ranks, b and g bytes of a parameter and a gradient, K bytes of optimizer state per parameter
-(master weight included): 2, 2, 12 for mixed-precision Adam, 4, 4, 8 for fp32. Without padding; bytes are whole numbers
-where P/N makes them so. Source: Rajbhandari et al., arXiv 1910.02054, section 5 and figure 1 (memory), section 7
-(communication: 2P and 3P elements, of which a ring of N ranks sends (N - 1)/N).
+(master weight included). Without padding; bytes are whole numbers where P/N makes them so. Source: Rajbhandari et al.,
+arXiv 1910.02054, section 3.1 (mixed-precision Adam), section 5 and figure 1 (memory), section 7 (communication: 2P and
+3P elements, of which a ring of N ranks sends (N - 1)/N).
 """
 
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 from fractions import Fraction
+from typing import Any
 
+from shardlab.data_files import data_path
 from shardlab.partition.chunks import require_count
-from shardlab.planner.precision import Precision, precision_named
 
+_NEEDED = ("parameter", "gradient")
 # strategy -> whether parameters, gradients and state are sharded, and how many times P travels in a step
 _SHARDED = {
     "ddp": (False, False, False, 2),
@@ -28,6 +42,43 @@ _SHARDED = {
     "zero2": (False, True, True, 2),
     "zero3": (True, True, True, 3),
 }
+# The paper rounds the 7.5B column and the figure, and truncates the columns of 128B and 1T.
+_ROUNDING = {"half_up": ROUND_HALF_UP, "truncated": ROUND_DOWN}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes per element; 0 where nothing is kept. ``master`` is the fp32 copy beside 16-bit parameters."""
+
+    parameter: int
+    gradient: int
+    master: int
+    momentum: int
+    variance: int
+
+    def __post_init__(self) -> None:
+        """Parameters and gradients take room, the rest may take none."""
+        for field in fields(self):
+            require_count(f"precision: {field.name}", getattr(self, field.name), int(field.name in _NEEDED))
+
+    @property
+    def optimizer(self) -> int:
+        """Bytes per element that optimizer-state sharding divides: the ZeRO paper's K."""
+        return self.master + self.momentum + self.variance
+
+
+PRECISIONS = {"mixed": Precision(2, 2, 4, 4, 4), "fp32": Precision(4, 4, 0, 4, 4)}
+
+
+def precision_named(name: str) -> Precision:
+    """The precision of this name.
+
+    Raises:
+        ValueError: there is none; the message lists the allowed names.
+    """
+    if name not in PRECISIONS:
+        raise ValueError(f"precision: {name!r} is not one of {', '.join(PRECISIONS)}")
+    return PRECISIONS[name]
 
 
 @dataclass(frozen=True)
@@ -74,3 +125,41 @@ def _states(strategy: str, num_params: int, num_ranks: int, precision: Precision
 
 def _number(value: Fraction) -> float:
     return value.numerator if value.denominator == 1 else float(value)
+
+
+@dataclass(frozen=True)
+class PaperNumber:
+    """One published number: ``printed`` GB (10^9 bytes) per rank, as the paper writes it, in ``where``."""
+
+    where: str
+    num_params: int
+    num_ranks: int
+    strategy: str
+    printed: str
+    rounding: str
+
+    @property
+    def computed(self) -> str:
+        """The formula's value with the paper's decimals and rounding."""
+        states = {row.strategy: row for row in model_states(self.num_params, self.num_ranks, "mixed")}
+        gigabytes = Decimal(states[self.strategy].total_bytes) / 10**9
+        return str(gigabytes.quantize(Decimal(self.printed), rounding=_ROUNDING[self.rounding]))
+
+
+def zero_paper_numbers() -> tuple[PaperNumber, ...]:
+    """All 58, as printed: the 54 of table 1 and the 4 of figure 1 (``data/zero_paper.json``)."""
+    paper = json.loads(data_path("zero_paper.json").read_text(encoding="utf-8"))
+    return (*_table_1(paper), *_figure_1(paper["figure_1"]))
+
+
+def _table_1(paper: dict[str, Any]) -> Iterator[PaperNumber]:
+    strategies = paper["setting"]["strategies"]
+    for column in paper["table_1"]["columns"].values():
+        for num_ranks, printed in column["by_ranks"].items():
+            for strategy, number in zip(strategies, printed, strict=True):
+                yield PaperNumber("table 1", column["num_params"], int(num_ranks), strategy, number, column["rounding"])
+
+
+def _figure_1(figure: dict[str, Any]) -> Iterator[PaperNumber]:
+    for strategy, printed in figure["by_strategy"].items():
+        yield PaperNumber("figure 1", figure["num_params"], figure["ranks"], strategy, printed, figure["rounding"])

@@ -2,26 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
+from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.partition.chunks import require_count, require_rank
-from shardlab.planner.precision import ITEMSIZES, Precision
-from shardlab.vocabulary import Partition
+from shardlab.planner.model import ITEMSIZES
+from shardlab.planner.model_states import Precision
+from shardlab.vocabulary import Layout, Offload, Partition, Sharding
 
 STRATEGIES = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
 TAKE_PRECISION = ("zero1", "zero2", "zero3", "fsdp")
-LAYOUTS = ("flat", "dim0")
-OFFLOADS = ("none", "parameters", "all")
-DEFAULT_BUCKET_BYTES = 25 * 1024**2
-
-
-class Sharding(StrEnum):
-    """How FSDP uses the ranks: shard over all, gather once, replicate over all, or shard in groups."""
-
-    FULL_SHARD = "full_shard"
-    SHARD_GRAD_OP = "shard_grad_op"
-    NO_SHARD = "no_shard"
-    HYBRID_SHARD = "hybrid_shard"
 
 
 @dataclass(frozen=True)
@@ -70,11 +59,11 @@ class Setup:
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     partition: Partition | str = Partition.ELEMENTS
     units: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    layout: str = "flat"
+    layout: Layout | str = Layout.FLAT
     sharding: Sharding | str = Sharding.FULL_SHARD
     shard_group_size: int | None = None
     replicate_below: int = 0
-    offload: str = "none"
+    offload: Offload | str = Offload.NONE
     prefetch: int = 1
     micro_batches: int = 1
     clip: bool = False
@@ -87,7 +76,7 @@ class Setup:
     def __post_init__(self) -> None:
         """Check every field that a user can get wrong."""
         _require_one_of("strategy", self.strategy, STRATEGIES)
-        _require_one_of("layout", self.layout, LAYOUTS)
+        _require_one_of("layout", self.layout, tuple(Layout))
         _require_one_of("partition", self.partition, tuple(Partition))
         _require_one_of("sharding", self.sharding, tuple(Sharding))
         for name in ("compute_dtype", "reduce_dtype"):
@@ -95,7 +84,7 @@ class Setup:
                 _require_one_of(name, getattr(self, name), tuple(ITEMSIZES))
         for name in ("num_ranks", "bucket_bytes", "micro_batches"):
             require_count(name, getattr(self, name), 1)
-        _require_one_of("offload", self.offload, OFFLOADS)
+        _require_one_of("offload", self.offload, tuple(Offload))
         require_count("prefetch", self.prefetch, 0)
         require_count("replicate_below", self.replicate_below, 0)
         if self.strategy == "single" and self.num_ranks != 1:
@@ -105,10 +94,10 @@ class Setup:
         self._check_groups()
 
     def _check_whole(self) -> None:
-        if self.layout == "dim0" or self.sharding == Sharding.NO_SHARD:
+        if self.layout == Layout.DIM0 or self.sharding == Sharding.NO_SHARD:
             raise ValueError(
                 f"partition: {str(self.partition)!r} gives ranks whole parameters; it goes with layout 'flat' and a "
-                f"sharding that shards, not with {self.layout!r} and {str(self.sharding)!r}"
+                f"sharding that shards, not with {str(self.layout)!r} and {str(self.sharding)!r}"
             )
 
     def _check_groups(self) -> None:

@@ -7,9 +7,10 @@ import plotly.graph_objects as go
 from ipywidgets import Dropdown, FloatLogSlider, HBox, Layout, SelectionSlider, ToggleButtons, VBox
 
 from shardlab.models import MODELS
-from shardlab.planner import PRECISIONS, Sharding
+from shardlab.planner import PRECISIONS
 from shardlab.plots import memory_by_role
 from shardlab.plots.units import format_count
+from shardlab.vocabulary import Sharding
 from shardlab.widgets.memory_plan import OPTIMIZERS, STRATEGIES, MemoryPlan
 from shardlab.widgets.panel import Message, Panel, Picture
 

@@ -23,13 +23,13 @@ from shardlab.planner import (
     SGD_MOMENTUM,
     PlannedModel,
     Setup,
-    Sharding,
     described,
     predicted_collectives,
     predicted_memory,
 )
 from shardlab.plots.units import byte_scale
 from shardlab.tables import MEMORY
+from shardlab.vocabulary import Sharding
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp")
 OPTIMIZERS = {"adamw": ADAM, "sgd with momentum": SGD_MOMENTUM, "sgd": SGD}

@@ -18,8 +18,7 @@ from shardlab.planner import (
     predicted_memory,
 )
 from shardlab.planner.collectives import calls_of_step
-from shardlab.planner.fsdp_order import backward_order
-from shardlab.planner.groups import groups_of
+from shardlab.planner.groups import backward_order, groups_of
 from shardlab.planner.memory import bytes_at_rest
 from shardlab.vocabulary import Collective, MeshAxis, Role
 
