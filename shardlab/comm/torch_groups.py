@@ -10,7 +10,7 @@ hold a copy of the whole buffer in a reduce-scatter and an all-gather, as torch'
 2.13): that is their ``scratch_bytes``.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from time import perf_counter_ns
@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from shardlab.comm.base_mesh import BaseMesh, groups_along
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.process import Process, retire
 from shardlab.comm.torch_times import HostTimes, StreamTimes, Times
+from shardlab.comm.trees import tensors_in
 from shardlab.vocabulary import Collective
 
 BACKEND = "observed"
@@ -186,7 +186,7 @@ class TorchGroup(dist.ProcessGroup):
         inner, comm = self._inner, self._comm
         if inner is None or comm is None:
             raise RuntimeError(f"mesh: it is closed, and {verb.op} was to be sent over it")
-        whole = list(_flat(verb.whole(*args)))  # (options come by name, tensors do not)
+        whole = list(tensors_in(verb.whole(*args)))  # (options come by name, tensors do not)
         scratch_bytes = sum(tensor.nbytes for tensor in whole) if self._is_gloo and verb.gloo_copies else 0
         tag = self._tag_of(verb.op)
         event = comm.announce(verb.op, whole, tag, scratch_bytes=scratch_bytes, transport=self._backend)
@@ -229,11 +229,3 @@ class TorchWork(dist.Work):
     def is_completed(self) -> bool:
         """Whether the result is there."""
         return bool(self._inner.is_completed())
-
-
-def _flat(tensors: Any) -> Iterable[Tensor]:
-    if isinstance(tensors, Tensor):
-        yield tensors
-    else:
-        for entry in tensors:
-            yield from _flat(entry)

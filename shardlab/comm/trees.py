@@ -1,4 +1,4 @@
-"""The tensors in whatever a module takes or returns: lists, tuples, mappings, sets and dataclasses, nested.
+"""The tensors in whatever a module or a process group takes or returns: nested containers, and dataclasses in them.
 
 Objects of other classes are leaves: what is inside them is neither found nor changed.
 """

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardlab.engines.trees import map_tensors
+from shardlab.comm.trees import map_tensors
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from shardlab.comm.trees import map_tensors
 from shardlab.engines.checks import sharded_gradient
-from shardlab.engines.trees import map_tensors
 
 _ALLOWED = frozenset(
     {"__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex", "requires_grad_"}

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardlab.comm import BaseMesh
+from shardlab.comm.trees import tensors_in
 from shardlab.engines.base import OptimizerFn
 from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES, build_buckets
 from shardlab.engines.precision import Precision, parse_precision
@@ -27,7 +28,6 @@ from shardlab.engines.saved import saved_by_reference
 from shardlab.engines.sharded_engine import ShardedEngine
 from shardlab.engines.sharded_optimizer import parse_partition
 from shardlab.engines.sharded_unit import ShardedUnit, UnitState
-from shardlab.engines.trees import tensors_in
 from shardlab.engines.untraced import untraced
 from shardlab.vocabulary import Partition
 

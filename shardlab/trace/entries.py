@@ -4,10 +4,16 @@ An entry is one MessagePack object: run, source, rank, step, and for each table 
 writes what it has at hand and no more: times are integer nanoseconds since the start of the run, under names that end
 in ``_ns``, and spans are as they were marked, with the times in them when the rank only waited. Whoever reads makes
 microseconds of them, takes the waits out of the spans and adds up the traffic of the step. Reading needs no torch.
+
+The arithmetic of intervals is plain Python here; ``analysis.intervals`` says the same for whole tables with numpy. A
+step has a few dozen intervals, and a run thousands of steps that are worked on one by one: numpy's fixed cost of ten
+microseconds a call would be most of reading one.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import compress
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +22,12 @@ import msgpack
 from shardlab.analysis.overlap import COMPUTE_KINDS
 from shardlab.tables import COLLECTIVES, KEYS, SPANS, STEPS, TABLES, Table
 from shardlab.trace.journal import JournalReader
-from shardlab.trace.spans import Interval, exposure, merged, without
 from shardlab.vocabulary import WHOLE_MODEL, Phase
 
 Columns = Mapping[str, Sequence[Any]]
 """A table by columns, all of one length."""
 Entry = Mapping[str, Any]
+Interval = tuple[float, float]
 CHUNK_BYTES = 2**20
 
 
@@ -136,3 +142,55 @@ def _traffic(collectives: Columns, spans: Columns) -> Columns:
 
 def _intervals(columns: Columns, start: str = "start_us", end: str = "end_us") -> Iterator[Interval]:
     return zip(columns.get(start, ()), columns.get(end, ()), strict=True)
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """The union as sorted, disjoint intervals; empty ones are dropped."""
+    union: list[Interval] = []
+    for start, end in sorted(intervals):
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(end, union[-1][1]))
+        elif end > start:
+            union.append((start, end))
+    return union
+
+
+def without(span: Interval, holes: Sequence[Interval]) -> list[Interval]:
+    """What is left of ``span`` outside of ``holes``, which are merged."""
+    start, end = span
+    if not holes or end <= holes[0][0] or start >= holes[-1][1]:  # most spans of a step
+        return [span] if end > start else []
+    pieces = []
+    place = max(bisect_right(holes, start, key=lambda hole: hole[0]) - 1, 0)
+    for hole_start, hole_end in holes[place:]:
+        if hole_start >= end:
+            break
+        if hole_start > start:
+            pieces.append((start, hole_start))
+        start = max(start, hole_end)
+    if end > start:
+        pieces.append((start, end))
+    return pieces
+
+
+def shared(one: Sequence[Interval], other: Sequence[Interval]) -> float:
+    """Length of what lies in both; both are merged."""
+    length, place = 0.0, 0
+    for start, end in one:
+        while place < len(other) and other[place][1] <= start:
+            place += 1
+        for other_start, other_end in other[place:]:
+            if other_start >= end:
+                break
+            length += min(end, other_end) - max(start, other_start)
+    return length
+
+
+def exposure(communication: Iterable[Interval], compute: Iterable[Interval]) -> tuple[float, float]:
+    """(exposed time, overlap) of one step, as in ``analysis.overlap``; NaN where nothing was communicated."""
+    union = merged(communication)
+    length = sum(end - start for start, end in union)
+    if length == 0:
+        return nan, nan
+    hidden = shared(union, merged(compute))
+    return length - hidden, hidden / length

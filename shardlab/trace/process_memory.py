@@ -1,13 +1,19 @@
-"""What torch's CUDA allocator holds, so that nothing of it is without a reason.
+"""What this process holds by the figures of others than us: torch's CUDA allocator, and the operating system.
+
+So nothing in the allocator is without a reason:
 
     allocated = the roles of tensors + workspace            (rounding to whole blocks is part of the workspace)
     reserved  = allocated + fragmented + cached             (free parts of segments in use; whole free segments)
 
-What lies outside of it (the CUDA context, NCCL's channels) is not in these figures.
+What lies outside of the allocator (the CUDA context, NCCL's channels) is not in these figures.
 """
 
+import os
+import sys
+import weakref
 from dataclasses import dataclass
 
+import psutil
 import torch
 
 from shardlab.trace.memory import ByRole
@@ -49,3 +55,21 @@ class Allocator:
             return held
         in_tensors = sum(num_bytes for role, num_bytes in held.items() if role is not Role.OFFLOADED)
         return {**held, Role.WORKSPACE: self.allocated_bytes - in_tensors}
+
+
+class ResidentBytes:
+    """Reads the resident set from a file that stays open: a quarter of the time that psutil takes to open it anew."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._page_bytes = os.sysconf("SC_PAGE_SIZE")
+        self._statm: int | None = None
+        if sys.platform == "linux":
+            self._statm = os.open("/proc/self/statm", os.O_RDONLY)
+            weakref.finalize(self, os.close, self._statm)
+
+    def __call__(self) -> int:
+        """Bytes now."""
+        if self._statm is None:
+            return int(self._process.memory_info().rss)
+        return int(os.pread(self._statm, 128, 0).split()[1]) * self._page_bytes

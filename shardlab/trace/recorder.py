@@ -15,11 +15,10 @@ import torch
 from shardlab.analysis.memory import PEAK, REST
 from shardlab.comm import CollectiveEvent
 from shardlab.tables import COLLECTIVES, MEMORY, SHARDS, SPANS, STEPS
-from shardlab.trace.allocator import Allocator
 from shardlab.trace.clock import Clock, Mark
 from shardlab.trace.entries import Columns
 from shardlab.trace.memory import ByRole, LiveTensors, MemoryLedger, Moment, bytes_by_role, on_device
-from shardlab.trace.resident import ResidentBytes
+from shardlab.trace.process_memory import Allocator, ResidentBytes
 from shardlab.trace.rows import (
     Row,
     Span,

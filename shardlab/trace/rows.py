@@ -7,10 +7,10 @@ from typing import Any
 
 from shardlab.analysis.memory import WHOLE_STEP
 from shardlab.comm import CollectiveEvent
-from shardlab.trace.allocator import Allocator
 from shardlab.trace.clock import Clock, Mark
 from shardlab.trace.entries import Columns
 from shardlab.trace.memory import ByRole
+from shardlab.trace.process_memory import Allocator
 from shardlab.vocabulary import Phase, SpanKind
 
 Row = dict[str, Any]

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from time import perf_counter_ns
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shardlab.comm.trees import tensors_in
 from shardlab.vocabulary import SpanKind
 
 
@@ -50,7 +50,7 @@ def watch_units(module: nn.Module, sink: SpanSink) -> list[RemovableHandle]:
 def _watch(name: str, unit: nn.Module, sink: SpanSink) -> Iterator[RemovableHandle]:
     def before(_: nn.Module, args: tuple[Any, ...]) -> None:
         began_ns = perf_counter_ns()
-        for tensor in _tensors(args):
+        for tensor in tensors_in(args):
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(has_gradient_of_input)
         sink.begin_span(name, SpanKind.FORWARD)
@@ -59,7 +59,7 @@ def _watch(name: str, unit: nn.Module, sink: SpanSink) -> Iterator[RemovableHand
     def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         began_ns = perf_counter_ns()
         sink.end_span(name, SpanKind.FORWARD)
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(has_gradient_of_output)
         sink.spent(began_ns)
@@ -77,13 +77,3 @@ def _mark(tell: Callable[[str, SpanKind], None], name: str, sink: SpanSink) -> C
         sink.spent(began_ns)
 
     return hook
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in what a module takes or gives."""
-    if isinstance(value, tuple) and len(value) == 1:
-        (value,) = value
-    if isinstance(value, Tensor):
-        return [value]  # nearly always; flattening a tree costs ten times as much
-    leaves, _ = torch.utils._pytree.tree_flatten(value)  # public under this name only since 2.9 as torch.utils.pytree
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

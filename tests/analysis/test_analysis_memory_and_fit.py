@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardlab.analysis import at_rest, fit_latency_bandwidth, peak, with_fit
 from shardlab.tables import MEMORY
-from shardlab.trace.allocator import Allocator
+from shardlab.trace.process_memory import Allocator
 
 
 def memory(*rows):

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pandas as pd
 
 from shardlab.tables import MEMORY, SHARDS, STEPS, TABLES
-from shardlab.trace.allocator import Allocator
+from shardlab.trace.process_memory import Allocator
 from shardlab.trace.store import Records
 from tests.analysis.hand_made import KEYS, NAN, two_ranks
 

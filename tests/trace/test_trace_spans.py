@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.analysis import intervals
-from shardlab.trace.spans import exposure, merged, shared, without
+from shardlab.trace.entries import exposure, merged, shared, without
 
 times = st.integers(0, 40).map(float)
 some = st.lists(st.tuples(times, times).map(lambda pair: (min(pair), max(pair))), max_size=8)

@@ -8,8 +8,8 @@ import pytest
 
 from shardlab.experiment import compare
 from shardlab.plots import summary_of, training_progress
-from shardlab.trace.allocator import Allocator
 from shardlab.trace.journal import END
+from shardlab.trace.process_memory import Allocator
 from shardlab.trace.store import RunWriter, write_manifest
 from shardlab.widgets import live, read_progress
 from shardlab.widgets.tail import MAX_STEPS, DirectoryTail
