@@ -7,7 +7,7 @@ import torch
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
-from shardlab.engines.checkpoint.files import Cut
+from shardlab.engines.checkpoint.files import IndexRanges
 from shardlab.models import GPT, GPTConfig, next_token_loss
 from shardlab.partition.slices import even_slice, parts_slice
 from shardlab.tensor_parallel import Column, Row, Vocabulary, gpt_plan, parallelize_module
@@ -193,10 +193,12 @@ SLICES = [
 @pytest.mark.parametrize("slice_", SLICES, ids=str)
 def test_places_lead_to_the_same_elements(slice_):
     full = torch.arange(48).view(SHAPE)
-    cut = Cut.of(SHAPE, slice_)
-    own = torch.cat([full.narrow(cut.dim, start, stop - start) for start, stop in cut.ranges], cut.dim).reshape(-1)
+    ranges = IndexRanges.of(SHAPE, slice_)
+    own = torch.cat(
+        [full.narrow(ranges.dim, start, stop - start) for start, stop in ranges.ranges], ranges.dim
+    ).reshape(-1)
     places = torch.arange(own.numel())
-    assert torch.equal(cut.full_place(places), own)
-    back = cut.own_place(torch.arange(48))
+    assert torch.equal(ranges.full_place(places), own)
+    back = ranges.own_place(torch.arange(48))
     assert torch.equal(back[own], places)
     assert int((back >= 0).sum()) == own.numel()

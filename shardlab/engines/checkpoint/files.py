@@ -24,23 +24,23 @@ _AT_ONCE = 2**20  # elements read across slices; each needs several int64 places
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A slice, or the whole, of a parameter of ``full_shape``: indices ``ranges`` along ``dim``."""
+class IndexRanges:
+    """Which indices along ``dim`` a slice has of a parameter of ``full_shape``; the whole has all of them."""
 
     full_shape: tuple[int, ...]
     dim: int
     ranges: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, shape: Sequence[int], slice_: TensorSlice | None) -> "Cut":
-        """A slice; without one all of a tensor of this shape."""
+    def of(cls, shape: Sequence[int], slice_: TensorSlice | None) -> "IndexRanges":
+        """Those of a slice; without one, all of a tensor of this shape."""
         if slice_ is None or slice_.num_ranks == 1:
             return cls(tuple(shape), 0, ((0, shape[0] if shape else 1),))
         return cls(slice_.full_shape, slice_.dim, slice_.ranges)
 
     @classmethod
-    def of_row(cls, row: Row) -> "Cut":
-        """The slice in which a row's ``start`` and ``stop`` count."""
+    def of_row(cls, row: Row) -> "IndexRanges":
+        """Those of the slice in which a row's ``start`` and ``stop`` count."""
         if row.ranges is None:
             return cls.of(row.shape, None)
         return cls(tuple(row.shape), row.dim, tuple((start, stop) for start, stop in row.ranges))
@@ -97,21 +97,21 @@ class ShardFiles:
             rows: of one tensor, all of them.
             start: first element.
             stop: one past the last.
-            slice_: in which they count; None for the whole tensor.
+            slice_: in which these elements count; None for the whole tensor.
 
         Raises:
             ValueError: an element is in no file, or a file cannot be read.
         """
-        cut = Cut.of(rows[0].shape, slice_)
-        if alike := [row for row in rows if Cut.of_row(row) == cut]:
+        wanted = IndexRanges.of(rows[0].shape, slice_)
+        if alike := [row for row in rows if IndexRanges.of_row(row) == wanted]:
             return self._read_stretch(alike, start, stop)
         # In steps, since the places of many elements at once would take more memory than the elements.
         steps = range(start, stop, _AT_ONCE)
-        parts = [self._read_across(rows, cut, begin, min(begin + _AT_ONCE, stop)) for begin in steps]
+        parts = [self._read_across(rows, wanted, begin, min(begin + _AT_ONCE, stop)) for begin in steps]
         return torch.cat(parts) if parts else torch.empty(0, dtype=getattr(torch, rows[0].dtype))
 
     def _read_stretch(self, rows: Sequence[Row], start: int, stop: int) -> Tensor:
-        """Of rows that were saved in the slice that is wanted."""
+        """Read from rows that were saved in the slice that is wanted."""
         first = rows[0]
         result = torch.empty(stop - start, dtype=getattr(torch, first.dtype))
         place = start
@@ -124,13 +124,13 @@ class ShardFiles:
             raise ValueError(f"manifest: elements {place} to {stop} of {first.tensor_name!r} are in no file")
         return result
 
-    def _read_across(self, rows: Sequence[Row], cut: Cut, start: int, stop: int) -> Tensor:
-        """Of rows that were saved in other slices."""
+    def _read_across(self, rows: Sequence[Row], wanted: IndexRanges, start: int, stop: int) -> Tensor:
+        """Read from rows that were saved in other slices."""
         result = torch.empty(stop - start, dtype=getattr(torch, rows[0].dtype))
         missing = torch.ones(stop - start, dtype=torch.bool)
-        full = cut.full_place(torch.arange(start, stop))
+        full = wanted.full_place(torch.arange(start, stop))
         for row in rows:
-            place = Cut.of_row(row).own_place(full)
+            place = IndexRanges.of_row(row).own_place(full)
             found = (place >= row.start) & (place < row.stop)
             if found.any():
                 place = place[found]
@@ -159,6 +159,6 @@ class ShardFiles:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        # The tensors read so far are copies, so no file need stay mapped for them.
+        # What read() gave are copies, so no file need stay mapped for them.
         self._stack.close()
         self._open.clear()

@@ -123,7 +123,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Buffers by name, without those that a state dict leaves out.
 
     Reads a private set of ``nn.Module``: its public way, ``state_dict()``, touches the parameters too, and they may be
-    released.
+    placeholders without memory.
     """
     return {
         f"{prefix}.{name}" if prefix else name: buffer
@@ -134,7 +134,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def shape_of(engine: Checkpointed, name: str) -> tuple[int, ...]:
-    """The shape of a parameter, also of one that is released; of a tensor-parallel model that of the slice."""
+    """The shape of a parameter, also of one that is a placeholder; of a tensor-parallel model that of the slice."""
     return tuple(engine.params[name].shape)
 
 
