@@ -5,12 +5,12 @@ zero1, zero2, sharded_unit, saved, zero3, sharded_linear, fsdp.
 """
 
 from shardlab.engines import checkpoint
+from shardlab.engines.accounting import ShardRow
 from shardlab.engines.base import Engine, OptimizerFn
 from shardlab.engines.bucketed import Bucketed
 from shardlab.engines.ddp import DDP
 from shardlab.engines.fsdp import FSDP
 from shardlab.engines.grad_scaler import GradScaler
-from shardlab.engines.holdings import ShardRow
 from shardlab.engines.precision import Precision
 from shardlab.engines.registry import STRATEGIES, build_engine, engine_options
 from shardlab.engines.sharded_optimizer import ShardedOptimizer

@@ -12,42 +12,39 @@ The module keeps its class, its parameter names and its buffers; any torch optim
 ``loss.backward()`` instead of ``engine.backward(loss)`` is right too: the engine notices it and finishes the gradients
 at its end.
 
-A backward that raises leaves a rank with a part of its gradients, and the others perhaps waiting for the rest. Nothing
-is sent then, since they may never come; ``zero_grad()``, on all ranks, completes what they wait for and forgets it.
+Read beside it: ``gradients`` (backward to ``zero_grad()``), ``accounting`` (what this rank holds) and ``state`` (what
+outlives the process), which are the rest of the interface.
 """
 
 import contextlib
-import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import prod
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from shardlab.comm import BaseMesh, Communicator, broadcast_coalesced
-from shardlab.engines.backward_watch import BackwardWatch
-from shardlab.engines.checks import check_max_norm, check_no_meta, check_optimizer, check_optimizer_fn, check_params
+from shardlab.comm import BaseMesh
+from shardlab.comm.coalesced import broadcast_coalesced
+from shardlab.comm.communicator import Communicator
+from shardlab.engines.accounting import Accounting
+from shardlab.engines.agreement import all_or_none
+from shardlab.engines.checks import check_max_norm, check_no_meta, check_optimizer_fn, check_params, tensor_axis
 from shardlab.engines.claims import Claim, check_free
 from shardlab.engines.clip import clip_
-from shardlab.engines.copied import OfThisModule
-from shardlab.engines.engine_holdings import EngineHoldings
+from shardlab.engines.gradients import Gradients
+from shardlab.engines.hooks import forward_is
 from shardlab.engines.looks_at import Stepped
-from shardlab.engines.optimizer_fit import check_sliced
-from shardlab.engines.redirect import forward_is
+from shardlab.engines.optimizer_fit import Cut, check_sliced, fitting_optimizer
 from shardlab.engines.state import EngineState
 from shardlab.engines.step_tensors import StepTensors
-from shardlab.engines.tensor_axis import tensor_axis
 from shardlab.partition.slices import slices_of
-from shardlab.vocabulary import MeshAxis
+from shardlab.vocabulary import MeshAxis, Partition
 
 OptimizerFn = Callable[[StepTensors], torch.optim.Optimizer]
-_WRAPPED = "_shardlab_engine"
 
 
-class Engine(EngineHoldings, EngineState, ABC):
+class Engine(Accounting, Gradients, EngineState):
     """A strategy around a plain module.
 
     Args:
@@ -61,38 +58,34 @@ class Engine(EngineHoldings, EngineState, ABC):
             a parameter with it; it has no parameters; or the mesh has no axis ``data``.
     """
 
-    name: ClassVar[str]
+    partition: Partition = Partition.ELEMENTS
+    """What a piece of a parameter is, where parameters are divided over ranks."""
+    _pieces_are_rows = False
+    """Whether no piece begins or ends inside a row."""
 
     def __init__(self, model: nn.Module, optimizer_fn: OptimizerFn, mesh: BaseMesh | None = None) -> None:
         check_free(model)
         check_optimizer_fn(optimizer_fn)
-        self.module = model
-        self.mesh = BaseMesh.alone() if mesh is None else mesh
+        self.module, self.mesh = model, BaseMesh.alone() if mesh is None else mesh
         self.data_comms = self._data_axes()
         self.comm = self.data_comms[-1]
         self.slices = slices_of(model)  # of a tensor-parallel model, by parameter name
         self.tensor_comm = self._tensor_axis()
         self.params: dict[str, nn.Parameter] = dict(model.named_parameters())  # tied weights appear once
-        check_params(self.params, self.mesh.device)
-        check_max_norm(model, self.num_data_ranks)
-        self._check_meta()
+        self._check_model()
         self.num_steps = 0
         self.loss_is_scaled = False  # a GradScaler has said so
-        self._sync = True
-        self._are_means = False  # the gradients, over the data axis
-        self._has_failed = False  # a backward outside no_sync() has raised, and zero_grad() has not been called since
-        self._were_trainable: set[nn.Parameter] = set()  # in a backward since zero_grad(); perhaps frozen by now
-        self._backward_watch = BackwardWatch(self.params, self._begin_backward, self._end_backward)
+        super().__init__()
+        # Before anything is laid out: what each rank cuts its shards from must be the same model.
         self._equalise(
             [*(param for param in self.params.values() if not param.is_meta), *model.buffers()],
             "parameters and buffers from rank 0",
         )
-        self._prepare()
+        self._step_tensors = self._prepare()
         self.optimizer = self._make_optimizer(optimizer_fn)
-        self._check_optimizer()
+        # Last, when nothing can be refused any more: a refused model stays as it came.
         self._hooks = [hook for param in self.params.values() if (hook := self._watch(param)) is not None]
-        self._claim = Claim(self)
-        object.__setattr__(model, _WRAPPED, OfThisModule(self, None))
+        self._claim = Claim(self, self.params.values(), self.optimizer)
 
     @property
     def num_data_ranks(self) -> int:
@@ -143,45 +136,6 @@ class Engine(EngineHoldings, EngineState, ABC):
         with forward_is(self.module, function):
             return self(*args, **kwargs)
 
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Gradients of ``loss``, averaged over the data axis unless inside ``no_sync()``.
-
-        Args:
-            loss: of this rank's rows.
-            retain_graph: keep what another backward through the same forward needs; its gradients are added.
-
-        Raises:
-            RuntimeError: the backward before this one raised, and ``zero_grad()`` has not been called since.
-        """
-        with self._backward_watch.expected(loss):
-            try:
-                loss.backward(retain_graph=retain_graph)
-            except BaseException:
-                self._has_failed |= self._sync
-                self._leave_backward()
-                raise
-        self._end_backward()
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside, backward only accumulates on this rank; the next backward outside communicates the sum."""
-        before, self._sync = self._sync, False
-        try:
-            yield
-        finally:
-            self._sync = before
-
-    def finish_gradients(self) -> None:
-        """Return when the gradients are means over the data axis. Called by clip and step where it is still due.
-
-        Raises:
-            RuntimeError: the last backward raised, and ``zero_grad()`` has not been called since.
-        """
-        self._refuse_after_failure()
-        if not self._are_means:
-            self._finish_gradients()
-            self._are_means = True
-
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that their global norm is at most ``max_norm``.
 
@@ -205,30 +159,6 @@ class Engine(EngineHoldings, EngineState, ABC):
             self.optimizer.step()
         self.num_steps += 1
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients.
-
-        Args:
-            set_to_none: False keeps them as zeros where there were some, as in torch: the next step then moves these
-                parameters too, by momentum and weight decay. What is pending is finished first, which is collective.
-        """
-        self._notice_failure()
-        if self._has_failed:
-            self._complete_failed_backward()
-        if set_to_none:
-            self._forget_gradients()
-            return
-        self.finish_gradients()
-        for tensor in self.step_tensors():
-            if tensor.grad is not None:
-                tensor.grad.zero_()
-
-    def _forget_gradients(self) -> None:
-        for param in self.params.values():
-            param.grad = None
-        self._were_trainable.clear()
-        self._are_means = False
-
     @property
     def learning_rate(self) -> float:
         """Learning rate of the first parameter group; setting it sets all groups."""
@@ -244,18 +174,24 @@ class Engine(EngineHoldings, EngineState, ABC):
         return contextlib.nullcontext()
 
     def close(self) -> None:
-        """Take the hooks off: the module trains alone again. Called twice it does nothing more."""
+        """Give the module back: it trains alone again. Called twice it does nothing more.
+
+        The first call is collective where this rank keeps pieces of the parameters, or rounded ones: they are gathered.
+        """
+        if self._hooks:
+            self._give_back()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self._claim.release()
-        object.__setattr__(self.module, _WRAPPED, None)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, exc_type: object, *exc: object) -> None:
-        self.close()
+        # After an error the other ranks may never come to a gather.
+        if exc_type is None or not self._keeps_pieces:
+            self.close()
 
     def _data_axes(self) -> tuple[Communicator, ...]:
         """The axes of the mesh to average over, outer first."""
@@ -265,8 +201,10 @@ class Engine(EngineHoldings, EngineState, ABC):
         """The axis the model is sliced over."""
         return tensor_axis(self.mesh, self.slices)
 
-    def _check_meta(self) -> None:
-        """Refuse parameters without memory, unless the strategy can make them."""
+    def _check_model(self) -> None:
+        """Refuse a model that the strategy cannot train."""
+        check_params(self.params, self.mesh.device)
+        check_max_norm(self.module, self.num_data_ranks)
         check_no_meta(self.params)
 
     def _equalise(self, tensors: list[Tensor], tag: str) -> None:
@@ -274,113 +212,33 @@ class Engine(EngineHoldings, EngineState, ABC):
         for comm in reversed(self.data_comms):
             broadcast_coalesced(comm, tensors, tag=tag)
 
-    def _begin_backward(self) -> None:
-        """A backward begins; called before its first gradient has been accumulated."""
-        self._refuse_after_failure()
-        self._were_trainable.update(param for param in self.params.values() if param.requires_grad)
-        self._are_means = False
-
-    def _is_due(self, param: nn.Parameter) -> bool:
-        """Whether some rank may have a gradient of it, the same on all ranks."""
-        return param.requires_grad or param in self._were_trainable
-
-    def _end_backward(self) -> None:
-        """A backward has ended."""
-        if self._sync:
-            self.finish_gradients()
-        self._leave_backward()
-
-    def _leave_backward(self) -> None:
-        """A backward has ended or raised; communicates nothing."""
-        return
-
-    def _notice_failure(self) -> None:
-        """Find out whether a plain ``loss.backward()`` has raised."""
-        if self._backward_watch.take_unended():
-            self._has_failed |= self._sync
-            self._leave_backward()
-
-    def _refuse_after_failure(self) -> None:
-        self._notice_failure()
-        if self._has_failed:
-            raise RuntimeError(
-                "gradients: the last backward raised an exception, so they are incomplete; call engine.zero_grad() on "
-                "all ranks before the next backward"
-            )
-
-    def _complete_failed_backward(self) -> None:
-        """Take part in what the other ranks have sent or wait for since this rank's backward raised.
-
-        A rank whose backward did not raise must not take the sum without this rank's part for a mean: it gets NaN.
-        """
-        fillers = {param: torch.full_like(param, torch.nan) for param in self.params.values() if param.requires_grad}
-        for param, filler in fillers.items():
-            param.grad = filler
-        self._finish_gradients()
-        for param, filler in fillers.items():
-            if self.shards_gradients and param.grad is filler:  # sent before the error, so it took no part
-                param.grad = None
-        self._are_means, self._has_failed = True, False
-
-    def _prepare(self) -> None:
-        """Lay out what the strategy needs, before the optimizer is made."""
-        return
+    def _prepare(self) -> StepTensors:
+        """Lay out what the strategy needs; what this rank will step."""
+        return StepTensors(self.params, are_parts=bool(self.slices))
 
     def _make_optimizer(self, optimizer_fn: OptimizerFn) -> torch.optim.Optimizer:
         """The optimizer, or a refusal of one that the division of the parameters makes wrong."""
-        optimizer = optimizer_fn(self.step_tensors())
-        check_optimizer(optimizer, self.step_tensors())
-        if self.slices:
+        num_ranks = 1 if self.sharded_over is None else self.sharded_over.num_ranks
+        cut = Cut(self.partition, num_ranks, by_rows=self._pieces_are_rows)
+
+        def make() -> torch.optim.Optimizer:
+            optimizer = fitting_optimizer(optimizer_fn, self._stepped(), cut)
             check_sliced(optimizer, self._stepped(), self.slices)
-        return optimizer
+            return optimizer
+
+        try:
+            # Pieces differ by rank, so one rank's may be refused and another's not: then all refuse.
+            return make() if num_ranks == 1 else all_or_none(self.comms, self.mesh.device, make)
+        except Exception:
+            self._give_back()  # all ranks have raised, so all come to whatever it sends
+            raise
+
+    def _give_back(self) -> None:
+        """Put into the module what plain training needs; collective where this rank keeps pieces only."""
+        return
 
     def _stepped(self) -> Stepped:
         """What the optimizer steps."""
         shapes = {name: tuple(param.shape) for name, param in self.params.items()}
         with self.stepping():
             return Stepped(self.step_tensors(), shapes, self.step_tensors()[0].device)
-
-    def _check_optimizer(self) -> None:
-        """Refuse an optimizer the strategy cannot bear, before hooks are on the module."""
-        return
-
-    @abstractmethod
-    def _finish_gradients(self) -> None:
-        """Make the gradients means over the data axis. Every rank calls it equally often."""
-
-    def _on_gradient(self, param: nn.Parameter) -> None:
-        """A gradient has been accumulated into ``param.grad``."""
-        self._backward_watch.enter()
-        gradient = param.grad
-        if gradient is not None and gradient.is_sparse and self.comm.num_ranks > 1:
-            raise ValueError(
-                f"model: parameter {self._name_of(param)!r} has a sparse gradient, which strategy {self.name!r} cannot "
-                "average; build the embedding with sparse=False"
-            )
-
-    def _name_of(self, param: nn.Parameter) -> str:
-        return next(name for name, known in self.params.items() if known is param)
-
-    def _watch(self, param: nn.Parameter) -> RemovableHandle | None:
-        if not param.is_floating_point():
-            return None
-        # A frozen parameter may be thawed later, but torch takes the hook only while it requires a gradient.
-        frozen = not param.requires_grad
-        param.requires_grad_(True)
-        hook: RemovableHandle = param.register_post_accumulate_grad_hook(_weakly(self))
-        param.requires_grad_(not frozen)
-        return hook
-
-
-def _weakly(engine: Engine) -> Callable[[nn.Parameter], None]:
-    """A hook that does not keep its engine, for torch holds hooks where Python cannot look for cycles.
-
-    The engine lives as long as the module it wraps; who then still uses a parameter trains alone, as after ``close()``.
-    """
-    reference = weakref.ref(engine)
-
-    def on_gradient(param: nn.Parameter) -> None:
-        if (known := reference()) is not None:
-            known._on_gradient(param)
-
-    return on_gradient

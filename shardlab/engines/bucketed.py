@@ -6,18 +6,21 @@ copied back. Bytes per rank and elements on the wire are those of ``ddp``; the m
 Source: Li et al., arXiv 2006.15704, section 3.2.
 
 Buckets are sent in the same order on every rank, whatever order their gradients come in: a bucket waits for the ones
-before it. A parameter this rank did not use is sent as such when backward has ended (``unused.py``).
+before it. A parameter this rank did not use is sent as such when backward has ended (``unused_params.py``).
 """
 
-import torch
+from collections.abc import Iterator
+
 from torch import nn
 
-from shardlab.comm import BaseMesh, Pending
+from shardlab.comm import BaseMesh
+from shardlab.comm.events import Pending
+from shardlab.engines.accounting import Division, Held
 from shardlab.engines.base import Engine, OptimizerFn
 from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES, Bucket, build_buckets
 from shardlab.engines.checks import second_gradient
-from shardlab.engines.holdings import ShardRow
 from shardlab.engines.reduction_queue import ReductionQueue
+from shardlab.engines.step_tensors import StepTensors
 from shardlab.vocabulary import Role
 
 
@@ -52,27 +55,22 @@ class Bucketed(Engine):
             bucket.forget()
         self._queue.reset()
 
-    def shard_map(self) -> list[ShardRow]:
-        """Every piece this rank holds, with the bucket its gradient travels in."""
-        bucket_of = {name: bucket.index for bucket in self.buckets for name in bucket.names}
-        return [
-            ShardRow(row.parameter, row.shape, row.role, bucket_of[row.parameter], row.start, row.stop, row.num_bytes)
-            for row in super().shard_map()
-        ]
+    def divisions(self) -> list[Division]:
+        """Bucket by bucket."""
+        return [Division(bucket.layout, self.comm, bucket.params[0].element_size()) for bucket in self.buckets]
 
-    def live_tensors(self) -> dict[Role, list[torch.Tensor]]:
-        """As the base, and the buckets' buffers, which are the gradients' storage."""
-        live = super().live_tensors()
-        live[Role.GRADIENT] += [bucket.buffer for bucket in self.buckets if bucket.buffer is not None]
-        return live
+    def _held_gradients(self) -> Iterator[Held]:
+        yield from super()._held_gradients()
+        yield from (Held(Role.GRADIENT, bucket.buffer) for bucket in self.buckets if bucket.buffer is not None)
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> StepTensors:
         self.buckets = self._build_buckets()
         self._place = {
             param: (bucket, slot) for bucket in self.buckets for slot, param in enumerate(bucket.params)
         }  # fmt: skip
         self._scale = 1 / self.comm.num_ranks
         self._queue = ReductionQueue(self.buckets, self._is_due, self._send)
+        return super()._prepare()
 
     def _build_buckets(self) -> list[Bucket]:
         return build_buckets(self.params, num_ranks=1, capacity_bytes=self.bucket_bytes)

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from shardlab.comm import Pending
-from shardlab.engines.unused import mark_all_used, nobody_used, write_unused
+from shardlab.comm.events import Pending
+from shardlab.engines.unused_params import mark_all_used, nobody_used, write_unused
 from shardlab.partition.buckets import assign_buckets
 from shardlab.partition.flat import FlatLayout, ParamSpec, flat_layout, owned_layout, owned_order
+from shardlab.partition.layout import first_elements
 from shardlab.partition.owners import assign_owners
 from shardlab.vocabulary import Partition
 
@@ -43,19 +44,14 @@ class Bucket:
         self.holds_means = False
         self.unused: list[int] = []  # slots this rank sent as unused
         self._sealed: set[int] = set()  # slots that hold what will be sent
-        self._looked_at = [  # first element of each piece that some rank looks at
-            piece.flat_start for rank in range(layout.num_ranks) for piece in layout.pieces(rank)
-        ]
+        self._looked_at = [place for _, place in first_elements(layout)]  # by some rank, for "unused"
 
-    @property
-    def trainable(self) -> bool:
-        """Whether any parameter requires a gradient now."""
-        return any(param.requires_grad for param in self.params)
-
-    @property
-    def padding_bytes(self) -> int:
-        """Bytes of the buffer that belong to no parameter."""
-        return self.layout.padding_numel * self.params[0].element_size()
+    def places_in_chunk(self, rank: int) -> dict[str, slice]:
+        """Where the pieces of a rank lie in its chunk, by parameter name."""
+        first = self.layout.chunk(rank)[0]
+        return {
+            piece.name: slice(piece.flat_start - first, piece.flat_stop - first) for piece in self.layout.pieces(rank)
+        }
 
     def new_buffer(self, dtype: torch.dtype | None = None) -> Tensor:
         """A flat tensor for one value per element, [padded_numel], as a parameter; only the padding is set, to 0."""

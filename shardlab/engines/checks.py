@@ -5,6 +5,11 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from shardlab.comm import BaseMesh
+from shardlab.comm.communicator import Communicator
+from shardlab.partition.slices import TensorSlice
+from shardlab.vocabulary import MeshAxis
+
 
 def check_params(params: Mapping[str, nn.Parameter], device: torch.device) -> None:
     """A model that can be trained on ``device``.
@@ -47,6 +52,33 @@ def check_max_norm(model: nn.Module, num_ranks: int) -> None:
                 "up, so ranks would differ; leave max_norm out, and scale the rows after engine.step(), equally on all "
                 "ranks"
             )
+
+
+def tensor_axis(mesh: BaseMesh, slices: Mapping[str, TensorSlice]) -> Communicator | None:
+    """The ranks that have the slices of a tensor-parallel model; None where the model is whole.
+
+    Each of them trains on the same rows. So the data axes do what they do with a whole model, on smaller parameters;
+    only what speaks of the model as a whole crosses the tensor axis too: the norm of all gradients, full state dicts
+    and checkpoints.
+
+    Raises:
+        ValueError: the model is sliced over other ranks than those of the mesh's tensor axis, or not at all.
+    """
+    num_ranks = mesh.axes.get(MeshAxis.TENSOR, 1)
+    if not slices and num_ranks > 1:
+        raise ValueError(
+            f"model: the mesh has {num_ranks} tensor-parallel ranks, and the model is whole; call "
+            "parallelize_module(model, plan, mesh['tensor']) before the engine is built"
+        )
+    if not slices:
+        return None
+    needed = next(iter(slices.values())).num_ranks
+    if needed != num_ranks or MeshAxis.TENSOR not in mesh.axes:
+        raise ValueError(
+            f"mesh: the model is sliced over {needed} ranks of an axis 'tensor', and the mesh has {mesh.axes}; give "
+            "parallelize_module the axis of this mesh"
+        )
+    return mesh[MeshAxis.TENSOR]
 
 
 def check_optimizer(optimizer: object, given: Iterable[Tensor]) -> None:

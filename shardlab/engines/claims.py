@@ -11,28 +11,43 @@ import contextlib
 import gc
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-if TYPE_CHECKING:
-    from shardlab.engines.base import Engine
-
 _CLAIM = "_shardlab_claim"
+_KEPT = "_shardlab_engine"
 _ZERO_GRAD = "zero_grad"
 
 
-class EngineReference:
-    """A weak reference to an engine; a copy of what carries it, or a pickle, belongs to no engine."""
-
-    def __init__(self, engine: "Engine | None") -> None:
-        self._reference = None if engine is None else weakref.ref(engine)
+class Claimant(Protocol):
+    """What a claim asks of its engine."""
 
     @property
-    def engine(self) -> "Engine | None":
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def module(self) -> nn.Module: ...  # noqa: D102
+    def zero_grad(self, set_to_none: bool = True) -> None: ...  # noqa: D102
+
+
+class EngineReference:
+    """A reference to an engine; a copy of what carries it, or a pickle, belongs to no engine.
+
+    Args:
+        engine: None for a reference to nothing.
+        keeps: whether the engine lives as long as whatever carries this.
+    """
+
+    def __init__(self, engine: Claimant | None, *, keeps: bool = False) -> None:
+        self._reference: Callable[[], Claimant | None] | None = None
+        if engine is not None:
+            self._reference = (lambda: engine) if keeps else weakref.ref(engine)
+
+    @property
+    def engine(self) -> Claimant | None:
         """The engine, while it lives and has not been forgotten."""
         return None if self._reference is None else self._reference()
 
@@ -77,19 +92,23 @@ class Claim:
     """What makes a module, its parameters and an optimizer an engine's, until ``release()``.
 
     Args:
-        engine: with its module, parameters and optimizer.
+        engine: with its module.
+        params: the module's.
+        optimizer: the engine's.
     """
 
-    def __init__(self, engine: "Engine") -> None:
+    def __init__(self, engine: Claimant, params: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         self._mark = EngineReference(engine)
-        self._module, self._optimizer = engine.module, engine.optimizer
-        self._params = tuple(engine.params.values())
+        self._module, self._optimizer = engine.module, optimizer
+        self._params = tuple(params)
         self._is_stepping = False
         self._hook = _refuse_direct_steps(self)
         # A module without parameters, such as an activation that two models share, is nobody's.
         claimed = [module for module in self._module.modules() if next(module.parameters(), None) is not None]
         for thing in (*claimed, *self._params):
             object.__setattr__(thing, _CLAIM, self._mark)
+        # Hooks refer to the engine weakly, so the module keeps it: it trains on where nobody else does.
+        object.__setattr__(self._module, _KEPT, EngineReference(engine, keeps=True))
         for owner in (self._module, self._optimizer):
             object.__setattr__(owner, _ZERO_GRAD, ZeroGrad(owner, self._mark))
 
@@ -118,6 +137,7 @@ class Claim:
         """Let others have it, also what has been taken out of the module since."""
         self._mark.forget()
         self._hook.remove()
+        object.__setattr__(self._module, _KEPT, None)
         for thing in (*self._module.modules(), *self._params):
             if getattr(thing, _CLAIM, None) is self._mark:
                 object.__delattr__(thing, _CLAIM)
@@ -160,10 +180,10 @@ def _refuse_direct_steps(claim: Claim) -> RemovableHandle:
         return RemovableHandle(OrderedDict())
 
 
-def _owner(thing: object) -> "Engine | None":
+def _owner(thing: object) -> Claimant | None:
     return _engine_behind(getattr(thing, _CLAIM, None))
 
 
-def _engine_behind(mark: object) -> "Engine | None":
+def _engine_behind(mark: object) -> Claimant | None:
     """What a mark refers to; what a pickle has put in its place refers to nothing."""
     return mark.engine if isinstance(mark, EngineReference) else None

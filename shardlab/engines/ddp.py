@@ -10,7 +10,7 @@ from torch import nn
 
 from shardlab.comm import Pending
 from shardlab.engines.base import Engine
-from shardlab.engines.unused import mark_used, nobody_used, write_unused
+from shardlab.engines.unused_params import mark_used, nobody_used, write_unused
 
 
 class DDP(Engine):

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
-from shardlab.comm import Communicator, wait_all
+from shardlab.comm.communicator import Communicator
+from shardlab.comm.events import wait_all
+from shardlab.engines.accounting import Held
 from shardlab.engines.buckets import Bucket
 from shardlab.engines.precision import Precision
 from shardlab.engines.shards import ParameterShards
+from shardlab.vocabulary import Role
 
 
 class MasterShards(ParameterShards):
@@ -44,15 +46,16 @@ class MasterShards(ParameterShards):
         """Whether the module has all master weights now."""
         return self._num_holders > 0
 
-    @property
-    def masters(self) -> list[Tensor]:
-        """This rank's chunks of the master weights."""
-        return [master for master in self._masters if master is not None]
-
-    @property
-    def stored(self) -> list[Tensor]:
-        """All master weights, while they are held."""
-        return list(self._stored.values())
+    def held(self) -> Iterator[Held]:
+        """As the base, with this rank's chunks of the master weights; all of them, while held, count as gathered."""
+        yield from (Held(Role.GATHERED_PARAMETER, stored) for stored in self._stored.values())
+        yield from super().held()
+        for bucket, master in zip(self.buckets, self._masters, strict=True):
+            if master is not None:
+                yield Held(Role.MASTER_WEIGHT, master)
+                for piece in bucket.layout.pieces(self.comm.rank):
+                    span = (piece.param_start, piece.param_stop)
+                    yield Held(Role.MASTER_WEIGHT, self.tensors.by_name(piece.name), piece.name, span)
 
     def gather(self, is_due: Callable[[nn.Parameter], bool]) -> None:
         """Round what this rank has stepped and gather what all have; who holds the master weights gets those anew."""
@@ -62,7 +65,7 @@ class MasterShards(ParameterShards):
         self._note_versions()
 
     @contextlib.contextmanager
-    def held(self, *, keep_changes: bool) -> Iterator[None]:
+    def whole(self, *, keep_changes: bool) -> Iterator[None]:
         """Inside, the module has all master weights; see ``Engine.full_params``."""
         self.check_unwritten()
         if not self.is_held:
@@ -87,7 +90,6 @@ class MasterShards(ParameterShards):
             start, stop = self.buckets[index].layout.chunk(self.comm.rank)
             self._master(index).copy_(stored[start:stop])
             self.flat[index].copy_(stored)
-            increment_version(self.buckets[index].params)
 
     def give_back(self) -> None:
         """Leave the module with all master weights; collective."""

@@ -11,11 +11,12 @@ the whole model     the whole model: ddp, bucketed, fsdp no_shard
 What does not fit is refused when the engine is built, before its first step.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
+from shardlab.engines.checks import check_optimizer
 from shardlab.engines.looks_at import LooksAt, Stepped, flat_pieces, looks_at, pieces_along
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.partition.slices import TensorSlice
@@ -24,30 +25,73 @@ from shardlab.vocabulary import Partition
 Make = Callable[[StepTensors], torch.optim.Optimizer]
 
 
-def check_partition(
-    optimizer: torch.optim.Optimizer, stepped: Stepped, partition: Partition, num_ranks: int, *, by_rows: bool = False
-) -> None:
-    """Refuse an optimizer that a partition would make wrong.
+@dataclass(frozen=True)
+class Cut:
+    """How the ranks that share a parameter have divided it.
 
-    Args:
-        optimizer: new.
-        stepped: what it steps.
-        partition: of the parameters.
+    Attributes:
+        partition: 'elements' cuts parameters, the others give whole ones to ranks.
         num_ranks: that share them; with one, every optimizer fits.
         by_rows: whether 'elements' leaves rows whole, as the layout 'dim0' does.
+    """
+
+    partition: Partition
+    num_ranks: int
+    by_rows: bool = False
+
+    @property
+    def goes_through(self) -> bool:
+        """Whether ranks have parts of a parameter."""
+        return self.num_ranks > 1 and self.partition is Partition.ELEMENTS
+
+
+def fitting_optimizer(make: Make, stepped: Stepped, cut: Cut) -> torch.optim.Optimizer:
+    """What ``make`` makes of the pieces this rank steps, if the cut bears it.
+
+    Args:
+        make: of the user's; it is called again where it fails, with whole tensors that have no memory, to find out
+            whether it is the pieces that it refuses, as Muon's constructor does.
+        stepped: what the optimizer is to step.
+        cut: of the parameters.
 
     Raises:
-        ValueError: the partition cuts what the optimizer looks at, or nobody can tell; see ``looks_at``.
+        ValueError: the partition cuts what the optimizer looks at, or nobody can tell, see ``looks_at``; or ``make``
+            refuses pieces and takes whole parameters.
+        Exception: else whatever ``make`` raises.
     """
-    if num_ranks == 1:
-        return
+    try:
+        optimizer = make(stepped.tensors)
+    except Exception as error:  # of a class of the user's
+        kind = _made_of_whole(make, stepped) if cut.goes_through else None
+        if kind is None:
+            raise
+        raise _cuts_through(kind, by_rows=cut.by_rows) from error
+    check_optimizer(optimizer, stepped.tensors)
+    if cut.num_ranks > 1:
+        _check_cut(optimizer, stepped, cut)
+    return optimizer
+
+
+def parse_partition(partition: Partition | str) -> Partition:
+    """The member of ``Partition`` with this name.
+
+    Raises:
+        ValueError: there is none; the message lists the allowed names.
+    """
+    try:
+        return Partition(partition)
+    except ValueError:
+        raise ValueError(f"partition: {partition!r} is not one of {', '.join(Partition)}") from None
+
+
+def _check_cut(optimizer: torch.optim.Optimizer, stepped: Stepped, cut: Cut) -> None:
     kind = type(optimizer).__name__
-    cuts = (pieces_along(0) if by_rows else flat_pieces,) if partition is Partition.ELEMENTS else ()
-    found = looks_at(optimizer, stepped, cuts)
+    pieces = (pieces_along(0) if cut.by_rows else flat_pieces,) if cut.goes_through else ()
+    found = looks_at(optimizer, stepped, pieces)
     if found is LooksAt.MODEL:
         raise ValueError(f"optimizer: {kind} looks at the whole model, so it cannot be sharded; use bucketed or ddp")
-    if found is LooksAt.TENSOR and partition is Partition.ELEMENTS:
-        raise _cuts_through(kind, by_rows=by_rows)
+    if found is LooksAt.TENSOR and cut.goes_through:
+        raise _cuts_through(kind, by_rows=cut.by_rows)
 
 
 def check_sliced(optimizer: torch.optim.Optimizer, stepped: Stepped, slices: Mapping[str, TensorSlice]) -> None:
@@ -68,32 +112,6 @@ def check_sliced(optimizer: torch.optim.Optimizer, stepped: Stepped, slices: Map
             f"optimizer: {type(optimizer).__name__} looks at more than one element at a time, and the model's "
             "parameters are slices over the tensor axis; use an optimizer that steps element by element, such as AdamW"
         )
-
-
-@contextlib.contextmanager
-def refused_by_partition(
-    make: Make, stepped: Stepped, partition: Partition, num_ranks: int, *, by_rows: bool = False
-) -> Iterator[None]:
-    """Inside, an optimizer whose constructor refuses pieces, as Muon's does, is refused with the partition's name.
-
-    Args:
-        make: what is called inside; it is called again where that fails, with whole tensors that have no memory.
-        stepped: what it is given.
-        partition: of the parameters.
-        num_ranks: that share them.
-        by_rows: see ``check_partition``.
-
-    Raises:
-        ValueError: with whole tensors it succeeds.
-        Exception: else what was raised inside.
-    """
-    try:
-        yield
-    except Exception as error:  # of a class of the user's
-        kind = _made_of_whole(make, stepped) if num_ranks > 1 and partition is Partition.ELEMENTS else None
-        if kind is None:
-            raise
-        raise _cuts_through(kind, by_rows=by_rows) from error
 
 
 def _made_of_whole(make: Make, stepped: Stepped) -> str | None:

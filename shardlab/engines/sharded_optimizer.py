@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardlab.comm import Communicator
+from shardlab.comm.communicator import Communicator
+from shardlab.engines.accounting import Division, owned_in, owners_in
 from shardlab.engines.agreement import all_or_none
 from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES, build_buckets
 from shardlab.engines.looks_at import Stepped
-from shardlab.engines.optimizer_fit import Make, check_partition, refused_by_partition
+from shardlab.engines.optimizer_fit import Cut, fitting_optimizer, parse_partition
 from shardlab.engines.shards import ParameterShards
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.vocabulary import Partition
@@ -63,7 +64,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         def make(tensors: StepTensors) -> torch.optim.Optimizer:
             return optimizer_cls(self._groups_of(tensors), **defaults)
 
-        self.inner = all_or_none((comm,), device, lambda: self._make_of_pieces(make, device, comm.num_ranks))
+        shapes = {name: tuple(param.shape) for name, param in self._named.items()}
+        stepped, cut = Stepped(self.shards.tensors, shapes, device), Cut(self.partition, comm.num_ranks)
+        self.inner = all_or_none((comm,), device, lambda: fitting_optimizer(make, stepped, cut))
         # The same objects, so that a scheduler or a user who sets a learning rate reaches the inner optimizer.
         self.param_groups, self.state, self.defaults = self.inner.param_groups, self.inner.state, self.inner.defaults
 
@@ -107,11 +110,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def owners(self) -> dict[str, tuple[int, ...]]:
         """The ranks that step a piece of each parameter, in the order the parameters were given."""
-        return self.shards.owners()
+        return owners_in(self._divisions(), self._named, self.shards.comm.num_ranks)
 
     def owned(self) -> dict[str, tuple[int, int]]:
         """The elements (start, stop) of each flattened parameter that this rank steps; only what it does step."""
-        return self.shards.owned()
+        return owned_in(self._divisions(), self._named)
+
+    def _divisions(self) -> list[Division]:
+        buckets, comm = self.shards.buckets, self.shards.comm
+        return [Division(bucket.layout, comm, bucket.params[0].element_size()) for bucket in buckets]
 
     def _take_gradients(self) -> None:
         for name in self.shards.pieces:
@@ -123,14 +130,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for tensor in self.shards.tensors:
             tensor.grad = None
 
-    def _make_of_pieces(self, make: Make, device: torch.device, num_ranks: int) -> torch.optim.Optimizer:
-        shapes = {name: tuple(param.shape) for name, param in self._named.items()}
-        stepped = Stepped(self.shards.tensors, shapes, device)
-        with refused_by_partition(make, stepped, self.partition, num_ranks):
-            inner = make(self.shards.tensors)
-        check_partition(inner, stepped, self.partition, num_ranks)
-        return inner
-
     def _groups_of(self, tensors: StepTensors) -> list[dict[str, Any]]:
         names = {param: name for name, param in self._named.items()}
         groups = []
@@ -139,18 +138,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             pieces: list[Tensor] = [tensors.by_name(names[param]) for param in group["params"]]
             groups.append({**options, "params": pieces})
         return groups
-
-
-def parse_partition(partition: Partition | str) -> Partition:
-    """The member of ``Partition`` with this name.
-
-    Raises:
-        ValueError: there is none; the message lists the allowed names.
-    """
-    try:
-        return Partition(partition)
-    except ValueError:
-        raise ValueError(f"partition: {partition!r} is not one of {', '.join(Partition)}") from None
 
 
 def _names(groups: list[dict[str, Any]]) -> dict[str, nn.Parameter]:

@@ -4,15 +4,18 @@ Each bucket's parameters are moved into one flat buffer (the module's tensors be
 rank steps is a slice of that buffer, and one all-gather per bucket puts all pieces back in place with no copy.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from shardlab.comm import Communicator, Pending, wait_all
+from shardlab.comm.communicator import Communicator
+from shardlab.comm.events import Pending, wait_all
+from shardlab.engines.accounting import Held
 from shardlab.engines.buckets import Bucket
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.partition.flat import Piece
+from shardlab.vocabulary import Role
 
 
 class ParameterShards:
@@ -63,19 +66,11 @@ class ParameterShards:
             if any(is_due(param) for param in bucket.params):
                 increment_version(bucket.params)
 
-    def owners(self) -> dict[str, tuple[int, ...]]:
-        """The ranks that step a piece of each parameter, in the module's order."""
-        holders: dict[str, list[int]] = {name: [] for name in self.params}
-        for bucket in self.buckets:
-            for rank in range(self.comm.num_ranks):
-                for piece in bucket.layout.pieces(rank):
-                    holders[piece.name].append(rank)
-        return {name: tuple(ranks) for name, ranks in holders.items()}
-
-    def owned(self) -> dict[str, tuple[int, int]]:
-        """The elements this rank steps, by name, in the module's order; only what it does step."""
-        held = {name: self.pieces[name][1] for name in self.params if name in self.pieces}
-        return {name: (piece.param_start, piece.param_stop) for name, piece in held.items()}
+    def held(self) -> Iterator[Held]:
+        """Whole parameters, and the padding of the flat buffers."""
+        yield from (Held(Role.PARAMETER, flat) for flat in self.flat)
+        for name, param in self.params.items():
+            yield Held(Role.PARAMETER, param, name, (0, param.numel()))
 
     def _piece_tensor(self, name: str) -> Tensor:
         param = self.params[name]

@@ -4,6 +4,7 @@ Nothing is sharded, nothing is sent. Bytes for P fp32 parameters with Adam: 4P p
 """
 
 from shardlab.engines.base import Engine
+from shardlab.engines.step_tensors import StepTensors
 
 
 class Single(Engine):
@@ -15,12 +16,10 @@ class Single(Engine):
 
     name = "single"
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> StepTensors:
         if self.comm.num_ranks > 1:
             raise ValueError(
                 f"mesh: 'single' trains in one process, but the data axis has {self.comm.num_ranks} ranks; "
-                "use Mesh.alone(), or another strategy"
+                "use BaseMesh.alone(), or another strategy"
             )
-
-    def _finish_gradients(self) -> None:
-        """The gradients are complete as they are."""
+        return super()._prepare()

@@ -13,11 +13,12 @@ master weights' dtype. Source: Rajbhandari et al., arXiv 1910.02054, section 5.2
 
 from collections.abc import Iterator
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from shardlab.comm import Pending
+from shardlab.comm.events import Pending
+from shardlab.engines.accounting import Held
 from shardlab.engines.buckets import Bucket
-from shardlab.engines.holdings import ShardRow
+from shardlab.engines.step_tensors import StepTensors
 from shardlab.engines.zero1 import ZeRO1
 from shardlab.vocabulary import Role
 
@@ -35,15 +36,9 @@ class ZeRO2(ZeRO1):
         for bucket in self.buckets:
             bucket.release()
 
-    def live_tensors(self) -> dict[Role, list[Tensor]]:
-        """As ``ZeRO1``; the gradients are this rank's chunks."""
-        live = super().live_tensors()
-        live[Role.GRADIENT] += self._gradient_shards.values()
-        return live
-
-    def _prepare(self) -> None:
-        super()._prepare()
+    def _prepare(self) -> StepTensors:
         self._gradient_shards: dict[int, Tensor] = {}  # bucket index -> [chunk]
+        return super()._prepare()
 
     def _send(self, bucket: Bucket) -> None:
         # A bound that does not depend on timing: a slow link must not let all of the gradients pile up.
@@ -72,8 +67,8 @@ class ZeRO2(ZeRO1):
     def _chunk(self, bucket: Bucket) -> Tensor:
         return self._gradient_shards[bucket.index]
 
-    def _gradient_rows(self, bucket: Bucket, name: str, param: nn.Parameter) -> Iterator[ShardRow]:
-        if bucket.index in self._gradient_shards and name in self.shards.pieces:
-            start, stop = self.owned()[name]
-            num_bytes = (stop - start) * self._gradient_shards[bucket.index].element_size()
-            yield ShardRow(name, tuple(param.shape), Role.GRADIENT, bucket.index, start, stop, num_bytes)
+    def _gradients_of(self, bucket: Bucket) -> Iterator[Held]:
+        if (shard := self._gradient_shards.get(bucket.index)) is not None:
+            yield Held(Role.GRADIENT, shard)
+            for name, place in bucket.places_in_chunk(self.comm.rank).items():
+                yield Held(Role.GRADIENT, shard[place], name, self.owned()[name])

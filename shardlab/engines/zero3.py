@@ -3,7 +3,7 @@
 What changes against ``zero2``: the parameters too live as shards, from construction on. They are gathered for forward,
 released, gathered again for backward, released; the gradients are reduce-scattered; the step works on shards and needs
 no gather after it. Everything is synchronous and for the whole model at once, bucket after bucket: the version to read
-before ``fsdp``, which does the same unit by unit and ahead of time.
+before ``fsdp``, which does the same bucket by bucket and ahead of time.
 
 Per rank for P fp32 parameters with Adam: at rest 4P/N parameters, 4P/N gradients, 8P/N state (P with the padding of
 each bucket to a multiple of N); in forward and backward 4P gathered parameters more. On the wire P(N-1)/N for each
@@ -19,16 +19,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardlab.comm import BaseMesh
-from shardlab.comm.trees import tensors_in
 from shardlab.engines.base import OptimizerFn
 from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES, build_buckets
+from shardlab.engines.hooks import untraced
+from shardlab.engines.optimizer_fit import parse_partition
+from shardlab.engines.placeholder import sites_of, without_parameters
 from shardlab.engines.precision import Precision, parse_precision
-from shardlab.engines.released import seats_of, without_parameters
-from shardlab.engines.saved import saved_by_reference
+from shardlab.engines.saved_tensors import saved_by_reference
+from shardlab.engines.sharded_bucket import BucketState, ShardedBucket
 from shardlab.engines.sharded_engine import ShardedEngine
-from shardlab.engines.sharded_optimizer import parse_partition
-from shardlab.engines.sharded_unit import ShardedUnit, UnitState
-from shardlab.engines.untraced import untraced
+from shardlab.comm.trees import tensors_in
 from shardlab.vocabulary import Partition
 
 
@@ -65,7 +65,7 @@ class ZeRO3(ShardedEngine):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Gather, the module's forward, release."""
-        with self._gathered(), saved_by_reference(self.units):
+        with self._gathered(), saved_by_reference(self.buckets):
             output = without_parameters(super().__call__(*args, **kwargs), set(self.params.values()))
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
@@ -81,35 +81,35 @@ class ZeRO3(ShardedEngine):
     @untraced
     def gather_full_params(self) -> None:
         """Put the full parameters into the module, bucket after bucket."""
-        for unit in self.units:
-            unit.unshard()
+        for bucket in self.buckets:
+            bucket.unshard()
 
     @untraced
     def release_params(self) -> None:
         """Let go of them again; a computation with them then raises an error that names the parameter."""
-        for unit in self.units:
-            unit.reshard()
+        for bucket in self.buckets:
+            bucket.reshard()
 
-    def _make_units(self) -> list[ShardedUnit]:
-        seats = seats_of(self.module, self.params)
+    def _make_buckets(self) -> list[ShardedBucket]:
+        sites = sites_of(self.module, self.params)
         return [
-            ShardedUnit(
+            ShardedBucket(
                 f"bucket {bucket.index}",
                 dict(zip(bucket.names, bucket.params, strict=True)),
-                seats,
+                sites,
                 bucket.layout,
                 self.comm,
-                precision=self.precision,
+                self.precision,
             )
             for bucket in build_buckets(self.params, self.comm.num_ranks, self.bucket_bytes, self.partition)
         ]
 
     def _finish_gradients(self) -> None:
-        for unit in self.units:
-            if any(self._is_due(param) for param in unit.params.values()):
-                unit.start_reduce()
-                unit.finish_reduce()
-            unit.reshard()
+        for bucket in self.buckets:
+            if any(self._is_due(param) for param in bucket.params.values()):
+                bucket.start_reduce()
+                bucket.finish_reduce()
+            bucket.reshard()
 
     def _leave_backward(self) -> None:
         self.release_params()
@@ -117,7 +117,7 @@ class ZeRO3(ShardedEngine):
     @contextlib.contextmanager
     def _gathered(self) -> Iterator[None]:
         """Gathered inside; released afterwards, unless a backward runs that computes forward again."""
-        is_outermost = any(unit.state is not UnitState.UNSHARDED for unit in self.units)
+        is_outermost = any(bucket.state is not BucketState.UNSHARDED for bucket in self.buckets)
         self.gather_full_params()
         try:
             yield

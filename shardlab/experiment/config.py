@@ -12,8 +12,8 @@ from shardlab.data_sets import load_text
 from shardlab.engines import STRATEGIES, engine_options
 from shardlab.engines.fsdp import LAYOUTS, SHARDINGS, parse_wrap
 from shardlab.engines.offload import OFFLOADS
+from shardlab.engines.optimizer_fit import parse_partition
 from shardlab.engines.precision import parse_precision
-from shardlab.engines.sharded_optimizer import parse_partition
 from shardlab.experiment.tensor import TORCH_TP, check_tensor_axis
 from shardlab.launch import place
 from shardlab.launch.placement import torchrun_env

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardlab.engines import FSDP
-from shardlab.engines.fsdp.group import Group
+from shardlab.engines.fsdp.unit import Unit
 from shardlab.trace.memory import bytes_by_role
 from shardlab.vocabulary import Role
 
@@ -46,7 +46,7 @@ def watch_gathered(engine: FSDP) -> Iterator[list[GatheredSample]]:
     def sample(moment: str) -> None:
         samples.append(GatheredSample(moment, gathered_by_unit(engine)))
 
-    hooks = [hook for group in engine.groups for hook in _watch(group, sample)]
+    hooks = [hook for unit in engine.units for hook in _watch(unit, sample)]
     try:
         yield samples
     finally:
@@ -58,20 +58,19 @@ def watch_gathered(engine: FSDP) -> Iterator[list[GatheredSample]]:
 def gathered_by_unit(engine: FSDP) -> dict[str, int]:
     """Bytes of gathered parameters that each unit holds now, each storage once; a unit without any holds 0."""
     return {
-        group.name: bytes_by_role(
-            {Role.GATHERED_PARAMETER: [tensor for unit in group.units for tensor in unit.gathered()]}
-        )[Role.GATHERED_PARAMETER]
-        for group in engine.groups
+        unit.name: bytes_by_role({Role.GATHERED_PARAMETER: _gathered(unit)})[Role.GATHERED_PARAMETER]
+        for unit in engine.units
     }
 
 
 def unit_bytes(engine: FSDP) -> dict[str, int]:
     """Bytes of each unit when it is gathered, padding included."""
     return {
-        group.name: sum(
-            unit.layout.padded_numel * (engine.precision.compute or unit.shard.dtype).itemsize for unit in group.units
+        unit.name: sum(
+            bucket.layout.padded_numel * (engine.precision.compute or bucket.shard.dtype).itemsize
+            for bucket in unit.buckets
         )
-        for group in engine.groups
+        for unit in engine.units
     }
 
 
@@ -85,22 +84,27 @@ def gathered_table(samples: list[GatheredSample]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"sample": "int64", "bytes": "int64"})
 
 
-def _watch(group: Group, sample: Any) -> Iterator[RemovableHandle]:
-    def after_forward(_: nn.Module, __: Any, output: Any) -> None:
-        sample(f"{group.name} forward done")
-        if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(lambda _: sample(f"{group.name} backward"))
+def _gathered(unit: Unit) -> list[Tensor]:
+    held = (held for bucket in unit.buckets for held in bucket.held_parameters())
+    return [tensor for role, tensor, *_ in held if role is Role.GATHERED_PARAMETER]
 
-    trainable = {param for param in group.params if param.requires_grad}
+
+def _watch(unit: Unit, sample: Any) -> Iterator[RemovableHandle]:
+    def after_forward(_: nn.Module, __: Any, output: Any) -> None:
+        sample(f"{unit.name} forward done")
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda _: sample(f"{unit.name} backward"))
+
+    trainable = {param for param in unit.params if param.requires_grad}
     owed = set(trainable)
 
     def after_gradient(param: nn.Parameter) -> None:
         owed.discard(param)
         if not owed:
             owed.update(trainable)
-            sample(f"{group.name} backward done")
+            sample(f"{unit.name} backward done")
 
-    yield group.module.register_forward_pre_hook(lambda *_: sample(f"{group.name} forward"))
-    yield group.module.register_forward_hook(after_forward)
+    yield unit.module.register_forward_pre_hook(lambda *_: sample(f"{unit.name} forward"))
+    yield unit.module.register_forward_hook(after_forward)
     for param in trainable:
         yield param.register_post_accumulate_grad_hook(after_gradient)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from shardlab.engines.fsdp import wrapped_modules
-from shardlab.engines.fsdp.group import owners_of_parameters
 from shardlab.engines.fsdp.policy import ROOT, parse_wrap
+from shardlab.engines.fsdp.unit import owners_of_parameters
 from shardlab.engines.precision import parse_precision
 from shardlab.experiment.config import DTYPES, CompareConfig, takes
 from shardlab.launch import place

@@ -40,6 +40,11 @@ class Dim0Layout:
         """There must be a rank."""
         require_count("num_ranks", self.num_ranks, 1)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the parameters, in the given order."""
+        return tuple(spec.name for spec in self.specs)
+
     @cached_property
     def chunk_numel(self) -> int:
         """Elements of every rank's chunk, padding included: what rank 0 holds, which has a full block of everything."""

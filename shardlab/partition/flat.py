@@ -106,6 +106,11 @@ class FlatLayout:
         assert self.bounds[-1] >= stops[-1], "bounds must cover all slots"
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Of the parameters, in slot order."""
+        return tuple(slot.spec.name for slot in self.slots)
+
+    @property
     def num_ranks(self) -> int:
         """Ranks that share the range."""
         return len(self.bounds) - 1

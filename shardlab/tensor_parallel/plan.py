@@ -115,7 +115,7 @@ def _fits(name: str, pattern: str) -> bool:
 def _check_fresh(model: nn.Module) -> None:
     if slices_of(model):
         raise ValueError("model: it is tensor parallel already")
-    if getattr(model, "_shardlab_engine", None) is not None:
+    if getattr(getattr(model, "_shardlab_engine", None), "engine", None) is not None:
         raise ValueError("model: it is wrapped by an engine; call parallelize_module first, then build the engine")
 
 

@@ -109,7 +109,7 @@ def test_halves_take_turns(pools):
 
 
 def zero_signs(rank):
-    """Of -0 -0, of -0 +0: see ``engines.unused``."""
+    """Of -0 -0, of -0 +0: see ``engines.unused_params``."""
     shared, tensor = transport(), torch.tensor([-0.0, -0.0 if rank else 0.0])
     shared.all_reduce(tensor, "sum")
     shared.close()

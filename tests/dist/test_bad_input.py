@@ -93,7 +93,7 @@ def never_gathered(rank, setup):
                 lambda: loss + sum(param.square().sum() for param in model.parameters()),
                 lambda: setattr(model[0].weight, "grad", torch.zeros(16, 7).double()),
             ):
-                with pytest.raises(RuntimeError, match=r"parameter '0\.weight' is released.*engine\.full_params\(\)"):
+                with pytest.raises(RuntimeError, match=r"parameter '0\.weight' is sharded.*engine\.full_params\(\)"):
                     use()
             engine.backward(loss)
             engine.step()

@@ -96,9 +96,9 @@ def refused(rank, setup):
     strategy, options = SETUPS[setup]
     with Mesh({"data": 2}) as mesh, build_engine(strategy, sequential(), adamw, mesh, **options) as engine:
         for way in WAYS.values():
-            with pytest.raises(RuntimeError, match=r"is released.*full_params\(\)"):
+            with pytest.raises(RuntimeError, match=r"is sharded.*full_params\(\)"):
                 way(engine.module)
-        with pytest.raises(RuntimeError, match=r"is released.*full_params\(\)"):
+        with pytest.raises(RuntimeError, match=r"is sharded.*full_params\(\)"):
             engine.module[0].weight.data.clamp_(-1, 1)
         one_step(engine, rank)
         return engine.full_state_dict()

@@ -83,7 +83,7 @@ def collectives(rank, options, micro_batches):
                 else:
                     engine.backward(cases.loss_of(engine(x), y))
             engine.step()
-        padded = sum(unit.layout.padded_numel for unit in engine.units)
+        padded = sum(bucket.layout.padded_numel for bucket in engine.buckets)
         return [(event.op, event.tag, event.numel) for event in log.events], padded
 
 
@@ -131,7 +131,7 @@ def gathered_peak(rank, prefetch):
             block.inner.register_full_backward_pre_hook(sample)
         one_step(engine, rank)
         block_bytes, root_bytes = (
-            sum(unit.layout.padded_numel for unit in group.units) * 8 for group in (engine.groups[1], engine.groups[0])
+            sum(bucket.layout.padded_numel for bucket in unit.buckets) * 8 for unit in (engine.units[1], engine.units[0])
         )
         after = bytes_by_role(engine.live_tensors())[Role.GATHERED_PARAMETER]
         return samples, root_bytes, block_bytes, after
@@ -159,7 +159,7 @@ def hybrid(rank, strategy_options, axes, num_ranks):
             engine.zero_grad()
         held = bytes_by_role(engine.live_tensors())
         events = [(event.axis, event.op, event.numel) for event in log.events]
-        return engine.full_state_dict(), held, events, [unit.layout.padded_numel for unit in engine.units]
+        return engine.full_state_dict(), held, events, [bucket.layout.padded_numel for bucket in engine.buckets]
 
 
 def test_hybrid_shards_in_the_group_and_reduces_over_replicas(pools):
@@ -253,7 +253,7 @@ def by_hand(rank):
     with Mesh({"data": 2}) as mesh:
         model = build()
         engine = build_engine("fsdp", model, adamw, mesh)
-        with pytest.raises(RuntimeError, match=r"'blocks\.1\.inner\.weight' is released"):
+        with pytest.raises(RuntimeError, match=r"'blocks\.1\.inner\.weight' is sharded"):
             _ = model.blocks[1].inner.weight + 1
         engine.unshard("blocks.1")
         direct = model.blocks[1](torch.ones(1, 8).double())

@@ -70,7 +70,7 @@ def gathered_everywhere(rank, num_ranks, options):
                 engine.zero_grad()
         for hook in hooks:
             hook.remove()
-        units = [[unit.layout for unit in group.units] for group in engine.groups[:2]]
+        units = [[bucket.layout for bucket in unit.buckets] for unit in engine.units[:2]]
         padded = [8 * sum(layout.padded_numel for layout in layouts) for layouts in units]
         return max(watch.seen), watch.seen[-1], padded, 8 * sum(layout.numel for layouts in units for layout in layouts)
 

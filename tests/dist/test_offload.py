@@ -108,7 +108,7 @@ def held_at_rest(_, options):
         seen = []
         with engine.stepping():
             seen.append(bytes_by_role(engine.live_tensors())[Role.PARAMETER])
-        padded = sum(unit.layout.padded_numel for unit in engine.units)
+        padded = sum(bucket.layout.padded_numel for bucket in engine.buckets)
         return built, seen[0], 8 * padded // 2, sum(piece.nbytes for piece in engine.step_tensors())
 
 

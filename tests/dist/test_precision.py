@@ -90,7 +90,7 @@ def bytes_and_wire(rank, precision):
             gathered,
             held,
             [(event.op, event.dtype, event.num_bytes) for event in log.events],
-            engine.units[0].layout.padded_numel,
+            engine.buckets[0].layout.padded_numel,
         )
 
 

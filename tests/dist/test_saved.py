@@ -290,8 +290,9 @@ def by_nothing(engine, x, y, directory):
     with torch.no_grad():
         engine(x)
     engine.full_state_dict()
-    with engine.full_params():
-        pass
+    for keep_changes in (False, True):
+        with engine.full_params(keep_changes=keep_changes):
+            pass
 
 
 CHANGES = {

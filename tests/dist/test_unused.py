@@ -7,7 +7,7 @@ from torch import nn
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.precision import Precision
-from shardlab.engines.unused import mark_all_used, nobody_used, write_unused
+from shardlab.engines.unused_params import mark_all_used, nobody_used, write_unused
 from shardlab.vocabulary import HostTransport
 
 ENGINES = {

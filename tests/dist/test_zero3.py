@@ -26,7 +26,7 @@ def bytes_over_a_step(rank, num_ranks, options):
             engine.backward(loss)
             engine.step()
         seen["at rest"] = bytes_by_role(engine.live_tensors())
-        return seen, engine.padding_bytes, [(e.op, e.tag, e.numel) for e in log.events], len(engine.units)
+        return seen, engine.padding_bytes, [(e.op, e.tag, e.numel) for e in log.events], len(engine.buckets)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
@@ -53,9 +53,9 @@ def released(rank):
         metadata = [
             (name, tuple(param.shape), param.dtype, param.requires_grad) for name, param in model.named_parameters()
         ]
-        with pytest.raises(RuntimeError, match=r"'encoder\.weight' is released"):
+        with pytest.raises(RuntimeError, match=r"'encoder\.weight' is sharded"):
             model.decoder(torch.ones(1, 7).double())
-        with pytest.raises(RuntimeError, match=r"'head\.bias' is released"):
+        with pytest.raises(RuntimeError, match=r"'head\.bias' is sharded"):
             _ = model.head.bias + 1
         with engine.full_params() as module:
             tied = module.encoder.weight is module.decoder.weight

@@ -251,7 +251,7 @@ class Hold(Operation):
     def ours(self, world: World) -> Seen:
         engine = world.ours.engine
         assert isinstance(engine, FSDP)
-        name = engine.groups[self.unit % len(engine.groups)].name
+        name = engine.units[self.unit % len(engine.units)].name
         (engine.unshard if self.hold else engine.reshard)(name)
         (world.held.add if self.hold else world.held.discard)(name)
         return {}

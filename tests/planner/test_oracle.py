@@ -11,8 +11,8 @@ import torch
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.buckets import build_buckets
-from shardlab.engines.fsdp.group import owners_of_parameters
 from shardlab.engines.fsdp.policy import ROOT, wrapped_modules
+from shardlab.engines.fsdp.unit import owners_of_parameters
 from shardlab.engines.precision import PRECISIONS
 from shardlab.planner import ADAM, SGD, SGD_MOMENTUM, Setup, described, predicted_collectives, predicted_memory
 from shardlab.planner.groups import groups_of

@@ -10,8 +10,8 @@ gloo's own reduce-scatter and all-gather are slow. Composed, the same result tak
 A large all-reduce goes as two halves, one for each of gloo's two threads: one travels while the other is summed.
 
 The composed two move (N-1)/N of the buffer per rank, as a ring does. The local sum adds in the order of the ranks, pair
-by pair, so that it is deterministic and keeps the sign of zero (``engines.unused`` relies on that; ``Tensor.sum``
-starts at +0).
+by pair, so that it is deterministic and keeps the sign of zero (``engines.unused_params`` relies on that;
+``Tensor.sum`` starts at +0).
 """
 
 import zlib

@@ -1,7 +1,7 @@
-"""From the parameters of a wrapped module to its sharded units.
+"""From the parameters of a unit to its sharded buckets.
 
-Parameters of a group are in one unit if they have one dtype, all train or none does, and all are sharded or all are
-too small to be worth it (``replicate_below``): such a unit is one chunk, which every rank holds.
+Parameters of a unit are in one bucket if they have one dtype, all train or none does, and all are sharded or all are
+too small to be worth it (``replicate_below``): such a bucket is one chunk, which every rank holds.
 
 With whole parameters (``partition``) the owners are chosen over the whole model and not unit by unit: else the same
 ranks would own the largest parameter of every block.
@@ -12,24 +12,25 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shardlab.comm import BaseMesh, Communicator
+from shardlab.comm import BaseMesh
+from shardlab.comm.communicator import Communicator
+from shardlab.engines.fsdp.bucket import UnitBucket
 from shardlab.engines.fsdp.sharding import SHARDINGS
 from shardlab.engines.offload import OFFLOADS
+from shardlab.engines.placeholder import ParameterSites, sites_of
 from shardlab.engines.precision import Precision
-from shardlab.engines.released import Seats, seats_of
-from shardlab.engines.sharded_unit import ShardedUnit
-from shardlab.engines.unit_layout import UnitLayout
 from shardlab.partition.dim0 import dim0_layout
 from shardlab.partition.flat import ParamSpec, flat_layout, owned_layout, owned_order
+from shardlab.partition.layout import Layout
 from shardlab.partition.owners import Ownership
 from shardlab.vocabulary import MeshAxis, Partition
 
-LAYOUTS: Mapping[str, Callable[[list[ParamSpec], int], UnitLayout]] = {"flat": flat_layout, "dim0": dim0_layout}
+LAYOUTS: Mapping[str, Callable[[list[ParamSpec], int], Layout]] = {"flat": flat_layout, "dim0": dim0_layout}
 
 
 @dataclass(frozen=True)
 class Builder:
-    """The options of ``FSDP`` that a unit is made of; checked."""
+    """The options of ``FSDP`` that a bucket is made of; checked."""
 
     mesh: BaseMesh
     sharding: str
@@ -83,32 +84,36 @@ class Builder:
         specs = [_spec(name, param) for name, param in params.items() if self.is_sharded(param)]
         return Ownership.assign(specs, self.shard_axis.num_ranks, self.partition).table
 
-    def units(
-        self, group: str, module: nn.Module, params: Mapping[str, nn.Parameter], owners: Mapping[str, int]
-    ) -> list[ShardedUnit]:
-        """Shard the parameters of one group, which is all that is ever there in full.
+    def buckets(
+        self, unit: str, module: nn.Module, params: Mapping[str, nn.Parameter], owners: Mapping[str, int]
+    ) -> list[UnitBucket]:
+        """Shard the parameters of one unit, which is all that is ever there in full.
 
         Args:
-            group: its name.
-            module: the whole module, in which the parameters have their seats.
+            unit: its name.
+            module: the whole module, in which the parameters are.
             params: full parameters by name.
             owners: see ``owners``.
         """
-        seats = seats_of(module, params)
+        sites = sites_of(module, params)
         kinds: dict[Hashable, dict[str, nn.Parameter]] = {}
         for name, param in params.items():
             kind = (param.dtype, param.device, param.requires_grad, self.is_sharded(param))
             kinds.setdefault(kind, {})[name] = param
         numbered = enumerate(kinds.values())
-        return [self._unit(_unit_name(group, place, len(kinds)), alike, seats, owners) for place, alike in numbered]
+        return [self._bucket(_bucket_name(unit, place, len(kinds)), alike, sites, owners) for place, alike in numbered]
 
     def is_sharded(self, param: nn.Parameter) -> bool:
         """Whether ranks hold different elements of it."""
         return self.shard_axis is not None and param.numel() >= self.replicate_below
 
-    def _unit(
-        self, name: str, params: Mapping[str, nn.Parameter], seats: Mapping[str, Seats], owners: Mapping[str, int]
-    ) -> ShardedUnit:
+    def _bucket(
+        self,
+        name: str,
+        params: Mapping[str, nn.Parameter],
+        sites: Mapping[str, ParameterSites],
+        owners: Mapping[str, int],
+    ) -> UnitBucket:
         if self.shard_axis is not None and self.is_sharded(next(iter(params.values()))):
             comm, replicas = self.shard_axis, tuple(axis for axis in self.data_axes if axis is not self.shard_axis)
         else:
@@ -116,16 +121,18 @@ class Builder:
         specs = [_spec(key, param) for key, param in params.items()]
         ranks = [owners[spec.name] for spec in specs if spec.name in owners]
         if ranks:
-            layout: UnitLayout = owned_layout(specs, ranks, comm.num_ranks)
+            layout: Layout = owned_layout(specs, ranks, comm.num_ranks)
             params = {specs[place].name: params[specs[place].name] for place in owned_order(ranks)}
         else:
             layout = LAYOUTS[self.layout](specs, comm.num_ranks)
-        return ShardedUnit(name, params, seats, layout, comm, replicas, self.precision, OFFLOADS[self.offload])
+        return UnitBucket(
+            name, params, sites, layout, comm, self.precision, replicas=replicas, offload=OFFLOADS[self.offload]
+        )
 
 
 def _spec(name: str, param: nn.Parameter) -> ParamSpec:
     return ParamSpec(name, tuple(param.shape), param.element_size())
 
 
-def _unit_name(group: str, place: int, number: int) -> str:
-    return group if number == 1 else f"{group} part {place}"
+def _bucket_name(unit: str, place: int, number: int) -> str:
+    return unit if number == 1 else f"{unit} part {place}"

@@ -23,30 +23,32 @@ Source: Zhao et al., arXiv 2304.11277, sections 3 and 4.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shardlab.comm import BaseMesh, Communicator
+from shardlab.comm import BaseMesh
+from shardlab.comm.communicator import Communicator
+from shardlab.engines.accounting import Held
 from shardlab.engines.agreement import all_or_none
 from shardlab.engines.base import OptimizerFn
-from shardlab.engines.checks import second_gradient
-from shardlab.engines.copied import ModuleHook
+from shardlab.engines.checks import check_max_norm, check_params, second_gradient
+from shardlab.engines.fsdp.bucket import UnitBucket
 from shardlab.engines.fsdp.build import Builder
-from shardlab.engines.fsdp.group import Group, owners_of_parameters
 from shardlab.engines.fsdp.materialize import materialize
 from shardlab.engines.fsdp.policy import ROOT, WrapPolicy, wrapped_modules
 from shardlab.engines.fsdp.schedule import Schedule
 from shardlab.engines.fsdp.sharding import SHARDINGS
+from shardlab.engines.fsdp.unit import Unit, owners_of_parameters
+from shardlab.engines.hooks import ModuleHook
 from shardlab.engines.offload import OFFLOADS, check_host_memory
+from shardlab.engines.optimizer_fit import parse_partition
 from shardlab.engines.precision import Precision, cast_floating, parse_precision
-from shardlab.engines.saved import saved_by_reference
+from shardlab.engines.saved_tensors import saved_by_reference
 from shardlab.engines.sharded_engine import ShardedEngine
-from shardlab.engines.sharded_optimizer import parse_partition
-from shardlab.engines.sharded_unit import ShardedUnit
 from shardlab.meta import InitFn, reset_parameters
 from shardlab.vocabulary import Partition, Role
 
@@ -72,6 +74,8 @@ class FSDP(ShardedEngine):
     """
 
     name = "fsdp"
+
+    buckets: Sequence[UnitBucket]
 
     def __init__(
         self,
@@ -105,7 +109,7 @@ class FSDP(ShardedEngine):
         self._notice_failure()
         self._schedule.begin_pass()
         try:
-            with saved_by_reference(self.units):
+            with saved_by_reference(self.buckets):
                 output = super().__call__(*args, **kwargs)
         except BaseException:
             self._schedule.let_go()
@@ -128,91 +132,79 @@ class FSDP(ShardedEngine):
         Raises:
             ValueError: there is no unit of that name; the message lists them.
         """
-        group = self._group(unit)
-        group.unshard()
-        group.hold(by_hand=True)
+        held = self._unit(unit)
+        held.unshard()
+        held.hold(by_hand=True)
 
     def reshard(self, unit: str) -> None:
         """Let a unit go that was gathered by hand."""
-        group = self._group(unit)
-        group.hold(by_hand=False)
-        group.reshard()
-
-    @property
-    def sharded_over(self) -> Communicator | None:
-        """The shard group; None where nothing is sharded."""
-        return self._builder.shard_axis
-
-    def spread_over(self) -> dict[str, tuple[Communicator, ...]]:
-        """As the base; parameters that are replicated because they are small are not spread over the shard group."""
-        spread = super().spread_over()
-        whole = (name for unit in self.units if unit.is_whole for name in unit.params)
-        return {**spread, **{name: self.sliced_over(name) for name in whole}}
+        held = self._unit(unit)
+        held.hold(by_hand=False)
+        held.reshard()
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
         """Inside, shards whose optimizer state is on the device are there too."""
-        for unit in self.units:
-            unit.visit_device()
+        for bucket in self.buckets:
+            bucket.visit_device()
         try:
             yield
         finally:
-            for unit in self.units:
-                unit.return_to_host()
+            for bucket in self.buckets:
+                bucket.return_to_host()
 
-    def live_tensors(self) -> dict[Role, list[Tensor]]:
-        """As every sharded engine's; what is in host memory is ``Role.OFFLOADED``."""
-        live = super().live_tensors()
-        offload = OFFLOADS[self.offload]
-        offloaded = [unit.shard for unit in self.units] if offload.parameters else []
-        if offload.gradients_and_state:
-            offloaded += [unit.gradient_shard for unit in self.units if unit.gradient_shard is not None]
-            offloaded += live.pop(Role.OPTIMIZER_STATE)
-        return {Role.OFFLOADED: offloaded, **live}  # a storage counts in the first role that names it
+    def _held_state(self) -> Iterator[Held]:
+        for held in super()._held_state():
+            if held.role is Role.OPTIMIZER_STATE and OFFLOADS[self.offload].gradients_and_state:
+                yield Held(Role.OFFLOADED, held.tensor)
+            yield held
 
     def _data_axes(self) -> tuple[Communicator, ...]:
         return self._builder.data_axes
 
-    def _make_units(self) -> list[ShardedUnit]:
+    def _make_buckets(self) -> list[UnitBucket]:
         self._check_host_memory()
         wrapped = wrapped_modules(self.module, self.wrap)
         members = owners_of_parameters(self.module, wrapped, self.params, ROOT)
         owners = self._builder.owners(self.params)
-        self.groups = [
-            Group(name, wrapped.get(name, self.module), self._units_of(name, names, owners))
+        self.units = [
+            Unit(name, wrapped.get(name, self.module), self._buckets_of(name, names, owners))
             for name, names in members.items()
             if names
         ]
         self._schedule = Schedule(
-            self.groups,
+            self.units,
             prefetch=self.prefetch,
             reshard_after_forward=SHARDINGS[self.sharding].reshard_after_forward,
             is_due=self._is_due,
         )
-        return [unit for group in self.groups for unit in group.units]
+        return [bucket for unit in self.units for bucket in unit.buckets]
 
     def _check_host_memory(self) -> None:
         offload, num_ranks = OFFLOADS[self.offload], prod(self.mesh.axes.values())
         if offload.parameters:
             num_bytes = sum(param.nbytes for param in self.params.values()) * (1 + offload.gradients_and_state)
-            shards = 1 if self.sharded_over is None else self.sharded_over.num_ranks
+            shards = 1 if self._builder.shard_axis is None else self._builder.shard_axis.num_ranks
             all_or_none(self.comms, self.mesh.device, lambda: check_host_memory(num_bytes // shards, num_ranks))
 
     def _cast_inputs_of_units(self) -> list[RemovableHandle]:
         """What reaches a unit may have been promoted on its way, by a float32 buffer for example."""
         dtype = self.precision.compute
-        modules = [group.module for group in self.groups if group.module is not self.module]
+        modules = [unit.module for unit in self.units if unit.module is not self.module]
         hook = ModuleHook(lambda _, args, kwargs: cast_floating((args, kwargs), dtype))
         return [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules if dtype is not None]
 
-    def _check_meta(self) -> None:
+    def _check_model(self) -> None:
+        # Parameters without memory are made unit by unit; buffers are not.
+        check_params(self.params, self.mesh.device)
+        check_max_norm(self.module, self.num_data_ranks)
         if meta := [name for name, buffer in self.module.named_buffers() if buffer.is_meta]:
             raise ValueError(f"model: buffer {meta[0]!r} is on the meta device; make buffers on the device")
 
-    def _units_of(self, name: str, members: list[str], owners: Mapping[str, int]) -> list[ShardedUnit]:
+    def _buckets_of(self, name: str, members: list[str], owners: Mapping[str, int]) -> list[UnitBucket]:
         if materialize(self.module, members, self.params, self.mesh.device, self._init_fn):
             self._equalise([self.params[member] for member in members], f"parameters of {name} from rank 0")
-        return self._builder.units(name, self.module, {member: self.params[member] for member in members}, owners)
+        return self._builder.buckets(name, self.module, {member: self.params[member] for member in members}, owners)
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         super()._on_gradient(param)
@@ -230,8 +222,8 @@ class FSDP(ShardedEngine):
     def _finish_gradients(self) -> None:
         self._schedule.finish()
 
-    def _group(self, name: str) -> Group:
-        for group in self.groups:
-            if group.name == name:
-                return group
-        raise ValueError(f"unit: {name!r} is not one of {', '.join(group.name for group in self.groups)}")
+    def _unit(self, name: str) -> Unit:
+        for unit in self.units:
+            if unit.name == name:
+                return unit
+        raise ValueError(f"unit: {name!r} is not one of {', '.join(unit.name for unit in self.units)}")

@@ -1,7 +1,7 @@
 """When units are gathered, let go and reduced: what hooks on the wrapped modules and on the parameters do.
 
-Forward gathers a group before it computes and lets it go after; backward gathers it again, and reduces and lets it go
-when its last gradient is there. Both gather the next ``prefetch`` groups ahead, in the order of the last forward.
+Forward gathers a unit before it computes and lets it go after; backward gathers it again, and reduces and lets it go
+when its last gradient is there. Both gather the next ``prefetch`` units ahead, in the order of the last forward.
 """
 
 import contextlib
@@ -12,47 +12,47 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shardlab.comm.trees import tensors_in
-from shardlab.engines.copied import ModuleHook
-from shardlab.engines.fsdp.group import Group
 from shardlab.engines.fsdp.order import Order
 from shardlab.engines.fsdp.policy import ROOT
+from shardlab.engines.fsdp.unit import Unit
+from shardlab.engines.hooks import ModuleHook
+from shardlab.engines.placeholder import without_parameters
 from shardlab.engines.reduction_queue import ReductionQueue
-from shardlab.engines.released import without_parameters
+from shardlab.comm.trees import tensors_in
 
 
 class Schedule:
-    """What happens to which group, and when.
+    """What happens to which unit, and when.
 
     Args:
-        groups: in the module's order; every rank makes the same.
-        prefetch: groups gathered ahead.
-        reshard_after_forward: whether a group is let go between its forward and its backward.
+        units: in the module's order; every rank makes the same.
+        prefetch: units gathered ahead.
+        reshard_after_forward: whether a unit is let go between its forward and its backward.
         is_due: whether some rank may have a gradient of a parameter.
     """
 
     def __init__(
         self,
-        groups: Sequence[Group],
+        units: Sequence[Unit],
         *,
         prefetch: int,
         reshard_after_forward: bool,
         is_due: Callable[[nn.Parameter], bool],
     ) -> None:
-        self._groups, self._prefetch, self._is_due = groups, prefetch, is_due
+        self._units, self._prefetch, self._is_due = units, prefetch, is_due
         self._reshard_after_forward = reshard_after_forward
         self._reshard_in_this_pass = True
         self._root_stays = False  # whatever forwards of the whole model end meanwhile
-        self._root = next((group for group in groups if group.name == ROOT), None)
-        self._order = Order(groups, self._root)
-        self._queue = ReductionQueue(groups, is_due, self._reduce)
-        self._group_of = {param: group for group in groups for param in group.params}
+        self._root = next((unit for unit in units if unit.name == ROOT), None)
+        self._order = Order(units, self._root)
+        self._queue = ReductionQueue(units, is_due, self._reduce)
+        self._unit_of = {param: unit for unit in units for param in unit.params}
         self._in_backward = False
-        self._recomputed: set[Group] = set()  # as a whole, in this backward
+        self._recomputed: set[Unit] = set()  # as a whole, in this backward
 
     def watch(self) -> list[RemovableHandle]:
-        """Put the hooks on the groups' modules."""
-        return [hook for group in self._groups for hook in self._watch(group)]
+        """Put the hooks on the units' modules."""
+        return [hook for unit in self._units for hook in self._watch(unit)]
 
     def begin_pass(self) -> None:
         """A forward of the whole model begins."""
@@ -67,8 +67,8 @@ class Schedule:
         if self._in_backward:
             return
         self._order.end_pass()
-        for group in self._groups:
-            group.drop_gather()
+        for unit in self._units:
+            unit.drop_gather()
 
     def begin_backward(self) -> None:
         """A backward begins: expect every gradient anew."""
@@ -91,36 +91,36 @@ class Schedule:
 
     def comes_too_late(self, param: nn.Parameter) -> bool:
         """Whether a gradient of ``param`` would be added to one that is being reduced."""
-        return self._queue.is_sent(self._group_of[param])
+        return self._queue.is_sent(self._unit_of[param])
 
     def gradient_came(self, param: nn.Parameter, *, in_part: bool, reduce: bool) -> None:
-        """Let the parameter's group go when this was its last gradient; with ``reduce``, reduce what is complete.
+        """Let the parameter's unit go when this was its last gradient; with ``reduce``, reduce what is complete.
 
         Args:
             param: whose gradient it is.
             in_part: more may be added to it before backward ends, see ``ReductionQueue``.
             reduce: not inside ``no_sync()``.
         """
-        group = self._group_of[param]
-        was_complete = self._queue.is_complete(group)
-        is_complete = self._queue.note(group, param, in_part=in_part)
+        unit = self._unit_of[param]
+        was_complete = self._queue.is_complete(unit)
+        is_complete = self._queue.note(unit, param, in_part=in_part)
         # In parts: what has not been computed again as a whole will be, piece by piece, with no hook to gather it.
-        if is_complete and not was_complete and (not in_part or group in self._recomputed):
-            group.reshard()
+        if is_complete and not was_complete and (not in_part or unit in self._recomputed):
+            unit.reshard()
         if reduce:
             self._queue.send_complete()
 
     def finish(self) -> None:
         """Reduce what has not been, and return when all gradients are means."""
         self._queue.send_rest()
-        for group in self._groups:
-            group.finish_reduce()
+        for unit in self._units:
+            unit.finish_reduce()
         self.let_go()
 
     def let_go(self) -> None:
         """Reshard whatever is still gathered: unused, prefetched in vain, or left by an error."""
-        for group in self._groups:
-            group.reshard()
+        for unit in self._units:
+            unit.reshard()
 
     @contextlib.contextmanager
     def holding_root(self) -> Iterator[None]:
@@ -133,43 +133,43 @@ class Schedule:
             if self._root is not None and self._reshard_in_this_pass and not self._in_backward:
                 self._root.reshard()
 
-    def _watch(self, group: Group) -> list[RemovableHandle]:
+    def _watch(self, unit: Unit) -> list[RemovableHandle]:
         return [
-            group.module.register_forward_pre_hook(ModuleHook(lambda *_: self._before_forward(group))),
-            group.module.register_forward_hook(ModuleHook(lambda _, __, output: self._after_forward(group, output))),
+            unit.module.register_forward_pre_hook(ModuleHook(lambda *_: self._before_forward(unit))),
+            unit.module.register_forward_hook(ModuleHook(lambda _, __, output: self._after_forward(unit, output))),
         ]
 
-    def _before_forward(self, group: Group) -> None:
+    def _before_forward(self, unit: Unit) -> None:
         if self._in_backward:
-            self._recomputed.add(group)  # it follows backward's order
-            group.unshard()
+            self._recomputed.add(unit)  # it follows backward's order
+            unit.unshard()
             return
-        self._gather_for_forward(group)
-        group.unshard()
-        for following in self._order.forward_of(group, self._prefetch):
+        self._gather_for_forward(unit)
+        unit.unshard()
+        for following in self._order.forward_of(unit, self._prefetch):
             self._gather_for_forward(following)
 
-    def _gather_for_forward(self, group: Group) -> None:
-        if group.start_unshard():
-            self._order.gathered_for_forward(group)
+    def _gather_for_forward(self, unit: Unit) -> None:
+        if unit.start_unshard():
+            self._order.gathered_for_forward(unit)
 
-    def _after_forward(self, group: Group, output: Any) -> Any:
+    def _after_forward(self, unit: Unit, output: Any) -> Any:
         if self._in_backward:
             return output
-        output = without_parameters(output, self._group_of)
-        if self._reshard_in_this_pass and not (self._root_stays and group is self._root):
-            group.reshard()
+        output = without_parameters(output, self._unit_of)
+        if self._reshard_in_this_pass and not (self._root_stays and unit is self._root):
+            unit.reshard()
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                tensor.register_hook(lambda _: self._before_backward(group))
+                tensor.register_hook(lambda _: self._before_backward(unit))
         return output
 
-    def _before_backward(self, group: Group) -> None:
-        group.unshard()
-        for following in self._order.backward_of(group, self._prefetch):
+    def _before_backward(self, unit: Unit) -> None:
+        unit.unshard()
+        for following in self._order.backward_of(unit, self._prefetch):
             following.start_unshard()
 
-    def _reduce(self, group: Group) -> None:
-        for earlier in self._groups:
+    def _reduce(self, unit: Unit) -> None:
+        for earlier in self._units:
             earlier.finish_reduce()  # one reduction at a time, behind the backward of the next unit
-        group.start_reduce(self._is_due)
+        unit.start_reduce(self._is_due)

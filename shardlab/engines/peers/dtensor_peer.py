@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from shardlab.engines.holdings import ShardRow, held
+from shardlab.engines.accounting import Held
 from shardlab.engines.peers.base import STATE_IS_TORCHS, Peer
 from shardlab.vocabulary import Role
 
@@ -51,16 +51,6 @@ class DTensorPeer(Peer):
         with self._for("full gradients"):
             return {name: None if param.grad is None else whole(param.grad) for name, param in self.params.items()}
 
-    def live_tensors(self) -> dict[Role, list[Tensor]]:
-        """As in ``Engine``, of each distributed tensor what this rank holds."""
-        from shardlab.engines.peers.dtensors import local
-
-        return {role: [local(tensor) for tensor in tensors] for role, tensors in super().live_tensors().items()}
-
-    def shard_map(self) -> list[ShardRow]:
-        """Every piece this rank holds; one row for each range of the flattened parameter."""
-        return list(self._rows())
-
     def owned(self) -> dict[str, tuple[int, int]]:
         """Always refused: a piece may be many ranges; see ``shard_map()``."""
         self._refuse_ranges("owned")
@@ -77,13 +67,30 @@ class DTensorPeer(Peer):
     def _refuse_ranges(self, method: str) -> NoReturn:
         raise NotImplementedError(f"{method}: a piece of strategy {self.name!r} may be many ranges; use shard_map()")
 
-    def _rows(self) -> Iterator[ShardRow]:
-        from shardlab.engines.peers.dtensors import local, local_state, ranges
-
+    def _held_parameters(self) -> Iterator[Held]:
         for name, param in self.params.items():
-            pieces = ranges(param)
-            state = local_state(self.optimizer.state.get(param, {}))
-            gradient = None if param.grad is None else local(param.grad)
-            for role, num_bytes in held(local(param), state, gradient):
-                for start, stop in pieces:
-                    yield ShardRow(name, tuple(param.shape), role, -1, start, stop, num_bytes // len(pieces))
+            yield from _pieces(Role.PARAMETER, param, param, name)
+
+    def _held_gradients(self) -> Iterator[Held]:
+        for name, param in self.params.items():
+            if param.grad is not None:
+                yield from _pieces(Role.GRADIENT, param.grad, param, name)
+
+    def _held_state(self) -> Iterator[Held]:
+        for name, param in self.params.items():
+            for key, value in self.optimizer.state.get(param, {}).items():
+                if isinstance(value, Tensor):
+                    yield from _pieces(Role.OTHER if key == "step" else Role.OPTIMIZER_STATE, value, param, name)
+
+
+def _pieces(role: Role, tensor: Tensor, param: Tensor, name: str) -> Iterator[Held]:
+    """What this rank has of a tensor that is distributed as its parameter is: one piece for each range of elements."""
+    from shardlab.engines.peers.dtensors import local, ranges
+
+    held = local(tensor)
+    if role is Role.OTHER or held.shape != local(param).shape:
+        yield Held(role, held)
+        return
+    spans = ranges(param)
+    for span, part in zip(spans, held.reshape(-1).chunk(len(spans)) if spans else (), strict=True):
+        yield Held(role, part, name, span)

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardlab.comm import BaseMesh
+from shardlab.engines.accounting import Held
 from shardlab.engines.base import OptimizerFn
 from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.engines.peers.base import Peer
+from shardlab.engines.step_tensors import StepTensors
 from shardlab.vocabulary import Collective, Role
 
 
@@ -76,11 +78,10 @@ class TorchDDP(Peer):
         with super().no_sync(), self._ddp.no_sync():
             yield
 
-    def live_tensors(self) -> dict[Role, list[Tensor]]:
+    def held(self) -> Iterator[Held]:
         """As the base, and DDP's buckets where no gradient lies in them; known from the first backward on."""
-        live = super().live_tensors()
-        live[Role.COMMUNICATION_BUFFER] = [_bytes_of(storage) for storage in self._buckets]
-        return live
+        yield from super().held()
+        yield from (Held(Role.COMMUNICATION_BUFFER, _bytes_of(storage)) for storage in self._buckets)
 
     def close(self) -> None:
         """Let DDP go: the module trains alone again."""
@@ -90,7 +91,7 @@ class TorchDDP(Peer):
     def _equalise(self, tensors: list[Tensor], tag: str) -> None:
         """DDP does it itself."""
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> StepTensors:
         self._ddp = DistributedDataParallel(
             self.module,
             process_group=self._group,
@@ -98,6 +99,7 @@ class TorchDDP(Peer):
             bucket_cap_mb=self.bucket_bytes / 1024**2,
             find_unused_parameters=self.find_unused_parameters,
         )
+        return super()._prepare()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._ddp(*args, **kwargs)

@@ -13,9 +13,11 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from shardlab.comm import BaseMesh
+from shardlab.engines.accounting import Held
 from shardlab.engines.base import OptimizerFn
 from shardlab.engines.fsdp.policy import WrapPolicy, wrapped_modules
 from shardlab.engines.peers.dtensor_peer import DTensorPeer
+from shardlab.engines.step_tensors import StepTensors
 from shardlab.vocabulary import Collective, Role
 
 
@@ -75,9 +77,10 @@ class TorchFSDP2(DTensorPeer):
             for unit in self._units:
                 unit.reshard()  # type: ignore[operator]
 
-    def live_tensors(self) -> dict[Role, list[Tensor]]:
+    def held(self) -> Iterator[Held]:
         """As in ``Engine``, and the gathered parameters: torch keeps the tensors and takes their storage away."""
-        return {**super().live_tensors(), Role.GATHERED_PARAMETER: self._gathered}
+        yield from super().held()
+        yield from (Held(Role.GATHERED_PARAMETER, tensor) for tensor in self._gathered)
 
     def close(self) -> None:
         """Take the hooks off that this engine added; the module stays torch's."""
@@ -86,7 +89,7 @@ class TorchFSDP2(DTensorPeer):
         self._gathered = []
         super().close()
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> StepTensors:
         from torch.distributed.fsdp import fully_shard
 
         from shardlab.engines.peers.dtensors import device_mesh
@@ -98,6 +101,7 @@ class TorchFSDP2(DTensorPeer):
             fully_shard(unit, mesh=over, reshard_after_forward=self.reshard_after_forward)
         self.params = dict(self.module.named_parameters())
         self._first_forward = {unit: unit.register_forward_pre_hook(self._keep_gathered) for unit in self._units}
+        return super()._prepare()
 
     def _keep_gathered(self, unit: nn.Module, _: Any) -> None:
         """In its first forward, after torch's hook, a unit's own parameters are gathered: plain, not distributed."""

@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from shardlab.comm import BaseMesh, broadcast_coalesced
 from shardlab.engines.base import OptimizerFn
 from shardlab.engines.peers.dtensor_peer import DTensorPeer
+from shardlab.engines.step_tensors import StepTensors
 from shardlab.vocabulary import Collective, MeshAxis
 
 STYLES = ("column", "row")
@@ -73,7 +75,7 @@ class TorchTP(DTensorPeer):
     def _equalise(self, tensors: list[Tensor], tag: str) -> None:
         broadcast_coalesced(self.mesh[MeshAxis.TENSOR], tensors, tag=tag)
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> StepTensors:
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
         from shardlab.engines.peers.dtensors import device_mesh
@@ -85,12 +87,15 @@ class TorchTP(DTensorPeer):
         # The ranks' weights are equal already, so each takes its piece and nothing is sent.
         parallelize_module(self.module, over, plan, src_data_rank=None)
         self.params = dict(self.module.named_parameters())
+        return super()._prepare()
 
-    def _check_optimizer(self) -> None:
-        """Optimizers that step many tensors in one kernel refuse distributed and plain ones together."""
-        for group in self.optimizer.param_groups:
+    def _make_optimizer(self, optimizer_fn: OptimizerFn) -> torch.optim.Optimizer:
+        optimizer = super()._make_optimizer(optimizer_fn)
+        # Those that step many tensors in one kernel refuse distributed and plain ones together.
+        for group in optimizer.param_groups:
             if self.mesh.device.type == "cuda" and "foreach" in group:
                 group["foreach"] = False
+        return optimizer
 
     def _check_plan(self) -> None:
         num_ranks = self.mesh[MeshAxis.TENSOR].num_ranks

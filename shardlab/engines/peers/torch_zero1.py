@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm import BaseMesh
+from shardlab.engines.accounting import Held, of_state
 from shardlab.engines.base import OptimizerFn
 from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES
-from shardlab.engines.holdings import ShardRow, held
 from shardlab.engines.peers.base import STATE_IS_TORCHS
 from shardlab.engines.peers.torch_ddp import TorchDDP
-from shardlab.vocabulary import Collective, Role
+from shardlab.vocabulary import Collective
 
 
 class TorchZeRO1(TorchDDP):
@@ -69,18 +69,12 @@ class TorchZeRO1(TorchDDP):
         mine = [name for name, (rank,) in self.owners().items() if rank == self.comm.rank]
         return {name: (0, self.params[name].numel()) for name in mine}
 
-    def shard_map(self) -> list[ShardRow]:
-        """Whole parameters and gradients, and the optimizer state of the parameters this rank steps."""
-        return list(self._rows())
-
-    def live_tensors(self) -> dict[Role, list[Tensor]]:
-        """As ``torch_ddp``; the optimizer's state is that of torch's optimizer inside."""
-        live = super().live_tensors()
-        states = [(key, value) for state in self._state().values() for key, value in state.items()]
-        tensors = [(key, value) for key, value in states if isinstance(value, Tensor)]
-        live[Role.OPTIMIZER_STATE] = [value for key, value in tensors if key != "step"]
-        live[Role.OTHER] = [value for key, value in tensors if key == "step"] + list(self.module.buffers())
-        return live
+    def _held_state(self) -> Iterator[Held]:
+        """That of torch's optimizer inside."""
+        for name, param in self.params.items():
+            for key, value in self._state().get(param, {}).items():
+                if isinstance(value, Tensor):
+                    yield of_state(key, value, name, (0, param.numel()))
 
     def _zero(self, plain: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The same optimizer, made by torch over each owner's parameters."""
@@ -106,8 +100,3 @@ class TorchZeRO1(TorchDDP):
     def _state(self) -> dict[Any, dict[str, Any]]:
         state: dict[Any, dict[str, Any]] = self.optimizer.optim.state  # type: ignore[attr-defined]
         return state
-
-    def _rows(self) -> Iterator[ShardRow]:
-        for name, param in self.params.items():
-            for role, num_bytes in held(param, self._state().get(param, {}), param.grad):
-                yield ShardRow(name, tuple(param.shape), role, -1, 0, param.numel(), num_bytes)

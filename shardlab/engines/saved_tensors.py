@@ -2,11 +2,11 @@
 
 A linear layer saves its weight for the gradient of its input. Were that the gathered tensor, a unit that reshards after
 forward would free nothing. So a saved tensor that lies in a gathered parameter is saved as "these strides of that
-parameter of that unit", and when backward asks for it the unit is gathered again, unless a prefetch has done so.
+parameter of that bucket", and when backward asks for it the unit is gathered again, unless a prefetch has done so.
 
 With hooks on what is saved, torch no longer looks whether it has been overwritten since. So that is done here, by the
 same counter: every tensor has a version, which views share and operations in place raise. A parameter keeps its version
-when it is gathered anew; a unit raises it when its values change otherwise (``ShardedUnit.values_changed``).
+when it is gathered anew; a unit raises it when its values change otherwise (``ShardedBucket.values_changed``).
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardlab.engines.sharded_unit import ShardedUnit
+from shardlab.engines.sharded_bucket import ShardedBucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
-    unit: ShardedUnit
+    bucket: ShardedBucket
     name: str
     size: torch.Size
     stride: tuple[int, ...]
@@ -36,21 +36,21 @@ class _Reference:
 
 
 @contextlib.contextmanager
-def saved_by_reference(units: Sequence[ShardedUnit]) -> Iterator[None]:
-    """Inside, autograd saves gathered parameters of ``units`` by reference.
+def saved_by_reference(buckets: Sequence[ShardedBucket]) -> Iterator[None]:
+    """Inside, autograd saves gathered parameters of ``buckets`` by reference.
 
     Backward raises a RuntimeError for what has been changed since, as it does without this.
     """
 
     def pack(saved: Tensor) -> _Kept | _Reference:
         address = saved.untyped_storage().data_ptr()
-        for unit in units:
-            if address in unit.addresses:
-                for name, full in unit.full.items():
+        for bucket in buckets:
+            if address in bucket.addresses:
+                for name, full in bucket.full.items():
                     if full.untyped_storage().data_ptr() == address and _inside(saved, full):
                         offset = int(saved.storage_offset() - full.storage_offset())
-                        version = unit.params[name]._version
-                        return _Reference(unit, name, saved.size(), saved.stride(), offset, version)
+                        version = bucket.params[name]._version
+                        return _Reference(bucket, name, saved.size(), saved.stride(), offset, version)
         # Not ``saved`` itself: an operation that saves its own output would hold itself, and a graph that never runs
         # backward would keep its activations for ever. What is detached shares the version.
         return _Kept(saved.detach(), saved._version)
@@ -64,10 +64,10 @@ def _unpack(packed: _Kept | _Reference) -> Tensor:
         if packed.tensor._version != packed.version:
             raise _overwritten(packed)
         return packed.tensor
-    if packed.unit.params[packed.name]._version != packed.version:
+    if packed.bucket.params[packed.name]._version != packed.version:
         raise _changed(packed)
-    packed.unit.unshard()
-    full = packed.unit.full[packed.name]
+    packed.bucket.unshard()
+    full = packed.bucket.full[packed.name]
     return full.as_strided(packed.size, packed.stride, full.storage_offset() + packed.offset)
 
 

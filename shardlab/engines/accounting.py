@@ -1,0 +1,235 @@
+"""What a rank holds of the model: one list, and everything that is derived from it.
+
+A strategy says two things: which tensors this rank holds (``held()``), and how the parameters are divided over ranks
+(``divisions()``; none where every rank steps everything). Ownership, padding, the shard map and the live tensors by
+role follow from these, here, in the same way for every strategy.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardlab.comm.communicator import Communicator
+from shardlab.engines.step_tensors import StepTensors
+from shardlab.partition.layout import Layout
+from shardlab.partition.slices import TensorSlice, stretches
+from shardlab.vocabulary import Role
+
+_ALWAYS = (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE, Role.OTHER)
+
+
+class Held(NamedTuple):
+    """A tensor that this rank holds.
+
+    Attributes:
+        role: what it is for.
+        tensor: no copy.
+        name: the parameter it belongs to; empty for one that belongs to several or to none, such as a flat buffer.
+        span: elements (start, stop) of that parameter, flattened.
+    """
+
+    role: Role
+    tensor: Tensor
+    name: str = ""
+    span: tuple[int, int] = (0, 0)
+
+
+class Division(NamedTuple):
+    """Parameters that are divided over ranks as one bucket.
+
+    Attributes:
+        layout: which of its ranks has which elements; of one rank where all ranks have everything.
+        comm: the ranks of the layout.
+        element_size: bytes of an element at rest.
+    """
+
+    layout: Layout
+    comm: Communicator
+    element_size: int
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether ranks have different elements."""
+        return self.layout.num_ranks > 1
+
+    def pieces_of(self, rank: int) -> dict[str, tuple[int, int]]:
+        """The elements (start, stop) that a rank has of each flattened parameter; only what it does have."""
+        pieces = self.layout.pieces(rank if self.is_spread else 0)
+        return {piece.name: (piece.param_start, piece.param_stop) for piece in pieces}
+
+
+@dataclass(frozen=True)
+class ShardRow:
+    """A piece of a tensor that this rank holds: elements ``start`` to ``stop`` of the flattened whole parameter."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    role: Role
+    bucket: int
+    start: int
+    stop: int
+    num_bytes: int
+
+
+class Accounting:
+    """The part of ``Engine`` that says what this rank holds."""
+
+    module: nn.Module
+    params: dict[str, nn.Parameter]
+    slices: dict[str, TensorSlice]
+    comm: Communicator
+    tensor_comm: Communicator | None
+    optimizer: torch.optim.Optimizer
+    _step_tensors: StepTensors
+
+    def held(self) -> Iterator[Held]:
+        """Every long-lived tensor of the engine; one storage may come in several roles, of which the first counts."""
+        yield from self._held_parameters()
+        yield from self._held_gradients()
+        yield from self._held_state()
+        yield from (Held(Role.OTHER, buffer) for buffer in self.module.buffers())
+
+    def divisions(self) -> list[Division]:
+        """How the parameters are divided, bucket by bucket; empty where every rank steps all of every parameter."""
+        return []
+
+    def step_tensors(self) -> StepTensors:
+        """What this rank steps, by name, in the module's order."""
+        return self._step_tensors
+
+    @property
+    def sharded_over(self) -> Communicator | None:
+        """The ranks over which what ``step_tensors()`` gives is spread; None where each rank steps everything."""
+        return next((division.comm for division in self.divisions() if division.is_spread), None)
+
+    def spread_over(self) -> dict[str, tuple[Communicator, ...]]:
+        """Of each parameter the axes over whose ranks its stepped pieces are spread; () where each rank steps all."""
+        shards = {
+            name: (division.comm,)
+            for division in self.divisions() if division.is_spread for name in division.layout.names
+        }  # fmt: skip
+        return {name: shards.get(name, ()) + self._sliced_over(name) for name in self.params}
+
+    def owners(self) -> dict[str, tuple[int, ...]]:
+        """The ranks that step (a piece of) each parameter, in the module's order."""
+        if not self.divisions():
+            return dict.fromkeys(self.params, tuple(range(self.comm.num_ranks)))
+        return owners_in(self.divisions(), self.params, self.comm.num_ranks)
+
+    def owned(self) -> dict[str, tuple[int, int]]:
+        """The elements of each flattened parameter that this rank steps, as (start, stop); only what it does step."""
+        return dict(self._spans)
+
+    def resident_params(self) -> dict[str, tuple[Tensor, int, int]]:
+        """What a checkpoint is loaded into: what this rank keeps of each parameter, and which elements that is."""
+        if self._keeps_pieces:
+            return {name: (self.step_tensors().by_name(name), *span) for name, span in self.owned().items()}
+        return {name: (param, 0, param.numel()) for name, param in self.params.items()}
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of one copy of the parameters that are padding."""
+        return sum(division.layout.padding_numel * division.element_size for division in self.divisions())
+
+    def shard_map(self) -> list[ShardRow]:
+        """Every piece of a parameter, gradient or optimizer state that this rank holds, bucket by bucket."""
+        bytes_of: dict[tuple[str, Role, tuple[int, int]], int] = {}
+        for held in self.held():
+            if held.name and (held.role is not Role.OPTIMIZER_STATE or held.tensor.nbytes):
+                key = (held.name, held.role, held.span)
+                bytes_of[key] = bytes_of.get(key, 0) + held.tensor.nbytes
+        buckets = {name: number for number, one in enumerate(self.divisions()) for name in one.layout.names}
+        shapes = {name: tuple(param.shape) for name, param in self.params.items()}
+        rows = [
+            ShardRow(name, shapes[name], role, buckets.get(name, -1), *span, num_bytes)
+            for (name, role, span), num_bytes in bytes_of.items()
+        ]
+        order = {name: place for place, name in enumerate(buckets or self.params)}
+        return in_whole_parameters(sorted(rows, key=lambda row: order[row.parameter]), self.slices)
+
+    def live_tensors(self) -> dict[Role, list[Tensor]]:
+        """The engine's long-lived tensors by role; a storage that appears in two roles belongs to the first.
+
+        Step counters of the optimizer and buffers of the module are ``Role.OTHER``, so that optimizer state is exactly
+        what the formulas count.
+        """
+        live: dict[Role, list[Tensor]] = {}
+        for held in self.held():
+            live.setdefault(held.role, []).append(held.tensor)
+        return live | {role: [] for role in _ALWAYS if role not in live}
+
+    @cached_property
+    def _spans(self) -> dict[str, tuple[int, int]]:
+        # Kept, since every sample of the live tensors asks for it, and no layout changes once the engine is made.
+        if self.sharded_over is None:
+            return {name: (0, param.numel()) for name, param in self.params.items()}
+        return owned_in(self.divisions(), self.params)
+
+    @property
+    def _keeps_pieces(self) -> bool:
+        """Whether what this rank keeps of a parameter is no more than what it steps."""
+        return False
+
+    def _held_parameters(self) -> Iterator[Held]:
+        for name, param in self.params.items():
+            yield Held(Role.PARAMETER, param, name, (0, param.numel()))
+
+    def _held_gradients(self) -> Iterator[Held]:
+        for name, param in self.params.items():
+            if param.grad is not None:
+                yield Held(Role.GRADIENT, param.grad, name, (0, param.numel()))
+
+    def _held_state(self) -> Iterator[Held]:
+        spans = self.owned()
+        for name, tensor in self.step_tensors().items():
+            for key, value in self.optimizer.state.get(tensor, {}).items():
+                if isinstance(value, Tensor):
+                    yield of_state(key, value, name if name in spans else "", spans.get(name, (0, 0)))
+
+    def _sliced_over(self, name: str) -> tuple[Communicator, ...]:
+        """The tensor axis, of a parameter that is a slice; else ()."""
+        return (self.tensor_comm,) if self.tensor_comm is not None and name in self.slices else ()
+
+
+def owners_in(divisions: Iterable[Division], names: Iterable[str], num_ranks: int) -> dict[str, tuple[int, ...]]:
+    """The ranks that have (a piece of) each parameter, in the order of ``names``."""
+    holders: dict[str, list[int]] = {name: [] for name in names}
+    for division in divisions:
+        for rank in range(num_ranks):
+            for name in division.pieces_of(rank):
+                holders[name].append(rank)
+    return {name: tuple(ranks) for name, ranks in holders.items()}
+
+
+def owned_in(divisions: Iterable[Division], names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """The elements (start, stop) this rank has of each flattened parameter; only what it does have."""
+    spans = {name: span for division in divisions for name, span in division.pieces_of(division.comm.rank).items()}
+    return {name: spans[name] for name in names if name in spans}
+
+
+def of_state(key: str, value: Tensor, name: str, span: tuple[int, int]) -> Held:
+    """What an optimizer keeps under ``key`` for a parameter; a step counter is no state that a formula counts."""
+    return Held(Role.OTHER, value) if key == "step" else Held(Role.OPTIMIZER_STATE, value, name, span)
+
+
+def in_whole_parameters(rows: Iterable[ShardRow], slices: Mapping[str, TensorSlice]) -> list[ShardRow]:
+    """Rows whose elements count in the slices of a tensor-parallel model, as rows that count in its whole parameters.
+
+    Columns of a matrix lie in as many stretches as it has rows, each of which becomes a row of its own.
+    """
+    found = []
+    for row in rows:
+        slice_ = slices.get(row.parameter)
+        if slice_ is None:
+            found.append(row)
+            continue
+        each = row.num_bytes // max(1, row.stop - row.start)
+        found += [
+            replace(row, shape=slice_.full_shape, start=start, stop=stop, num_bytes=each * (stop - start))
+            for start, stop in stretches(slice_, row.start, row.stop)
+        ]
+    return found

@@ -1,0 +1,108 @@
+"""FSDP's bucket: the one of ZeRO-3, with shards that may be replicated and may live in host memory."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shardlab.comm.communicator import Communicator
+from shardlab.comm.events import Pending
+from shardlab.engines.accounting import Held
+from shardlab.engines.offload import Offload, in_host_memory
+from shardlab.engines.placeholder import ParameterSites
+from shardlab.engines.precision import Precision
+from shardlab.engines.sharded_bucket import ShardedBucket
+from shardlab.partition.layout import Layout
+from shardlab.vocabulary import Role
+
+
+class UnitBucket(ShardedBucket):
+    """Parameters of a unit that are alike.
+
+    Args:
+        name: see ``ShardedBucket``.
+        params: see ``ShardedBucket``.
+        sites: see ``ShardedBucket``.
+        layout: see ``ShardedBucket``.
+        comm: see ``ShardedBucket``.
+        precision: see ``ShardedBucket``.
+        replicas: axes whose ranks hold the same chunk, in the order in which gradients are summed over them.
+        offload: what lives in host memory.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: Mapping[str, nn.Parameter],
+        sites: Mapping[str, ParameterSites],
+        layout: Layout,
+        comm: Communicator,
+        precision: Precision,
+        *,
+        replicas: Sequence[Communicator],
+        offload: Offload,
+    ) -> None:
+        self._replicas, self._offload = tuple(replicas), offload
+        self._visiting: Tensor | None = None  # an offloaded shard on the device, while the optimizer steps
+        super().__init__(name, params, sites, layout, comm, precision)
+
+    def visit_device(self) -> None:
+        """Bring an offloaded shard to the device, for an optimizer that steps there."""
+        if self._offload.parameters and not self._offload.gradients_and_state and self._visiting is None:
+            self._visiting = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
+            self._visiting.copy_(self.shard)
+            self._point_pieces_at(self._visiting)
+
+    def return_to_host(self) -> None:
+        """Take what has been stepped back into host memory."""
+        if self._visiting is not None:
+            self.shard.copy_(self._visiting)
+            self._visiting = None
+            self._point_pieces_at(self.shard)
+
+    def held_parameters(self) -> Iterator[Held]:
+        """As the base; a shard in host memory is ``Role.OFFLOADED``, which comes first and so counts."""
+        if self._offload.parameters:
+            yield Held(Role.OFFLOADED, self.shard)
+        yield from super().held_parameters()
+        if self._visiting is not None:
+            yield Held(Role.PARAMETER, self._visiting)
+
+    def held_gradients(self) -> Iterator[Held]:
+        """As the base; means in host memory are ``Role.OFFLOADED``."""
+        if self._offload.gradients_and_state and self.gradient_shard is not None:
+            yield Held(Role.OFFLOADED, self.gradient_shard)
+        yield from super().held_gradients()
+
+    def _point_pieces_at(self, shard: Tensor) -> None:
+        # The optimizer's tensors stay the same objects, since its state belongs to them.
+        for name, piece in self.pieces.items():
+            piece.data = self._tensors.piece_of(name, shard)
+
+    def _keep_shard(self, shard: Tensor) -> Tensor:
+        return in_host_memory(shard) if self._offload.parameters else shard
+
+    def _is_full(self, dtype: torch.dtype) -> bool:
+        return super()._is_full(dtype) and not self._offload.parameters
+
+    def _reduce(self, buffer: Tensor) -> tuple[Tensor, Pending]:
+        if self.is_whole and self._replicas:
+            return buffer, self._replicas[0].all_reduce(buffer, tag=f"gradients of {self.name}")
+        return super()._reduce(buffer)
+
+    def _sum_over_replicas(self, sums: Tensor) -> int:
+        num_ranks = super()._sum_over_replicas(sums)
+        for number, replicas in enumerate(self._replicas):
+            if number > 0 or not self.is_whole:  # a whole bucket has been summed over the first already
+                replicas.all_reduce(sums, tag=f"gradients of {self.name}").wait()
+            num_ranks *= replicas.num_ranks
+        return num_ranks
+
+    def _accept(self, means: Tensor, unused: set[str]) -> None:
+        super()._accept(in_host_memory(means) if self._offload.gradients_and_state else means, unused)
+
+    def _set_gradient(self, piece: Tensor, gradient: Tensor) -> None:
+        # A piece in host memory may get a gradient on the device, which torch refuses while it looks at the data.
+        home, piece.data = piece.data, gradient
+        piece.grad = gradient
+        piece.data = home

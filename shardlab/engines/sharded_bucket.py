@@ -1,0 +1,306 @@
+"""Parameters that are sharded, gathered, computed with, resharded and reduced together: the bucket of ZeRO-3.
+
+Tensors of a bucket, for a layout of N chunks:
+
+* ``shard``: this rank's chunk of the parameters, [chunk], always there; ``pieces`` are its parts by parameter, which
+  the optimizer steps;
+* ``full``: the parameters while gathered, from a buffer of all chunks, [N x chunk]. Where the layout keeps a parameter
+  in one stretch (flat) it is a view of the buffer, else (dim-0) a copy and the buffer is dropped at once; of one chunk
+  it is the shard;
+* gradients: ``param.grad`` of each full parameter until backward has made them all, then one flat buffer that is
+  reduce-scattered, then this rank's chunk, whose parts are the ``.grad`` of the pieces.
+
+A bucket is SHARDED, GATHERING or UNSHARDED. Freeing is dropping references: the autograd graph holds none
+(``saved_tensors.py``), so what is resharded is free, and what is needed is never pulled away under a computation.
+"""
+
+from collections.abc import Iterator, Mapping
+from enum import Enum, auto
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from shardlab.comm.communicator import Communicator
+from shardlab.comm.events import Pending
+from shardlab.engines.accounting import Division, Held
+from shardlab.engines.placeholder import ParameterSites
+from shardlab.engines.precision import Precision
+from shardlab.engines.tensor_layout import LayoutOfTensors
+from shardlab.engines.unused_params import mark_all_used, nobody_used
+from shardlab.partition.layout import Layout, first_elements
+from shardlab.vocabulary import Role
+
+
+class BucketState(Enum):
+    """Where the full parameters are."""
+
+    SHARDED = auto()
+    GATHERING = auto()
+    UNSHARDED = auto()
+
+
+class ShardedBucket:
+    """Shards parameters at once and lets go of the full ones.
+
+    Args:
+        name: in the tags of its collectives.
+        params: full parameters by name, in the layout's slot order, all of one dtype and device.
+        sites: where they are in the module.
+        layout: which elements which rank holds.
+        comm: the ranks of the layout.
+        precision: dtypes of gathered parameters and of the reduction.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: Mapping[str, nn.Parameter],
+        sites: Mapping[str, ParameterSites],
+        layout: Layout,
+        comm: Communicator,
+        precision: Precision,
+    ) -> None:
+        self.name, self.params, self.sites = name, dict(params), {key: sites[key] for key in params}
+        self.layout, self.comm = layout, comm
+        self.device = next(iter(self.params.values())).device
+        self.state = BucketState.UNSHARDED
+        self.held_by_hand = False  # gathered by the user, until he lets it go
+        self.num_holders = 0  # of the full parameters as they are stored
+        self.full: dict[str, Tensor] = {}  # gathered parameters, while UNSHARDED
+        self.addresses: set[int] = set()  # of their storages
+        self.gradient_shard: Tensor | None = None  # [chunk], means
+        self._versions: dict[str, int] = {}  # of the parameters, when they were gathered
+        self._gathering: tuple[Tensor, Pending] | None = None
+        self._reducing: tuple[Tensor, Tensor, Pending] | None = None
+        self._unused: set[str] = set()
+        self._tensors = LayoutOfTensors(layout, comm.rank, {key: tuple(param.shape) for key, param in params.items()})
+        self._looked_at = first_elements(layout)  # by some rank, for "unused"
+        self.shard = self._keep_shard(self._tensors.cut(self.params))
+        self._compute_dtype = precision.compute_dtype_of(self.shard)
+        self._reduce_dtype = precision.reduce_dtype_of(self.shard)
+        self.pieces = {
+            key: self._tensors.piece_of(key, self.shard).requires_grad_(param.requires_grad)
+            for key, param in params.items()
+        }
+        self.release()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the shard is all of the parameters."""
+        return self.layout.num_ranks == 1
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the user holds the full parameters."""
+        return self.held_by_hand or self.num_holders > 0
+
+    @property
+    def is_held_as_stored(self) -> bool:
+        """Whether the user holds them in another dtype than they are computed with."""
+        return self.num_holders > 0 and self.shard.dtype != self._compute_dtype
+
+    @property
+    def division(self) -> Division:
+        """How the parameters are divided."""
+        return Division(self.layout, self.comm, self.shard.element_size())
+
+    # Gathering: sharded -> gathering -> unsharded -> sharded.
+
+    def start_unshard(self, *, as_stored: bool = False) -> None:
+        """Begin to gather, unless it has begun or is done; ``as_stored``: in the shard's dtype, not the compute one."""
+        if self.state is BucketState.SHARDED:
+            dtype = self.shard.dtype if as_stored else self._compute_dtype
+            if self._is_full(dtype):
+                self._gathering = (self.shard, Pending())
+            else:
+                buffer = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
+                tag = f"parameters of {self.name}"
+                pending = self.comm.all_gather(buffer, self.shard, bounds=self.layout.bounds, tag=tag)
+                self._gathering = (buffer, pending)
+            self.state = BucketState.GATHERING
+
+    def unshard(self, *, as_stored: bool = False) -> None:
+        """Have the full parameters in the module."""
+        self.start_unshard(as_stored=as_stored)
+        if self.state is BucketState.GATHERING:
+            assert self._gathering is not None
+            (buffer, pending), self._gathering = self._gathering, None
+            pending.wait()
+            self.full = {name: self._tensors.read(name, buffer) for name in self.params}
+            self.addresses = {full.untyped_storage().data_ptr() for full in self.full.values()}
+            for name, param in self.params.items():
+                param.data = self.full[name]
+                self.sites[name].put_parameter()
+            self._versions = self._versions_now()
+            self.state = BucketState.UNSHARDED
+
+    def reshard(self) -> None:
+        """Let go of the full parameters unless the user holds them.
+
+        Raises:
+            RuntimeError: something has written into them, which would be lost.
+        """
+        if self.is_held:
+            return
+        changed = [] if self.state is not BucketState.UNSHARDED else self._written_to()
+        self.release()
+        if changed:
+            raise RuntimeError(
+                f"parameter {changed[0]!r}: it was written to while it was gathered, which does not reach the shards; "
+                "write inside 'with engine.full_params(keep_changes=True):', or keep in a buffer what forward changes"
+            )
+
+    def release(self) -> None:
+        """Let go of the full parameters; what was gathered ahead and not used is waited for and dropped."""
+        if self._gathering is not None:
+            self._gathering[1].wait()  # a transport may still write into the buffer
+            self._gathering = None
+        for name, param in self.params.items():
+            if self.state is BucketState.UNSHARDED:
+                self.sites[name].put_placeholder()
+            # One element seen as the whole shape: autograd may ask for the shape, nobody for the values.
+            stub = torch.zeros((), dtype=self.shard.dtype, device=self.device)
+            param.data = stub.expand(self.sites[name].shape)
+        self.full, self.addresses = {}, set()
+        self.state = BucketState.SHARDED
+
+    # What the user holds, and what he writes.
+
+    def hold(self) -> None:
+        """Have the full parameters as they are stored, and let nothing take them away until ``let_go``."""
+        if self.num_holders == 0:
+            self.reshard()
+            self.release()  # also what is held by hand: for compute it may have fewer bits
+            self.unshard(as_stored=True)
+        self.num_holders += 1
+
+    def let_go(self) -> None:
+        """The end of a ``hold``."""
+        self.num_holders -= 1
+        if self.num_holders == 0:
+            self.release()
+            if self.held_by_hand:
+                self.unshard()
+
+    def refresh(self) -> None:
+        """The shard has changed: what the user holds is gathered anew."""
+        if self.is_held:
+            self.release()
+            self.unshard(as_stored=self.num_holders > 0)
+
+    def keep_changes(self) -> None:
+        """Copy what was written into the full parameters back into the shard."""
+        assert self.state is BucketState.UNSHARDED
+        for name, piece in self._tensors.own.items():
+            self.pieces[name].detach().view(-1).copy_(self.full[name].reshape(-1)[piece.param_start : piece.param_stop])
+        # Whoever wrote in place has raised the version of what he wrote to; the rest may still go backward.
+        self._versions = self._versions_now()
+
+    def values_changed(self) -> None:
+        """The shard has other values now: a backward that needs the former ones is refused, see ``saved_tensors.py``.
+
+        Every rank calls it alike, whatever it holds of the bucket, so that all refuse.
+        """
+        increment_version(self.params.values())
+        self._versions = self._versions_now()
+
+    # Gradients: in the parameters -> in a buffer that is reduced -> in this rank's chunk.
+
+    def start_reduce(self) -> None:
+        """Begin to sum the gradients that have accumulated in the parameters over the ranks."""
+        buffer = torch.empty(self.layout.padded_numel, dtype=self._reduce_dtype, device=self.device)
+        if self.layout.padding_numel:
+            buffer.zero_()  # what no gradient is written to goes into the shard's padding: 0, and not old memory
+        self._unused = {name for name, param in self.params.items() if param.grad is None}
+        for name, param in self.params.items():
+            self._tensors.write(name, param.grad, buffer)
+            param.grad = None  # or autograd would add the next micro-batch to what has been sent
+        # Now that they have the dtype they are reduced in: the cast may have made a tiny one -0, which says "unused".
+        mark_all_used(buffer, [place for name, place in self._looked_at if name not in self._unused])
+        self._reducing = (buffer, *self._reduce(buffer))
+
+    def finish_reduce(self) -> None:
+        """Have the means in ``gradient_shard``, added to those that are there, and in the ``.grad`` of the pieces."""
+        if self._reducing is None:
+            return
+        (_, sums, pending), self._reducing = self._reducing, None
+        pending.wait()
+        num_ranks = self._sum_over_replicas(sums)
+        # Read off before the sums become means: a tiny one may be -0 then.
+        unused = {
+            name
+            for name in self._unused & self._tensors.own.keys()
+            if nobody_used(self._tensors.piece_of(name, sums).view(-1))
+        }
+        self._accept(sums.to(self.shard.dtype).div_(num_ranks), unused)
+
+    def drop_gradients(self) -> None:
+        """Forget the means."""
+        self.gradient_shard = None
+        for piece in self.pieces.values():
+            piece.grad = None
+
+    # Accounting.
+
+    def held_parameters(self) -> Iterator[Held]:
+        """The shard, and full parameters that are there beside it."""
+        yield Held(Role.PARAMETER, self.shard)
+        for name, piece in self._tensors.own.items():
+            yield Held(Role.PARAMETER, self.pieces[name], name, (piece.param_start, piece.param_stop))
+        gathered = [*self.full.values(), *([self._gathering[0]] if self._gathering is not None else [])]
+        yield from (Held(Role.GATHERED_PARAMETER, tensor) for tensor in gathered)
+
+    def held_gradients(self) -> Iterator[Held]:
+        """Everything that holds gradients now."""
+        whole = [param.grad for param in self.params.values() if param.grad is not None]
+        chunk = [self.gradient_shard] if self.gradient_shard is not None else []
+        in_flight = self._reducing[:2] if self._reducing is not None else ()
+        yield from (Held(Role.GRADIENT, tensor) for tensor in (*whole, *chunk, *in_flight))
+        for name, piece in self._tensors.own.items():
+            if (gradient := self.pieces[name].grad) is not None:
+                yield Held(Role.GRADIENT, gradient, name, (piece.param_start, piece.param_stop))
+
+    # What FSDP's buckets do otherwise.
+
+    def _keep_shard(self, shard: Tensor) -> Tensor:
+        """The shard where it lives between steps."""
+        return shard
+
+    def _is_full(self, dtype: torch.dtype) -> bool:
+        """Whether the shard itself is what a gather in ``dtype`` would give."""
+        return self.is_whole and dtype == self.shard.dtype
+
+    def _reduce(self, buffer: Tensor) -> tuple[Tensor, Pending]:
+        """Begin to sum a buffer of gradients over the ranks; where this rank's sums will be, [chunk]."""
+        if self.is_whole:
+            return buffer, Pending()
+        sums = torch.empty(self.shard.shape, dtype=buffer.dtype, device=self.device)
+        tag = f"gradients of {self.name}"
+        return sums, self.comm.reduce_scatter(buffer, sums, bounds=self.layout.bounds, tag=tag)
+
+    def _sum_over_replicas(self, sums: Tensor) -> int:  # noqa: ARG002
+        """Add what the holders of the same chunk have; of how many ranks the sums are then."""
+        return self.comm.num_ranks
+
+    def _accept(self, means: Tensor, unused: set[str]) -> None:
+        had = {name for name, piece in self.pieces.items() if piece.grad is not None}
+        if self.gradient_shard is not None and had:
+            means.add_(self.gradient_shard)
+        self.gradient_shard = means
+        for name in self._tensors.own:
+            if name not in unused or name in had:
+                self._set_gradient(self.pieces[name], self._tensors.piece_of(name, means))
+
+    def _set_gradient(self, piece: Tensor, gradient: Tensor) -> None:
+        piece.grad = gradient
+
+    def _versions_now(self) -> dict[str, int]:
+        """Autograd's counters of writes in place, which a change of ``.data`` leaves as they are."""
+        return {name: param._version for name, param in self.params.items()}
+
+    def _written_to(self) -> list[str]:
+        """Names of gathered parameters that somebody has written to since; where they are the shard itself none."""
+        if self.shard.untyped_storage().data_ptr() in self.addresses:
+            return []
+        return [name for name, version in self._versions_now().items() if version != self._versions[name]]

@@ -1,0 +1,162 @@
+"""What changes for the user where parameters are whole and stepped in pieces, as under ZeRO-1 and ZeRO-2.
+
+The mean of a gradient lies in pieces, so ``param.grad`` has a placeholder that refuses to be used. With ``precision``
+the module's parameters are rounded copies, and the model is what the master weights say: state dicts, checkpoints and
+``full_params()`` are theirs, in the dtype that the model came with, as with ``zero3`` and ``fsdp``; and what is written
+into a rounded parameter is refused.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from shardlab.engines.accounting import Held
+from shardlab.engines.buckets import Bucket
+from shardlab.engines.master_shards import MasterShards
+from shardlab.engines.mixed_precision import MixedPrecision
+from shardlab.engines.placeholder import PlaceholderGradient, PlaceholderGradients
+from shardlab.engines.shards import ParameterShards
+from shardlab.engines.state import Stateful
+from shardlab.engines.step_tensors import StepTensors
+from shardlab.vocabulary import Role
+
+
+class SteppedInPieces(MixedPrecision):
+    """An engine with ``buckets`` of whole parameters that steps ``shards`` of them."""
+
+    shards: ParameterShards
+    buckets: list[Bucket]
+    _scale: float
+
+    @contextlib.contextmanager
+    def full_params(self, *, keep_changes: bool = False) -> Iterator[nn.Module]:
+        """As the base; rounded parameters are replaced by the master weights inside, which is collective.
+
+        Args:
+            keep_changes: copy what was written into them in place into the master weights; else it is undone where
+                parameters are rounded. Every rank must write the same, for nobody compares them.
+        """
+        masters = self._masters
+        with contextlib.nullcontext() if masters is None else masters.whole(keep_changes=keep_changes):
+            yield self.module
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """As the base: the master weights, where there are such."""
+        with self.full_params():
+            return super().full_state_dict()
+
+    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As the base; each rank keeps its part of the master weights. Collective where there are such."""
+        if self._masters is not None:
+            self._masters.forget_writes()
+        with self.full_params(keep_changes=True):
+            super().load_full_state_dict(state)
+
+    def save(self, directory: str | Path, *, extra: Any = None, **objects: Stateful) -> None:
+        """As the base: the master weights, where there are such."""
+        self._update_masters()
+        super().save(directory, extra=extra, **objects)
+
+    def load(self, directory: str | Path, **objects: Stateful) -> Any:
+        """As the base; what each rank has read is then rounded and gathered.
+
+        Raises:
+            ValueError: also inside ``full_params()``, where parameters are rounded outside, on all ranks.
+        """
+        if self._masters is not None and self._masters.is_held:
+            raise ValueError("load: leave 'with engine.full_params():' first: what is held would stay as it was")
+        extra = super().load(directory, **objects)
+        if self._masters is not None:
+            self._masters.gather(lambda _: True)
+        return extra
+
+    def close(self) -> None:
+        """As the base."""
+        self._placeholders.close()
+        super().close()
+
+    def _prepare(self) -> StepTensors:
+        tensors = super()._prepare()
+        for bucket in self.buckets:
+            bucket.gradient_dtype = self.precision.reduce_dtype_of(bucket.params[0])
+        if self.precision.reduce_dtype is not None:
+            self._scale = 1.0  # sums are divided when they have the master weights' dtype
+        self._placeholders = PlaceholderGradients(self.params)
+        return tensors
+
+    def _begin_backward(self) -> None:
+        # Before autograd accumulates: it would add to a placeholder, which has no memory.
+        self._placeholders.check()
+        self._placeholders.take_away()
+        super()._begin_backward()
+
+    def _finish_gradients(self) -> None:
+        super()._finish_gradients()
+        self._placeholders.place()
+
+    def _forget_gradients(self) -> None:
+        super()._forget_gradients()
+        for tensor in self.step_tensors():
+            tensor.grad = None
+        self._placeholders.take_away()
+
+    def _held_parameters(self) -> Iterator[Held]:
+        return self.shards.held()
+
+    def _held_gradients(self) -> Iterator[Held]:
+        for bucket in self.buckets:
+            yield from self._gradients_of(bucket)
+            if bucket.buffer is not None:
+                yield Held(Role.GRADIENT, bucket.buffer)
+        others = (tensor.grad for tensor in (*self.params.values(), *self.step_tensors()))
+        yield from (
+            Held(Role.GRADIENT, gradient)
+            for gradient in others if gradient is not None and not isinstance(gradient, PlaceholderGradient)
+        )  # fmt: skip
+
+    def _gradients_of(self, bucket: Bucket) -> Iterator[Held]:
+        """What this rank has of the gradients of a bucket, by parameter."""
+        if bucket.buffer is not None:
+            for name, view in zip(bucket.names, bucket.views, strict=True):
+                yield Held(Role.GRADIENT, view, name, (0, view.numel()))
+
+    @property
+    def _keeps_pieces(self) -> bool:
+        return self._masters is not None
+
+    def _shards_of_parameters(self, buckets: Sequence[Bucket]) -> ParameterShards:
+        """What is stepped, with master weights where parameters have another dtype than is computed in."""
+        self._cast_buffers()
+        if any(self.precision.compute_dtype_of(param) != param.dtype for param in self.params.values()):
+            shards: ParameterShards = MasterShards(self.params, buckets, self.comm, self.precision)
+        else:
+            shards = ParameterShards(self.params, buckets, self.comm)
+        shards.tensors.are_parts |= bool(self.slices)
+        return shards
+
+    def _take_changes(self) -> None:
+        """Before a step: take what the user has written into parameters, or refuse what a step would pass over."""
+        self._placeholders.check()
+        self._update_masters()
+
+    def _update_masters(self) -> None:
+        """Before they are stepped or saved: take what the user has written, or refuse it."""
+        if self._masters is not None:
+            self._masters.check_unwritten()
+            self._masters.keep_changes()
+
+    def _give_back(self) -> None:
+        """Put the master weights into the module; collective where there are such."""
+        if self._masters is not None:
+            self._masters.give_back()
+
+    @property
+    def _has_stored_params(self) -> bool:
+        return self._masters is not None and self._masters.is_held
+
+    @property
+    def _masters(self) -> MasterShards | None:
+        return self.shards if isinstance(self.shards, MasterShards) else None
