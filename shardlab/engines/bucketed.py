@@ -44,8 +44,6 @@ class Bucketed(Engine):
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
-        if bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes: {bucket_bytes} is below 1")
         self.bucket_bytes = bucket_bytes
         super().__init__(model, optimizer_fn, mesh)
 

@@ -164,7 +164,12 @@ def build_buckets(
         num_ranks: chunks of each bucket; 1 where nothing is sharded.
         capacity_bytes: bytes of a full bucket.
         partition: how a bucket's elements are divided over the ranks.
+
+    Raises:
+        ValueError: a capacity below 1.
     """
+    if capacity_bytes < 1:
+        raise ValueError(f"bucket_bytes: {capacity_bytes} is below 1")
     names = list(params)
     specs = [ParamSpec(name, tuple(param.shape), param.element_size()) for name, param in params.items()]
     keys = [(param.dtype, param.device, param.requires_grad) for param in params.values()]

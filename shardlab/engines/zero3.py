@@ -57,8 +57,6 @@ class ZeRO3(ShardedEngine):
         partition: Partition | str = Partition.ELEMENTS,
         precision: Precision | str = "full",
     ) -> None:
-        if bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes: {bucket_bytes} is below 1")
         self.bucket_bytes = bucket_bytes
         self.partition, self.precision = parse_partition(partition), parse_precision(precision)
         super().__init__(model, optimizer_fn, mesh)

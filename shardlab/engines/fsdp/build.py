@@ -1,4 +1,4 @@
-"""From the parameters of a unit to its sharded buckets.
+"""From a plain module to the units of FSDP: each is made, initialised and sharded before the next, one after another.
 
 Parameters of a unit are in one bucket if they have one dtype, all train or none does, and all are sharded or all are
 too small to be worth it (``replicate_below``): such a bucket is one chunk, which every rank holds.
@@ -7,132 +7,103 @@ With whole parameters (``partition``) the owners are chosen over the whole model
 ranks would own the largest parameter of every block.
 """
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
-from shardlab.comm import BaseMesh
-from shardlab.comm.communicator import Communicator
+from shardlab.comm import Communicator
 from shardlab.engines.fsdp.bucket import UnitBucket
-from shardlab.engines.fsdp.sharding import SHARDINGS
+from shardlab.engines.fsdp.policy import ROOT, wrapped_modules
+from shardlab.engines.fsdp.sharding import LAYOUTS, ShardingOptions
+from shardlab.engines.fsdp.unit import Unit, owners_of_parameters
 from shardlab.engines.offload import OFFLOADS
-from shardlab.engines.placeholder import ParameterSites, sites_of
-from shardlab.engines.precision import Precision
-from shardlab.partition.dim0 import dim0_layout
-from shardlab.partition.flat import ParamSpec, flat_layout, owned_layout, owned_order
+from shardlab.engines.placeholder import sites_of
+from shardlab.meta import InitFn, materialize
+from shardlab.partition.flat import ParamSpec, owned_layout, owned_order
 from shardlab.partition.layout import Layout
 from shardlab.partition.owners import Ownership
 from shardlab.vocabulary import MeshAxis, Partition
 
-LAYOUTS: Mapping[str, Callable[[list[ParamSpec], int], Layout]] = {"flat": flat_layout, "dim0": dim0_layout}
+Equalise = Callable[[list[Tensor], str], None]
+Params = Mapping[str, nn.Parameter]
 
 
-@dataclass(frozen=True)
-class Builder:
-    """The options of ``FSDP`` that a bucket is made of; checked."""
+def build_units(
+    module: nn.Module,
+    params: dict[str, nn.Parameter],
+    options: ShardingOptions,
+    init_fn: InitFn,
+    equalise: Equalise,
+) -> list[Unit]:
+    """Shard a module unit by unit, so that no rank needs memory for more than one unit that was on the meta device.
 
-    mesh: BaseMesh
-    sharding: str
-    layout: str
-    precision: Precision
-    offload: str
-    replicate_below: int
-    partition: Partition = Partition.ELEMENTS
+    Args:
+        module: as it came.
+        params: by name; those on the meta device are replaced.
+        options: how to divide it.
+        init_fn: fills parameters that were on the meta device.
+        equalise: makes tensors those of the first data rank; called with them and a tag.
+    """
+    wrapped = wrapped_modules(module, options.wrap)
+    owners = _owners(params, options)
+    units = []
+    for name, members in owners_of_parameters(module, wrapped, params, ROOT).items():
+        if members:
+            if materialize(module, members, params, options.mesh.device, init_fn):
+                equalise([params[member] for member in members], f"parameters of {name} from rank 0")
+            buckets = _buckets(name, module, {member: params[member] for member in members}, options, owners)
+            units.append(Unit(name, wrapped.get(name, module), buckets))
+    return units
 
-    def __post_init__(self) -> None:
-        """Check every option that a user can get wrong."""
-        for field, value, allowed in (
-            ("sharding", self.sharding, SHARDINGS),
-            ("layout", self.layout, LAYOUTS),
-            ("offload", self.offload, OFFLOADS),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{field}: {value!r} is not one of {', '.join(allowed)}")
-        if self.replicate_below < 0:
-            raise ValueError(f"replicate_below: {self.replicate_below} elements is below 0")
-        if self.replicate_below and self.sharding == "no_shard":
-            raise ValueError("replicate_below: with sharding='no_shard' every parameter is replicated; leave it out")
-        if self.partition is not Partition.ELEMENTS and self.sharding == "no_shard":
-            raise ValueError("partition: with sharding='no_shard' every rank has all parameters; leave it out")
-        if self.partition is not Partition.ELEMENTS and self.layout == "dim0":
-            raise ValueError(
-                f"partition: {self.partition.value!r} gives ranks whole parameters, and layout='dim0' cuts each into "
-                "rows; use layout='flat', or partition='elements'"
-            )
 
-    @property
-    def data_axes(self) -> tuple[Communicator, ...]:
-        """The axes gradients are averaged over, outer first."""
-        row = SHARDINGS[self.sharding]
-        return tuple(self.mesh[axis] for axis in (row.replica_axis, row.shard_axis) if axis is not None)
+def _owners(params: Params, options: ShardingOptions) -> Mapping[str, int]:
+    """The rank of the shard group that holds each parameter; none of those that are cut or replicated."""
+    if options.shard_axis is None or options.partition is Partition.ELEMENTS:
+        return {}
+    specs = [_spec(name, param) for name, param in params.items() if options.is_sharded(param)]
+    return Ownership.assign(specs, options.shard_axis.num_ranks, options.partition).table
 
-    @property
-    def shard_axis(self) -> Communicator | None:
-        """The ranks of a shard group; None where nothing is sharded."""
-        axis = SHARDINGS[self.sharding].shard_axis
-        return None if axis is None else self.mesh[axis]
 
-    def owners(self, params: Mapping[str, nn.Parameter]) -> dict[str, int]:
-        """The rank of the shard group that holds each parameter; none of those that are cut or replicated.
-
-        Args:
-            params: of the whole model, in its order; they may be on the meta device.
-        """
-        if self.shard_axis is None or self.partition is Partition.ELEMENTS:
-            return {}
-        specs = [_spec(name, param) for name, param in params.items() if self.is_sharded(param)]
-        return Ownership.assign(specs, self.shard_axis.num_ranks, self.partition).table
-
-    def buckets(
-        self, unit: str, module: nn.Module, params: Mapping[str, nn.Parameter], owners: Mapping[str, int]
-    ) -> list[UnitBucket]:
-        """Shard the parameters of one unit, which is all that is ever there in full.
-
-        Args:
-            unit: its name.
-            module: the whole module, in which the parameters are.
-            params: full parameters by name.
-            owners: see ``owners``.
-        """
-        sites = sites_of(module, params)
-        kinds: dict[Hashable, dict[str, nn.Parameter]] = {}
-        for name, param in params.items():
-            kind = (param.dtype, param.device, param.requires_grad, self.is_sharded(param))
-            kinds.setdefault(kind, {})[name] = param
-        numbered = enumerate(kinds.values())
-        return [self._bucket(_bucket_name(unit, place, len(kinds)), alike, sites, owners) for place, alike in numbered]
-
-    def is_sharded(self, param: nn.Parameter) -> bool:
-        """Whether ranks hold different elements of it."""
-        return self.shard_axis is not None and param.numel() >= self.replicate_below
-
-    def _bucket(
-        self,
-        name: str,
-        params: Mapping[str, nn.Parameter],
-        sites: Mapping[str, ParameterSites],
-        owners: Mapping[str, int],
-    ) -> UnitBucket:
-        if self.shard_axis is not None and self.is_sharded(next(iter(params.values()))):
-            comm, replicas = self.shard_axis, tuple(axis for axis in self.data_axes if axis is not self.shard_axis)
-        else:
-            comm, replicas = Communicator(None, None, (0,), 0, MeshAxis.SHARD), self.data_axes[::-1]
-        specs = [_spec(key, param) for key, param in params.items()]
-        ranks = [owners[spec.name] for spec in specs if spec.name in owners]
-        if ranks:
-            layout: Layout = owned_layout(specs, ranks, comm.num_ranks)
-            params = {specs[place].name: params[specs[place].name] for place in owned_order(ranks)}
-        else:
-            layout = LAYOUTS[self.layout](specs, comm.num_ranks)
-        return UnitBucket(
-            name, params, sites, layout, comm, self.precision, replicas=replicas, offload=OFFLOADS[self.offload]
+def _buckets(
+    unit: str, module: nn.Module, params: Params, options: ShardingOptions, owners: Mapping[str, int]
+) -> list[UnitBucket]:
+    """The buckets of one unit, which is all that is ever there in full."""
+    sites = sites_of(module, params)
+    kinds: dict[Hashable, dict[str, nn.Parameter]] = {}
+    for name, param in params.items():
+        kind = (param.dtype, param.device, param.requires_grad, options.is_sharded(param))
+        kinds.setdefault(kind, {})[name] = param
+    buckets = []
+    for place, alike in enumerate(kinds.values()):
+        name = unit if len(kinds) == 1 else f"{unit} part {place}"
+        comm, replicas = _axes(next(iter(alike.values())), options)
+        order, layout = _layout(alike, comm.num_ranks, options, owners)
+        slots = {key: alike[key] for key in order}
+        offload = OFFLOADS[options.offload]
+        buckets.append(
+            UnitBucket(name, slots, sites, layout, comm, options.precision, replicas=replicas, offload=offload)
         )
+    return buckets
+
+
+def _axes(param: nn.Parameter, options: ShardingOptions) -> tuple[Communicator, Sequence[Communicator]]:
+    """The ranks that a parameter is divided over, and the axes over which its shards are replicated."""
+    if options.shard_axis is not None and options.is_sharded(param):
+        return options.shard_axis, [axis for axis in options.data_axes if axis is not options.shard_axis]
+    # Whole on every rank: inner axis first, as gradients of shards are summed over the shard group before replicas.
+    return Communicator(None, None, (0,), 0, MeshAxis.SHARD), options.data_axes[::-1]
+
+
+def _layout(
+    params: Params, num_ranks: int, options: ShardingOptions, owners: Mapping[str, int]
+) -> tuple[Sequence[str], Layout]:
+    """Names in slot order, and their layout."""
+    specs = [_spec(name, param) for name, param in params.items()]
+    ranks = [owners[spec.name] for spec in specs if spec.name in owners]
+    if not ranks:
+        return list(params), LAYOUTS[options.layout](specs, num_ranks)
+    return [specs[place].name for place in owned_order(ranks)], owned_layout(specs, ranks, num_ranks)
 
 
 def _spec(name: str, param: nn.Parameter) -> ParamSpec:
     return ParamSpec(name, tuple(param.shape), param.element_size())
-
-
-def _bucket_name(unit: str, place: int, number: int) -> str:
-    return unit if number == 1 else f"{unit} part {place}"

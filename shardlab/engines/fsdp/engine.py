@@ -23,7 +23,7 @@ Source: Zhao et al., arXiv 2304.11277, sections 3 and 4.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -33,16 +33,15 @@ from torch.utils.hooks import RemovableHandle
 from shardlab.comm import BaseMesh
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.accounting import Held
-from shardlab.engines.agreement import all_or_none
 from shardlab.engines.base import OptimizerFn
+from shardlab.engines.agreement import all_or_none
 from shardlab.engines.checks import check_max_norm, check_params, second_gradient
 from shardlab.engines.fsdp.bucket import UnitBucket
-from shardlab.engines.fsdp.build import Builder
-from shardlab.engines.fsdp.materialize import materialize
-from shardlab.engines.fsdp.policy import ROOT, WrapPolicy, wrapped_modules
+from shardlab.engines.fsdp.build import build_units
+from shardlab.engines.fsdp.policy import WrapPolicy
 from shardlab.engines.fsdp.schedule import Schedule
-from shardlab.engines.fsdp.sharding import SHARDINGS
-from shardlab.engines.fsdp.unit import Unit, owners_of_parameters
+from shardlab.engines.fsdp.sharding import ShardingOptions
+from shardlab.engines.fsdp.unit import Unit
 from shardlab.engines.hooks import ModuleHook
 from shardlab.engines.offload import OFFLOADS, check_host_memory
 from shardlab.engines.optimizer_fit import parse_partition
@@ -99,7 +98,9 @@ class FSDP(ShardedEngine):
         self.precision, self.offload, self.replicate_below = parse_precision(precision), offload, replicate_below
         self.partition, self._pieces_are_rows = parse_partition(partition), layout == "dim0"
         mesh = BaseMesh.alone() if mesh is None else mesh
-        self._builder = Builder(mesh, sharding, layout, self.precision, offload, replicate_below, self.partition)
+        self._options = ShardingOptions(
+            mesh, sharding, wrap, layout, self.partition, self.precision, offload, replicate_below
+        )
         self._init_fn = init_fn or reset_parameters
         super().__init__(model, optimizer_fn, mesh)
         self._hooks += self._schedule.watch() + self._cast_inputs_of_units()
@@ -160,22 +161,15 @@ class FSDP(ShardedEngine):
             yield held
 
     def _data_axes(self) -> tuple[Communicator, ...]:
-        return self._builder.data_axes
+        return self._options.data_axes
 
     def _make_buckets(self) -> list[UnitBucket]:
         self._check_host_memory()
-        wrapped = wrapped_modules(self.module, self.wrap)
-        members = owners_of_parameters(self.module, wrapped, self.params, ROOT)
-        owners = self._builder.owners(self.params)
-        self.units = [
-            Unit(name, wrapped.get(name, self.module), self._buckets_of(name, names, owners))
-            for name, names in members.items()
-            if names
-        ]
+        self.units = build_units(self.module, self.params, self._options, self._init_fn, self._equalise)
         self._schedule = Schedule(
             self.units,
             prefetch=self.prefetch,
-            reshard_after_forward=SHARDINGS[self.sharding].reshard_after_forward,
+            reshard_after_forward=self._options.reshard_after_forward,
             is_due=self._is_due,
         )
         return [bucket for unit in self.units for bucket in unit.buckets]
@@ -184,7 +178,7 @@ class FSDP(ShardedEngine):
         offload, num_ranks = OFFLOADS[self.offload], prod(self.mesh.axes.values())
         if offload.parameters:
             num_bytes = sum(param.nbytes for param in self.params.values()) * (1 + offload.gradients_and_state)
-            shards = 1 if self._builder.shard_axis is None else self._builder.shard_axis.num_ranks
+            shards = 1 if self._options.shard_axis is None else self._options.shard_axis.num_ranks
             all_or_none(self.comms, self.mesh.device, lambda: check_host_memory(num_bytes // shards, num_ranks))
 
     def _cast_inputs_of_units(self) -> list[RemovableHandle]:
@@ -200,11 +194,6 @@ class FSDP(ShardedEngine):
         check_max_norm(self.module, self.num_data_ranks)
         if meta := [name for name, buffer in self.module.named_buffers() if buffer.is_meta]:
             raise ValueError(f"model: buffer {meta[0]!r} is on the meta device; make buffers on the device")
-
-    def _buckets_of(self, name: str, members: list[str], owners: Mapping[str, int]) -> list[UnitBucket]:
-        if materialize(self.module, members, self.params, self.mesh.device, self._init_fn):
-            self._equalise([self.params[member] for member in members], f"parameters of {name} from rank 0")
-        return self._builder.buckets(name, self.module, {member: self.params[member] for member in members}, owners)
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         super()._on_gradient(param)

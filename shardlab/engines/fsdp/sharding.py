@@ -1,8 +1,19 @@
-"""The shardings of FSDP as rows of a table over mesh axes: not classes, only who gathers with whom."""
+"""How FSDP divides a model: shardings are rows of a table over mesh axes, not classes; and the options beside them."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardlab.vocabulary import MeshAxis
+from torch import Tensor
+
+from shardlab.comm import BaseMesh, Communicator
+from shardlab.engines.fsdp.policy import WrapPolicy
+from shardlab.engines.offload import OFFLOADS
+from shardlab.engines.precision import Precision
+from shardlab.partition.dim0 import dim0_layout
+from shardlab.partition.flat import ParamSpec, flat_layout
+from shardlab.partition.layout import Layout
+from shardlab.vocabulary import MeshAxis, Partition
 
 
 class Sharding(NamedTuple):
@@ -25,3 +36,72 @@ SHARDINGS = {
     "no_shard": Sharding(None, MeshAxis.DATA, False),
     "hybrid_shard": Sharding(MeshAxis.SHARD, MeshAxis.REPLICA, True),
 }
+
+LAYOUTS: Mapping[str, Callable[[list[ParamSpec], int], Layout]] = {"flat": flat_layout, "dim0": dim0_layout}
+
+
+@dataclass(frozen=True)
+class ShardingOptions:
+    """The options of ``FSDP`` that say how parameters are divided; checked.
+
+    Attributes:
+        mesh: with the axes that ``sharding`` names.
+        sharding: see ``FSDP``, as all others.
+        wrap: which modules are units.
+        layout: how a parameter is cut.
+        partition: whether it is cut at all.
+        precision: dtypes.
+        offload: what lives in host memory.
+        replicate_below: elements below which a parameter is not worth cutting.
+    """
+
+    mesh: BaseMesh
+    sharding: str
+    wrap: WrapPolicy
+    layout: str
+    partition: Partition
+    precision: Precision
+    offload: str
+    replicate_below: int
+
+    def __post_init__(self) -> None:
+        """Check what a user can get wrong."""
+        for field, value, allowed in (
+            ("sharding", self.sharding, SHARDINGS),
+            ("layout", self.layout, LAYOUTS),
+            ("offload", self.offload, OFFLOADS),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{field}: {value!r} is not one of {', '.join(allowed)}")
+        if self.replicate_below < 0:
+            raise ValueError(f"replicate_below: {self.replicate_below} elements is below 0")
+        if self.replicate_below and self.sharding == "no_shard":
+            raise ValueError("replicate_below: with sharding='no_shard' every parameter is replicated; leave it out")
+        if self.partition is not Partition.ELEMENTS and self.sharding == "no_shard":
+            raise ValueError("partition: with sharding='no_shard' every rank has all parameters; leave it out")
+        if self.partition is not Partition.ELEMENTS and self.layout == "dim0":
+            raise ValueError(
+                f"partition: {self.partition.value!r} gives ranks whole parameters, and layout='dim0' cuts each into "
+                "rows; use layout='flat', or partition='elements'"
+            )
+
+    @property
+    def data_axes(self) -> tuple[Communicator, ...]:
+        """The axes gradients are averaged over, outer first."""
+        row = SHARDINGS[self.sharding]
+        return tuple(self.mesh[axis] for axis in (row.replica_axis, row.shard_axis) if axis is not None)
+
+    @property
+    def shard_axis(self) -> Communicator | None:
+        """The ranks of a shard group; None where nothing is sharded."""
+        axis = SHARDINGS[self.sharding].shard_axis
+        return None if axis is None else self.mesh[axis]
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        """Whether full parameters are let go between forward and backward."""
+        return SHARDINGS[self.sharding].reshard_after_forward
+
+    def is_sharded(self, param: Tensor) -> bool:
+        """Whether ranks hold different elements of a parameter."""
+        return self.shard_axis is not None and param.numel() >= self.replicate_below
