@@ -33,8 +33,8 @@ from torch.utils.hooks import RemovableHandle
 from shardlab.comm import BaseMesh
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.accounting import Held
-from shardlab.engines.base import OptimizerFn
 from shardlab.engines.agreement import all_or_none
+from shardlab.engines.base import OptimizerFn
 from shardlab.engines.checks import check_max_norm, check_params, second_gradient
 from shardlab.engines.fsdp.bucket import UnitBucket
 from shardlab.engines.fsdp.build import build_units
