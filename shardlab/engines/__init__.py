@@ -1,9 +1,11 @@
-"""The strategies.
+"""The strategies, by class and by name. In which order to read them stands in the README ("How to read the code")."""
 
-Read them in this order: backward_watch, base, single, ddp, buckets, reduction_queue, bucketed, shards, optimizer_fit,
-zero1, zero2, sharded_unit, saved, zero3, sharded_linear, fsdp.
-"""
+import inspect
+from typing import Any
 
+from torch import nn
+
+from shardlab.comm import BaseMesh
 from shardlab.engines import checkpoint
 from shardlab.engines.accounting import ShardRow
 from shardlab.engines.base import Engine, OptimizerFn
@@ -11,8 +13,8 @@ from shardlab.engines.bucketed import Bucketed
 from shardlab.engines.ddp import DDP
 from shardlab.engines.fsdp import FSDP
 from shardlab.engines.grad_scaler import GradScaler
+from shardlab.engines.peers import TorchDDP, TorchFSDP2, TorchTP, TorchZeRO1
 from shardlab.engines.precision import Precision
-from shardlab.engines.registry import STRATEGIES, build_engine, engine_options
 from shardlab.engines.sharded_optimizer import ShardedOptimizer
 from shardlab.engines.single import Single
 from shardlab.engines.state import EngineState
@@ -44,3 +46,44 @@ __all__ = [
     "build_engine",
     "engine_options",
 ]
+
+STRATEGIES: dict[str, type[Engine]] = {
+    engine.name: engine
+    for engine in (
+        *(Single, DDP, Bucketed, ZeRO1, ZeRO2, ZeRO3, FSDP),
+        *(TorchDDP, TorchZeRO1, TorchFSDP2, TorchTP),  # torch's own, for comparison
+    )
+}
+
+
+def engine_options(strategy: str) -> tuple[str, ...]:
+    """Names of the options that a strategy takes beside model, optimizer_fn and mesh.
+
+    Raises:
+        ValueError: an unknown strategy; the message lists the allowed names.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy: {strategy!r} is not one of {', '.join(STRATEGIES)}")
+    parameters = inspect.signature(STRATEGIES[strategy]).parameters.values()
+    return tuple(known.name for known in parameters if known.kind is inspect.Parameter.KEYWORD_ONLY)
+
+
+def build_engine(
+    name: str, model: nn.Module, optimizer_fn: OptimizerFn, mesh: BaseMesh | None = None, **options: Any
+) -> Engine:
+    """The engine of a strategy.
+
+    Args:
+        name: one of ``STRATEGIES``.
+        model: see ``Engine``.
+        optimizer_fn: see ``Engine``.
+        mesh: see ``Engine``.
+        options: what that strategy's class takes, for example ``bucket_bytes``.
+
+    Raises:
+        ValueError: an unknown strategy, or an option it does not take; the message lists what is allowed.
+    """
+    allowed = engine_options(name)
+    if unknown := sorted(set(options) - set(allowed)):
+        raise ValueError(f"options: {name!r} takes {', '.join(allowed) or 'none'}, not {', '.join(unknown)}")
+    return STRATEGIES[name](model, optimizer_fn, mesh, **options)
