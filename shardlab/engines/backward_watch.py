@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from shardlab.engines.hooks import untraced
 from shardlab.comm.trees import tensors_in
+from shardlab.engines.hooks import untraced
 
 _OUTSIDE = -1  # what torch answers where no backward runs
 

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from shardlab.engines.checks import sharded_gradient
 from shardlab.comm.trees import map_tensors
+from shardlab.engines.checks import sharded_gradient
 
 _OF_PARAMETER = frozenset(
     {"__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex", "requires_grad_"}

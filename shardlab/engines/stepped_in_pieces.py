@@ -15,10 +15,9 @@ from torch import nn
 
 from shardlab.engines.accounting import Held
 from shardlab.engines.buckets import Bucket
-from shardlab.engines.master_shards import MasterShards
 from shardlab.engines.mixed_precision import MixedPrecision
 from shardlab.engines.placeholder import PlaceholderGradient, PlaceholderGradients
-from shardlab.engines.shards import ParameterShards
+from shardlab.engines.shards import MasterShards, ParameterShards
 from shardlab.engines.state import Stateful
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.vocabulary import Role

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardlab.comm import BaseMesh
+from shardlab.comm.trees import tensors_in
 from shardlab.engines.base import OptimizerFn
 from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES, build_buckets
 from shardlab.engines.hooks import untraced
@@ -28,7 +29,6 @@ from shardlab.engines.precision import Precision, parse_precision
 from shardlab.engines.saved_tensors import saved_by_reference
 from shardlab.engines.sharded_bucket import BucketState, ShardedBucket
 from shardlab.engines.sharded_engine import ShardedEngine
-from shardlab.comm.trees import tensors_in
 from shardlab.vocabulary import Partition
 
 

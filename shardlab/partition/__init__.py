@@ -3,13 +3,15 @@
 from shardlab.partition.blocks import BlockPlacement, ModelBytes, place_blocks
 from shardlab.partition.buckets import assign_buckets
 from shardlab.partition.chunks import chunk_bounds, chunk_sizes, even_bounds, owner_of, saving, shard_bytes
-from shardlab.partition.flat import FlatLayout, ParamSpec, Piece, Slot, flat_layout, owned_layout, owned_order
+from shardlab.partition.flat import FlatLayout, ParamSpec, Slot, flat_layout, owned_layout, owned_order
+from shardlab.partition.layout import Layout, Piece
 from shardlab.partition.owners import Ownership, assign_owners
 from shardlab.partition.wire import Link, ring_wire_bytes
 
 __all__ = [
     "BlockPlacement",
     "FlatLayout",
+    "Layout",
     "Link",
     "ModelBytes",
     "Ownership",

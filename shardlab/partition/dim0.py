@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardlab.partition.chunks import require_count, require_rank
-from shardlab.partition.flat import ParamSpec, Piece
+from shardlab.partition.flat import ParamSpec
+from shardlab.partition.layout import Piece
 
 
 @dataclass(frozen=True)

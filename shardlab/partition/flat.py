@@ -23,6 +23,7 @@ from itertools import pairwise
 from math import prod
 
 from shardlab.partition.chunks import even_bounds, require_count, require_rank
+from shardlab.partition.layout import Piece
 
 
 @dataclass(frozen=True)
@@ -61,28 +62,6 @@ class Slot:
     def stop(self) -> int:
         """One past the parameter's last element in the flat range."""
         return self.start + self.spec.numel
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The part of one parameter that lies in one rank's chunk.
-
-    ``flat_start`` to ``flat_stop`` is its place in the flat range, ``param_start`` to ``param_stop`` its place in the
-    flattened parameter; both have ``numel`` elements. ``whole`` says that the piece is the full parameter.
-    """
-
-    slot_index: int
-    name: str
-    flat_start: int
-    flat_stop: int
-    param_start: int
-    param_stop: int
-    whole: bool
-
-    @property
-    def numel(self) -> int:
-        """Elements of the piece, at least 1."""
-        return self.flat_stop - self.flat_start
 
 
 @dataclass(frozen=True)

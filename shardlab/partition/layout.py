@@ -1,10 +1,31 @@
 """What flat and dim-0 layouts have in common: how parameters lie in the buffer that is gathered, cut into chunks."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Protocol
 
-from shardlab.partition.flat import Piece
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that lies in one rank's chunk.
+
+    ``flat_start`` to ``flat_stop`` is its place in the flat range, ``param_start`` to ``param_stop`` its place in the
+    flattened parameter; both have ``numel`` elements. ``whole`` says that the piece is the full parameter.
+    """
+
+    slot_index: int
+    name: str
+    flat_start: int
+    flat_stop: int
+    param_start: int
+    param_stop: int
+    whole: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements of the piece, at least 1."""
+        return self.flat_stop - self.flat_start
 
 
 class Layout(Protocol):

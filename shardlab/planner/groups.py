@@ -11,7 +11,8 @@ from functools import cached_property
 
 from shardlab.partition.buckets import plan_buckets
 from shardlab.partition.dim0 import Dim0Layout, dim0_layout
-from shardlab.partition.flat import FlatLayout, ParamSpec, Piece, flat_layout, owned_layout
+from shardlab.partition.flat import FlatLayout, ParamSpec, flat_layout, owned_layout
+from shardlab.partition.layout import Piece
 from shardlab.partition.owners import Ownership
 from shardlab.planner.model import PlannedModel, PlannedParam
 from shardlab.planner.setup import Setup
