@@ -1,6 +1,8 @@
 """The layers of shared/DESIGN.md, section 1, read from the source: imports point only downward."""
 
 import ast
+import os
+import re
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -167,6 +169,8 @@ def closure(start: str) -> set[str]:
     return found
 
 
+STRATEGY_FILES = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp.engine")
+
 # Files that import each other, each circle sorted. Only ever take one away.
 KNOWN_CIRCLES = {
     ("shardlab.experiment.config", "shardlab.experiment.tensor"),
@@ -254,3 +258,43 @@ def test_pytest_leaves_no_folder_of_tests_out(pytestconfig):
     folders = {part for path in tests.rglob("test_*.py") for part in path.relative_to(tests).parts[:-1]}
     patterns = pytestconfig.getini("norecursedirs")
     assert not [folder for folder in folders if any(fnmatch(folder, pattern) for pattern in patterns)]
+
+
+def reading_list() -> list[str]:
+    """Modules of the README's evening, in its order; a bullet begins with the room, and ``../`` leaves it."""
+    text = (PACKAGE.parent / "README.md").read_text().split("In one evening")[1].split("Each engine's first lines")[0]
+    found = []
+    for bullet in text.split("\n- ")[1:]:
+        room, *names = re.findall(r"`([^`]+)`", bullet)
+        found += [".".join(("shardlab", *Path(os.path.normpath(f"{room}/{name}")).parts)) for name in names]
+    return found
+
+
+def read_first(module: str) -> set[str]:
+    """What a file imports; of what it imports through a package, what that package's __init__ imports."""
+    through = {name for used in graph()[module] if used.endswith(".__init__") for name in graph()[used]}
+    return {name for name in graph()[module] | through if not name.endswith(".__init__")}
+
+
+def test_the_reading_list_is_complete_and_in_order() -> None:
+    """Whoever reads it meets no import that was not read before, and no strategy is left out."""
+    known: set[str] = set()
+    for module in reading_list():
+        assert not read_first(module) - known, f"{module} imports what the list has later, or not at all"
+        known.add(module)
+    assert {f"shardlab.engines.{name}" for name in STRATEGY_FILES} <= known
+
+
+def test_the_reading_list_says_how_long_the_evening_is() -> None:
+    readme = (PACKAGE.parent / "README.md").read_text()
+    said = int(re.search(r"In one evening, ([\d,]+) lines", readme)[1].replace(",", ""))
+    files = (PACKAGE.parent / f"{module.replace('.', '/')}.py" for module in reading_list())
+    lines = sum(file.read_text().count("\n") for file in files)
+    assert abs(said - lines) <= 0.03 * lines, f"the README says {said}, and the files have {lines}"
+
+
+@pytest.mark.parametrize(("files", "limit"), [(("ddp",), 30), (STRATEGY_FILES, 57)], ids=["ddp", "all strategies"])
+def test_a_strategy_pulls_in_few_files(files: tuple[str, ...], limit: int) -> None:
+    """For the type checker too; a package's __init__ is no file to read, but what it imports is."""
+    found = set().union(*(closure(f"shardlab.engines.{name}") for name in files))
+    assert len([name for name in found if not name.endswith(".__init__")]) <= limit
