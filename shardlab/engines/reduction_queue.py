@@ -66,6 +66,10 @@ class ReductionQueue(Generic[Member]):
         """Whether every gradient of it that this backward owed has come, at least in part."""
         return not self._missing[member]
 
+    def comes_in_parts(self, member: Member) -> bool:
+        """Whether some of it has come in part, so that more may be added before the backward ends."""
+        return member in self._in_parts
+
     def note(self, member: Member, param: nn.Parameter, *, in_part: bool) -> bool:
         """A gradient has come; whether ``member`` waits for no other.
 

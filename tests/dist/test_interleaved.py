@@ -288,6 +288,23 @@ def test_gradients_that_come_in_parts_from_reentrant_checkpointing_add_up(pools,
         assert_story_equals_one_process(pools, setup, num_ranks, story, Reentrant)
 
 
+class TiedReentrant(Deep):
+    """A weight that belongs to the root, and that reentrant checkpointing inside the last block uses too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter.requires_grad_(False)
+        self.blocks[-1] = CheckpointedBlock()
+        for block in self.blocks:
+            block.inner.weight = self.blocks[0].inner.weight
+
+
+@EVERY_SETUP
+@RANKS
+def test_a_unit_whose_gradients_come_in_parts_stays_for_all_of_them(pools, setup, num_ranks):
+    assert_story_equals_one_process(pools, setup, num_ranks, two_forwards_one_backward, TiedReentrant)
+
+
 class InsideAndOutside(Deep):
     """A weight inside reentrant checkpointing and, later in forward, outside of it."""
 

@@ -105,7 +105,8 @@ class Schedule:
         was_complete = self._queue.is_complete(unit)
         is_complete = self._queue.note(unit, param, in_part=in_part)
         # In parts: what has not been computed again as a whole will be, piece by piece, with no hook to gather it.
-        if is_complete and not was_complete and (not in_part or unit in self._recomputed):
+        comes_in_parts = self._queue.comes_in_parts(unit)
+        if is_complete and not was_complete and (not comes_in_parts or unit in self._recomputed):
             unit.reshard()
         if reduce:
             self._queue.send_complete()
