@@ -6,11 +6,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
+from tests.fuzzing.drawn import Menu
 from tests.fuzzing.engines import OURS
 from tests.fuzzing.features import ON
 from tests.fuzzing.replay import Backward, BlockSpec, Clip, EngineSpec, Forward, ModuleSpec, Scenario, Step
 from tests.fuzzing.run import close_meshes, run_scenario
-from tests.fuzzing.scenarios import Menu, scenarios
+from tests.fuzzing.scenarios import scenarios
 from tests.fuzzing.script import script_of
 
 TRAINING = (Forward(1), Backward(), Clip(0.1), Step())
@@ -21,10 +22,10 @@ def test_what_users_do_at_random_trains_as_one_process_or_is_refused(pools, num_
     seen = []
 
     @settings(
-        max_examples={1: 10, 2: 35, 3: 25, 4: 10}[num_ranks], deadline=None, database=None, derandomize=True,
+        max_examples={1: 8, 2: 20, 3: 12, 4: 8}[num_ranks], deadline=None, database=None, derandomize=True,
         phases=[Phase.generate], suppress_health_check=list(HealthCheck),
     )  # fmt: skip
-    @given(scenarios(Menu(num_ranks, OURS, ON)))
+    @given(scenarios(Menu(num_ranks, OURS, ON, most=8)))
     def check(scenario):
         verdict = run_scenario(pools(num_ranks), scenario)
         seen.append(verdict.kind)
@@ -69,7 +70,7 @@ FAULTS = {
 
 def with_fault(rank, scenario, fault):
     """The scenario with an engine that a fault has been planted in."""
-    from tests.fuzzing.run import on_rank
+    from tests.fuzzing.rank import on_rank
 
     build = EngineSpec.build
 

@@ -1,20 +1,32 @@
-"""Engines with their options and meshes, and optimizers, said in plain data."""
+"""Engines with their options and meshes, said in plain data."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import Engine, build_engine
+from shardlab.engines.precision import Precision
 
 OURS = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
 PEERS = ("torch_ddp", "torch_zero1", "torch_fsdp2")
-WRAPS = {"every": lambda name, module: True}
-"""Wrap policies that no plain value says."""
+PLACES = ("all", "first", "last", "halves")
+"""Which ranks of the pool a mesh is on; 'halves': each of several equal parts of the pool has one."""
+WITH_PARTITION = ("zero1", "zero2", "zero3")
+NAMED: Mapping[str, Mapping[str, Any]] = {
+    "wrap": {"every": lambda name, module: True},
+    "precision": {
+        # Buffers too: a float64 one would make activations float64, which no float32 layer takes.
+        "float32": Precision(torch.float32, torch.float32, torch.float64, torch.float32),
+        "float32, summed in float64": Precision(torch.float32, torch.float64, torch.float64, torch.float32),
+        "summed in float32": Precision(reduce=torch.float32),
+    },
+}
+"""Values of options that no plain value says, by name."""
 
 
 @dataclass(frozen=True)
@@ -23,15 +35,17 @@ class EngineSpec:
 
     Attributes:
         name: of the strategy.
-        options: pairs of name and value; a name of ``WRAPS`` stands for its function.
-        axes: pairs of axis and size, all data ranks.
+        options: pairs of name and value; a name in ``NAMED`` stands for its value.
+        axes: pairs of axis and size; the axis 'tensor' is the last, all others are data ranks.
         transport: 'shared_memory' or 'gloo'.
+        place: of ``PLACES``.
     """
 
     name: str = "ddp"
     options: tuple[tuple[str, Any], ...] = ()
     axes: tuple[tuple[str, int], ...] = (("data", 2),)
     transport: str = "shared_memory"
+    place: str = "all"
 
     @property
     def num_ranks(self) -> int:
@@ -39,47 +53,43 @@ class EngineSpec:
         return prod(size for _, size in self.axes)
 
     @property
+    def num_tensor_ranks(self) -> int:
+        """Ranks that each parameter is sliced over."""
+        return dict(self.axes).get("tensor", 1)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks with rows of their own."""
+        return self.num_ranks // self.num_tensor_ranks
+
+    @property
     def keeps_gathered(self) -> bool:
         """Whether parameters stay gathered between forward and backward, by the engine's own description."""
         return dict(self.options).get("sharding") == "shard_grad_op"
 
+    @property
+    def gathers(self) -> bool:
+        """Whether a forward gathers parameters from other ranks."""
+        sharding, axes = dict(self.options).get("sharding"), dict(self.axes)
+        size = axes["shard"] if sharding == "hybrid_shard" else axes["data"]
+        return size > 1 and (self.name == "zero3" or (self.name == "fsdp" and sharding != "no_shard"))
+
+    @property
+    def rounds(self) -> bool:
+        """Whether it computes in fewer bits than one process."""
+        return "precision" in dict(self.options)
+
+    def leaves_out(self, num_ranks: int) -> bool:
+        """Whether some of a pool's ranks take no part."""
+        return self.place != "halves" and self.num_ranks < num_ranks
+
+    def ranks(self, rank: int, num_ranks: int) -> tuple[int, ...]:
+        """The ranks of the mesh that a pool's rank is on, or of the others' where it is on none."""
+        starts = {"last": num_ranks - self.num_ranks, "halves": rank - rank % self.num_ranks}
+        start = starts.get(self.place, 0)
+        return tuple(range(start, start + self.num_ranks))
+
     def build(self, model: nn.Module, optimizer_fn: Callable[..., torch.optim.Optimizer], mesh: Mesh) -> Engine:
         """The engine around ``model``."""
-        options = dict(self.options)
-        if options.get("wrap") in WRAPS:
-            options["wrap"] = WRAPS[options["wrap"]]
+        options = {name: NAMED.get(name, {}).get(value, value) for name, value in self.options}
         return build_engine(self.name, model, optimizer_fn, None if self.name == "single" else mesh, **options)
-
-
-@dataclass(frozen=True)
-class OptimizerSpec:
-    """An optimizer that forgives neither a gradient off by a factor nor one that is 0 instead of None.
-
-    Attributes:
-        kind: 'sgd' (with momentum and weight decay), 'adam' or 'adamw' (with a large eps).
-        groups: biases have a group of their own.
-        left_out: the last layer's bias is in no group, until ``AddGroup``.
-    """
-
-    kind: str = "sgd"
-    groups: bool = False
-    left_out: bool = False
-
-    def build(self, named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
-        """The optimizer over these tensors, known by their names in the module."""
-        named = [(name, tensor) for name, tensor in named if not (self.left_out and name == LEFT_OUT)]
-        if not self.groups:
-            return self._over([{"params": [tensor for _, tensor in named]}])
-        biases = [tensor for name, tensor in named if name.endswith("bias")]
-        others = [tensor for name, tensor in named if not name.endswith("bias")]
-        groups = [{"params": biases, "weight_decay": 0.0}, {"params": others}]
-        return self._over([group for group in groups if group["params"]])
-
-    def _over(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        if self.kind == "sgd":
-            return torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.1)
-        kind = torch.optim.AdamW if self.kind == "adamw" else torch.optim.Adam
-        return kind(groups, lr=0.05, eps=0.1, weight_decay=0.1)
-
-
-LEFT_OUT = "leave.bias"

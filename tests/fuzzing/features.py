@@ -10,9 +10,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tests.fuzzing.between import Evaluate, Freeze, Habit, Hold
+from tests.fuzzing.checkpoints import Load
+from tests.fuzzing.engines import EngineSpec
 from tests.fuzzing.modules import BRANCH_KINDS, BlockSpec
-from tests.fuzzing.operations import Backward, Evaluate, Forward, Freeze, Operation, Step, ZeroGrad
-from tests.fuzzing.states import FullParams, Habit, Hold, Load, OptimizerIn, OptimizerOut, StateIn, StateOut
+from tests.fuzzing.operation import Operation
+from tests.fuzzing.optimizers import OWN
+from tests.fuzzing.states import FullParams, OptimizerIn, OptimizerOut, StateIn, StateOut
+from tests.fuzzing.training import Backward, FailsAlone, Forward, Step, ZeroGrad
 
 if TYPE_CHECKING:
     from tests.fuzzing.run import Scenario
@@ -34,6 +39,13 @@ FEATURES = frozenset({
     "reentrant",  # FSDP: reentrant checkpointing
     "plain backward",  # loss.backward()
     "left out",  # an optimizer that leaves a parameter out, whose state is loaded
+    "other ranks",  # a checkpoint that is loaded into another number of ranks
+    "part of the ranks",  # meshes that leave ranks out, or several at once
+    "tensor axis",  # a tensor-parallel module under an engine
+    "error on one rank",  # raised by the user's code
+    "retained graph",  # backward(retain_graph=True)
+    "own optimizers",  # of a user's class
+    "precision",  # fewer bits in compute or in reductions
 })  # fmt: skip
 ALL = FEATURES
 ON = FEATURES.difference(OFF)
@@ -57,8 +69,7 @@ def _with_blocks(scenario: Scenario, change: Callable[[BlockSpec], BlockSpec]) -
 
 
 def _uses_fsdp(scenario: Scenario) -> bool:
-    into = [one.into.name for one in scenario.operations if isinstance(one, Load) and one.into is not None]
-    return "fsdp" in (scenario.engine.name, *into)
+    return any(engine.name == "fsdp" for engine in scenario.engines)
 
 
 def _forward_before_step(scenario: Scenario) -> Scenario:
@@ -115,8 +126,7 @@ def _step_before_backward(scenario: Scenario) -> Scenario:
 
 def _units_differ(scenario: Scenario) -> Scenario:
     """Where units are replicated each rank may use others."""
-    engines = [scenario.engine] + [one.into for one in scenario.operations if isinstance(one, Load) and one.into]
-    options = [dict(engine.options) for engine in engines]
+    options = [dict(engine.options) for engine in scenario.engines]
     if not any(some.get("wrap") in (20, "every") and some.get("sharding") != "no_shard" for some in options):
         return scenario
     return _with_blocks(scenario, lambda b: replace(b, kind="linear") if b.kind in BRANCH_KINDS else b)
@@ -150,6 +160,63 @@ def _left_out(scenario: Scenario) -> Scenario:
     return _without(scenario, lambda one: isinstance(one, OptimizerOut | OptimizerIn))
 
 
+def with_engines(scenario: Scenario, change: Callable[[EngineSpec], EngineSpec]) -> Scenario:
+    """The scenario with its first engine, and those it moves to, changed."""
+    operations = tuple(
+        replace(one, into=change(one.into)) if isinstance(one, Load) and one.into is not None else one
+        for one in scenario.operations
+    )
+    return replace(scenario, engine=change(scenario.engine), operations=operations)
+
+
+def _other_ranks(scenario: Scenario) -> Scenario:
+    first = scenario.engine
+
+    def is_other(operation: Operation) -> bool:
+        into = operation.into if isinstance(operation, Load) else None
+        return into is not None and (into.num_ranks, into.place) != (first.num_ranks, first.place)
+
+    return _without(scenario, is_other)
+
+
+def _part_of_the_ranks(scenario: Scenario) -> Scenario:
+    if scenario.engine.num_ranks < scenario.num_ranks:
+        return replace(scenario, engine=EngineSpec(axes=(("data", scenario.num_ranks),)))
+    return _without(
+        scenario, lambda one: isinstance(one, Load) and (one.into or scenario.engine).num_ranks < scenario.num_ranks
+    )
+
+
+def _tensor_axis(scenario: Scenario) -> Scenario:
+    def change(engine: EngineSpec) -> EngineSpec:
+        if engine.num_tensor_ranks == 1:
+            return engine
+        return EngineSpec(axes=(("data", engine.num_ranks),), place=engine.place)
+
+    return with_engines(scenario, change)
+
+
+def _error_on_one_rank(scenario: Scenario) -> Scenario:
+    return _without(scenario, lambda one: isinstance(one, FailsAlone))
+
+
+def _retained(scenario: Scenario) -> Scenario:
+    some = (replace(one, retain=False) if isinstance(one, Backward) else one for one in scenario.operations)
+    return replace(scenario, operations=tuple(some))
+
+
+def _own_optimizers(scenario: Scenario) -> Scenario:
+    kind = "sgd" if scenario.optimizer.kind in OWN else scenario.optimizer.kind
+    return replace(scenario, optimizer=replace(scenario.optimizer, kind=kind))
+
+
+def _precision(scenario: Scenario) -> Scenario:
+    def change(engine: EngineSpec) -> EngineSpec:
+        return replace(engine, options=tuple(pair for pair in engine.options if pair[0] != "precision"))
+
+    return with_engines(scenario, change)
+
+
 SIEVES: dict[str, Callable[[Scenario], Scenario]] = {
     "forward before step": _forward_before_step,
     "held over a step": _held_over_a_step,
@@ -162,4 +229,11 @@ SIEVES: dict[str, Callable[[Scenario], Scenario]] = {
     "reentrant": _reentrant,
     "plain backward": _plain_backward,
     "left out": _left_out,
+    "other ranks": _other_ranks,
+    "part of the ranks": _part_of_the_ranks,
+    "tensor axis": _tensor_axis,
+    "error on one rank": _error_on_one_rank,
+    "retained graph": _retained,
+    "own optimizers": _own_optimizers,
+    "precision": _precision,
 }

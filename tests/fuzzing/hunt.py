@@ -105,7 +105,7 @@ class Hunt:
             tqdm.write(f"\n# seed {seed}, {num_ranks} ranks\n{script_of(*find)}", file=sys.stdout)
 
     def _judge(self, scenario: Scenario) -> Verdict:
-        verdict = run_scenario(self.pool_of(scenario.engine.num_ranks), scenario)
+        verdict = run_scenario(self.pool_of(scenario.num_ranks), scenario)
         self.statistics.add(scenario, verdict)
         self._bar.update(1)
         return verdict

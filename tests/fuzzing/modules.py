@@ -16,7 +16,7 @@ FEATURES, OUTPUTS = 3, 5
 
 ALIKE_KINDS = (
     *("linear", "norm", "scale", "few", "transposed", "nested", "inplace", "dict", "counter", "running", "batchnorm"),
-    "overwrite",
+    *("overwrite", "mlp"),
 )
 """What every rank computes alike; 'overwrite' writes over what autograd has saved, which autograd refuses."""
 BRANCH_KINDS = ("branch", "sometimes")
@@ -110,6 +110,8 @@ class Block(nn.Module):
             self.weight = nn.Parameter(torch.randn(width, width).t())
         elif spec.kind == "nested":
             self.blocks = nn.ModuleList([Block(BlockSpec(), width), Block(BlockSpec("scale"), width)])
+        elif spec.kind == "mlp":
+            self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
         elif spec.kind in BRANCH_KINDS:
             self.other = nn.Linear(width, width)
         elif spec.kind == "counter":
@@ -161,6 +163,9 @@ class Block(nn.Module):
     def _sometimes(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.inner(x))
         return y + self.other(y) if self._says(x) else y
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(self.down(torch.tanh(self.up(x)))))
 
     def _inplace(self, x: Tensor) -> Tensor:
         return self.inner(x).add_(1.0).tanh_()
@@ -243,9 +248,10 @@ def build(spec: ModuleSpec, seed: int = 0) -> Model:
         return Model(spec).double()
 
 
-def replicas(spec: ModuleSpec, number: int, seed: int = 0) -> list[Model]:
-    """The module once for each rank: the parameters are the same objects, the buffers each rank's own."""
-    models = [build(spec, seed) for _ in range(number)]
+def replicas(models: list[Model], number: int) -> list[Model]:
+    """The module once for each rank: the parameters are the first's, the same objects, the buffers each rank's own."""
+    training = models[0].training
+    models = models[:number] + [build(models[0].spec).train(training) for _ in range(number - len(models))]
     for model in models[1:]:
         for own, first in zip(model.modules(), models[0].modules(), strict=True):
             own._parameters = first._parameters

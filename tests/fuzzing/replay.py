@@ -3,45 +3,25 @@
 import sys
 
 from shardlab.launch import RankPool
-from tests.fuzzing.engines import EngineSpec, OptimizerSpec
+from tests.fuzzing.between import AddGroup, Evaluate, Freeze, Habit, Hold, LearningRate, Mode
+from tests.fuzzing.checkpoints import Load, Save
+from tests.fuzzing.engines import EngineSpec
 from tests.fuzzing.modules import BlockSpec, ModuleSpec
-from tests.fuzzing.operations import (
-    Backward,
-    Clip,
-    Evaluate,
-    Finish,
-    Forward,
-    Freeze,
-    LearningRate,
-    Mode,
-    ScaledStep,
-    Step,
-    ZeroGrad,
-)
+from tests.fuzzing.optimizers import OptimizerSpec
 from tests.fuzzing.run import Scenario, run_scenario
-from tests.fuzzing.states import (
-    AddGroup,
-    FullParams,
-    Habit,
-    Hold,
-    Load,
-    OptimizerIn,
-    OptimizerOut,
-    Save,
-    StateIn,
-    StateOut,
-)
+from tests.fuzzing.states import FullParams, OptimizerIn, OptimizerOut, StateIn, StateOut
+from tests.fuzzing.training import Backward, Clip, FailsAlone, Finish, Forward, ScaledStep, Step, ZeroGrad
 
 __all__ = [
-    "AddGroup", "Backward", "BlockSpec", "Clip", "EngineSpec", "Evaluate", "Finish", "Forward", "Freeze", "FullParams",
-    "Habit", "Hold", "LearningRate", "Load", "Mode", "ModuleSpec", "OptimizerIn", "OptimizerOut", "OptimizerSpec",
-    "Save", "ScaledStep", "Scenario", "StateIn", "StateOut", "Step", "ZeroGrad", "replay",
+    "AddGroup", "Backward", "BlockSpec", "Clip", "EngineSpec", "Evaluate", "FailsAlone", "Finish", "Forward", "Freeze",
+    "FullParams", "Habit", "Hold", "LearningRate", "Load", "Mode", "ModuleSpec", "OptimizerIn", "OptimizerOut",
+    "OptimizerSpec", "Save", "ScaledStep", "Scenario", "StateIn", "StateOut", "Step", "ZeroGrad", "replay",
 ]  # fmt: skip
 
 
 def replay(scenario: Scenario) -> None:
     """Do it on fresh ranks and say what came of it; ends the process with status 1 where it is a find."""
-    with RankPool(scenario.engine.num_ranks, device="cpu", timeout_s=10.0, threads_per_rank=1) as pool:
+    with RankPool(scenario.num_ranks, device="cpu", timeout_s=10.0, threads_per_rank=1) as pool:
         verdict = run_scenario(pool, scenario)
     for number, (kind, answer) in enumerate(verdict.steps):
         sys.stdout.write(f"{number}: {kind}: {answer}\n")

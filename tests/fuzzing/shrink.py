@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+from tests.fuzzing.checkpoints import Load
+from tests.fuzzing.engines import EngineSpec
 from tests.fuzzing.modules import BlockSpec, ModuleSpec
 from tests.fuzzing.run import Scenario
 
@@ -30,13 +32,20 @@ def _simpler(scenario: Scenario) -> Iterator[Scenario]:
     for place, operation in enumerate(operations):
         for simpler in _by_default(operation):
             yield replace(scenario, operations=(*operations[:place], simpler, *operations[place + 1 :]))
-    options = scenario.engine.options
-    for place in range(len(options)):
-        fewer = options[:place] + options[place + 1 :]
-        if not (options[place][0] == "sharding" and options[place][1] == "hybrid_shard"):
-            yield replace(scenario, engine=replace(scenario.engine, options=fewer))
-    if scenario.engine.transport != "shared_memory" and not scenario.engine.name.startswith("torch"):
-        yield replace(scenario, engine=replace(scenario.engine, transport="shared_memory"))
+    yield from (replace(scenario, engine=engine) for engine in _simpler_engines(scenario.engine))
+    for place, operation in enumerate(operations):
+        if isinstance(operation, Load) and operation.into is not None:
+            for engine in _simpler_engines(operation.into):
+                simpler = replace(operation, into=engine)
+                yield replace(scenario, operations=(*operations[:place], simpler, *operations[place + 1 :]))
+
+
+def _simpler_engines(engine: EngineSpec) -> Iterator[EngineSpec]:
+    for place, (name, value) in enumerate(engine.options):
+        if not (name == "sharding" and value == "hybrid_shard"):  # its axes have other names
+            yield replace(engine, options=engine.options[:place] + engine.options[place + 1 :])
+    if engine.transport != "shared_memory" and not engine.name.startswith("torch"):
+        yield replace(engine, transport="shared_memory")
 
 
 def _simpler_modules(module: ModuleSpec) -> Iterator[ModuleSpec]:

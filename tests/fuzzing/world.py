@@ -18,8 +18,12 @@ from shardlab.comm.mesh import Mesh
 from shardlab.engines import Engine, GradScaler
 from shardlab.engines.step_tensors import StepTensors
 from tests.fuzzing import modules
-from tests.fuzzing.engines import EngineSpec, OptimizerSpec
+from tests.fuzzing.engines import EngineSpec
+from tests.fuzzing.meshes import Meshes
 from tests.fuzzing.modules import Model, ModuleSpec, prediction, rows
+from tests.fuzzing.optimizers import OptimizerSpec
+from tests.fuzzing.parallel import make_parallel, own_part
+from tests.fuzzing.rest import AtRest
 
 Seen = dict[str, Any]
 Losses = list[Tensor]  # one for each rank
@@ -49,35 +53,50 @@ class Ours:
     """The engine's side, as a user of one rank has it.
 
     Attributes:
+        engine: None on a rank that takes no part, see ``EngineSpec.leaves_out``.
         losses: of forwards whose backward has not come.
         kept: what ``StateOut`` and ``OptimizerOut`` have kept.
     """
 
-    def __init__(self, spec: EngineSpec, module: ModuleSpec, optimizer: OptimizerSpec, mesh: Mesh, rank: int) -> None:
-        self.module_spec, self.optimizer_spec, self.mesh = module, optimizer, mesh
-        self.build(spec, seed=rank)  # ranks that start different must be made equal by the engine
-        self.scaler = GradScaler(scale=8.0)
+    engine: Engine
+
+    def __init__(self, spec: EngineSpec, module: ModuleSpec, optimizer: OptimizerSpec, mesh: Mesh) -> None:
+        self.module_spec, self.optimizer_spec = module, optimizer
         self.losses: list[Tensor] = []
         self.kept: Seen = {}
+        self.scaler = GradScaler(scale=8.0)
+        self.begin(spec, mesh, seed=None)
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this rank is on the engine's mesh."""
+        return self.mesh.is_member
 
     @property
     def rank(self) -> int:
         """Among the data ranks."""
-        return self.engine.data_rank
+        return self.engine.data_rank if self.is_member else 0
 
-    def build(self, spec: EngineSpec, seed: int) -> None:
-        """A fresh module with an engine around it."""
-        model = modules.build(self.module_spec, seed)
-        self.spec, self.hooks_before = spec, hooks_of(model)
-        self.engine: Engine = spec.build(model, self._optimizer_of, self.mesh)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.engine.optimizer, step_size=1, gamma=0.8)
+    def begin(self, spec: EngineSpec, mesh: Mesh, seed: int | None) -> None:
+        """A fresh module with an engine around it; ``seed`` None: one for each rank, which the engine makes equal."""
+        if mesh.is_member:
+            model = modules.build(self.module_spec, _place(mesh) if seed is None else seed)
+            make_parallel(model, mesh)
+            hooks, at_rest = hooks_of(model), AtRest.of(model, spec)
+            engine = spec.build(model, self._optimizer_of, mesh)  # may be refused: then all stays as it is
+            self.engine, self.hooks_before, self.hooks_within = engine, hooks, hooks_of(model)
+            self.at_rest = at_rest
+            self.scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, step_size=1, gamma=0.8)
+        self.spec, self.mesh = spec, mesh
 
-    def move(self, spec: EngineSpec) -> None:
-        """Close this engine and begin with another, around another module of the same kind."""
-        training = self.engine.module.training
-        self.engine.close()
-        self.build(spec, seed=7)
-        self.engine.module.train(training)
+    def move(self, spec: EngineSpec, mesh: Mesh, scale: float) -> None:
+        """Begin with another engine, around another module of the same kind, and close this one."""
+        was_member, before = self.is_member, getattr(self, "engine", None)
+        self.begin(spec, mesh, seed=7)
+        if was_member and before is not None:
+            before.close()
+        elif self.is_member:
+            self.scaler = GradScaler(scale=scale)
 
     def _optimizer_of(self, tensors: StepTensors) -> torch.optim.Optimizer:
         return self.optimizer_spec.build(list(tensors.items()))
@@ -94,7 +113,7 @@ class Plain:
 
     def __init__(self, module: ModuleSpec, optimizer: OptimizerSpec, num_ranks: int) -> None:
         self.module_spec = module
-        self.models: list[Model] = modules.replicas(module, num_ranks)
+        self.models: list[Model] = modules.replicas([modules.build(module)], num_ranks)
         self.params = dict(self.models[0].named_parameters())
         self.optimizer = optimizer.build(list(self.params.items()))
         self.fresh_groups = len(self.optimizer.param_groups)
@@ -104,25 +123,47 @@ class Plain:
         self.num_steps = 0
         self.scale = 8.0
 
-    def forward(self, seed: int, rank: int, **options: Any) -> tuple[Losses, Tensor]:
-        """The loss of every rank, and what one rank predicts."""
+    def forward(
+        self,
+        seed: int,
+        rank: int,
+        *,
+        depth: int | None = None,
+        fault: str = "none",
+        on: int | None = None,
+        only: int | None = None,
+    ) -> tuple[Losses, Tensor]:
+        """The loss of every rank, and what one rank predicts.
+
+        Args:
+            seed: of the rows.
+            rank: whose prediction.
+            depth: blocks that are called; None for all.
+            fault: see ``Forward``.
+            on: the only rank that has the fault; None for all.
+            only: the only rank that does it; None for all.
+        """
 
         def one(number: int) -> tuple[Tensor, Tensor]:
             x, y = rows(seed, number)
-            output = self.models[number](x, **options)
+            output = self.models[number](x, depth=depth, fault=fault if on in (None, number) else "none")
             return loss_of(output, y), prediction(output).detach()
 
-        found = on_all(one, range(len(self.models)))
-        return [loss for loss, _ in found], found[rank][1]
+        found = on_all(one, range(len(self.models)) if only is None else (only,))
+        return [loss for loss, _ in found], found[rank if only is None else 0][1]
 
-    def backward(self, losses: Losses) -> None:
+    def backward(self, losses: Losses, *, retain_graph: bool = False) -> None:
         """Backward of the mean of the ranks' losses, each by itself, so that an error of one keeps none from going."""
-        on_all(lambda loss: (loss / len(losses)).backward(), losses)
+        on_all(lambda loss: (loss / len(losses)).backward(retain_graph=retain_graph), losses)
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
         for param in self.params.values():
             param.grad = None
+
+    def detached(self) -> dict[str, Tensor]:
+        """The parameters by name."""
+        return {name: param.detach() for name, param in self.params.items()}
 
     def state(self, rank: int) -> dict[str, Tensor]:
         """A copy of the module's state, with the buffers of one rank."""
@@ -132,6 +173,10 @@ class Plain:
         """The state into all ranks' modules."""
         for model in self.models:
             model.load_state_dict(state, strict=True)
+
+    def resize(self, num_ranks: int) -> None:
+        """As if there were so many data ranks."""
+        self.models = modules.replicas(self.models, num_ranks)
 
     def thaw(self) -> None:
         """What trains as in a fresh module."""
@@ -154,28 +199,48 @@ class World:
     Attributes:
         ours: the engine's side.
         plain: one process.
+        meshes: of this rank.
         directory: shared by the ranks, for checkpoints; or None.
+        tolerance: of a comparison, absolute for values up to 1.
         gradients: 'means' where the engine's gradients can be compared, else 'local'.
         unfinished: a plain ``loss.backward()`` may not have been finished.
         gathered: parameters may be there in full now.
         held: units that the user has gathered by hand.
         may_clash: an error of autograd's version check may come from a step between forward and backward.
+        saved: what ``Save`` has written.
+        left_alone: an error on one rank has left the others alone where they gather parameters.
+        has_met: two different collectives have met, so that the engine is of no use any more.
     """
 
     ours: Ours
     plain: Plain
+    meshes: Meshes
     directory: Path | None = None
+    tolerance: float = 1e-10
     gradients: str = "means"
     unfinished: bool = False
     gathered: bool = False
     held: set[str] = field(default_factory=set)
     may_clash: bool = False
     saved: dict[str, Any] = field(default_factory=dict)
+    left_alone: bool = False
+    has_met: bool = False
 
     @property
     def rank(self) -> int:
         """Among the data ranks."""
         return self.ours.rank
+
+    @property
+    def has_absent(self) -> bool:
+        """Whether some ranks of the pool take no part, the same on all ranks."""
+        return self.ours.spec.leaves_out(self.meshes.num_ranks)
+
+    def own(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What this rank's model has of parameters, or of their gradients, by name."""
+        if not self.ours.is_member:
+            return values
+        return {name: own_part(self.ours.engine, name, value) for name, value in values.items()}
 
     def drop_graphs(self) -> None:
         """The user forgets the losses that wait."""
@@ -185,7 +250,8 @@ class World:
     def recover(self) -> None:
         """What a user does who has caught an error and goes on with the next batch."""
         self.drop_graphs()
-        self.ours.engine.zero_grad()
+        if self.ours.is_member:
+            self.ours.engine.zero_grad()
         self.plain.zero_grad()
         self.gradients, self.unfinished = "means", False
 
@@ -212,3 +278,11 @@ def hooks_of(model: nn.Module) -> int:
 def copied(value: Any) -> Any:
     """A deep copy that shares no tensor."""
     return copy.deepcopy(value)
+
+
+def _place(mesh: Mesh) -> int:
+    """A number of its own for every rank of a mesh."""
+    place = 0
+    for comm in mesh.communicators:
+        place = place * comm.num_ranks + comm.rank
+    return place

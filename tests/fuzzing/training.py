@@ -1,48 +1,17 @@
-"""What users do, each done by an engine on every rank and by one process of plain torch.
-
-An operation is plain data. ``ours`` and ``plain`` return what the user sees, under the same names; both are called on
-every rank, ours first. ``applies`` says whether it makes sense now, the same on all ranks; else it is skipped.
-"""
+"""The steps of a training loop: forward, backward, clip, step, and forget the gradients."""
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from tests.fuzzing.engines import LEFT_OUT
+from shardlab.trace.memory import bytes_by_role
+from shardlab.vocabulary import Role
+from tests.fuzzing.modules import Planted
+from tests.fuzzing.operation import Operation
 from tests.fuzzing.world import Ours, Plain, Seen, World, quiet
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One thing a user does.
-
-    Attributes:
-        refusable: whether plain torch does it and an engine may refuse it, with nothing changed.
-        is_habit: whether it is a habit of plain torch which an engine may refuse in any case.
-        peers: whether torch's engines take part.
-    """
-
-    is_habit: ClassVar[bool] = False
-    peers: ClassVar[bool] = True
-
-    def applies(self, world: World) -> bool:
-        """Whether it makes sense now."""
-        return True
-
-    def ours(self, world: World) -> Seen:
-        """The engine does it."""
-        raise NotImplementedError
-
-    def plain(self, world: World) -> Seen:
-        """One process does it."""
-        raise NotImplementedError
-
-    def after(self, world: World) -> None:
-        """What is known now, when both have done it."""
 
 
 @dataclass(frozen=True)
@@ -77,42 +46,6 @@ class Forward(Operation):
 
 
 @dataclass(frozen=True)
-class Evaluate(Operation):
-    """A forward without gradients, in evaluation mode or not."""
-
-    seed: int = 0
-    depth: int | None = None
-    mode: bool = True
-
-    def ours(self, world: World) -> Seen:
-        with evaluating(world.ours.engine.module, self.mode):
-            loss, output = world.ours.forward(self.seed, depth=self.depth)
-        return {"output": output, "loss needs a gradient": loss.requires_grad}
-
-    def plain(self, world: World) -> Seen:
-        with contextlib.ExitStack() as stack:
-            for model in world.plain.models:
-                stack.enter_context(evaluating(model, self.mode))
-            loss, output = world.plain.forward(self.seed, world.rank, depth=self.depth)
-        return {"output": output, "loss needs a gradient": loss[world.rank].requires_grad}
-
-    def after(self, world: World) -> None:
-        world.gathered = True
-
-
-@contextlib.contextmanager
-def evaluating(model: torch.nn.Module, mode: bool) -> Iterator[None]:
-    """Without gradients, and with ``mode`` as an evaluation does it."""
-    before = model.training
-    model.train(before and not mode)
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(before)
-
-
-@dataclass(frozen=True)
 class Backward(Operation):
     """Backward of losses that wait.
 
@@ -120,28 +53,31 @@ class Backward(Operation):
         how: 'engine' or 'plain' (``loss.backward()``).
         which: 'all', the sum of all; 'first' or 'last', whose others go on waiting.
         quiet: inside ``no_sync()``.
+        retain: the graph, so that these losses go on waiting too.
     """
 
     how: str = "engine"
     which: str = "all"
     quiet: bool = False
+    retain: bool = False
 
     def applies(self, world: World) -> bool:
         return bool(world.plain.losses)
 
     def ours(self, world: World) -> Seen:
-        loss = take(world.ours.losses, self.which)
+        loss = take(world.ours.losses, self.which, retain=self.retain)
         with quiet(world.ours.engine, self.quiet):
             if self.how == "engine":
-                world.ours.engine.backward(loss)
+                world.ours.engine.backward(loss, retain_graph=self.retain)
             else:
-                loss.backward()
+                loss.backward(retain_graph=self.retain)
         return {}
 
     def plain(self, world: World) -> Seen:
         ranks = zip(*world.plain.losses, strict=True)
         waiting = [list(losses) for losses in ranks]
-        world.plain.backward([take(losses, self.which) for losses in waiting])
+        losses = [take(losses, self.which, retain=self.retain) for losses in waiting]
+        world.plain.backward(losses, retain_graph=self.retain)
         world.plain.losses[:] = [list(losses) for losses in zip(*waiting, strict=True)]
         return {}
 
@@ -152,13 +88,13 @@ class Backward(Operation):
         world.gathered = self.how == "plain" or (bool(world.plain.losses) and world.ours.spec.keeps_gathered)
 
 
-def take(losses: list[Tensor], which: str) -> Tensor:
-    """The loss to call backward on; it waits no longer."""
-    if which == "all":
-        loss = torch.stack(losses).sum()
-        losses.clear()
-        return loss
-    return losses.pop(0 if which == "first" else -1)
+def take(losses: list[Tensor], which: str, *, retain: bool = False) -> Tensor:
+    """The loss to call backward on; it waits no longer, unless its graph is retained."""
+    place = 0 if which == "first" else -1
+    loss = torch.stack(losses).sum() if which == "all" else losses[place]
+    if not retain:
+        losses[:] = [] if which == "all" else losses[1:] if which == "first" else losses[:-1]
+    return loss
 
 
 @dataclass(frozen=True)
@@ -210,11 +146,13 @@ class ZeroGrad(Operation):
 
     def ours(self, world: World) -> Seen:
         world.ours.engine.zero_grad()
-        return {}
+        held = bytes_by_role(world.ours.engine.live_tensors())[Role.GRADIENT]
+        keeps = world.ours.spec.name in ("bucketed", "zero1")  # the buckets, whose memory is used again
+        return {"bytes of gradients": 0 if keeps else held}
 
     def plain(self, world: World) -> Seen:
         world.plain.zero_grad()
-        return {}
+        return {"bytes of gradients": 0}
 
     def after(self, world: World) -> None:
         world.gradients, world.unfinished = "means", False
@@ -234,63 +172,6 @@ class Finish(Operation):
     def after(self, world: World) -> None:
         world.gradients, world.unfinished = "means", False
         world.gathered = bool(world.plain.losses) and world.ours.spec.keeps_gathered
-
-
-@dataclass(frozen=True)
-class Freeze(Operation):
-    """Freeze (or thaw) the parameters of a part of the module, on all ranks; ``leave.bias`` always trains."""
-
-    part: str = "enter"
-    frozen: bool = True
-
-    def ours(self, world: World) -> Seen:
-        return self._set(world.ours.engine.module)
-
-    def plain(self, world: World) -> Seen:
-        return self._set(world.plain.models[0])
-
-    def _set(self, module: torch.nn.Module) -> Seen:
-        for name, param in module.named_parameters():
-            if name.startswith(self.part) and name != LEFT_OUT:
-                param.requires_grad_(not self.frozen)
-        return {}
-
-
-@dataclass(frozen=True)
-class LearningRate(Operation):
-    """Set the learning rate, or let the scheduler do it."""
-
-    value: float | None = None
-
-    def ours(self, world: World) -> Seen:
-        if self.value is None:
-            world.ours.scheduler.step()
-        else:
-            world.ours.engine.learning_rate = self.value
-        return {}
-
-    def plain(self, world: World) -> Seen:
-        if self.value is None:
-            world.plain.scheduler.step()
-        for group in world.plain.optimizer.param_groups if self.value is not None else ():
-            group["lr"] = self.value
-        return {}
-
-
-@dataclass(frozen=True)
-class Mode(Operation):
-    """``module.train()`` or ``module.eval()``."""
-
-    train: bool = True
-
-    def ours(self, world: World) -> Seen:
-        world.ours.engine.module.train(self.train)
-        return {}
-
-    def plain(self, world: World) -> Seen:
-        for model in world.plain.models:
-            model.train(self.train)
-        return {}
 
 
 @dataclass(frozen=True)
@@ -329,3 +210,67 @@ class ScaledStep(Operation):
 
     def after(self, world: World) -> None:
         world.gradients, world.unfinished, world.gathered = "means", False, False
+
+
+@dataclass(frozen=True)
+class FailsAlone(Operation):
+    """Forward and backward, where the user's code raises on one data rank only; all go on with the next batch.
+
+    Where a forward sends nothing, the user's loop tells the other ranks of an error in it, and none calls a backward.
+    Where it gathers parameters the others wait for this rank, which begins again: then two collectives may meet. Over
+    gloo, which does not look at what meets, they would wait until time is up.
+
+    Attributes:
+        seed: of the rows.
+        on: the data rank, modulo their number.
+        fault: where, 'forward' or 'backward'.
+        how: as in ``Backward``.
+    """
+
+    seed: int = 0
+    on: int = 0
+    fault: str = "backward"
+    how: str = "engine"
+    peers: ClassVar[bool] = False
+
+    def applies(self, world: World) -> bool:
+        return not (world.ours.spec.gathers and world.ours.spec.transport == "gloo")
+
+    def ours(self, world: World) -> Seen:
+        ours, fails = world.ours, world.rank == self.on % world.ours.spec.num_data_ranks
+        world.left_alone = ours.spec.gathers
+        ours.losses.clear()
+        ours.engine.zero_grad()
+        try:
+            self._pass(world, self.fault if fails else "none")
+        except Planted:
+            ours.engine.zero_grad()
+            if self.fault == "forward" and ours.spec.gathers:
+                self._pass(world, "none")
+        ours.engine.zero_grad()
+        return {}
+
+    def _pass(self, world: World, fault: str) -> None:
+        loss, _ = world.ours.forward(self.seed, fault=fault)
+        if self.fault == "forward" and not world.ours.spec.gathers:
+            return
+        if self.how == "engine":
+            world.ours.engine.backward(loss)
+        else:
+            loss.backward()
+
+    def plain(self, world: World) -> Seen:
+        plain = world.plain
+        plain.losses.clear()
+        on, again = self.on % len(plain.models), self.fault == "forward" and world.ours.spec.gathers
+        with contextlib.suppress(Planted):
+            if again:
+                plain.forward(self.seed, on, fault=self.fault, only=on)
+        with contextlib.suppress(Planted):
+            losses, _ = plain.forward(self.seed, world.rank, fault="none" if again else self.fault, on=on)
+            plain.backward(losses)
+        plain.zero_grad()
+        return {}
+
+    def after(self, world: World) -> None:
+        world.gradients, world.unfinished, world.gathered, world.left_alone = "means", False, True, False

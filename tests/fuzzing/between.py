@@ -1,0 +1,188 @@
+"""What users do between the steps of training: evaluate, freeze, set modes and rates, hold a unit; and habits."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from shardlab.engines.fsdp import FSDP
+from tests.fuzzing.operation import Operation
+from tests.fuzzing.optimizers import LEFT_OUT
+from tests.fuzzing.world import Seen, World
+
+
+@dataclass(frozen=True)
+class Evaluate(Operation):
+    """A forward without gradients, in evaluation mode or not."""
+
+    seed: int = 0
+    depth: int | None = None
+    mode: bool = True
+
+    def ours(self, world: World) -> Seen:
+        with evaluating(world.ours.engine.module, self.mode):
+            loss, output = world.ours.forward(self.seed, depth=self.depth)
+        return {"output": output, "loss needs a gradient": loss.requires_grad}
+
+    def plain(self, world: World) -> Seen:
+        with contextlib.ExitStack() as stack:
+            for model in world.plain.models:
+                stack.enter_context(evaluating(model, self.mode))
+            loss, output = world.plain.forward(self.seed, world.rank, depth=self.depth)
+        return {"output": output, "loss needs a gradient": loss[world.rank].requires_grad}
+
+    def after(self, world: World) -> None:
+        world.gathered = True
+
+
+@contextlib.contextmanager
+def evaluating(model: torch.nn.Module, mode: bool) -> Iterator[None]:
+    """Without gradients, and with ``mode`` as an evaluation does it."""
+    before = model.training
+    model.train(before and not mode)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(before)
+
+
+@dataclass(frozen=True)
+class Freeze(Operation):
+    """Freeze (or thaw) the parameters of a part of the module, on all ranks; ``leave.bias`` always trains."""
+
+    part: str = "enter"
+    frozen: bool = True
+
+    def ours(self, world: World) -> Seen:
+        return self._set(world.ours.engine.module)
+
+    def plain(self, world: World) -> Seen:
+        return self._set(world.plain.models[0])
+
+    def _set(self, module: torch.nn.Module) -> Seen:
+        for name, param in module.named_parameters():
+            if name.startswith(self.part) and name != LEFT_OUT:
+                param.requires_grad_(not self.frozen)
+        return {}
+
+
+@dataclass(frozen=True)
+class LearningRate(Operation):
+    """Set the learning rate, or let the scheduler do it."""
+
+    value: float | None = None
+
+    def ours(self, world: World) -> Seen:
+        if self.value is None:
+            world.ours.scheduler.step()
+        else:
+            world.ours.engine.learning_rate = self.value
+        return {}
+
+    def plain(self, world: World) -> Seen:
+        if self.value is None:
+            world.plain.scheduler.step()
+        for group in world.plain.optimizer.param_groups if self.value is not None else ():
+            group["lr"] = self.value
+        return {}
+
+
+@dataclass(frozen=True)
+class Mode(Operation):
+    """``module.train()`` or ``module.eval()``."""
+
+    train: bool = True
+
+    def ours(self, world: World) -> Seen:
+        world.ours.engine.module.train(self.train)
+        return {}
+
+    def plain(self, world: World) -> Seen:
+        for model in world.plain.models:
+            model.train(self.train)
+        return {}
+
+
+@dataclass(frozen=True)
+class AddGroup(Operation):
+    """The parameter that the optimizer was not given, in a group of its own."""
+
+    def applies(self, world: World) -> bool:
+        stepped = [param for group in world.plain.optimizer.param_groups for param in group["params"]]
+        return all(param is not world.plain.params[LEFT_OUT] for param in stepped)
+
+    def ours(self, world: World) -> Seen:
+        tensor = world.ours.engine.step_tensors().by_name(LEFT_OUT)
+        world.ours.engine.optimizer.add_param_group({"params": [tensor], "lr": 0.02})
+        return {}
+
+    def plain(self, world: World) -> Seen:
+        world.plain.optimizer.add_param_group({"params": [world.plain.params[LEFT_OUT]], "lr": 0.02})
+        return {}
+
+
+@dataclass(frozen=True)
+class Hold(Operation):
+    """Gather a unit of FSDP by hand and hold it, or let it go."""
+
+    unit: int = 0
+    hold: bool = True
+    peers: ClassVar[bool] = False
+
+    def applies(self, world: World) -> bool:
+        return world.ours.spec.name == "fsdp"
+
+    def ours(self, world: World) -> Seen:
+        engine = world.ours.engine
+        assert isinstance(engine, FSDP)
+        name = engine.units[self.unit % len(engine.units)].name
+        (engine.unshard if self.hold else engine.reshard)(name)
+        (world.held.add if self.hold else world.held.discard)(name)
+        return {}
+
+    def plain(self, world: World) -> Seen:
+        return {}
+
+
+@dataclass(frozen=True)
+class Habit(Operation):
+    """A habit of plain torch: right, or refused with the line to write instead.
+
+    Attributes:
+        what: 'optimizer.step', 'module.zero_grad', 'optimizer.zero_grad', 'clip module' or 'clip step tensors'.
+    """
+
+    what: str = "optimizer.step"
+    is_habit: ClassVar[bool] = True
+
+    def ours(self, world: World) -> Seen:
+        engine = world.ours.engine
+        if self.what == "optimizer.step":
+            engine.optimizer.step()
+            world.ours.losses.clear()  # only if it was not declined
+        elif self.what == "module.zero_grad":
+            engine.module.zero_grad()
+        elif self.what == "optimizer.zero_grad":
+            engine.optimizer.zero_grad()
+        else:
+            tensors = engine.module.parameters() if self.what == "clip module" else engine.step_tensors()
+            return {"norm": torch.nn.utils.clip_grad_norm_(tensors, 1.0)}
+        return {}
+
+    def plain(self, world: World) -> Seen:
+        plain = world.plain
+        if self.what == "optimizer.step":
+            plain.losses.clear()
+            plain.optimizer.step()
+        elif self.what.endswith("zero_grad"):
+            plain.zero_grad()
+        else:
+            return {"norm": torch.nn.utils.clip_grad_norm_(list(plain.params.values()), 1.0)}
+        return {}
+
+    def after(self, world: World) -> None:
+        if self.what.endswith("zero_grad"):
+            world.gradients, world.unfinished = "means", False

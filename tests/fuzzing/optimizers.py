@@ -1,0 +1,103 @@
+"""Optimizers, said in plain data: torch's, and a user's own of which some look at more than one element."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LEFT_OUT = "leave.bias"
+WHOLE = ("normalised", "centred", "clipped")
+"""Kinds that look at whole tensors, at rows, and at the whole model."""
+
+
+class Averaged(torch.optim.Optimizer):
+    """A user's own, element by element: an average of gradients, whose weight grows with a counter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05, "weight_decay": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """One step of each tensor that has a gradient."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                state["count"] = state.get("count", 0) + 1
+                average = state.setdefault("average", torch.zeros_like(param))
+                average.lerp_(self.direction(param.grad), 1.0 / (1.0 + state["count"]))
+                param.sub_(group["lr"] * (average + group["weight_decay"] * param))
+
+    def direction(self, gradient: Tensor) -> Tensor:
+        """Of a step."""
+        return gradient
+
+
+class Normalised(Averaged):
+    """Gradients divided by the norm of their tensor."""
+
+    def direction(self, gradient: Tensor) -> Tensor:
+        """Of a step."""
+        return gradient / (0.1 + gradient.norm())
+
+
+class Centred(Averaged):
+    """Gradients without the mean of their row."""
+
+    def direction(self, gradient: Tensor) -> Tensor:
+        """Of a step."""
+        return gradient - gradient.mean(-1, keepdim=True) if gradient.dim() > 1 else gradient
+
+
+class Clipped(Averaged):
+    """Gradients divided by the norm of them all."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """One step."""
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        if params:
+            self.scale = 1.0 / (1.0 + torch.stack([param.grad.norm() for param in params]).norm())
+        super().step()
+
+    def direction(self, gradient: Tensor) -> Tensor:
+        """Of a step."""
+        return gradient * self.scale
+
+
+OWN = {"averaged": Averaged, "normalised": Normalised, "centred": Centred, "clipped": Clipped}
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """An optimizer that forgives neither a gradient off by a factor nor one that is 0 instead of None.
+
+    Attributes:
+        kind: 'sgd' (with momentum and weight decay), 'adam' or 'adamw' (with a large eps), or of ``OWN``.
+        groups: biases have a group of their own.
+        left_out: the last layer's bias is in no group, until ``AddGroup``.
+    """
+
+    kind: str = "sgd"
+    groups: bool = False
+    left_out: bool = False
+
+    def build(self, named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+        """The optimizer over these tensors, known by their names in the module."""
+        named = [(name, tensor) for name, tensor in named if not (self.left_out and name == LEFT_OUT)]
+        if not self.groups:
+            return self._over([{"params": [tensor for _, tensor in named]}])
+        biases = [tensor for name, tensor in named if name.endswith("bias")]
+        others = [tensor for name, tensor in named if not name.endswith("bias")]
+        groups = [{"params": biases, "weight_decay": 0.0}, {"params": others}]
+        return self._over([group for group in groups if group["params"]])
+
+    def _over(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        if self.kind in OWN:
+            return OWN[self.kind](groups)
+        if self.kind == "sgd":
+            return torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.1)
+        kind = torch.optim.AdamW if self.kind == "adamw" else torch.optim.Adam
+        return kind(groups, lr=0.05, eps=0.1, weight_decay=0.1)

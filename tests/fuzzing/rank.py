@@ -1,0 +1,168 @@
+"""What one rank of the pool does of a scenario, in step with the others."""
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardlab.launch import current
+from tests.fuzzing.checks import checks_after_close, deep_checks, differences, local_checks
+from tests.fuzzing.engines import PEERS
+from tests.fuzzing.meshes import Meshes
+from tests.fuzzing.operation import Operation
+from tests.fuzzing.refusals import Different, check_refusal, first_line, has_met, is_about_optimizer, is_documented
+from tests.fuzzing.run import Scenario
+from tests.fuzzing.world import Ours, Plain, World
+
+ROUNDED = 1e-4  # float32 beside float64, over some steps
+EXACT = 1e-10
+BAD = 2
+
+
+def on_rank(rank: int, scenario: Scenario, directory: str | None) -> list[tuple[str, str]]:
+    """Do the scenario up to the first operation that is not answered equal; of each its kind and what came of it."""
+    with _quietly():
+        meshes = Meshes(rank, scenario.num_ranks)
+        world = _begin(meshes, scenario, directory)
+        if isinstance(world, str):
+            return [("build", world)]
+        done: list[tuple[str, str]] = []
+        worst = 0
+        for number, operation in enumerate(scenario.operations):
+            current().emit(number)
+            answer = _answer(partial(_do, world, operation, scenario.deep))
+            done.append((type(operation).__name__, answer))
+            worst = _worst(meshes, answer)
+            if worst:
+                break
+        if worst < BAD:
+            done.append(("end", _answer(partial(_end, world))))
+            worst = max(worst, _worst(meshes, done[-1][1]))
+        if worst:
+            meshes.forget()
+        return done
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the warnings that a scheduler, a reentrant checkpoint or torch's engines have for a random user."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _begin(meshes: Meshes, scenario: Scenario, directory: str | None) -> World | str:
+    """Both sides; or what an engine says that cannot bear this module or optimizer."""
+    mesh, refused = meshes.of(scenario.engine), ""
+    try:
+        ours = Ours(scenario.engine, scenario.module, scenario.optimizer, mesh)
+    except ValueError as error:
+        if scenario.engine.name not in PEERS and not is_about_optimizer(error, scenario.optimizer.kind):
+            raise
+        refused = f"refused: {first_line(error)}"
+    if meshes.largest([bool(refused)])[0]:
+        return refused or ("refused" if not mesh.is_member else "different: other ranks refuse the engine")
+    plain = Plain(scenario.module, scenario.optimizer, scenario.engine.num_data_ranks)
+    tolerance = ROUNDED if any(engine.rounds for engine in scenario.engines) else EXACT
+    return World(ours, plain, meshes, None if directory is None else Path(directory), tolerance)
+
+
+def _answer(look: Callable[[], str]) -> str:
+    try:
+        return look()
+    except Different as error:
+        return f"different: {error}"
+    except Exception as error:
+        return f"crash: {type(error).__name__}: {first_line(error)}"
+
+
+def _worst(meshes: Meshes, answer: str) -> int:
+    """0 to go on, 1 to end here, 2 for what must not be; also where the ranks were answered apart.
+
+    The ranks tell each other, so that none goes on alone.
+    """
+    code = BAD if answer.startswith(("different", "crash")) else int(answer.startswith("refused"))
+    largest, smallest = meshes.largest([code, -code])
+    return BAD if largest != -smallest else int(largest)
+
+
+def _do(world: World, operation: Operation, deep: bool) -> str:
+    """Do an operation on both sides and look; what came of it."""
+    if not operation.applies(world):
+        return "skipped"
+    before = world.snapshot()
+    operation.prepare(world)
+    takes_part = operation.takes_part(world)
+    ours = _attempt(operation.ours, world) if takes_part else {}
+    if world.meshes.largest([isinstance(ours, Exception)])[0] and not takes_part:
+        ours = RuntimeError("another rank's")
+    if operation.is_habit and isinstance(ours, Exception):
+        return "declined: " + (check_refusal(ours) if takes_part else "")
+    plain = _attempt(operation.plain, world)
+    if isinstance(ours, Exception) and isinstance(plain, Exception):
+        world.recover()
+        _raise_first(operation, _looks(world, deep))
+        return "raised alike"
+    if isinstance(plain, Exception):
+        raise Different(f"{operation}: plain torch refuses it ({first_line(plain)}), the engine does not")
+    if isinstance(ours, Exception):
+        if takes_part and not is_documented(ours, world):
+            raise Different(f"{operation}: refused, as plain torch does not: {type(ours).__name__}: {first_line(ours)}")
+        world.plain.load(before)
+        world.has_met = has_met(ours)
+        if not world.has_met:
+            world.recover()
+        return f"refused: {first_line(ours)}"
+    operation.after(world)
+    if world.ours.is_member:
+        _raise_first(operation, differences(ours, plain, world.tolerance))
+    _raise_first(operation, _looks(world, deep))
+    return "equal"
+
+
+def _end(world: World) -> str:
+    """Look at everything, close, and train alone."""
+    if world.meshes.largest([world.has_met])[0] or not world.ours.is_member:
+        return "equal"
+    for name in sorted(world.held):
+        world.ours.engine.reshard(name)  # type: ignore[attr-defined]
+    _raise_first("the end", deep_checks(world))
+    world.ours.engine.close()
+    for comm in world.ours.mesh.communicators:  # nothing is left in them that another rank never sent
+        number = torch.ones(1, dtype=torch.float64)
+        comm.all_reduce(number, tag="after close()").wait()
+        _raise_first("close()", [] if number.item() == comm.num_ranks else ["ranks have mixed up their collectives"])
+    if not world.ours.spec.name.startswith("torch_fsdp2"):
+        _raise_first("close()", checks_after_close(world))
+    return "equal"
+
+
+def _looks(world: World, deep: bool) -> Iterator[str]:
+    if not world.ours.is_member:
+        return
+    yield from local_checks(world)
+    if deep:
+        yield from deep_checks(world)
+
+
+def _attempt(side: Any, world: World) -> Any:
+    try:
+        return side(world)
+    except (ValueError, RuntimeError, ArithmeticError, NotImplementedError) as error:
+        return error
+
+
+def _raise_first(operation: Any, texts: Iterable[str]) -> None:
+    found = list(texts)
+    if found:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise Different(f"after {operation}: {found[0]}{more}")

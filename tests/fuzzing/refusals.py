@@ -1,0 +1,66 @@
+"""What an engine may refuse that plain torch does: what the package documents, where it documents it."""
+
+import re
+
+from tests.fuzzing.modules import Planted
+from tests.fuzzing.optimizers import WHOLE
+from tests.fuzzing.world import World
+
+DOCUMENTED = (
+    # Units that only some ranks use.
+    r"\(parameters of .*\) on rank \d of the group meets ",
+    r" on rank \d of the group meets .*\(parameters of ",
+    r"it comes in parts.*use_reentrant=False",
+    r"the layout over ranks is fixed; build a new",
+    r"load: leave 'with engine\.full_params\(\):' first",
+)
+"""Refusals of operations, wherever they come; others are in ``is_documented``."""
+MEET = r" on rank \d of the group meets "
+"""What all ranks are told of whom one has left alone; their communicator is of no use any more."""
+OF_OPTIMIZERS = (
+    r"looks at whole tensors, and 'elements' cuts through them; use one of",
+    r"looks at the whole model, so it cannot be sharded; use",
+    r"looks at more than one element at a time, and the model's parameters are slices",
+)
+"""Refusals of an optimizer that looks at more than one element, when an engine is built."""
+
+
+class Different(AssertionError):  # noqa: N818 - it is an answer
+    """A rank has found that the engine is not as one process."""
+
+
+def is_documented(error: Exception, world: World) -> bool:
+    """Whether the package documents that it refuses this, here."""
+    if isinstance(error, Planted):
+        return False
+    if "modified by an inplace operation" in str(error):
+        return world.may_clash
+    if world.left_alone and _matches(error, (MEET,)):
+        return True
+    return is_about_optimizer(error, world.ours.optimizer_spec.kind) or _matches(error, DOCUMENTED)
+
+
+def has_met(error: Exception) -> bool:
+    """Whether two different collectives have met."""
+    return _matches(error, (MEET,))
+
+
+def is_about_optimizer(error: Exception, kind: str) -> bool:
+    """Whether an engine refuses this kind of optimizer, which looks at more than one element."""
+    return kind in WHOLE and _matches(error, OF_OPTIMIZERS)
+
+
+def check_refusal(error: Exception) -> str:
+    """A habit may be refused, in a sentence that says what to write instead."""
+    if "engine." not in str(error):
+        raise Different(f"a refusal that does not say what to write instead: {first_line(error)}") from error
+    return first_line(error)
+
+
+def first_line(error: BaseException) -> str:
+    """Of its text."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+
+
+def _matches(error: Exception, patterns: tuple[str, ...]) -> bool:
+    return any(re.search(pattern, str(error)) for pattern in patterns)
