@@ -43,7 +43,8 @@ class PlaceholderParameter(nn.Parameter):
         made.refusal = (
             f"parameter {name!r} is sharded: this rank holds its shard only. Compute inside engine(...), by "
             "engine.call(function, ...) what is not forward, or inside 'with engine.full_params():'; engine."
-            "full_state_dict() gives a copy of all parameters"
+            "full_state_dict() gives a copy of all parameters. A weight that is used inside activation checkpointing "
+            "and outside of it needs use_reentrant=False there"
         )
         made.refused_gradient = sharded_gradient(name)
         return made

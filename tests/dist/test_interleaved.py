@@ -289,12 +289,14 @@ def test_gradients_that_come_in_parts_from_reentrant_checkpointing_add_up(pools,
 
 
 class TiedReentrant(Deep):
-    """A weight that belongs to the root, and that reentrant checkpointing inside the last block uses too."""
+    """A weight that belongs to the root, and that reentrant checkpointing inside one of the blocks uses too."""
+
+    checkpointed = -1
 
     def __init__(self) -> None:
         super().__init__()
         self.enter.requires_grad_(False)
-        self.blocks[-1] = CheckpointedBlock()
+        self.blocks[self.checkpointed] = CheckpointedBlock()
         for block in self.blocks:
             block.inner.weight = self.blocks[0].inner.weight
 
@@ -303,6 +305,35 @@ class TiedReentrant(Deep):
 @RANKS
 def test_a_unit_whose_gradients_come_in_parts_stays_for_all_of_them(pools, setup, num_ranks):
     assert_story_equals_one_process(pools, setup, num_ranks, two_forwards_one_backward, TiedReentrant)
+
+
+class TiedReentrantFirst(TiedReentrant):
+    """All gradients of the root have come before the block is computed again."""
+
+    checkpointed = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = Block()  # with a weight of its own
+
+
+def released(rank, setup):
+    strategy, options = SETUPS[setup]
+    with (
+        Mesh({"data": 2}) as mesh,
+        build_engine(strategy, build(TiedReentrantFirst), sgd, mesh, **options) as engine,
+    ):
+        own = slice(2 * rank, 2 * rank + 2)
+        with pytest.raises(RuntimeError, match=r"inner\.weight' is sharded: .*use_reentrant=False"):
+            engine.backward(loss_of(engine(rows(0, 2)[own])))
+        engine.zero_grad()
+        with torch.no_grad():
+            engine(rows(1, 2)[own])
+
+
+@pytest.mark.parametrize("setup", ["full_shard", "shard_grad_op", "no_shard"])
+def test_a_unit_that_is_computed_again_when_it_has_been_let_go_is_refused(pools, setup):
+    pools(2).run(released, setup)
 
 
 class InsideAndOutside(Deep):
