@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardlab.engines.fsdp.unit import owners_of_parameters
 from shardlab.engines.fsdp.policy import ROOT, wrapped_modules
+from shardlab.engines.fsdp.unit import owners_of_parameters
 from shardlab.planner import SGD, Setup, described
 from shardlab.planner.groups import Group, groups_of
 from shardlab.planner.memory import bytes_at_rest
