@@ -524,7 +524,7 @@ def step_while_another_failed(rank, setup):
             engine.zero_grad()
         else:
             engine.backward(loss)
-        return float(engine.clip_grad_norm_(1.0)) if rank == 1 and not engine.shards_gradients else None
+        return float(engine.clip_grad_norm_(1.0)) if rank == 1 and engine.sharded_over is None else None
 
 
 @pytest.mark.parametrize("setup", ["ddp", "bucketed"])
