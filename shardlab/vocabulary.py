@@ -87,7 +87,7 @@ class Sharding(StrEnum):
     HYBRID_SHARD = "hybrid_shard"
 
 
-class Layout(StrEnum):
+class LayoutName(StrEnum):
     """Where FSDP cuts a unit: anywhere in a flat range, or between the rows of each parameter."""
 
     FLAT = "flat"

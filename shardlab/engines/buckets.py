@@ -19,8 +19,6 @@ from shardlab.partition.layout import first_elements
 from shardlab.partition.owners import assign_owners
 from shardlab.vocabulary import Partition
 
-DEFAULT_BUCKET_BYTES = 25 * 1024**2
-
 
 class Bucket:
     """Parameters that travel together.

@@ -14,11 +14,14 @@ Source: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 5.
 """
 
 import os
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import psutil
 import torch
 from torch import Tensor
+
+from shardlab import vocabulary
 
 
 class Offload(NamedTuple):
@@ -28,7 +31,11 @@ class Offload(NamedTuple):
     gradients_and_state: bool
 
 
-OFFLOADS = {"none": Offload(False, False), "parameters": Offload(True, False), "all": Offload(True, True)}
+OFFLOADS: Mapping[str, Offload] = {
+    vocabulary.Offload.NONE: Offload(False, False),
+    vocabulary.Offload.PARAMETERS: Offload(True, False),
+    vocabulary.Offload.ALL: Offload(True, True),
+}
 
 
 def in_host_memory(tensor: Tensor) -> Tensor:

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.accounting import Division, owned_in, owners_in
 from shardlab.engines.agreement import all_or_none
-from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES, build_buckets
+from shardlab.engines.buckets import build_buckets
 from shardlab.engines.looks_at import Stepped
 from shardlab.engines.optimizer_fit import Cut, fitting_optimizer, parse_partition
 from shardlab.engines.shards import ParameterShards
 from shardlab.engines.step_tensors import StepTensors
+from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.vocabulary import Partition
 
 

@@ -18,12 +18,13 @@ from shardlab.comm import BaseMesh
 from shardlab.comm.events import Pending
 from shardlab.engines.base import OptimizerFn
 from shardlab.engines.bucketed import Bucketed
-from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES, Bucket, build_buckets
+from shardlab.engines.buckets import Bucket, build_buckets
 from shardlab.engines.optimizer_fit import parse_partition
 from shardlab.engines.precision import Precision, parse_precision
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.engines.stepped_in_pieces import SteppedInPieces
 from shardlab.engines.unused_params import nobody_used
+from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.vocabulary import Partition
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shardlab.comm import BaseMesh
 from shardlab.comm.trees import tensors_in
 from shardlab.engines.base import OptimizerFn
-from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES, build_buckets
+from shardlab.engines.buckets import build_buckets
 from shardlab.engines.hooks import untraced
 from shardlab.engines.optimizer_fit import parse_partition
 from shardlab.engines.placeholder import sites_of, without_parameters
@@ -29,6 +29,7 @@ from shardlab.engines.precision import Precision, parse_precision
 from shardlab.engines.saved_tensors import saved_by_reference
 from shardlab.engines.sharded_bucket import BucketState, ShardedBucket
 from shardlab.engines.sharded_engine import ShardedEngine
+from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.vocabulary import Partition
 
 

@@ -16,7 +16,7 @@ from shardlab.partition.layout import Piece
 from shardlab.partition.owners import Ownership
 from shardlab.planner.model import PlannedModel, PlannedParam
 from shardlab.planner.setup import Setup
-from shardlab.vocabulary import Layout, Partition
+from shardlab.vocabulary import LayoutName, Partition
 
 ROOT = "root"
 
@@ -59,7 +59,7 @@ class Group:
         return self.layout.num_ranks == 1
 
     def stepped(self, shard: int) -> Iterator[Piece]:
-        """The pieces that the holder of chunk ``shard`` steps."""
+        """The pieces that the optimizer steps on the rank that holds chunk ``shard``."""
         pieces = self.layout.pieces(0 if self.is_whole else shard)
         return (piece for piece in pieces if self.params[piece.name].stepped)
 
@@ -152,17 +152,17 @@ def _unit_layout(
     ranks = [owners[spec.name] for spec in specs if spec.name in owners]
     if ranks:
         return owned_layout(specs, ranks, chunks)
-    return dim0_layout(specs, chunks) if setup.layout == Layout.DIM0 else flat_layout(specs, chunks)
+    return dim0_layout(specs, chunks) if setup.layout == LayoutName.DIM0 else flat_layout(specs, chunks)
 
 
 def _with_root(by_name: Mapping[str, PlannedParam], units: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
     wrapped = [name for names in units.values() for name in names]
     if unknown := sorted(set(wrapped) - set(by_name)):
-        raise ValueError(f"units: no parameter is called {', '.join(unknown)}")
+        raise ValueError(f"units: no parameter is called {', '.join(unknown)}; use the names of named_parameters()")
     if twice := sorted({name for name in wrapped if wrapped.count(name) > 1}):
-        raise ValueError(f"units: {', '.join(twice)} is in more than one place")
+        raise ValueError(f"units: {', '.join(twice)} is in more than one unit; name each parameter once")
     if ROOT in units:
-        raise ValueError(f"units: the name {ROOT!r} is taken by the parameters of no unit")
+        raise ValueError(f"units: {ROOT!r} is the name of the unit of all other parameters; use another")
     return {ROOT: [name for name in by_name if name not in set(wrapped)], **units}
 
 

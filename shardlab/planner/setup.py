@@ -1,4 +1,4 @@
-"""A strategy with its options, checked: what the engines take, plus what a step does with them."""
+"""A strategy with its options, checked: those of the engines, plus what a training step does with them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.partition.chunks import require_count, require_rank
 from shardlab.planner.model import ITEMSIZES
 from shardlab.planner.model_states import Precision
-from shardlab.vocabulary import Layout, Offload, Partition, Sharding
+from shardlab.vocabulary import LayoutName, Offload, Partition, Sharding
 
 STRATEGIES = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
 TAKE_PRECISION = ("zero1", "zero2", "zero3", "fsdp")
@@ -28,7 +28,7 @@ SGD = Optimizer(0, 0)
 
 @dataclass(frozen=True)
 class Setup:
-    """A strategy, its ranks and its options; options that a strategy does not take are not looked at.
+    """A strategy, its ranks and its options; options that a strategy does not take are ignored.
 
     Attributes:
         strategy: single, ddp, bucketed, zero1, zero2, zero3 or fsdp.
@@ -41,7 +41,7 @@ class Setup:
         sharding: fsdp: see ``Sharding``.
         shard_group_size: fsdp, hybrid_shard: ranks that shard among themselves; divides ``num_ranks``.
         replicate_below: fsdp: parameters of fewer elements are replicated.
-        offload: fsdp: what lives in host memory: none, parameters or all.
+        offload: fsdp: what is in host memory: none, parameters or all.
         prefetch: fsdp: units gathered ahead of the one that computes, in backward.
         micro_batches: forwards and backwards a step; all but the last in ``no_sync()``.
         clip: whether gradients are clipped by their global norm.
@@ -59,7 +59,7 @@ class Setup:
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     partition: Partition | str = Partition.ELEMENTS
     units: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    layout: Layout | str = Layout.FLAT
+    layout: LayoutName | str = LayoutName.FLAT
     sharding: Sharding | str = Sharding.FULL_SHARD
     shard_group_size: int | None = None
     replicate_below: int = 0
@@ -76,7 +76,7 @@ class Setup:
     def __post_init__(self) -> None:
         """Check every field that a user can get wrong."""
         _require_one_of("strategy", self.strategy, STRATEGIES)
-        _require_one_of("layout", self.layout, tuple(Layout))
+        _require_one_of("layout", self.layout, tuple(LayoutName))
         _require_one_of("partition", self.partition, tuple(Partition))
         _require_one_of("sharding", self.sharding, tuple(Sharding))
         for name in ("compute_dtype", "reduce_dtype"):
@@ -88,13 +88,13 @@ class Setup:
         require_count("prefetch", self.prefetch, 0)
         require_count("replicate_below", self.replicate_below, 0)
         if self.strategy == "single" and self.num_ranks != 1:
-            raise ValueError(f"num_ranks: 'single' trains in one process, got {self.num_ranks}")
+            raise ValueError(f"num_ranks: {self.num_ranks} is given; 'single' trains in one process")
         if self.strategy == "fsdp" and self.partition != Partition.ELEMENTS:
             self._check_whole()
         self._check_groups()
 
     def _check_whole(self) -> None:
-        if self.layout == Layout.DIM0 or self.sharding == Sharding.NO_SHARD:
+        if self.layout == LayoutName.DIM0 or self.sharding == Sharding.NO_SHARD:
             raise ValueError(
                 f"partition: {str(self.partition)!r} gives ranks whole parameters; it goes with layout 'flat' and a "
                 f"sharding that shards, not with {str(self.layout)!r} and {str(self.sharding)!r}"
@@ -104,10 +104,10 @@ class Setup:
         size = self.shard_group_size
         if not self.hybrid:
             if size is not None:
-                raise ValueError(f"shard_group_size: only fsdp with hybrid_shard takes it, got {size}")
+                raise ValueError(f"shard_group_size: {size} is given; only fsdp with hybrid_shard takes it")
             return
         if size is None or size < 1 or self.num_ranks % size:
-            raise ValueError(f"shard_group_size must divide the {self.num_ranks} ranks, got {size}")
+            raise ValueError(f"shard_group_size: {size} is given; it must divide the {self.num_ranks} ranks")
 
     def dtype_in_compute(self, stored: str) -> str:
         """Element type in forward of parameters that are stored in this one."""
@@ -136,7 +136,7 @@ class Setup:
         return 1 if replicated or no_shard else self.num_ranks
 
     def ranks_among(self, wanted: Sequence[int] | None) -> Sequence[int]:
-        """The ranks a table is wanted of; None for all.
+        """The ranks that a table shall cover; None for all.
 
         Raises:
             ValueError: a rank that does not exist.

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from shardlab import vocabulary
 from shardlab.comm import BaseMesh, Communicator
 from shardlab.engines.fsdp.policy import WrapPolicy
 from shardlab.engines.offload import OFFLOADS
@@ -30,14 +31,17 @@ class Sharding(NamedTuple):
     reshard_after_forward: bool
 
 
-SHARDINGS = {
-    "full_shard": Sharding(MeshAxis.DATA, None, True),
-    "shard_grad_op": Sharding(MeshAxis.DATA, None, False),
-    "no_shard": Sharding(None, MeshAxis.DATA, False),
-    "hybrid_shard": Sharding(MeshAxis.SHARD, MeshAxis.REPLICA, True),
+SHARDINGS: Mapping[str, Sharding] = {
+    vocabulary.Sharding.FULL_SHARD: Sharding(MeshAxis.DATA, None, True),
+    vocabulary.Sharding.SHARD_GRAD_OP: Sharding(MeshAxis.DATA, None, False),
+    vocabulary.Sharding.NO_SHARD: Sharding(None, MeshAxis.DATA, False),
+    vocabulary.Sharding.HYBRID_SHARD: Sharding(MeshAxis.SHARD, MeshAxis.REPLICA, True),
 }
 
-LAYOUTS: Mapping[str, Callable[[list[ParamSpec], int], Layout]] = {"flat": flat_layout, "dim0": dim0_layout}
+LAYOUTS: Mapping[str, Callable[[list[ParamSpec], int], Layout]] = {
+    vocabulary.LayoutName.FLAT: flat_layout,
+    vocabulary.LayoutName.DIM0: dim0_layout,
+}
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from shardlab.comm import BaseMesh
 from shardlab.engines.accounting import Held
 from shardlab.engines.base import OptimizerFn
-from shardlab.engines.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.engines.peers.base import Peer
 from shardlab.engines.step_tensors import StepTensors
+from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.vocabulary import Collective, Role
 
 
