@@ -46,7 +46,7 @@ class RankTimes:
     Attributes:
         step_ns: of 'ours', 'theirs' and 'floor' the time of every step.
         peak_bytes: of 'ours' and 'theirs' the highest live bytes of one step: torch's storages and the scratch of
-            transports; not what lies outside of torch on either side: the areas of ``comm.transports``, gloo's buffers.
+            transports; not what lies outside of torch on either side: ``comm.transports``' shared buffers, gloo's own.
         transport: how ours sent.
     """
 

@@ -1,4 +1,4 @@
-"""Collectives that gradients flow through: six borders between what ranks hold alike and what they hold in parts.
+"""Collectives that gradients flow through: six borders between tensors that ranks hold whole and in parts.
 
 =================  ==============  ==============  ===========================================================
 border             forward         backward        use
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from shardlab.comm.communicator import Communicator
 from shardlab.partition.slices import require_divisible
@@ -96,11 +97,13 @@ class _Border(torch.autograd.Function):
     """``there`` in forward, ``back`` in backward."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, tensor: Tensor, there: Move, back: Move, comm: Communicator, dim: int, tag: str) -> Tensor:
         ctx.conjugate = (back, there, comm, dim, f"gradient of {tag}" if tag else "gradient")
         return there(tensor, comm, dim, tag)
 
     @staticmethod
+    @override
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gradient: Tensor = _Border.apply(gradients[0], *ctx.conjugate)  # type: ignore[no-untyped-call]
         return gradient, None, None, None, None, None
@@ -111,7 +114,7 @@ def _same(tensor: Tensor, *_: object) -> Tensor:
 
 
 def _summed(tensor: Tensor, comm: Communicator, _dim: int, tag: str) -> Tensor:
-    total = tensor.clone(memory_format=torch.contiguous_format)  # what comes in may be needed elsewhere as it is
+    total = tensor.clone(memory_format=torch.contiguous_format)  # autograd may have saved the tensor for backward
     comm.all_reduce(total, tag=tag).wait()
     return total
 

@@ -42,7 +42,7 @@ class BaseMesh:
 
     @staticmethod
     def alone(device: torch.device | str | None = None) -> "BaseMesh":
-        """An axis ``data`` of this rank only: what an engine gets that trains in one process."""
+        """A mesh with the axis ``data`` of this rank only, for an engine that trains in one process."""
         mesh = BaseMesh({MeshAxis.DATA: 1}, [dist.get_rank() if dist.is_initialized() else 0], device)
         mesh._communicators[MeshAxis.DATA] = Communicator(None, None, mesh.ranks, 0, MeshAxis.DATA)
         return mesh
@@ -59,7 +59,7 @@ class BaseMesh:
 
     def __getitem__(self, axis: str) -> Communicator:
         if axis not in self.axes:
-            raise ValueError(f"axis: {str(axis)!r} is not on this mesh, which has {', '.join(self.axes)}")
+            raise ValueError(f"axis: {str(axis)!r} is not on this mesh; it has {', '.join(self.axes)}")
         if not self.is_member:
             raise RuntimeError(
                 f"mesh: rank {self._rank} is not among its ranks {list(self.ranks)} and takes no part; "

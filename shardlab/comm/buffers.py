@@ -27,8 +27,8 @@ def require_flat(buffer: Tensor) -> None:
     """Raise ValueError, naming shape and strides, unless the buffer is contiguous and one-dimensional."""
     if buffer.dim() != 1 or not buffer.is_contiguous():
         raise ValueError(
-            f"buffer: a contiguous one-dimensional tensor is needed, not shape {tuple(buffer.shape)} "
-            f"with strides {buffer.stride()}"
+            f"buffer: shape {tuple(buffer.shape)} with strides {buffer.stride()} is given; it must be contiguous and "
+            "one-dimensional"
         )
 
 
@@ -46,7 +46,7 @@ def bounds_of(buffer: Tensor, bounds: Bounds | None, num_ranks: int) -> Bounds:
             )
         return even_bounds(buffer.numel(), num_ranks)
     if len(bounds) != num_ranks + 1 or bounds[-1] != buffer.numel():
-        raise ValueError(f"bounds: {num_ranks + 1} offsets ending at {buffer.numel()} are needed, not {bounds}")
+        raise ValueError(f"bounds: {bounds} is given; {num_ranks + 1} offsets ending at {buffer.numel()} are needed")
     return bounds
 
 
@@ -60,5 +60,5 @@ def sizes_of(buffer: Tensor, sizes: Sequence[int] | None, num_ranks: int) -> lis
         return [stop - start for start, stop in pairwise(bounds_of(buffer, None, num_ranks))]
     require_flat(buffer)
     if len(sizes) != num_ranks or sum(sizes) != buffer.numel():
-        raise ValueError(f"sizes: {num_ranks} numbers adding up to {buffer.numel()} are needed, not {sizes}")
+        raise ValueError(f"sizes: {sizes} is given; {num_ranks} numbers adding up to {buffer.numel()} are needed")
     return list(sizes)

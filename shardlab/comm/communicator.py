@@ -5,7 +5,7 @@
     pending.wait()                        # now the sum is in ``tensor``
 
 A communicator belongs to one axis of the mesh: the group of ranks along it, a transport, a queue. A group of one moves
-nothing and records nothing, so engines need no special case for it. Sums are sums: whoever wants a mean divides.
+nothing and records nothing, so engines need no special case for it. Sums stay sums: whoever wants a mean divides.
 """
 
 from collections.abc import Sequence
@@ -47,10 +47,12 @@ class Communicator(ObservedGroup):
         if transport is None:
             return Pending()
 
+        # The job runs in the queue's thread: what it closes over lives until the caller has waited.
         def job() -> None:
             transport.all_reduce(flat, reduction, tag)
             copy_back(flat, tensor)
 
+        # A copy would have to be written back at the end, which only the job does.
         start = (lambda: transport.start_all_reduce(flat, reduction)) if tensor.is_contiguous() else None
         return self._submit(Collective.ALL_REDUCE, flat, job, tag, keep=(tensor, flat), start=start)
 
@@ -61,7 +63,7 @@ class Communicator(ObservedGroup):
 
         Args:
             buffer: contiguous, one-dimensional, the same size on every rank.
-            output: receives this rank's chunk; None puts it into its place in ``buffer`` (the rest is then stale).
+            output: receives this rank's chunk; None leaves it in its place in ``buffer`` (the rest is then stale).
             bounds: num_ranks + 1 offsets of the chunks; None for equal ones.
             tag: what it is for.
         """
@@ -95,6 +97,7 @@ class Communicator(ObservedGroup):
         """
         bounds = bounds_of(buffer, bounds, self.num_ranks)
         place = self._chunk(buffer, bounds)
+        # Copied by the caller, not by the job: the caller may change its chunk as soon as this returns.
         if chunk is not None:
             place.copy_(chunk)
         transport = self._transport
@@ -157,9 +160,10 @@ class Communicator(ObservedGroup):
         )
 
     def send(self, tensor: Tensor, dst: int, *, tag: str = "") -> Pending:
-        """Send ``tensor`` to group rank ``dst``. Sends have a queue of their own, so that a ring does not deadlock."""
+        """Send ``tensor`` to group rank ``dst``."""
         transport = self._peer(dst, "dst")
         flat = flattened(tensor)
+        # In one queue each rank of a ring would send first, and no rank would ever come to receive.
         if self._send_queue is None and self._queue is not None:
             self._send_queue = self._queue.twin()
         return self._submit(
@@ -178,13 +182,13 @@ class Communicator(ObservedGroup):
         return self._submit(Collective.RECV, flat, job, tag, keep=(tensor, flat))
 
     def barrier(self, *, tag: str = "") -> Pending:
-        """Done when every rank of the group has issued it."""
+        """Complete when every rank of the group has issued it."""
         if self._transport is None:
             return Pending()
         return self._submit(Collective.BARRIER, None, self._transport.barrier, tag)
 
     def close(self) -> None:
-        """End the queues; collectives that are queued are finished first."""
+        """End the queues after the collectives in them."""
         for queue in (self._queue, self._send_queue):
             if queue is not None:
                 queue.close()
@@ -205,8 +209,9 @@ class Communicator(ObservedGroup):
     ) -> Pending:
         queue = queue or self._queue
         if queue is None or self._transport is None:
-            raise RuntimeError(f"communicator: axis {self.axis!r} is closed")
+            raise RuntimeError(f"communicator: axis {self.axis!r} is closed; build a new mesh")
         buffers = () if buffer is None else (buffer,)
+        # Announced before it is queued: the board must show a collective that the transport never comes back from.
         event = self.announce(op, buffers, tag, own_chunk_bytes=own_chunk_bytes, scratch_bytes=scratch_bytes)
         finish = queue.submit(job, event, self._observers, start)
         return Pending(finish, keep=keep, event=event, observers=self._observers)
@@ -217,6 +222,7 @@ class Communicator(ObservedGroup):
     def _peer(self, rank: int, field: str) -> Transport:
         if self._transport is None or rank == self.rank or not 0 <= rank < self.num_ranks:
             raise ValueError(
-                f"{field}: {rank} is not another of the {self.num_ranks} ranks on axis {self.axis!r}: it is {self.rank}"
+                f"{field}: {rank} is not another rank of axis {self.axis!r}; it has {self.num_ranks}, and this one "
+                f"is {self.rank}"
             )
         return self._transport

@@ -1,4 +1,4 @@
-"""What a communicator tells about each collective, and to whom.
+"""One collective under way: what the caller holds and waits for, and the record that observers get of it.
 
 The communicator knows nothing of recorders: it fills in one ``CollectiveEvent`` per call and hands it to observers. A
 recorder turns events into table rows; the hang board writes the last one where the parent process can read it.
@@ -53,7 +53,7 @@ class CollectiveEvent:
 
 
 class Observer(Protocol):
-    """Whoever wants to know. Calls must be short; ``completed``, mostly ``started`` too, come from a queue's thread."""
+    """Gets the events. Calls must be short; ``completed``, mostly ``started`` too, come from a queue's thread."""
 
     def issued(self, event: CollectiveEvent) -> None:
         """The caller asked for the collective."""
@@ -99,6 +99,7 @@ class Pending:
             return
         began_ns = perf_counter_ns()
         self._finish()
+        # Only now: if it raised, the transport may still write into the buffers, and wait() may be called again.
         self._finish = None
         self._keep = ()
         if self._event is not None:

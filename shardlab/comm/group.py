@@ -1,4 +1,4 @@
-"""A group of ranks along one axis, and who is told of the collectives that are issued there."""
+"""A group of ranks along one axis: it numbers their collectives and tells observers of each."""
 
 import contextlib
 import sys
@@ -57,12 +57,13 @@ class ObservedGroup:
 
     @property
     def observers(self) -> tuple[Observer, ...]:
-        """Who is told of collectives that are issued now."""
+        """Those who get the events of collectives issued now."""
         return self._observers
 
     @contextlib.contextmanager
     def observed_by(self, observer: Observer) -> Iterator[None]:
         """Inside, ``observer`` is told of every collective that is issued."""
+        # A new tuple each time: collectives in flight keep the observers they were issued with.
         self._observers = (*self._observers, observer)
         try:
             yield
@@ -79,7 +80,7 @@ class ObservedGroup:
         scratch_bytes: int = 0,
         transport: str | None = None,
     ) -> CollectiveEvent:
-        """Tell the observers of a collective that is issued now: by a verb, or past them (``torch_groups``).
+        """Tell the observers of a collective that is issued now, by a verb or by torch itself (``torch_groups``).
 
         Args:
             op: the collective.
@@ -87,7 +88,7 @@ class ObservedGroup:
             tag: what it is for.
             own_chunk_bytes: bytes of this rank's chunk where chunks are uneven.
             scratch_bytes: what the transport holds meanwhile.
-            transport: how it travels, if not by this communicator's transport.
+            transport: what sends it, if not this communicator's transport.
         """
         assert self._transport is not None
         num_bytes = sum(buffer.nbytes for buffer in buffers)

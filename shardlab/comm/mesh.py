@@ -5,9 +5,9 @@
     mesh = Mesh({"data": 2}, ranks=[0, 3])        # a subset; on ranks 1 and 2 ``mesh.is_member`` is False
     mesh = Mesh({"data": 2}, ranks=[0, 1] if rank < 2 else [2, 3])      # two at once, one on each half of the ranks
 
-The last axis varies fastest, so its groups are neighbours: put the axis that talks most there. Building a mesh of more
-than one rank is itself collective: every rank of the default group builds one at the same time, the one it is on or,
-where it is on none, the one of the others.
+The last axis varies fastest, so its groups are neighbours: put the axis that communicates most there. Building a mesh
+of more than one rank is collective: every rank of the default group builds one at the same time, the one it is on or,
+if it is on none, the one of the others.
 """
 
 import weakref
@@ -36,15 +36,15 @@ class Mesh(BaseMesh):
         axes: size of each axis by name, slowest first; the sizes multiply to the number of ranks.
         ranks: global ranks on the mesh, row by row, ascending along each axis; None for all. The ranks of a mesh all
             name the same; others may build theirs meanwhile.
-        device: where tensors live; decides, with the default group's backend, how bytes travel. None for this rank's
-            own device, as the pool has placed it; the CPU outside a pool.
+        device: of the tensors; it decides, with the default group's backend, which transports are used. None for this
+            rank's own device, as the pool has placed it; the CPU outside a pool.
         link: emulate this link on every axis; not with NCCL.
         transport: ``shared_memory`` or ``gloo``, for tensors that travel through host memory; None for the first of
             them that the ranks of an axis can use.
 
     Raises:
         ValueError: sizes that do not multiply to the number of ranks; unknown, repeated or unsorted ranks; ranks that
-            want different meshes with each other; a transport that these ranks do not have.
+            ask for different meshes; a transport that these ranks cannot use.
     """
 
     def __init__(
@@ -64,7 +64,9 @@ class Mesh(BaseMesh):
         for asked in _asked_by_all(_Asked(tuple(self.axes.items()), self.ranks, link, transport)):
             for axis in dict(asked.axes):
                 self._build(asked, axis)
-        if len(self.ranks) > 1:  # all ranks are here; a mesh of this rank alone says nothing of the others
+        # Now all ranks have come here, so none still uses the groups retired before. A mesh of this rank alone would
+        # say nothing of the others.
+        if len(self.ranks) > 1:
             Process.retired = Process.retired[len(no_longer_used) :]
             for end in no_longer_used:
                 end()
@@ -117,10 +119,10 @@ def _asked_by_all(own: _Asked) -> list[_Asked]:
 
 
 def _retire_with(comm: Communicator, group: dist.ProcessGroup, transport: Transport) -> Callable[[], object]:
-    """What retires the group: called by ``close()``, or when nobody holds the communicator any more.
+    """The call that retires the group: made by ``close()``, or when the communicator is collected as garbage.
 
-    The latter is for a mesh that is dropped without ``close()``, as after an error. Ranks drop it at different times;
-    gloo takes a group apart on each rank alone, NCCL on all together, so there only ``close()`` does it.
+    The latter is for a mesh that is dropped without ``close()``, as after an error. Ranks drop it at different times.
+    gloo destroys a group on each rank by itself; NCCL needs all ranks at once, so there only ``close()`` does it.
     """
     end = partial(_end, group, transport)
     if dist.get_backend(group) == "gloo":
@@ -135,9 +137,9 @@ def _end(group: dist.ProcessGroup, transport: Transport) -> None:
 
 def _check(axes: dict[str, int], ranks: tuple[int, ...], world_size: int) -> None:
     if not axes or any(size < 1 for size in axes.values()):
-        raise ValueError(f"axes: each axis needs a size of at least 1, not {axes}")
+        raise ValueError(f"axes: {axes} is given; each axis needs a size of at least 1")
     if len(set(ranks)) != len(ranks) or any(not 0 <= rank < world_size for rank in ranks):
-        raise ValueError(f"ranks: distinct ranks from 0 to {world_size - 1} are needed, not {list(ranks)}")
+        raise ValueError(f"ranks: {list(ranks)} is given; distinct ranks from 0 to {world_size - 1} are needed")
     if prod(axes.values()) != len(ranks):
         raise ValueError(
             f"axes: {axes} hold {prod(axes.values())} ranks, but there are {len(ranks)}; a mesh over some of the "
@@ -147,6 +149,4 @@ def _check(axes: dict[str, int], ranks: tuple[int, ...], world_size: int) -> Non
         for line in groups_along(axes, ranks, axis):
             if list(line) != sorted(line):
                 # Torch numbers a group's ranks in ascending order, whatever the order in which it was given them.
-                raise ValueError(
-                    f"ranks: along axis {axis!r} they have to ascend, not {list(line)}; use {sorted(line)}"
-                )
+                raise ValueError(f"ranks: {list(line)} does not ascend along axis {axis!r}; use {sorted(line)}")

@@ -1,7 +1,7 @@
-"""What holds for every mesh of this process: where tensors live, how long a collective may take, who watches.
+"""What holds for every mesh of this process: its device, its timeout, its observers, and the default group.
 
-A rank's process belongs to whoever started it. That starter watches all meshes, also those made in a notebook cell that
-knows nothing of it, and sets the time after which torch gives a collective up. Everything else uses ``observed_by``.
+Whoever started a rank's process sets these. So the hang board observes every mesh, also one made in a notebook cell
+that knows nothing of it. Other observers use ``observed_by``.
 """
 
 import gc
@@ -15,15 +15,15 @@ from shardlab.comm.events import Observer
 
 
 class Process:
-    """One process, one starter, for its whole life.
+    """Settings of this process, made by whoever started it and kept for its whole life.
 
     Attributes:
-        device: where tensors of a mesh live that names no device.
-        observers: told of every collective of every communicator made from now on.
-        timeout: after this torch ends a collective with an error; None for torch's default.
-        retired: what ends the groups that nobody uses any more. A group that one rank destroys ends the others'
-            collectives with a connection error that names nobody; so they stay until the next mesh, which all ranks
-            have reached.
+        device: of meshes that name none.
+        observers: get the events of every communicator made from now on.
+        timeout: torch ends a collective that takes longer with an error; None for torch's default.
+        retired: calls that destroy the groups this rank no longer uses. Destroying one while another rank still uses
+            it would end that rank's collectives with an unexplained connection error. So they wait until the next mesh
+            is built, which is when all ranks are known to be done.
     """
 
     device: torch.device = torch.device("cpu")
@@ -33,12 +33,15 @@ class Process:
 
 
 def become_rank(device: torch.device, timeout: timedelta, *observers: Observer) -> None:
-    """From now on meshes live on ``device``, end collectives after ``timeout`` and tell ``observers`` of them."""
+    """Set the device, the timeout and the observers of all meshes made from now on."""
     Process.device, Process.timeout, Process.observers = device, timeout, observers
 
 
 def retire(*ends: Callable[[], object]) -> None:
-    """What these end nobody on this rank uses any more; what stays costs: gloo's thread wakes 100 times a second."""
+    """Have ``ends`` called when the next mesh is built: they destroy groups that this rank no longer uses.
+
+    Not never: a group that stays has gloo's thread, which wakes 100 times a second.
+    """
     Process.retired = (*Process.retired, *ends)
 
 
@@ -48,6 +51,7 @@ def leave_group() -> None:
     A group that is merely forgotten keeps gloo's threads. One that still holds a tensor when the interpreter ends needs
     it to let go, and that aborts the process ("terminate called without an active exception").
     """
+    # Not called one by one: destroying the default group destroys all others with it.
     Process.retired = ()
     if dist.is_initialized():
         dist.destroy_process_group()

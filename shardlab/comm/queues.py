@@ -4,7 +4,7 @@ Transports are written as plain blocking code. A queue makes them asynchronous:
 
 * ``ThreadQueue``: one thread takes job after job. The thread sleeps in gloo, not in Python, so backward goes on; when a
   job began and ended is known exactly, and a sleep in a job (an emulated link) burns no CPU. Where nothing is under
-  way and the transport can, the caller begins the collective itself: on busy cores waking a thread costs more.
+  way and the transport can, the caller begins the collective itself: on busy cores it costs more to wake a thread.
 * ``StreamQueue``: NCCL's calls only enqueue work, so the queue is a CUDA stream, and two CUDA events are its clock.
 """
 
@@ -20,7 +20,7 @@ from shardlab.comm.transports.base import Job, Start
 
 
 class _Entry:
-    """One job in a ThreadQueue: done, or failed with an exception."""
+    """One job in a ``ThreadQueue``."""
 
     def __init__(self, job: Job, event: CollectiveEvent, observers: tuple[Observer, ...]) -> None:
         self.job, self.event, self.observers = job, event, observers
@@ -30,7 +30,7 @@ class _Entry:
         self.error: BaseException | None = None
 
     def try_start(self, start: Start) -> None:
-        """Begin here and now, if ``start`` can; the queue's thread then has only to see the end."""
+        """Begin now, in the caller's thread, if ``start`` can; the queue's thread then only waits for the end."""
         self.event.start_ns = perf_counter_ns()
         try:
             with torch.inference_mode():
@@ -42,16 +42,17 @@ class _Entry:
             self._tell_started()
 
     def run(self) -> None:
-        """The queue's thread: what is left of the job."""
+        """Do what is left of the job, in the queue's thread."""
         if not self.begun:
             self.event.start_ns = perf_counter_ns()
             self._tell_started()
         try:
             if self.ready is not None:
-                self.ready.synchronize()
+                self.ready.synchronize()  # a staged transport reads the tensor from the host
             self.job()
         except BaseException as error:  # a thread must not lose it: wait() raises it in the caller
             self.error = error
+        # Observers before ``done``: whoever has waited finds the collective's end in the records.
         self.event.end_ns = perf_counter_ns()
         for observer in self.observers:
             observer.completed(self.event)
@@ -71,6 +72,7 @@ class ThreadQueue:
     """A daemon thread that runs blocking transports in issue order."""
 
     def __init__(self, name: str) -> None:
+        # The thread gets the queue and not ``self``: it would otherwise keep this object, and so itself, alive.
         self._queue: SimpleQueue[_Entry | None] = SimpleQueue()
         self._last_done = threading.Event()
         self._last_done.set()
@@ -87,6 +89,7 @@ class ThreadQueue:
         # (Work of a CUDA stream that the tensor still waits for may only be waited for by the thread.)
         if start is not None and self._last_done.is_set() and entry.ready is None:
             entry.try_start(start)
+        # Even one that has begun goes through the queue: the end of each is told in the order of issue.
         self._last_done = entry.done
         self._queue.put(entry)
         return entry.wait
@@ -97,12 +100,13 @@ class ThreadQueue:
 
     def close(self) -> None:
         """End the thread after the jobs that are queued."""
+        # The marker goes behind all entries; after the join no job can touch a group that is about to be destroyed.
         self._abandon()
         self._thread.join()
 
 
 def _nothing() -> None:
-    """What is left of a job that could not begin."""
+    """What is left to do of a job that could not begin."""
 
 
 def _serve(queue: "SimpleQueue[_Entry | None]") -> None:
@@ -128,8 +132,9 @@ class StreamQueue:
         observers: tuple[Observer, ...],
         start: Start | None = None,  # noqa: ARG002
     ) -> Job:
-        """Enqueue ``job`` behind everything the current stream has been given so far; that is start enough."""
+        """Enqueue ``job`` behind everything that the current stream has been given so far; ``start`` is not needed."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        # The buffers are still being computed on the current stream.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             begin.record()
@@ -140,6 +145,7 @@ class StreamQueue:
             observer.started(event)
 
         def wait() -> None:
+            # The host goes on. The buffers may be freed: the current stream uses their memory again behind the event.
             torch.cuda.current_stream().wait_event(end)
             for observer in observers:
                 observer.completed(event)

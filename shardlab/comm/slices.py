@@ -1,4 +1,4 @@
-"""Slices of full tensors, cut on one rank and put together again by all ranks of the tensor axis."""
+"""Slices of full tensors: each rank cuts its own, and all ranks of the tensor axis merge theirs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ def cut(full: Tensor, slice_: TensorSlice) -> Tensor:
         ValueError: the tensor has another shape.
     """
     if tuple(full.shape) != slice_.full_shape:
-        raise ValueError(f"full: shape {slice_.full_shape} is needed, not {tuple(full.shape)}")
+        raise ValueError(f"full: shape {tuple(full.shape)} is given; {slice_.full_shape} is needed")
     parts = [full.detach().narrow(slice_.dim, start, stop - start) for start, stop in slice_.ranges]
     return torch.cat(parts, slice_.dim)
 
@@ -31,6 +31,7 @@ def merge(own: Tensor, slice_: TensorSlice, comm: Communicator, *, tag: str = ""
         comm: the ranks of all slices.
         tag: what the tensor is.
     """
+    # All parts and the full tensor are held at once: twice the full size until this returns.
     buffer = own.new_empty(comm.num_ranks * own.numel())
     comm.all_gather(buffer, own.detach().reshape(-1), tag=tag).wait()
     full = own.new_empty(slice_.full_shape)

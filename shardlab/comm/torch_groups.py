@@ -1,11 +1,11 @@
-"""What torch's own engines send, told as the same events as what a communicator sends.
+"""Process groups for torch's own engines, which make the same events as a communicator does.
 
 ``DistributedDataParallel``, ``fully_shard`` and DTensor call torch's process groups themselves, partly from C++. So
 they get a process group that passes every call on to the real one and tells the communicator's observers of it. Torch's
 public way to have a group of one's own is a registered backend; ``torch_group`` makes the group through it.
 
-Issue and, where torch waits through Python, the waiting are seen as they happen. Where C++ waits (DDP, at the end of
-backward) ``end_waits`` works it out. ``torch_times`` finds out when a collective began and ended. Torch's gloo groups
+Issue and, where torch waits through Python, the wait are seen as they happen. Where C++ waits (DDP, at the end of
+backward) ``end_waits`` infers it. ``torch_times`` finds out when a collective began and ended. Torch's gloo groups
 hold a copy of the whole buffer in a reduce-scatter and an all-gather, as torch's own profiler shows (torch 2.11 and
 2.13): that is their ``scratch_bytes``.
 """
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from shardlab.comm.base_mesh import BaseMesh, groups_along
 from shardlab.comm.communicator import Communicator
@@ -67,7 +68,7 @@ def torch_group(mesh: BaseMesh, axis: str, tag_of: TagOf | None) -> dist.Process
 
 
 def _retire(groups: list[dist.ProcessGroup]) -> None:
-    """Destroyed when the next mesh is built: a group that one rank destroys alone ends the others' collectives."""
+    """Close the groups now and destroy them when the next mesh is built, as ``comm.process`` says."""
     for group in groups:
         if isinstance(group, TorchGroup):
             group.close()
@@ -87,8 +88,8 @@ def _make_group(options: Any, make: Callable[[], "TorchGroup"]) -> "TorchGroup":
 
 class _Verb(NamedTuple):
     op: Collective
-    whole: Callable[..., Any]  # of the call's arguments the tensors that are whole, nested in lists as torch has them
-    gloo_copies: bool = False  # whether torch's gloo group holds a copy of the whole meanwhile
+    whole: Callable[..., Any]  # picks the whole (unsharded) tensors from the call's arguments, nested as torch has them
+    gloo_copies: bool = False  # whether torch's gloo group holds a copy of the whole buffer meanwhile
 
 
 # A verb has another name from Python, from C++ and before torch 2.13; each torch calls those that it knows.
@@ -129,13 +130,13 @@ def _method(name: str, verb: _Verb) -> Callable[..., dist.Work]:
 
 @_with_verbs
 class TorchGroup(dist.ProcessGroup):
-    """A process group for torch's own engines that tells what passes through it.
+    """A process group that passes every call on to ``inner`` and tells observers of it.
 
-    Verbs that are not in the table above (scatter, gather, reduce) are refused by torch: no engine here sends them.
+    Torch refuses the verbs that are not in the table above (scatter, gather, reduce): no engine here sends them.
 
     Args:
         inner: the group that sends.
-        comm: the communicator over the same ranks, in whose name the events go to its observers.
+        comm: the communicator over the same ranks, whose observers get the events.
         tag_of: what a collective is for.
     """
 
@@ -151,7 +152,7 @@ class TorchGroup(dist.ProcessGroup):
         self.left_to_torch: list[tuple[CollectiveEvent, tuple[Observer, ...]]] = []  # C++ waits for them
 
     def getBackendName(self) -> str:  # noqa: N802
-        """Not 'gloo': at that name torch looks for a gloo backend inside this group."""
+        """A name of its own: for 'gloo' torch would look for a gloo backend inside this group."""
         return BACKEND
 
     def getGroupName(self) -> str:  # noqa: N802
@@ -163,10 +164,10 @@ class TorchGroup(dist.ProcessGroup):
         self._name = name
 
     def end_waits(self) -> None:
-        """C++ has waited for all that it was left to wait for.
+        """Complete the records of the collectives that C++ waited for; called when it has returned.
 
-        It begins to wait when it has nothing more to send, and waits for one after the other in the order of issue:
-        what has ended meanwhile is not waited for.
+        C++ begins to wait when it has nothing more to send, and waits for one after another in the order of issue. So a
+        collective that had ended by then was not waited for.
         """
         left, self.left_to_torch = self.left_to_torch, []
         now_ns = max((event.issue_ns for event, _ in left), default=0)
@@ -179,24 +180,25 @@ class TorchGroup(dist.ProcessGroup):
                 observer.waited(event)
 
     def close(self) -> None:
-        """Let go of the group that sends and its threads: torch may hold this one for ever, from C++."""
+        """Drop the inner group and with it gloo's threads: torch may hold this object for ever, from C++."""
         self._inner = self._comm = None
 
     def _pass_on(self, name: str, verb: _Verb, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
         inner, comm = self._inner, self._comm
         if inner is None or comm is None:
-            raise RuntimeError(f"mesh: it is closed, and {verb.op} was to be sent over it")
+            raise RuntimeError(f"mesh: it is closed, so {verb.op} cannot be sent; build a new mesh")
         whole = list(tensors_in(verb.whole(*args)))  # (options come by name, tensors do not)
         scratch_bytes = sum(tensor.nbytes for tensor in whole) if self._is_gloo and verb.gloo_copies else 0
         tag = self._tag_of(verb.op)
         event = comm.announce(verb.op, whole, tag, scratch_bytes=scratch_bytes, transport=self._backend)
         observers = comm.observers
+        # The inner group does the work; torch gets a Work of ours, so that the wait can be seen.
         work = self.times.follow(lambda: getattr(inner, name)(*args, **kwargs), event, observers)
         return TorchWork(work, event, observers, self, keep=args)
 
 
 class TorchWork(dist.Work):
-    """A collective under way, as torch's engines hold it."""
+    """A collective under way, as torch's engines wait for it."""
 
     def __init__(
         self,
@@ -210,6 +212,7 @@ class TorchWork(dist.Work):
         self._inner, self._event, self._observers, self._group = inner, event, observers, group
         self._keep = keep  # StreamTimes has waited already, and NCCL keeps its tensors only until the first wait
 
+    @override
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Return when the result may be used. (Torch reads 0 as 'the group's own timeout'.)"""
         began_ns = perf_counter_ns()
@@ -221,11 +224,13 @@ class TorchWork(dist.Work):
             observer.waited(self._event)
         return done
 
+    @override
     def get_future(self) -> "torch.futures.Future[Any]":
-        """Asked for by C++, which then waits on it unseen."""
+        """Called by C++, which then waits on the future where Python cannot see it."""
         self._group.left_to_torch.append((self._event, self._observers))
         return self._inner.get_future()
 
+    @override
     def is_completed(self) -> bool:
         """Whether the result is there."""
         return bool(self._inner.is_completed())

@@ -15,7 +15,7 @@ from shardlab.comm.events import CollectiveEvent, Observer
 
 
 class Times(Protocol):
-    """Finds out when a collective began and ended."""
+    """Finds out when each collective began and ended."""
 
     def follow(
         self, call: Callable[[], dist.Work], event: CollectiveEvent, observers: tuple[Observer, ...]
@@ -23,11 +23,11 @@ class Times(Protocol):
         """Issue it and follow it."""
 
     def ended(self, event: CollectiveEvent, observers: tuple[Observer, ...]) -> None:
-        """Whoever waited for it goes on."""
+        """The wait for it has returned."""
 
 
 class HostTimes:
-    """gloo: threads take collectives in the order of issue, so one begins when it is issued or a thread gets free.
+    """gloo: threads take collectives in the order of issue; each begins when it is issued or a thread becomes free.
 
     Args:
         num_threads: of the group.
@@ -42,6 +42,7 @@ class HostTimes:
         self, call: Callable[[], dist.Work], event: CollectiveEvent, observers: tuple[Observer, ...]
     ) -> dist.Work:
         """Issue it; torch calls back at its end."""
+        # Queued before the call: its end may be told before the call returns.
         with self._lock:
             self._queued.append((event, observers))
         self._begin_next()
@@ -51,7 +52,7 @@ class HostTimes:
         return work
 
     def ended(self, event: CollectiveEvent, observers: tuple[Observer, ...]) -> None:
-        """Its result is there; told by gloo's thread or, if that comes first, by whoever has waited."""
+        """Its result is there; called by gloo's thread or, if that comes first, by whoever has waited."""
         with self._lock:
             if not isnan(event.end_ns):
                 return
@@ -65,6 +66,7 @@ class HostTimes:
         with self._lock:
             if not self._num_free or not self._queued:
                 return
+            # Under the lock, with its event: two ends told at the same time must not begin the same collective.
             self._num_free -= 1
             event, observers = self._queued.popleft()
         event.start_ns = perf_counter_ns()
@@ -73,7 +75,7 @@ class HostTimes:
 
 
 class StreamTimes:
-    """NCCL: a stream that waits for what NCCL's own stream waits for sees a collective begin and end as that does."""
+    """NCCL: a stream of ours that waits for the same work as NCCL's own has its events at the same times."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
@@ -83,6 +85,7 @@ class StreamTimes:
     ) -> dist.Work:
         """Issue it between two CUDA events."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        # NCCL's stream waits for the current one too, so both begin at the same moment.
         self._stream.wait_stream(torch.cuda.current_stream())
         begin.record(self._stream)
         work = call()

@@ -1,4 +1,4 @@
-"""Ranks: start them, call functions on them, see what they print, hear which one failed, and leave none behind."""
+"""Ranks: start them, call functions on them, print their output, report which one failed, and leave none behind."""
 
 from shardlab.launch.context import RankContext, current
 from shardlab.launch.errors import RankDied, RankError, RankHang

@@ -1,8 +1,8 @@
 """The board: one small slot of shared memory per rank that says which collective the rank is in.
 
-A rank writes its slot when a collective is issued and when it is completed; the parent reads all slots at any time,
-also when a rank hangs or is dead. Of several collectives in flight the slot shows the oldest, for that is the one
-everything waits behind; with none in flight it shows the last.
+A rank writes its slot when a collective is issued and when it is completed; the parent can read all slots at any time,
+also when a rank hangs or is dead. Of several collectives in flight the slot shows the oldest, since all others wait
+for it; with none in flight it shows the last.
 
 A slot is 512 bytes: version (odd while it is being written), seq, since_ns, numel, state, then op, axis, dtype, tag and
 source line as UTF-8 padded with zeros. Nothing is locked between processes: the reader repeats a read that met a new
@@ -98,11 +98,12 @@ class BoardWriter:
                 self._write(event, CallState.ISSUED)
 
     def started(self, event: CollectiveEvent) -> None:
-        """Nothing: issued and not completed is all a hang needs."""
+        """Nothing to write: a hang shows as issued and not completed."""
 
     def completed(self, event: CollectiveEvent) -> None:
         """Show the next oldest in flight, or this one as completed."""
         with self._lock:
+            # By identity: it may be gone already, if ``clear`` came first.
             self._in_flight.pop(id(event), None)
             self._ended = event
             oldest = next(iter(self._in_flight.values()), None)
@@ -112,14 +113,13 @@ class BoardWriter:
                 self._write(oldest, CallState.ISSUED)
 
     def waited(self, event: CollectiveEvent) -> None:
-        """Nothing."""
+        """Nothing to write."""
 
     def seen(self, call: SeenCall | None) -> None:
-        """One look at the rank's stack: a collective called past the communicator (``stack.py``), or None.
+        """Take one look at the rank's stack: a collective called without a communicator (``stack.py``), or None.
 
-        It is shown from the second look on that meets it while no communicator has anything in flight. What passes
-        between two looks holds nobody up; and a look into a communicator's own code, whose events say the same better,
-        would leave a wrong name behind.
+        It is shown from the second look on that finds it while no communicator has anything in flight. A call that is
+        over between two looks blocks nobody, and inside a communicator the events say the same with more detail.
         """
         with self._lock:
             before, self._seen = self._seen, None if self._in_flight else call
@@ -140,7 +140,7 @@ class BoardWriter:
                 self._write(shown, CallState.FAILED)
 
     def clear(self) -> None:
-        """Forget everything: a new function starts, and what the last one left unfinished is not its doing."""
+        """Forget everything: a new function starts, and it must not be blamed for what the last one left unfinished."""
         with self._lock:
             self._in_flight.clear()
             self._seen = self._ended = self._shown = None
@@ -154,6 +154,7 @@ class BoardWriter:
 
     def _put(self, body: bytes) -> None:
         start = self._offset + _VERSION.size
+        # Odd while the body changes, so that a reader in the parent knows to read again.
         _VERSION.pack_into(self._map, self._offset, self._version + 1)
         self._map[start : start + _BODY.size] = body
         self._version += 2

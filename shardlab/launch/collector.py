@@ -1,4 +1,4 @@
-"""Waits until every rank has answered, or finds out why one never will. No threads: the caller's thread does it all."""
+"""Waits until every rank has answered, or finds out why one never will, all in the caller's thread."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,6 +79,7 @@ class Collector:
                 self._wait_for_others()
                 raise self._first_failure()
             self._look_at_board()
+        # A rank flushes its output before it answers, so all of it is in the pipes now.
         self._finish_output()
         return [self._answers[rank.rank] for rank in self._processes.ranks]
 
@@ -89,10 +90,11 @@ class Collector:
         ready = wait([*outputs, *controls, *sentinels], _LOOK_EVERY_S)
         for rank in self._processes.ranks:
             rank.output.pump()  # first: what a rank printed before its answer comes before its answer
+            # Answers before deaths: a rank may answer and then end.
             if rank.control in ready:
                 self._receive(rank)
             if rank.process.sentinel in ready:
-                self._bury(rank)
+                self._record_death(rank)
 
     def _receive(self, rank: RankProcess) -> None:
         try:
@@ -109,14 +111,15 @@ class Collector:
             case Answer():
                 self._answers[rank.rank] = message.result
 
-    def _bury(self, rank: RankProcess) -> None:
+    def _record_death(self, rank: RankProcess) -> None:
+        # First all that it sent before it ended, among which may be its answer or the exception that ended it.
         while rank.rank not in self._closed and rank.control.poll(0):
             self._receive(rank)
         rank.output.finish()
         self._deaths[rank.rank] = Death(rank.rank, perf_counter_ns(), rank.process.exitcode)
 
     def _wait_for_others(self) -> None:
-        """Let the other ranks tell what they have to tell: the first failure heard of need not be the first."""
+        """Give the other ranks time to report: the failure that is seen first need not have happened first."""
         start = monotonic()
         while len(self._answers.keys() | self._failures.keys() | self._deaths.keys()) < len(self._processes.ranks) or (
             self._only_aftermath()

@@ -1,4 +1,4 @@
-"""What a function running in a rank can ask about where it is: ``current()``."""
+"""Where a function runs when it runs in a rank: ``current()``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from shardlab.launch.placement import Placement, TorchrunEnv, place, torchrun_en
 
 
 def no_emit(message: object) -> None:
-    """Drop ``message``: nobody listens."""
+    """Drop ``message``: there is no parent to send it to."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RankContext:
 
 
 class _Process:
-    """A process is one rank for its whole life, for all of its threads: this is that fact and nothing more."""
+    """A process is one rank for its whole life and for all of its threads."""
 
     context: RankContext | None = None
 
@@ -49,7 +49,9 @@ def current() -> RankContext:
     if _Process.context is None:
         env = torchrun_env()
         if env is None:
-            raise RuntimeError("current() was called outside a rank; it is for functions run by RankPool or launch()")
+            raise RuntimeError(
+                "current(): this process is not a rank; call it in a function run by RankPool or launch()"
+            )
         enter(torchrun_context(env, "auto"))
         return current()
     return _Process.context

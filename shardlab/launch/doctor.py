@@ -1,4 +1,4 @@
-"""What a person needs to know before asking why ranks do not start: one row per check, with a verdict."""
+"""Checks of this machine, for when ranks do not start: one row per check, with a verdict."""
 
 import importlib.metadata
 import os
@@ -15,7 +15,7 @@ _CHROME_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome
 
 
 class Check(NamedTuple):
-    """One row: what was looked at, what was found, and ``ok`` or what follows from it."""
+    """One row: what was checked, what was found, and ``ok`` or the consequence."""
 
     check: str
     value: str
@@ -23,7 +23,7 @@ class Check(NamedTuple):
 
 
 def doctor() -> list[Check]:
-    """Look at this machine and this process; starts nothing and initialises no CUDA."""
+    """Check this machine and this process. Starts nothing and does not initialise CUDA."""
     return [*_software(), *_machine(), *_gpus(), _chrome()]
 
 

@@ -1,4 +1,4 @@
-"""What the caller sees when ranks fail: who, what, and that rank's own traceback."""
+"""The errors of ranks as the caller gets them: which rank, which error, and that rank's own traceback."""
 
 import signal
 

@@ -29,6 +29,7 @@ def context(preload: Sequence[str] = ()) -> ForkServerContext:
     shared = (name for name in _IF_PARENT_HAS if name in sys.modules)
     forkserver.set_forkserver_preload(list(dict.fromkeys((*_ALWAYS, *shared, *preload))))
     multiprocessing.resource_tracker.ensure_running()  # on its way up it would unblock what is blocked next
+    # Started here, where Ctrl-C is blocked, and not at the first process, which would start it unprotected.
     with hidden_main(), _sigint_blocked():
         multiprocessing.forkserver.ensure_running()
     return forkserver
@@ -36,7 +37,7 @@ def context(preload: Sequence[str] = ()) -> ForkServerContext:
 
 @contextmanager
 def hidden_main() -> Iterator[None]:
-    """Show multiprocessing an empty ``__main__``, so that no rank runs the user's script again.
+    """Give multiprocessing an empty ``__main__``, so that no rank runs the user's script again.
 
     Functions travel by cloudpickle and need no ``__main__`` on the other side: a script works without a guard.
     """

@@ -1,8 +1,8 @@
-"""A rank as a process of its own: tied to its parent, apart from its terminal, with a heap that keeps what it frees.
+"""What makes a process a rank: it ends with its parent, has its own session and output, and keeps its freed memory.
 
-A rank never outlives its parent, whatever ends the parent, and takes its own children along. Each rank holds the read
-end of a pipe whose only write end is in the parent; the kernel closes that with the process. Three things watch, for
-each covers what the others cannot:
+A rank never outlives its parent, whatever ends the parent, and its own children end with it. Each rank holds the read
+end of a pipe whose only write end is in the parent; the kernel closes that with the process. Three things watch it,
+and each covers a case that the others cannot:
 
 - the kernel itself (Linux): end of file on the pipe sends SIGKILL to the rank's process group, also to ranks that are
   stopped or that hold the interpreter lock in a long call;
@@ -32,7 +32,9 @@ _SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNAB
 
 
 def isolate(output: Connection, life: Connection, environ: Mapping[str, str]) -> None:
-    """Own session, so that Ctrl-C reaches only the parent, which then ends the ranks; own output; the parent's env.
+    """Give this process its own session, its own output and the parent's environment.
+
+    With its own session Ctrl-C reaches only the parent, which then ends the ranks.
 
     Args:
         output: what this process prints from now on; closed here.
@@ -50,6 +52,7 @@ def isolate(output: Connection, life: Connection, environ: Mapping[str, str]) ->
         2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
     )
     faulthandler.enable()  # a crash in C code prints its Python stack into the rank's output
+    # The forkserver has the environment of its own start; a notebook may have changed it since.
     os.environ.clear()
     os.environ.update(environ)
     keep_freed()
@@ -74,7 +77,7 @@ def cut() -> None:
 
 
 def keep_freed() -> None:
-    """From now on keep what is freed, unless the user's environment says how the heap should be."""
+    """Have glibc keep freed memory from now on, unless the user's environment sets its thresholds."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt") and not any(name in os.environ for name in _SET_BY_USER):
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST)
@@ -82,7 +85,7 @@ def keep_freed() -> None:
 
 
 def give_back() -> None:
-    """Hand what is free to the kernel."""
+    """Return free memory to the kernel."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)

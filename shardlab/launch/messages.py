@@ -42,7 +42,7 @@ class Payload:
 
 @dataclass(frozen=True)
 class Task:
-    """To a rank: call this. ``call`` holds (function, args, kwargs); ``sys_path`` is the parent's, as it is now."""
+    """To a rank: call a function. ``call`` holds (function, args, kwargs); ``sys_path`` is the parent's current one."""
 
     call: Payload
     sys_path: tuple[str, ...]
@@ -50,12 +50,12 @@ class Task:
 
 @dataclass(frozen=True)
 class Stop:
-    """To a rank: leave the group and end."""
+    """To a rank: leave the group and exit."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """From a rank: the function returned this. The first of every rank, empty, says that the group is up."""
+    """From a rank: what the function returned. The first one of each rank is empty and says that the group is up."""
 
     result: Payload
 
@@ -103,7 +103,7 @@ def pack(value: object, what: str) -> Payload:
 
 
 def unpack(payload: Payload) -> Any:
-    """The object that was packed. The text of its cells is put where tracebacks look for it."""
+    """The object that was packed. The text of its cells goes where tracebacks look for it."""
     for file, text in payload.sources.items():
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     return pickle.loads(payload.blob)

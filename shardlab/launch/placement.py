@@ -1,4 +1,4 @@
-"""Where the ranks of one host run: which device each gets, and which backend moves their bytes.
+"""Where ranks run: which device each gets, which backend sends for them, and what torchrun says of this process.
 
 =====================  =======  ======  ======================================================
 this machine           backend  staged  why
@@ -28,7 +28,7 @@ class Placement:
         backend: ``gloo`` or ``nccl``.
         devices: one torch device string per rank, for example ``("cuda:0", "cuda:1")``.
         staged: collectives of CUDA tensors go through pinned host memory.
-        banner: what a person should be told about this placement; None where there is nothing to tell.
+        banner: a notice to print before the first run; None if none is needed.
     """
 
     world_size: int
@@ -54,11 +54,13 @@ def place(world_size: int, device: str = "auto") -> Placement:
     """
     check_world_size(world_size)
     if device not in DEVICES:
-        raise ValueError(f"device={device!r} is unknown; allowed values: {', '.join(DEVICES)}")
+        raise ValueError(f"device: {device!r} is unknown; allowed values are {', '.join(DEVICES)}")
     # device_count asks the driver's management library; it leaves this process free of a CUDA context.
     num_gpus = 0 if device == "cpu" else torch.cuda.device_count()
     if device == "cuda" and num_gpus == 0:
-        raise ValueError("device='cuda', but torch sees no GPU on this machine; allowed values here: auto, cpu")
+        raise ValueError(
+            "device: 'cuda' is given, but torch sees no GPU on this machine; allowed values here are auto, cpu"
+        )
     if num_gpus == 0:
         return Placement(world_size, "cpu", "gloo", ("cpu",) * world_size)
     return _on_gpus(world_size, num_gpus)
@@ -67,7 +69,7 @@ def place(world_size: int, device: str = "auto") -> Placement:
 def check_world_size(world_size: int) -> None:
     """Raise ValueError unless ``world_size`` is an integer of at least 1."""
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
-        raise ValueError(f"world_size={world_size!r}: allowed values are integers from 1")
+        raise ValueError(f"world_size: {world_size!r} is given; allowed values are integers from 1")
 
 
 def _on_gpus(world_size: int, num_gpus: int) -> Placement:

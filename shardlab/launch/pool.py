@@ -1,7 +1,7 @@
 """Ranks for a notebook: start once, call functions on all of them, get the results in rank order.
 
-Only the first start of a process is slow (one ``import torch``, in the forkserver); later ones take about a tenth of a
-second, a call on warm ranks a few milliseconds.
+Only the first start in a process is slow (one ``import torch``, in the forkserver). Later starts take about a tenth of
+a second, and a call on warm ranks a few milliseconds.
 """
 
 import atexit
@@ -60,7 +60,7 @@ class RankPool:
     ) -> None:
         _check(world_size, timeout_s, threads_per_rank)
         if is_inside_rank():
-            raise RuntimeError("a RankPool inside a rank: ranks cannot start ranks; call it in the parent")
+            raise RuntimeError("RankPool: ranks cannot start ranks; make the pool in the parent process")
         env = torchrun_env()
         self._torchrun = TorchrunRanks(env, world_size, device, timeout_s) if env else None
         self.placement: Placement = self._torchrun.placement if self._torchrun else place(world_size, device)
@@ -68,7 +68,7 @@ class RankPool:
         self.timeout_s = timeout_s
         self._config = StartOptions(
             placement=self.placement,
-            # Later than our own report, which knows all ranks; it stays for waits that the board cannot see.
+            # Later than our own report, which covers all ranks. It serves for waits that the board cannot see.
             group_timeout_s=max(timeout_s + 2.0, 10.0),
             num_threads=threads_per_rank or max(1, _num_cores() // world_size),
             preload=preload,
@@ -128,16 +128,16 @@ class RankPool:
             return
         self._end_processes(0.0)  # one that died between two calls
         self._processes = RankProcesses(self._config)
-        # Not a bound method of the pool: the pool must be free to go. Registered with atexit as well, for that runs
-        # before multiprocessing's own exit function, which would wait for the ranks for ever.
+        # Not a bound method of the pool, which would keep the pool alive. Registered with atexit as well, because that
+        # runs before multiprocessing's own exit function, which would wait for the ranks for ever.
         self._ender = weakref.finalize(self, self._processes.end)
         atexit.register(self._ender)
         self._attempt(None, None)
 
     def interrupt(self) -> None:
-        """End what ``run`` does in another thread, as Ctrl-C does in this one: it raises KeyboardInterrupt there.
+        """Interrupt a ``run`` in another thread, as Ctrl-C does in this one: it raises KeyboardInterrupt there.
 
-        Without a run there is nothing to interrupt, and under torchrun nobody to tell the other processes.
+        Does nothing while no function runs, and nothing under torchrun, where the other processes cannot be reached.
         """
         if self._is_running:
             self._interrupted.set()
@@ -171,7 +171,7 @@ class RankPool:
         return f"RankPool({self.world_size} ranks on {', '.join(dict.fromkeys(self.placement.devices))}, {state})"
 
     def _attempt(self, task: Task | None, on_message: Callable[[int, object], None] | None) -> list[Payload]:
-        """Send ``task`` and collect; None collects the sign of life of a start. Ranks that failed are ended."""
+        """Send ``task`` and collect the answers; None collects those of a start. If ranks fail, all are ended."""
         processes = self._processes
         assert processes is not None
         self._interrupted.clear()
@@ -183,7 +183,7 @@ class RankPool:
             return Collector(processes, self.timeout_s, on_message, self._interrupted).collect()
         except (RankError, RankHang) as error:
             self._end_processes(_FAILURE_GRACE_S)
-            # Where the collector noticed says nothing to the reader of a notebook, and fills a screen there.
+            # The frames of the collector say nothing to the reader of a notebook, and would fill a screen.
             raise error.with_traceback(None) from error.__cause__
         except BaseException as error:
             self._end_processes(_FAILURE_GRACE_S if isinstance(error, Exception) else _INTERRUPT_GRACE_S)
@@ -192,6 +192,7 @@ class RankPool:
             self._is_running = False
 
     def _end_processes(self, grace_s: float, *, politely: bool = False) -> None:
+        # Forgotten first: if ending them is interrupted, the next run still starts fresh ones.
         processes, self._processes = self._processes, None
         if processes is None:
             return
@@ -205,9 +206,9 @@ class RankPool:
 
     def _check_usable(self) -> None:
         if self._is_closed:
-            raise RuntimeError("this RankPool is closed; make a new one")
+            raise RuntimeError("RankPool: it is closed; make a new one")
         if self._is_running:
-            raise RuntimeError("this RankPool is running a function; run one at a time, or use a second pool")
+            raise RuntimeError("RankPool: it is running a function; run one at a time, or use a second pool")
 
     def _announce(self) -> None:
         if not self._is_announced:
@@ -235,9 +236,9 @@ def launch(
 def _check(world_size: int, timeout_s: float, threads_per_rank: int | None) -> None:
     check_world_size(world_size)
     if not (timeout_s > 0 and math.isfinite(timeout_s)):
-        raise ValueError(f"timeout_s={timeout_s!r}: allowed values are seconds above 0")
+        raise ValueError(f"timeout_s: {timeout_s!r} is given; allowed values are seconds above 0")
     if threads_per_rank is not None and threads_per_rank < 1:
-        raise ValueError(f"threads_per_rank={threads_per_rank!r}: allowed values are integers from 1")
+        raise ValueError(f"threads_per_rank: {threads_per_rank!r} is given; allowed values are integers from 1")
 
 
 def _num_cores() -> int:

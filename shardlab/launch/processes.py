@@ -59,14 +59,14 @@ class RankOutput:
         return self._pipe.fileno()
 
     def pump(self) -> None:
-        """Print every whole line that is there; returns at once."""
+        """Print every whole line that has come; returns at once."""
         if not self.is_open:
             return
         *lines, self._rest = (self._rest + self._read()).split(b"\n")
         self._print(lines)
 
     def finish(self) -> None:
-        """Print all that is there, also a last line that was not ended."""
+        """Print all that has come, also a last line without a newline."""
         self.pump()
         if self._rest:
             self._print([self._rest])
@@ -110,7 +110,7 @@ class RankProcess:
     life: Connection
 
     def send_signal(self, signum: int) -> None:
-        """Signal the rank and what it started, if it still runs."""
+        """Signal the rank and the processes it started, if it still runs."""
         pid = self.process.pid
         if pid is None or not self.process.is_alive():
             return
@@ -122,6 +122,7 @@ class RankProcess:
 
     def close(self) -> None:
         """Free what this side holds of a rank that has ended."""
+        # Joined before its output is finished: only then has it written the last of it.
         self.process.join(_REAP_S)
         if not self.process.is_alive():
             self.process.close()
@@ -131,7 +132,7 @@ class RankProcess:
 
 
 class RankProcesses:
-    """Running ranks. Use ``end`` in every case; ends by itself if this process dies in whatever way."""
+    """The running ranks. Call ``end`` in every case; if this process dies, the ranks end by themselves."""
 
     def __init__(self, config: StartOptions) -> None:
         self._owner_pid = os.getpid()
@@ -145,7 +146,7 @@ class RankProcesses:
                 for rank in range(config.placement.world_size):
                     self.ranks.append(self._start_rank(rank, config, context))
         except BaseException:
-            self.end()
+            self.end()  # some may run already, and nobody else knows of them
             raise
 
     @property
@@ -154,7 +155,7 @@ class RankProcesses:
         return not self._ended and all(rank.process.is_alive() for rank in self.ranks)
 
     def send(self, task: Task) -> None:
-        """Give every rank the same task. A rank that is dead takes nothing: its sentinel tells."""
+        """Send every rank the same task. A dead rank takes none; the collector learns of it from its sentinel."""
         for rank in self.ranks:
             with suppress(BrokenPipeError, ConnectionResetError):
                 rank.control.send(task)
@@ -166,6 +167,7 @@ class RankProcesses:
                 with suppress(OSError):
                     rank.control.send(Stop())
             self._wait_for_all(grace_s)
+        # In every case: a rank that did not leave in time is killed, and pipes and board are freed.
         self.end()
 
     def end(self, grace_s: float = 0.0) -> None:
@@ -173,17 +175,19 @@ class RankProcesses:
         # A fork of this process holds a copy of this object, whose processes are not its own to end.
         if self._ended or os.getpid() != self._owner_pid:
             return
-        self._ended = True
+        self._ended = True  # first: an interrupt in the grace period must not start all over
         try:
             if grace_s > 0:
                 self._signal(signal.SIGTERM)
                 self._wait_for_all(grace_s)
         finally:
             self._signal(signal.SIGKILL)
+            # Closing it ends a rank that the signal missed, since it was not yet the leader of its group.
             for rank in self.ranks:
                 rank.life.close()
         for rank in self.ranks:
             rank.close()
+        # After the ranks: they write to the board and find each other through a file in the directory.
         self.board.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -222,6 +226,7 @@ class RankProcesses:
         )
         process = context.Process(target=worker.main, args=(rank_config,), name=f"shardlab-rank-{rank}")
         process.start()
+        # A pipe reports its end only when all copies of the other side are closed, this process' included.
         for theirs in (rank_control, rank_output, rank_life):
             theirs.close()
         return RankProcess(rank, process, control, RankOutput(rank, output), life)

@@ -1,7 +1,7 @@
-"""Collectives that no communicator reports, such as a plain ``dist.all_reduce``, seen by the rank's Python stack.
+"""Collectives that no communicator reports, such as a plain ``dist.all_reduce``, found on the rank's Python stack.
 
-A learner's cell may say ``dist.all_reduce(x)``: no communicator, no event, and yet a hang should name it. So a rank's
-watcher thread looks at the main thread's stack a few times a second. If the innermost Python frame is in torch's
+A learner's cell may call ``dist.all_reduce(x)``: it makes no event, and yet a hang should name it. So a rank's watcher
+thread looks at the main thread's stack a few times a second. If the innermost Python frame is in torch's
 collectives module, or in a communicator that nobody observes, the rank is inside that call. Asynchronous calls of torch
 that are waited for in user code do not show: the group's own timeout ends those.
 """
@@ -46,7 +46,7 @@ class SeenCall:
 
 
 class StackWatch:
-    """Looks at one thread's stack and knows whether it is still in the call it was in before."""
+    """Looks at one thread's stack and recognises the call that the last look found."""
 
     def __init__(self, thread_id: int) -> None:
         self._thread_id = thread_id

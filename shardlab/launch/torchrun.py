@@ -29,8 +29,8 @@ class TorchrunRanks:
     def __init__(self, env: TorchrunEnv, world_size: int, device: str, timeout_s: float) -> None:
         if world_size != env.world_size:
             raise ValueError(
-                f"world_size={world_size}, but torchrun started {env.world_size} ranks; "
-                f"allowed value here: {env.world_size} (or start torchrun with {world_size})"
+                f"world_size: {world_size} is given, but torchrun started {env.world_size} ranks; "
+                f"write {env.world_size}, or start torchrun with {world_size}"
             )
         self._context = torchrun_context(env, device)
         self._timeout_s = timeout_s
@@ -41,13 +41,13 @@ class TorchrunRanks:
         enter(self._context)
         become_rank(self._context.device, timedelta(seconds=self._timeout_s))
         if self._context.device.type == "cuda":
-            torch.cuda.set_device(self._context.device)
+            torch.cuda.set_device(self._context.device)  # before the group: NCCL takes the current device
         if not dist.is_initialized():
-            # Its functions hold the default group as a default argument, if there is one when it is imported, and the
-            # first optimizer imports it: leave_group could then never end that group.
+            # The first optimizer imports this module, whose functions have the default group as a default argument if
+            # it exists by then; leave_group could then never end that group.
             importlib.import_module("torch.distributed.nn")
             dist.init_process_group(self.placement.backend, timeout=timedelta(seconds=self._timeout_s))
-            # Not when a pool closes: torchrun's store would hand a second group the addresses of the first.
+            # At exit, not when a pool closes: torchrun's store would give a second group the addresses of the first.
             atexit.register(leave_group)
 
     def run(

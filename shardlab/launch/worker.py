@@ -1,4 +1,4 @@
-"""What runs in a rank: come up apart from the parent, join the group, then call what the parent sends."""
+"""The main function of a rank: isolate the process, join the group, then call the functions the parent sends."""
 
 import gc
 import os
@@ -29,7 +29,7 @@ _LOOK_EVERY_S = 0.2
 
 @dataclass(frozen=True)
 class RankConfig:
-    """All a rank needs to come up.
+    """All that a rank needs to start.
 
     Attributes:
         directory: the pool's own; holds the board and the store through which the ranks find each other.
@@ -52,10 +52,10 @@ class RankConfig:
 
 
 class _EndedByParent(BaseException):
-    """SIGTERM, as an exception: with blocks and finally clauses get to save what they hold.
+    """SIGTERM as an exception, so that ``with`` blocks and ``finally`` clauses can save what they hold.
 
     Attributes:
-        asked: whether it has come; Python drops an exception that comes up in a finalizer.
+        asked: whether SIGTERM has come; Python drops an exception that is raised in a finalizer.
     """
 
     asked: ClassVar[bool] = False
@@ -86,6 +86,7 @@ def main(config: RankConfig) -> None:
     signal.signal(signal.SIGTERM, _end_now)
     control = _Control(config.control)
     board = BoardWriter(config.directory / "board", config.rank)
+    # Before the group is joined, which can take long: the parent may go meanwhile, and a hang there must be seen.
     Thread(target=_watch, args=(config.life, board), daemon=True, name="shardlab-watch").start()
     try:
         _join_group(config, board, control)
@@ -120,7 +121,7 @@ def _join_group(config: RankConfig, board: BoardWriter, control: _Control) -> No
     placement = config.placement
     device = torch.device(placement.devices[config.rank])
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device)  # before the group: NCCL takes the current device
     if sys.platform.startswith("linux"):
         # Without it gloo looks up the host's name, which on many laptops and containers fails or takes seconds.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -139,25 +140,25 @@ def _join_group(config: RankConfig, board: BoardWriter, control: _Control) -> No
 
 
 def _serve(rank: int, board: BoardWriter, control: _Control) -> None:
-    gc.freeze()  # what is imported is here to stay: looking through it would take a tenth of a second each time
+    gc.freeze()  # imported objects stay: searching them would take a tenth of a second after each call
     while not _EndedByParent.asked and not isinstance(task := control.receive(), Stop):
         assert isinstance(task, Task)
-        board.clear()
+        board.clear()  # before the call: the parent must not see a collective of the last one
         reply = _answer(rank, task, board)
         isolation.flush_output()  # before the answer goes: the parent prints all that came before it
         control.send(reply)
-        del task, reply
+        del task, reply  # they hold the call's arguments and results, which would live until the next call
         _look_for_cycles()
         isolation.give_back()
 
 
 def _look_for_cycles() -> None:
-    """Free what a call has left.
+    """Free the cycles that a call has left.
 
-    Module, hooks, engine and mesh are a cycle. By itself Python looks through old objects so seldom that engines of
-    earlier calls would stay, with their memory and their groups' threads.
+    Module, hooks, engine and mesh are a cycle. Python itself collects old objects so rarely that engines of earlier
+    calls would stay, with their memory and their groups' threads.
     """
-    signal.signal(signal.SIGTERM, _end_soon)  # finalizers run here, which print an exception and go on
+    signal.signal(signal.SIGTERM, _end_soon)  # finalizers run here, and Python would drop the exception in them
     gc.collect()
     signal.signal(signal.SIGTERM, _end_now)
 
@@ -183,14 +184,14 @@ def _failure(rank: int, error: BaseException) -> Failure:
     time_ns = perf_counter_ns()
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next  # our own frames say nothing to the reader
+        trace = trace.tb_next  # this file's own frames say nothing to the reader
     text = "".join(traceback.format_exception(type(error), error, trace))
     first_line = (str(error).splitlines() or [""])[0]
     return Failure(rank, time_ns, type(error).__name__, first_line, text, _portable(error))
 
 
 def _portable(error: BaseException) -> Payload | None:
-    """The exception itself, where it survives the way: many cannot be built again from their ``args``."""
+    """The exception, if it survives pickling: many cannot be built again from their ``args``."""
     try:
         payload = pack(error, "the exception")
         unpack(payload)

@@ -2,7 +2,7 @@
 
 A model is not only its blocks: with a vocabulary of 50 k the embedding weighs as much as several of them, and a
 placement that puts embedding, final norm and head on rank 0 by habit overfills that rank. Here the three are spread
-first, largest first; then the blocks are cut into runs that even out what the three left. The measure is bytes, not
+first, largest first; then the blocks are cut into runs that even out the remaining imbalance. The measure is bytes, not
 blocks. Sharded: everything, by whole blocks. Source of the greedy rule: see ``owners``.
 """
 
@@ -14,7 +14,7 @@ from shardlab.partition.owners import balanced_runs, fractions, largest_first, l
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """Bytes of each transformer block, and of what stands round them. A head tied to the embedding has 0."""
+    """Bytes of each transformer block, and of the parts around them. A head tied to the embedding has 0."""
 
     blocks: tuple[int, ...]
     embedding: int
@@ -39,7 +39,7 @@ class ModelBytes:
 
 @dataclass(frozen=True)
 class BlockPlacement:
-    """Who holds which block: rank r has blocks ``bounds[r]`` to ``bounds[r + 1]``; the other three one rank each."""
+    """Who holds which block: rank r has blocks ``bounds[r]`` to ``bounds[r + 1]``; each other part has one rank."""
 
     model: ModelBytes
     bounds: tuple[int, ...]
@@ -70,7 +70,7 @@ class BlockPlacement:
         for rank in range(self.num_ranks):
             if block in self.blocks_of(rank):
                 return rank
-        raise ValueError(f"block must be 0 to {len(self.model.blocks) - 1}, got {block}")
+        raise ValueError(f"block: there is no block {block}; it must be 0 to {len(self.model.blocks) - 1}")
 
     @property
     def bytes_by_rank(self) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ def assign_buckets(
     if keys is None:
         keys = (None,) * len(specs)
     if len(keys) != len(specs):
-        raise ValueError(f"keys must have one entry per parameter: {len(specs)} parameters, {len(keys)} keys")
+        raise ValueError(f"keys: {len(keys)} keys for {len(specs)} parameters; give one per parameter")
     open_buckets: dict[Hashable, list[int]] = {}
     open_bytes: dict[Hashable, int] = {}
     buckets: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""A range of ``numel`` elements cut into one contiguous chunk per rank: who holds which element, and what that saves.
+"""A range of ``numel`` elements cut into one contiguous chunk per rank: who holds which element, and what it saves.
 
 Two ways to cut. *Chunks* spread the remainder over the first ranks: 10 elements over 3 ranks are 4, 3, 3; nothing is
 padded and sizes differ by at most one. *Even bounds* give every rank ceil(numel / num_ranks) elements of a padded
@@ -11,14 +11,14 @@ Legend: offsets are in elements, chunk ``r`` is ``bounds[r] <= index < bounds[r 
 def require_count(field: str, value: int, minimum: int) -> None:
     """Raise ValueError, naming ``field``, when ``value`` is below ``minimum``."""
     if value < minimum:
-        raise ValueError(f"{field} must be at least {minimum}, got {value}")
+        raise ValueError(f"{field}: {value} is too small; it must be at least {minimum}")
 
 
 def require_rank(rank: int, num_ranks: int) -> None:
     """Raise ValueError when ``rank`` is not one of ``num_ranks`` ranks."""
     require_count("num_ranks", num_ranks, 1)
     if not 0 <= rank < num_ranks:
-        raise ValueError(f"rank must be 0 to {num_ranks - 1}, got {rank}")
+        raise ValueError(f"rank: {rank} is not one of the {num_ranks} ranks; it must be 0 to {num_ranks - 1}")
 
 
 def chunk_sizes(numel: int, num_ranks: int) -> tuple[int, ...]:
@@ -71,7 +71,7 @@ def owner_of(index: int, numel: int, num_ranks: int) -> int:
     """
     require_count("num_ranks", num_ranks, 1)
     if not 0 <= index < numel:
-        raise ValueError(f"index must be 0 to {numel - 1}, got {index}")
+        raise ValueError(f"index: {index} is not one of the {numel} elements; it must be 0 to {numel - 1}")
     size, remainder = divmod(numel, num_ranks)
     in_larger_chunks = remainder * (size + 1)
     if index < in_larger_chunks:

@@ -1,9 +1,9 @@
 """A dim-0 layout: every parameter of a unit is cut into blocks of whole rows, and a rank's chunk is its blocks.
 
-The other cut beside ``flat``: there a chunk border runs anywhere through a parameter, here only between rows (indices
-of dim 0), so a rank's piece keeps the parameter's other dims and can be looked at as the rows it is. The price is
+In a ``flat`` layout a chunk border may run anywhere through a parameter; here it runs only between rows (indices of dim
+0), so a rank's piece keeps the parameter's other dims and can be viewed as rows. The price is
 padding: a block is ceil(rows / N) rows on every rank that has that many left, and the chunks are padded to the largest,
-which is rank 0's, so that every collective has equal parts. Sharded: the chunk of a rank. Replicated: nothing here.
+which is rank 0's, so that every collective has equal parts. Sharded: the chunk of a rank. Replicated: nothing.
 
 ::
 

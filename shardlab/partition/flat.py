@@ -1,6 +1,6 @@
 """A flat layout: many parameters laid end to end as one range of elements, and that range cut into a chunk per rank.
 
-This is the shape of a bucket under every strategy. Sharded: the chunk of a rank. Replicated: nothing here. Two cuts:
+This is the shape of a bucket under every strategy. Sharded: the chunk of a rank. Replicated: nothing. Two cuts:
 
 - ``flat_layout``: parameters one after another, equal chunks, padding at the end. A chunk border may run through a
   parameter, so a rank holds *pieces*; every collective has equal parts.
@@ -28,7 +28,7 @@ from shardlab.partition.layout import Piece
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What the arithmetic needs to know of a parameter: ``itemsize`` is bytes per element, shape ``()`` is a scalar."""
+    """A parameter as the arithmetic needs it: ``itemsize`` is bytes per element, shape ``()`` is a scalar."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class ParamSpec:
         """Check the sizes."""
         require_count(f"itemsize of {self.name!r}", self.itemsize, 1)
         if min(self.shape, default=0) < 0:
-            raise ValueError(f"shape of {self.name!r} must have no negative size, got {self.shape}")
+            raise ValueError(f"shape: {self.shape} of {self.name!r} has a negative size; sizes must be at least 0")
 
     @property
     def numel(self) -> int:
@@ -76,7 +76,7 @@ class FlatLayout:
     bounds: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Slots must touch each other and the bounds must cover them: only our own constructors could break that."""
+        """Assert that slots touch each other and bounds cover them: only our own constructors could break that."""
         stops = [0, *(slot.stop for slot in self.slots)]
         assert [slot.start for slot in self.slots] == stops[:-1], "slots leave a gap or overlap"
         assert len(self.bounds) > 1, "bounds need at least one rank"
@@ -149,7 +149,7 @@ class FlatLayout:
         slot = self.slots[slot_index]
         rank = min(bisect_right(self.bounds, slot.start) - 1, self.num_ranks - 1)
         if slot.stop > self.bounds[rank + 1]:
-            raise ValueError(f"parameter {slot.spec.name!r} is split over ranks: no rank holds all of it")
+            raise ValueError(f"slot: parameter {slot.spec.name!r} is split over ranks; no rank holds all of it")
         return rank
 
 
@@ -181,9 +181,9 @@ def owned_layout(specs: Sequence[ParamSpec], owners: Sequence[int], num_ranks: i
     """
     require_count("num_ranks", num_ranks, 1)
     if len(owners) != len(specs):
-        raise ValueError(f"owners must name one rank per parameter: {len(specs)} parameters, {len(owners)} owners")
+        raise ValueError(f"owners: {len(owners)} owners for {len(specs)} parameters; give one rank per parameter")
     if unknown := sorted({owner for owner in owners if not 0 <= owner < num_ranks}):
-        raise ValueError(f"owners must be 0 to {num_ranks - 1}, got {unknown}")
+        raise ValueError(f"owners: {unknown} are no ranks; each must be 0 to {num_ranks - 1}")
     bounds = [0] * (num_ranks + 1)
     for spec, owner in zip(specs, owners, strict=True):
         bounds[owner + 1] += spec.numel

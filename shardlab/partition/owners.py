@@ -41,7 +41,7 @@ def assign_owners(specs: Sequence[ParamSpec], num_ranks: int, partition: Partiti
         return largest_first(num_bytes, [0] * num_ranks)
     whole = ", ".join([Partition.ROUND_ROBIN, Partition.CONTIGUOUS, Partition.BALANCED])
     hint = "; elements cuts through parameters: use flat_layout for it" if partition == Partition.ELEMENTS else ""
-    raise ValueError(f"partition must be one of {whole} to own whole parameters, got {str(partition)!r}{hint}")
+    raise ValueError(f"partition: {str(partition)!r} gives no rank whole parameters; it must be one of {whole}{hint}")
 
 
 def largest_first(sizes: Sequence[int], loads: Sequence[int]) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ def balanced_runs(sizes: Sequence[int], num_runs: int, base: Sequence[int] | Non
     require_count("sizes", min(sizes, default=0), 0)
     base = [0] * num_runs if base is None else list(base)
     if len(base) != num_runs:
-        raise ValueError(f"base must have one load per run: {num_runs} runs, {len(base)} loads")
+        raise ValueError(f"base: {len(base)} loads for {num_runs} runs; give one load per run")
     return _draw_runs(sizes, base, _smallest_limit(sizes, base))
 
 
@@ -133,7 +133,9 @@ class Ownership:
     def __post_init__(self) -> None:
         """Check that each parameter has one owner among the ranks."""
         if len(self.owners) != len(self.specs):
-            raise ValueError(f"owners must name one rank per parameter: {len(self.specs)}, got {len(self.owners)}")
+            raise ValueError(
+                f"owners: {len(self.owners)} owners for {len(self.specs)} parameters; give one rank per parameter"
+            )
         for owner in set(self.owners):
             require_rank(owner, self.num_ranks)
 
@@ -160,7 +162,9 @@ class Ownership:
         for spec, owner in zip(self.specs, self.owners, strict=True):
             if spec.name == name:
                 return owner
-        raise ValueError(f"name must be one of {', '.join(spec.name for spec in self.specs)}, got {name!r}")
+        raise ValueError(
+            f"name: no parameter is called {name!r}; it must be one of {', '.join(spec.name for spec in self.specs)}"
+        )
 
     @property
     def table(self) -> dict[str, int]:

@@ -2,8 +2,8 @@
 
 A slice is one or more ranges along one dim: the middle of a matrix's rows or columns, or, of a projection that makes
 query, key and value at once, a range of each. A module whose parameters are slices says so in an attribute
-``tensor_slices``, a mapping from its own parameters' names to slices; ``slices_of`` collects them over a model. Whoever
-needs to know (clipping, checkpoints, pictures) asks there, and need not know what made the slices.
+``tensor_slices``, a mapping from its own parameters' names to slices; ``slices_of`` collects them over a model. Norms,
+checkpoints and figures read it there and need not know what made the slices.
 
 ::
 
@@ -41,18 +41,18 @@ class TensorSlice:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the slice."""
+        """Shape of the slice."""
         width = sum(stop - start for start, stop in self.ranges)
         return (*self.full_shape[: self.dim], width, *self.full_shape[self.dim + 1 :])
 
     def of_rank(self, index: int) -> "TensorSlice":
-        """What another rank holds of the same parameter."""
+        """The slice of the same parameter that another rank holds."""
         parts = [stop - start for start, stop in self.ranges]
         return parts_slice(self.full_shape, self.dim, [size * self.num_ranks for size in parts], index, self.num_ranks)
 
 
 class ModuleLike(Protocol):
-    """What is asked of a ``torch.nn.Module``."""
+    """The part of ``torch.nn.Module`` that is used here."""
 
     def named_modules(self, *, remove_duplicate: bool) -> Iterable[tuple[str, Any]]: ...  # noqa: D102
 
@@ -67,7 +67,7 @@ def even_slice(full_shape: tuple[int, ...], dim: int, index: int, num_ranks: int
 
 
 def parts_slice(full_shape: tuple[int, ...], dim: int, parts: Iterable[int], index: int, num_ranks: int) -> TensorSlice:
-    """Of each of several parts, one behind the other along ``dim``, share ``index`` of ``num_ranks`` equal ones.
+    """Share ``index`` of ``num_ranks`` equal shares of each of several parts, one after another along ``dim``.
 
     Args:
         full_shape: of the whole parameter.
@@ -87,7 +87,9 @@ def parts_slice(full_shape: tuple[int, ...], dim: int, parts: Iterable[int], ind
         ranges.append((place + index * share, place + (index + 1) * share))
         place += size
     if place != full_shape[dim]:
-        raise ValueError(f"parts: they add up to {place}, and dim {dim} of {full_shape} has {full_shape[dim]}")
+        raise ValueError(
+            f"parts: they add up to {place}; they must add up to the {full_shape[dim]} of dim {dim} of {full_shape}"
+        )
     return TensorSlice(tuple(full_shape), dim, tuple(ranges), index, num_ranks)
 
 
@@ -106,13 +108,11 @@ def require_divisible(what: str, size: int, num_ranks: int) -> None:
     nearest = " or ".join(str(number) for number in (below, below + num_ranks) if number)
     ranks = max(number for number in range(1, num_ranks) if size % number == 0)
     fewer = f", or {ranks} ranks" if ranks > 1 else ""
-    raise ValueError(
-        f"{what}: {size} does not divide over {num_ranks} tensor-parallel ranks; what works is {nearest}{fewer}"
-    )
+    raise ValueError(f"{what}: {size} does not divide over {num_ranks} tensor-parallel ranks; use {nearest}{fewer}")
 
 
 def slices_of(module: ModuleLike) -> dict[str, TensorSlice]:
-    """The slices of a model's parameters, by each of their names; one that is not there is whole on every rank."""
+    """The slices of a model's parameters, by each of their names; a parameter without one is whole on every rank."""
     return {
         f"{prefix}.{name}" if prefix else name: found
         for prefix, owner in module.named_modules(remove_duplicate=False)

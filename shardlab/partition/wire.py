@@ -47,7 +47,7 @@ def ring_wire_bytes(op: Collective, num_bytes: int, group_size: int, own_chunk_b
     require_count("num_bytes", num_bytes, 0)
     require_count("group_size", group_size, 1)
     if own_chunk_bytes is not None and not 0 <= own_chunk_bytes <= num_bytes:
-        raise ValueError(f"own_chunk_bytes must be 0 to {num_bytes}, got {own_chunk_bytes}")
+        raise ValueError(f"own_chunk_bytes: {own_chunk_bytes} is not within the buffer; it must be 0 to {num_bytes}")
     if group_size == 1 or op in (Collective.RECV, Collective.BARRIER):
         return 0.0
     if op == Collective.SEND:
@@ -69,7 +69,7 @@ class Link:
         """Both must be finite and above 0."""
         for field, value in (("latency_us", self.latency_us), ("bandwidth_gbps", self.bandwidth_gbps)):
             if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"link: {field} must be a finite number above 0, got {value}")
+                raise ValueError(f"link: {value} is given as {field}; it must be a finite number above 0")
 
     @classmethod
     def parse(cls, text: str) -> "Link":
@@ -83,10 +83,10 @@ class Link:
         form = "bandwidth,latency such as 10Gbps,50us (units: Kbps Mbps Gbps Tbps KB/s MB/s GB/s; ns us ms s)"
         parts = [_QUANTITY.fullmatch(part.strip().lower()) for part in text.split(",")]
         if len(parts) != 2 or parts[0] is None or parts[1] is None:
-            raise ValueError(f"link must be {form}, got {text!r}")
+            raise ValueError(f"link: {text!r} is not understood; write {form}")
         (bandwidth, bandwidth_unit), (latency, latency_unit) = parts[0].groups(), parts[1].groups()
         if bandwidth_unit not in _GBPS or latency_unit not in _US:
-            raise ValueError(f"link must be {form}, got {text!r}")
+            raise ValueError(f"link: {text!r} is not understood; write {form}")
         return cls(float(latency) * _US[latency_unit], float(bandwidth) * _GBPS[bandwidth_unit])
 
     def __str__(self) -> str:

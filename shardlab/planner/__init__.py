@@ -1,6 +1,6 @@
 """What a strategy will hold and send, without running it: the engines' own arithmetic, the engines' own tables.
 
-Nothing here imports torch. ``model_states`` needs a number of parameters only; ``predicted_memory`` and
+Nothing here imports torch. ``model_states`` needs only the number of parameters; ``predicted_memory`` and
 ``predicted_collectives`` need the parameters (``described(module)``) and a ``Setup``, and are exact.
 """
 

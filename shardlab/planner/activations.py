@@ -105,7 +105,10 @@ def _rows(
         for name, layer in layers.items():
             num_bytes = activation_bytes(layer, num_ranks, **options)  # type: ignore[arg-type]
             if num_bytes != int(num_bytes):
-                raise ValueError(f"num_ranks: {num_ranks} ranks do not divide the sizes of {name!r}, {layer}")
+                raise ValueError(
+                    f"num_ranks: {num_ranks} ranks do not divide the sizes of {name!r}, {layer}; use a number that "
+                    "divides them"
+                )
             yield {
                 "run": run, "source": "predicted", "rank": rank, "step": 0, "time_us": nan, "phase": Phase.FORWARD,
                 "where": name, "role": Role.ACTIVATION, "bytes": int(num_bytes), "allocated_bytes": pd.NA,

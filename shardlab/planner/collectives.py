@@ -39,7 +39,7 @@ from shardlab.vocabulary import Collective, MeshAxis, Phase, Sharding
 
 @dataclass(frozen=True)
 class Call:
-    """One collective of a step. ``chunk_numels``: elements of each member's chunk, where the verb has chunks."""
+    """One collective of a step. ``chunk_numels``: elements of each member's chunk, if the verb has chunks."""
 
     op: Collective
     axis: MeshAxis
@@ -57,7 +57,7 @@ class Call:
         return ring_wire_bytes(self.op, self.numel * self.itemsize, self.group_size, own)
 
     def row(self, run: str, rank: int, seq: int, member: int) -> dict[str, object]:
-        """Of the table ``collectives``, for a rank that is ``member`` of the group."""
+        """The row of table ``collectives`` for a rank that is ``member`` of the group."""
         return {
             "run": run, "source": "predicted", "rank": rank, "step": 0, "seq": seq, "axis": self.axis, "op": self.op,
             "tag": self.tag, "phase": self.phase, "dtype": self.dtype, "numel": self.numel,
@@ -81,7 +81,7 @@ def predicted_collectives(
         ValueError: a rank or a parameter's name that does not exist.
     """
     wanted = setup.ranks_among(ranks)
-    # Whoever holds another chunk sends another number of elements to those that hold the same one.
+    # The sizes of what replicas exchange depend on the chunk that they hold.
     chunk_of = {rank: setup.shard_of(rank) if setup.hybrid else 0 for rank in wanted}
     calls = {chunk: calls_of_step(model, setup, chunk) for chunk in set(chunk_of.values())}
     rows = []

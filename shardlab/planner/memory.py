@@ -110,7 +110,7 @@ def _of_group(group: Group, setup: Setup, shard: int) -> dict[Role, int]:
 
 
 def _in_other_dtypes(group: Group, setup: Setup, shard: int) -> dict[Role, int]:
-    """What is otherwise where whole parameters, or their gradients, have another dtype than is stored."""
+    """The roles that change where whole parameters, or their gradients, have another dtype than the stored one."""
     if setup.strategy not in ("zero1", "zero2"):
         return {}
     held, numel, chunk = {}, group.layout.padded_numel, group.layout.chunk_sizes[shard] * group.itemsize

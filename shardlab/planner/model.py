@@ -1,4 +1,4 @@
-"""What planning needs to know of a model: its parameters in order, which of them train, the bytes of its buffers."""
+"""A model as the planner needs it: its parameters in order, which of them train, the bytes of its buffers."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -62,7 +62,7 @@ class PlannedParam:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """Parameters in the module's order, tied weights once; of a tensor-parallel model what one of the ranks holds."""
+    """Parameters in the module's order, tied weights once; of a tensor-parallel model, those that one rank holds."""
 
     params: tuple[PlannedParam, ...]
     buffer_bytes: int = 0
@@ -74,7 +74,7 @@ class PlannedModel:
         require_count("tensor_ranks", self.tensor_ranks, 1)
         names = [param.spec.name for param in self.params]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"params: names must differ, {', '.join(twice)} come twice")
+            raise ValueError(f"params: {', '.join(twice)} come twice; names must differ")
 
     @classmethod
     def of_specs(cls, specs: Sequence[ParamSpec]) -> "PlannedModel":

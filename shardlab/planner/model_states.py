@@ -57,7 +57,7 @@ class Precision:
     variance: int
 
     def __post_init__(self) -> None:
-        """Parameters and gradients take room, the rest may take none."""
+        """Parameters and gradients need at least a byte, the rest may be 0."""
         for field in fields(self):
             require_count(f"precision: {field.name}", getattr(self, field.name), int(field.name in _NEEDED))
 
@@ -105,7 +105,7 @@ def model_states(num_params: float, num_ranks: int, precision: Precision | str =
         ValueError: a count that is too small or not whole, or an unknown precision; the message names the field.
     """
     if not (num_params >= 1 and float(num_params).is_integer()):
-        raise ValueError(f"params must be a whole number of at least 1, got {num_params}")
+        raise ValueError(f"params: {num_params} is given; it must be a whole number of at least 1")
     require_count("ranks", num_ranks, 1)
     if isinstance(precision, str):
         precision = precision_named(precision)

@@ -36,7 +36,7 @@ from shardlab.planner.model import ITEMSIZES, PlannedModel, PlannedParam
 from shardlab.tables import COLLECTIVES
 from shardlab.vocabulary import Collective, MeshAxis, Phase
 
-# The dim along which a parameter of the package's GPT is divided; one that is not here is replicated.
+# The dim along which a parameter of the package's GPT is divided; all others are replicated.
 GPT_DIMS: Mapping[str, int] = MappingProxyType(
     {
         "token_embedding.weight": 0,
@@ -89,7 +89,9 @@ class TensorSetup:
         if self.dtype not in ITEMSIZES:
             raise ValueError(f"dtype: {self.dtype!r} is not one of {', '.join(ITEMSIZES)}")
         if self.regather and not self.sequence_parallel:
-            raise ValueError("regather: it is for sequence_parallel=True")
+            raise ValueError(
+                "regather: True is given without sequence_parallel; set sequence_parallel=True, or leave it out"
+            )
 
 
 def divided(model: PlannedModel, num_ranks: int, dims: Mapping[str, int] = GPT_DIMS) -> PlannedModel:
@@ -151,12 +153,12 @@ class _Pass:
         yield from self.embeddings_backward()
 
     def enter(self, name: str) -> Iterator[Call]:
-        """Before a region, forward: nothing to do for activations that are whole."""
+        """Before a region, in forward: nothing is sent for activations that are whole."""
         if self.setup.sequence_parallel:
             yield self.activation(Collective.ALL_GATHER, f"input of {name}", Phase.FORWARD)
 
     def leave(self, name: str) -> Iterator[Call]:
-        """Behind a region, forward: the sum of the ranks' terms."""
+        """After a region, in forward: the sum of the ranks' terms."""
         op = Collective.REDUCE_SCATTER if self.setup.sequence_parallel else Collective.ALL_REDUCE
         yield self.activation(op, f"output of {name}", Phase.FORWARD)
 

@@ -17,7 +17,7 @@ from shardlab.tensor_parallel.styles import Column, OnSequence, OwnDropout, Row,
 
 
 class GPTSizes(Protocol):
-    """What is asked of a ``GPTConfig``."""
+    """The part of ``GPTConfig`` that is used here."""
 
     @property
     def head_dim(self) -> int: ...  # noqa: D102
@@ -30,7 +30,8 @@ def gpt_plan(
 
     Args:
         sizes: its config.
-        sequence_parallel: divide the sequence where the model treats tokens apart; the ranks must divide its length.
+        sequence_parallel: divide the sequence where the model treats each token by itself; the ranks must divide its
+            length.
         regather: with ``sequence_parallel``: keep the inputs of attention and MLP in parts for backward.
         gather_logits: give every rank all logits; False leaves them in parts along the vocabulary, for
             ``vocab_parallel_cross_entropy``.
@@ -39,7 +40,9 @@ def gpt_plan(
         ValueError: ``regather`` without ``sequence_parallel``.
     """
     if regather and not sequence_parallel:
-        raise ValueError("regather: it is for sequence_parallel=True")
+        raise ValueError(
+            "regather: True is given without sequence_parallel; set sequence_parallel=True, or leave it out"
+        )
     along = SEQUENCE_DIM if sequence_parallel else None
     column, row = Column(sequence_dim=along, regather=regather), Row(sequence_dim=along)
     plan: dict[str, Style] = {

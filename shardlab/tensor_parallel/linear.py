@@ -9,13 +9,13 @@
     x whole -> y in parts                      x in parts -> y whole
     forward nothing, backward 1 all-reduce     forward 1 all-reduce, backward nothing
 
-A column layer followed by a row layer, with anything between them that treats features (heads) apart, costs one
+A column layer followed by a row layer, with anything between them that treats each feature (head) by itself, costs one
 all-reduce forward and one backward: the MLP, and attention whose heads are divided. Sliced: weights, the column's bias.
 Replicated: the row's bias, which is added once, after the sum, so that its gradient is whole on every rank.
 
 With ``sequence_dim`` the activation outside is in parts along the sequence: the column's border becomes an all-gather
-(backward a reduce-scatter), the row's a reduce-scatter (backward an all-gather), and the row's bias sees a part of the
-tokens, so that its gradient is summed over the ranks. "Column" and "row" are those of A^T, as in the source.
+(backward a reduce-scatter), the row's a reduce-scatter (backward an all-gather), and the row's bias is added to a part
+of the tokens, so its gradient is summed over the ranks. "Column" and "row" are those of A^T, as in the source.
 
 Legend: N ranks, x of any rank with features last. Source: Shoeybi et al., arXiv 1909.08053, section 3.
 """
@@ -24,6 +24,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import override
 
 from shardlab.comm import Communicator
 from shardlab.comm.autograd import gather, reduce, reduce_scatter, scatter
@@ -78,6 +79,7 @@ class ColumnParallelLinear(nn.Module):
             self.tensor_slices["bias"] = parts_slice(shape[:1], 0, sizes, comm.rank, comm.num_ranks)
             self.bias = sliced(linear.bias, self.tensor_slices["bias"])
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         """Output features (..., out / N), all of them with ``gather_output``, for an input (..., in)."""
         require_width(self.name, "input features", x, self.in_features, self.comm.num_ranks)
@@ -88,6 +90,7 @@ class ColumnParallelLinear(nn.Module):
             y = functional.linear(crossed, self.weight, self.bias)
         return gather(y, self.comm, -1, tag=f"output of {self.name}") if self.gather_output else y
 
+    @override
     def extra_repr(self) -> str:
         """Full sizes and the share."""
         return f"{self.in_features}, {self.out_features} / {self.comm.num_ranks}, gather_output={self.gather_output}"
@@ -131,6 +134,7 @@ class RowParallelLinear(nn.Module):
         if self.bias is not None and sequence_dim is not None:
             sum_gradient(self.bias, comm, f"{name}.bias")
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         """Output (..., out), or its part of the sequence, for an input (..., in / N), or (..., in) if it is whole."""
         num_ranks = self.comm.num_ranks
@@ -145,6 +149,7 @@ class RowParallelLinear(nn.Module):
             y = reduce_scatter(term, self.comm, self.sequence_dim, tag=tag)
         return y if self.bias is None else y + self.bias
 
+    @override
     def extra_repr(self) -> str:
         """Full sizes and the share."""
         share = f"{self.in_features} / {self.comm.num_ranks}, {self.out_features}"
@@ -168,8 +173,10 @@ def check_column(
     for size in parts or [out_features]:
         require_divisible(f"{name}: {'a part of ' if parts else ''}out_features", size, num_ranks)
     if parts is not None and sum(parts) != out_features:
-        raise ValueError(f"{name}: parts {tuple(parts)} add up to {sum(parts)}, out_features is {out_features}")
+        raise ValueError(
+            f"{name}: parts {tuple(parts)} add up to {sum(parts)}; they must add up to out_features, {out_features}"
+        )
     if parts is not None and gather_output:
         raise ValueError(f"{name}: gather_output would mix the parts; use it without parts")
     if regather and sequence_dim is None:
-        raise ValueError(f"{name}: regather is for an input in parts; set sequence_dim, or leave regather away")
+        raise ValueError(f"{name}: regather is for an input in parts; set sequence_dim, or leave regather out")

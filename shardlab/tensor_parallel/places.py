@@ -11,7 +11,7 @@ from shardlab.tensor_parallel.styles import OnSequence, Row, Style
 
 
 class Places:
-    """The places of every parameter of a model, as they were when this was made.
+    """The places of every parameter of a model, as they are when this object is made.
 
     Args:
         model: the plain one.
@@ -28,7 +28,7 @@ class Places:
         self._of = held
 
     def check(self, styles: Mapping[str, Style]) -> None:
-        """Refuse tied weights that a plan would tear apart, and gradients that it would sum twice.
+        """Refuse tied weights that a plan would separate, and gradients that it would sum twice.
 
         Raises:
             ValueError: one of the modules of a tied weight has a style, another has none; a replicated parameter on
@@ -37,7 +37,7 @@ class Places:
         for name in (name for name, style in styles.items() if isinstance(style, OnSequence)):
             if inside := [other for other in styles if other.startswith(f"{name}.")]:
                 raise ValueError(
-                    f"plan: {name!r} is OnSequence with all it holds, so {inside[0]!r} has no style of its own"
+                    f"plan: {name!r} is OnSequence with all that it holds; give {inside[0]!r} no style of its own"
                 )
         for together in self._tied:
             styled = [name for name, _ in together if name in styles]
@@ -49,13 +49,16 @@ class Places:
                 )
             for name, key in together:
                 if _is_summed(styles.get(name), key):
-                    raise ValueError(f"plan: {key!r} of {name!r} is tied, and cannot be so on parts of the sequence")
+                    raise ValueError(
+                        f"plan: {key!r} of {name!r} is tied; a tied parameter cannot work on parts of the sequence, "
+                        "so untie it"
+                    )
 
     def replace(self, old: nn.Module, new: nn.Module) -> None:
         """Put ``new`` wherever ``old`` is."""
         if new is old:
             return
-        new.train(old.training)
+        new.train(old.training)  # a new module is in training mode, whatever the old one was in
         for owner in self._model.modules():
             for key, child in owner._modules.items():
                 if child is old:
@@ -70,7 +73,7 @@ class Places:
         """Make the parameters that ``module`` itself holds on the meta device, and fill them.
 
         Raises:
-            ValueError: a buffer is on the meta device: nobody says what is in it.
+            ValueError: a buffer is on the meta device, and nothing says what it shall hold.
         """
         for key, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:
@@ -78,13 +81,13 @@ class Places:
         meta = [param for param in module._parameters.values() if param is not None and param.is_meta]
         for param in meta:
             made = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
-            self.put(param, made)  # in all its places, so that tied weights are made once
+            self.put(param, made)  # in all its places, so that tied weights are made once and stay tied
         if meta:
             with torch.no_grad():
                 init_fn(name, module)
 
     def tie(self) -> None:
-        """Make one parameter again of the slices of tied weights.
+        """Tie the slices of tied weights again: one parameter in all places.
 
         Raises:
             ValueError: they are different slices.
@@ -94,7 +97,10 @@ class Places:
             for name, key in others:
                 other = self._model.get_submodule(name)
                 if getattr(module, SLICES, {}).get(first_key) != getattr(other, SLICES, {}).get(key):
-                    raise ValueError(f"plan: the tied weights of {first!r} and {name!r} would be sliced differently")
+                    raise ValueError(
+                        f"plan: the tied weights of {first!r} and {name!r} would be sliced differently; give both "
+                        "the same slices"
+                    )
                 other._parameters[key] = module._parameters[first_key]
 
 

@@ -12,7 +12,7 @@
 Linear layers and embeddings are replaced by parallel ones in their places; the model keeps its class, its code and the
 names of its parameters, of which each rank has slices, so any engine trains it on the data axes of the same mesh.
 Whatever the seeds were, the weights are slices of the first rank's. A pattern is compared part by part between the
-dots: ``*`` and ``[qkv]`` stand for text within one part. Columns of one parent share the border their input crosses.
+dots: ``*`` and ``[qkv]`` stand for text within one part. Columns of one parent share their input.
 """
 
 from collections.abc import Mapping
@@ -70,6 +70,7 @@ def parallelize_module(
     places = Places(model)
     places.check(styles)
     home = Process.device if device is None else torch.device(device)
+    # Before any module is made: what init_fn draws must be equal on all ranks.
     equalise_rng(comm, next((param.device for param in model.parameters() if not param.is_meta), home))
     # By name: a list of the modules would keep each full layer alive until the last one is divided.
     for name in [name for name, _ in model.named_modules()]:
@@ -102,7 +103,10 @@ def matched(plan: Plan, model: nn.Module) -> dict[str, Style]:
         for name in hits:
             first = first_name[id(names[name])]
             if first in found and found[first][0] != pattern:
-                raise ValueError(f"plan: {found[first][0]!r} and {pattern!r} both match module {name!r}")
+                raise ValueError(
+                    f"plan: {found[first][0]!r} and {pattern!r} both match module {name!r}; one pattern per module "
+                    "is allowed"
+                )
             found[first] = (pattern, style)
     return {name: found[name][1] for name in names if name in found}
 
@@ -114,20 +118,20 @@ def _fits(name: str, pattern: str) -> bool:
 
 def _check_fresh(model: nn.Module) -> None:
     if slices_of(model):
-        raise ValueError("model: it is tensor parallel already")
+        raise ValueError("model: it is tensor parallel already; call parallelize_module once, on the plain model")
     if getattr(getattr(model, "_shardlab_engine", None), "engine", None) is not None:
         raise ValueError("model: it is wrapped by an engine; call parallelize_module first, then build the engine")
 
 
 def _equalise_rest(model: nn.Module, comm: Communicator) -> None:
-    """Replicated parameters and buffers become the first rank's."""
+    """Copy the first rank's replicated parameters and buffers to the others."""
     slices = slices_of(model)
     rest: list[Tensor] = [param for name, param in model.named_parameters() if name not in slices]
     broadcast_coalesced(comm, [*rest, *model.buffers()], tag="replicated parameters and buffers from rank 0")
 
 
 def _share_inputs(model: nn.Module) -> None:
-    """Columns of one parent that cross alike cross together."""
+    """Give the columns of one parent, if they read the same dim in parts, one shared input."""
     for name, parent in model.named_modules():
         columns = [child for child in parent.children() if isinstance(child, ColumnParallelLinear)]
         for dim in {column.shared_input.sequence_dim for column in columns}:

@@ -1,4 +1,4 @@
-"""Random numbers of tensor-parallel ranks: equal where activations are alike, different where they are in parts.
+"""Random numbers of tensor-parallel ranks: equal where activations are whole, different where they are in parts.
 
 Ranks of the tensor axis share torch's own generators in the same state (``equalise_rng``), so dropout on activations
 that all of them have drops the same elements. Inside ``differing_by_rank`` each rank has a stream of its own. That
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from shardlab.comm import Communicator
 
@@ -29,15 +30,16 @@ def equalise_rng(comm: Communicator, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def differing_by_rank(comm: Communicator, device: torch.device | None = None) -> Iterator[None]:
-    """Inside, torch draws other random numbers on each rank of the axis; outside it goes on equally on all.
+    """Inside, torch draws different random numbers on each rank of the axis; afterwards the same ones on all again.
 
     Args:
-        comm: the tensor axis; every rank has to come here, as for a collective, but nothing is sent.
+        comm: the tensor axis; every rank has to call this, as for a collective, but nothing is sent.
         device: whose generator is used inside, besides the CPU's; None for the CPU's alone.
     """
     if comm.num_ranks == 1:
         yield
         return
+    # Drawn from the shared stream on all ranks alike, so that the stream goes on equally after this.
     drawn = int(torch.randint(_LARGEST, (), generator=torch.default_generator, device="cpu"))
     generators = _generators(torch.device("cpu") if device is None else device)
     before = [generator.get_state() for generator in generators]
@@ -62,6 +64,7 @@ class PartDropout(nn.Dropout):
         super().__init__(dropout.p, dropout.inplace)
         self.comm = comm
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         """As ``nn.Dropout``."""
         if not self.training or self.p == 0:

@@ -1,6 +1,6 @@
-"""Sequence parallelism: between two parallel regions each rank has a part of the tokens, not all of them.
+"""Sequence parallelism: between two parallel regions each rank has a part of the tokens instead of all.
 
-LayerNorm, dropout and the residual look at one token at a time. Where activations are whole there, every rank does the
+LayerNorm, dropout and the residual work on one token at a time. Where activations are whole there, every rank does the
 same work and keeps the same bytes; in parts along the sequence it does and keeps 1/N. The all-reduce at the end of a
 region becomes a reduce-scatter, and before the next region an all-gather: together as many bytes. Parameters in between
 are replicated, but their gradients come from a part of the tokens, so they are summed over the ranks, one small
@@ -27,6 +27,7 @@ def sum_gradient(param: nn.Parameter, comm: Communicator, name: str) -> None:
         return
 
     def summed(gradient: Tensor) -> Tensor:
+        # A copy: autograd may hand the same tensor to others.
         total = gradient.clone(memory_format=torch.contiguous_format)
         comm.all_reduce(total, tag=f"gradient of {name}").wait()
         return total
@@ -42,10 +43,10 @@ def compute_on_part(module: nn.Module, comm: Communicator, name: str, gather_alo
     """Let a replicated module work on parts of the sequence.
 
     Args:
-        module: treats tokens apart; its class and its parameters stay.
+        module: treats each token by itself; its class and its parameters stay.
         comm: the tensor axis.
         name: in tags.
-        gather_along: dim along which its output is gathered, where whole activations are needed behind it; else None.
+        gather_along: dim along which its output is gathered, if whole activations are needed after it; else None.
     """
     for key, param in module.named_parameters():
         sum_gradient(param, comm, f"{name}.{key}")
@@ -55,7 +56,7 @@ def compute_on_part(module: nn.Module, comm: Communicator, name: str, gather_alo
 
 
 def scatter_output(module: nn.Module, comm: Communicator, dim: int, name: str) -> None:
-    """Let each rank go on with its part of what ``module``, which every rank computes whole, returns.
+    """Let every rank compute ``module`` whole and go on with its part of the output.
 
     The gradient is gathered in backward, so that the module's own parameters have whole gradients.
     """

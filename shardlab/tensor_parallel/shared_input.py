@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import override
 
 from shardlab.comm import Communicator
 from shardlab.comm.autograd import all_gather, copy
@@ -40,12 +41,13 @@ class SharedInput:
         self._is_shared = False
 
     def share(self, parent: nn.Module) -> None:
-        """Remember what crosses for the other columns of ``parent``, until its forward ends."""
+        """Remember the last input for the other columns of ``parent``, until the parent's forward ends."""
         self._is_shared = True
+        # Also after an error: the remembered tensors would otherwise live until the next forward.
         parent.register_forward_hook(lambda *_: self._forget(), always_call=True)
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """The tensor as the columns take it: whole, its gradient summed over the ranks."""
+        """The tensor as the columns take it: whole, and its gradient summed over the ranks."""
         if not self._is_shared or tensor.is_inference():
             return self._cross(tensor)
         as_it_is = (tensor, tensor._version, torch.is_grad_enabled())  # the version says whether it was written into
@@ -54,7 +56,7 @@ class SharedInput:
         return self._last[3]
 
     def regather(self, part: Tensor, *, for_all: bool) -> Tensor:
-        """Gather once more, in backward, what ``part`` became.
+        """Gather the whole input again, in backward.
 
         Args:
             part: this rank's part.
@@ -74,7 +76,9 @@ class SharedInput:
             return copy(tensor, self.comm, tag=tag)
         crossed = all_gather(tensor, self.comm, self.sequence_dim, tag=tag)
         if crossed.requires_grad:
-            crossed.register_hook(lambda _: self._forget_again())  # its gradient is there: all columns are through
+            # When its gradient is complete, all columns have used the gathered input: without this the whole of it
+            # would stay until the next backward.
+            crossed.register_hook(lambda _: self._forget_again())
         return crossed
 
     def _forget(self) -> None:
@@ -87,7 +91,7 @@ class SharedInput:
 def linear_of_gathered(
     gathered: Tensor, part: Tensor, weight: Tensor, bias: Tensor | None, shared_input: SharedInput
 ) -> Tensor:
-    """``gathered @ weight.T + bias``; what is kept of ``gathered`` is ``part``.
+    """``gathered @ weight.T + bias``; for backward only ``part`` is kept.
 
     Args:
         gathered: what ``shared_input`` made of ``part``.
@@ -102,15 +106,18 @@ def linear_of_gathered(
 
 class _LinearOfGathered(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(
         ctx: Any, gathered: Tensor, part: Tensor, weight: Tensor, bias: Tensor | None, shared_input: SharedInput
     ) -> Tensor:
+        # The part, not ``gathered``: that is the memory this class exists to save.
         ctx.save_for_backward(part, weight)
         ctx.shared_input = shared_input
         return functional.linear(gathered, weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
+    @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         part, weight = ctx.saved_tensors
         needs_input, _, needs_weight, needs_bias, _ = ctx.needs_input_grad

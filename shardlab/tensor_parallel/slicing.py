@@ -18,16 +18,17 @@ def equalise(module: nn.Module, comm: Communicator, name: str) -> None:
     """
     if meta := [key for key, param in module.named_parameters() if param.is_meta]:
         raise ValueError(f"{name}: {meta[0]!r} is on the meta device; parallelize_module makes such layers itself")
+    # Before it is cut: ranks may have drawn different weights, and slices of different layers make no layer.
     broadcast_coalesced(comm, module.parameters(), tag=f"parameters of {name} from rank 0")
 
 
 def sliced(param: Tensor, slice_: TensorSlice) -> nn.Parameter:
-    """A parameter of this rank's part alone."""
+    """A new parameter that holds this rank's slice only."""
     return nn.Parameter(cut(param, slice_), requires_grad=param.requires_grad)
 
 
 def require_width(layer: str, field: str, x: Tensor, width: int, num_ranks: int) -> None:
-    """Refuse an input whose last dim is not ``width``, and say so where it is a part, or the whole, of what is needed.
+    """Refuse an input whose last dim is not ``width``; the error says if it is a part, or the whole, of what is needed.
 
     Raises:
         ValueError: it is not.
@@ -40,11 +41,11 @@ def require_width(layer: str, field: str, x: Tensor, width: int, num_ranks: int)
         hint = f": this is one of {num_ranks} parts; use gather_output=True in the layer before"
     elif found == width * num_ranks:
         hint = ": this is the whole of it; use input_is_parallel=False"
-    raise ValueError(f"{layer}: an input of {width} {field} is needed, not {found}{hint}")
+    raise ValueError(f"{layer}: the input has {found} {field}; {width} are needed{hint}")
 
 
 def merge_state_dict(model: nn.Module, comm: Communicator) -> dict[str, Any]:
-    """A copy of the whole state, the same on every rank, which loads strict into the plain model; collective."""
+    """A copy of the whole state, the same on every rank, which the plain model loads with strict=True; collective."""
     return merge_state(model.state_dict(), slices_of(model), comm)
 
 

@@ -5,7 +5,7 @@
 ``Row``         a linear layer by input features
 ``Vocabulary``  an embedding by rows
 ``OnSequence``  a module with replicated parameters that works on parts of the sequence: LayerNorm
-``Scatter``     a module that every rank computes whole, of whose output each goes on with a part
+``Scatter``     a module that every rank computes whole; each goes on with a part of its output
 ``OwnDropout``  dropout where activations are in parts
 ==============  ==============================================================================================
 """
@@ -26,7 +26,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Style(Protocol):
-    """What ``parallelize_module`` asks of a style."""
+    """The methods of a style that ``parallelize_module`` calls."""
 
     def check(self, name: str, module: nn.Module, num_ranks: int) -> None:
         """Raise ValueError, naming the module, unless the style can be applied to it."""
@@ -39,7 +39,7 @@ class Style(Protocol):
 class Column:
     """A linear layer by output features, see ``ColumnParallelLinear``.
 
-    ``head_dim`` is the width of an attention head, which is never cut; None where features are apart.
+    ``head_dim`` is the width of an attention head, which is never cut; None if features are independent.
     """
 
     gather_output: bool = False
@@ -114,7 +114,7 @@ class OnSequence:
     gather_along: int | None = None
 
     def check(self, name: str, module: nn.Module, num_ranks: int) -> None:
-        """Any module will do that treats tokens apart."""
+        """Any module that treats each token by itself will do."""
 
     def apply(self, name: str, module: nn.Module, comm: Communicator) -> nn.Module:
         """The module itself, with hooks."""
@@ -129,7 +129,7 @@ class Scatter:
     dim: int = SEQUENCE_DIM
 
     def check(self, name: str, module: nn.Module, num_ranks: int) -> None:
-        """Any module will do that returns a tensor."""
+        """Any module that returns a tensor will do."""
 
     def apply(self, name: str, module: nn.Module, comm: Communicator) -> nn.Module:
         """The module itself, with a hook."""

@@ -17,6 +17,7 @@ Source: Shoeybi et al., arXiv 1909.08053, section 3.
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import override
 
 from shardlab.comm import Communicator
 from shardlab.comm.autograd import reduce, reduce_scatter
@@ -54,6 +55,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = sliced(embedding.weight, rows)
         self.padding_idx = embedding.padding_idx
 
+    @override
     def forward(self, tokens: Tensor) -> Tensor:
         """Embeddings (..., H) of int64 tokens (...), or their part along ``sequence_dim``.
 
@@ -69,6 +71,7 @@ class VocabParallelEmbedding(nn.Module):
             return reduce(term, self.comm, tag=tag)
         return reduce_scatter(term, self.comm, self.sequence_dim, tag=tag)
 
+    @override
     def extra_repr(self) -> str:
         """Full sizes and the share."""
         return f"{self.num_embeddings} / {self.comm.num_ranks}, {self.embedding_dim}"
@@ -151,9 +154,9 @@ def _check(logits: Tensor, targets: Tensor, label_smoothing: float, reduction: s
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: {reduction!r} is not one of {', '.join(REDUCTIONS)}")
     if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing: {label_smoothing} is not within 0 and 1")
+        raise ValueError(f"label_smoothing: {label_smoothing} is given; it must be within 0 and 1")
     if logits.shape[:-1] != targets.shape:
         raise ValueError(
-            f"targets: shape {tuple(logits.shape[:-1])} is needed beside logits {tuple(logits.shape)}, "
-            f"not {tuple(targets.shape)}"
+            f"targets: shape {tuple(targets.shape)} is given; beside logits {tuple(logits.shape)} it must be "
+            f"{tuple(logits.shape[:-1])}"
         )

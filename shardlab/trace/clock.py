@@ -14,10 +14,10 @@ Mark = int | torch.cuda.Event
 
 
 class Clock(Protocol):
-    """Makes marks now and turns them into nanoseconds later."""
+    """Takes marks during a step and turns them into nanoseconds after it."""
 
     def mark(self) -> Mark:
-        """Now, in the order of the compute."""
+        """A mark of this moment, in the order of the compute."""
 
     def resolve(self, marks: Sequence[Mark]) -> Sequence[int]:
         """Nanoseconds of ``time.perf_counter_ns``; after the step."""
@@ -36,14 +36,14 @@ class HostClock:
         return cast("Sequence[int]", marks)
 
     def settle(self) -> None:
-        """Host marks are there at once."""
+        """Nothing to wait for: host marks are known at once."""
 
 
 class CudaClock:
     """For compute on a CUDA stream."""
 
     def __init__(self) -> None:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # or work under way would lie between the event and the host's clock
         self._zero = torch.cuda.Event(enable_timing=True)
         self._zero.record()
         self._zero.synchronize()
@@ -60,7 +60,7 @@ class CudaClock:
         return [self._zero_ns + int(self._zero.elapsed_time(cast("torch.cuda.Event", mark)) * 1e6) for mark in marks]
 
     def settle(self) -> None:
-        """The step is over: waiting here no longer disturbs what was measured."""
+        """Synchronise. The step is over, so that disturbs no measurement."""
         torch.cuda.synchronize()
 
 

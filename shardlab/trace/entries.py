@@ -1,9 +1,9 @@
-"""One step of one rank as an entry of the rank's stream: written as it was heard, read as rows of the five tables.
+"""One step of one rank as an entry of the rank's stream: written raw, read as rows of the five tables.
 
-An entry is one MessagePack object: run, source, rank, step, and for each table a list a column. A rank in training
-writes what it has at hand and no more: times are integer nanoseconds since the start of the run, under names that end
-in ``_ns``, and spans are as they were marked, with the times in them when the rank only waited. Whoever reads makes
-microseconds of them, takes the waits out of the spans and adds up the traffic of the step. Reading needs no torch.
+An entry is one MessagePack object: run, source, rank, step, and for each table one list per column. A rank in training
+writes only what it has at hand: times are integer nanoseconds since the start of the run, under names that end in
+``_ns``, and spans are as they were marked, waits included. The reader turns them into microseconds, takes the waits out
+of the spans and adds up the traffic of the step. Reading needs no torch.
 
 The arithmetic of intervals is plain Python here; ``analysis.intervals`` says the same for whole tables with numpy. A
 step has a few dozen intervals, and a run thousands of steps that are worked on one by one: numpy's fixed cost of ten
@@ -35,7 +35,7 @@ class EntryStream:
     """Reads the entries of one rank, also while they are being written.
 
     Args:
-        path: of the file; it stays open, and so readable when the run has ended and removed it.
+        path: of the file. It stays open, so that it can be read even after the run has ended and removed it.
 
     Raises:
         FileNotFoundError: it is not there.
@@ -47,7 +47,7 @@ class EntryStream:
         self._unpacker = msgpack.Unpacker(max_buffer_size=0)
 
     def new(self) -> Iterator[Entry]:
-        """What was not read before; of an entry that is not whole, nothing.
+        """The entries that were not read before, without one that is not yet complete.
 
         Raises:
             ValueError: the file is damaged.
@@ -60,10 +60,10 @@ class EntryStream:
             raise ValueError(f"run: {self._path} is damaged: {error!r}") from error
 
     def tables(self, entry: Entry) -> dict[str, Columns]:
-        """What an entry says, as columns of the tables in it, each with all the table's columns.
+        """The tables in an entry, each with all of its columns.
 
         Raises:
-            ValueError: it says something else; the file is damaged.
+            ValueError: the entry has another form: the file is damaged.
         """
         try:
             return _tables(entry)
@@ -76,7 +76,7 @@ class EntryStream:
 
 
 def joined(entries: Iterable[Mapping[str, Columns]], table: Table) -> dict[str, list[Any]]:
-    """The columns of one table in the tables of all the entries, which may have none of it."""
+    """The columns of one table over all entries; some of them may lack that table."""
     columns: dict[str, list[Any]] = {name: [] for name in table.column_names}
     for entry in entries:
         if table.name in entry:
@@ -86,7 +86,7 @@ def joined(entries: Iterable[Mapping[str, Columns]], table: Table) -> dict[str, 
 
 
 def in_us(columns: Columns) -> Columns:
-    """Every column of nanoseconds as one of microseconds."""
+    """The columns with microseconds in place of nanoseconds."""
     return dict(_column_in_us(name, values) for name, values in columns.items())
 
 
@@ -114,8 +114,8 @@ def _whole(table: Table, columns: Columns, keys: Mapping[str, Any]) -> Columns:
 
 
 def _without_waits(spans: Columns, collectives: Columns) -> Columns:
-    """The spans without the times in them when the rank only waited for a collective: one row for each piece."""
-    # A collective that nobody waited for has NaN there, which is not above anything.
+    """The spans without the time in which the rank only waited for a collective: one row for each remaining piece."""
+    # A collective that nobody waited for has NaN there, and no comparison with NaN is true.
     waits = merged(
         (start, end) for start, end in _intervals(collectives, "wait_start_us", "wait_end_us") if end > start
     )
@@ -129,7 +129,7 @@ def _without_waits(spans: Columns, collectives: Columns) -> Columns:
 
 
 def _traffic(collectives: Columns, spans: Columns) -> Columns:
-    """The columns of table ``steps`` that tell of communication; that of the report itself is left out."""
+    """The communication columns of table ``steps``, without what the training step sends to report its loss."""
     own = [phase != Phase.METRICS for phase in collectives.get("phase", ())]
     compute = [
         unit == WHOLE_MODEL and kind in COMPUTE_KINDS

@@ -1,8 +1,8 @@
-"""A file that is appended to without a system call: pages are made ahead of it and mapped.
+"""A file to which one appends without a system call: its pages are allocated ahead and mapped.
 
-The first 8 bytes say where the last append ends, and are written after it. So whoever reads, while it goes on or after
-a kill, sees whole appends only; behind them are zeros. What a kill leaves is in the system's page cache, as after a
-``write``. That would cost more: in a training step, with all caches cold, 0.15 to 0.6 ms against 0.01.
+The first 8 bytes say where the last append ends, and are written after it. So a reader sees whole appends only, while
+the file grows and after a kill; behind them are zeros. After a kill the data is in the system's page cache, as after a
+``write``; but a ``write`` costs more: in a training step, with all caches cold, 0.15 to 0.6 ms against 0.01.
 """
 
 import mmap
@@ -45,6 +45,7 @@ class Journal:
             self._make(end + AHEAD_BYTES)
             self._map()
         place = self._end - self._mapped_from
+        # The data first, then its end: a reader, or a kill in between, never sees half of an append.
         self._pages[place : place + len(data)] = data
         self._end = end
         END.pack_into(self._first_page, 0, end)
@@ -65,21 +66,22 @@ class Journal:
 
     def _make(self, size: int) -> None:
         size += -size % _PAGE_BYTES
-        # Zeros are written and not just promised: so a full disk is an error here and not a signal in a copy.
+        # Zeros are really written: on a full disk that is an error here, where a sparse file would kill the process
+        # with a signal when the mapped page is first touched.
         while self._made < size:
             self._made += os.pwrite(self._file.fileno(), bytes(size - self._made), self._made)
 
     def _map(self) -> None:
-        """From the page of the next append on: what lies before it is not this process' memory."""
+        """Map from the page of the next append on; what lies before it no longer counts as this process' memory."""
         self._mapped_from = self._end - self._end % _PAGE_BYTES
         self._pages = mmap.mmap(self._file.fileno(), self._made - self._mapped_from, offset=self._mapped_from)
 
 
 class JournalReader:
-    """Reads what has been appended, also while it goes on.
+    """Reads what has been appended, also while the file grows.
 
     Args:
-        path: of the file; it stays open, and so readable when its writer has removed it.
+        path: of the file. It stays open, so that it can be read even after its writer has removed it.
 
     Raises:
         FileNotFoundError: it is not there.
@@ -90,7 +92,7 @@ class JournalReader:
         self._place = END.size
 
     def new(self, at_most: int) -> bytes:
-        """The next bytes, at most so many; none where there is nothing new."""
+        """The next bytes, at most ``at_most``; empty if there is nothing new."""
         head = os.pread(self._file.fileno(), END.size, 0)
         end = END.unpack(head)[0] if len(head) == END.size else 0  # killed before the first page was made
         data = os.pread(self._file.fileno(), min(max(end - self._place, 0), at_most), self._place)

@@ -7,9 +7,9 @@ freed. The log of these events is replayed when the step is over, when it is kno
 survives as gradient was a gradient from its first byte. The rest made in forward is activation, in backward or the
 optimizer other (temporaries, and gradients of activations). Scratch of the transports is told by the communicator's
 events. Every change also carries the unit the rank was in, so that the peak has a place in the model and the whole step
-a course. Tracing one step slows it some three times; its times are left out of the statistics. On CUDA the ledger knows
-tensors only, and the allocator the rest (``allocator.py``); of tensors in host memory those count that the engine has
-offloaded.
+a course. Tracing makes a step about three times as slow; its times are left out of the statistics. On CUDA the ledger
+knows tensors only, and the allocator the rest (``process_memory.py``); of tensors in host memory only those count that
+the engine has offloaded.
 """
 
 import weakref
@@ -39,7 +39,7 @@ ByRole = dict[Role, int]
 
 
 def on_device(live: LiveTensors, device_type: str) -> dict[Role, list[Tensor]]:
-    """The tensors on the device, and those that are offloaded; step counters in host memory, say, are neither."""
+    """The tensors on the device and the offloaded ones; others in host memory, such as step counters, are left out."""
     return {
         role: [tensor for tensor in tensors if role is Role.OFFLOADED or tensor.device.type == device_type]
         for role, tensors in live.items()
@@ -128,10 +128,10 @@ class MemoryLedger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and log the storages of its results."""
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a tensor made of others (DTensor): it asks again for the plain ones inside
+            return NotImplemented  # a tensor made of others (DTensor) dispatches again with the plain ones inside
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, list | tuple) else (result,):
-            if type(value) in _PLAIN and not value.is_meta:  # (DTensor finds shapes out with tensors without memory)
+            if type(value) in _PLAIN and not value.is_meta:  # (DTensor infers shapes with meta tensors)
                 storage = value.untyped_storage()
                 if storage._cdata not in self._known:
                     if value.device.type != self._device_type:
@@ -173,7 +173,7 @@ class MemoryLedger(TorchDispatchMode):
         return self
 
     def issued(self, event: CollectiveEvent) -> None:
-        """What a collective moves says what it is: gathered are parameters, reduced are gradients."""
+        """Give the buffer a role by its collective: what is gathered are parameters, what is reduced are gradients."""
         serial = self._known.get(event.storage)
         of_activations = event.axis == MeshAxis.TENSOR
         if (
@@ -185,7 +185,7 @@ class MemoryLedger(TorchDispatchMode):
             self._roles.setdefault(serial, _MOVES[event.op])
 
     def started(self, event: CollectiveEvent) -> None:
-        """A transport takes its scratch (from the lane's thread)."""
+        """A transport takes its scratch (called from the queue's thread)."""
         self._log.append(_Change(self._scratch, event.scratch_bytes, perf_counter_ns(), self.phase, self.unit))
 
     def completed(self, event: CollectiveEvent) -> None:
@@ -193,7 +193,7 @@ class MemoryLedger(TorchDispatchMode):
         self._log.append(_Change(self._scratch, -event.scratch_bytes, perf_counter_ns(), self.phase, self.unit))
 
     def moments(self) -> list[Moment]:
-        """The course of the step: of each stretch in one unit and phase its highest and its last moment, in order."""
+        """The course of the step: the highest and the last moment of each stretch in one unit and phase, in order."""
         found: list[Moment] = []
         held: Counter[Role] = Counter(dict.fromkeys(Role, 0))
         counting = ((change, role) for change in self._log if (role := self._role_of(change.key)) is not None)
@@ -231,7 +231,7 @@ class MemoryLedger(TorchDispatchMode):
         self._log.append(_Change(serial, num_bytes, perf_counter_ns(), self.phase, self.unit))
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
-        # Tensors that outlive the ledger must keep neither it nor anything of it.
+        # Tensors outlive the ledger, so the callback must not keep it or its log alive.
         ledger, key = weakref.ref(self), storage._cdata
 
         def freed(_: object) -> None:
@@ -241,6 +241,7 @@ class MemoryLedger(TorchDispatchMode):
         self._watches[key] = weakref.ref(storage, freed)
 
     def _freed(self, key: int) -> None:
+        # The key may be used again by the next storage, so it is forgotten before anything else.
         self._watches.pop(key, None)
         serial = self._known.pop(key, None)
         if serial is not None and not self._closed:

@@ -1,6 +1,6 @@
-"""What this process holds by the figures of others than us: torch's CUDA allocator, and the operating system.
+"""Memory of this process as torch's CUDA allocator and the operating system report it.
 
-So nothing in the allocator is without a reason:
+Every byte of the allocator has a reason:
 
     allocated = the roles of tensors + workspace            (rounding to whole blocks is part of the workspace)
     reserved  = allocated + fragmented + cached             (free parts of segments in use; whole free segments)
@@ -36,7 +36,7 @@ class Allocator:
 
     @classmethod
     def peak(cls, device: torch.device) -> "Allocator":
-        """The highest of each since ``torch.cuda.reset_peak_memory_stats``; nobody knows the free parts of then."""
+        """The highest of each since ``torch.cuda.reset_peak_memory_stats``; torch keeps no peak of the free parts."""
         highest = cls._read(device, "peak")
         return cls(highest.allocated_bytes, highest.rounding_bytes, None, highest.reserved_bytes)
 
@@ -50,7 +50,7 @@ class Allocator:
         return cls(allocated, active - requested, fragmented, reserved)
 
     def complete(self, held: ByRole) -> ByRole:
-        """The roles with what no tensor accounts for as ``Role.WORKSPACE``: on the device they add up to allocated."""
+        """The roles, with ``Role.WORKSPACE`` for what is in no tensor: on the device they add up to allocated."""
         if self.allocated_bytes is None:
             return held
         in_tensors = sum(num_bytes for role, num_bytes in held.items() if role is not Role.OFFLOADED)
@@ -58,7 +58,7 @@ class Allocator:
 
 
 class ResidentBytes:
-    """Reads the resident set from a file that stays open: a quarter of the time that psutil takes to open it anew."""
+    """Reads the resident set from a file that stays open, in a quarter of the time in which psutil opens it again."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()

@@ -1,4 +1,4 @@
-"""The recorder of one rank: it listens, and writes what it has heard when a step is over.
+"""The recorder of one rank: it observes a step and writes its entry when the step is over.
 
 It observes the communicators, the units of the module and the phases of the training step. Nothing it does changes a
 number or synchronises a stream inside a step. It adds up all the time it takes itself, for the manifest. What is
@@ -32,8 +32,8 @@ from shardlab.trace.store import RunWriter
 from shardlab.vocabulary import WHOLE_MODEL, Phase, SpanKind
 
 BEFORE_TRAINING = -1
-# What is held at rest settles in the first steps (optimizer state appears in step 0). Reading it means touching every
-# tensor, the dearest part of recording, so later it is read at every sixteenth step: the same steps on every rank.
+# What is held at rest settles in the first steps (optimizer state appears in step 0). Reading it touches every tensor,
+# the most expensive part of recording, so later it is read at every sixteenth step: the same steps on every rank.
 ALWAYS_AT_REST = 2
 EVERY_AT_REST = 16
 
@@ -128,14 +128,14 @@ class Recorder:
             self._tell(self._ledger)
 
     def end_span(self, unit: str, kind: SpanKind) -> None:
-        """A unit has ended; without a beginning, nothing."""
+        """A unit has ended; ignored if it never began."""
         if (begun := self._open.pop((unit, kind), None)) is not None:
             self._spans.append((unit, *begun, self._clock.mark()))
             if self._ledger is not None:
                 self._tell(self._ledger)
 
     def spent(self, since_ns: int) -> None:
-        """Recording has taken from ``since_ns`` until now."""
+        """Count the time from ``since_ns`` until now as time spent recording."""
         self._cost_ns += perf_counter_ns() - since_ns
 
     def at_rest(self) -> None:
@@ -144,6 +144,7 @@ class Recorder:
         began_ns = perf_counter_ns()
         if self._ledger is not None or self._step < ALWAYS_AT_REST or self._step % EVERY_AT_REST == 0:
             live = self._live()
+            # Now, while gradients are still held: afterwards nobody knows what their storages were.
             if self._ledger is not None:
                 self._ledger.classify(live)
             allocator = Allocator.now(self._device) if self._on_cuda else Allocator()
@@ -151,7 +152,7 @@ class Recorder:
         self.spent(began_ns)
 
     def issued(self, event: CollectiveEvent) -> None:
-        """Remember it, with the phase it was issued in."""
+        """Remember the event, with the phase it was issued in."""
         began_ns = perf_counter_ns()
         self._events.append((event, self._phase))
         if self._ledger is not None:
@@ -159,21 +160,22 @@ class Recorder:
         self.spent(began_ns)
 
     def started(self, event: CollectiveEvent) -> None:
-        """The transport took its scratch."""
+        """Note the transport's scratch memory."""
         if self._ledger is not None:
             self._ledger.started(event)
 
     def completed(self, event: CollectiveEvent) -> None:
-        """The transport gave its scratch back."""
+        """Note that the transport's scratch memory is free."""
         if self._ledger is not None:
             self._ledger.completed(event)
 
     def waited(self, event: CollectiveEvent) -> None:
-        """Its times are in the event."""
+        """Nothing to do: its times are in the event."""
 
     def finish_step(self, loss: float, grad_norm: float, learning_rate: float, num_tokens: int) -> None:
-        """Write the step that has ended, all at once: a killed run has a step whole or not at all."""
+        """Write the step that has ended in one append: a killed run has a step whole or not at all."""
         began_ns = perf_counter_ns()
+        # The step is over, so waiting for the device here disturbs nothing that was measured.
         self._clock.settle()
         assert self._end is not None
         begin_ns, end_ns = self._clock.resolve((self._begin, self._end))
@@ -204,7 +206,7 @@ class Recorder:
         return cost / steps if steps else nan
 
     def write_shards(self, rows: list[Row]) -> None:
-        """Write who holds what."""
+        """Write table ``shards``: who holds which slice."""
         self._writer.append(self._step, {SHARDS.name: columns_of(rows)})
 
     def _write_setup(self) -> None:
@@ -228,7 +230,7 @@ class Recorder:
         return peak.num_bytes if allocator.allocated_bytes is None else allocator.allocated_bytes
 
     def _course(self, moment: Moment) -> list[Row]:
-        """Rows of a moment within the step; nobody read the process' resident set then."""
+        """Rows of a moment within the step; the resident set is not read then."""
         time_ns = moment.time_ns - self._origin_ns
         return memory_rows(unit_place(moment.unit), moment.by_role, time_ns, moment.phase, None, Allocator())
 
@@ -244,11 +246,11 @@ class Recorder:
         return SpanKind.RECOMPUTE if recomputes else kind
 
     def _forget_open(self) -> None:
-        """The phase is over: a unit whose input needs no gradient was never told that its backward has ended."""
+        """Close what is open at the end of a phase: for a unit whose input needs no gradient, backward never ended."""
         self._open.clear()
         if self._ledger is not None:
             self._tell(self._ledger)
 
     def _tell(self, ledger: MemoryLedger) -> None:
-        """The unit that began last and has not ended is the one that holds what is now made."""
+        """Tell the ledger the current unit: the one that began last and has not ended."""
         ledger.unit = next(reversed(self._open), (WHOLE_MODEL, None))[0]

@@ -1,4 +1,4 @@
-"""What the recorder has heard in a step, as columns of its entry (``entries.py``): handed on, not worked on."""
+"""What the recorder observed in a step, as raw columns of its entry (``entries.py``), which must read without torch."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -26,7 +26,7 @@ _times_of = attrgetter(*_TIMES)
 def collective_columns(
     events: Sequence[tuple[CollectiveEvent, Phase]], first_seq: int, clock: Clock, origin_ns: int
 ) -> Columns:
-    """Columns of ``collectives``; on a stream the times are the device's, else those of the lane.
+    """Columns of ``collectives``; on a stream the times are the device's, else those of the queue.
 
     Args:
         events: all of them ended, with the phase in which each was issued.
@@ -49,7 +49,7 @@ def collective_columns(
 
 
 def span_columns(spans: Sequence[Span], clock: Clock, origin_ns: int) -> Columns:
-    """Columns of ``spans``, waits inside."""
+    """Columns of ``spans``, with the waits still inside."""
     if not spans:
         return {}
     units, kinds, begins, ends = zip(*spans, strict=True)
@@ -62,7 +62,7 @@ def span_columns(spans: Sequence[Span], clock: Clock, origin_ns: int) -> Columns
 def memory_rows(
     where: str, held: ByRole, time_ns: int, phase: Phase, resident_bytes: int | None, allocator: Allocator
 ) -> list[Row]:
-    """One row a role; the allocator's and the process' figures stand beside each."""
+    """One row per role; each also has the figures of the allocator and of the process."""
     common = {
         "time_ns": time_ns, "phase": phase, "where": where, "resident_bytes": resident_bytes, **asdict(allocator),
     }  # fmt: skip
@@ -75,7 +75,7 @@ def columns_of(rows: Sequence[Row]) -> Columns:
 
 
 def unit_place(unit: str) -> str:
-    """``where`` of a sample taken in a unit; a module that is called 'rest' or 'peak' must not read as one."""
+    """``where`` of a sample taken in a unit, so that a module named 'rest' or 'peak' is not mistaken for those."""
     return f"module {unit}" if unit in WHOLE_STEP else unit
 
 

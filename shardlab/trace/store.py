@@ -4,9 +4,9 @@
     DIR/rank0.journal                 one entry a step: a killed run keeps every step that has ended
     DIR/collectives.rank0.parquet     one file a table when the run has ended; the entries are then gone
 
-An entry (``entries.py``) is MessagePack in mapped memory (``journal.py``) because that is what costs least inside a
-training run, where all caches are cold: a tenth of a millisecond a step, where a line of JSON takes half of one and
-an Arrow batch per table more. Reading needs no torch.
+An entry (``entries.py``) is MessagePack in mapped memory (``journal.py``), because that costs least inside a training
+run, where all caches are cold: a tenth of a millisecond per step, where a line of JSON takes half a millisecond and an
+Arrow batch per table more. Reading needs no torch.
 """
 
 import json
@@ -81,11 +81,11 @@ class RunWriter:
         self._journal.append(self._pack({**self._keys, "step": step, **tables}))
 
     def close(self) -> None:
-        """Make compact files of the entries."""
+        """Turn the entries into Parquet files."""
         if self._journal is None:
             return
         self._journal.close()
-        self._journal = None
+        self._journal = None  # closed for good, even if writing the Parquet files fails
         with ExitStack() as stack:
             writers = {
                 name: stack.enter_context(pq.ParquetWriter(self._parquet(name), _SCHEMAS[name])) for name in TABLES
@@ -93,6 +93,7 @@ class RunWriter:
             for batch in _batches(self._path):
                 for name, table in batch.items():
                     writers[name].write_table(table)
+        # Last: until the Parquet files are complete the journal is the only whole copy.
         self._path.unlink()
 
     def _parquet(self, name: str) -> Path:
@@ -100,11 +101,11 @@ class RunWriter:
 
 
 def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
-    """Write ``manifest.json``, which carries the format's number; whoever reads sees the old one or the new one."""
+    """Write ``manifest.json``, with the format's number; a reader sees the old file or the new one, never a part."""
     directory.mkdir(parents=True, exist_ok=True)
     part = directory / "manifest.json.part"
     part.write_text(json.dumps({"format": FORMAT, **manifest}, indent=2, default=str, allow_nan=False) + "\n")
-    part.replace(directory / "manifest.json")
+    part.replace(directory / "manifest.json")  # atomic, and in the same directory, so on the same file system
 
 
 def load_run(directory: Path | str) -> Records:
@@ -172,7 +173,7 @@ def _manifest(directory: Path) -> dict[str, Any]:
 
 
 def _load_tables(directory: Path) -> dict[str, pd.DataFrame]:
-    # A rank killed while it wrote its Parquet files has both; the entries are then whole and the files may not be.
+    # A rank that was killed while it wrote its Parquet files has both. Its journal is whole, the files may not be.
     cut_off = {path.stem: path for path in sorted(directory.glob("rank*.journal"))}
     parts = {name: _finished(directory, name, without=cut_off) for name in TABLES}
     for path in cut_off.values():

@@ -25,10 +25,10 @@ class SpanSink(Protocol):
         """A unit starts to compute."""
 
     def end_span(self, unit: str, kind: SpanKind) -> None:
-        """It has ended; without a beginning, nothing."""
+        """A unit has ended; ignored if it never began."""
 
     def spent(self, since_ns: int) -> None:
-        """Recording has taken from ``since_ns`` until now."""
+        """Count the time from ``since_ns`` until now as time spent recording."""
 
 
 def units(module: nn.Module) -> dict[str, nn.Module]:

@@ -160,7 +160,7 @@ def uneven(rank):
 def test_sizes_that_do_not_divide_are_refused(pools):
     for messages in pools(2).run(uneven):
         assert messages == [
-            "dim 0 of x: 3 does not divide over 2 tensor-parallel ranks; what works is 2 or 4",
-            "dim 0 of x: 3 does not divide over 2 tensor-parallel ranks; what works is 2 or 4",
+            "dim 0 of x: 3 does not divide over 2 tensor-parallel ranks; use 2 or 4",
+            "dim 0 of x: 3 does not divide over 2 tensor-parallel ranks; use 2 or 4",
             "dim: 2 is not one of the 2 dims of x",
         ]

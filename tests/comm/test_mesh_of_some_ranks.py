@@ -58,7 +58,7 @@ def test_two_halves_train_different_models_at_once(pools, how, transport):
 
 
 def unsorted(rank):
-    with pytest.raises(ValueError, match=r"ranks: along axis 'data' they have to ascend, not \[1, 0\]; use \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"ranks: \[1, 0\] does not ascend along axis 'data'; use \[0, 1\]"):
         Mesh({"data": 2}, ranks=[1, 0])
     with Mesh({"replica": 2, "shard": 2}, ranks=[0, 2, 1, 3]) as mesh:
         return mesh["replica"].ranks, mesh["shard"].ranks

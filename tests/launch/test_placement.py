@@ -54,7 +54,7 @@ def test_cpu_is_cpu_on_any_machine(machine):
 
 def test_cuda_without_gpu(machine):
     machine(0)
-    with pytest.raises(ValueError, match=r"device='cuda'.*allowed values here: auto, cpu"):
+    with pytest.raises(ValueError, match=r"device: 'cuda' is given.*allowed values here are auto, cpu"):
         place(2, "cuda")
 
 
@@ -65,7 +65,7 @@ def test_bad_world_size(world_size):
 
 
 def test_unknown_device():
-    with pytest.raises(ValueError, match=r"device='tpu'.*auto, cpu, cuda"):
+    with pytest.raises(ValueError, match=r"device: 'tpu'.*auto, cpu, cuda"):
         place(2, "tpu")
 
 

@@ -98,7 +98,7 @@ def test_current_in_a_rank(pools):
 
 
 def test_current_outside_a_rank():
-    with pytest.raises(RuntimeError, match="outside a rank"):
+    with pytest.raises(RuntimeError, match="this process is not a rank"):
         current()
 
 

@@ -94,5 +94,5 @@ launch(lambda rank: 1 / rank, 2, device="cpu")
 def test_other_world_size_is_refused_with_both_numbers(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="world_size=4, but torchrun started 2"):
+    with pytest.raises(ValueError, match="world_size: 4 is given, but torchrun started 2"):
         RankPool(4, device="cpu")

@@ -46,9 +46,9 @@ def test_every_block_has_one_owner_and_bytes_add_up(model, num_ranks):
 
 
 def test_errors_name_the_field():
-    with pytest.raises(ValueError, match="head must be at least 0"):
+    with pytest.raises(ValueError, match="head: -1 is too small; it must be at least 0"):
         ModelBytes((1,), embedding=1, head=-1)
-    with pytest.raises(ValueError, match="num_ranks must be at least 1"):
+    with pytest.raises(ValueError, match="num_ranks: 0 is too small"):
         place_blocks(ModelBytes((1,), embedding=1), 0)
-    with pytest.raises(ValueError, match="block must be 0 to 0, got 1"):
+    with pytest.raises(ValueError, match="block: there is no block 1; it must be 0 to 0"):
         place_blocks(ModelBytes((1,), embedding=1), 2).owner_of_block(1)

@@ -98,9 +98,9 @@ def test_one_rank_has_everything_and_no_padding(specs):
 
 
 def test_bad_input_names_the_field():
-    with pytest.raises(ValueError, match="num_ranks must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="num_ranks: 0 is too small; it must be at least 1"):
         dim0_layout([], 0)
-    with pytest.raises(ValueError, match="rank must be 0 to 1, got 2"):
+    with pytest.raises(ValueError, match="rank: 2 is not one of the 2 ranks; it must be 0 to 1"):
         dim0_layout([], 2).pieces(2)
-    with pytest.raises(ValueError, match="rank must be 0 to 1, got -1"):
+    with pytest.raises(ValueError, match="rank: -1 is not one of the 2 ranks; it must be 0 to 1"):
         dim0_layout([], 2).chunk(-1)

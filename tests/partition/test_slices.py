@@ -45,7 +45,7 @@ def test_parts_must_add_up():
     [(6, 4, "4 or 8, or 3 ranks"), (3, 2, "2 or 4"), (3, 4, "4, or 3 ranks"), (7, 3, "6 or 9")],
 )
 def test_the_error_says_what_would_work(size, num_ranks, works):
-    with pytest.raises(ValueError, match=f"^heads: {size} does not divide over {num_ranks} .*; what works is {works}$"):
+    with pytest.raises(ValueError, match=f"^heads: {size} does not divide over {num_ranks} .*; use {works}$"):
         require_divisible("heads", size, num_ranks)
 
 

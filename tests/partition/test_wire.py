@@ -76,13 +76,13 @@ def test_text_form():
 
 @pytest.mark.parametrize("text", ["", "10Gbps", "50us,10Gbps", "10,50", "10Gbps,50us,3", "xGbps,1us", "10Gb,50us"])
 def test_a_wrong_form_is_refused_with_the_form(text):
-    with pytest.raises(ValueError, match=r"^link must be bandwidth,latency such as 10Gbps,50us"):
+    with pytest.raises(ValueError, match=r"^link: .* is not understood; write bandwidth,latency such as 10Gbps,50us"):
         Link.parse(text)
 
 
 @pytest.mark.parametrize("text", ["0Gbps,50us", "10Gbps,0us", "1e400Gbps,1us"])
 def test_a_number_that_is_not_positive_and_finite_is_refused(text):
-    with pytest.raises(ValueError, match=r"^link: (latency_us|bandwidth_gbps) must be a finite number above 0"):
+    with pytest.raises(ValueError, match=r"^link: .* is given as (latency_us|bandwidth_gbps); it must be a finite"):
         Link.parse(text)
 
 
@@ -91,7 +91,7 @@ def test_errors_name_the_field():
         ring_wire_bytes(Collective.ALL_REDUCE, -1, 2)
     with pytest.raises(ValueError, match="group_size"):
         ring_wire_bytes(Collective.ALL_REDUCE, 1, 0)
-    with pytest.raises(ValueError, match="own_chunk_bytes must be 0 to 1"):
+    with pytest.raises(ValueError, match=r"own_chunk_bytes: .* it must be 0 to 1"):
         ring_wire_bytes(Collective.ALL_GATHER, 1, 2, own_chunk_bytes=2)
     with pytest.raises(ValueError, match="latency_us"):
         Link(math.nan, 1)

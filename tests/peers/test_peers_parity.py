@@ -133,7 +133,7 @@ def used_after_the_mesh(rank):
     with build_engine("torch_ddp", build("WideGPT", seed=0), sgd, mesh) as engine:
         mesh.close()
         tokens = torch.zeros(1, 4, dtype=torch.int64)
-        with pytest.raises(RuntimeError, match="mesh: it is closed, and all_reduce was to be sent over it"):
+        with pytest.raises(RuntimeError, match="mesh: it is closed, so all_reduce cannot be sent"):
             engine.backward(engine(tokens).sum())
 
 

@@ -291,16 +291,19 @@ def test_tables_say_predicted_and_have_every_role_and_rank():
         ({"partition": "half"}, "partition: 'half' is not one of elements"),
         ({"partition": "balanced", "layout": "dim0"}, "partition: 'balanced' gives ranks whole parameters"),
         ({"partition": "balanced", "sharding": "no_shard"}, "partition: 'balanced' gives ranks whole parameters"),
-        ({"num_ranks": 0}, "num_ranks must be at least 1"),
-        ({"micro_batches": 0}, "micro_batches must be at least 1"),
-        ({"bucket_bytes": 0}, "bucket_bytes must be at least 1"),
-        ({"prefetch": -1}, "prefetch must be at least 0"),
-        ({"strategy": "single"}, "num_ranks: 'single' trains in one process, got 4"),
-        ({"sharding": "hybrid_shard"}, "shard_group_size must divide the 4 ranks, got None"),
-        ({"sharding": "hybrid_shard", "shard_group_size": 3}, "shard_group_size must divide the 4 ranks, got 3"),
+        ({"num_ranks": 0}, "num_ranks: 0 is too small; it must be at least 1"),
+        ({"micro_batches": 0}, "micro_batches: 0 is too small"),
+        ({"bucket_bytes": 0}, "bucket_bytes: 0 is too small"),
+        ({"prefetch": -1}, "prefetch: -1 is too small; it must be at least 0"),
+        ({"strategy": "single"}, "num_ranks: 4 is given; 'single' trains in one process"),
+        ({"sharding": "hybrid_shard"}, "shard_group_size: None is given; it must divide the 4 ranks"),
+        (
+            {"sharding": "hybrid_shard", "shard_group_size": 3},
+            "shard_group_size: 3 is given; it must divide the 4 ranks",
+        ),
         ({"compute_dtype": "int8"}, "compute_dtype: 'int8' is not one of bfloat16"),
         ({"reduce_dtype": "half"}, "reduce_dtype: 'half' is not one of bfloat16"),
-        ({"shard_group_size": 2}, "shard_group_size: only fsdp with hybrid_shard"),
+        ({"shard_group_size": 2}, "shard_group_size: 2 is given; only fsdp with hybrid_shard"),
     ],
 )
 def test_bad_setups_name_the_field(options, message):
@@ -312,11 +315,11 @@ def test_bad_models_units_and_ranks_name_the_field():
     model, units = blocks_model()
     with pytest.raises(ValueError, match="units: no parameter is called nothing"):
         predicted_memory(model, fsdp(2, {"u": ["nothing"]}))
-    with pytest.raises(ValueError, match=r"units: blocks\.0\.bias is in more than one place"):
+    with pytest.raises(ValueError, match=r"units: blocks\.0\.bias is in more than one unit"):
         predicted_memory(model, fsdp(2, {**units, "u": ["blocks.0.bias"]}))
-    with pytest.raises(ValueError, match="units: the name 'root' is taken"):
+    with pytest.raises(ValueError, match="units: 'root' is the name of the unit of all other"):
         predicted_memory(model, fsdp(2, {"root": ["head"]}))
-    with pytest.raises(ValueError, match="rank must be 0 to 1, got 2"):
+    with pytest.raises(ValueError, match="rank: 2 is not one of the 2 ranks; it must be 0 to 1"):
         predicted_collectives(model, fsdp(2, units), ranks=[2])
-    with pytest.raises(ValueError, match="names must differ, head come twice"):
+    with pytest.raises(ValueError, match="head come twice; names must differ"):
         PlannedModel.of_specs([ParamSpec("head", (1,), 4)] * 2)

@@ -60,12 +60,12 @@ def test_the_paper_s_numbers_as_the_field_knows_them():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0, 4, "mixed"), "params must be a whole number of at least 1, got 0"),
-        ((-5e9, 4, "mixed"), "params must be"),
-        ((float("nan"), 4, "mixed"), "params must be"),
-        ((float("inf"), 4, "mixed"), "params must be"),
-        ((1.5, 4, "mixed"), "params must be"),
-        ((7.5e9, 0, "mixed"), "ranks must be at least 1, got 0"),
+        ((0, 4, "mixed"), r"params: 0(\.0)? is given; it must be a whole number of at least 1"),
+        ((-5e9, 4, "mixed"), "params: .* must be"),
+        ((float("nan"), 4, "mixed"), "params: .* must be"),
+        ((float("inf"), 4, "mixed"), "params: .* must be"),
+        ((1.5, 4, "mixed"), "params: .* must be"),
+        ((7.5e9, 0, "mixed"), "ranks: 0 is too small; it must be at least 1"),
         ((7.5e9, 4, "half"), "precision: 'half' is not one of mixed, fp32"),
     ],
 )
@@ -74,7 +74,7 @@ def test_bad_input_names_the_field(arguments, message):
         model_states(*arguments)
     with pytest.raises(ValueError, match=message):
         plan(str(arguments[0]), *arguments[1:])
-    with pytest.raises(ValueError, match="precision: gradient must be at least 1"):
+    with pytest.raises(ValueError, match="precision: gradient: 0 is too small; it must be at least 1"):
         Precision(2, 0, 4, 4, 4)
 
 

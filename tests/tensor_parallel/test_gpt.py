@@ -229,12 +229,12 @@ def odd_sequence(rank):
 def test_a_sequence_that_does_not_divide_is_refused(pools):
     for message in pools(2).run(odd_sequence):
         assert message == (
-            "dim -2 of output of token_embedding: 7 does not divide over 2 tensor-parallel ranks; what works is 6 or 8"
+            "dim -2 of output of token_embedding: 7 does not divide over 2 tensor-parallel ranks; use 6 or 8"
         )
 
 
 def test_regather_needs_sequence_parallelism():
-    with pytest.raises(ValueError, match="regather: it is for sequence_parallel=True"):
+    with pytest.raises(ValueError, match="regather: True is given without sequence_parallel"):
         gpt_plan(CONFIGS["tied"], regather=True)
 
 

@@ -163,18 +163,17 @@ REFUSED = {
     "features": (
         lambda: gpt(num_heads=1, hidden=6),
         {"blocks.*.attention.out_proj": Row()},
-        "blocks.0.attention.out_proj: in_features: 6 does not divide over 4 tensor-parallel ranks; what works is 4 or",
+        "blocks.0.attention.out_proj: in_features: 6 does not divide over 4 tensor-parallel ranks; use 4 or",
     ),
     "heads": (
         lambda: gpt(num_heads=6, hidden=24),
         gpt_plan(config(num_heads=6, hidden=24)),
-        "blocks.0.attention.q_proj: heads of 4: 6 does not divide over 4 tensor-parallel ranks; what works is 4 or 8, "
-        "or 3 ranks",
+        "blocks.0.attention.q_proj: heads of 4: 6 does not divide over 4 tensor-parallel ranks; use 4 or 8, or 3 ranks",
     ),
     "key-value heads": (
         lambda: gpt(num_kv_heads=2),
         gpt_plan(config(num_kv_heads=2)),
-        "blocks.0.attention.k_proj: heads of 4: 2 does not divide over 4 tensor-parallel ranks; what works is 4, or 2",
+        "blocks.0.attention.k_proj: heads of 4: 2 does not divide over 4 tensor-parallel ranks; use 4, or 2",
     ),
     "vocabulary": (lambda: gpt(vocab_size=11), gpt_plan(config()), "token_embedding: num_embeddings: 11 does not"),
     "one of a tied pair": (
@@ -182,11 +181,11 @@ REFUSED = {
         {"token_embedding": Vocabulary()},
         "'token_embedding' has a style, and 'head', whose weight is tied to it, has none",
     ),
-    "tied on the sequence": (TiedNorms, {"*": OnSequence()}, "'weight' of 'a' is tied, and cannot be so on parts"),
+    "tied on the sequence": (TiedNorms, {"*": OnSequence()}, "'weight' of 'a' is tied; a tied parameter cannot work"),
     "inside": (
         gpt,
         {"blocks.*.mlp": OnSequence(), "blocks.*.mlp.fc2": Row(sequence_dim=1)},
-        "'blocks.0.mlp' is OnSequence with all it holds, so 'blocks.0.mlp.fc2' has no style of its own",
+        "'blocks.0.mlp' is OnSequence with all that it holds; give 'blocks.0.mlp.fc2' no style",
     ),
     "class": (gpt, {"blocks.*.mlp.fc1": Column}, "'blocks.*.mlp.fc1' has the class Column; write Column()"),
     "head_dim": (gpt, {"blocks.*.mlp.fc1": Column(head_dim=7)}, "head_dim 7 does not divide the 64 output features"),

@@ -59,7 +59,7 @@ def test_costs_say_saving_and_bytes_sent():
         ({"precision": "fp8"}, "precision: 'fp8' is not one of mixed, fp32"),
         ({"optimizer": "lamb"}, "optimizer: 'lamb' is not one of adamw"),
         ({"sharding": "half"}, "sharding: 'half' is not one of full_shard"),
-        ({"sharding": "hybrid_shard", "shard_group": 3}, "shard_group_size must divide the 8 ranks, got 3"),
+        ({"sharding": "hybrid_shard", "shard_group": 3}, "shard_group_size: 3 is given; it must divide the 8 ranks"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(wrong, message):

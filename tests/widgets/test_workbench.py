@@ -70,7 +70,7 @@ def test_earlier_runs_are_found_again(bench):
     [
         ({"ranks": 0}, "ranks: 0 is below 1"),
         ({"steps": -3}, "steps: -3 is below 1"),
-        ({"link": "fast"}, "link must be bandwidth,latency"),
+        ({"link": "fast"}, "link: 'fast' is not understood; write bandwidth,latency"),
         ({"bucket_mib": 0.0}, "bucket_mib: 0.0 is not a finite number greater than 0"),
     ],
 )

@@ -1,1 +1,1 @@
-"""How bytes travel: gloo, NCCL, staged through pinned memory, or over an emulated link."""
+"""How bytes move between ranks: shared memory, gloo, NCCL, staged through pinned memory, or an emulated link."""

@@ -3,7 +3,7 @@
 A transport moves the bytes of one collective and returns when they have moved (or are enqueued).
 
 Every tensor is contiguous and one-dimensional. ``bounds`` are the num_ranks + 1 offsets of the ranks' chunks. ``tag``
-says what is sent, the same on all ranks: a transport that can makes sure that two different things never meet.
+says what is sent, the same on all ranks, so that a transport can refuse to mix two different collectives.
 """
 
 from abc import ABC, abstractmethod
@@ -32,10 +32,10 @@ class Transport(ABC):
         """Reduce ``tensor`` over the group, in place."""
 
     def start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> Callable[[], None] | None:  # noqa: ARG002
-        """Begin the same where it then goes on by itself, and return what waits for its end.
+        """Begin an all-reduce that goes on by itself, and return the call that waits for its end.
 
         Returns:
-            None where nothing has begun, since only the queue can do it; that is so unless a transport says otherwise.
+            None where nothing has begun, since only the queue can run it; the default.
         """
         return None
 
@@ -65,14 +65,14 @@ class Transport(ABC):
 
     @abstractmethod
     def barrier(self) -> None:
-        """Return when all ranks have come here."""
+        """Return when all ranks have called it."""
 
     @abstractmethod
     def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:
-        """Bytes held during a collective beside the caller's buffers."""
+        """Bytes held during a collective, besides the caller's buffers."""
 
     def close(self) -> None:
-        """Let go of what only this transport holds; its group is not among it."""
+        """Free what only this transport holds; its group is not part of that."""
         return
 
 

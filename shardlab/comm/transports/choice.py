@@ -1,4 +1,4 @@
-"""Which transport a group of ranks uses: the fastest that it can, or the one that was asked for.
+"""Which transport a group of ranks uses: the fastest possible, or the one that was asked for.
 
 ============================  ==============================================================
 ranks                         transport
@@ -8,7 +8,7 @@ on one Linux host             shared memory; gloo if asked for
 others                        gloo
 ============================  ==============================================================
 
-Of the last two CUDA tensors are staged through host memory, and an emulated link delays all.
+With the last two, CUDA tensors are staged through host memory, and an emulated link delays every collective.
 """
 
 import torch
@@ -27,7 +27,7 @@ from shardlab.vocabulary import HostTransport
 
 
 def check_transport(backend: str, transport: str | None, link: object | None) -> None:
-    """Raise ValueError unless ranks can be asked to send so.
+    """Raise ValueError unless these ranks can use the transport and the link.
 
     Args:
         backend: of torch.distributed, on these ranks.

@@ -2,10 +2,10 @@
 
 gloo's own reduce-scatter and all-gather are slow. Composed, the same result takes half to a quarter of the time:
 
-* reduce-scatter = every rank receives all versions of its own chunk and sums them, segment by segment, so that no more
-  than (N-1) segments are held, and what is summed is still in the cache;
-* all-gather = every rank sends its chunk to every other, all in flight at once, each straight into its place; chunks
-  may be uneven.
+* reduce-scatter = every rank receives all versions of its own chunk and sums them, segment by segment, so that it holds
+  no more than N-1 segments and sums them while they are still in the cache;
+* all-gather = every rank sends its chunk to every other, all at once, each straight into its place; chunks may be
+  uneven.
 
 A large all-reduce goes as two halves, one for each of gloo's two threads: one travels while the other is summed.
 
@@ -21,6 +21,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from shardlab.comm.transports.base import Bounds, Reduction, Transport
 from shardlab.vocabulary import Collective, HostTransport
@@ -45,10 +46,12 @@ class GlooTransport(Transport):
         self._num_ranks = dist.get_world_size(group)
         self._rank = dist.get_rank(group)
 
-    def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:  # noqa: ARG002
+    @override
+    def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
         """Reduce in place; needs a dtype gloo can add."""
         _wait(self._begin_all_reduce(tensor, reduction))
 
+    @override
     def start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> Callable[[], None] | None:
         """gloo's own threads do it."""
         works = self._begin_all_reduce(tensor, reduction)
@@ -58,10 +61,12 @@ class GlooTransport(Transport):
         parts = tensor.chunk(2) if tensor.nbytes >= HALVES_FROM_BYTES else (tensor,)
         return [dist.all_reduce(part, REDUCE_OPS[reduction], self._group, async_op=True) for part in parts]
 
+    @override
     def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """Each segment is exchanged between all pairs; then its N versions are summed."""
         chunks = [buffer[start:stop] for start, stop in pairwise(bounds)]
         length = max(1, SEGMENT_BYTES // buffer.element_size())
+        # Allocated once and reused by every segment, so that no more is ever held.
         received = [
             buffer.new_empty(0 if rank == self._rank else min(length, output.numel()))
             for rank in range(self._num_ranks)
@@ -75,7 +80,8 @@ class GlooTransport(Transport):
                 add_in_order(versions, output[start : start + length], room=versions[1 if self._rank == 0 else 0])
 
     def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor], tag: int) -> None:
-        """Send every other rank its tensor and receive the one it has for this rank; what is empty does not travel."""
+        """Send every other rank its tensor and receive the one it has for this rank; empty ones are skipped."""
+        # Receives are posted first, so that nothing that arrives has to be buffered.
         works = [
             call(_as_bytes(tensor), group=self._group, tag=tag, **{peer: rank})
             for call, peer, tensors in ((dist.irecv, "group_src", incoming), (dist.isend, "group_dst", outgoing))
@@ -84,15 +90,18 @@ class GlooTransport(Transport):
         ]
         _wait(works)
 
+    @override
     def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """Every rank sends its chunk to all others, each straight into its place."""
         chunks = [buffer[start:stop] for start, stop in pairwise(bounds)]
         self._exchange([chunks[self._rank]] * self._num_ranks, chunks, _number(Collective.ALL_GATHER, tag))
 
+    @override
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copy bytes, so every dtype travels."""
         dist.broadcast(_as_bytes(tensor), group=self._group, group_src=src)
 
+    @override
     def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
         """Copy bytes, so every dtype travels; sizes are elements per rank."""
         width = buffer.element_size()
@@ -104,18 +113,22 @@ class GlooTransport(Transport):
             group=self._group,
         )
 
+    @override
     def send(self, tensor: Tensor, dst: int) -> None:
         """Send bytes."""
         dist.send(_as_bytes(tensor), group=self._group, group_dst=dst)
 
+    @override
     def recv(self, tensor: Tensor, src: int) -> None:
         """Receive bytes."""
         dist.recv(_as_bytes(tensor), group=self._group, group_src=src)
 
+    @override
     def barrier(self) -> None:
         """An all-reduce of one element, which gloo does faster than its own barrier."""
         dist.all_reduce(torch.zeros(1), group=self._group)
 
+    @override
     def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:
         """A reduce-scatter holds a segment of its chunk from every other rank."""
         segment_bytes = min(SEGMENT_BYTES, num_bytes // self._num_ranks)
@@ -123,14 +136,14 @@ class GlooTransport(Transport):
 
 
 def add_in_order(versions: list[Tensor], output: Tensor, room: Tensor, add: Callable[..., Tensor] = torch.add) -> None:
-    """Add in the order of the ranks; ``room`` is a version that may be overwritten, ``output`` may be the own one."""
+    """Add in the order of the ranks; ``room`` is a version to overwrite, and ``output`` may be this rank's own."""
     total, *others = versions
     for number, version in enumerate(others, 1):
         total = add(total, version, out=output if number == len(others) else room)
 
 
 def _number(op: Collective, tag: str) -> int:
-    """What gloo matches messages by: two different collectives wait for ever instead of taking each other's bytes.
+    """The number by which gloo matches messages: two different collectives wait instead of taking each other's bytes.
 
     Never 0, the number of a ``send``; below 2**31, as torch demands.
     """

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from shardlab.comm.transports.base import Bounds, Reduction, Transport
 from shardlab.comm.transports.gloo import REDUCE_OPS
@@ -23,11 +24,13 @@ class NcclTransport(Transport):
         self._group = group
         self._rank = dist.get_rank(group)
 
-    def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:  # noqa: ARG002
+    @override
+    def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
         """Reduce in place."""
         dist.all_reduce(tensor, REDUCE_OPS[reduction], self._group)
 
-    def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:  # noqa: ARG002
+    @override
+    def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """In place where ``output`` is this rank's chunk of ``buffer``."""
         chunks = _chunks(buffer, bounds)
         if len({chunk.numel() for chunk in chunks}) == 1:
@@ -35,7 +38,8 @@ class NcclTransport(Transport):
         else:
             dist.reduce_scatter(output, chunks, group=self._group)
 
-    def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:  # noqa: ARG002
+    @override
+    def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """In place."""
         chunks = _chunks(buffer, bounds)
         if len({chunk.numel() for chunk in chunks}) == 1:
@@ -43,27 +47,33 @@ class NcclTransport(Transport):
         else:
             dist.all_gather(chunks, chunks[self._rank], group=self._group)
 
+    @override
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copy from ``src``."""
         dist.broadcast(tensor, group=self._group, group_src=src)
 
+    @override
     def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
         """Sizes are elements per rank."""
         dist.all_to_all_single(output, buffer, output_sizes, sizes, group=self._group)
 
+    @override
     def send(self, tensor: Tensor, dst: int) -> None:
         """Send to one rank."""
         dist.send(tensor, group=self._group, group_dst=dst)
 
+    @override
     def recv(self, tensor: Tensor, src: int) -> None:
         """Receive from one rank."""
         dist.recv(tensor, group=self._group, group_src=src)
 
+    @override
     def barrier(self) -> None:
         """A barrier on the stream."""
         dist.barrier(self._group)
 
-    def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:  # noqa: ARG002
+    @override
+    def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:
         """NCCL's own channels are allocated once, outside of torch's allocator."""
         return 0
 

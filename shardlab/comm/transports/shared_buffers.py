@@ -46,7 +46,7 @@ class _Endpoint:
 
 
 class Call(NamedTuple):
-    """What a rank is in: the same on all ranks that synchronise."""
+    """The collective a rank is in; it must be the same on all ranks that synchronise."""
 
     collective: str
     numel: int
@@ -65,7 +65,7 @@ class Call(NamedTuple):
 
     @classmethod
     def unpacked(cls, message: bytes) -> "Call":
-        """What another rank has sent, perhaps with a shorter tag."""
+        """Another rank's message; a long tag comes back cut off."""
         collective, numel, dtype, _, tag = _MESSAGE.unpack(message)
         name, kind, purpose = (text.rstrip(b"\0").decode(errors="replace") for text in (collective, dtype, tag))
         return cls(name, numel, kind, purpose)
@@ -117,9 +117,10 @@ class SharedBuffers:
 
         Raises:
             MismatchError: another rank is in something else.
-            RuntimeError: one has gone, or does not come within the timeout.
+            RuntimeError: one has ended, or does not come within the timeout.
         """
         message = call.packed()
+        # All sends before any receive: otherwise each rank's wait would come on top of the last one's.
         for rank, peer in self._sockets.items():
             try:
                 peer.send(message)
@@ -130,6 +131,7 @@ class SharedBuffers:
             if theirs != message:
                 other = Call.unpacked(theirs)
                 raise MismatchError(f"{call} on rank {self.rank} of the group meets {other} on rank {rank}")
+        # Every rank read the other half before it sent the message that has come: it may be overwritten now.
         self._half = 1 - self._half
 
     def close(self) -> None:
@@ -172,6 +174,7 @@ def share_buffers(group: dist.ProcessGroup, timeout: timedelta, half_bytes: int 
         if listener is not None:
             stack.enter_context(listener)
         endpoints: list[_Endpoint] = [own] * num_ranks
+        # Also by a rank without shared memory: the others wait for its answer, and all must decide alike.
         dist.all_gather_object(endpoints, own, group=group)
         if listener is None or len({endpoint.host for endpoint in endpoints}) > 1:
             return None
@@ -181,7 +184,7 @@ def share_buffers(group: dist.ProcessGroup, timeout: timedelta, half_bytes: int 
 
 
 def _listen(num_ranks: int) -> tuple[socket.socket | None, _Endpoint]:
-    """A socket that listens, and where; None and a host that is nobody else's where there is no such memory."""
+    """A listening socket and its endpoint; without shared memory None, and a host name that no other rank has."""
     try:
         host = _host()
     except OSError:
@@ -194,7 +197,7 @@ def _listen(num_ranks: int) -> tuple[socket.socket | None, _Endpoint]:
 
 
 def _host() -> str:
-    """The same for two processes that can share memory so: one Linux kernel, one network namespace."""
+    """Equal for two processes that can share memory: one Linux kernel, one network namespace."""
     kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{kernel} {Path('/proc/self/ns/net').readlink()}"
 
@@ -202,6 +205,7 @@ def _host() -> str:
 def _connect(rank: int, listener: socket.socket, endpoints: list[_Endpoint]) -> dict[int, socket.socket]:
     """A socket to every other rank: each rank connects to those before it and accepts those after it."""
     sockets = {}
+    # Every listener exists by now, so connecting never waits for the other rank to accept.
     for other in range(rank):
         sockets[other] = peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         peer.connect(endpoints[other].address)
@@ -214,10 +218,11 @@ def _connect(rank: int, listener: socket.socket, endpoints: list[_Endpoint]) -> 
 
 
 def _exchange_buffers(rank: int, sockets: Mapping[int, socket.socket], num_bytes: int) -> dict[int, mmap.mmap]:
-    """Make this rank's buffer, hand it to all others and take theirs."""
+    """Make this rank's buffer, pass its descriptor to all others and map theirs."""
     buffers = {}
     own = os.memfd_create("shardlab", os.MFD_CLOEXEC)
     os.ftruncate(own, num_bytes)
+    # All sends before any receive: otherwise each rank's wait would come on top of the last one's.
     for peer in sockets.values():
         socket.send_fds(peer, [b"buffer"], [own])
     for other, peer in sockets.items():
@@ -231,7 +236,7 @@ def _mapped(descriptor: int, num_bytes: int) -> mmap.mmap:
     try:
         return mmap.mmap(descriptor, num_bytes)
     finally:
-        os.close(descriptor)
+        os.close(descriptor)  # the mapping keeps the memory; a descriptor kept as well would leak with each mesh
 
 
 def _gone(rank: int, call: Call) -> RuntimeError:

@@ -1,8 +1,8 @@
 """Ranks of one host on CPU tensors: what one rank writes into memory that all see, the others read.
 
-All-reduce, reduce-scatter and all-gather go so, in segments that stay in the cache; they move the bytes of a ring, but
-through no socket: about half the processor time of gloo's, and a third to two thirds of the time. The sum is the one of
-``gloo``: in the order of the ranks, pair by pair. What is rare (broadcast, all-to-all, send and recv) goes over gloo.
+All-reduce, reduce-scatter and all-gather work this way, in segments that stay in the cache. They move as many bytes as
+a ring, but through no socket: about half of gloo's processor time, and a third to two thirds of its time. They sum as
+``gloo`` does: in the order of the ranks, pair by pair. Broadcast, all-to-all, send and recv, which are rare, use gloo.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from shardlab.comm.transports.base import Bounds, Reduction
 from shardlab.comm.transports.gloo import GlooTransport, add_in_order
@@ -36,6 +37,7 @@ class SharedMemoryTransport(GlooTransport):
         super().__init__(group)
         self._shared = shared
 
+    @override
     def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
         """Segment by segment: each rank reduces its part of it, then all gather the parts."""
         _require_addable(tensor.dtype)
@@ -46,28 +48,34 @@ class SharedMemoryTransport(GlooTransport):
             self._reduce_parts(call, own, segment, bounds, _ADD[reduction])
             self._gather_parts(call, segment, bounds)
 
-    def start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:  # noqa: ARG002
-        """The queue's thread does it."""
+    @override
+    def start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
+        """Nothing: only the queue's thread can do it."""
         return
 
+    @override
     def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """Segments of all chunks at once."""
         _require_addable(buffer.dtype)
         call = Call.of(Collective.REDUCE_SCATTER, buffer, tag)
         self._reduce_parts(call, output, buffer, bounds, torch.add)
 
+    @override
     def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """Segments of all chunks at once."""
         self._gather_parts(Call.of(Collective.ALL_GATHER, buffer, tag), buffer, bounds)
 
+    @override
     def barrier(self) -> None:
         """One synchronisation of the buffers."""
         self._shared.synchronize(Call(Collective.BARRIER, 0, "", ""))
 
-    def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:  # noqa: ARG002
+    @override
+    def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:
         """The buffers are there once, for all collectives, outside of torch's memory."""
         return 0
 
+    @override
     def close(self) -> None:
         """Close the shared buffers."""
         self._shared.close()
@@ -86,6 +94,7 @@ class SharedMemoryTransport(GlooTransport):
             for rank, part in enumerate(parts):
                 if rank != self._rank:
                     place_of_all[rank * length : rank * length + part.numel()].copy_(part)
+            # After it the others read what this rank wrote, and this rank writes the other half of its buffer.
             self._shared.synchronize(call)
             own = parts[self._rank]
             place = slice(self._rank * length, self._rank * length + own.numel())
@@ -93,7 +102,8 @@ class SharedMemoryTransport(GlooTransport):
                 own if rank == self._rank else self._shared.of(rank, buffer.dtype)[place]
                 for rank in range(self._num_ranks)
             ]
-            room = versions[1 if self._rank == 0 else 0]  # of another rank, who looks at other places in it
+            # Another rank's memory: each rank sums at its own place, so nobody else reads what is overwritten here.
+            room = versions[1 if self._rank == 0 else 0]
             add_in_order(versions, output[start : start + length], room, add)
 
     def _gather_parts(self, call: Call, buffer: Tensor, bounds: Bounds) -> None:
@@ -111,6 +121,6 @@ class SharedMemoryTransport(GlooTransport):
 
 
 def _require_addable(dtype: torch.dtype) -> None:
-    """On all ranks before any has written: one that has nothing to add would wait for one that cannot."""
+    """Checked on all ranks before any has written: a rank with nothing to add would wait for one that cannot add."""
     if dtype.is_floating_point and dtype.itemsize == 1:
         raise RuntimeError(f"dtype: {dtype} cannot be added; reduce in bfloat16 or float32")

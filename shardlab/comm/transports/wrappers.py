@@ -5,8 +5,8 @@ transport of the host and copies back; the queue's thread does the three in orde
 slow beside NCCL, and every record says ``staged``.
 
 ``EmulatedLink`` sends the real bytes and then sleeps until the link would be done. The ranks first meet in a barrier,
-because a ring can only begin when its last rank has come; from there a collective takes the time of a ring on that link
-(``Link.ring_time_us``) or what the real transport took, whichever is longer. Sleeping burns no CPU, so on a laptop
+because a ring can only begin when its last rank is there. From then on a collective takes the time of a ring on that
+link (``Link.ring_time_us``) or the real transport's time, whichever is longer. Sleeping burns no CPU, so on a laptop
 compute hides it as it would hide a network card; every record says ``emulated``.
 """
 
@@ -15,6 +15,7 @@ from time import perf_counter, sleep
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from shardlab.comm.transports.base import Bounds, Reduction, Transport
 from shardlab.partition.wire import Link
@@ -31,46 +32,57 @@ class StagedTransport(Transport):
         self._inner = inner
         self._stream = torch.cuda.Stream(device)
 
+    @override
     def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
         """Reduce in place."""
         self._through_host(tensor, lambda host: self._inner.all_reduce(host, reduction, tag))
 
+    @override
     def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """Only this rank's chunk travels back to the device."""
+        # The host copies live until the queue's job ends; pinned memory then returns to torch's cache.
         host = self._to_host(buffer)
         host_output = torch.empty_like(output, device="cpu")
         self._inner.reduce_scatter(host_output, host, bounds, tag)
         self._to_device(output, host_output)
 
+    @override
     def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """In place."""
         self._through_host(buffer, lambda host: self._inner.all_gather(host, bounds, tag))
 
+    @override
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copy from ``src``."""
         self._through_host(tensor, lambda host: self._inner.broadcast(host, src))
 
+    @override
     def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
         """Sizes are elements per rank."""
         host = self._to_host(buffer)
         self._through_host(output, lambda received: self._inner.all_to_all(received, host, output_sizes, sizes))
 
+    @override
     def send(self, tensor: Tensor, dst: int) -> None:
         """Send to one rank."""
         self._inner.send(self._to_host(tensor), dst)
 
+    @override
     def recv(self, tensor: Tensor, src: int) -> None:
         """Receive from one rank."""
         self._through_host(tensor, lambda host: self._inner.recv(host, src))
 
+    @override
     def barrier(self) -> None:
-        """Return when all ranks have come here."""
+        """Return when all ranks have called it."""
         self._inner.barrier()
 
-    def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:  # noqa: ARG002
-        """The staging is host memory; the device holds nothing more."""
+    @override
+    def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:
+        """None on the device: staging takes host memory."""
         return 0
 
+    @override
     def close(self) -> None:
         """Close the real transport."""
         self._inner.close()
@@ -87,7 +99,7 @@ class StagedTransport(Transport):
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         with torch.cuda.stream(self._stream):
             host.copy_(tensor, non_blocking=True)
-        self._stream.synchronize()
+        self._stream.synchronize()  # the transport reads it from the host
         return host
 
     def _to_device(self, tensor: Tensor, host: Tensor) -> None:
@@ -105,52 +117,62 @@ class EmulatedLink(Transport):
         self.name = f"{inner.name} as {link}"
         self._inner, self._link, self._num_ranks = inner, link, num_ranks
 
+    @override
     def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
         """Ring all-reduce: 2(N-1) steps."""
         self._paced(Collective.ALL_REDUCE, tensor, lambda: self._inner.all_reduce(tensor, reduction, tag))
 
+    @override
     def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """Ring reduce-scatter: N-1 steps."""
         self._paced(Collective.REDUCE_SCATTER, buffer, lambda: self._inner.reduce_scatter(output, buffer, bounds, tag))
 
+    @override
     def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """Ring all-gather: N-1 steps."""
         self._paced(Collective.ALL_GATHER, buffer, lambda: self._inner.all_gather(buffer, bounds, tag))
 
+    @override
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Pipelined along the ring."""
         self._paced(Collective.BROADCAST, tensor, lambda: self._inner.broadcast(tensor, src))
 
+    @override
     def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
         """N-1 exchanges."""
         self._paced(Collective.ALL_TO_ALL, buffer, lambda: self._inner.all_to_all(output, buffer, output_sizes, sizes))
 
+    @override
     def send(self, tensor: Tensor, dst: int) -> None:
         """One message; the delay is on the receiver's side, where it is seen."""
         self._inner.send(tensor, dst)
 
+    @override
     def recv(self, tensor: Tensor, src: int) -> None:
         """One message."""
         began = perf_counter()
         self._inner.recv(tensor, src)
         self._sleep_until(began, Collective.RECV, tensor.nbytes)
 
+    @override
     def barrier(self) -> None:
         """Latency only."""
         began = perf_counter()
         self._inner.barrier()
         self._sleep_until(began, Collective.BARRIER, 0)
 
+    @override
     def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:
         """What the real transport holds."""
         return self._inner.scratch_bytes(num_bytes, reduces_and_scatters=reduces_and_scatters)
 
+    @override
     def close(self) -> None:
         """Close the real transport."""
         self._inner.close()
 
     def _paced(self, op: Collective, tensor: Tensor, call: Callable[[], None]) -> None:
-        self._inner.barrier()
+        self._inner.barrier()  # before the clock starts: a late rank is not the link's doing
         began = perf_counter()
         call()
         self._sleep_until(began, op, tensor.nbytes)

@@ -1,4 +1,4 @@
-"""Who begins a collective: the caller where nothing is under way, the lane's thread where something is."""
+"""Who begins a collective: the caller where nothing is under way, the queue's thread where something is."""
 
 import threading
 import time
@@ -15,13 +15,13 @@ ELEMENTS = 64
 
 
 class Threads:
-    """An observer: (what, collective, by the caller's thread or the lane's)."""
+    """An observer: (what, collective, by the caller's thread or the queue's)."""
 
     def __init__(self):
         self.caller, self.calls = threading.get_ident(), []
 
     def _note(self, what, event):
-        self.calls.append((what, event.seq, "caller" if threading.get_ident() == self.caller else "lane"))
+        self.calls.append((what, event.seq, "caller" if threading.get_ident() == self.caller else "queue"))
 
     def issued(self, event):
         self._note("issued", event)
@@ -76,17 +76,17 @@ def test_the_caller_begins_only_what_has_nothing_before_it(pools):
     for sums, calls in pools(2).run(who_begins, None):
         assert sums == [[ELEMENTS], [ELEMENTS, 3 * ELEMENTS, 5 * ELEMENTS], [2 * ELEMENTS]]
         # 0 alone; 1 begins at once and 2 and 3 behind it do not; 4 is the reduce-scatter, and 5 waits for it.
-        assert by_whom(calls, "started")[:4] == ["caller", "caller", "lane", "lane"]
-        assert by_whom(calls, "started")[4] == "lane"
-        assert by_whom(calls, "completed") == ["lane"] * 6
+        assert by_whom(calls, "started")[:4] == ["caller", "caller", "queue", "queue"]
+        assert by_whom(calls, "started")[4] == "queue"
+        assert by_whom(calls, "completed") == ["queue"] * 6
         order = [(what, seq) for what, seq, _ in calls if what in ("started", "completed")]
         assert order == [(what, seq) for seq in range(6) for what in ("started", "completed")]
 
 
-def test_an_emulated_link_sleeps_in_the_lane(pools):
+def test_an_emulated_link_sleeps_in_the_queue(pools):
     for sums, calls in pools(2).run(who_begins, Link(latency_us=100, bandwidth_gbps=10)):
         assert sums == [[ELEMENTS], [ELEMENTS, 3 * ELEMENTS, 5 * ELEMENTS], [2 * ELEMENTS]]
-        assert by_whom(calls, "started") == by_whom(calls, "completed") == ["lane"] * 6
+        assert by_whom(calls, "started") == by_whom(calls, "completed") == ["queue"] * 6
 
 
 NO_SUM = {"gloo": "Invalid scalar type", "shared_memory": "float8_e4m3fn cannot be added"}
