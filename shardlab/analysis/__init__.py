@@ -1,16 +1,13 @@
 """Table in, table out: what a recorded run says about time, communication and memory. Needs no torch."""
 
-from shardlab.analysis.allocator import allocator_items
 from shardlab.analysis.attribution import attribution, hidden_by
+from shardlab.analysis.bandwidth import LatencyBandwidth, bandwidth, fit_latency_bandwidth, wire_bytes, with_fit
 from shardlab.analysis.critical_path import critical_path, what_if_free
-from shardlab.analysis.fit import LatencyBandwidth, fit_latency_bandwidth, with_fit
-from shardlab.analysis.groups import with_group
 from shardlab.analysis.intervals import intersect, merge, subtract, total
-from shardlab.analysis.memory import at_rest, memory_over_step, peak
-from shardlab.analysis.overlap import overlap
-from shardlab.analysis.split import step_split
+from shardlab.analysis.matching import with_group
+from shardlab.analysis.memory import allocator_items, at_rest, memory_over_step, peak
+from shardlab.analysis.overlap import overlap, step_split
 from shardlab.analysis.stragglers import stragglers, waits
-from shardlab.analysis.volume import bandwidth, wire_bytes
 
 __all__ = [
     "LatencyBandwidth",

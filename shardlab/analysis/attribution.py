@@ -10,9 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
-from shardlab.analysis.innermost import innermost
-from shardlab.analysis.intervals import Intervals
-from shardlab.analysis.overlap import COMPUTE_KINDS
+from shardlab.analysis.intervals import Intervals, innermost
+from shardlab.analysis.overlap import compute_spans
 from shardlab.analysis.rows import KEYS, bounds, numbers, positions
 from shardlab.tables import COLLECTIVES, SPANS
 
@@ -35,7 +34,7 @@ def hidden_by(collectives: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
     """
     COLLECTIVES.check(collectives)
     SPANS.check(spans)
-    spans = spans[spans["kind"].isin([str(kind) for kind in COMPUTE_KINDS])]
+    spans = compute_spans(spans)
     span_times = bounds(spans, "start_us", "end_us", "spans")
     comm_times = bounds(collectives, "start_us", "end_us", "collectives")
     waits = _waits(collectives)

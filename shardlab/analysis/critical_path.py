@@ -12,10 +12,9 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import pandas as pd
 
-from shardlab.analysis.causes import Happening, Node, causes
-from shardlab.analysis.choose import one_run, one_step
-from shardlab.analysis.innermost import innermost
-from shardlab.analysis.rows import bounds
+from shardlab.analysis.causal_graph import Happening, Node, causal_graph
+from shardlab.analysis.intervals import innermost
+from shardlab.analysis.rows import bounds, one_step_of_run
 from shardlab.tables import COLLECTIVES, SPANS
 
 RUN = ["run", "source"]
@@ -53,13 +52,14 @@ def critical_path(
         ValueError: columns or times are missing or cannot be true, no such run or step, ranks that disagree, or a
             stream that waited in the host's place.
     """
-    moved, worked, keys = _one_step(collectives, spans, run, step)
-    nodes = causes(moved, worked, axes)
+    COLLECTIVES.check(collectives)
+    SPANS.check(spans)
+    moved, worked, both = one_step_of_run(collectives, spans, run, step)
+    nodes = causal_graph(moved, worked, axes)
     pieces = [piece for piece in _walk(nodes, worked) if piece[4] > piece[3]]
     table = pd.DataFrame(pieces, columns=PIECE)
-    table.insert(0, "step", keys[2])
-    table.insert(0, "source", keys[1])
-    table.insert(0, "run", keys[0])
+    for column in ("step", "source", "run"):
+        table.insert(0, column, both[column].iloc[0])
     return table.assign(duration_us=table["end_us"] - table["start_us"])
 
 
@@ -90,8 +90,10 @@ def what_if_free(
     Raises:
         ValueError: see ``critical_path``; or no collective of the step has that tag.
     """
-    moved, worked, keys = _one_step(collectives, spans, run, step)
-    nodes = causes(moved, worked, axes)
+    COLLECTIVES.check(collectives)
+    SPANS.check(spans)
+    moved, worked, both = one_step_of_run(collectives, spans, run, step)
+    nodes = causal_graph(moved, worked, axes)
     tags = [node.tag for node in nodes if node.happening is Happening.END]
     if tag is not None and tag not in tags:
         raise ValueError(
@@ -103,28 +105,18 @@ def what_if_free(
     if tag is None and tags:
         trials[ALL] = set(tags)
     rows = [
-        (*keys, name, sum(one in freed for one in tags), end - begin, end - _end_without(nodes, freed))
+        (
+            *both[[*RUN, "step"]].iloc[0],
+            name,
+            sum(one in freed for one in tags),
+            end - begin,
+            end - _end_without(nodes, freed),
+        )
         for name, freed in trials.items()
     ]
     table = pd.DataFrame(rows, columns=[*RUN, "step", "tag", "num_collectives", "step_us", "gain_us"])
     table["gain"] = table["gain_us"] / table["step_us"]
     return table.sort_values("gain_us", ascending=False, kind="stable", ignore_index=True)
-
-
-def _one_step(
-    collectives: pd.DataFrame, spans: pd.DataFrame, run: str | None, step: int | None
-) -> tuple[pd.DataFrame, pd.DataFrame, tuple[str, str, int]]:
-    """The rows of one step, and what its run, source and number are."""
-    COLLECTIVES.check(collectives)
-    SPANS.check(spans)
-    both = one_run(pd.concat([spans[[*RUN, "step"]], collectives[[*RUN, "step"]]]), run)
-    number = one_step(both, step)
-    name, source = (str(both[column].iloc[0]) for column in RUN)
-    moved, worked = (
-        table[(table["run"] == name) & (table["source"] == source) & (table["step"] == number)]
-        for table in (collectives, spans)
-    )
-    return moved, worked, (name, source, number)
 
 
 def _end_without(nodes: tuple[Node, ...], free: set[str]) -> float:

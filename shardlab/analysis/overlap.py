@@ -8,17 +8,35 @@ Without communication there is no number (NaN), not 0 and not 1. A span of compu
 or optimizer work; spans nest, and merging counts each moment once. A rank that sits in ``wait`` does not compute,
 though the span of the module round it goes on: those stretches are taken out of C, else a fully exposed gather inside a
 forward pass would count as hidden.
+
+Exposed communication has two causes with two cures, so ``step_split`` cuts it where the last rank of the group begins
+the collective::
+
+    start ── waiting: some rank has not come ── last ── moving: the link is at work ── end
+
+A faster link shortens what moves, an even distribution of the work what waits. With the time outside of all spans
+(data, Python between the spans) compute, moving and waiting add up to the step.
 """
+
+from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
 
 from shardlab.analysis.intervals import Intervals, intersect, merge, subtract, total
+from shardlab.analysis.matching import matched_collectives
 from shardlab.analysis.rows import KEYS, Key, bounds, numbers, positions
-from shardlab.tables import COLLECTIVES, SPANS
-from shardlab.vocabulary import SpanKind
+from shardlab.tables import COLLECTIVES, SPANS, STEPS
+from shardlab.vocabulary import Phase, SpanKind
 
 COMPUTE_KINDS = (SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.RECOMPUTE, SpanKind.OPTIMIZER)
+PARTS = ("compute_us", "moving_us", "waiting_us", "other_us")
+NONE: Intervals = np.empty((0, 2))
+
+
+def compute_spans(spans: pd.DataFrame) -> pd.DataFrame:
+    """The spans in which a rank computes: forward, backward, recomputation and optimizer, but not data loading."""
+    return spans[spans["kind"].isin([str(kind) for kind in COMPUTE_KINDS])]
 
 
 def overlap(collectives: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
@@ -38,15 +56,12 @@ def overlap(collectives: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
     """
     COLLECTIVES.check(collectives)
     SPANS.check(spans)
-    compute_spans = spans[spans["kind"].isin([str(kind) for kind in COMPUTE_KINDS])]
     communication = _by_step(collectives, bounds(collectives, "start_us", "end_us", "collectives"))
-    waiting = _by_step(*_waits(collectives))
-    compute = _by_step(compute_spans, bounds(compute_spans, "start_us", "end_us", "spans"))
+    compute = _computing(collectives, spans)
     keys = dict.fromkeys([*positions(spans), *communication])
     order = {name: place for place, name in enumerate(dict.fromkeys(key[:2] for key in keys))}
-    none = np.empty((0, 2))
     rows = [
-        (*key, *_measure(communication.get(key, none), subtract(compute.get(key, none), waiting.get(key, none))))
+        (*key, *_measure(communication.get(key, NONE), compute.get(key, NONE)))
         for key in sorted(keys, key=lambda key: (order[key[:2]], key))
     ]
     columns = [*KEYS, "comm_us", "compute_us", "both_us", "overlap", "exposed_us"]
@@ -60,11 +75,60 @@ def _measure(communication: Intervals, compute: Intervals) -> tuple[float, float
     return comm_us, total(compute), both_us, both_us / comm_us if comm_us else float("nan"), comm_us - both_us
 
 
-def _waits(collectives: pd.DataFrame) -> tuple[pd.DataFrame, Intervals]:
-    """The rows whose caller waited, and when."""
-    waited = collectives[np.isfinite(numbers(collectives, "wait_start_us"))]
-    return waited, bounds(waited, "wait_start_us", "wait_end_us", "collectives")
+def _computing(collectives: pd.DataFrame, spans: pd.DataFrame) -> dict[Key, Intervals]:
+    """When each rank computed: inside a span of compute and not in ``wait``."""
+    worked, waited = compute_spans(spans), collectives[collectives["wait_start_us"].notna()]
+    waits = _by_step(waited, bounds(waited, "wait_start_us", "wait_end_us", "collectives"))
+    times = _by_step(worked, bounds(worked, "start_us", "end_us", "spans"))
+    return {key: subtract(own, waits.get(key, NONE)) for key, own in times.items()}
 
 
 def _by_step(frame: pd.DataFrame, times: Intervals) -> dict[Key, Intervals]:
     return {key: times[where] for key, where in positions(frame).items()}
+
+
+def step_split(
+    collectives: pd.DataFrame, spans: pd.DataFrame, steps: pd.DataFrame, axes: Mapping[str, int] | None = None
+) -> pd.DataFrame:
+    """The parts of every step on every rank.
+
+    Args:
+        collectives: table ``collectives``, the rows of all ranks; those of the report's own loss are left out, as
+            ``step_us`` ends before it.
+        spans: table ``spans``.
+        steps: table ``steps``.
+        axes: sizes of the axes of the mesh, see ``with_group``.
+
+    Returns:
+        One row per (run, source, rank, step) of ``steps``: ``step_us`` and its parts ``compute_us``, ``moving_us``,
+        ``waiting_us``, ``other_us``.
+
+    Raises:
+        ValueError: columns or times are missing or cannot be true; see ``overlap`` and ``matched_collectives``.
+    """
+    COLLECTIVES.check(collectives)
+    SPANS.check(spans)
+    STEPS.check(steps)
+    own = collectives[collectives["phase"] != str(Phase.METRICS)]
+    table = steps[[*KEYS, "step_us"]].merge(overlap(own, spans), on=KEYS, how="left")
+    waiting = _waiting(own, spans, axes)
+    keys = [(str(run), str(source), int(rank), int(step)) for run, source, rank, step in table[KEYS].to_numpy()]
+    table["waiting_us"] = [waiting.get(key, 0.0) for key in keys]
+    table["moving_us"] = table["exposed_us"] - table["waiting_us"]
+    table["other_us"] = table["step_us"] - table["compute_us"] - table["exposed_us"]
+    return table[[*KEYS, "step_us", *PARTS]]
+
+
+def _waiting(collectives: pd.DataFrame, spans: pd.DataFrame, axes: Mapping[str, int] | None) -> dict[Key, float]:
+    """Exposed time before the last rank had come, while nothing else was moving either."""
+    if not len(collectives):
+        return {}
+    rows = matched_collectives(collectives, axes)
+    times = bounds(rows, "start_us", "end_us", "collectives")
+    come = np.clip(numbers(rows, "last_us"), times[:, 0], times[:, 1])
+    early, moving = np.column_stack((times[:, 0], come)), np.column_stack((come, times[:, 1]))
+    compute = _computing(collectives, spans)
+    return {
+        key: total(subtract(subtract(early[here], moving[here]), compute.get(key, NONE)))
+        for key, here in positions(rows).items()
+    }

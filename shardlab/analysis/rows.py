@@ -1,4 +1,4 @@
-"""From rows of a record to intervals: which rows belong to one rank's step, and which times cannot be true."""
+"""Rows of a record: those of one run and step, those of one rank's step, and their times as intervals."""
 
 from typing import cast
 
@@ -55,3 +55,64 @@ def _name(frame: pd.DataFrame, row: int, table: str) -> str:
         f"table {table!r}: row {frame.index[row]} "
         f"(run {values['run']}, rank {values['rank']}, step {values['step']}, {what!r})"
     )
+
+
+def labelled(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with a column ``label``: the run, and its source where one table holds the run from several sources."""
+    sources = frame.groupby("run")["source"].transform("nunique") if len(frame) else pd.Series(dtype="int64")
+    run, source = frame["run"].astype(str), frame["source"].astype(str)
+    return frame.assign(label=run.where(sources <= 1, run + " · " + source))
+
+
+def labels_of(frame: pd.DataFrame) -> list[str]:
+    """Labels in order of first appearance."""
+    return [str(label) for label in frame["label"].drop_duplicates()]
+
+
+def one_run(frame: pd.DataFrame, run: str | None) -> pd.DataFrame:
+    """The rows of ``run`` with a column ``label``; None where the table holds one run only.
+
+    A run that is both measured and predicted counts as two, named 'zero1 · measured' and 'zero1 · predicted'.
+
+    Raises:
+        ValueError: no such run, or several and none named.
+    """
+    rows = labelled(frame)
+    names = labels_of(rows)
+    if run is None and len(names) > 1:
+        raise ValueError(f"run: the table holds {len(names)} runs, name one of {', '.join(names)}")
+    if run is not None and run not in names:
+        raise ValueError(f"run: {run!r} is none of {', '.join(names)}")
+    return rows if run is None else rows[rows["label"] == run]
+
+
+def one_step(frame: pd.DataFrame, step: int | None) -> int:
+    """``step``, or the last one recorded for None.
+
+    Raises:
+        ValueError: it was not recorded, or nothing was.
+    """
+    steps = sorted({int(number) for number in frame["step"]})
+    if not steps:
+        raise ValueError("step: the table holds no steps")
+    if step is not None and step not in steps:
+        raise ValueError(f"step: {step} was not recorded; there are {steps[0]} to {steps[-1]}")
+    return steps[-1] if step is None else step
+
+
+def one_step_of_run(
+    collectives: pd.DataFrame, spans: pd.DataFrame, run: str | None, step: int | None
+) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """The collectives and the spans of one step of one run.
+
+    Returns:
+        Rows of ``collectives``, rows of ``spans``, and of all of them ``run``, ``source``, ``step`` and ``label``.
+
+    Raises:
+        ValueError: see ``one_run`` and ``one_step``.
+    """
+    of_run = one_run(pd.concat([table[["run", "source", "step"]] for table in (spans, collectives)]), run)
+    of_step = of_run[of_run["step"] == one_step(of_run, step)]
+    keys = of_step[["run", "source", "step"]].iloc[0]
+    rows = [table[(table[keys.index] == keys).all(axis=1)] for table in (collectives, spans)]
+    return rows[0], rows[1], of_step

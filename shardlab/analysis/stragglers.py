@@ -13,8 +13,8 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
+from shardlab.analysis.matching import matched_collectives
 from shardlab.analysis.rows import bounds, numbers
-from shardlab.analysis.together import together
 
 KEPT = ["run", "source", "step", "axis", "group", "seq", "op", "tag", "rank", "last_rank"]
 
@@ -34,9 +34,9 @@ def waits(collectives: pd.DataFrame, axes: Mapping[str, int] | None = None) -> p
         ``waited_for_last_us`` before the last rank had come.
 
     Raises:
-        ValueError: see ``together``.
+        ValueError: see ``matched_collectives``.
     """
-    rows = together(collectives, axes)
+    rows = matched_collectives(collectives, axes)
     issued = bounds(rows, "issue_us", "start_us", "collectives")
     start, end = numbers(rows, "start_us"), numbers(rows, "end_us")
     come = np.clip(numbers(rows, "last_us"), start, end)
@@ -60,7 +60,7 @@ def stragglers(collectives: pd.DataFrame, axes: Mapping[str, int] | None = None)
         ``straggler_us`` in all, of which it sat in ``wait`` for ``waited_for_last_us``.
 
     Raises:
-        ValueError: see ``together``.
+        ValueError: see ``matched_collectives``.
     """
     rows = waits(collectives, axes)
     rows = rows[rows["rank"] != rows["last_rank"]]

@@ -4,10 +4,9 @@ from typing import Any
 
 import pandas as pd
 
-from shardlab.analysis.allocator import allocator_items
-from shardlab.analysis.causes import NoHostWaitsError
+from shardlab.analysis.causal_graph import NoHostWaitsError
 from shardlab.analysis.critical_path import ALL, critical_path, what_if_free
-from shardlab.analysis.memory import peak
+from shardlab.analysis.memory import allocator_items, peak
 from shardlab.analysis.overlap import COMPUTE_KINDS
 from shardlab.trace.store import Records
 from shardlab.vocabulary import Collective, Role

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from shardlab.analysis.innermost import innermost
-from shardlab.analysis.overlap import COMPUTE_KINDS
+from shardlab.analysis.intervals import innermost
+from shardlab.analysis.overlap import compute_spans
 from shardlab.analysis.rows import bounds
 from shardlab.export.events import Event, in_order, write_json
 from shardlab.export.kineto import NCCL_NAMES
@@ -97,7 +97,7 @@ def _data(spans: pd.DataFrame) -> Iterator[Event]:
 
 def _compute(spans: pd.DataFrame, collectives: pd.DataFrame) -> Iterator[Event]:
     """The innermost unit at work outside of all waits; in lower case, as HTA looks for 'Sync' and 'Memset' in names."""
-    rows = spans[spans["kind"].isin([str(kind) for kind in COMPUTE_KINDS])]
+    rows = compute_spans(spans)
     waited = collectives[collectives["wait_start_us"].notna()]
     waits = bounds(waited, "wait_start_us", "wait_end_us", "collectives")
     pieces, owners = innermost(bounds(rows, "start_us", "end_us", "spans"), waits)

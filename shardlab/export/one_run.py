@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from shardlab.analysis.choose import one_run
+from shardlab.analysis.rows import one_run
 from shardlab.tables import TABLES
 from shardlab.trace.store import Records
 
@@ -16,7 +16,10 @@ def run_of(records: Records, run: str | None) -> tuple[str, Records]:
     both = pd.concat([records.spans[["run", "source"]], records.collectives[["run", "source"]]])
     if not len(both):
         raise ValueError("run: there are neither spans nor collectives in these records, so there is nothing to draw")
-    name = str(one_run(both, run)["run"].iloc[0])
+    name, source = one_run(both, run)[["run", "source"]].iloc[0]
     tables = {table: getattr(records, table) for table in TABLES}
-    own = {table: rows[rows["run"] == name].reset_index(drop=True) for table, rows in tables.items()}
+    own = {
+        table: rows[(rows["run"] == name) & (rows["source"] == source)].reset_index(drop=True)
+        for table, rows in tables.items()
+    }
     return name, Records(**own, manifests={name: records.manifests.get(name, {})})

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from shardlab.analysis.innermost import innermost
+from shardlab.analysis.bandwidth import bandwidth
+from shardlab.analysis.intervals import innermost
+from shardlab.analysis.matching import SAME, matched_collectives
 from shardlab.analysis.memory import PEAK
 from shardlab.analysis.rows import bounds
-from shardlab.analysis.together import SAME, together
-from shardlab.analysis.volume import bandwidth
 from shardlab.export.events import NS_US, Event, complete, counter, flow, in_order, process, thread, write_json
 from shardlab.export.lanes import lanes
 from shardlab.export.one_run import run_of
@@ -181,7 +181,7 @@ def _between_ranks(moved: pd.DataFrame, axes: Mapping[str, int] | None) -> Itera
     if not _all_ranks_are_there(own):
         return
     tids = dict(zip(zip(moved["rank"], moved["seq"], strict=True), moved["tid"], strict=True))
-    facts = together(own, axes).sort_values(SAME, kind="stable").to_dict("records")
+    facts = matched_collectives(own, axes).sort_values(SAME, kind="stable").to_dict("records")
     for _, members in groupby(facts, key=lambda row: [row[name] for name in SAME]):
         rows = list(members)
         last = next(row for row in rows if row["rank"] == row["last_rank"])

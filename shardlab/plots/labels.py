@@ -8,18 +8,6 @@ SOURCE_NOTES = {
 }
 
 
-def labelled(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with a column ``label``: the run, and its source where one table holds the run from several sources."""
-    sources = frame.groupby("run")["source"].transform("nunique") if len(frame) else pd.Series(dtype="int64")
-    run, source = frame["run"].astype(str), frame["source"].astype(str)
-    return frame.assign(label=run.where(sources <= 1, run + " · " + source))
-
-
-def labels_of(frame: pd.DataFrame) -> list[str]:
-    """Labels in order of first appearance."""
-    return [str(label) for label in frame["label"].drop_duplicates()]
-
-
 def source_note(frame: pd.DataFrame) -> str:
     """What a reader must know about emulated or predicted rows; empty where all are measured."""
     notes = []

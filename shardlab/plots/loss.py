@@ -4,8 +4,9 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from shardlab.analysis.rows import labelled, labels_of
 from shardlab.plots.colours import GRID, dash, run_colours
-from shardlab.plots.labels import labelled, labels_of, listing, subtitle
+from shardlab.plots.labels import listing, subtitle
 from shardlab.plots.theme import finish, log_axis, new_figure, nothing
 from shardlab.plots.thinning import thinned, thinning_note
 from shardlab.plots.units import significant

@@ -4,8 +4,9 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shardlab.analysis import at_rest, peak
+from shardlab.analysis.rows import labelled, labels_of
 from shardlab.plots.colours import ROLE_COLOURS
-from shardlab.plots.labels import labelled, labels_of, listing, subtitle
+from shardlab.plots.labels import listing, subtitle
 from shardlab.plots.stack import stacked_bars
 from shardlab.plots.theme import finish, new_figure, nothing
 from shardlab.plots.units import format_bytes

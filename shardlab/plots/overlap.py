@@ -4,8 +4,9 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from shardlab.analysis.rows import labelled, labels_of
 from shardlab.plots.colours import EXPOSED, HIDDEN
-from shardlab.plots.labels import averaged, labelled, labels_of, listing, subtitle
+from shardlab.plots.labels import averaged, listing, subtitle
 from shardlab.plots.stack import GAP, end_with
 from shardlab.plots.theme import finish, new_figure, nothing
 from shardlab.plots.units import format_percent, format_us

@@ -7,8 +7,9 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shardlab.analysis import at_rest
+from shardlab.analysis.rows import labelled, labels_of
 from shardlab.plots.colours import ROLE_COLOURS, dash, run_colours
-from shardlab.plots.labels import labelled, labels_of, source_note
+from shardlab.plots.labels import source_note
 from shardlab.plots.loss import nested_width
 from shardlab.plots.stack import SEEN
 from shardlab.plots.theme import TEMPLATE, finish, nothing

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from shardlab.plots.choose import one_run
+from shardlab.analysis.rows import one_run
 from shardlab.plots.colours import GRID, PALETTE
 from shardlab.plots.labels import subtitle
 from shardlab.plots.stack import gaps

@@ -3,9 +3,10 @@
 import pandas as pd
 import plotly.graph_objects as go
 
-from shardlab.analysis.split import PARTS
+from shardlab.analysis.overlap import PARTS
+from shardlab.analysis.rows import labelled, labels_of
 from shardlab.plots.colours import EXPOSED, HIDDEN, SAND, SPAN_COLOURS
-from shardlab.plots.labels import averaged, labelled, labels_of, listing, subtitle
+from shardlab.plots.labels import averaged, listing, subtitle
 from shardlab.plots.stack import GAP, end_with
 from shardlab.plots.theme import finish, new_figure, nothing
 from shardlab.plots.units import format_us

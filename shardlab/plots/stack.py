@@ -8,7 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
-from shardlab.plots.labels import labels_of
+from shardlab.analysis.rows import labels_of
 from shardlab.plots.units import byte_scale, format_bytes
 
 GAP = {"color": "rgba(255,255,255,0.45)", "width": 1}

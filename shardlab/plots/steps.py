@@ -5,8 +5,9 @@ import pandas as pd
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
+from shardlab.analysis.rows import labelled, labels_of
 from shardlab.plots.colours import run_colours
-from shardlab.plots.labels import labelled, labels_of, listing, subtitle
+from shardlab.plots.labels import listing, subtitle
 from shardlab.plots.theme import finish, new_figure, nothing
 from shardlab.plots.units import format_us
 from shardlab.tables import STEPS

@@ -9,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shardlab.analysis import bandwidth, overlap
-from shardlab.plots.choose import one_run
+from shardlab.analysis.rows import one_step_of_run
 from shardlab.plots.colours import COLLECTIVE_COLOURS, EXPOSED, GREY, GRID, SPAN_COLOURS
 from shardlab.plots.labels import subtitle
 from shardlab.plots.lanes import COMPUTE, Lanes, lay_out
@@ -54,12 +54,10 @@ def collective_timeline(
     """
     COLLECTIVES.check(collectives)
     SPANS.check(spans)
-    both = pd.concat([collectives[["run", "source", "step"]], spans[["run", "source", "step"]]])
-    if not len(both):
+    if not len(collectives) and not len(spans):
         return nothing("Timeline of a step", "no collectives and no spans recorded")
-    chosen = one_run(both, run)
-    name, step = str(chosen["label"].iloc[0]), _step(chosen, step)
-    moved, worked = (_rows(table, chosen, step) for table in (collectives, spans))
+    moved, worked, both = one_step_of_run(collectives, spans, run, step)
+    name, step = str(both["label"].iloc[0]), int(both["step"].iloc[0])
     measures = overlap(moved, worked)
     begin, window = _extent(moved, worked)
     lanes, places = lay_out(moved, worked)
@@ -71,7 +69,7 @@ def collective_timeline(
     _axes(figure, lanes)
     if until_ms is not None:
         figure.update_xaxes(range=[0, until_ms])
-    figure.update_layout(title_subtitle_text=subtitle(chosen, _note(figure, levels, moved)))
+    figure.update_layout(title_subtitle_text=subtitle(both, _note(figure, levels, moved)))
     return finish(figure, _summary(name, step, measures, moved, window))
 
 
@@ -86,20 +84,6 @@ def _note(figure: go.Figure, levels: pd.DataFrame, moved: pd.DataFrame) -> str:
         "" if len(moved) else "no communication",
     ]
     return "; ".join(part for part in parts if part)
-
-
-def _step(rows: pd.DataFrame, step: int | None) -> int:
-    steps = sorted({int(number) for number in rows["step"]})
-    if step is not None and step not in steps:
-        raise ValueError(f"step: {step} was not recorded; there are {steps[0]} to {steps[-1]}")
-    return steps[-1] if step is None else step
-
-
-def _rows(table: pd.DataFrame, chosen: pd.DataFrame, step: int) -> pd.DataFrame:
-    """The rows of the chosen run, source and step."""
-    run, source = chosen["run"].iloc[0], chosen["source"].iloc[0]
-    rows: pd.DataFrame = table[(table["run"] == run) & (table["source"] == source) & (table["step"] == step)]
-    return rows
 
 
 def _extent(moved: pd.DataFrame, worked: pd.DataFrame) -> tuple[float, float]:

@@ -8,8 +8,8 @@ import pandas as pd
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
-from shardlab.analysis.groups import with_group
-from shardlab.plots.choose import one_run
+from shardlab.analysis.matching import with_group
+from shardlab.analysis.rows import one_run, one_step
 from shardlab.plots.colours import INK
 from shardlab.plots.labels import subtitle
 from shardlab.plots.theme import finish, new_figure, nothing
@@ -50,10 +50,7 @@ def traffic_matrix(
     if not len(collectives):
         return nothing(TITLE, "no communication recorded")
     rows = one_run(collectives, run)
-    steps = sorted({int(number) for number in rows["step"]})
-    if step is not None and step not in steps:
-        raise ValueError(f"step: {step} was not recorded; there are {steps[0]} to {steps[-1]}")
-    step = steps[-1] if step is None else step
+    step = one_step(rows, step)
     label = str(rows["label"].iloc[0])
     rows = rows[rows["step"] == step]
     sent = bytes_between(with_group(rows.drop(columns="label"), axes))

@@ -6,8 +6,9 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shardlab.analysis import wire_bytes
+from shardlab.analysis.rows import labelled
 from shardlab.plots.colours import COLLECTIVE_COLOURS
-from shardlab.plots.labels import averaged, labelled, listing, subtitle
+from shardlab.plots.labels import averaged, listing, subtitle
 from shardlab.plots.stack import stacked_bars
 from shardlab.plots.theme import finish, new_figure, nothing
 from shardlab.plots.units import format_bytes

@@ -25,7 +25,7 @@ from typing import Any
 
 import pandas as pd
 
-from shardlab.analysis.choose import one_run, one_step
+from shardlab.analysis.rows import one_run, one_step
 from shardlab.plots.units import format_bytes
 from shardlab.trace.store import Records
 from shardlab.vocabulary import Collective, Role, SpanKind

@@ -6,7 +6,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from ipywidgets import Button, Dropdown, HBox, IntSlider, Layout, Play, VBox, jslink
 
-from shardlab.analysis.choose import one_run, one_step
+from shardlab.analysis.rows import one_run, one_step
 from shardlab.plots import collective_timeline
 from shardlab.plots.colours import INK
 from shardlab.plots.held import held_by_rank

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardlab.analysis import attribution, critical_path, hidden_by, overlap, what_if_free
 from shardlab.analysis.critical_path import ALL, LATE
-from shardlab.analysis.innermost import innermost
+from shardlab.analysis.intervals import innermost
 from tests.analysis.hand_made import NAN, collective, collectives, span, spans, two_ranks
 
 times = st.integers(0, 30).map(float)
@@ -144,7 +144,7 @@ def test_what_cannot_be_explained_is_refused(moved, keywords, message):
 def test_two_sources_of_one_run_are_not_mixed():
     moved, worked = two_ranks()
     both = pd.concat([worked, worked.assign(source="predicted")])
-    with pytest.raises(ValueError, match="the run 'a' is there as measured and as predicted; keep one"):
+    with pytest.raises(ValueError, match="run: the table holds 2 runs, name one of a · measured, a · predicted"):
         critical_path(moved, both)
 
 

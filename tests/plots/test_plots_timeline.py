@@ -85,7 +85,7 @@ def test_wrong_names_are_refused(records):
 
 def test_a_prediction_of_the_same_run_stays_apart(records):
     both = [pd.concat([table, table.assign(source="predicted")]) for table in (records.collectives, records.spans)]
-    with pytest.raises(ValueError, match="'ddp' is none of ddp · measured"):
+    with pytest.raises(ValueError, match="'ddp' is none of single · measured, ddp · measured"):
         collective_timeline(*both, run="ddp")
     figure = collective_timeline(*both, run="ddp · predicted", step=2)
     assert len(bars(figure, "all reduce")[0].x) == NUM_RANKS * NUM_BLOCKS

@@ -1,8 +1,8 @@
-"""Who takes part in a collective: the ranks of its group, from the axes of the mesh.
+"""Which rows of different ranks are one collective, and which ranks take part in it.
 
-A row names its axis and the size of its group, not the members. They follow from the layout of the mesh, row by row
+A row names its axis and the size of its group, but not the members. They follow from the layout of the mesh, row by row
 with the last axis fastest: on ``{"replica": 2, "shard": 2}`` the shard groups are 0,1 and 2,3 and the replica groups
-0,2 and 1,3.
+0,2 and 1,3. The n-th collective of a group in a step is the same collective on all its ranks.
 """
 
 from collections.abc import Mapping
@@ -11,12 +11,23 @@ from math import prod
 import numpy as np
 import pandas as pd
 
+from shardlab.analysis.rows import KEYS, bounds
 from shardlab.tables import COLLECTIVES
-from shardlab.vocabulary import MeshAxis
+from shardlab.vocabulary import Collective, MeshAxis
 
 RUN = ["run", "source"]
 # The axis that talks most lies innermost, where ranks are neighbours.
 OUTERMOST_FIRST = (MeshAxis.REPLICA, MeshAxis.DATA, MeshAxis.SHARD, MeshAxis.TENSOR)
+# No rank is done before the last has come. (A broadcast's root does not wait, and a record does not say who that is.)
+MEETING = (
+    Collective.ALL_REDUCE,
+    Collective.REDUCE_SCATTER,
+    Collective.ALL_GATHER,
+    Collective.ALL_TO_ALL,
+    Collective.BARRIER,
+)
+SAME = [*RUN, "step", "axis", "group", "place"]
+CLOCK_TOLERANCE_US = 1e3
 
 
 def with_group(collectives: pd.DataFrame, axes: Mapping[str, int] | None = None) -> pd.DataFrame:
@@ -84,3 +95,64 @@ def _member(members: Mapping[tuple[str, int], str], key: tuple[str, int], mesh: 
     if key not in members:
         raise ValueError(f"axes: run {run!r} has collectives on axis {key[0]!r}, which is none of {', '.join(mesh)}")
     return members[key]
+
+
+def matched_collectives(collectives: pd.DataFrame, axes: Mapping[str, int] | None = None) -> pd.DataFrame:
+    """The collectives in which ranks meet, with ``group``, ``place`` (n-th of its axis in the step) and who came last.
+
+    Steps that some rank has not recorded (of a run that was killed) are left out.
+
+    Args:
+        collectives: table ``collectives``.
+        axes: see ``with_group``.
+
+    Returns:
+        The rows of ``collectives`` that are all-reduces, reduce-scatters, all-gathers, all-to-alls or barriers, and
+        ``group``, ``place``, ``last_us`` (when the last rank began it) and ``last_rank``.
+
+    Raises:
+        ValueError: a column or time is missing, the ranks issued different collectives, or one rank had the result
+            before another began, so that their clocks are not one axis.
+    """
+    rows = with_group(collectives, axes)
+    bounds(rows, "start_us", "end_us", "collectives")
+    rows = _whole_steps(rows[rows["op"].isin([str(op) for op in MEETING])])
+    rows = rows.sort_values([*KEYS, "seq"], kind="stable", ignore_index=True)
+    rows["place"] = rows.groupby([*KEYS, "axis"], sort=False).cumcount()
+    _check_same(rows)
+    # A rank that moved nothing (a barrier) has its place too: the last is who began latest.
+    last = rows.loc[rows.groupby(SAME, sort=False)["start_us"].idxmax(), [*SAME, "rank", "start_us"]]
+    rows = rows.merge(last.rename(columns={"rank": "last_rank", "start_us": "last_us"}), on=SAME)
+    _check_clocks(rows)
+    return rows
+
+
+def _whole_steps(rows: pd.DataFrame) -> pd.DataFrame:
+    all_ranks = rows.groupby(RUN)["rank"].transform("nunique")
+    return rows[rows.groupby([*RUN, "step"])["rank"].transform("nunique") == all_ranks]
+
+
+def _check_same(rows: pd.DataFrame) -> None:
+    found = rows.groupby(SAME, sort=False).agg(
+        ops=("op", "nunique"), sizes=("bytes", "nunique"), ranks=("rank", "size"), group_size=("group_size", "first")
+    )
+    wrong = found[(found["ops"] > 1) | (found["sizes"] > 1) | (found["ranks"] != found["group_size"])]
+    if len(wrong):
+        key = dict(zip(SAME, wrong.index[0], strict=True))
+        apart = rows[(rows[SAME] == pd.Series(key)).all(axis=1)]
+        issued = "; ".join(f"rank {row.rank} {row.op} of {row.bytes} bytes ({row.tag})" for row in apart.itertuples())
+        raise ValueError(
+            f"collectives: in step {key['step']} of run {key['run']} the ranks {key['group']} on axis {key['axis']} "
+            f"did not issue the same collectives; number {key['place']} is: {issued}"
+        )
+
+
+def _check_clocks(rows: pd.DataFrame) -> None:
+    early = rows[rows["end_us"] < rows["last_us"] - CLOCK_TOLERANCE_US]
+    if len(early):
+        row = early.iloc[0]
+        raise ValueError(
+            f"collectives: in step {row['step']} of run {row['run']} rank {row['rank']} had the result of {row['op']} "
+            f"{row['tag']!r} {row['last_us'] - row['end_us']:.0f} us before rank {row['last_rank']} began it; "
+            "the clocks of these ranks are not one axis (ranks of several hosts?)"
+        )

@@ -23,8 +23,8 @@ import numpy as np
 import pandas as pd
 
 from shardlab.analysis.intervals import Intervals
+from shardlab.analysis.matching import SAME, matched_collectives
 from shardlab.analysis.rows import bounds, numbers
-from shardlab.analysis.together import SAME, together
 from shardlab.vocabulary import Collective, Phase
 
 SEEN_US = 1.0  # a host that waited has seen the end within this time, or it did not wait
@@ -77,7 +77,9 @@ class _Call:
     waits: tuple[Node, Node] | None
 
 
-def causes(collectives: pd.DataFrame, spans: pd.DataFrame, axes: Mapping[str, int] | None = None) -> tuple[Node, ...]:
+def causal_graph(
+    collectives: pd.DataFrame, spans: pd.DataFrame, axes: Mapping[str, int] | None = None
+) -> tuple[Node, ...]:
     """The nodes of one step, causes before effects.
 
     Args:
@@ -87,7 +89,7 @@ def causes(collectives: pd.DataFrame, spans: pd.DataFrame, axes: Mapping[str, in
 
     Raises:
         NoHostWaitsError: a stream waited, or the record does not tell of waits.
-        ValueError: times are missing or cannot be true, or the ranks disagree (see ``together``).
+        ValueError: times are missing or cannot be true, or the ranks disagree (see ``matched_collectives``).
     """
     rows = collectives[collectives["phase"] != str(Phase.METRICS)].reset_index(drop=True)
     calls = _calls(rows)
@@ -135,7 +137,7 @@ def _meet(rows: pd.DataFrame, calls: list[_Call], axes: Mapping[str, int] | None
     if not len(rows):
         return
     call_of = dict(zip(zip(rows["rank"], rows["seq"], strict=True), calls, strict=True))
-    for _, members in together(rows, axes).groupby(SAME, sort=False)[["rank", "seq"]]:
+    for _, members in matched_collectives(rows, axes).groupby(SAME, sort=False)[["rank", "seq"]]:
         own = [call_of[key] for key in members.itertuples(index=False, name=None)]
         for call in own:
             # (clocks may differ a little: what seems to start after the end cannot have been waited for)
