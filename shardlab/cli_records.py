@@ -132,7 +132,7 @@ def _print_apart(apart: "Apart") -> None:
 
 def _texts(row: Mapping[Hashable, Any]) -> dict[str, str]:
     """A quantity of both runs as text: the rows have nothing in common, and losses need digits to be compared."""
-    from shardlab.plots.tables import column_text
+    from shardlab.plots.text import column_text
 
     values = [row["first"], row["second"], row["difference"]]
     is_loss = str(row["quantity"]).endswith("loss")
@@ -143,7 +143,7 @@ def _texts(row: Mapping[Hashable, Any]) -> dict[str, str]:
 
 def _table(shown: pd.DataFrame, title: str, gap: int, right: Collection[str] = ()) -> Table:
     """Columns of numbers, and those named ``right``, stand to the right."""
-    from shardlab.plots.tables import column_text
+    from shardlab.plots.text import column_text
 
     table = Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False,

@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
-from shardlab.analysis.rows import KEYS, bounds, numbers
+from shardlab.analysis.rows import KEYS, bounds, numbers, require_columns
 from shardlab.tables import COLLECTIVES
 from shardlab.vocabulary import Collective
 
@@ -123,9 +123,7 @@ def with_fit(messages: pd.DataFrame) -> pd.DataFrame:
     Raises:
         ValueError: a column is missing, or an op has fewer than two sizes.
     """
-    missing = [name for name in MESSAGE_COLUMNS if name not in messages.columns]
-    if missing:
-        raise ValueError(f"messages: missing columns {missing}; needs {', '.join(MESSAGE_COLUMNS)}")
+    require_columns(messages, MESSAGE_COLUMNS, "messages")
     fitted = messages.assign(fitted_us=np.nan)
     for op in messages["op"].unique():
         rows = messages["op"] == op

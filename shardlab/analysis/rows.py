@@ -1,5 +1,6 @@
 """Rows of a record: those of one run and step, those of one rank's step, and their times as intervals."""
 
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
@@ -11,6 +12,16 @@ from shardlab.analysis.intervals import Intervals
 KEYS = ["run", "source", "rank", "step"]
 
 Key = tuple[str, str, int, int]
+
+
+def require_columns(frame: pd.DataFrame, columns: Sequence[str], table: str, origin: str = "") -> None:
+    """Refuse a frame without some of ``columns``; ``origin`` says where such a table comes from.
+
+    Raises:
+        ValueError: columns are missing; the message names them.
+    """
+    if missing := [name for name in columns if name not in frame.columns]:
+        raise ValueError(f"{table}: missing columns {missing}; {origin or 'needs ' + ', '.join(columns)}")
 
 
 def bounds(frame: pd.DataFrame, start: str, end: str, table: str) -> Intervals:

@@ -1,26 +1,19 @@
 """Table in, figure out: ``f(table, ...) -> go.Figure`` with title, units, hover and a text summary. Needs no torch."""
 
-from shardlab.plots.buckets import bucket_curve
 from shardlab.plots.difference import run_difference
-from shardlab.plots.gathered import gathered_over_a_step
-from shardlab.plots.held import held_by_rank
 from shardlab.plots.loss import loss_curves, loss_difference
-from shardlab.plots.memory import memory_by_role
-from shardlab.plots.memory_over_step import memory_over_step
+from shardlab.plots.memory import held_by_rank, memory_by_role
+from shardlab.plots.memory_over_step import gathered_over_a_step, memory_over_step
 from shardlab.plots.mesh import mesh_map
-from shardlab.plots.messages import message_times
-from shardlab.plots.overlap import overlap_bars
 from shardlab.plots.page import report_page
 from shardlab.plots.progress import training_progress
 from shardlab.plots.shards import shard_map
 from shardlab.plots.show import show
-from shardlab.plots.split import step_parts
-from shardlab.plots.steps import step_times
+from shardlab.plots.sweeps import bucket_curve, message_times, throughput
 from shardlab.plots.theme import summary_of
-from shardlab.plots.throughput import throughput
+from shardlab.plots.time_bars import overlap_bars, step_parts, step_times
 from shardlab.plots.timeline import collective_timeline
-from shardlab.plots.traffic import traffic_matrix
-from shardlab.plots.volume import wire_volume
+from shardlab.plots.traffic import traffic_matrix, wire_volume
 from shardlab.plots.weights import weight_slices
 
 __all__ = [

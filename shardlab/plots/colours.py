@@ -21,6 +21,7 @@ WINE = "#ac2a58"
 BROWN = "#8d571b"
 GREY = "#7d7d7d"
 PALETTE = (BLUE, ORANGE, GREEN, PINK, VIOLET, SAND, WINE, BROWN)
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "hexagon")  # marks of the runs, in order
 
 INK = "#797979"  # text: 4.3 to 1 on white and on #111111, the best any one grey can do on both
 GRID = "rgba(128,128,128,0.25)"

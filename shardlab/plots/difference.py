@@ -6,10 +6,10 @@ from collections.abc import Callable
 import pandas as pd
 import plotly.graph_objects as go
 
+from shardlab.analysis.rows import require_columns
 from shardlab.plots.colours import INK, dash, run_colours
-from shardlab.plots.labels import listing
+from shardlab.plots.text import format_bytes, format_us, listing
 from shardlab.plots.theme import finish, new_figure, nothing
-from shardlab.plots.units import format_bytes, format_us
 
 # column of a summary -> what it is called, and how its values are written
 COSTS: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -38,9 +38,7 @@ def run_difference(
         ValueError: a column is missing; the message names it.
     """
     for name, summary in zip(names, (first, second), strict=True):
-        missing = [column for column in ("strategy", *COSTS) if column not in summary.columns]
-        if missing:
-            raise ValueError(f"summary {name!r}: missing columns {missing}; it comes from compare()")
+        require_columns(summary, ("strategy", *COSTS), f"summary {name!r}", "it comes from compare()")
     title = f"Change from {names[0]} to {names[1]}"
     changes = _changes(first, second)
     if changes.empty:

@@ -5,14 +5,11 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shardlab.analysis.rows import labelled, labels_of
-from shardlab.plots.colours import GRID, dash, run_colours
-from shardlab.plots.labels import listing, subtitle
+from shardlab.plots.colours import GRID, SYMBOLS, dash, run_colours
+from shardlab.plots.text import listing, significant, subtitle
 from shardlab.plots.theme import finish, log_axis, new_figure, nothing
 from shardlab.plots.thinning import thinned, thinning_note
-from shardlab.plots.units import significant
 from shardlab.tables import STEPS
-
-SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "hexagon")
 
 
 def loss_curves(steps: pd.DataFrame) -> go.Figure:

@@ -7,7 +7,7 @@ from math import prod
 import plotly.graph_objects as go
 
 from shardlab.plots.colours import AXIS_COLOURS, GREY
-from shardlab.plots.labels import listing
+from shardlab.plots.text import listing
 from shardlab.plots.theme import finish, new_figure
 
 TITLE = "The mesh"

@@ -8,13 +8,12 @@ import plotly.graph_objects as go
 
 from shardlab.analysis import at_rest
 from shardlab.analysis.rows import labelled, labels_of
+from shardlab.plots.bars import SEEN
 from shardlab.plots.colours import ROLE_COLOURS, dash, run_colours
-from shardlab.plots.labels import source_note
 from shardlab.plots.loss import nested_width
-from shardlab.plots.stack import SEEN
+from shardlab.plots.text import byte_scale, format_bytes, format_us, source_note
 from shardlab.plots.theme import TEMPLATE, finish, nothing
 from shardlab.plots.thinning import thinned
-from shardlab.plots.units import byte_scale, format_bytes, format_us
 from shardlab.tables import MEMORY, STEPS
 
 TITLE = "Training"

@@ -8,11 +8,10 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shardlab.analysis.rows import one_run
+from shardlab.plots.bars import gaps
 from shardlab.plots.colours import GRID, PALETTE
-from shardlab.plots.labels import subtitle
-from shardlab.plots.stack import gaps
+from shardlab.plots.text import COUNT_UNITS, format_bytes, format_count, format_percent, scale, subtitle
 from shardlab.plots.theme import finish, new_figure, nothing
-from shardlab.plots.units import COUNT_UNITS, format_bytes, format_count, format_percent, scale
 from shardlab.tables import SHARDS
 
 MIN_LABEL_SHARE = 0.06

@@ -7,23 +7,51 @@ it is made only where the environment says SHARDLAB_PNG=1, which the command tha
 import base64
 import io
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 from IPython.core.getipython import get_ipython
 from IPython.display import display
 
-from shardlab.plots.plain import plain_json
 from shardlab.plots.theme import HEIGHT, summary_of
 
+DIGITS = 6
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
 PNG_WIDTH = 900
 PNG_SCALE = 1.0  # with a palette some 12 kB a figure, so that a notebook stays far below 500 kB
 PNG_COLOURS = 256  # a figure has few hundred, nearly all of them the edges of letters
+
+
+def plain_json(figure: go.Figure) -> dict[str, Any]:
+    """``{"data": ..., "layout": ...}`` of Python's own types; NaN and infinity become None."""
+    # figure.to_dict() would already have turned arrays into base64
+    traces = [trace.to_plotly_json() for trace in figure.data]
+    return {"data": _plain(traces), "layout": _plain(figure.layout.to_plotly_json())}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return [_plain(item) for item in value.tolist()]
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    return _rounded(value) if isinstance(value, float) else value
+
+
+def _rounded(value: float) -> float | int | None:
+    if not math.isfinite(value):
+        return None
+    rounded = float(f"{value:.{DIGITS - 1}e}")
+    return int(rounded) if rounded.is_integer() and abs(rounded) < 2**53 else rounded
 
 
 def show(figure: go.Figure) -> None:

@@ -1,6 +1,6 @@
 """The timeline of one training step: what each rank computed, and which collectives ran meanwhile.
 
-Per rank a lane of compute (units of the model, optimizer) and a lane of communication for each axis of the mesh. A
+Per rank a track of compute (units of the model, optimizer) and a track of communication for each axis of the mesh. A
 collective's bar runs from the moment the transport began it to its end; the thin strip before it is the time it was
 queued; a strip under compute is a rank that waits. One trace per kind and collective, however many bars.
 """
@@ -11,21 +11,21 @@ import plotly.graph_objects as go
 from shardlab.analysis import bandwidth, overlap
 from shardlab.analysis.rows import one_step_of_run
 from shardlab.plots.colours import COLLECTIVE_COLOURS, EXPOSED, GREY, GRID, SPAN_COLOURS
-from shardlab.plots.labels import subtitle
-from shardlab.plots.lanes import COMPUTE, Lanes, lay_out
-from shardlab.plots.nesting import drawn_levels
+from shardlab.plots.text import format_bytes, format_percent, format_us, subtitle
 from shardlab.plots.theme import finish, new_figure, nothing
-from shardlab.plots.thinning import thinning_note
+from shardlab.plots.thinning import drawn_levels, thinning_note
 from shardlab.plots.timeline_bars import (
+    COMPUTE,
+    Tracks,
     bars,
     describe_collective,
     describe_queue,
     describe_span,
     describe_wait,
     grouped,
+    lay_out,
     strips,
 )
-from shardlab.plots.units import format_bytes, format_percent, format_us
 from shardlab.tables import COLLECTIVES, SPANS
 
 WAITS, QUEUED = "rank waits", "queued"
@@ -40,7 +40,7 @@ def collective_timeline(
     step: int | None = None,
     until_ms: float | None = None,
 ) -> go.Figure:
-    """Lanes of compute and communication of one step of one run, in milliseconds from the start of the step.
+    """Tracks of compute and communication of one step of one run, in milliseconds from the start of the step.
 
     Args:
         collectives: table ``collectives``.
@@ -60,13 +60,13 @@ def collective_timeline(
     name, step = str(both["label"].iloc[0]), int(both["step"].iloc[0])
     measures = overlap(moved, worked)
     begin, window = _extent(moved, worked)
-    lanes, places = lay_out(moved, worked)
+    tracks, places = lay_out(moved, worked)
     figure = new_figure(f"Timeline of step {step}: {name}")
     levels = drawn_levels(worked)
-    _draw_compute(figure, levels, lanes, (begin, window))
-    _draw_waits(figure, moved, lanes, (begin, window))
+    _draw_compute(figure, levels, tracks, (begin, window))
+    _draw_waits(figure, moved, tracks, (begin, window))
     _draw_collectives(figure, moved.assign(y=places), (begin, window))
-    _axes(figure, lanes)
+    _axes(figure, tracks)
     if until_ms is not None:
         figure.update_xaxes(range=[0, until_ms])
     figure.update_layout(title_subtitle_text=subtitle(both, _note(figure, levels, moved)))
@@ -93,9 +93,11 @@ def _extent(moved: pd.DataFrame, worked: pd.DataFrame) -> tuple[float, float]:
     return begin, end - begin
 
 
-def _draw_compute(figure: go.Figure, spans: pd.DataFrame, lanes: Lanes, extent: tuple[float, float]) -> None:
+def _draw_compute(figure: go.Figure, spans: pd.DataFrame, tracks: Tracks, extent: tuple[float, float]) -> None:
     """A trace per kind for the units drawn, and one for the pale ground of what surrounds them."""
-    y = pd.Series({rank: rows[0] for (rank, lane), rows in lanes.positions.items() if lane == COMPUTE}, dtype="float64")
+    y = pd.Series(
+        {rank: rows[0] for (rank, track), rows in tracks.positions.items() if track == COMPUTE}, dtype="float64"
+    )
     spans = spans.assign(y=spans["rank"].astype("int64").map(y))
     for ground in (True, False):
         for kind, colour in SPAN_COLOURS.items():
@@ -109,9 +111,9 @@ def _draw_compute(figure: go.Figure, spans: pd.DataFrame, lanes: Lanes, extent: 
                 figure.add_trace(trace)
 
 
-def _draw_waits(figure: go.Figure, moved: pd.DataFrame, lanes: Lanes, extent: tuple[float, float]) -> None:
+def _draw_waits(figure: go.Figure, moved: pd.DataFrame, tracks: Tracks, extent: tuple[float, float]) -> None:
     waits = moved[(moved["wait_end_us"] > moved["wait_start_us"]).fillna(False)]
-    rows = {rank: rows[0] for (rank, lane), rows in lanes.positions.items() if lane == COMPUTE}
+    rows = {rank: rows[0] for (rank, track), rows in tracks.positions.items() if track == COMPUTE}
     if not len(waits) or not rows:
         return
     places = waits["rank"].astype("int64").map(rows)
@@ -136,17 +138,17 @@ def _draw_collectives(figure: go.Figure, moved: pd.DataFrame, extent: tuple[floa
             figure.add_trace(bars(merged, str(op).replace("_", " "), colour, 0.56))
 
 
-def _axes(figure: go.Figure, lanes: Lanes) -> None:
-    ticks, names = lanes.labels()
-    height = max(16.0, min(44.0, 1100 / lanes.num_rows))
-    figure.update_layout(barmode="overlay", height=round(220 + height * lanes.num_rows))
+def _axes(figure: go.Figure, tracks: Tracks) -> None:
+    ticks, names = tracks.labels()
+    height = max(16.0, min(44.0, 1100 / tracks.num_rows))
+    figure.update_layout(barmode="overlay", height=round(220 + height * tracks.num_rows))
     figure.update_layout(uniformtext={"minsize": 11, "mode": "hide"})  # a name is written where it fits, else left out
     figure.update_xaxes(title_text="time in the step (ms)", rangemode="tozero", zeroline=False)
     figure.update_yaxes(
-        tickvals=ticks, ticktext=names, range=[lanes.bottom + 0.6, -0.6], showgrid=False, zeroline=False
+        tickvals=ticks, ticktext=names, range=[tracks.bottom + 0.6, -0.6], showgrid=False, zeroline=False
     )
-    for rank in sorted({rank for rank, _ in lanes.positions})[1:]:
-        top = min(rows[0] for (owner, _), rows in lanes.positions.items() if owner == rank)
+    for rank in sorted({rank for rank, _ in tracks.positions})[1:]:
+        top = min(rows[0] for (owner, _), rows in tracks.positions.items() if owner == rank)
         figure.add_hline(y=top - 0.5 - 0.175, line={"color": GRID, "width": 1})
 
 

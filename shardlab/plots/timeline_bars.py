@@ -1,20 +1,90 @@
-"""The bars of a timeline: rows merged where a screen could not tell them apart, and what each says on hover."""
+"""The parts of a timeline: where each track lies, its bars, and what a bar says on hover.
+
+Each rank has a track for compute and one for the communication on each axis of the mesh. Collectives of one axis that
+are in flight at the same time get rows below each other in its track.
+"""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+from numpy.typing import NDArray
 
+from shardlab.plots.bars import gaps
 from shardlab.plots.colours import readable_on
-from shardlab.plots.nesting import MAX_BARS, thin
-from shardlab.plots.stack import gaps
-from shardlab.plots.units import format_bytes, format_us
+from shardlab.plots.text import format_bytes, format_us
+from shardlab.plots.thinning import MAX_BARS, bar_groups
 
+COMPUTE = "compute"
+MAX_ROWS = 6
+RANK_GAP = 0.35
 MAX_NAMED = 200  # beyond, no bar is wide enough for its name
 Row = Mapping[str, Any]
 Describe = Callable[[Row], str]
+
+
+@dataclass(frozen=True)
+class Tracks:
+    """Where each track lies: ``positions[(rank, track)]`` are its rows from top to bottom, as y downward from 0."""
+
+    positions: dict[tuple[int, str], list[float]]
+    num_rows: int
+
+    @property
+    def bottom(self) -> float:
+        """The largest y."""
+        return max(row for rows in self.positions.values() for row in rows)
+
+    def labels(self) -> tuple[list[float], list[str]]:
+        """Tick positions and names: the rank's name stands beside its first track."""
+        named: set[int] = set()
+        ticks, names = [], []
+        for (rank, track), rows in self.positions.items():
+            ticks.append(float(np.mean(rows)))
+            words = track if track == COMPUTE else f"{track} axis"
+            names.append(words if rank in named else f"<b>rank {rank}</b>  {words}")
+            named.add(rank)
+        return ticks, names
+
+
+def lay_out(collectives: pd.DataFrame, spans: pd.DataFrame) -> tuple[Tracks, NDArray[np.float64]]:
+    """Tracks of one step, and the y of each collective.
+
+    Args:
+        collectives: rows of one step with ``start_us`` and ``end_us``.
+        spans: rows of one step.
+    """
+    ranks = sorted({int(rank) for rank in [*spans["rank"], *collectives["rank"]]})
+    axes = [str(axis) for axis in collectives["axis"].drop_duplicates()]
+    has_compute = len(spans) > 0
+    places, y, num_rows = np.zeros(len(collectives)), 0.0, 0
+    positions: dict[tuple[int, str], list[float]] = {}
+    for rank in ranks:
+        here = (collectives["rank"] == rank).to_numpy(dtype=np.bool_)
+        mine = [axis for axis in axes if (here & (collectives["axis"] == axis).to_numpy(dtype=np.bool_)).any()]
+        for track in ([COMPUTE] if has_compute else []) + mine:
+            where = np.flatnonzero(here & (collectives["axis"] == track).to_numpy(dtype=np.bool_))
+            rows = concurrent_rows(collectives.iloc[where]) if track != COMPUTE else np.zeros(0, dtype=np.intp)
+            count = int(rows.max()) + 1 if len(rows) else 1
+            places[where] = y + rows
+            positions[rank, track] = [y + row for row in range(count)]
+            y, num_rows = y + count, num_rows + count
+        y += RANK_GAP
+    return Tracks(positions, num_rows), places
+
+
+def concurrent_rows(collectives: pd.DataFrame) -> NDArray[np.intp]:
+    """The first free row for each collective in order of its start; beyond MAX_ROWS they share the last."""
+    starts = collectives["start_us"].to_numpy(dtype=np.float64)
+    ends = collectives["end_us"].to_numpy(dtype=np.float64)
+    rows, free_from = np.zeros(len(starts), dtype=np.intp), [-np.inf] * MAX_ROWS
+    for index in np.argsort(starts, kind="stable"):
+        row = next((row for row in range(MAX_ROWS) if free_from[row] <= starts[index]), MAX_ROWS - 1)
+        rows[index], free_from[row] = row, max(free_from[row], ends[index])
+    return rows
 
 
 def grouped(rows: pd.DataFrame, what: str, describe: Describe, extent: tuple[float, float]) -> pd.DataFrame:
@@ -35,9 +105,9 @@ def grouped(rows: pd.DataFrame, what: str, describe: Describe, extent: tuple[flo
     y = rows["y"].to_numpy(dtype=np.float64)
     group = np.arange(len(rows))
     if len(rows) > MAX_BARS:  # else there is a column of the screen for each
-        for lane in np.unique(y):
-            here = np.flatnonzero(y == lane)
-            group[here] = here[thin(start[here], end[here], extent[1])]
+        for row in np.unique(y):
+            here = np.flatnonzero(y == row)
+            group[here] = here[bar_groups(start[here], end[here], extent[1])]
     _, first, place, count = np.unique(group, return_index=True, return_inverse=True, return_counts=True)
     begins, ends = np.full(len(first), np.inf), np.full(len(first), -np.inf)
     np.minimum.at(begins, place, start)

@@ -1,6 +1,6 @@
-"""Who sends to whom: bytes from each rank to each other in one step, by the ring model."""
+"""Bytes on the wire: what each run sends by collective, and which rank sends to which."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -8,20 +8,64 @@ import pandas as pd
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
+from shardlab.analysis import wire_bytes
 from shardlab.analysis.matching import with_group
-from shardlab.analysis.rows import one_run, one_step
-from shardlab.plots.colours import INK
-from shardlab.plots.labels import subtitle
+from shardlab.analysis.rows import labelled, one_run, one_step
+from shardlab.plots.bars import stacked_bars
+from shardlab.plots.colours import COLLECTIVE_COLOURS, INK
+from shardlab.plots.text import averaged, byte_scale, format_bytes, listing, subtitle
 from shardlab.plots.theme import finish, new_figure, nothing
-from shardlab.plots.units import byte_scale, format_bytes
 from shardlab.tables import COLLECTIVES
 from shardlab.vocabulary import Collective
 
-TITLE = "Bytes between ranks in a step"
+VOLUME = "Bytes on the wire per rank and step"
+MATRIX = "Bytes between ranks in a step"
 MAX_RANKS = 64  # beyond, a cell stands for several ranks
 MAX_WRITTEN = 16  # up to so many ranks a cell has room for its number
 SHADES = ((0.0, "#c4e3f3"), (1.0, "#3a95c9"))  # all stand out from white and from black, and black text from all
 SILENT = (Collective.RECV, Collective.BARRIER)
+
+
+def wire_volume(collectives: pd.DataFrame, runs: Sequence[str] | None = None) -> go.Figure:
+    """Bytes a rank sends in a step, stacked by collective, one bar per run: the mean over ranks and steps.
+
+    Collectives before the first step (step -1) are left out.
+
+    Args:
+        collectives: table ``collectives``.
+        runs: names in drawing order; a run without any collective (a single process leaves none) gets an empty bar.
+            None for the runs of the table.
+    """
+    COLLECTIVES.check(collectives)
+    rows = labelled(collectives[collectives["step"] >= 0])
+    sent = _per_rank_and_step(rows)
+    order = [*dict.fromkeys([*(runs or []), *sent["label"]])]
+    if not order:
+        return nothing(VOLUME, "no communication recorded")
+    silent = pd.DataFrame({"label": order, "op": "", "bytes": 0.0})
+    bars = pd.concat([silent, sent], ignore_index=True) if len(sent) else silent
+    words = (averaged(rows, "mean"), "by the ring formula")
+    figure = new_figure(VOLUME, subtitle(rows, ", ".join(part for part in words if part)))
+    stacked_bars(figure, bars, "op", {str(op): colour for op, colour in COLLECTIVE_COLOURS.items()}, "bytes sent")
+    return finish(figure, _volume_summary(bars))
+
+
+def _per_rank_and_step(rows: pd.DataFrame) -> pd.DataFrame:
+    """Columns label, op, bytes: the sum over a run divided by its number of (rank, step) pairs."""
+    if rows.empty:
+        return pd.DataFrame({"label": [], "op": [], "bytes": []})
+    sums = labelled(wire_bytes(rows.drop(columns="label")))
+    pairs = rows.groupby("label", sort=False)[["rank", "step"]].apply(lambda pair: len(pair.drop_duplicates()))
+    sent = sums.groupby(["label", "op"])["wire_bytes"].sum().reset_index(name="bytes")
+    return sent.assign(bytes=sent["bytes"] / sent["label"].map(pairs)).sort_values(
+        "label", key=lambda label: label.map({name: place for place, name in enumerate(pairs.index)}), kind="stable"
+    )
+
+
+def _volume_summary(bars: pd.DataFrame) -> str:
+    totals = bars.groupby("label", sort=False)["bytes"].sum()
+    parts = [f"{label} {format_bytes(value)}" for label, value in totals.items()]
+    return f"{VOLUME}: {listing(parts)}."
 
 
 def traffic_matrix(
@@ -48,7 +92,7 @@ def traffic_matrix(
     """
     COLLECTIVES.check(collectives)
     if not len(collectives):
-        return nothing(TITLE, "no communication recorded")
+        return nothing(MATRIX, "no communication recorded")
     rows = one_run(collectives, run)
     step = one_step(rows, step)
     label = str(rows["label"].iloc[0])
@@ -58,10 +102,10 @@ def traffic_matrix(
     note = "each row's rank sends to the column's rank; a dot is the rank itself"
     if len(shown) < len(sent):
         note = f"{len(sent)} ranks drawn as {len(shown)} groups of neighbours"
-    figure = new_figure(f"{TITLE}: {label}, step {step}", subtitle(rows, note))
+    figure = new_figure(f"{MATRIX}: {label}, step {step}", subtitle(rows, note))
     figure.add_trace(_cells(shown, names))
     _axes(figure, names)
-    return finish(figure, _summary(sent, label, step))
+    return finish(figure, _matrix_summary(sent, label, step))
 
 
 def bytes_between(grouped: pd.DataFrame) -> NDArray[np.float64]:
@@ -137,7 +181,7 @@ def _axes(figure: go.Figure, names: list[str]) -> None:
             figure.add_annotation(x=position, y=position, text="·", showarrow=False, font_color=INK)
 
 
-def _summary(sent: NDArray[np.float64], label: str, step: int) -> str:
+def _matrix_summary(sent: NDArray[np.float64], label: str, step: int) -> str:
     pairs = sent[sent > 0]
     if not len(pairs):
         return f"Step {step} of run {label}: {len(sent)} ranks send nothing."

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import pandas as pd
 import plotly.graph_objects as go
 
+from shardlab.analysis.rows import require_columns
 from shardlab.plots.colours import GREY, PALETTE
-from shardlab.plots.labels import listing
+from shardlab.plots.text import format_count, format_percent, listing
 from shardlab.plots.theme import finish, new_figure, nothing
-from shardlab.plots.units import format_count, format_percent
 
 COLUMNS = ("parameter", "inputs", "outputs", "rank", "input_start", "input_stop", "output_start", "output_stop")
 EVERY_RANK = -1
@@ -39,8 +39,7 @@ def weight_slices(table: pd.DataFrame, head_dims: Mapping[str, int] | None = Non
     Raises:
         ValueError: a column is missing, or ``head_dims`` names a parameter that is not divided.
     """
-    if missing := [name for name in COLUMNS if name not in table.columns]:
-        raise ValueError(f"table: missing columns {missing}; it comes from weights_table")
+    require_columns(table, COLUMNS, "table", "it comes from weights_table")
     if table.empty:
         return nothing(TITLE, "no parameters")
     figure = new_figure(TITLE, NOTE)

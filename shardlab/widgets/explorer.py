@@ -9,7 +9,7 @@ from ipywidgets import Dropdown, FloatLogSlider, HBox, Layout, SelectionSlider, 
 from shardlab.models import MODELS
 from shardlab.planner import PRECISIONS
 from shardlab.plots import memory_by_role
-from shardlab.plots.units import format_count
+from shardlab.plots.text import format_count
 from shardlab.vocabulary import Sharding
 from shardlab.widgets.memory_plan import OPTIMIZERS, STRATEGIES, MemoryPlan
 from shardlab.widgets.panel import Message, Panel, Picture

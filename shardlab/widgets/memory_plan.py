@@ -27,7 +27,7 @@ from shardlab.planner import (
     predicted_collectives,
     predicted_memory,
 )
-from shardlab.plots.units import byte_scale
+from shardlab.plots.text import byte_scale
 from shardlab.tables import MEMORY
 from shardlab.vocabulary import Sharding
 

@@ -16,7 +16,7 @@ from IPython.display import DisplayHandle, display
 from ipywidgets import HTML, Layout, Output, VBox, Widget
 
 from shardlab.plots.show import mime_bundle
-from shardlab.plots.tables import column_text
+from shardlab.plots.text import column_text
 from shardlab.plots.theme import summary_of
 
 Content: TypeAlias = go.Figure | pd.DataFrame

@@ -26,7 +26,7 @@ from typing import Any
 import pandas as pd
 
 from shardlab.analysis.rows import one_run, one_step
-from shardlab.plots.units import format_bytes
+from shardlab.plots.text import format_bytes
 from shardlab.trace.store import Records
 from shardlab.vocabulary import Collective, Role, SpanKind
 

@@ -9,8 +9,8 @@ from ipywidgets import Button, Dropdown, HBox, IntSlider, Layout, Play, VBox, js
 from shardlab.analysis.rows import one_run, one_step
 from shardlab.plots import collective_timeline
 from shardlab.plots.colours import INK
-from shardlab.plots.held import held_by_rank
-from shardlab.plots.units import format_us
+from shardlab.plots.memory import held_by_rank
+from shardlab.plots.text import format_us
 from shardlab.trace.store import Records
 from shardlab.widgets.panel import Message, Panel, Picture
 from shardlab.widgets.step_events import ROLES, events_of_step, ranks_at, traced_step

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from shardlab import plots
-from shardlab.plots.plain import plain_json
+from shardlab.plots.show import plain_json
 
 
 def split():

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 import pytest
 
 from shardlab import plots
-from shardlab.plots.plain import plain_json
+from shardlab.plots.show import plain_json
 
 show_module = importlib.import_module("shardlab.plots.show")  # the package's `show` is the function in it
 PLOTLY = "application/vnd.plotly.v1+json"

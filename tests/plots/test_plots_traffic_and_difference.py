@@ -5,7 +5,7 @@ import pytest
 from shardlab.plots import run_difference, summary_of, traffic_matrix
 from shardlab.plots.colours import STRATEGY_COLOURS
 from shardlab.plots.difference import COSTS
-from shardlab.plots.plain import plain_json
+from shardlab.plots.show import plain_json
 from shardlab.tables import COLLECTIVES
 from tests.plots.sample_records import NUM_RANKS, NUMEL
 

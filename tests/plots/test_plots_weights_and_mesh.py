@@ -3,7 +3,7 @@ import pytest
 
 from shardlab.plots import mesh_map, summary_of, weight_slices
 from shardlab.plots.colours import AXIS_COLOURS, GREY, PALETTE
-from shardlab.plots.plain import plain_json
+from shardlab.plots.show import plain_json
 from shardlab.plots.weights import COLUMNS, EVERY_RANK
 from shardlab.vocabulary import MeshAxis
 

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from shardlab.analysis.rows import labels_of
-from shardlab.plots.units import byte_scale, format_bytes
+from shardlab.plots.text import byte_scale, format_bytes
 
 GAP = {"color": "rgba(255,255,255,0.45)", "width": 1}
 NARROW = 0.004  # of the picture: bars that would be all outline, which is bright on dark paper

@@ -13,8 +13,7 @@ from shardlab.plots.colours import (
     readable_on,
     run_colours,
 )
-from shardlab.plots.tables import column_text
-from shardlab.plots.units import format_bytes, format_count, format_percent, format_us, significant, tick
+from shardlab.plots.text import column_text, format_bytes, format_count, format_percent, format_us, significant, tick
 from shardlab.vocabulary import Collective, Role, SpanKind
 
 # Machado, Oliveira and Fernandes 2009, severity 1: protanopia, deuteranopia, tritanopia, on linear RGB.

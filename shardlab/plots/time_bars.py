@@ -1,0 +1,191 @@
+"""Times of a step, one bar per run: how long steps took, what the time went into, how much communication was hidden."""
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from numpy.typing import NDArray
+
+from shardlab.analysis.overlap import PARTS
+from shardlab.analysis.rows import labelled, labels_of, require_columns
+from shardlab.plots.bars import GAP, end_with
+from shardlab.plots.colours import EXPOSED, HIDDEN, SAND, SPAN_COLOURS, run_colours
+from shardlab.plots.text import averaged, format_percent, format_us, listing, subtitle
+from shardlab.plots.theme import finish, new_figure, nothing
+from shardlab.tables import STEPS
+from shardlab.vocabulary import SpanKind
+
+MAX_DOTS = 400
+PARTS_TITLE = "Where the time of a step goes"
+PARTS_COLUMNS = ("run", "source", "step", "step_us", *PARTS)
+STYLE = {
+    "compute_us": ("compute", SPAN_COLOURS[SpanKind.BACKWARD]),
+    "moving_us": ("exposed communication", EXPOSED),
+    "waiting_us": ("waiting for other ranks", SAND),
+    "other_us": ("other", HIDDEN),
+}
+OVERLAP_TITLE = "Communication: exposed and hidden behind compute"
+OVERLAP_COLUMNS = ("run", "source", "rank", "step", "comm_us", "both_us", "overlap", "exposed_us")
+
+
+def step_times(steps: pd.DataFrame) -> go.Figure:
+    """Time of a step for each run: median and quartiles over ranks and steps.
+
+    Steps in which memory was traced are left out: tracing slows them.
+
+    Args:
+        steps: table ``steps``.
+    """
+    STEPS.check(steps)
+    timed = steps[~steps["traced_memory"].fillna(False).astype(bool) & (steps["step"] >= 0)]
+    timed = labelled(timed[np.isfinite(timed["step_us"].astype("float64"))])
+    if timed.empty:
+        return nothing("Time of a step", "no timed steps (steps with traced memory do not count)")
+    labels = labels_of(timed)
+    note = "median and quartiles; a dot is one step on one rank"
+    if timed.groupby("label").size().max() > MAX_DOTS:
+        note = f"median and quartiles; of each run at most {MAX_DOTS} of its steps as dots"
+    figure = new_figure("Time of a step", subtitle(timed, note))
+    colours = run_colours(labels)
+    medians = []
+    for place, label in enumerate(labels):
+        times_us = timed.loc[timed["label"] == label, "step_us"].to_numpy(dtype=np.float64)
+        quartiles_us = np.quantile(times_us, [0.25, 0.5, 0.75])
+        _draw(figure, label, (place, colours[label]), times_us, quartiles_us)
+        medians.append(f"{label} {format_us(quartiles_us[1])}")
+    figure.update_layout(height=max(340, 190 + 62 * len(labels)), showlegend=False)
+    figure.update_xaxes(title_text="time of a step (ms)", rangemode="tozero")
+    figure.update_yaxes(
+        tickvals=list(range(len(labels))),
+        ticktext=labels,
+        range=[len(labels) - 0.4, -0.6],
+        showgrid=False,
+        zeroline=False,
+    )
+    return finish(figure, f"Median time of a step: {listing(medians)}.")
+
+
+def _draw(
+    figure: go.Figure,
+    label: str,
+    style: tuple[int, str],
+    times_us: NDArray[np.float64],
+    quartiles_us: NDArray[np.float64],
+) -> None:
+    """Dots under the row's line, the quartile bar and the median on it."""
+    place, colour = style
+    low, median, high = quartiles_us / 1e3
+    dots = times_us[:: -(-len(times_us) // MAX_DOTS)] / 1e3
+    figure.add_scatter(
+        x=dots,
+        y=place + 0.3 + 0.06 * (np.arange(len(dots)) % 3 - 1),
+        mode="markers",
+        name=f"{label}: steps",
+        marker={"color": colour, "size": 6, "opacity": 0.55},
+        hovertemplate=f"<b>{label}</b><br>%{{x:.3f}} ms<extra></extra>",
+    )
+    figure.add_scatter(
+        x=[median],
+        y=[place],
+        mode="markers+text",
+        name=label,
+        text=[f"<b>{format_us(1e3 * median)}</b>"],
+        textposition="top center",
+        marker={"color": colour, "size": 15, "symbol": "line-ns", "line": {"color": colour, "width": 4}},
+        error_x={"type": "data", "symmetric": False, "array": [high - median], "arrayminus": [median - low],
+                 "color": colour, "thickness": 9, "width": 0},
+        customdata=[[format_us(1e3 * low), format_us(1e3 * high), len(times_us)]],
+        hovertemplate=f"<b>{label}</b><br>median %{{x:.3f}} ms<br>quartiles %{{customdata[0]}} to %{{customdata[1]}}"
+        "<br>%{customdata[2]} steps<extra></extra>",
+    )  # fmt: skip
+
+
+def step_parts(split: pd.DataFrame) -> go.Figure:
+    """The parts of a step as stacked bars, one bar per run, the whole step written at the end.
+
+    Each part is a mean over ranks and steps, so that the parts add up to the mean step.
+
+    Args:
+        split: what ``analysis.step_split`` returns; leave out the steps that should not count.
+
+    Raises:
+        ValueError: a column is missing.
+    """
+    require_columns(split, PARTS_COLUMNS, "split", "it comes from shardlab.analysis.step_split")
+    if split.empty:
+        return nothing(PARTS_TITLE, "no steps recorded")
+    rows = labelled(split)
+    means = rows.groupby("label", sort=False)[["step_us", *PARTS]].mean().astype("float64")
+    communicating = rows[rows["moving_us"] + rows["waiting_us"] > 0]  # only there does it matter what the link is
+    figure = new_figure(PARTS_TITLE, subtitle(communicating, averaged(rows, "mean")))
+    for column, (name, colour) in STYLE.items():
+        _bar(figure, name, colour, means[column], means["step_us"])
+    words = [format_us(value) for value in means["step_us"]]
+    end_with(figure, means["step_us"] / 1e3, words, labels_of(rows), "time of a step (ms)")
+    return finish(figure, _parts_summary(means))
+
+
+def _bar(figure: go.Figure, name: str, colour: str, times_us: pd.Series, wholes_us: pd.Series | None = None) -> None:
+    """One part of every run's bar; of ``wholes_us`` the hover says which share it is."""
+    texts = [[format_us(value)] for value in times_us]
+    if wholes_us is not None:
+        shares = [f"{part / whole:.0%}" if whole else "" for part, whole in zip(times_us, wholes_us, strict=True)]
+        texts = [[*text, share] for text, share in zip(texts, shares, strict=True)]
+    share_line = "" if wholes_us is None else "<br>%{customdata[1]} of the step"
+    figure.add_bar(
+        x=(times_us / 1e3).where(times_us > 0).to_numpy(),  # a bar of length 0 would still draw its outline
+        y=list(times_us.index),
+        orientation="h",
+        name=name,
+        marker={"color": colour, "line": GAP},
+        customdata=texts,
+        hovertemplate=f"<b>%{{y}}</b><br>{name}: %{{customdata[0]}}{share_line}<extra></extra>",
+    )
+
+
+def _parts_summary(means: pd.DataFrame) -> str:
+    parts = [
+        f"{label} {format_us(row['step_us'])} ({format_us(row['compute_us'])} compute, "
+        f"{format_us(row['moving_us'])} exposed communication, {format_us(row['waiting_us'])} waiting)"
+        for label, row in means.iterrows()
+    ]
+    return f"A step: {listing(parts)}."
+
+
+def overlap_bars(overlap_table: pd.DataFrame) -> go.Figure:
+    """Exposed and hidden communication of each run, with the overlap in percent at the end.
+
+    Each is a median over ranks and steps (steps before the first, -1, are left out), so the two need not add up exactly
+    to the median of the whole.
+
+    Args:
+        overlap_table: what ``analysis.overlap`` returns.
+
+    Raises:
+        ValueError: columns are missing.
+    """
+    require_columns(overlap_table, OVERLAP_COLUMNS, "overlap table", "it comes from shardlab.analysis.overlap")
+    rows = labelled(overlap_table[overlap_table["step"] >= 0])
+    if rows.empty:
+        return nothing(OVERLAP_TITLE, "no steps recorded")
+    medians = rows.groupby("label", sort=False)[["exposed_us", "both_us", "overlap"]].median()
+    figure = new_figure(OVERLAP_TITLE, subtitle(rows, f"{averaged(rows, 'median')}; overlap at the end of the bar"))
+    _bar(figure, "exposed", EXPOSED, medians["exposed_us"])
+    _bar(figure, "hidden behind compute", HIDDEN, medians["both_us"])
+    words = [_hidden(share) for share in medians["overlap"]]
+    ends_ms = (medians["exposed_us"] + medians["both_us"]) / 1e3
+    end_with(figure, ends_ms, words, labels_of(rows), "time per rank and step (ms)")
+    return finish(figure, _overlap_summary(medians))
+
+
+def _hidden(share: float) -> str:
+    return "no communication" if np.isnan(share) else f"{format_percent(share)} hidden"
+
+
+def _overlap_summary(medians: pd.DataFrame) -> str:
+    parts = [
+        f"{label} no communication"
+        if np.isnan(row["overlap"])
+        else f"{label} {format_percent(row['overlap'])} hidden with {format_us(row['exposed_us'])} exposed"
+        for label, row in medians.iterrows()
+    ]
+    return f"Communication per rank and step (medians): {listing(parts)}."
