@@ -17,8 +17,7 @@ from shardlab.analysis.overlap import compute_spans
 from shardlab.analysis.rows import bounds
 from shardlab.export.events import Event, in_order, write_json
 from shardlab.export.kineto import NCCL_NAMES
-from shardlab.export.one_run import run_of
-from shardlab.export.step_times import step_times
+from shardlab.export.run import run_of, step_times
 from shardlab.trace.store import Records
 from shardlab.vocabulary import SpanKind
 

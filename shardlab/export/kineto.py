@@ -1,9 +1,16 @@
-"""What torch.profiler's traces call things: collectives, element types, wrappers round the real work.
+"""The files of torch.profiler (Kineto): what ran on which thread or stream of a rank, and what they call things.
 
 A collective of a trace is written in one of four ways: as the operation the caller issued (``c10d::allreduce_``), as
 what gloo's thread did (``gloo:all_reduce``), as NCCL's kernel (``ncclDevKernel_AllReduce_Sum_bf16_RING_LL(...)``), and
 as the name in that kernel's arguments (``allreduce``).
 """
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from shardlab.vocabulary import Collective
 
@@ -17,7 +24,6 @@ NCCL_NAMES = {
     Collective.RECV: "Recv",
     Collective.BARRIER: "Barrier",
 }
-
 # Beginnings of a name without case, underscores and wrappers, the longer before what it begins with.
 _BEGINNINGS = {
     "reducescatter": Collective.REDUCE_SCATTER,
@@ -36,6 +42,105 @@ _TYPES = {
     "unsignedchar": ("uint8", 1), "byte": ("uint8", 1), "uint8": ("uint8", 1), "signedchar": ("int8", 1),
     "char": ("int8", 1), "int8": ("int8", 1),
 }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """An event with a length. Times are microseconds on the clock of the host, not yet counted from a beginning."""
+
+    name: str
+    category: str
+    thread: tuple[str, str]
+    start_us: float
+    end_us: float
+    args: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """The trace of one rank.
+
+    Attributes:
+        rank: from the file; 0 where it does not say.
+        num_ranks: 1 where the file does not say.
+        group_sizes: of all process groups that the file names.
+        slices: in order of their start.
+        communication_threads: threads of gloo, whose operations are no compute.
+    """
+
+    rank: int
+    num_ranks: int
+    group_sizes: frozenset[int]
+    slices: tuple[Slice, ...]
+    communication_threads: frozenset[tuple[str, str]]
+
+    def of(self, *categories: str) -> list[Slice]:
+        """The slices of some categories."""
+        return [one for one in self.slices if one.category in categories]
+
+
+def read_traces(path: Path | str) -> list[RankTrace]:
+    """The traces of a file or of all ``*.json`` and ``*.json.gz`` in a directory, by rank.
+
+    Raises:
+        ValueError: there is none, one is not a trace of torch.profiler, or two are of the same rank.
+    """
+    path = Path(path)
+    files = sorted([*path.glob("*.json"), *path.glob("*.json.gz")]) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"trace: {path} holds no *.json or *.json.gz")
+    found: dict[int, tuple[Path, RankTrace]] = {}
+    for file in files:
+        trace = _read(file)
+        if trace.rank in found:
+            raise ValueError(f"trace: {found[trace.rank][0]} and {file} are both of rank {trace.rank}")
+        found[trace.rank] = file, trace
+    return [trace for _, (_, trace) in sorted(found.items())]
+
+
+def _read(path: Path) -> RankTrace:
+    try:
+        raw = path.read_bytes()
+        content = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
+    except OSError as error:
+        raise ValueError(f"trace: {path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"trace: {path} is damaged, or no JSON ({error})") from error
+    if not isinstance(content, dict) or not isinstance(content.get("traceEvents"), list):
+        raise ValueError(f"trace: {path} is no trace of torch.profiler: it has no list 'traceEvents'")
+    about = content.get("distributedInfo") or {}
+    groups = [int(group["pg_size"]) for group in about.get("pg_config") or [] if "pg_size" in group]
+    events = content["traceEvents"]
+    base_us = float(content.get("baseTimeNanoseconds", 0)) / 1e3
+    return RankTrace(
+        rank=int(about.get("rank", 0)),
+        num_ranks=int(about.get("world_size", 1)),
+        group_sizes=frozenset(groups),
+        slices=tuple(sorted(_slices(events, base_us, path), key=lambda one: (one.start_us, -one.end_us))),
+        communication_threads=frozenset(
+            _thread(event)
+            for event in events
+            if event.get("name") == "thread_name" and "gloo" in str(event.get("args", {}).get("name"))
+        ),
+    )
+
+
+def _slices(events: list[dict[str, Any]], base_us: float, path: Path) -> Iterator[Slice]:
+    for event in events:
+        if event.get("ph") == "X" and event.get("cat") != "Trace":  # (a slice round the whole file)
+            try:
+                start, duration = float(event["ts"]), float(event["dur"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"trace: {path}: {event.get('name')!r} has no times: {error!r}") from error
+            if not duration >= 0:
+                raise ValueError(f"trace: {path}: {event.get('name')!r} lasts {duration} us; its clock ran backwards")
+            start += base_us
+            category, args = str(event.get("cat", "")), event.get("args") or {}
+            yield Slice(str(event.get("name", "")), category, _thread(event), start, start + duration, args)
+
+
+def _thread(event: Mapping[str, Any]) -> tuple[str, str]:
+    return str(event.get("pid")), str(event.get("tid"))
 
 
 def collective_of(name: str) -> Collective | None:

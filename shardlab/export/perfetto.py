@@ -1,4 +1,4 @@
-"""A run as a trace for Perfetto (https://ui.perfetto.dev) or ``chrome://tracing``: ranks are processes, lanes threads.
+"""A run as a trace for Perfetto (https://ui.perfetto.dev) or ``chrome://tracing``: ranks are processes, tracks threads.
 
 ========================  ==============================================================================
 thread of a rank          slices
@@ -15,22 +15,22 @@ that came last to all others. Counters show live bytes by role, and the resident
 """
 
 from collections.abc import Iterator, Mapping
+from heapq import heappop, heappush
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from shardlab.analysis.bandwidth import bandwidth
-from shardlab.analysis.intervals import innermost
+from shardlab.analysis.intervals import Intervals, innermost
 from shardlab.analysis.matching import SAME, matched_collectives
 from shardlab.analysis.memory import PEAK
 from shardlab.analysis.rows import bounds
 from shardlab.export.events import NS_US, Event, complete, counter, flow, in_order, process, thread, write_json
-from shardlab.export.lanes import lanes
-from shardlab.export.one_run import run_of
-from shardlab.export.step_times import step_times
+from shardlab.export.run import run_of, step_times
 from shardlab.trace.store import Records
 from shardlab.vocabulary import WHOLE_MODEL, Role
 
@@ -90,7 +90,7 @@ def _axis_threads(collectives: pd.DataFrame) -> "pd.Series[int]":
     times, first = bounds(collectives, "start_us", "end_us", "collectives"), FIRST_AXIS
     for _, rows in collectives.groupby("axis", sort=False):
         for _, own in rows.groupby("rank", sort=False):
-            threads.loc[own.index] = first + lanes(times[collectives.index.get_indexer(own.index)])
+            threads.loc[own.index] = first + tracks_of(times[collectives.index.get_indexer(own.index)])
         first = int(threads.loc[rows.index].max()) + 1
     return threads
 
@@ -206,3 +206,18 @@ def _inside(start: float, end: float) -> float:
 def _plain(args: Mapping[str, Any]) -> dict[str, Any]:
     """numpy's numbers as Python's, which ``json`` knows."""
     return {name: value.item() if isinstance(value, np.generic) else value for name, value in args.items()}
+
+
+def tracks_of(times: Intervals) -> NDArray[np.intp]:
+    """The first track that is free at each interval's start; intervals of a track are disjoint."""
+    found = np.zeros(len(times), dtype=np.intp)
+    busy: list[tuple[float, int]] = []
+    free: list[int] = []
+    for row in np.lexsort((times[:, 1], times[:, 0])):
+        start, end = times[row].tolist()
+        while busy and busy[0][0] <= start:
+            heappush(free, heappop(busy)[1])
+        track = heappop(free) if free else len(busy)
+        found[row] = track
+        heappush(busy, (end, track))
+    return found

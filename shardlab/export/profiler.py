@@ -13,9 +13,9 @@ import numpy as np
 import pandas as pd
 
 from shardlab.analysis.overlap import overlap
-from shardlab.export.slices import RankTrace, read_traces
-from shardlab.export.traffic import Moved, communication
-from shardlab.export.work import PHASES, Work, compute
+from shardlab.export.kineto import RankTrace, read_traces
+from shardlab.export.profiler_communication import Moved, communication
+from shardlab.export.profiler_compute import PHASES, Work, compute
 from shardlab.tables import COLLECTIVES, MEMORY, SHARDS, SPANS, STEPS
 from shardlab.trace.store import Records
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardlab.analysis.intervals import Intervals, merge
-from shardlab.export.kineto import collective_of
-from shardlab.export.slices import RankTrace, Slice
+from shardlab.export.kineto import RankTrace, Slice, collective_of
 from shardlab.vocabulary import Phase, SpanKind
 
 KERNEL = "kernel"

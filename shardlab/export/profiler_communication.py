@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from shardlab.export.kineto import collective_of, dtype_of
-from shardlab.export.slices import RankTrace, Slice
-from shardlab.export.work import KERNEL, Kinds, Launches, issues
+from shardlab.export.kineto import RankTrace, Slice, collective_of, dtype_of
+from shardlab.export.profiler_compute import KERNEL, Kinds, Launches, issues
 from shardlab.partition.wire import ring_wire_bytes
 from shardlab.vocabulary import Collective, MeshAxis, SpanKind
 

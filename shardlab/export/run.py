@@ -1,10 +1,13 @@
-"""One run out of records that may hold several."""
+"""What an export writes of: one run out of records that may hold several, and when its steps were."""
 
 import pandas as pd
 
 from shardlab.analysis.rows import one_run
 from shardlab.tables import TABLES
 from shardlab.trace.store import Records
+
+PLACE = ["rank", "step"]
+TIMES = (("start_us", "end_us"), ("issue_us", "issue_us"), ("wait_start_us", "wait_end_us"))
 
 
 def run_of(records: Records, run: str | None) -> tuple[str, Records]:
@@ -23,3 +26,20 @@ def run_of(records: Records, run: str | None) -> tuple[str, Records]:
         for table, rows in tables.items()
     }
     return name, Records(**own, manifests={name: records.manifests.get(name, {})})
+
+
+def step_times(spans: pd.DataFrame, collectives: pd.DataFrame) -> dict[tuple[int, int], tuple[float, float]]:
+    """Begin and end of each (rank, step), in microseconds. A collective that goes on meanwhile does not lengthen it."""
+    doings = pd.concat(
+        [
+            (spans if begin == "start_us" else collectives)[[*PLACE, begin, end]].set_axis(
+                [*PLACE, "begin", "end"], axis=1
+            )
+            for begin, end in TIMES
+        ]
+    )
+    found = doings.groupby(PLACE).agg(begin=("begin", "min"), end=("end", "max"))
+    return {
+        (int(rank), int(step)): (float(begin), float(end))
+        for (rank, step), begin, end in zip(found.index, found["begin"], found["end"], strict=True)
+    }
