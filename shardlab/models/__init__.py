@@ -1,7 +1,6 @@
 """Plain torch modules to train: they know nothing of parallelism."""
 
-from shardlab.models.gpt import GPT, GPTConfig
-from shardlab.models.losses import next_token_loss
+from shardlab.models.gpt import GPT, GPTConfig, next_token_loss
 from shardlab.models.mlp import MLP, ByteMLP, ByteMLPConfig
 from shardlab.models.presets import MODELS, build_model
 

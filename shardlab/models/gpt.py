@@ -1,4 +1,4 @@
-"""A GPT: pre-norm transformer blocks on bytes, a plain module that knows nothing of parallelism.
+"""A GPT and its loss: pre-norm transformer blocks on bytes, a plain module that knows nothing of parallelism.
 
 The projections of query, key and value are separate and the number of heads is read off their width, so that a column
 slice of them is a module with fewer heads; nothing else has to change for tensor parallelism.
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from shardlab.models.checks import require_positive
+from shardlab.models.mlp import require_positive
 
 
 @dataclass(frozen=True)
@@ -165,3 +165,18 @@ class GPT(nn.Module):
             nn.init.normal_(module.weight, std=residual_std if name.endswith(("out_proj", "fc2")) else 0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
+
+
+def next_token_loss(logits_bsv: torch.Tensor, targets_bs: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats per token.
+
+    Args:
+        logits_bsv: floating point, shape (B, S, V); half precision is raised to float32 for the softmax.
+        targets_bs: int64, shape (B, S), the token that follows each position.
+
+    Returns:
+        A scalar of the logits' dtype, float32 for half precision.
+    """
+    if logits_bsv.dtype in (torch.float16, torch.bfloat16):
+        logits_bsv = logits_bsv.float()
+    return functional.cross_entropy(logits_bsv.flatten(0, -2), targets_bs.flatten())

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardlab.models.checks import require_positive
-
 
 class MLP(nn.Module):
     """``num_layers`` linear layers with GELU between them, named ``layers.0``, ``layers.1``, ...
@@ -68,3 +66,10 @@ class ByteMLP(nn.Module):
         """Logits of shape (B, S, V) for int64 tokens of shape (B, S)."""
         logits_bsv: torch.Tensor = self.mlp(self.token_embedding(tokens_bs))
         return logits_bsv
+
+
+def require_positive(**sizes: int) -> None:
+    """Raise ValueError, naming the first field, unless every size is 1 or more."""
+    for field, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{field} must be at least 1, got {size}")
