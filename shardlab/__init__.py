@@ -5,8 +5,9 @@ tables work without torch.
 """
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
+
+from shardlab.installed import __version__ as __version__
 
 if TYPE_CHECKING:
     from shardlab.comm import Communicator
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
         ZeRO3,
         build_engine,
     )
-    from shardlab.experiment import CompareConfig, TrainStep
-    from shardlab.experiment.compare import compare, load_comparison
+    from shardlab.experiment import CompareConfig, TrainStep, compare, load_comparison
     from shardlab.launch import RankPool, launch
     from shardlab.models import build_model
     from shardlab.partition import Link
@@ -82,11 +82,6 @@ __all__ = [
     "load_text",
     "show",
 ]
-
-try:
-    __version__ = version("shardlab")
-except PackageNotFoundError:  # a source tree on the path, not installed
-    __version__ = "0+source"
 
 
 def __getattr__(name: str) -> Any:

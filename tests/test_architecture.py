@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "shardlab"
-NUMBERS = {"data_files", "partition", "tables", "vocabulary"}
+NUMBERS = {"installed", "partition", "tables", "vocabulary"}
 # What each room may import, besides itself. A room that is not here fails: decide where it belongs.
 MAY_IMPORT = {
     "vocabulary": set(),
-    "data_files": set(),
+    "installed": set(),
     "tables": {"vocabulary"},
     "partition": {"vocabulary"},
     "comm": NUMBERS,
@@ -36,13 +36,10 @@ MAY_IMPORT = {
 LOWER = set(MAY_IMPORT)
 MAY_IMPORT["experiment"] = LOWER
 MAY_IMPORT["exercises"] = LOWER | {"experiment"}
-MAY_IMPORT["widgets"] = LOWER | {"experiment", "exercises"}
-MAY_IMPORT["cli"] = LOWER | {"experiment", "exercises", "widgets"}
-MAY_IMPORT["cli_plan"] = {"planner"}
-MAY_IMPORT["cli_records"] = LOWER | {"experiment"}
+MAY_IMPORT["lab"] = LOWER | {"experiment"}
 MAY_IMPORT["bench"] = LOWER
-MAY_IMPORT["cli_bench"] = {"bench", "vocabulary"}
-MAY_IMPORT["cli"] |= {"cli_bench", "cli_plan", "cli_records"}
+MAY_IMPORT["widgets"] = LOWER | {"experiment", "exercises", "lab"}
+MAY_IMPORT["cli"] = LOWER | {"bench", "exercises", "experiment", "lab", "widgets"}
 MAY_IMPORT["__main__"] = {"cli"}
 MAY_IMPORT["__init__"] = LOWER | {"experiment"}
 
@@ -124,10 +121,10 @@ def running_code(node: ast.AST):
 
 @pytest.mark.parametrize("module", modules())
 def test_imports_point_downward(module: str) -> None:
-    own = room(module)  # (the package itself, with its version and its place on disk, anyone may ask)
+    own = room(module)
     assert own in MAY_IMPORT, f"room {own!r} has no place in the layers"
     others = {room(name) for name in imported(modules()[module]) if name.split(".")[0] == "shardlab"}
-    others -= {own, "__init__"}
+    others.discard(own)
     assert others <= MAY_IMPORT[own], f"{module} imports {sorted(others - MAY_IMPORT[own])}"
 
 

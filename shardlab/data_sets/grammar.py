@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from shardlab.data_files import data_path
+from shardlab.installed import data_path
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,27 @@
-"""From a configuration to ranks to records: ``compare`` and the training step it uses."""
+"""From a configuration to ranks to records: ``compare`` and the training step it uses.
 
-from shardlab.experiment.compare import Comparison, claim, compare, is_reporter, load_comparison
-from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.report import write_report
-from shardlab.experiment.saved import load_saved
-from shardlab.experiment.step import StepResult, TrainStep
+The names below are imported when they are first used: the command line needs the options alone for its help, and torch
+takes 1.5 s to import.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardlab.experiment.comparison import Comparison, claim, compare, is_reporter
+    from shardlab.experiment.config import CompareConfig
+    from shardlab.experiment.report import write_report
+    from shardlab.experiment.saved import load_comparison, load_saved
+    from shardlab.experiment.step import StepResult, TrainStep
+
+_FILES = {
+    "comparison": ("Comparison", "claim", "compare", "is_reporter"),
+    "config": ("CompareConfig",),
+    "report": ("write_report",),
+    "saved": ("load_comparison", "load_saved"),
+    "step": ("StepResult", "TrainStep"),
+}
+_FILE_OF = {name: file for file, names in _FILES.items() for name in names}
 
 __all__ = [
     "CompareConfig",
@@ -18,3 +35,14 @@ __all__ = [
     "load_saved",
     "write_report",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its file when it is first used."""
+    if name not in _FILE_OF:
+        raise AttributeError(f"module 'shardlab.experiment' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"shardlab.experiment.{_FILE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

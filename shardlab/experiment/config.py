@@ -14,6 +14,7 @@ from shardlab.engines.fsdp import LAYOUTS, SHARDINGS, parse_wrap
 from shardlab.engines.offload import OFFLOADS
 from shardlab.engines.optimizer_fit import parse_partition
 from shardlab.engines.precision import parse_precision
+from shardlab.experiment.options import CompareOptions
 from shardlab.experiment.tensor import TORCH_TP, check_tensor_axis
 from shardlab.launch import place
 from shardlab.launch.placement import torchrun_env
@@ -31,72 +32,14 @@ ENGINE_FIELDS = {
 
 
 @dataclass(frozen=True)
-class CompareConfig:
-    """One model, several strategies, the same data.
+class CompareConfig(CompareOptions):
+    """One model, several strategies, the same data: options that were checked.
 
-    Attributes:
-        strategies: names from ``engines.STRATEGIES``, in the order in which they run.
-        ranks: number of ranks, at least 1.
-        steps: optimizer steps, at least 1.
-        model: a name from ``models.MODELS``.
-        text: 'stdlib' (the Python standard library's source), 'grammar' (known entropy), or a file's path.
-        batch: sequences of the global batch in one step; None for 4 a data rank and micro-batch.
-        seq_len: bytes of one sequence.
-        accumulation: micro-batches a step.
-        dtype: float32 or float64.
-        device: auto, cpu or cuda.
-        seed: of the model and of the choice of sequences.
-        learning_rate: of AdamW.
-        clip: maximal global gradient norm; None for no clipping.
-        bucket_mib: capacity of a bucket in MiB.
-        partition: how ZeRO and FSDP divide parameters, see ``ShardedOptimizer``.
-        sharding: of FSDP: full_shard, shard_grad_op, no_shard or hybrid_shard.
-        shard_group: ranks in a shard group of hybrid_shard; None for the largest divisor below them.
-        wrap: of FSDP: 'block', 'root' or a number of parameters.
-        prefetch: units FSDP gathers ahead.
-        layout: of FSDP: 'flat' or 'dim0'.
-        precision: of ZeRO and FSDP: 'full', 'bf16' or 'fp16' (with a gradient scaler).
-        offload: of FSDP: 'none', 'parameters' or 'all' into host memory.
-        replicate_below: of FSDP: parameters of fewer elements stay replicated.
-        tp: ranks over which each layer is divided (tensor parallel); divides ``ranks``. Not of 'single'.
-        sequence_parallel: divide the sequence over them too, where tokens are treated apart.
-        link: emulate this link, for example '10Gbps,50us'; None for the real one.
-        transport: of ranks on the CPU or on a GPU they share: 'shared_memory' or 'gloo'; None for the first that they
-            can use. Torch's own engines always use gloo there.
-        timeout_s: a collective that takes longer ends the run.
+    The fields are those of ``CompareOptions``.
 
     Raises:
         ValueError: a field has a value it cannot have; the message names the field and the allowed values.
     """
-
-    strategies: tuple[str, ...] = ("single", "ddp", "bucketed", "zero1")
-    ranks: int = 4
-    steps: int = 20
-    model: str = "gpt-1m"
-    text: str = "stdlib"
-    batch: int | None = None
-    seq_len: int = 64
-    accumulation: int = 1
-    dtype: str = "float32"
-    device: str = "auto"
-    seed: int = 0
-    learning_rate: float = 1e-3
-    clip: float | None = None
-    bucket_mib: float = 1.0  # a model for learning is small: with the engines' 25 MiB it would be one bucket
-    partition: str = "elements"
-    sharding: str = "full_shard"
-    shard_group: int | None = None
-    wrap: str = "block"
-    prefetch: int = 1
-    layout: str = "flat"
-    precision: str = "full"
-    offload: str = "none"
-    replicate_below: int = 0
-    tp: int = 1
-    sequence_parallel: bool = False
-    link: str | None = None
-    transport: str | None = None
-    timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         """Check every field."""

@@ -1,17 +1,24 @@
-"""The report page of a comparison: the table first, then the pictures that explain it."""
+"""The report page of a comparison: the tables first, then the pictures that explain them.
 
-from collections.abc import Mapping
+Besides the summary there are tables that say why: where in the model memory peaked, what a GPU's allocator holds, and
+what the length of a step consists of.
+"""
+
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 
-from shardlab.analysis.overlap import overlap
-from shardlab.experiment.compare import Comparison
+from shardlab.analysis.causal_graph import NoHostWaitsError
+from shardlab.analysis.critical_path import ALL, critical_path, what_if_free
+from shardlab.analysis.memory import allocator_items, peak
+from shardlab.analysis.overlap import COMPUTE_KINDS, overlap
+from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.report_tables import ALLOCATOR, PATH, PEAK, allocator_table, path_table, peak_table
-from shardlab.experiment.summary import JUDGED_STEPS, REFERENCE, not_finite, reference_of, timed_steps
+from shardlab.experiment.summary import PLANNED, readable_summary, reference_of, timed_steps
+from shardlab.experiment.verdicts import transports_of, verdicts
 from shardlab.plots import (
     collective_timeline,
     loss_curves,
@@ -22,64 +29,23 @@ from shardlab.plots import (
     step_times,
     wire_volume,
 )
-from shardlab.vocabulary import HostTransport, Phase
+from shardlab.trace.store import Records
+from shardlab.vocabulary import Collective, Phase, Role
 
-MB = 1e6
-COLUMNS = {
-    "strategy": ("strategy", 1),
-    "ranks": ("ranks", 1),
-    "loss_last": ("last loss", 1),
-    "max_loss_difference": ("loss differs", 1),
-    "step_ms": ("step (ms)", 1),
-    "exposed_comm_ms": ("exposed (ms)", 1),
-    "overlap": ("hidden (%)", 0.01),
-    "parameter_bytes": ("parameters (MB)", MB),
-    "gradient_bytes": ("gradients (MB)", MB),
-    "optimizer_bytes": ("optimizer (MB)", MB),
-    "offloaded_bytes": ("offloaded (MB)", MB),
-    "peak_bytes": ("peak (MB)", MB),
-    "wire_bytes_per_step": ("sent (MB/step)", MB),
-}
-PLANNED = {
-    "strategy": ("strategy", 1),
-    "planned_rest_bytes": ("planned at rest (bytes)", 1),
-    "rest_bytes": ("measured (bytes)", 1),
-    "planned_wire_bytes": ("planned to send (bytes)", 1),
-    "wire_bytes_per_step": ("sent (bytes)", 1),
-    "as_planned": ("each role, rank and message as planned", 1),
-}
-# The same for a terminal of 80 columns: a word over its unit.
-TERMINAL = {
-    "strategy": ("strategy", 1),
-    "loss_last": ("last\nloss", 1),
-    "max_loss_difference": ("loss\ndiffers", 1),
-    "step_ms": ("step\nms", 1),
-    "exposed_comm_ms": ("exposed\nms", 1),
-    "overlap": ("hidden\n%", 0.01),
-    "parameter_bytes": ("params\nMB", MB),
-    "gradient_bytes": ("grads\nMB", MB),
-    "optimizer_bytes": ("optim\nMB", MB),
-    "offloaded_bytes": ("host\nMB", MB),
-    "peak_bytes": ("peak\nMB", MB),
-    "wire_bytes_per_step": ("sent\nMB/step", MB),
-}
 HIDDEN = "Exposed communication lengthens the step; hidden, it slows the compute where no core is idle."
-
-
-def readable_summary(summary: pd.DataFrame, columns: Mapping[str, tuple[str, float]] = COLUMNS) -> pd.DataFrame:
-    """The summary with units a person reads: ms, percent, MB (decimal).
-
-    Args:
-        summary: rows of ``summary.json``.
-        columns: header and divisor of each column to show; what nobody offloads is not shown.
-    """
-    return pd.DataFrame(
-        {
-            label: summary[name] if divisor == 1 else summary[name].astype("Float64") / divisor
-            for name, (label, divisor) in columns.items()
-            if name != "offloaded_bytes" or summary[name].any()
-        }
-    )
+PEAK = (
+    "Where the peak of the traced step was: the unit that computed, on the rank where it is highest; what was alive at "
+    "that moment, by role."
+)
+ALLOCATOR = (
+    "What torch's CUDA allocator holds after the last step, on the rank where it is most: the items add up to all that "
+    "it has reserved. Library workspaces are in no tensor of the engine; fragments are free parts of segments in use."
+)
+PATH = (
+    "What one step consists of, from when the first rank begins it until the last has ended it: the longest chain of "
+    "causes over all ranks, and how much shorter it would be if communication took no time. The step is that of median "
+    "length on the first rank."
+)
 
 
 def write_report(comparison: Comparison, config: CompareConfig) -> Path:
@@ -88,66 +54,6 @@ def write_report(comparison: Comparison, config: CompareConfig) -> Path:
     title = f"{config.model} on {config.ranks} {'rank' if config.ranks == 1 else 'ranks'}"
     path.write_text(report_page(title, _lead(comparison, config), _tables(comparison), _figures(comparison)))
     return path
-
-
-def verdicts(comparison: Comparison) -> list[str]:
-    """What a comparison has shown, in sentences."""
-    said = (verdict(comparison), plan_verdict(comparison), transport_verdict(comparison))
-    return [sentence for sentence in said if sentence]
-
-
-def verdict(comparison: Comparison) -> str:
-    """One sentence: are the losses equal, and are they numbers at all?"""
-    if wrong := not_finite(comparison.records.steps):
-        runs = ", ".join(f"that of {run} from step {step} on" for run, step in wrong.items())
-        return f"Losses are NOT finite, so the run has failed: {runs}. Lower the learning rate, or clip the gradients."
-    judged = comparison.summary["judged_loss_difference"].max()
-    if pd.isna(judged) or len(comparison.summary) == 1:
-        return "Losses were not compared: only one strategy ran."
-    reference = str(comparison.summary["loss_reference"].iloc[0])
-    origin = "the single process" if reference == REFERENCE else f"{reference}, the first strategy,"
-    rounded = {run: precision for run in comparison.summary["strategy"] if (precision := _rounded(run, comparison))}
-    equal = "equal" if comparison.losses_equal else "NOT equal"
-    if rounded and comparison.losses_equal:
-        equal = f"equal, those of {', '.join(rounded)} within the rounding of {next(iter(rounded.values()))}"
-    steps, largest = int(comparison.summary["steps"].max()), comparison.summary["max_loss_difference"].max()
-    if steps <= JUDGED_STEPS:
-        return f"Losses are {equal}: the largest difference from {origin} is {judged:.1e}."
-    return (
-        f"Losses are {equal}: the largest difference from {origin} in the first {JUDGED_STEPS} steps is "
-        f"{judged:.1e}; over all {steps} steps, in which training amplifies every rounding, it is {largest:.1e}."
-    )
-
-
-def _rounded(run: str, comparison: Comparison) -> str | None:
-    """The precision of a run that computes in 16 bits."""
-    precision = str(comparison.records.manifests[run]["config"].get("precision", "full"))
-    return None if precision == "full" else precision
-
-
-def plan_verdict(comparison: Comparison) -> str:
-    """One sentence: do bytes and messages equal the planner's?"""
-    planned = comparison.summary.dropna(subset="as_planned")
-    if planned.empty:
-        return "There is no plan to compare bytes and messages with."
-    wrong = planned.loc[~planned["as_planned"].astype(bool), "strategy"]
-    if len(wrong):
-        return f"Bytes at rest or messages of {', '.join(wrong)} are NOT those of the plan."
-    unplanned = comparison.summary.loc[comparison.summary["as_planned"].isna(), "strategy"]
-    besides = f" ({', '.join(unplanned)}: not ours, not planned)" if len(unplanned) else ""
-    return f"Bytes at rest of every role and rank, and every message of a step, are those of the plan{besides}."
-
-
-def transport_verdict(comparison: Comparison) -> str:
-    """One sentence where torch's engines did not send as ours, which shows in the times; else empty."""
-    transports = _transports(comparison)
-    if set(transports) != set(HostTransport):
-        return ""
-    ours, theirs = (", ".join(transports[name]) for name in (HostTransport.SHARED_MEMORY, HostTransport.GLOO))
-    return (
-        f"Times compare more than engines: {ours} sent through shared memory, {theirs} over gloo; "
-        "with transport=gloo all do."
-    )
 
 
 def _lead(comparison: Comparison, config: CompareConfig) -> str:
@@ -160,17 +66,9 @@ def _lead(comparison: Comparison, config: CompareConfig) -> str:
 
 
 def _sent_by(comparison: Comparison, link: str | None) -> str:
-    names = sorted(_transports(comparison))
+    names = sorted(transports_of(comparison))
     sent = f", messages by {' and '.join(names)}" if names else ""
     return f"{sent}, link emulated as {link}" if link else sent
-
-
-def _transports(comparison: Comparison) -> dict[str, list[str]]:
-    """How the messages of a step travelled, and of which strategies. (The loss for the report is always sent by us.)"""
-    sent = comparison.records.collectives.dropna(subset="transport")
-    sent = sent[~sent["phase"].isin([Phase.SETUP, Phase.METRICS])]
-    real = sent["transport"].str.replace(" as .*", "", regex=True)  # without the link that is emulated
-    return {str(name): list(runs.unique()) for name, runs in sent["run"].groupby(real)}
 
 
 def _chosen(config: CompareConfig) -> str:
@@ -244,3 +142,59 @@ def _middle_step(steps: pd.DataFrame) -> int:
     """The step of median length on the first rank: neither a lucky nor an unlucky one."""
     own = steps[steps["rank"] == steps["rank"].min()].sort_values("step_us", kind="stable")
     return int(own["step"].iloc[len(own) // 2])
+
+
+def peak_table(records: Records) -> pd.DataFrame:
+    """Rank, unit and phase of each run's peak, and the bytes of every role that some run held then; they add up."""
+    rows = peak(records.memory)
+    rows = rows[rows["role"] != str(Role.OFFLOADED)]
+    wide = rows.pivot_table(
+        index=["run", "rank", "unit", "phase"], columns="role", values="bytes", aggfunc="sum", sort=False
+    )
+    held = [str(role) for role in Role if role in wide.columns and wide[role].any()]
+    table = wide[held].assign(all=wide.sum(axis=1)) / 1e6
+    names = {role: f"{role.replace('_', ' ')} (MB)" for role in (*held, "all")} | {"run": "strategy"}
+    return table.reset_index().rename(columns=names).rename_axis(columns=None)
+
+
+def allocator_table(records: Records) -> pd.DataFrame:
+    """A column for each item of ``allocator_items``; without rows where no run was on a GPU."""
+    items = allocator_items(records.memory)
+    wide = items.pivot_table(index=["run", "rank"], columns="item", values="bytes", aggfunc="sum", sort=False) / 1e6
+    wide = wide.rename(columns=lambda item: f"{item.replace('_', ' ')} (MB)").reset_index()
+    return wide.rename(columns={"run": "strategy"}).rename_axis(columns=None)
+
+
+def path_table(records: Records, steps: dict[str, int]) -> pd.DataFrame:
+    """The critical path of one step of each run, in parts; runs in which a stream waits are left out.
+
+    Args:
+        records: of a comparison.
+        steps: which step of each run.
+    """
+    return pd.DataFrame([row for run, step in steps.items() if (row := _path_row(records, run, step)) is not None])
+
+
+def _path_row(records: Records, run: str, step: int) -> dict[str, Any] | None:
+    axes = records.manifests[run].get("mesh")
+    moved, worked = records.collectives, records.spans
+    try:
+        path = critical_path(moved, worked, run=run, step=step, axes=axes)
+        gains = what_if_free(moved, worked, run=run, step=step, axes=axes).set_index("tag")["gain_us"] / 1e3
+    except NoHostWaitsError:
+        return None
+    lengths = path.groupby("kind")["duration_us"].sum() / 1e3
+    compute = lengths[lengths.index.isin([str(kind) for kind in COMPUTE_KINDS])].sum()
+    moving = lengths[lengths.index.isin([str(op) for op in Collective])].sum()
+    single = gains.drop(ALL, errors="ignore")
+    return {
+        "strategy": run,
+        "step": step,
+        "length (ms)": lengths.sum(),
+        "compute (ms)": compute,
+        "communication (ms)": moving,
+        "all else (ms)": lengths.sum() - compute - moving,
+        "gain if free (ms)": gains.get(ALL, 0.0),
+        "gains most alone": single.idxmax() if len(single) else None,
+        "its gain (ms)": single.max() if len(single) else None,
+    }

@@ -1,20 +1,35 @@
 """What ``compare`` has left on disk, also where it was cut off, and also one strategy of it alone."""
 
+import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from shardlab.experiment.compare import Comparison, load_comparison
+from shardlab.experiment.comparison import Comparison, run_directory
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.planned import against_plan
-from shardlab.experiment.report import COLUMNS
-from shardlab.experiment.summary import summarise
+from shardlab.experiment.summary import COLUMNS, summarise
 from shardlab.tables import TABLES
 from shardlab.trace.store import Records, load_runs, run_directories
 
 NEEDED = ("config", "versions", "devices", "backend")
+
+
+def load_comparison(directory: Path | str) -> Comparison:
+    """What ``compare`` wrote into ``directory``.
+
+    Raises:
+        ValueError: it holds no comparison.
+    """
+    directory = Path(directory)
+    path = directory / "summary.json"
+    if not path.is_file():
+        raise ValueError(f"out: {directory} holds no summary.json, so it is no finished comparison")
+    summary = pd.DataFrame(json.loads(path.read_text()))
+    records = load_runs(run_directory(directory, strategy) for strategy in summary["strategy"])
+    return Comparison(summary, records, directory)
 
 
 def load_saved(directory: Path | str) -> tuple[Comparison, CompareConfig]:

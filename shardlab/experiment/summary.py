@@ -1,6 +1,6 @@
-"""One row per strategy: what it cost, beside the proof that it trained the same model."""
+"""One row per strategy: what it cost, beside the proof that it trained the same model; and how a person reads it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Any
 
@@ -17,6 +17,45 @@ LOSS_TOLERANCE = {"float32": 1e-4, "float64": 1e-9}
 # Later than this, training has amplified a last bit of float32 to anything: two right runs drift apart.
 JUDGED_STEPS = 10
 ROUNDED_LOSS_TOLERANCE = 0.05  # 16-bit compute: another rounding, not another algorithm
+MB = 1e6
+COLUMNS = {
+    "strategy": ("strategy", 1),
+    "ranks": ("ranks", 1),
+    "loss_last": ("last loss", 1),
+    "max_loss_difference": ("loss differs", 1),
+    "step_ms": ("step (ms)", 1),
+    "exposed_comm_ms": ("exposed (ms)", 1),
+    "overlap": ("hidden (%)", 0.01),
+    "parameter_bytes": ("parameters (MB)", MB),
+    "gradient_bytes": ("gradients (MB)", MB),
+    "optimizer_bytes": ("optimizer (MB)", MB),
+    "offloaded_bytes": ("offloaded (MB)", MB),
+    "peak_bytes": ("peak (MB)", MB),
+    "wire_bytes_per_step": ("sent (MB/step)", MB),
+}
+PLANNED = {
+    "strategy": ("strategy", 1),
+    "planned_rest_bytes": ("planned at rest (bytes)", 1),
+    "rest_bytes": ("measured (bytes)", 1),
+    "planned_wire_bytes": ("planned to send (bytes)", 1),
+    "wire_bytes_per_step": ("sent (bytes)", 1),
+    "as_planned": ("each role, rank and message as planned", 1),
+}
+# The same for a terminal of 80 columns: a word over its unit.
+TERMINAL = {
+    "strategy": ("strategy", 1),
+    "loss_last": ("last\nloss", 1),
+    "max_loss_difference": ("loss\ndiffers", 1),
+    "step_ms": ("step\nms", 1),
+    "exposed_comm_ms": ("exposed\nms", 1),
+    "overlap": ("hidden\n%", 0.01),
+    "parameter_bytes": ("params\nMB", MB),
+    "gradient_bytes": ("grads\nMB", MB),
+    "optimizer_bytes": ("optim\nMB", MB),
+    "offloaded_bytes": ("host\nMB", MB),
+    "peak_bytes": ("peak\nMB", MB),
+    "wire_bytes_per_step": ("sent\nMB/step", MB),
+}
 
 
 def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
@@ -65,6 +104,22 @@ def timed_steps(steps: pd.DataFrame) -> pd.DataFrame:
     """The steps whose times count: of each run those after the first, not slowed by tracing; all where none is left."""
     counts = ~steps["traced_memory"] & (steps["step"] > 0)
     return steps[counts | ~counts.groupby(steps["run"]).transform("any")]
+
+
+def readable_summary(summary: pd.DataFrame, columns: Mapping[str, tuple[str, float]] = COLUMNS) -> pd.DataFrame:
+    """The summary with units a person reads: ms, percent, MB (decimal).
+
+    Args:
+        summary: rows of ``summary.json``.
+        columns: header and divisor of each column to show; what nobody offloads is not shown.
+    """
+    return pd.DataFrame(
+        {
+            label: summary[name] if divisor == 1 else summary[name].astype("Float64") / divisor
+            for name, (label, divisor) in columns.items()
+            if name != "offloaded_bytes" or summary[name].any()
+        }
+    )
 
 
 def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: str) -> dict[str, Any]:

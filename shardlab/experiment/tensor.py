@@ -6,85 +6,84 @@ vocabulary, so that no rank ever has all of them.
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from shardlab.comm import BaseMesh
+from shardlab.experiment.options import CompareOptions
 from shardlab.experiment.step import LossFn
 from shardlab.models import MODELS, GPTConfig, build_model, next_token_loss
 from shardlab.tensor_parallel import Plan, gpt_plan, parallelize_module, vocab_parallel_cross_entropy
 from shardlab.tensor_parallel.plan import matched
 from shardlab.vocabulary import MeshAxis
 
-if TYPE_CHECKING:
-    from shardlab.experiment.config import CompareConfig
-
 TORCH_TP = "torch_tp"
 
 
-def check_tensor_axis(config: "CompareConfig") -> None:
+def check_tensor_axis(options: CompareOptions) -> None:
     """Refuse, by the field's name, what the tensor axis cannot divide.
 
     Raises:
         ValueError: ``tp`` does not divide the ranks, heads or vocabulary; the model has no plan; or a strategy that
             trains a whole model only.
     """
-    if config.sequence_parallel and config.tp == 1:
+    if options.sequence_parallel and options.tp == 1:
         raise ValueError("sequence_parallel: it divides the sequence over the tensor axis; give tp=2 or more")
-    if config.tp == 1:
+    if options.tp == 1:
         return
-    if config.ranks % config.tp:
-        raise ValueError(f"tp: {config.tp} does not divide {config.ranks} ranks; take a divisor of {config.ranks}")
-    _check_peers(config)
-    if config.sequence_parallel and config.seq_len % config.tp:
+    if options.ranks % options.tp:
+        raise ValueError(f"tp: {options.tp} does not divide {options.ranks} ranks; take a divisor of {options.ranks}")
+    _check_peers(options)
+    if options.sequence_parallel and options.seq_len % options.tp:
         raise ValueError(
-            f"seq_len: {config.seq_len} does not divide over tp={config.tp} ranks, which sequence_parallel needs"
+            f"seq_len: {options.seq_len} does not divide over tp={options.tp} ranks, which sequence_parallel needs"
         )
-    plan = _plan(config)
+    plan = _plan(options)
     with torch.device("meta"):
-        model = build_model(config.model, config.seq_len)
+        model = build_model(options.model, options.seq_len)
     for name, style in matched(plan, model).items():
         try:
-            style.check(name, model.get_submodule(name), config.tp)
+            style.check(name, model.get_submodule(name), options.tp)
         except ValueError as error:
             raise ValueError(f"tp: {error}") from None
 
 
-def divided(model: nn.Module, config: "CompareConfig", strategy: str, mesh: BaseMesh) -> nn.Module:
+def divided(model: nn.Module, options: CompareOptions, strategy: str, mesh: BaseMesh) -> nn.Module:
     """The model with its layers divided over the mesh's tensor axis; as it is where nothing is divided. Collective."""
-    return parallelize_module(model, _plan(config), mesh[MeshAxis.TENSOR]) if _divides(config, strategy) else model
+    return parallelize_module(model, _plan(options), mesh[MeshAxis.TENSOR]) if _divides(options, strategy) else model
 
 
-def loss_of(config: "CompareConfig", strategy: str, mesh: BaseMesh) -> LossFn:
+def loss_of(options: CompareOptions, strategy: str, mesh: BaseMesh) -> LossFn:
     """The mean loss of the next token, of logits that are whole, or in parts over the mesh's tensor axis."""
-    if _divides(config, strategy):
+    if _divides(options, strategy):
         return partial(vocab_parallel_cross_entropy, comm=mesh[MeshAxis.TENSOR])
     return next_token_loss
 
 
-def _plan(config: "CompareConfig") -> Plan:
-    sizes = MODELS[config.model]
+def _plan(options: CompareOptions) -> Plan:
+    sizes = MODELS[options.model]
     if not isinstance(sizes, GPTConfig):
         gpts = ", ".join(name for name, known in MODELS.items() if isinstance(known, GPTConfig))
-        raise ValueError(f"model: there is no plan that divides {config.model!r} over tp={config.tp}; take {gpts}")
-    sizes = replace(sizes, seq_len=config.seq_len)
-    return gpt_plan(sizes, sequence_parallel=config.sequence_parallel, gather_logits=False)
+        raise ValueError(f"model: there is no plan that divides {options.model!r} over tp={options.tp}; take {gpts}")
+    sizes = replace(sizes, seq_len=options.seq_len)
+    return gpt_plan(sizes, sequence_parallel=options.sequence_parallel, gather_logits=False)
 
 
-def _check_peers(config: "CompareConfig") -> None:
+def _check_peers(options: CompareOptions) -> None:
     """Of torch's engines the one that divides the model may stand beside ours, over the same ranks."""
-    if peers := [name for name in config.strategies if name.startswith("torch_") and name != TORCH_TP]:
+    if peers := [name for name in options.strategies if name.startswith("torch_") and name != TORCH_TP]:
         raise ValueError(f"tp: it divides the models of our strategies only; start {', '.join(peers)} without it")
-    if TORCH_TP not in config.strategies:
+    if TORCH_TP not in options.strategies:
         return
-    if config.tp != config.ranks:
-        raise ValueError(f"tp: torch_tp divides the model over all {config.ranks} ranks; beside it give {config.ranks}")
-    if config.sequence_parallel:
+    if options.tp != options.ranks:
+        raise ValueError(
+            f"tp: torch_tp divides the model over all {options.ranks} ranks; beside it give {options.ranks}"
+        )
+    if options.sequence_parallel:
         raise ValueError("sequence_parallel: torch_tp keeps the sequence whole; leave out one of them")
 
 
-def _divides(config: "CompareConfig", strategy: str) -> bool:
+def _divides(options: CompareOptions, strategy: str) -> bool:
     """Not where one process trains alone, and not where torch's own engine divides the model."""
-    return config.tp > 1 and strategy not in ("single", TORCH_TP)
+    return options.tp > 1 and strategy not in ("single", TORCH_TP)

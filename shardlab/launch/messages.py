@@ -13,21 +13,20 @@ import site
 import sys
 import sysconfig
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
 import torch
 
-import shardlab
+from shardlab.installed import PACKAGE
 
 _INSTALLED = tuple(
     {
         *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
         *site.getsitepackages(),
         site.getusersitepackages(),
-        str(Path(str(shardlab.__file__)).parent),
+        str(PACKAGE),
     }
 )
 

@@ -20,13 +20,13 @@ from types import FrameType, TracebackType
 import torch
 from torch.distributed import distributed_c10d
 
-import shardlab
+from shardlab.installed import PACKAGE
 
 _COLLECTIVES_FILE = str(distributed_c10d.__file__)
-_COMM_FOLDER = str(Path(str(shardlab.__file__)).parent / "comm")
+_COMM_FOLDER = str(PACKAGE / "comm")
 # A communicator that waits for its thread is, innermost, in one of these.
 _WAIT_FILES = (str(threading.__file__), str(queue.__file__), str(concurrent.futures._base.__file__))
-_LIBRARIES = tuple(str(Path(str(module.__file__)).parent) for module in (torch, shardlab))
+_LIBRARIES = (str(Path(str(torch.__file__)).parent), str(PACKAGE))
 
 Frame = tuple[FrameType, int | None]
 

@@ -31,7 +31,7 @@ from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 from fractions import Fraction
 from typing import Any
 
-from shardlab.data_files import data_path
+from shardlab.installed import data_path
 from shardlab.partition.chunks import require_count
 
 _NEEDED = ("parameter", "gradient")

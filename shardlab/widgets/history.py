@@ -16,9 +16,9 @@ from typing import Any
 import pandas as pd
 
 from shardlab.experiment import CompareConfig, Comparison, compare, load_comparison
-from shardlab.experiment.compare import PRELOAD
-from shardlab.experiment.report import COLUMNS, readable_summary
+from shardlab.experiment.comparison import PRELOAD
 from shardlab.experiment.run import Progress
+from shardlab.experiment.summary import COLUMNS, readable_summary
 from shardlab.launch import RankPool
 from shardlab.trace.store import Records
 

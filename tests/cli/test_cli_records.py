@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from shardlab import __version__
 from shardlab.cli import app
 from shardlab.experiment import CompareConfig, compare
+from shardlab.installed import __version__
 from shardlab.trace.store import FORMAT, RunWriter, load_run, write_manifest
 from tests.export.trace_format import check
 from tests.trace.journals import add, heard, rows_of

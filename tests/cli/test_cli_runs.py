@@ -58,7 +58,7 @@ def test_a_learning_rate_that_blows_up_fails_and_says_so(tmp_path):
 
 FAILING = """
 import sys, time
-import shardlab.experiment.compare
+import shardlab.experiment.comparison
 
 def fails(rank, *arguments):
     if rank == 1:
@@ -66,7 +66,7 @@ def fails(rank, *arguments):
         return broken["on purpose"]
     time.sleep(600)
 
-sys.modules["shardlab.experiment.compare"].run_strategy = fails  # pickled by value: it is of __main__
+sys.modules["shardlab.experiment.comparison"].run_strategy = fails  # pickled by value: it is of __main__
 from shardlab.cli import main
 main()
 """

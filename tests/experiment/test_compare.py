@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from shardlab.experiment import CompareConfig, compare, load_comparison, write_report
-from shardlab.experiment.report import verdict
-from shardlab.experiment.report_tables import peak_table
+from shardlab.experiment.report import peak_table
 from shardlab.experiment.summary import summarise
+from shardlab.experiment.verdicts import verdict
 from shardlab.models import build_model
 from shardlab.partition.chunks import even_bounds
 from shardlab.vocabulary import Collective, Phase, Role

@@ -6,7 +6,7 @@ import pytest
 
 from shardlab.experiment import CompareConfig, compare
 from shardlab.experiment.planned import against_plan, plan_run
-from shardlab.experiment.report import plan_verdict, verdict
+from shardlab.experiment.verdicts import plan_verdict, verdict
 from tests.conftest import Pools
 
 OURS = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")

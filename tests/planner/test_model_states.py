@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from shardlab.cli_plan import plan
+from shardlab.cli.plan import plan
 from shardlab.planner import Precision, model_states, zero_paper_numbers
 
 app = typer.Typer()
@@ -119,5 +119,5 @@ def test_plan_reads_counts_as_papers_write_them_and_shows_a_unit_that_fits():
 
 
 def test_planning_needs_no_torch():
-    code = "import sys, shardlab.planner, shardlab.cli_plan; assert 'torch' not in sys.modules"
+    code = "import sys, shardlab.planner, shardlab.cli.plan; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

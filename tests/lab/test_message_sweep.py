@@ -7,7 +7,7 @@ import torch
 
 from shardlab.analysis import with_fit
 from shardlab.comm import Communicator
-from shardlab.experiment.message_sweep import message_sweep
+from shardlab.lab.sweeps import message_sweep
 from tests.conftest import Pools
 
 

@@ -1,11 +1,10 @@
-"""Time of a message against its size, for any verb of the communicator or a function made of them.
+"""Sweeps over sizes on real ranks: time of a message by its size, and time of a step by the size of its buckets.
 
-The ranks meet before each message, and the time is the slowest rank's, from the call to the usable result. Of several
-repetitions the best is kept: on a shared machine it repeats to a few percent where a mean does not. All sizes take
-turns, so that a slow moment of the machine does not meet all repetitions of one.
+All sizes take turns, so that a slow moment of the machine does not hit all repetitions of one of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from time import perf_counter_ns
 from typing import Any
 
@@ -14,11 +13,20 @@ import torch
 
 from shardlab.comm import Communicator
 from shardlab.comm.mesh import Mesh
+from shardlab.experiment.config import CompareConfig
+from shardlab.lab.interleaved import run_interleaved
 from shardlab.launch import RankPool, current
+from shardlab.vocabulary import Phase
 
 Op = Callable[[Communicator, torch.Tensor], object]
 NUM_WARM_UPS = 2
 ELEMENT_BYTES = 4  # float32
+BUCKETED = "bucketed"
+MIB = 1024**2
+COLUMNS = (
+    "run", "source", "rank", "step", "bucket_bytes", "step_us", "exposed_comm_us", "overlap", "wire_bytes",
+    "num_messages",
+)  # fmt: skip
 
 
 def message_sweep(ops: Mapping[str, Op], num_bytes: Sequence[int], pool: RankPool, repeats: int = 10) -> pd.DataFrame:
@@ -83,3 +91,36 @@ def _synchronise(device: torch.device) -> None:
     """On CUDA a wait only orders the streams; the time of a message ends when its bytes are there."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def bucket_sweep(bucket_bytes: Sequence[int], config: CompareConfig, pool: RankPool) -> pd.DataFrame:
+    """Train with each bucket size and collect time and exposed communication.
+
+    Args:
+        bucket_bytes: capacities, all different and at least 1.
+        config: model, data and link; its strategies and bucket size are not used. The first of at least 2 steps is
+            left out.
+        pool: ``config.ranks`` ranks.
+
+    Returns:
+        One row per size, step and rank, as ``plots.bucket_curve`` takes them: ``run``, ``source``, ``rank``, ``step``,
+        ``bucket_bytes``, ``step_us``, ``exposed_comm_us``, ``overlap``, ``wire_bytes``, ``num_messages`` (gradient
+        buckets sent in that step).
+
+    Raises:
+        ValueError: fewer than 2 steps, or sizes that repeat or are below 1.
+    """
+    if config.steps < 2:
+        raise ValueError(f"steps: at least 2 are needed, since the first is not timed, got {config.steps}")
+    if not bucket_bytes or len(set(bucket_bytes)) != len(bucket_bytes) or min(bucket_bytes) < 1:
+        raise ValueError(f"bucket_bytes: different sizes of at least 1 byte are needed, got {list(bucket_bytes)}")
+    sizes = {str(size): size for size in bucket_bytes}
+    records = run_interleaved(
+        {name: replace(config, strategies=(BUCKETED,), bucket_mib=size / MIB) for name, size in sizes.items()}, pool
+    )
+    gradients = records.collectives[records.collectives["phase"] == Phase.BACKWARD]
+    keys = ["run", "rank", "step"]
+    messages = gradients.groupby(keys).size().rename("num_messages").reset_index()
+    rows = records.steps[records.steps["step"] > 0].merge(messages, on=keys)
+    rows = rows.assign(bucket_bytes=rows["run"].map(sizes).astype("int64"), run=BUCKETED)
+    return rows[list(COLUMNS)]

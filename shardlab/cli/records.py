@@ -14,9 +14,11 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from shardlab.cli.console import count
+
 if TYPE_CHECKING:
     from shardlab.experiment import CompareConfig, Comparison
-    from shardlab.experiment.apart import Apart
+    from shardlab.experiment.difference import Difference
 
 ROOMY = 100  # columns of a terminal in which the table may breathe
 DISPENSABLE = ("overlap", "max_loss_difference", "exposed_comm_ms")  # in a narrow terminal, in this order
@@ -66,7 +68,7 @@ def trace(
         raise ValueError(f"strategy: {directory} holds several; name one of {', '.join(records.manifests)}")
     if format is TraceFormat.HTA:
         paths = export_hta(records, output, strategy)
-        typer.echo(f"Wrote {_count(len(paths), 'file')}: TraceAnalysis(trace_dir={str(output)!r}) reads them")
+        typer.echo(f"Wrote {count(len(paths), 'file')}: TraceAnalysis(trace_dir={str(output)!r}) reads them")
     else:
         path = write_perfetto(records, output, strategy)
         typer.echo(f"Wrote {path} ({path.stat().st_size / 1e6:.1f} MB): open it in https://ui.perfetto.dev")
@@ -79,20 +81,20 @@ def diff(
 ) -> None:
     """Set two comparisons or runs side by side: every number of each strategy, and whether the losses are equal."""
     from shardlab.experiment import load_saved
-    from shardlab.experiment.apart import Apart
+    from shardlab.experiment.difference import Difference
 
-    apart = Apart(load_saved(first), load_saved(second))
+    difference = Difference(load_saved(first), load_saved(second))
     if json:
-        _print_json(apart.table)
+        _print_json(difference.table)
     else:
-        _print_apart(apart)
-    if not apart.losses_equal:
+        _print_difference(difference)
+    if not difference.losses_equal:
         raise typer.Exit(LOSSES_DIFFER)
 
 
 def print_result(comparison: "Comparison", config: "CompareConfig", report: Path) -> None:
     """The table of a comparison, its verdicts, and where its report lies."""
-    from shardlab.experiment.report import verdicts
+    from shardlab.experiment.verdicts import verdicts
 
     console = Console(highlight=False)
     table, left_out = _result_table(comparison, config, console)
@@ -106,10 +108,10 @@ def print_result(comparison: "Comparison", config: "CompareConfig", report: Path
 
 def _result_table(comparison: "Comparison", config: "CompareConfig", console: Console) -> tuple[Table, list[str]]:
     """A word over its unit in each head; and the names of columns for which there is no room even so."""
-    from shardlab.experiment.report import TERMINAL, readable_summary
+    from shardlab.experiment.summary import TERMINAL, readable_summary
 
     steps = int(comparison.summary["steps"].max())
-    title = f"{config.model}, {_count(config.ranks, 'rank')}, {_count(steps, 'step')}"
+    title = f"{config.model}, {count(config.ranks, 'rank')}, {count(steps, 'step')}"
     gap = 2 if console.width >= ROOMY else 0  # beside the one space that parts the columns anyway
     columns, left_out = dict(TERMINAL), list[str]()
     table = _table(readable_summary(comparison.summary, columns), title, gap)
@@ -121,12 +123,12 @@ def _result_table(comparison: "Comparison", config: "CompareConfig", console: Co
     return table, left_out
 
 
-def _print_apart(apart: "Apart") -> None:
+def _print_difference(difference: "Difference") -> None:
     console = Console(highlight=False)
-    for strategy, rows in apart.readable.groupby("strategy", sort=False):
+    for strategy, rows in difference.readable.groupby("strategy", sort=False):
         texts = pd.DataFrame([_texts(row) for row in rows.to_dict("records")])
         console.print(_table(texts, str(strategy), 2, right=("first", "second", "difference", "ratio")))
-    for line in (*apart.settings, *apart.verdicts):
+    for line in (*difference.settings, *difference.verdicts):
         console.print(line, soft_wrap=True)
 
 
@@ -164,7 +166,3 @@ def _print_json(table: pd.DataFrame) -> None:
         for row in table.astype("object").to_dict("records")
     ]
     typer.echo(json_text.dumps(rows, indent=2, allow_nan=False))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from shardlab.experiment import CompareConfig
-from shardlab.experiment.bucket_sweep import bucket_sweep
-from shardlab.experiment.in_turns import run_in_turns
+from shardlab.lab.interleaved import run_interleaved
+from shardlab.lab.sweeps import bucket_sweep
 from shardlab.models import build_model
 from shardlab.partition.wire import ring_wire_bytes
 from tests.conftest import Pools
@@ -25,7 +25,7 @@ def test_each_step_belongs_to_all_variants_in_turn_and_their_losses_are_equal(po
         "flat": BASE,
         "small": replace(BASE, bucket_mib=0.5),
     }
-    records = run_in_turns(variants, pools(2))
+    records = run_interleaved(variants, pools(2))
     losses = records.steps.pivot(index=["step", "rank"], columns="run", values="loss")
     assert losses.shape == (6, 3)
     assert losses.sub(losses["naive"], axis=0).abs().to_numpy().max() < 1e-10
@@ -35,14 +35,14 @@ def test_each_step_belongs_to_all_variants_in_turn_and_their_losses_are_equal(po
 
 
 def test_a_variant_records_its_own_collectives_alone(pools: Pools) -> None:
-    records = run_in_turns({"flat": BASE, "also flat": BASE}, pools(2))
+    records = run_interleaved({"flat": BASE, "also flat": BASE}, pools(2))
     gradients = records.collectives[records.collectives["phase"] == "backward"]
     assert set(gradients.groupby(["run", "rank", "step"]).size()) == {1}
     assert set(gradients["bytes"]) == {PARAMETER_BYTES}
 
 
 def test_the_records_stay_where_they_are_wanted(pools: Pools, tmp_path: Path) -> None:
-    run_in_turns({"flat": replace(BASE, steps=1)}, pools(2), tmp_path)
+    run_interleaved({"flat": replace(BASE, steps=1)}, pools(2), tmp_path)
     assert (tmp_path / "flat" / "manifest.json").is_file()
 
 
@@ -71,7 +71,7 @@ def test_variants_that_cannot_take_turns_are_refused(
     pools: Pools, variants: dict[str, CompareConfig], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        run_in_turns(variants, pools(2))
+        run_interleaved(variants, pools(2))
 
 
 @pytest.mark.parametrize(("sizes", "steps", "field"), [([], 2, "bucket_bytes"), ([5, 5], 2, "bucket_bytes"),

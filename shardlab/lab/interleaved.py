@@ -18,7 +18,7 @@ from shardlab.partition.wire import Link
 from shardlab.trace.store import Records, RunWriter, load_runs, write_manifest
 
 
-def run_in_turns(variants: Mapping[str, CompareConfig], pool: RankPool, directory: Path | None = None) -> Records:
+def run_interleaved(variants: Mapping[str, CompareConfig], pool: RankPool, directory: Path | None = None) -> Records:
     """Train every variant, one step of each in turn, and record all.
 
     The first step allocates and warms up: leave it out of timings. Memory is sampled at rest only.
@@ -40,11 +40,11 @@ def run_in_turns(variants: Mapping[str, CompareConfig], pool: RankPool, director
             write_manifest(
                 where / name, {"run": name, "ranks": config.ranks, "config": config.as_dict(config.strategies[0])}
             )
-        pool.run(_train_in_turns, dict(variants), where, now_ns())
+        pool.run(_train_interleaved, dict(variants), where, now_ns())
         return load_runs(where / name for name in variants)
 
 
-def _train_in_turns(rank: int, variants: dict[str, CompareConfig], directory: Path, origin_ns: int) -> None:
+def _train_interleaved(rank: int, variants: dict[str, CompareConfig], directory: Path, origin_ns: int) -> None:
     with ExitStack() as stack:
         turns = [
             stack.enter_context(_turn(name, config, directory / name, rank, origin_ns))

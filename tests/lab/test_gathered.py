@@ -6,7 +6,7 @@ import torch
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import FSDP, build_engine
-from shardlab.experiment.gathered import (
+from shardlab.lab.memory import (
     COLUMNS,
     GatheredSample,
     gathered_by_unit,

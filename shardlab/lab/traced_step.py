@@ -7,7 +7,7 @@
     records = pool.run(on_rank)[0]
     show(memory_over_step(records.memory))
 
-Where a configuration names it all, ``compare`` and ``run_in_turns`` do the same for many steps.
+Where a configuration names it all, ``compare`` and ``run_interleaved`` do the same for many steps.
 """
 
 import tempfile

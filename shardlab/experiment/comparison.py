@@ -18,11 +18,11 @@ from typing import Any
 import pandas as pd
 import torch
 
-from shardlab import __version__
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.planned import against_plan, plan_run
 from shardlab.experiment.run import Progress, RankReport, now_ns, run_strategy
 from shardlab.experiment.summary import summarise
+from shardlab.installed import __version__
 from shardlab.launch import RankPool
 from shardlab.launch.placement import torchrun_env
 from shardlab.trace.store import Records, load_runs, write_manifest
@@ -79,21 +79,6 @@ def compare(
     return _compare(config, directory, pool, on_progress)
 
 
-def load_comparison(directory: Path | str) -> Comparison:
-    """What ``compare`` wrote into ``directory``.
-
-    Raises:
-        ValueError: it holds no comparison.
-    """
-    directory = Path(directory)
-    path = directory / "summary.json"
-    if not path.is_file():
-        raise ValueError(f"out: {directory} holds no summary.json, so it is no finished comparison")
-    summary = pd.DataFrame(json.loads(path.read_text()))
-    records = load_runs(_run_directory(directory, strategy) for strategy in summary["strategy"])
-    return Comparison(summary, records, directory)
-
-
 def claim(directory: Path) -> None:
     """Make the directory of a new comparison; two runs are never mixed.
 
@@ -117,6 +102,11 @@ def is_reporter() -> bool:
     return env is None or env.rank == 0
 
 
+def run_directory(directory: Path, strategy: str) -> Path:
+    """Where ``compare`` puts the records of one strategy."""
+    return directory / "records" / strategy
+
+
 def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress: OnProgress | None) -> Comparison:
     def on_message(_: int, message: object) -> None:
         if on_progress is not None and isinstance(message, Progress):
@@ -125,13 +115,13 @@ def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress
     for strategy in config.strategies:
         # Under torchrun each process has its own idea of both; rank 0's count.
         directory, origin_ns = pool.run(_agree, directory)[0]
-        where = _run_directory(directory, strategy)
+        where = run_directory(directory, strategy)
         manifest = _manifest(config, strategy, pool)
         _write_manifest(where, manifest)  # before it runs, so that a killed run can be read
         reports = pool.run(run_strategy, config, strategy, where, origin_ns, on_message=on_message)
         _write_manifest(where, {**manifest, **_costs([report for report in reports if report is not None])})
     pool.run(_meet)  # under torchrun the others read the manifests that rank 0 has now written
-    records = load_runs(_run_directory(directory, strategy) for strategy in config.strategies)
+    records = load_runs(run_directory(directory, strategy) for strategy in config.strategies)
     summary = [
         {**row, **against_plan(row["strategy"], records, plan_run(config, row["strategy"]))}
         for row in summarise(records, config.dtype)
@@ -153,10 +143,6 @@ def _meet(rank: int) -> None:
 def _write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     if is_reporter():
         write_manifest(directory, manifest)
-
-
-def _run_directory(directory: Path, strategy: str) -> Path:
-    return directory / "records" / strategy
 
 
 def _manifest(config: CompareConfig, strategy: str, pool: RankPool) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from shardlab.experiment.kept import kept_for_backward
-from shardlab.experiment.weights import weights_table
+from shardlab.lab.memory import saved_for_backward
+from shardlab.lab.weights import weights_table
 from shardlab.models import GPT, GPTConfig
 from shardlab.partition.slices import even_slice, parts_slice
 
@@ -55,9 +55,9 @@ def test_a_layer_alone():
 def test_what_a_linear_layer_and_a_gelu_keep():
     """The input of each, once, and no weights."""
     model, x = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 2)), torch.randn(3, 4)
-    with kept_for_backward(model) as kept:
+    with saved_for_backward(model) as kept:
         model(x).sum()
     assert sorted(tensor.numel() for tensor in kept) == [12, 18, 18]
-    with kept_for_backward(model) as kept, torch.no_grad():
+    with saved_for_backward(model) as kept, torch.no_grad():
         model(x)
     assert kept == []

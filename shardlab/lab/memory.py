@@ -1,11 +1,12 @@
-"""Which units are gathered when: an FSDP engine watched through one or more training steps.
+"""What is in memory while a model computes: the gathered parameters of FSDP units, and the activations autograd saves.
 
-    with watch_gathered(engine) as samples:
-        engine.backward(loss_of(engine(x)))
-    table = gathered_table(samples)
+with watch_gathered(engine) as samples:
+    engine.backward(loss_of(engine(x)))
+table = gathered_table(samples)
 
-Sampled where it can change and a module computes: when a unit's forward begins (its own parameters and the prefetched
-ones are there) and ends, the same for backward, and once at the end.
+with saved_for_backward(block) as saved:
+    y = block(x)
+num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in saved)
 """
 
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -108,3 +110,23 @@ def _watch(unit: Unit, sample: Any) -> Iterator[RemovableHandle]:
     yield unit.module.register_forward_hook(after_forward)
     for param in trainable:
         yield param.register_post_accumulate_grad_hook(after_gradient)
+
+
+@contextmanager
+def saved_for_backward(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Inside, the list that is yielded fills with what autograd saves, each storage once, without the parameters.
+
+    Args:
+        module: whose parameters and buffers do not count, since they are there anyway.
+    """
+    seen = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
+    saved: list[Tensor] = []
+
+    def save(tensor: Tensor) -> Tensor:
+        if (key := tensor.untyped_storage()._cdata) not in seen:
+            seen.add(key)
+            saved.append(tensor)  # which also keeps its storage, so that no other gets the same key
+        return tensor.detach()  # an operation that got its own output back would hold itself for ever
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        yield saved

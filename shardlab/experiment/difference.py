@@ -6,10 +6,9 @@ from functools import cached_property
 import pandas as pd
 
 from shardlab.analysis.difference import Pair, differences, loss_differences, pairs_of
-from shardlab.experiment.compare import Comparison
+from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.report import COLUMNS
-from shardlab.experiment.summary import JUDGED_STEPS, LOSS_TOLERANCE, not_finite
+from shardlab.experiment.summary import COLUMNS, JUDGED_STEPS, LOSS_TOLERANCE, not_finite
 
 Saved = tuple[Comparison, CompareConfig]
 ELSEWHERE = {"strategies", "timeout_s"}  # fields that change no number
@@ -19,7 +18,7 @@ DIVISORS = {"loss_first": 1, "other_bytes": 1e3, "padding_bytes": 1e3, "recorder
 
 
 @dataclass(frozen=True)
-class Apart:
+class Difference:
     """The difference of two comparisons, from the first to the second.
 
     Raises:

@@ -1,0 +1,88 @@
+"""The command line: ``shardlab compare``, ``plan``, ``bench``, ``report``, ``trace``, ``diff`` and ``doctor``.
+
+Exit codes: 0 done; 1 a rank failed, or losses differ or are not finite; 2 bad input, said in one line; 130 interrupted.
+Under torchrun every process runs this, and rank 0 alone prints.
+"""
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from shardlab.cli.bench import bench
+from shardlab.cli.compare import compare
+from shardlab.cli.console import BAD_INPUT, bad_input, complain
+from shardlab.cli.plan import plan
+from shardlab.cli.records import diff, report, trace
+from shardlab.installed import __version__
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Sharded training, hand-written and measured.",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"shardlab {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Sharded training, hand-written and measured."""
+
+
+app.command()(compare)
+for _command in (plan, bench, report, trace, diff):
+    app.command()(bad_input()(_command))
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine has, and what that means for ranks."""
+    from shardlab.launch.doctor import doctor as examine
+
+    table = Table("check", "value", "verdict")
+    for row in examine():
+        table.add_row(*(str(part) for part in row))
+    Console().print(table)
+
+
+def main() -> None:
+    """Entry point: what a user got wrong is one line; a rank's failure is its traceback; else Python's own."""
+    try:
+        sys.exit(app(standalone_mode=False) or 0)
+    except Exception as error:
+        if (usage := getattr(error, "format_message", None)) is not None:  # Click's; newer Typers have their own Click
+            complain(_with_commands(usage()))
+            sys.exit(BAD_INPUT)
+        if not _is_rank_failure(error):
+            raise
+        complain(str(error))
+        sys.exit(1)
+
+
+def _with_commands(message: str) -> str:
+    """A command that does not exist is answered with those that do."""
+    if not message.startswith("No such command"):
+        return message
+    names = (info.name or getattr(info.callback, "__name__", "") for info in app.registered_commands)
+    return f"{message} Commands: {', '.join(names)}."
+
+
+def _is_rank_failure(error: Exception) -> bool:
+    """Whether the message already holds the traceback of the rank that failed; the parent's own says nothing."""
+    if not isinstance(error, RuntimeError):
+        return False
+    from shardlab.launch import RankError, RankHang
+
+    return isinstance(error, RankError | RankHang)

@@ -1,0 +1,134 @@
+"""``shardlab compare``: one option for each field of ``CompareOptions``, a bar for each strategy, then the result."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import Field, fields
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.text import Text
+
+from shardlab.cli.console import bad_input, count
+from shardlab.cli.records import print_result
+from shardlab.experiment.options import CompareOptions
+
+if TYPE_CHECKING:
+    from shardlab.experiment import CompareConfig, Comparison
+    from shardlab.experiment.run import Progress as StepDone
+
+INTERRUPTED = 130  # an exit code
+Out = Annotated[Path | None, typer.Option(help="A new or empty directory; by default runs/DATE.")]
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """``command`` with an option for each field of ``CompareOptions`` in the place of its keyword arguments."""
+    own = [
+        parameter
+        for parameter in inspect.signature(command).parameters.values()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    parameters = [*own, *_options()]
+    # Typer reads both: the signature for the defaults, the annotations for the types.
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def _options() -> Iterator[inspect.Parameter]:
+    helps = _helps(inspect.getdoc(CompareOptions) or "")
+    for field in fields(CompareOptions):
+        names = [f"--{field.name.replace('_', '-')}"] if field.type is bool else []  # no --no-...
+        option = typer.Option(*names, help=helps.get(field.name, ""))
+        kind, default = _on_command_line(field)
+        yield inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+        )
+
+
+def _on_command_line(field: "Field[Any]") -> tuple[Any, Any]:
+    """Type and default of an option; several values are one text, separated by commas."""
+    return (str, ",".join(field.default)) if isinstance(field.default, tuple) else (field.type, field.default)
+
+
+def _helps(docstring: str) -> dict[str, str]:
+    """What the section 'Attributes' of a docstring says of each field, as sentences."""
+    section = docstring.partition("Attributes:\n")[2]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
+    return {name: text[:1].upper() + re.sub(r"\s+", " ", text[1:]) for name, text in entries}
+
+
+@with_options
+def compare(out: Out = None, **chosen: Any) -> None:
+    """Train one model with several strategies on real ranks; compare losses, memory, communication and time."""
+    from shardlab import experiment  # imports torch, which takes 1.5 s, and --help needs none of it
+
+    directory = out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
+    with bad_input():
+        chosen["strategies"] = tuple(name.strip() for name in chosen["strategies"].split(",") if name.strip())
+        config = experiment.CompareConfig(**chosen)
+        if experiment.is_reporter():
+            experiment.claim(directory)
+    comparison = _with_progress(config, directory)
+    if experiment.is_reporter():
+        print_result(comparison, config, experiment.write_report(comparison, config))
+    if not comparison.losses_equal:
+        raise typer.Exit(1)
+
+
+class _Seconds(ProgressColumn):
+    """Time of a strategy so far; it stands still when the strategy is done."""
+
+    def render(self, task: Task) -> Text:
+        """For example ``4.2 s``."""
+        elapsed = task.finished_time if task.finished else task.elapsed
+        return Text("waits" if elapsed is None else f"{elapsed:.1f} s", style="progress.elapsed", justify="right")
+
+
+class _Bars:
+    """A bar for each strategy; one starts when the one before it is done."""
+
+    def __init__(self, config: "CompareConfig", console: Console) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[loss]}"),
+            _Seconds(),
+        )
+        self.progress = Progress(*columns, console=console)
+        self._order = list(config.strategies)
+        self._tasks: dict[str, TaskID] = {
+            name: self.progress.add_task(name, total=config.steps, loss="", start=name == self._order[0])
+            for name in self._order
+        }
+
+    def advance(self, done: "StepDone") -> None:
+        """Rank 0 has finished a step."""
+        task = self._tasks[done.strategy]
+        self.progress.update(task, completed=done.step + 1, loss=f"loss {done.loss:.4f}")
+        following = self._order.index(done.strategy) + 1
+        if self.progress.tasks[task].finished and following < len(self._order):
+            self.progress.start_task(self._tasks[self._order[following]])
+
+
+def _with_progress(config: "CompareConfig", directory: Path) -> "Comparison":
+    from shardlab import experiment
+
+    console = Console(stderr=True, quiet=not experiment.is_reporter(), highlight=False)
+    console.print(
+        f"{count(config.ranks, 'rank')}, {count(config.steps, 'step')} of {config.model} each; "
+        f"records go to {directory}",
+        soft_wrap=True,
+    )
+    bars = _Bars(config, console)
+    try:
+        with bars.progress:
+            return experiment.compare(config, directory, on_progress=bars.advance)
+    except KeyboardInterrupt:
+        console.print(f"interrupted: the ranks are gone; the records so far are in {directory}", soft_wrap=True)
+        raise typer.Exit(INTERRUPTED) from None

@@ -1,0 +1,75 @@
+"""The options of a comparison and their defaults. No torch: the command line shows them before it imports that."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """One model, several strategies, the same data. ``CompareConfig`` adds the checks.
+
+    The command line takes its options and their help from here.
+
+    Attributes:
+        strategies: names of strategies, in the order in which they run: single, ddp, bucketed, zero1, zero2, zero3,
+            fsdp, and torch's own: torch_ddp, torch_zero1, torch_fsdp2, torch_tp.
+        ranks: number of ranks.
+        steps: number of optimizer steps.
+        model: name of a model: mlp, or gpt-1m, -3m, -10m, -30m, -60m, -120m.
+        text: what to train on: 'stdlib' (the source of Python's standard library), 'grammar' (generated, of known
+            entropy), or the path of a file.
+        batch: sequences of the global batch; by default 4 for each data rank and micro-batch.
+        seq_len: bytes of a sequence.
+        accumulation: micro-batches of a step.
+        dtype: 'float32' or 'float64'.
+        device: 'auto', 'cpu' or 'cuda'.
+        seed: seed of the weights and of the choice of sequences.
+        learning_rate: learning rate of AdamW.
+        clip: largest global gradient norm; by default gradients are not clipped.
+        bucket_mib: capacity of a bucket in MiB.
+        partition: how ZeRO and FSDP divide parameters: 'elements', or whole parameters as 'round_robin', 'contiguous'
+            or 'balanced'.
+        sharding: FSDP: 'full_shard', 'shard_grad_op', 'no_shard' or 'hybrid_shard'.
+        shard_group: FSDP with hybrid_shard: ranks of a shard group; by default the largest divisor of the data ranks
+            below their number.
+        wrap: FSDP: what a unit is: 'block', 'root', or a number of parameters.
+        prefetch: FSDP: units that are gathered ahead.
+        layout: FSDP: 'flat' or 'dim0'.
+        precision: ZeRO and FSDP: 'full', 'bf16', or 'fp16' with a gradient scaler.
+        offload: FSDP: what lies in host memory: 'none', 'parameters' or 'all'.
+        replicate_below: FSDP: parameters with fewer elements stay replicated.
+        tp: tensor-parallel ranks, a divisor of the number of ranks; 'single' ignores it.
+        sequence_parallel: with tp: divide the sequence too, where each token is computed on its own.
+        link: emulate this link, for example '10Gbps,50us'.
+        transport: how ranks on the CPU, or on one shared GPU, send: 'shared_memory' or 'gloo'; by default the first
+            that works. Torch's own engines always use gloo there.
+        timeout_s: a collective that takes longer, in seconds, ends the run.
+    """
+
+    strategies: tuple[str, ...] = ("single", "ddp", "bucketed", "zero1")
+    ranks: int = 4
+    steps: int = 20
+    model: str = "gpt-1m"
+    text: str = "stdlib"
+    batch: int | None = None
+    seq_len: int = 64
+    accumulation: int = 1
+    dtype: str = "float32"
+    device: str = "auto"
+    seed: int = 0
+    learning_rate: float = 1e-3
+    clip: float | None = None
+    bucket_mib: float = 1.0  # a model for learning is small: with the engines' 25 MiB it would be one bucket
+    partition: str = "elements"
+    sharding: str = "full_shard"
+    shard_group: int | None = None
+    wrap: str = "block"
+    prefetch: int = 1
+    layout: str = "flat"
+    precision: str = "full"
+    offload: str = "none"
+    replicate_below: int = 0
+    tp: int = 1
+    sequence_parallel: bool = False
+    link: str | None = None
+    transport: str | None = None
+    timeout_s: float = 300.0

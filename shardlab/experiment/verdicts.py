@@ -1,0 +1,75 @@
+"""What a comparison has shown, in sentences: losses, plan, transports."""
+
+import pandas as pd
+
+from shardlab.experiment.comparison import Comparison
+from shardlab.experiment.summary import JUDGED_STEPS, REFERENCE, not_finite
+from shardlab.vocabulary import HostTransport, Phase
+
+
+def verdicts(comparison: Comparison) -> list[str]:
+    """What a comparison has shown, in sentences."""
+    said = (verdict(comparison), plan_verdict(comparison), transport_verdict(comparison))
+    return [sentence for sentence in said if sentence]
+
+
+def verdict(comparison: Comparison) -> str:
+    """One sentence: are the losses equal, and are they numbers at all?"""
+    if wrong := not_finite(comparison.records.steps):
+        runs = ", ".join(f"that of {run} from step {step} on" for run, step in wrong.items())
+        return f"Losses are NOT finite, so the run has failed: {runs}. Lower the learning rate, or clip the gradients."
+    judged = comparison.summary["judged_loss_difference"].max()
+    if pd.isna(judged) or len(comparison.summary) == 1:
+        return "Losses were not compared: only one strategy ran."
+    reference = str(comparison.summary["loss_reference"].iloc[0])
+    origin = "the single process" if reference == REFERENCE else f"{reference}, the first strategy,"
+    rounded = {run: precision for run in comparison.summary["strategy"] if (precision := _rounded(run, comparison))}
+    equal = "equal" if comparison.losses_equal else "NOT equal"
+    if rounded and comparison.losses_equal:
+        equal = f"equal, those of {', '.join(rounded)} within the rounding of {next(iter(rounded.values()))}"
+    steps, largest = int(comparison.summary["steps"].max()), comparison.summary["max_loss_difference"].max()
+    if steps <= JUDGED_STEPS:
+        return f"Losses are {equal}: the largest difference from {origin} is {judged:.1e}."
+    return (
+        f"Losses are {equal}: the largest difference from {origin} in the first {JUDGED_STEPS} steps is "
+        f"{judged:.1e}; over all {steps} steps, in which training amplifies every rounding, it is {largest:.1e}."
+    )
+
+
+def _rounded(run: str, comparison: Comparison) -> str | None:
+    """The precision of a run that computes in 16 bits."""
+    precision = str(comparison.records.manifests[run]["config"].get("precision", "full"))
+    return None if precision == "full" else precision
+
+
+def plan_verdict(comparison: Comparison) -> str:
+    """One sentence: do bytes and messages equal the planner's?"""
+    planned = comparison.summary.dropna(subset="as_planned")
+    if planned.empty:
+        return "There is no plan to compare bytes and messages with."
+    wrong = planned.loc[~planned["as_planned"].astype(bool), "strategy"]
+    if len(wrong):
+        return f"Bytes at rest or messages of {', '.join(wrong)} are NOT those of the plan."
+    unplanned = comparison.summary.loc[comparison.summary["as_planned"].isna(), "strategy"]
+    besides = f" ({', '.join(unplanned)}: not ours, not planned)" if len(unplanned) else ""
+    return f"Bytes at rest of every role and rank, and every message of a step, are those of the plan{besides}."
+
+
+def transport_verdict(comparison: Comparison) -> str:
+    """One sentence where torch's engines did not send as ours, which shows in the times; else empty."""
+    transports = transports_of(comparison)
+    if set(transports) != set(HostTransport):
+        return ""
+    ours, theirs = (", ".join(transports[name]) for name in (HostTransport.SHARED_MEMORY, HostTransport.GLOO))
+    return (
+        f"Times compare more than engines: {ours} sent through shared memory, {theirs} over gloo; "
+        "with transport=gloo all do."
+    )
+
+
+def transports_of(comparison: Comparison) -> dict[str, list[str]]:
+    """How the messages of a step travelled, and of which strategies. (The loss for the report is always sent by us.)"""
+    sent = comparison.records.collectives.dropna(subset="transport")
+    sent = sent[~sent["phase"].isin([Phase.SETUP, Phase.METRICS])]
+    real = sent["transport"].str.replace(" as .*", "", regex=True)  # without the link that is emulated
+    return {str(name): list(runs.unique()) for name, runs in sent["run"].groupby(real)}
