@@ -161,7 +161,7 @@ def gathered_over_a_step(
     """Bytes of gathered parameters as stacked bars, a bar per moment and a colour per unit.
 
     Args:
-        table: of one rank, from ``experiment.gathered.gathered_table``.
+        table: of one rank, from ``lab.gathered_table``.
         limit_bytes: a dashed line, such as what was predicted; None for none.
         title: of the figure.
         limit_name: what the dashed line is.

@@ -112,7 +112,7 @@ def bytes_between(grouped: pd.DataFrame) -> NDArray[np.float64]:
     """Bytes from rank (row) to rank (column) of the rows of one step.
 
     Args:
-        grouped: rows of table ``collectives`` with the column ``group`` (``analysis.groups.with_group``).
+        grouped: rows of table ``collectives`` with the column ``group`` (``analysis.with_group``).
 
     Raises:
         ValueError: a send, whose receiver the record does not name.

@@ -32,7 +32,7 @@ def weight_slices(table: pd.DataFrame, head_dims: Mapping[str, int] | None = Non
     """Every parameter as a rectangle whose sides are its inputs and outputs, cut into what each rank holds.
 
     Args:
-        table: from ``experiment.weights.weights_table``.
+        table: from ``lab.weights_table``.
         head_dims: parameters whose divided side is made of attention heads, and how wide one is; borders of heads are
             drawn as dotted lines.
 
