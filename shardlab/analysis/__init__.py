@@ -1,4 +1,4 @@
-"""Table in, table out: what a recorded run says about time, communication and memory. Needs no torch."""
+"""Tables in, tables out: time, communication and memory of a recorded run. Needs no torch."""
 
 from shardlab.analysis.attribution import attribution, hidden_by
 from shardlab.analysis.bandwidth import LatencyBandwidth, bandwidth, fit_latency_bandwidth, wire_bytes, with_fit

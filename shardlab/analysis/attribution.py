@@ -1,8 +1,9 @@
 """Which compute hid which collective, and how much of it stayed exposed.
 
-A moment of a collective is hidden when its rank computes at that moment and does not wait; the innermost span that is
-open then hid it (a block, rather than the model round it). Collectives in flight together are each counted whole here:
-their exposed times may add up to more than the exposed time of the step, in which each moment counts once.
+A moment of a collective is hidden if its rank computes at that moment and does not wait. It is hidden by the innermost
+span that is open then: by a block rather than by the model around it. Collectives that are in flight together each
+count in full here, so their exposed times can add up to more than the exposed time of the step, which counts each
+moment once.
 """
 
 from collections.abc import Iterator
@@ -23,11 +24,11 @@ def hidden_by(collectives: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
 
     Args:
         collectives: table ``collectives``.
-        spans: table ``spans``; data loading is no compute.
+        spans: table ``spans``; data loading does not count as compute.
 
     Returns:
-        One row per collective and unit at work meanwhile: the keys, ``seq``, ``axis``, ``op``, ``tag``, ``unit``,
-        ``kind`` and ``hidden_us``. A collective that nothing hid has no row.
+        One row per collective and unit that computed during it: the keys, ``seq``, ``axis``, ``op``, ``tag``, ``unit``,
+        ``kind`` and ``hidden_us``. A collective that stayed exposed has no row.
 
     Raises:
         ValueError: columns or times are missing, or an interval ends before it begins.
@@ -50,7 +51,7 @@ def hidden_by(collectives: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
 
 
 def attribution(collectives: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
-    """How much of each collective compute hid, and what hid most of it.
+    """How much of each collective was hidden behind compute, and which unit hid most of it.
 
     Returns:
         One row per collective: the keys, ``seq``, ``axis``, ``op``, ``tag``, ``duration_us``, ``hidden_us``,
@@ -74,7 +75,7 @@ def attribution(collectives: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
 
 
 def _waits(collectives: pd.DataFrame) -> Intervals:
-    """When each row's caller waited; NaN where it did not."""
+    """When the caller of each row waited; NaN if it did not wait."""
     waited = np.isfinite(numbers(collectives, "wait_start_us"))
     times = np.full((len(collectives), 2), np.nan)
     times[waited] = bounds(collectives[waited], "wait_start_us", "wait_end_us", "collectives")
@@ -82,7 +83,7 @@ def _waits(collectives: pd.DataFrame) -> Intervals:
 
 
 def _shares(collectives: Intervals, pieces: Intervals, owners: list[int]) -> Iterator[tuple[int, int, float]]:
-    """(collective, span, microseconds) of what both have in common; ``pieces`` are disjoint and sorted."""
+    """(collective, span, microseconds) for each overlap of the two; ``pieces`` are disjoint and sorted."""
     first = np.searchsorted(pieces[:, 1], collectives[:, 0], side="right")
     stop = np.searchsorted(pieces[:, 0], collectives[:, 1], side="left")
     for row, (start, end) in enumerate(collectives.tolist()):
@@ -93,7 +94,7 @@ def _shares(collectives: Intervals, pieces: Intervals, owners: list[int]) -> Ite
 
 
 def _table(collectives: pd.DataFrame, spans: pd.DataFrame, found: list[tuple[int, int, float]]) -> pd.DataFrame:
-    """Rows of (collective, span, microseconds), summed by unit and kind: a span may have been cut by waits."""
+    """Rows of (collective, span, microseconds), summed by unit and kind, because waits may cut a span into pieces."""
     rows = collectives[IDENTITY].iloc[[row for row, _, _ in found]].reset_index(drop=True)
     hid = spans[["unit", "kind"]].iloc[[span for _, span, _ in found]].reset_index(drop=True)
     table = rows.join(hid).assign(hidden_us=np.array([us for _, _, us in found], dtype=np.float64))

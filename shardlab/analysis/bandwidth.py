@@ -39,7 +39,7 @@ def wire_bytes(collectives: pd.DataFrame, by: Sequence[str] = ("op",)) -> pd.Dat
         buffers), ``num_collectives``.
 
     Raises:
-        ValueError: a column is missing, or ``by`` names one that the table has not.
+        ValueError: a column is missing, or ``by`` names a column that the table does not have.
     """
     COLLECTIVES.check(collectives)
     unknown = [name for name in by if name not in COLLECTIVES.column_names]
@@ -56,7 +56,7 @@ def bandwidth(collectives: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         The keys, ``seq``, ``op``, ``tag``, ``bytes``, ``group_size``, and ``duration_us``, ``algorithm_gb_per_s``,
-        ``bus_gb_per_s``; NaN where nothing was moved or no time passed.
+        ``bus_gb_per_s``; NaN if nothing was moved or no time passed.
 
     Raises:
         ValueError: a column or a time is missing, or a collective ends before it begins.
@@ -75,7 +75,7 @@ def bandwidth(collectives: pd.DataFrame) -> pd.DataFrame:
 
 
 def _bus_factor(collectives: pd.DataFrame) -> NDArray[np.float64]:
-    """Bytes each link carries for each byte of the buffer, row by row."""
+    """Bytes that each link carries per byte of the buffer, row by row."""
     size = numbers(collectives, "group_size")
     share = (size - 1) / size
     op = collectives["op"].to_numpy(dtype=object)
@@ -85,21 +85,21 @@ def _bus_factor(collectives: pd.DataFrame) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class LatencyBandwidth:
-    """A line through message times: ``latency_us`` in microseconds, ``bandwidth_gb_per_s`` in 1e9 BYTES a second.
+    """A line through message times: ``latency_us`` in microseconds, ``bandwidth_gb_per_s`` in 1e9 BYTES per second.
 
-    The bandwidth is infinite where time did not grow with size.
+    The bandwidth is infinite if the time did not grow with the size.
     """
 
     latency_us: float
     bandwidth_gb_per_s: float
 
     def time_us(self, num_bytes: ArrayLike) -> NDArray[np.float64]:
-        """Time the model gives for messages of ``num_bytes``, in microseconds."""
+        """Time of messages of ``num_bytes`` according to the model, in microseconds."""
         return self.latency_us + np.asarray(num_bytes, dtype=np.float64) / (self.bandwidth_gb_per_s * 1e3)
 
 
 def fit_latency_bandwidth(num_bytes: ArrayLike, time_us: ArrayLike) -> LatencyBandwidth:
-    """Fit the model to messages.
+    """Fit the latency-bandwidth model to measured messages.
 
     Args:
         num_bytes: sizes, at least two different ones.
@@ -110,9 +110,11 @@ def fit_latency_bandwidth(num_bytes: ArrayLike, time_us: ArrayLike) -> LatencyBa
     """
     size, time = np.asarray(num_bytes, dtype=np.float64), np.asarray(time_us, dtype=np.float64)
     if size.shape != time.shape or len(np.unique(size)) < 2:
-        raise ValueError(f"num_bytes and time_us: need equal lengths and two sizes, got {size.shape} and {time.shape}")
+        raise ValueError(
+            f"num_bytes, time_us: need equal lengths and at least two sizes, got shapes {size.shape} and {time.shape}"
+        )
     if not (np.isfinite(time) & (time > 0)).all() or not (np.isfinite(size) & (size >= 0)).all():
-        raise ValueError("time_us must be above 0 and num_bytes 0 or more, without missing values")
+        raise ValueError("time_us, num_bytes: times must be above 0 and sizes at least 0, without missing values")
     latency_us, us_per_byte = _non_negative_line(size / time, 1 / time)
     return LatencyBandwidth(latency_us, 1e-3 / us_per_byte if us_per_byte > 0 else float("inf"))
 
@@ -134,7 +136,7 @@ def with_fit(messages: pd.DataFrame) -> pd.DataFrame:
 
 
 def _non_negative_line(slopes: NDArray[np.float64], ones: NDArray[np.float64]) -> tuple[float, float]:
-    """Minimise sum (a * ones + b * slopes - 1)^2 over a, b >= 0; with two unknowns the edges can be tried in turn."""
+    """Minimise sum (a * ones + b * slopes - 1)^2 over a, b >= 0; so only the two edges remain."""
     design = np.column_stack((ones, slopes))
     # Sizes reach 1e9 while the other column stays near 1e-3: scaled columns keep the solve well conditioned.
     scale = np.linalg.norm(design, axis=0)

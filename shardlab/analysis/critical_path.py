@@ -1,10 +1,10 @@
-"""Why a step took as long as it did: the chain of causes that ends with its end, and what breaking it would gain.
+"""Why a step took as long as it did: the chain of causes up to its end, and what a faster link would gain.
 
-The critical path runs backwards from the rank that ended last: through what its host did, to the collective it waited
-for, to the rank that came last to that collective, and so on to the begin. It has no gaps: its pieces add up to the
-step. Only what lies on it is worth making faster, and by how much another path then takes over is what
-``what_if_free`` says. Both take compute as it was: on a CPU, where communication takes time from compute, more may be
-gained.
+The critical path is found backwards from the rank that ended last: through the work of its host to the collective it
+waited for, to the rank that was last to join that collective, and so on to the beginning. It has no gaps, so its pieces
+add up to the step. Only what lies on it is worth making faster. How much that gains before another path becomes the
+longest is what ``what_if_free`` says. Both keep compute as recorded; on a CPU, where communication slows compute down,
+the gain may be larger.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import pandas as pd
 
-from shardlab.analysis.causal_graph import Happening, Node, causal_graph
+from shardlab.analysis.causal_graph import Event, Node, causal_graph
 from shardlab.analysis.intervals import innermost
 from shardlab.analysis.rows import bounds, one_step_of_run
 from shardlab.tables import COLLECTIVES, SPANS
@@ -42,15 +42,15 @@ def critical_path(
         axes: sizes of the axes of the mesh, see ``with_group``.
 
     Returns:
-        Its pieces in order of time, without gaps: ``run``, ``source``, ``step``, ``rank``, ``kind``, ``what``,
+        Its pieces in order of time: ``run``, ``source``, ``step``, ``rank``, ``kind``, ``what``,
         ``start_us``, ``end_us``, ``duration_us``. ``kind`` is that of a span (``what`` is its unit), a collective (its
-        tag; from when the last rank had come), ``queued`` (a collective issued and not started), ``wake-up`` (it has
-        ended, and its rank is not on again yet), ``host`` (outside of all spans) or ``late`` (the chain's first rank
-        had not begun the step yet, which the first of all ranks had). They add up to the step.
+        tag; from the moment the last rank joined), ``queued`` (issued but not started), ``wake-up`` (it has ended but
+        its rank has not resumed), ``host`` (outside all spans) or ``late`` (another rank had begun the step, but the
+        first rank of the path had not). They add up to the step.
 
     Raises:
-        ValueError: columns or times are missing or cannot be true, no such run or step, ranks that disagree, or a
-            stream that waited in the host's place.
+        ValueError: columns or times are missing or impossible, there is no such run or step, the ranks disagree, or a
+            stream waited instead of the host.
     """
     COLLECTIVES.check(collectives)
     SPANS.check(spans)
@@ -72,32 +72,32 @@ def what_if_free(
     step: int | None = None,
     axes: Mapping[str, int] | None = None,
 ) -> pd.DataFrame:
-    """What one step would gain if the transfer of some collectives took no time. Ranks still wait for each other.
+    """How much shorter one step would be if some transfers took no time. Ranks still wait for each other.
 
     Args:
         collectives: table ``collectives``.
         spans: table ``spans``.
-        tag: of the collectives that are free; None tries every tag in turn, and all together.
+        tag: tag of the collectives that take no time; None tries each tag, and all of them at once.
         run: which run; None where the tables hold one.
         step: which step; None for the last.
         axes: sizes of the axes of the mesh, see ``with_group``.
 
     Returns:
-        One row per tag, the largest gain first, none where nothing is communicated: ``run``, ``source``, ``step``,
-        ``tag``, ``num_collectives`` (of all ranks), ``step_us``, ``gain_us``, ``gain`` (share of the step). The tag of
-        all together is ``ALL``.
+        One row per tag, the largest gain first; none if nothing is communicated: ``run``, ``source``, ``step``,
+        ``tag``, ``num_collectives`` (of all ranks), ``step_us``, ``gain_us``, ``gain`` (share of the step). The row for
+        all tags at once is named ``ALL``.
 
     Raises:
-        ValueError: see ``critical_path``; or no collective of the step has that tag.
+        ValueError: see ``critical_path``; or no collective of the step has this tag.
     """
     COLLECTIVES.check(collectives)
     SPANS.check(spans)
     moved, worked, both = one_step_of_run(collectives, spans, run, step)
     nodes = causal_graph(moved, worked, axes)
-    tags = [node.tag for node in nodes if node.happening is Happening.END]
+    tags = [node.tag for node in nodes if node.event is Event.END]
     if tag is not None and tag not in tags:
         raise ValueError(
-            f"tag: {tag!r} is none of {', '.join(sorted(set(tags))) or 'the step, which has no collectives'}"
+            f"tag: {tag!r} is not one of {', '.join(sorted(set(tags))) or 'the step, which has no collectives'}"
         )
     begin = min(node.time_us for node in nodes)
     end = max(node.time_us for node in nodes)
@@ -120,17 +120,17 @@ def what_if_free(
 
 
 def _end_without(nodes: tuple[Node, ...], free: set[str]) -> float:
-    """The end of the step had transfers with these tags taken no time."""
+    """When the step would end if transfers with these tags took no time."""
     times: dict[Node, float] = {}
     for node in nodes:
         ready = max((times[cause] for cause in node.causes), default=node.time_us)
-        is_free = node.happening is Happening.END and node.tag in free
+        is_free = node.event is Event.END and node.tag in free
         times[node] = ready if is_free else ready + node.lasted_us
     return max(times.values())
 
 
 def _walk(nodes: tuple[Node, ...], spans: pd.DataFrame) -> list[Piece]:
-    """From the last node back to a begin, in order of time."""
+    """The path from the last node back to a beginning, in order of time."""
     node = max(nodes, key=lambda node: node.time_us)
     begin_us = min(node.time_us for node in nodes)
     found: list[Piece] = []
@@ -138,21 +138,21 @@ def _walk(nodes: tuple[Node, ...], spans: pd.DataFrame) -> list[Piece]:
         cause = max(node.causes, key=lambda cause: cause.time_us)
         found += reversed(list(_between(cause, node, spans)))
         node = cause
-    return [(node.rank, LATE, "began later than another rank", begin_us, node.time_us), *found[::-1]]
+    return [(node.rank, LATE, "another rank had begun", begin_us, node.time_us), *found[::-1]]
 
 
 def _between(cause: Node, node: Node, spans: pd.DataFrame) -> Iterator[Piece]:
-    """What passed from the cause to its effect."""
+    """The pieces between a cause and its effect."""
     start, end = cause.time_us, node.time_us
-    if node.happening is Happening.HOST:
+    if node.event is Event.HOST:
         yield from _host_work(node.rank, start, end, spans)
         return
-    kinds = {Happening.START: "queued", Happening.END: node.op, Happening.RESUMED: "wake-up"}
-    yield node.rank, kinds[node.happening], node.tag, start, end
+    kinds = {Event.START: "queued", Event.END: node.op, Event.RESUMED: "wake-up"}
+    yield node.rank, kinds[node.event], node.tag, start, end
 
 
 def _host_work(rank: int, start: float, end: float, spans: pd.DataFrame) -> Iterator[Piece]:
-    """The innermost spans of a rank between two times, and ``host`` between them."""
+    """The innermost spans of a rank between two times, and ``host`` for the time outside them."""
     near = spans[(spans["rank"] == rank) & (spans["end_us"] > start) & (spans["start_us"] < end)]
     pieces, owners = innermost(bounds(near, "start_us", "end_us", "spans"))
     for (first, last), owner in zip(np.clip(pieces, start, end).tolist(), owners, strict=True):

@@ -1,4 +1,4 @@
-"""Two runs set side by side: each number of their summaries, and whether they trained the same."""
+"""Two runs side by side: every number of their summaries, and how far their losses differ."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ Pair = tuple[str, str]
 
 
 def pairs_of(first: Sequence[str], second: Sequence[str]) -> list[Pair]:
-    """The strategies to set side by side: those of one name; or the only one of each, whatever their names.
+    """The strategies to compare: those with the same name, or the only one of each run whatever its name.
 
     Raises:
         ValueError: they have no strategy in common.
@@ -48,7 +48,7 @@ def differences(first: pd.DataFrame, second: pd.DataFrame, pairs: Sequence[Pair]
 
     Returns:
         One row per pair and quantity: ``strategy`` (both names where they differ), ``quantity``, ``first``, ``second``,
-        ``difference`` (second - first) and ``ratio`` (second / first); NaN where a summary has no number.
+        ``difference`` (second - first) and ``ratio`` (second / first); NaN if a summary has no number.
     """
     one, other = first.set_index("strategy"), second.set_index("strategy")
     rows = []
@@ -62,7 +62,7 @@ def differences(first: pd.DataFrame, second: pd.DataFrame, pairs: Sequence[Pair]
 
 
 def loss_differences(first: pd.DataFrame, second: pd.DataFrame, pairs: Sequence[Pair]) -> pd.DataFrame:
-    """How far the losses of two runs are apart.
+    """How far the losses of two runs differ at each step.
 
     Args:
         first: table ``steps``.
@@ -71,7 +71,7 @@ def loss_differences(first: pd.DataFrame, second: pd.DataFrame, pairs: Sequence[
 
     Returns:
         One row per pair and step that both have: ``first_run``, ``second_run``, ``step``, ``first``, ``second`` and
-        ``difference``, absolute; it is inf or NaN where a loss is.
+        ``difference``, absolute; inf or NaN if a loss is.
     """
     parts = []
     for name, against in pairs:

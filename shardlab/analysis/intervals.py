@@ -1,7 +1,7 @@
 """Sets of half-open intervals ``[start, end)``: union, intersection, difference, length; and nested ones flattened.
 
-Intervals are arrays of shape (number, 2), in any order, overlapping or not. Results are merged: sorted, disjoint, none
-empty. The unit of time is the caller's.
+Arguments are arrays of shape (number, 2), in any order, overlapping or not. Results are merged: sorted, disjoint, none
+empty. The unit of time is up to the caller.
 """
 
 from heapq import heappop, heappush
@@ -22,7 +22,7 @@ def as_intervals(intervals: ArrayLike) -> Intervals:
     wrong = ~np.isfinite(array).all(axis=1) | (array[:, 1] < array[:, 0])
     if wrong.any():
         row = int(np.argmax(wrong))
-        raise ValueError(f"interval {row} is [{array[row, 0]}, {array[row, 1]}): bounds must be finite, start <= end")
+        raise ValueError(f"interval {row}: [{array[row, 0]}, {array[row, 1]}); bounds must be finite, and start <= end")
     return array
 
 
@@ -40,21 +40,21 @@ def merge(intervals: ArrayLike) -> Intervals:
 
 
 def intersect(first: ArrayLike, second: ArrayLike) -> Intervals:
-    """What lies in both."""
+    """The part that lies in both."""
     one, other = merge(first), merge(second)
     pieces = _pieces(one, other)
     return merge(pieces[_covered(pieces, one) & _covered(pieces, other)])
 
 
 def subtract(first: ArrayLike, second: ArrayLike) -> Intervals:
-    """What lies in ``first`` and not in ``second``."""
+    """The part of ``first`` that does not lie in ``second``."""
     one, other = merge(first), merge(second)
     pieces = _pieces(one, other)
     return merge(pieces[_covered(pieces, one) & ~_covered(pieces, other)])
 
 
 def total(intervals: ArrayLike) -> float:
-    """Length of the union: what overlaps counts once."""
+    """Length of the union: overlapping parts count once."""
     merged = merge(intervals)
     return float((merged[:, 1] - merged[:, 0]).sum())
 
@@ -75,15 +75,15 @@ def _covered(pieces: Intervals, merged: Intervals) -> NDArray[np.bool_]:
 
 
 def innermost(times: ArrayLike, holes: ArrayLike = ()) -> tuple[Intervals, NDArray[np.intp]]:
-    """Disjoint, sorted pieces of the union of ``times`` outside of ``holes``, and whose each is.
+    """Cut the union of ``times`` outside ``holes`` into disjoint, sorted pieces, each owned by its innermost interval.
 
     Args:
         times: intervals, nested or not.
-        holes: intervals that belong to none of them.
+        holes: intervals to leave out.
 
     Returns:
-        Pieces of shape (number, 2), and for each the index in ``times`` of the interval that began last; of several
-        that began together, the shortest.
+        Pieces of shape (number, 2), and for each the index in ``times`` of its owner: the interval that began last, and
+        of several that began together the shortest.
     """
     spans, gaps = as_intervals(times), merge(holes)
     cuts = np.unique(np.concatenate((spans.ravel(), gaps.ravel())))
@@ -99,11 +99,13 @@ def innermost(times: ArrayLike, holes: ArrayLike = ()) -> tuple[Intervals, NDArr
 
 
 def _owners(spans: Intervals, cuts: NDArray[np.float64]) -> NDArray[np.intp]:
-    """The innermost interval between each two cuts; -1 where there is none."""
+    """The innermost interval between each two cuts; -1 if there is none."""
     owners = np.full(max(len(cuts) - 1, 0), -1, dtype=np.intp)
     order = np.argsort(spans[:, 0], kind="stable").tolist()
     bounds, place = spans.tolist(), 0
-    active: list[tuple[float, float, int]] = []  # the one that began last on top, then the one that ends first
+    active: list[
+        tuple[float, float, int]
+    ] = []  # a heap: the one that began last on top; of several, the one that ends first
     for piece, begin in enumerate(cuts[:-1].tolist()):
         while place < len(order) and bounds[order[place]][0] <= begin:
             start, end = bounds[order[place]]

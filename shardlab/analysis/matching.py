@@ -16,9 +16,9 @@ from shardlab.tables import COLLECTIVES
 from shardlab.vocabulary import Collective, MeshAxis
 
 RUN = ["run", "source"]
-# The axis that talks most lies innermost, where ranks are neighbours.
+# The axis that communicates most is the innermost, where ranks are neighbours.
 OUTERMOST_FIRST = (MeshAxis.REPLICA, MeshAxis.DATA, MeshAxis.SHARD, MeshAxis.TENSOR)
-# No rank is done before the last has come. (A broadcast's root does not wait, and a record does not say who that is.)
+# No rank can finish before the last has joined. (The root of a broadcast does not wait, and a record does not name it.)
 MEETING = (
     Collective.ALL_REDUCE,
     Collective.REDUCE_SCATTER,
@@ -36,17 +36,17 @@ def with_group(collectives: pd.DataFrame, axes: Mapping[str, int] | None = None)
     Args:
         collectives: table ``collectives``.
         axes: size of each axis of the mesh, outermost first, as ``Mesh`` takes it (and the manifest's ``mesh`` says).
-            None reads the sizes from the rows, in the order replica, data, shard, tensor; that needs the rows of all
+            None reads the sizes from the rows, in the order replica, data, shard, tensor; this needs the rows of all
             ranks and of all axes longer than 1.
 
     Raises:
-        ValueError: a column is missing, or the axes do not make the number of ranks.
+        ValueError: a column is missing, or the axes do not multiply to the number of ranks.
     """
     COLLECTIVES.check(collectives)
     if collectives["group_size"].isna().any():
-        raise ValueError("collectives: group_size is missing in some rows, so who took part is not known")
+        raise ValueError("collectives: group_size is missing in some rows, so the ranks that took part are unknown")
     group = pd.Series(pd.NA, index=range(len(collectives)), dtype="string")
-    # Tables that were put together repeat their labels: count the rows anew.
+    # Concatenated tables repeat their index labels, so the rows are numbered anew.
     for (run, _), rows in collectives.reset_index(drop=True).groupby(RUN, sort=False):
         mesh = _axes_in(rows, str(run)) if axes is None else dict(axes)
         members = _groups(mesh, _ranks(rows, mesh, str(run)))
@@ -56,7 +56,7 @@ def with_group(collectives: pd.DataFrame, axes: Mapping[str, int] | None = None)
 
 
 def _axes_in(rows: pd.DataFrame, run: str) -> dict[str, int]:
-    """The axes that the rows speak of, in the usual order."""
+    """The axes that appear in the rows, in the usual order."""
     sizes = rows.groupby("axis")["group_size"].unique()
     unequal = [str(axis) for axis, found in sizes.items() if len(found) > 1]
     if unequal:
@@ -64,7 +64,9 @@ def _axes_in(rows: pd.DataFrame, run: str) -> dict[str, int]:
     order = {str(axis): place for place, axis in enumerate(OUTERMOST_FIRST)}
     unknown = [str(axis) for axis in sizes.index if axis not in order]
     if unknown and len(sizes) > 1:
-        raise ValueError(f"axes: where {', '.join(unknown)} lies among the axes of run {run!r} is not known; give axes")
+        raise ValueError(
+            f"axes: the position of {', '.join(unknown)} among the axes of run {run!r} is unknown; give axes"
+        )
     names = sorted((str(axis) for axis in sizes.index), key=lambda axis: order.get(axis, 0))
     return {name: int(sizes[name][0]) for name in names}
 
@@ -75,7 +77,7 @@ def _ranks(rows: pd.DataFrame, mesh: Mapping[str, int], run: str) -> list[int]:
     if len(found) != size:
         shape = " x ".join(f"{axis}={length}" for axis, length in mesh.items())
         raise ValueError(
-            f"axes: {shape} is a mesh of {size} ranks, but the rows of run {run!r} are of ranks "
+            f"axes: {shape} is a mesh of {size} ranks, but run {run!r} has rows of ranks "
             f"{', '.join(map(str, found))}; give the rows of all ranks and the axes of the whole mesh"
         )
     return found
@@ -93,14 +95,14 @@ def _groups(mesh: Mapping[str, int], ranks: list[int]) -> dict[tuple[str, int], 
 
 def _member(members: Mapping[tuple[str, int], str], key: tuple[str, int], mesh: Mapping[str, int], run: str) -> str:
     if key not in members:
-        raise ValueError(f"axes: run {run!r} has collectives on axis {key[0]!r}, which is none of {', '.join(mesh)}")
+        raise ValueError(f"axes: run {run!r} has collectives on axis {key[0]!r}, which is not one of {', '.join(mesh)}")
     return members[key]
 
 
 def matched_collectives(collectives: pd.DataFrame, axes: Mapping[str, int] | None = None) -> pd.DataFrame:
-    """The collectives in which ranks meet, with ``group``, ``place`` (n-th of its axis in the step) and who came last.
+    """The collectives in which all ranks wait for the last, with their group, their place and the last rank.
 
-    Steps that some rank has not recorded (of a run that was killed) are left out.
+    Steps that some rank has not recorded, because the run was killed, are left out.
 
     Args:
         collectives: table ``collectives``.
@@ -108,11 +110,11 @@ def matched_collectives(collectives: pd.DataFrame, axes: Mapping[str, int] | Non
 
     Returns:
         The rows of ``collectives`` that are all-reduces, reduce-scatters, all-gathers, all-to-alls or barriers, and
-        ``group``, ``place``, ``last_us`` (when the last rank began it) and ``last_rank``.
+        ``group``, ``place`` (n-th of its axis in the step), ``last_us`` (when the last rank began it), ``last_rank``.
 
     Raises:
         ValueError: a column or time is missing, the ranks issued different collectives, or one rank had the result
-            before another began, so that their clocks are not one axis.
+            before another began, so their clocks do not agree.
     """
     rows = with_group(collectives, axes)
     bounds(rows, "start_us", "end_us", "collectives")
@@ -120,7 +122,7 @@ def matched_collectives(collectives: pd.DataFrame, axes: Mapping[str, int] | Non
     rows = rows.sort_values([*KEYS, "seq"], kind="stable", ignore_index=True)
     rows["place"] = rows.groupby([*KEYS, "axis"], sort=False).cumcount()
     _check_same(rows)
-    # A rank that moved nothing (a barrier) has its place too: the last is who began latest.
+    # Barriers count too, though they move nothing: the last rank is the one that began latest.
     last = rows.loc[rows.groupby(SAME, sort=False)["start_us"].idxmax(), [*SAME, "rank", "start_us"]]
     rows = rows.merge(last.rename(columns={"rank": "last_rank", "start_us": "last_us"}), on=SAME)
     _check_clocks(rows)
@@ -139,8 +141,10 @@ def _check_same(rows: pd.DataFrame) -> None:
     wrong = found[(found["ops"] > 1) | (found["sizes"] > 1) | (found["ranks"] != found["group_size"])]
     if len(wrong):
         key = dict(zip(SAME, wrong.index[0], strict=True))
-        apart = rows[(rows[SAME] == pd.Series(key)).all(axis=1)]
-        issued = "; ".join(f"rank {row.rank} {row.op} of {row.bytes} bytes ({row.tag})" for row in apart.itertuples())
+        differing = rows[(rows[SAME] == pd.Series(key)).all(axis=1)]
+        issued = "; ".join(
+            f"rank {row.rank} {row.op} of {row.bytes} bytes ({row.tag})" for row in differing.itertuples()
+        )
         raise ValueError(
             f"collectives: in step {key['step']} of run {key['run']} the ranks {key['group']} on axis {key['axis']} "
             f"did not issue the same collectives; number {key['place']} is: {issued}"
@@ -154,5 +158,5 @@ def _check_clocks(rows: pd.DataFrame) -> None:
         raise ValueError(
             f"collectives: in step {row['step']} of run {row['run']} rank {row['rank']} had the result of {row['op']} "
             f"{row['tag']!r} {row['last_us'] - row['end_us']:.0f} us before rank {row['last_rank']} began it; "
-            "the clocks of these ranks are not one axis (ranks of several hosts?)"
+            "the clocks of these ranks do not agree (ranks of several hosts?)"
         )

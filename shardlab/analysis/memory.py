@@ -14,7 +14,7 @@ LIBRARIES, ROUNDING, FRAGMENTED, CACHED = "library workspaces", "rounding", "fra
 
 
 def at_rest(memory: pd.DataFrame) -> pd.DataFrame:
-    """Live bytes of each role after the last step, on the rank that holds most of that role.
+    """Live bytes of each role after the last step, on the rank that holds the most of that role.
 
     Args:
         memory: table ``memory``; the rows with ``where == "rest"`` are used.
@@ -34,15 +34,15 @@ def at_rest(memory: pd.DataFrame) -> pd.DataFrame:
 def peak(memory: pd.DataFrame) -> pd.DataFrame:
     """Live bytes of each role at the run's highest peak.
 
-    That is one moment on one rank: the roles add up to the peak. (The maximum of each role over ranks and steps would
-    add moments that never were one.)
+    The peak is one moment on one rank, so the roles add up to it. (The maximum of each role over ranks and steps would
+    mix moments that never coincided.)
 
     Args:
         memory: table ``memory``; the rows with ``where == "peak"`` are used.
 
     Returns:
         ``run``, ``source``, ``rank``, ``step``, ``unit``, ``phase``, ``role``, ``bytes``: one row per run and role.
-        ``unit`` is the module the rank was in ("model" outside of all units); NA where the course was not recorded.
+        ``unit`` is the module that was running ("model" outside all units); NA if no step was traced.
 
     Raises:
         ValueError: a column is missing.
@@ -60,7 +60,7 @@ def peak(memory: pd.DataFrame) -> pd.DataFrame:
 def memory_over_step(
     memory: pd.DataFrame, *, run: str | None = None, step: int | None = None, rank: int | None = None
 ) -> pd.DataFrame:
-    """The course of live bytes through one memory-traced step on one rank.
+    """Live bytes over one memory-traced step on one rank.
 
     Args:
         memory: table ``memory``; the rows that name a unit are used.
@@ -70,8 +70,8 @@ def memory_over_step(
 
     Returns:
         One row per moment in order of time: ``run``, ``source``, ``rank``, ``step``, ``time_us``, ``phase``, ``unit``,
-        a column of bytes for each role, and ``bytes`` of all on the device. Of each stretch in one unit there are the
-        highest and the last moment.
+        a column of bytes for each role, and ``bytes`` in total on the device. For each stretch in one unit there are
+        two rows, its highest and its last moment.
 
     Raises:
         ValueError: a column is missing, no step was traced, or there is no such run, step or rank.
@@ -92,18 +92,18 @@ def memory_over_step(
 
 
 def _on_device(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of bytes on the device: what is offloaded lies in the host's memory."""
+    """The rows of bytes on the device; what is offloaded lies in host memory."""
     return rows[rows["role"] != str(Role.OFFLOADED)]
 
 
 def _units(memory: pd.DataFrame) -> pd.DataFrame:
-    """Where in the model each moment within a step was."""
+    """The unit that was running at each moment within a step."""
     inside = memory[~memory["where"].isin(WHOLE_STEP)]
     return inside[[*MOMENT, "where"]].drop_duplicates(MOMENT).rename(columns={"where": "unit"})
 
 
 def _only(rows: pd.DataFrame, column: str, value: int | None, *, highest: bool = False) -> pd.DataFrame:
-    """The rows of one step or rank; None chooses the first, or the one with the highest moment."""
+    """The rows of one step or rank; None chooses the first, or with ``highest`` the one with the highest moment."""
     known = sorted({int(number) for number in rows[column]})
     if value is not None and value not in known:
         raise ValueError(f"{column}: {value} was not traced; there are {', '.join(map(str, known))}")
@@ -114,16 +114,17 @@ def _only(rows: pd.DataFrame, column: str, value: int | None, *, highest: bool =
 
 
 def allocator_items(memory: pd.DataFrame) -> pd.DataFrame:
-    """What the allocator held after the last recorded step, on the rank whose allocator held most.
+    """What torch's CUDA allocator held after the last recorded step, on the rank whose allocator held the most.
 
     Args:
-        memory: table ``memory``; the rows with ``where == "rest"`` that tell of an allocator are used: none on CPU.
+        memory: table ``memory``; the rows with ``where == "rest"`` and allocator columns are used; on CPU there are
+            none.
 
     Returns:
-        ``run``, ``source``, ``rank``, ``step``, ``item``, ``bytes``; of each run they add up to ``reserved_bytes``. An
-        item is a role that tensors have; 'library workspaces' (in no tensor of the engine: workspaces of cuBLAS and its
-        like, and tensors of the program around it); 'rounding' (to whole blocks); 'fragmentation' (free parts of
-        segments in use); 'cached' (free segments, kept to be used again).
+        ``run``, ``source``, ``rank``, ``step``, ``item``, ``bytes``; the items of a run add up to ``reserved_bytes``.
+        An item is a role of tensors; 'library workspaces' (in no tensor of the engine: workspaces of cuBLAS and the
+        like, and tensors of the rest of the program); 'rounding' (up to whole blocks); 'fragmentation' (free parts of
+        segments in use); or 'cached' (free segments, kept for reuse).
 
     Raises:
         ValueError: a column is missing.
@@ -141,7 +142,7 @@ def allocator_items(memory: pd.DataFrame) -> pd.DataFrame:
 
 
 def _items(rows: pd.DataFrame) -> dict[str, int]:
-    """Of the rows of one moment on one rank."""
+    """Bytes of each item, from the rows of one moment on one rank."""
     held = {str(role): int(num_bytes) for role, num_bytes in zip(rows["role"], rows["bytes"], strict=True)}
     held.pop(Role.OFFLOADED, None)  # in host memory
     workspace = held.pop(Role.WORKSPACE)

@@ -4,18 +4,18 @@ On each rank, with the intervals of communication merged (M) and those of comput
 
     overlap = |M and C| / |M|          exposed = |M| - |M and C|
 
-Without communication there is no number (NaN), not 0 and not 1. A span of compute is forward, backward, recomputation
-or optimizer work; spans nest, and merging counts each moment once. A rank that sits in ``wait`` does not compute,
-though the span of the module round it goes on: those stretches are taken out of C, else a fully exposed gather inside a
-forward pass would count as hidden.
+Without communication there is no overlap (NaN): it is neither 0 nor 1. Compute is forward, backward, recomputation and
+optimizer work; spans nest, and merging counts each moment once. A rank in ``wait`` does not compute although the span
+of the surrounding module is open. These waits are removed from C; otherwise a fully exposed gather inside a forward
+pass would count as hidden.
 
-Exposed communication has two causes with two cures, so ``step_split`` cuts it where the last rank of the group begins
-the collective::
+Exposed communication has two causes with different cures, so ``step_split`` cuts it where the last rank of the group
+begins the collective::
 
-    start ── waiting: some rank has not come ── last ── moving: the link is at work ── end
+    start ── waiting for the last rank ── last ── moving bytes over the link ── end
 
-A faster link shortens what moves, an even distribution of the work what waits. With the time outside of all spans
-(data, Python between the spans) compute, moving and waiting add up to the step.
+A faster link shortens the moving part, balanced work the waiting part. Together with compute and the time outside all
+spans (data, Python between the spans) they add up to the step.
 """
 
 from collections.abc import Mapping
@@ -40,16 +40,16 @@ def compute_spans(spans: pd.DataFrame) -> pd.DataFrame:
 
 
 def overlap(collectives: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
-    """Communication, compute and what they share, for each run, rank and step.
+    """Communication, compute and their overlap for each run, rank and step.
 
     Args:
-        collectives: table ``collectives``; a row without ``end_us`` is refused.
+        collectives: table ``collectives``; every row needs ``end_us``.
         spans: table ``spans``.
 
     Returns:
         One row per (run, source, rank, step) of either table: ``comm_us``, ``compute_us`` (lengths of the merged
         intervals), ``both_us``, ``overlap`` (0 to 1; NaN without communication), ``exposed_us``.
-        Runs in order of first appearance, among the spans first.
+        Runs come in order of first appearance, first among the spans.
 
     Raises:
         ValueError: columns are missing, a time is missing, or an interval ends before it begins.
@@ -93,8 +93,8 @@ def step_split(
     """The parts of every step on every rank.
 
     Args:
-        collectives: table ``collectives``, the rows of all ranks; those of the report's own loss are left out, as
-            ``step_us`` ends before it.
+        collectives: table ``collectives``, the rows of all ranks. The reported loss is left out: ``step_us`` ends
+            before it.
         spans: table ``spans``.
         steps: table ``steps``.
         axes: sizes of the axes of the mesh, see ``with_group``.
@@ -104,7 +104,7 @@ def step_split(
         ``waiting_us``, ``other_us``.
 
     Raises:
-        ValueError: columns or times are missing or cannot be true; see ``overlap`` and ``matched_collectives``.
+        ValueError: columns or times are missing or impossible; see ``overlap`` and ``matched_collectives``.
     """
     COLLECTIVES.check(collectives)
     SPANS.check(spans)
@@ -120,13 +120,13 @@ def step_split(
 
 
 def _waiting(collectives: pd.DataFrame, spans: pd.DataFrame, axes: Mapping[str, int] | None) -> dict[Key, float]:
-    """Exposed time before the last rank had come, while nothing else was moving either."""
+    """Exposed time before the last rank joined, while nothing else was moving either."""
     if not len(collectives):
         return {}
     rows = matched_collectives(collectives, axes)
     times = bounds(rows, "start_us", "end_us", "collectives")
-    come = np.clip(numbers(rows, "last_us"), times[:, 0], times[:, 1])
-    early, moving = np.column_stack((times[:, 0], come)), np.column_stack((come, times[:, 1]))
+    joined = np.clip(numbers(rows, "last_us"), times[:, 0], times[:, 1])
+    early, moving = np.column_stack((times[:, 0], joined)), np.column_stack((joined, times[:, 1]))
     compute = _computing(collectives, spans)
     return {
         key: total(subtract(subtract(early[here], moving[here]), compute.get(key, NONE)))

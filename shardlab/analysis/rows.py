@@ -1,4 +1,4 @@
-"""Rows of a record: those of one run and step, those of one rank's step, and their times as intervals."""
+"""Choosing rows of a record, by run, rank and step, and reading their times as intervals."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -15,7 +15,7 @@ Key = tuple[str, str, int, int]
 
 
 def require_columns(frame: pd.DataFrame, columns: Sequence[str], table: str, origin: str = "") -> None:
-    """Refuse a frame without some of ``columns``; ``origin`` says where such a table comes from.
+    """Check that a frame has all ``columns``; ``origin`` says where such a table comes from.
 
     Raises:
         ValueError: columns are missing; the message names them.
@@ -34,13 +34,13 @@ def bounds(frame: pd.DataFrame, start: str, end: str, table: str) -> Intervals:
     missing = ~np.isfinite(times)
     if missing.any():
         row, column = (int(index) for index in np.argwhere(missing)[0])
-        raise ValueError(f"{_name(frame, row, table)} has no {(start, end)[column]}: a time is needed in every row")
+        raise ValueError(f"{_name(frame, row, table)} has no {(start, end)[column]}; every row needs a time")
     backwards = times[:, 1] < times[:, 0]
     if backwards.any():
         row = int(np.argmax(backwards))
         raise ValueError(
             f"{_name(frame, row, table)} ends before it begins: "
-            f"{end} {times[row, 1]:g} < {start} {times[row, 0]:g}; its clock ran backwards"
+            f"{end} {times[row, 1]:g} < {start} {times[row, 0]:g}; the clock ran backwards"
         )
     return times
 
@@ -59,7 +59,7 @@ def positions(frame: pd.DataFrame) -> dict[Key, NDArray[np.intp]]:
 
 
 def _name(frame: pd.DataFrame, row: int, table: str) -> str:
-    """A row in words: table, label, run, rank, step and what it is."""
+    """A row as an error names it: table, index label, run, rank, step, and its tag or unit."""
     values = frame.iloc[row]
     what = next((str(values[column]) for column in ("tag", "unit") if column in frame.columns), "")
     return (
@@ -93,7 +93,7 @@ def one_run(frame: pd.DataFrame, run: str | None) -> pd.DataFrame:
     if run is None and len(names) > 1:
         raise ValueError(f"run: the table holds {len(names)} runs, name one of {', '.join(names)}")
     if run is not None and run not in names:
-        raise ValueError(f"run: {run!r} is none of {', '.join(names)}")
+        raise ValueError(f"run: {run!r} is not one of {', '.join(names)}")
     return rows if run is None else rows[rows["label"] == run]
 
 

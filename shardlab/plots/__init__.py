@@ -1,4 +1,4 @@
-"""Table in, figure out: ``f(table, ...) -> go.Figure`` with title, units, hover and a text summary. Needs no torch."""
+"""Tables in, figures out: ``f(table, ...) -> go.Figure`` with title, units, hover and text summary. Needs no torch."""
 
 from shardlab.plots.difference import run_difference
 from shardlab.plots.loss import loss_curves, loss_difference

@@ -1,4 +1,4 @@
-"""Horizontal stacked bars: one bar per run, one colour per part, what matters most written at the end."""
+"""Horizontal stacked bars: one bar per run, one colour per part, a text at the end of each bar."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,13 +12,13 @@ from shardlab.analysis.rows import labels_of
 from shardlab.plots.text import byte_scale, format_bytes
 
 GAP = {"color": "rgba(255,255,255,0.45)", "width": 1}
-NARROW = 0.004  # of the picture: bars that would be all outline, which is bright on dark paper
-SEEN = 0.001  # of the longest bar: a part below that in all bars is no line of the legend
-END_TEXT_PX = 96  # room for what is written behind the longest bar
+NARROW = 0.004  # of the figure's width: narrower bars would be all outline, which is bright on a dark background
+SEEN = 0.001  # of the longest bar: a part smaller than this in every bar gets no legend entry
+END_TEXT_PX = 96  # room for the text behind the longest bar
 
 
 def gaps(lengths: NDArray[np.float64], whole: float) -> dict[str, Any]:
-    """Outlines that part one bar from the next; none around bars too narrow for one."""
+    """Outlines that separate neighbouring bars; bars too narrow for an outline get none."""
     return {"color": GAP["color"], "width": np.where(lengths >= NARROW * whole, 1.0, 0.0)}
 
 
@@ -39,13 +39,13 @@ def stacked_bars(figure: go.Figure, rows: pd.DataFrame, part: str, colours: dict
 
 
 def end_with(figure: go.Figure, ends: pd.Series, words: Sequence[str], labels: Sequence[str], quantity: str) -> None:
-    """Write words behind the bars and lay the figure out.
+    """Write a text behind each bar and lay the figure out.
 
     Args:
-        figure: with a horizontal bar trace for each part.
+        figure: holds a horizontal bar trace for each part.
         ends: where each bar ends, by label.
-        words: of each bar.
-        labels: of all bars, from the top.
+        words: the text behind each bar.
+        labels: labels of all bars, from the top.
         quantity: title of the axis, with its unit.
     """
     figure.add_scatter(

@@ -1,10 +1,10 @@
-"""One colour per role, collective, span kind and strategy, the same in every picture.
+"""One colour per role, collective, span kind and strategy, the same in every figure.
 
 Eight hues near Okabe and Ito's, moved to middle lightness: each keeps a contrast of 2.9 or more against white AND
 against JupyterLab's dark background (#111111), and any two differ for people with protanopia, deuteranopia or
-tritanopia (CIE 1976 distance 12 or more in Machado's simulation; tests/plots measures both). Related things share a
-hue: gradients and the reduce-scatter that shards them are orange, gathered parameters and the all-gather that makes
-them are violet.
+tritanopia (CIE 1976 distance 12 or more in Machado's simulation; tests/plots measures both). What belongs together
+shares a hue: gradients and the reduce-scatter that shards them are orange, gathered parameters and the all-gather that
+makes them are violet.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ WINE = "#ac2a58"
 BROWN = "#8d571b"
 GREY = "#7d7d7d"
 PALETTE = (BLUE, ORANGE, GREEN, PINK, VIOLET, SAND, WINE, BROWN)
-SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "hexagon")  # marks of the runs, in order
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "hexagon")
 
 INK = "#797979"  # text: 4.3 to 1 on white and on #111111, the best any one grey can do on both
 GRID = "rgba(128,128,128,0.25)"
@@ -76,7 +76,7 @@ STRATEGY_COLOURS = {
     "zero3": VIOLET,
     "fsdp": WINE,
     "tensor_parallel": SAND,
-    # torch's own engines wear the colour of ours that they are set beside
+    # torch's own engines have the colours of ours that they are compared with
     "torch_ddp": BLUE,
     "torch_zero1": GREEN,
     "torch_fsdp2": WINE,
@@ -93,7 +93,7 @@ def readable_on(colour: str) -> str:
 
 
 def run_colours(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each name: a strategy has its own, other names get the palette's unused ones in order."""
+    """A colour for each name: strategies have their own, other names get the unused colours of the palette in order."""
     unique = list(dict.fromkeys(names))
     chosen = {name: STRATEGY_COLOURS[name] for name in unique if name in STRATEGY_COLOURS}
     free = [colour for colour in PALETTE if colour not in chosen.values()] or list(PALETTE)

@@ -1,4 +1,4 @@
-"""Two runs of the same strategies side by side: by how much each cost changed, in percent."""
+"""Two runs of the same strategies side by side: the change of each cost in percent."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from shardlab.plots.colours import INK, dash, run_colours
 from shardlab.plots.text import format_bytes, format_us, listing
 from shardlab.plots.theme import finish, new_figure, nothing
 
-# column of a summary -> what it is called, and how its values are written
+# column of a summary -> its name in the figure, and how its values are written
 COSTS: dict[str, tuple[str, Callable[[float], str]]] = {
     "step_ms": ("time of a step", lambda value: format_us(1e3 * value)),
     "exposed_comm_ms": ("exposed communication", lambda value: format_us(1e3 * value)),
@@ -21,18 +21,18 @@ COSTS: dict[str, tuple[str, Callable[[float], str]]] = {
     "optimizer_bytes": ("optimizer state", format_bytes),
     "wire_bytes_per_step": ("bytes sent", format_bytes),
 }
-NAMED_CHANGE = 0.5  # percent: a smaller one counts as none
+NAMED_CHANGE = 0.5  # percent: smaller changes count as none
 
 
 def run_difference(
     first: pd.DataFrame, second: pd.DataFrame, names: tuple[str, str] = ("first", "second")
 ) -> go.Figure:
-    """Change of every cost from one comparison to another, a bar for each strategy that both have.
+    """Change of each cost from one comparison to another, with a bar for each strategy that both have.
 
     Args:
         first: summary of a comparison: one row per strategy, the columns of ``summary.json``.
         second: the other summary.
-        names: of the two, for titles.
+        names: names of the two, for titles.
 
     Raises:
         ValueError: a column is missing; the message names it.
@@ -42,7 +42,7 @@ def run_difference(
     title = f"Change from {names[0]} to {names[1]}"
     changes = _changes(first, second)
     if changes.empty:
-        return nothing(title, "the two have no strategy in common")
+        return nothing(title, "they have no strategy in common")
     strategies = [str(name) for name in changes["strategy"].drop_duplicates()]
     moved = changes.groupby("cost", sort=False)["words"].transform(lambda words: (words != "").any())
     equal = [str(cost) for cost in changes.loc[~moved, "cost"].drop_duplicates()]
@@ -67,7 +67,7 @@ def run_difference(
 def _changes(first: pd.DataFrame, second: pd.DataFrame) -> pd.DataFrame:
     """One row per strategy and cost.
 
-    Columns ``before`` and ``after`` (as text), ``percent`` (NaN where there is none), ``words`` (empty if unchanged).
+    Columns ``before`` and ``after`` (as text), ``percent`` (NaN if undefined), ``words`` (empty if unchanged).
     """
     before, after = first.set_index("strategy"), second.set_index("strategy")
     rows = []

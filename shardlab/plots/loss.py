@@ -1,4 +1,4 @@
-"""Loss curves, and how far each run's losses lie from those of a reference run."""
+"""Loss curves, and how far the losses of each run are from those of a reference run."""
 
 import numpy as np
 import pandas as pd
@@ -15,7 +15,7 @@ from shardlab.tables import STEPS
 def loss_curves(steps: pd.DataFrame) -> go.Figure:
     """Loss of each run against the step.
 
-    Equal losses lie on each other; the first run is drawn wide and each later one thinner, so that all show.
+    Equal losses coincide, so the first run is drawn wide and each later one thinner: all of them stay visible.
 
     Args:
         steps: table ``steps``.
@@ -27,7 +27,7 @@ def loss_curves(steps: pd.DataFrame) -> go.Figure:
     labels = labels_of(losses)
     given, losses = losses, _thinned(losses, "loss")
     note = thinning_note(len(given), len(losses), "steps: the extremes of each stretch,")
-    words = note or "mean over ranks; curves that coincide lie on each other"
+    words = note or "mean over ranks; equal losses coincide"
     figure = new_figure("Loss by step", subtitle(steps, words))
     colours = run_colours(labels)
     for index, label in enumerate(labels):
@@ -46,31 +46,31 @@ def loss_curves(steps: pd.DataFrame) -> go.Figure:
 
 
 def nested_width(index: int, count: int) -> float:
-    """Width of curve ``index`` of ``count`` that may lie on each other: each leaves a rim of the one below it."""
+    """Width of curve ``index`` of ``count`` curves that may coincide: each leaves a rim of the one below visible."""
     return 2.0 + min(3.0, 12.0 / max(count - 1, 1)) * (count - 1 - index)
 
 
 def loss_difference(steps: pd.DataFrame, reference: str = "single") -> go.Figure:
     """|loss - loss of the reference| at each step, on a logarithmic axis.
 
-    A difference of exactly zero has no logarithm: such steps are open marks on a line of their own, named 'exactly 0'.
+    A difference of exactly zero has no logarithm: such steps are open markers on their own line, labelled 'exactly 0'.
 
     Args:
         steps: table ``steps``.
-        reference: the run to compare with.
+        reference: the run that the others are compared with.
 
     Raises:
-        ValueError: no run of that name.
+        ValueError: there is no run of that name.
     """
     STEPS.check(steps)
     losses = _losses(steps)
     runs = labels_of(labelled(steps[steps["step"] >= 0]))
     if reference not in runs:
-        raise ValueError(f"reference {reference!r} is none of the runs: {', '.join(runs) or 'there are none'}")
+        raise ValueError(f"reference: {reference!r} is not one of {', '.join(runs) or 'the runs: there are none'}")
     differences = _differences(losses, reference)
     title = f"Difference of the loss from {reference}"
     if differences.empty:
-        return nothing(title, "no other run has steps in common with it, with finite losses")
+        return nothing(title, "no other run has finite losses at the same steps")
     given, differences = differences, _thinned(differences, "difference")
     note = thinning_note(len(given), len(differences), "steps: the extremes of each stretch,")
     figure = new_figure(title, subtitle(steps, note or "absolute difference at each step"))
@@ -78,7 +78,7 @@ def loss_difference(steps: pd.DataFrame, reference: str = "single") -> go.Figure
     labels = labels_of(differences)
     colours = run_colours(labels)
     for place, label in enumerate(labels):
-        # later marks are smaller, so that runs with the same difference all show
+        # later markers are smaller, so that runs with the same difference all stay visible
         style = (colours[label], SYMBOLS[place % len(SYMBOLS)], max(7, 14 - 3 * place))
         figure.add_trace(_difference_trace(differences[differences["label"] == label], label, style, floor))
     figure.update_xaxes(title_text="step", tickformat="d", **_whole_steps(steps))
@@ -94,7 +94,7 @@ def _losses(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def _thinned(rows: pd.DataFrame, column: str) -> pd.DataFrame:
-    """Of each label's rows, in order of the steps, those that are drawn."""
+    """The rows of each label that are drawn, in order of the steps."""
     curves = [curve.sort_values("step", kind="stable") for _, curve in rows.groupby("label", sort=False)]
     return pd.concat([curve.iloc[thinned(curve[column])] for curve in curves])
 
@@ -106,7 +106,7 @@ def _differences(losses: pd.DataFrame, reference: str) -> pd.DataFrame:
 
 
 def _zero_floor(differences: pd.Series) -> float:
-    """Where zeros are drawn: a decade below the smallest difference that is not zero."""
+    """Where zeros are drawn: one decade below the smallest other difference."""
     positive = differences[differences > 0]
     return float(10 ** (np.floor(np.log10(positive.min())) - 1)) if len(positive) else 1e-16
 
@@ -129,7 +129,7 @@ def _difference_trace(rows: pd.DataFrame, label: str, style: tuple[str, str, int
 
 
 def _difference_axis(figure: go.Figure, differences: pd.Series, floor: float) -> None:
-    """Where a zero is drawn, its line is named as such."""
+    """A logarithmic axis; the line at which zeros are drawn is labelled 'exactly 0'."""
     positive = differences[differences > 0].tolist()
     axis = log_axis(positive or [floor], _scientific)
     if (differences == 0).any():
@@ -161,5 +161,5 @@ def _difference_summary(differences: pd.DataFrame, reference: str) -> str:
 
 
 def _whole_steps(steps: pd.DataFrame) -> dict[str, int]:
-    """A tick at every step of a short run, where plotly would label half steps, rounded to the same number twice."""
+    """A tick at every step of a short run: plotly would label half steps too, and round their numbers."""
     return {"dtick": 1} if steps["step"].max() - steps["step"].min() <= 10 else {}

@@ -1,4 +1,4 @@
-"""Live bytes by role: of each run at rest or at its peak, and of each rank at one moment."""
+"""Live bytes by role: for each run at rest or at its peak, and for each rank at one moment."""
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -26,13 +26,13 @@ def memory_by_role(memory: pd.DataFrame, where: str = "rest", rank: int | None =
         rank: one rank; None for the maximum over ranks.
 
     Raises:
-        ValueError: ``where`` is neither, or the table has no such rank.
+        ValueError: ``where`` is something else, or the table has no such rank.
     """
     MEMORY.check(memory)
     if where not in TITLES:
-        raise ValueError(f"where: {where!r} is neither 'rest' nor 'peak'")
+        raise ValueError(f"where: {where!r} is not one of rest, peak")
     if rank is not None and rank not in set(memory["rank"]):
-        raise ValueError(f"rank: {rank} is none of {sorted(set(memory['rank']))}")
+        raise ValueError(f"rank: {rank} is not one of {', '.join(map(str, sorted(set(memory['rank']))))}")
     rows = memory if rank is None else memory[memory["rank"] == rank]
     held = labelled((at_rest if where == "rest" else peak)(rows))
     if held.empty:
@@ -41,14 +41,14 @@ def memory_by_role(memory: pd.DataFrame, where: str = "rest", rank: int | None =
     figure = new_figure(TITLES[where], subtitle(held, NOTES[where] if rank is None else f"rank {rank}"))
     stacked_bars(figure, held, "role", {str(role): colour for role, colour in ROLE_COLOURS.items()}, "live bytes")
     places = _places(held) if where == "peak" else {}
-    if places:  # under the name of the run: in which module, and in which phase
+    if places:  # below the name of the run: the unit and the phase of the peak
         words = [f"{label}<br><span style='font-size:12px'>{places.get(label, '')}</span>" for label in labels_of(held)]
         figure.update_yaxes(tickvals=labels_of(held), ticktext=words)
     return finish(figure, _summary(held, where, places))
 
 
 def _places(held: pd.DataFrame) -> dict[str, str]:
-    """Where each run's peak was, such as 'blocks.3, backward'; runs whose record does not tell are left out."""
+    """Unit and phase of each run's peak, such as 'blocks.3, backward'; runs that were not traced are left out."""
     moments = held.drop_duplicates("label").set_index("label")[["unit", "phase"]].dropna()
     return {str(label): f"{row['unit']}, {row['phase']}" for label, row in moments.iterrows()}
 
@@ -69,17 +69,16 @@ def held_by_rank(ranks: pd.DataFrame, *, most_bytes: float | None = None, moment
     """Live bytes of each rank as stacked bars.
 
     Args:
-        ranks: one row per rank: ``rank``, and a column of bytes for each role (``vocabulary.Role``); NA where they are
-            not known.
-        most_bytes: the end of the axis, the same for pictures that follow each other; None for what is needed.
-        moment: when, for the subtitle.
+        ranks: one row per rank: ``rank``, and a column of bytes for each role (``vocabulary.Role``); NA if unknown.
+        most_bytes: the end of the axis, so that consecutive figures share it; None fits it to the data.
+        moment: the time, for the subtitle.
 
     Raises:
-        ValueError: there is no column ``rank``, or none of a role.
+        ValueError: the column ``rank`` is missing, or every role.
     """
     roles = [str(role) for role in ROLE_COLOURS if str(role) in ranks.columns]
     if "rank" not in ranks.columns or not roles:
-        raise ValueError(f"ranks: needs the column rank and some of {', '.join(map(str, ROLE_COLOURS))}")
+        raise ValueError(f"ranks: missing columns; needs rank and at least one of {', '.join(map(str, ROLE_COLOURS))}")
     known = ranks.dropna(subset=roles)
     if known.empty:
         return nothing(BY_RANK, "memory was not recorded")

@@ -1,4 +1,4 @@
-"""Live bytes through one step: every role of one rank, and the gathered parameters of each FSDP unit."""
+"""Live bytes over one step: by role on one rank, and the gathered parameters of each FSDP unit."""
 
 import numpy as np
 import pandas as pd
@@ -14,14 +14,14 @@ from shardlab.tables import MEMORY
 from shardlab.vocabulary import Role
 
 TITLE = "Memory over a step"
-# From the ground up: what stays through the whole step lies below what comes and goes.
+# From the bottom up: what stays for the whole step lies below what comes and goes.
 ORDER = (
     Role.PARAMETER, Role.MASTER_WEIGHT, Role.OPTIMIZER_STATE, Role.OFFLOADED, Role.GRADIENT, Role.GATHERED_PARAMETER,
     Role.COMMUNICATION_BUFFER, Role.ACTIVATION, Role.OTHER, Role.WORKSPACE,
 )  # fmt: skip
 DARK = "#23272e"
-HEADROOM = 1.16  # above the highest moment, for its mark
-MIN_PHASE_SHARE = 0.07  # of the width: a narrower phase is not named
+HEADROOM = 1.16  # above the peak, for its label
+MIN_PHASE_SHARE = 0.07  # of the width: narrower phases get no name
 GATHERED_COLUMNS = ("sample", "moment", "unit", "bytes")
 GATHERED = "Gathered parameters over a step"
 
@@ -29,16 +29,16 @@ GATHERED = "Gathered parameters over a step"
 def memory_over_step(
     memory: pd.DataFrame, *, run: str | None = None, step: int | None = None, rank: int | None = None
 ) -> go.Figure:
-    """Bytes of each role through one memory-traced step on one rank, as a stack, with the predicted outline.
+    """Bytes of each role over one memory-traced step on one rank, stacked, with the predicted bytes at rest.
 
-    Rows of the same run with ``source == "predicted"`` (``planner.predicted_memory``) are drawn as a dashed line: what
-    must be held at rest, when the optimizer has stepped.
+    Rows of the same run with ``source == "predicted"`` (``planner.predicted_memory``) are drawn as a dashed line: the
+    bytes that are held at rest, after the optimizer has stepped.
 
     Args:
-        memory: table ``memory``, measured rows and, if wanted, predicted ones.
+        memory: table ``memory``, measured rows and optionally predicted ones.
         run: which run; None where the table holds one.
         step: which step; None for the first that was traced.
-        rank: which rank; None for the one with the highest moment.
+        rank: which rank; None for the one with the highest peak.
 
     Raises:
         ValueError: a column is missing, no step was traced, or there is no such run, step or rank.
@@ -77,7 +77,7 @@ def _area(times_ms: np.ndarray, held: np.ndarray, role: Role, divisor: float) ->
         mode="lines",
         stackgroup="roles",
         name=str(role).replace("_", " "),
-        # A sample is the state from its moment on.
+        # A sample holds until the next one.
         line={"width": 0, "shape": "hv", "color": ROLE_COLOURS[role]},
         fillcolor=ROLE_COLOURS[role],
         customdata=[format_bytes(value) for value in held],
@@ -86,7 +86,7 @@ def _area(times_ms: np.ndarray, held: np.ndarray, role: Role, divisor: float) ->
 
 
 def _total(times_ms: np.ndarray, drawn: pd.DataFrame, divisor: float) -> go.Scatter:
-    """No line of its own: it says on hover what the sum is, and where in the model."""
+    """An invisible line whose hover gives the sum, the unit and the phase."""
     words = [
         f"<b>{format_bytes(float(row['bytes']))}</b> in {row['unit']}, {row['phase']}"
         for row in drawn[["bytes", "unit", "phase"]].to_dict("records")
@@ -98,7 +98,7 @@ def _total(times_ms: np.ndarray, drawn: pd.DataFrame, divisor: float) -> go.Scat
 
 
 def _peak(times_ms: np.ndarray, drawn: pd.DataFrame, divisor: float) -> go.Scatter:
-    """A mark on the highest moment, which may last for less than a pixel."""
+    """A label at the peak, which may last for less than a pixel."""
     totals = drawn["bytes"].to_numpy(dtype=np.float64)
     place = int(totals.argmax())
     return go.Scatter(
@@ -109,7 +109,7 @@ def _peak(times_ms: np.ndarray, drawn: pd.DataFrame, divisor: float) -> go.Scatt
 
 
 def _name_phases(figure: go.Figure, times_ms: np.ndarray, phases: pd.Series) -> None:
-    """A thin line where a phase begins, and its name above where there is room."""
+    """A thin line where a phase begins, and its name above if there is room."""
     names = phases.astype(str).to_numpy()
     begins = [0, *(np.flatnonzero(names[1:] != names[:-1]) + 1)]
     ends = [*(times_ms[begin] for begin in begins[1:]), times_ms[-1]]
@@ -123,7 +123,7 @@ def _name_phases(figure: go.Figure, times_ms: np.ndarray, phases: pd.Series) -> 
 
 
 def _at_rest(memory: pd.DataFrame, key: pd.Series, source: str) -> int | None:
-    """Bytes held at rest by this run and rank according to ``source``: in this step, else in the last before it."""
+    """Bytes this run and rank hold at rest according to ``source``: in this step, else in the last one before it."""
     rows = memory[
         (memory["run"] == key["run"]) & (memory["source"] == source) & (memory["where"] == "rest")
         & (memory["rank"] == key["rank"]) & (memory["step"] <= key["step"])
@@ -132,8 +132,8 @@ def _at_rest(memory: pd.DataFrame, key: pd.Series, source: str) -> int | None:
 
 
 def _outline(figure: go.Figure, predicted: int, divisor: float) -> None:
-    # Dark dashes on a pale line: to be seen on every colour, and on light and dark paper. Named beside it, for neither
-    # would be seen in the legend on both papers.
+    # Dark dashes on a pale line show on every colour, and on light and dark backgrounds. The label stands beside the
+    # line because no legend entry would show on both backgrounds.
     figure.add_hline(y=predicted / divisor, line={"color": "rgba(255,255,255,0.8)", "width": 4})
     figure.add_hline(y=predicted / divisor, line={"color": DARK, "width": 2, "dash": "dash"})
     figure.add_annotation(
@@ -158,13 +158,13 @@ def _summary(table: pd.DataFrame, measured: int | None, predicted: int | None) -
 def gathered_over_a_step(
     table: pd.DataFrame, limit_bytes: float | None = None, title: str = GATHERED, *, limit_name: str = "predicted"
 ) -> go.Figure:
-    """Bytes of gathered parameters as stacked bars, a bar per moment and a colour per unit.
+    """Bytes of gathered parameters as stacked bars: one bar per moment, one colour per unit.
 
     Args:
-        table: of one rank, from ``lab.gathered_table``.
-        limit_bytes: a dashed line, such as what was predicted; None for none.
-        title: of the figure.
-        limit_name: what the dashed line is.
+        table: from ``lab.gathered_table``, of one rank.
+        limit_bytes: where to draw a dashed line, for example the prediction; None for no line.
+        title: title of the figure.
+        limit_name: label of the dashed line.
 
     Raises:
         ValueError: a column is missing.

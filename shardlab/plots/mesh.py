@@ -1,4 +1,4 @@
-"""The mesh of ranks: which ranks talk to each other on which axis."""
+"""The mesh of ranks: which ranks communicate on which axis."""
 
 from collections.abc import Mapping
 from itertools import product
@@ -18,18 +18,17 @@ def mesh_map(axes: Mapping[str, int], hosts: int = 1) -> go.Figure:
     """The ranks in a grid; a band joins the ranks of a group, in the colour of its axis.
 
     Args:
-        axes: size of each axis of the mesh by name, outermost first, as ``Mesh`` takes it; one or two.
-        hosts: machines that the ranks are spread over, neighbours together; written beside the ranks where there are
-            several.
+        axes: size of each axis by name, outermost first, as ``Mesh`` takes it; one or two axes.
+        hosts: number of machines, each with consecutive ranks; with several, each rank is labelled with its host.
 
     Raises:
-        ValueError: no axis or more than two, a size below 1, or ``hosts`` that do not divide the ranks.
+        ValueError: there are no axes or more than two, a size is below 1, or ``hosts`` does not divide the ranks.
     """
     if not 1 <= len(axes) <= 2 or min(axes.values()) < 1:
-        raise ValueError(f"axes: one or two of size 1 or more can be drawn, not {dict(axes)}")
+        raise ValueError(f"axes: {dict(axes)}; one or two axes of size 1 or more can be drawn")
     num_ranks = prod(axes.values())
     if hosts < 1 or num_ranks % hosts:
-        raise ValueError(f"hosts: {hosts} do not divide {num_ranks} ranks")
+        raise ValueError(f"hosts: {hosts} does not divide {num_ranks} ranks")
     outer, inner = [("", 1), *axes.items()][-2:]
     figure = new_figure(TITLE, f"{' x '.join(f'{name} {size}' for name, size in axes.items())}; a band is a group")
     grid = [[row * inner[1] + column for column in range(inner[1])] for row in range(outer[1])]
@@ -79,7 +78,7 @@ def _ranks(figure: go.Figure, outer: tuple[str, int], inner: tuple[str, int], pe
 def _axes(figure: go.Figure, outer: tuple[str, int], inner: tuple[str, int]) -> None:
     figure.update_layout(height=190 + ROW_PX * outer[1], margin_t=120)
     grid = {"showgrid": False, "zeroline": False}
-    # As wide as it is high: neighbours are as near in both directions.
+    # Equal scales: neighbours are equally near in both directions.
     figure.update_xaxes(
         range=[-0.6, inner[1] - 0.4], side="top", tickvals=list(range(inner[1])), constrain="domain",
         ticktext=[f"{inner[0]} {place}" for place in range(inner[1])], **grid,

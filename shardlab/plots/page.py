@@ -1,4 +1,4 @@
-"""A report as one HTML file: lead, tables, figures. plotly.js is inside once; nothing is fetched, now or later."""
+"""A report as one HTML file: lead, tables, figures. It contains plotly.js once and never fetches anything."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from shardlab.plots.show import plain_json
 from shardlab.plots.text import column_text
 from shardlab.plots.theme import HEIGHT, summary_of
 
-# The browser itself refuses any request: a report opened years later shows what it shows today.
+# The browser refuses every request, so a report that is opened years later shows what it shows today.
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
 )
@@ -38,7 +38,7 @@ h2 { font-size: 1.3rem; line-height: 1.3; margin: 0; }
 section { margin-top: 3.2rem; }
 .wide { overflow-x: auto; margin-top: 2.4rem; }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
-/* Where a table is wider than the page it scrolls, and what it is about stays. */
+/* A table wider than the page scrolls; its caption stays. */
 caption {
   text-align: left; color: var(--soft); padding-bottom: .7rem; font-size: .95rem;
   position: sticky; left: 0; max-width: min(1112px, 100vw - 3rem);
@@ -54,7 +54,7 @@ figure { margin: .8rem 0 0; }
 .plot { width: 100%; }
 figcaption { color: var(--ink); font-size: .95rem; border-top: 1px solid var(--line); padding-top: .6rem; }
 figcaption span { color: var(--soft); }
-/* The figures' own grey is made to do on any ground; here the ground is known, so the ink can be darker or lighter. */
+/* The grey of the figures suits any background; here the background is known, so the text can have more contrast. */
 .plot g[class$="tick"] text, .plot text[class$="title"], .plot .legendtext, .plot .annotation-text,
 .plot .textpoint text {
   fill: var(--ink) !important;
@@ -74,9 +74,9 @@ def report_page(title: str, lead: str, tables: Mapping[str, pd.DataFrame], figur
 
     Args:
         title: heading of the page.
-        lead: one or two sentences under it.
-        tables: caption -> table, drawn first. Column names carry their unit, for example 'step (ms)'; numbers are
-            aligned right, missing values a dash. The index is not shown.
+        lead: one or two sentences below it.
+        tables: caption -> table; tables come first. Column names include their unit, for example 'step (ms)'; numbers
+            are aligned right, missing values are a dash. The index is not shown.
         figures: caption -> figure. The figure's title becomes a heading, its summary the accessible name.
 
     Returns:
@@ -85,7 +85,7 @@ def report_page(title: str, lead: str, tables: Mapping[str, pd.DataFrame], figur
     sections = [_table(caption, table) for caption, table in tables.items()]
     sections += [_figure(place, caption, figure) for place, (caption, figure) in enumerate(figures.items())]
     data = json.dumps([_drawn(figure) for figure in figures.values()], separators=(",", ":"), allow_nan=False)
-    # '</script>' in a name would end the element; '<\/' is the same string to a JSON parser
+    # '</script>' in a name would end the element; to a JSON parser '<\/' is the same string
     safe = data.replace("</", "<\\/").replace("<!--", "<\\u0021--")
     return "\n".join(
         [
@@ -110,7 +110,7 @@ def report_page(title: str, lead: str, tables: Mapping[str, pd.DataFrame], figur
 
 
 def _drawn(figure: go.Figure) -> dict[str, object]:
-    """The figure without its title (it is a heading of the page) and the room the title took."""
+    """The figure without its title, which becomes a heading of the page, and without the space of the title."""
     content = plain_json(figure)
     layout = content["layout"]
     layout.pop("title", None)
@@ -128,7 +128,7 @@ def _figure(place: int, caption: str, figure: go.Figure) -> str:
         f"<section><h2>{escape(heading)}</h2>{f'<p class=note>{escape(note)}</p>' if note else ''}"
         f'<figure><div class="plot" id="figure-{place}" role="img" aria-label="{escape(summary)}" '
         f'style="height:{height}px"></div>'
-        f"<noscript><p>The drawing needs JavaScript.</p></noscript>"
+        f"<noscript><p>The figure needs JavaScript.</p></noscript>"
         f"<figcaption>{escape(caption)} <span>{_unbroken(escape(summary))}</span></figcaption></figure></section>"
     )
 
@@ -150,7 +150,7 @@ def _table(caption: str, table: pd.DataFrame) -> str:
 
 
 def _header(name: str) -> str:
-    """'step (ms)' with its unit set lighter, on a line of its own."""
+    """'step (ms)' with its unit lighter and on its own line."""
     text, bracket, unit = name.partition(" (")
     return f"{escape(text)}<br><small>{escape(unit.removesuffix(')'))}</small>" if bracket else escape(text)
 
@@ -160,5 +160,5 @@ def _side(is_number: bool) -> str:
 
 
 def _unbroken(text: str) -> str:
-    """No line ends between a number and its unit."""
+    """The text with a non-breaking space between each number and its unit."""
     return re.sub(r"(?<=\d) (?=(?:%|[kMGT]?B\b|[mµ]?s\b))", "&nbsp;", text)

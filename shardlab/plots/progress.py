@@ -1,4 +1,4 @@
-"""How training goes, in one picture: loss, time of a step, and what a rank holds, for all runs so far."""
+"""Training progress in one figure: loss, time of a step, and memory at rest, for all runs so far."""
 
 from typing import Any
 
@@ -21,13 +21,13 @@ Trace = dict[str, Any]
 
 
 def training_progress(steps: pd.DataFrame, memory: pd.DataFrame) -> go.Figure:
-    """Three panels: loss by step, time by step (the slowest rank's), and live bytes at rest by role.
+    """Three panels: loss by step, time by step (of the slowest rank), and live bytes at rest by role.
 
-    Steps whose memory was traced are slower for that and have no time.
+    Steps whose memory was traced have no time, because tracing slows them.
 
     Args:
         steps: table ``steps``, of one rank or of all.
-        memory: table ``memory``; of each run the last sample at rest is drawn.
+        memory: table ``memory``; the last sample at rest of each run is drawn.
     """
     STEPS.check(steps)
     MEMORY.check(memory)
@@ -46,10 +46,10 @@ def training_progress(steps: pd.DataFrame, memory: pd.DataFrame) -> go.Figure:
         bars, unit = _memory_bars(held, labels)
         traces += bars
     last = curves[curves["label"] == labels[-1]].sort_values("step", kind="stable").iloc[-1]
-    length = "its memory traced" if pd.isna(last["step_us"]) else f"{format_us(float(last['step_us']))} a step"
+    length = "memory traced" if pd.isna(last["step_us"]) else f"{format_us(float(last['step_us']))} a step"
     words = f"{labels[-1]}, step {last['step']:.0f}: loss {last['loss']:.4f}, {length}"
     note = source_note(steps)
-    # All at once: it is drawn again and again while ranks train, and plotly checks every single change anew.
+    # Built at once: the figure is redrawn while ranks train, and plotly validates the whole figure at every change.
     figure = go.Figure(data=traces, layout=_layout(f"{words}; {note}" if note else words, unit))
     return finish(figure, f"{TITLE} of {len(labels)} {'run' if len(labels) == 1 else 'runs'}. {words}.")
 
@@ -71,7 +71,7 @@ def _layout(words: str, unit: str) -> dict[str, Any]:
 
 
 def _curves(curves: pd.DataFrame, labels: list[str]) -> list[Trace]:
-    """Loss and time of every run; losses thinner from run to run, so that curves that coincide all show."""
+    """Loss and time of every run; each run is thinner, so that coinciding losses all stay visible."""
     traces: list[Trace] = []
     colours = run_colours(labels)
     for place, label in enumerate(labels):

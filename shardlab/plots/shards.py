@@ -1,4 +1,4 @@
-"""Who holds which slice: the parameters laid end to end, one row per rank, its slices in its colour."""
+"""Who holds which slice: all parameters end to end, one row per rank, its slices in its colour."""
 
 from math import prod
 from typing import Any
@@ -15,11 +15,11 @@ from shardlab.plots.theme import finish, new_figure, nothing
 from shardlab.tables import SHARDS
 
 MIN_LABEL_SHARE = 0.06
-PLOT_PX, LETTER_PX = 700, 6.2  # a common width of the plot; of a letter of a slanted name, along the axis
+PLOT_PX, LETTER_PX = 700, 6.2  # a typical width of the plot; width of a letter of a slanted name
 
 
 def shard_map(shards: pd.DataFrame, run: str | None = None, role: str = "parameter") -> go.Figure:
-    """Slices each rank holds of one role, along the elements of all parameters.
+    """The slices of one role that each rank holds, along the elements of all parameters.
 
     Args:
         shards: table ``shards``.
@@ -27,7 +27,7 @@ def shard_map(shards: pd.DataFrame, run: str | None = None, role: str = "paramet
         role: 'parameter', 'gradient' or 'optimizer_state'.
 
     Raises:
-        ValueError: no such run or role, or several runs and none named.
+        ValueError: there is no such run or role, or there are several runs and none is named.
     """
     SHARDS.check(shards)
     if not len(shards):
@@ -35,7 +35,7 @@ def shard_map(shards: pd.DataFrame, run: str | None = None, role: str = "paramet
     rows = one_run(shards, run)
     roles = sorted(set(rows["role"]))
     if role not in roles:
-        raise ValueError(f"role: {role!r} is none of {', '.join(roles)}")
+        raise ValueError(f"role: {role!r} is not one of {', '.join(roles)}")
     extents = _extents(rows)
     rows = rows[(rows["role"] == role) & (rows["step"] == rows["step"].max())]
     rows = rows.drop_duplicates(["rank", "parameter", "start", "stop"])
@@ -50,7 +50,7 @@ def shard_map(shards: pd.DataFrame, run: str | None = None, role: str = "paramet
 
 
 def _extents(rows: pd.DataFrame) -> pd.DataFrame:
-    """Each parameter's first element and number of elements, in order of first appearance; index: the name."""
+    """First element and number of elements of each parameter, by name, in order of first appearance."""
     shapes = rows.drop_duplicates("parameter").set_index("parameter")["shape"]
     numel = shapes.map(lambda shape: prod(int(size) for size in str(shape).split("x") if size.strip("()").isdigit()))
     return pd.DataFrame({"begin": numel.cumsum() - numel, "numel": numel}).astype("int64")
@@ -82,7 +82,7 @@ def _slices(rows: pd.DataFrame, extents: pd.DataFrame, rank: int, divisor: float
 
 
 def _axes(figure: go.Figure, extents: pd.DataFrame, ranks: list[int], unit: tuple[float, str]) -> None:
-    """Ranks downward; parameter borders as lines, and the names of those wide enough above them."""
+    """Ranks downward; borders of parameters as lines; names above the parameters that are wide enough."""
     divisor, name = unit
     overhang = 0.0
     for begin in extents["begin"][1:]:
@@ -104,12 +104,12 @@ def _axes(figure: go.Figure, extents: pd.DataFrame, ranks: list[int], unit: tupl
 
 
 def _direction(share: float) -> dict[str, Any]:
-    """Of the name above a parameter: along it, or slanted from its middle where it is narrower than its name."""
+    """Direction of a parameter's name: horizontal, or slanted if the parameter is narrower than its name."""
     return {"textangle": 0} if share > 0.15 else {"textangle": -30, "xanchor": "left"}
 
 
 def _overhang(parameter: str, extent: pd.Series, end: int) -> float:
-    """Pixels by which a slanted name goes beyond the right end, in a picture of common width."""
+    """Pixels by which a slanted name exceeds the right end, in a plot of typical width."""
     if "xanchor" not in _direction(extent["numel"] / end):
         return 0.0
     beside = PLOT_PX * (1 - (extent["begin"] + extent["numel"] / 2) / end)

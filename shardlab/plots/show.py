@@ -1,7 +1,7 @@
-"""One way to show a figure in a notebook: plotly's JSON for live viewers, a PNG for GitHub, text for everyone else.
+"""Show a figure in a notebook: plotly's JSON for live viewers, a PNG for GitHub, text for everyone else.
 
-Never text/html, never plotly.js inside the notebook, no widget state. A PNG costs a browser's start, about two seconds:
-it is made only where the environment says SHARDLAB_PNG=1, which the command that builds the notebooks does.
+The notebook holds no text/html, no plotly.js and no widget state. A PNG needs a browser, which takes about two seconds
+to start, so it is made only if SHARDLAB_PNG=1, as in the command that builds the notebooks.
 """
 
 import base64
@@ -24,13 +24,13 @@ from shardlab.plots.theme import HEIGHT, summary_of
 DIGITS = 6
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
 PNG_WIDTH = 900
-PNG_SCALE = 1.0  # with a palette some 12 kB a figure, so that a notebook stays far below 500 kB
-PNG_COLOURS = 256  # a figure has few hundred, nearly all of them the edges of letters
+PNG_SCALE = 1.0  # with a palette about 12 kB a figure, so a notebook stays far below 500 kB
+PNG_COLOURS = 256  # a figure has a few hundred, nearly all from the edges of letters
 
 
 def plain_json(figure: go.Figure) -> dict[str, Any]:
     """``{"data": ..., "layout": ...}`` of Python's own types; NaN and infinity become None."""
-    # figure.to_dict() would already have turned arrays into base64
+    # Not figure.to_dict(): it turns arrays into base64.
     traces = [trace.to_plotly_json() for trace in figure.data]
     return {"data": _plain(traces), "layout": _plain(figure.layout.to_plotly_json())}
 
@@ -55,7 +55,7 @@ def _rounded(value: float) -> float | int | None:
 
 
 def show(figure: go.Figure) -> None:
-    """Display ``figure`` in the current cell; outside of a notebook print its summary."""
+    """Display ``figure`` in the current cell; outside a notebook, print its summary."""
     if get_ipython() is None:
         sys.stdout.write(summary_of(figure) + "\n")
     else:
@@ -63,9 +63,9 @@ def show(figure: go.Figure) -> None:
 
 
 def mime_bundle(figure: go.Figure, *, with_png: bool = True) -> dict[str, Any]:
-    """The output of a cell: plotly JSON, text summary, and a PNG where one is wanted and a browser is at hand."""
+    """The output of a cell: plotly JSON, a text summary, and a PNG if one is wanted and a browser is available."""
     content = plain_json(figure)
-    # Not "responsive": JupyterLab fits the width itself; with both, a figure loses its height when the window changes.
+    # Not "responsive": JupyterLab fits the width itself, and with both a figure loses its height on a resize.
     config = {"displaylogo": False}
     bundle: dict[str, Any] = {PLOTLY_MIME: content | {"config": config}, "text/plain": summary_of(figure)}
     image = png(figure) if with_png and os.environ.get("SHARDLAB_PNG") == "1" else None
@@ -73,7 +73,7 @@ def mime_bundle(figure: go.Figure, *, with_png: bool = True) -> dict[str, Any]:
 
 
 def png(figure: go.Figure) -> bytes | None:
-    """The figure as a PNG on a transparent ground; None where kaleido or a Chrome or Chromium is missing."""
+    """The figure as a PNG with a transparent background; None if kaleido or Chrome or Chromium is missing."""
     try:
         from kaleido import calc_fig_sync
         from kaleido.errors import ChromeNotFoundError
@@ -90,7 +90,7 @@ def png(figure: go.Figure) -> bytes | None:
 
 @contextmanager
 def _without_noise() -> Iterator[None]:
-    """kaleido's pipe now and then logs a broken message with a traceback and goes on; a notebook must not show it."""
+    """Silence kaleido's pipe: now and then it logs a harmless traceback, which a notebook must not show."""
     logger = logging.getLogger("choreographer.channels.pipe")
     before, logger.disabled = logger.disabled, True
     try:
@@ -100,7 +100,7 @@ def _without_noise() -> Iterator[None]:
 
 
 def _with_few_colours(image: bytes) -> bytes:
-    """The PNG with a palette, a quarter as large and the same to the eye; as it is where Pillow is missing."""
+    """The PNG with a palette: a quarter of the size, and it looks the same. Unchanged if Pillow is missing."""
     try:
         from PIL import Image
     except ImportError:

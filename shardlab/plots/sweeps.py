@@ -1,4 +1,4 @@
-"""What was measured over a range of sizes: time of a message, step time by bucket size, throughput by batch size."""
+"""Measurements over a range of sizes: time of a message, step time by bucket size, throughput by batch size."""
 
 import numpy as np
 import pandas as pd
@@ -25,7 +25,7 @@ def message_times(messages: pd.DataFrame) -> go.Figure:
 
     Args:
         messages: columns ``op`` (a collective, or any name), ``bytes``, ``time_us``, ``fitted_us``
-            (from ``analysis.with_fit``); sizes and times above zero. ``source``, where there is one, says whether the
+            (from ``analysis.with_fit``); sizes and times above zero. An optional column ``source`` says whether the
             link was emulated.
 
     Raises:
@@ -52,7 +52,7 @@ def message_times(messages: pd.DataFrame) -> go.Figure:
 def _draw_messages(figure: go.Figure, op: str, style: tuple[str, str], rows: pd.DataFrame) -> None:
     colour, symbol = style
     rate = rows["bytes"] / rows["time_us"] / 1e3
-    # the model is affine in the size, so straight lines between its values ARE the model: drawn finely they curve here
+    # The model is affine in the size, so interpolating between its values is exact; on logarithmic axes it is a curve.
     sizes = np.geomspace(rows["bytes"].iloc[0], rows["bytes"].iloc[-1], 80)
     figure.add_scatter(
         x=sizes,
@@ -93,11 +93,11 @@ def _message_summary(messages: pd.DataFrame, ops: list[str]) -> str:
 
 
 def bucket_curve(buckets: pd.DataFrame) -> go.Figure:
-    """Two panels over the bucket size: time of a step, and communication that nothing hid; the best size is ringed.
+    """Two panels over the bucket size, time of a step and exposed communication; a ring marks the best size.
 
     Args:
-        buckets: columns ``bucket_bytes``, ``step_us``, ``exposed_comm_us``, ``run``; of several rows with the same run
-            and size the median is drawn.
+        buckets: columns ``bucket_bytes``, ``step_us``, ``exposed_comm_us``, ``run``; the median of rows with the same
+            run and size is drawn.
 
     Raises:
         ValueError: a column is missing, or a size is not above zero.
@@ -180,11 +180,11 @@ def _bucket_summary(table: pd.DataFrame, runs: list[str]) -> str:
 
 
 def throughput(table: pd.DataFrame) -> go.Figure:
-    """Tokens a second of all ranks together over the rows of one rank, both axes logarithmic.
+    """Tokens per second of all ranks together over the rows of one rank, both axes logarithmic.
 
     Args:
-        table: columns ``run``, ``source`` ('predicted' is drawn as a line, all else as marks), ``rows`` (sequences of
-            one rank in a step), ``tokens_per_s``; both numbers above zero.
+        table: columns ``run``, ``source`` ('predicted' is drawn as a line, everything else as markers), ``rows``
+            (sequences of one rank in a step), ``tokens_per_s``; both numbers above zero.
 
     Raises:
         ValueError: a column is missing, or a number is not above zero.

@@ -1,4 +1,4 @@
-"""Numbers, lists and notes as a person reads them: decimal units, three significant digits, sources of the numbers."""
+"""Text for people: numbers with units, lists, columns of tables, and notes on where numbers come from."""
 
 import math
 
@@ -29,12 +29,12 @@ def format_us(time_us: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Elements and the like: 1_234_567 is '1.23 M'."""
+    """A count, for example of elements: 1_234_567 is '1.23 M'."""
     return _format(count, COUNT_UNITS)
 
 
 def format_percent(share: float) -> str:
-    """A share of one: 0.4567 is '46 %', 0.0321 is '3.2 %'."""
+    """A fraction as a percentage: 0.4567 is '46 %', 0.0321 is '3.2 %'."""
     if math.isnan(share):
         return NONE
     whole = abs(share) >= 0.0995 or share == 0
@@ -42,7 +42,7 @@ def format_percent(share: float) -> str:
 
 
 def tick(text: str) -> str:
-    """A formatted number without zeros at its end, for the marks of an axis: '1.00 kB' is '1 kB'."""
+    """A formatted number without trailing zeros, for the ticks of an axis: '1.00 kB' is '1 kB'."""
     number, _, unit = text.partition(" ")
     return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}".rstrip()
 
@@ -53,7 +53,7 @@ def byte_scale(largest: float) -> tuple[float, str]:
 
 
 def scale(largest: float, units: Units) -> tuple[float, str]:
-    """The largest unit that ``largest`` reaches, as (divisor, name); the smallest unit below that."""
+    """The largest unit that ``largest`` reaches, else the smallest, as (divisor, name)."""
     return next(((divisor, name) for divisor, name in units if abs(largest) >= divisor), units[-1])
 
 
@@ -83,8 +83,8 @@ def _format(value: float, units: Units) -> str:
 def column_text(column: pd.Series) -> list[str]:
     """The cells as text.
 
-    Integers get thousands separators. Floats share the number of decimals that gives the largest four significant
-    digits; where they span more than five decades each gets three digits of its own. Missing values are a dash.
+    Integers get thousands separators. Floats share a number of decimals, such that the largest has four significant
+    digits; if they span more than five decades, each has three significant digits. Missing values are a dash.
     """
     values = [None if pd.isna(value) else value for value in column.tolist()]
     sizes = [abs(value) for value in values if isinstance(value, float) and math.isfinite(value) and value != 0]
@@ -106,7 +106,7 @@ def _cell(value: object, decimals: int | None) -> str:
 
 
 def source_note(frame: pd.DataFrame) -> str:
-    """What a reader must know about emulated or predicted rows; empty where all are measured."""
+    """A note on emulated or predicted rows; empty if all are measured."""
     notes = []
     for source, note in SOURCE_NOTES.items():
         runs = frame.loc[frame["source"] == source, "run"]
@@ -117,20 +117,20 @@ def source_note(frame: pd.DataFrame) -> str:
 
 
 def subtitle(frame: pd.DataFrame, text: str = "") -> str:
-    """``text`` after the note on the source, if there is one: a narrow figure cuts the end of the line."""
+    """``text`` after the note on the source, if any: a narrow figure cuts off the end of the line."""
     return joined(source_note(frame), text)
 
 
 def joined(*parts: str) -> str:
-    """The parts of a subtitle that say something."""
+    """The parts of a subtitle that are not empty."""
     return " · ".join(part for part in parts if part)
 
 
 def averaged(frame: pd.DataFrame, average: str) -> str:
-    """What a value of each run is the ``average`` of: 'median over 2 ranks and 5 steps'; single ones by their number.
+    """What the values are averages of: 'median over 2 ranks and 5 steps'; a single rank or step by its number.
 
     Args:
-        frame: rows with ``label``, ``step`` and, where it has ranks, ``rank``.
+        frame: rows with ``label``, ``step`` and optionally ``rank``.
         average: 'mean' or 'median'.
     """
     names, counts = [], []
@@ -147,7 +147,7 @@ def averaged(frame: pd.DataFrame, average: str) -> str:
 
 
 def emulated_note(frame: pd.DataFrame) -> str:
-    """Whether a link was emulated, of a table that may not say where its numbers come from."""
+    """A note if a link was emulated; empty for a table without the column ``source``."""
     if "source" not in frame.columns or not (frame["source"] == "emulated").any():
         return ""
     return SOURCE_NOTES["emulated"]

@@ -1,4 +1,4 @@
-"""The look of every figure: transparent paper, grey ink that reads on light and on dark, sizes for a projector."""
+"""The look of every figure: transparent background, grey text that reads on light and dark, sizes for a projector."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,8 +10,8 @@ from shardlab.plots.colours import GRID, INK, PALETTE
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 HEIGHT = 440
-ROOM = 1.35  # beyond the outermost values of a logarithmic axis, as a factor
-MANY_DECADES = 5  # with more, only powers of ten are named
+ROOM = 1.35  # factor beyond the outermost values of a logarithmic axis
+MANY_DECADES = 5  # with more, only powers of ten get labels
 
 _AXIS = {
     "gridcolor": GRID,
@@ -19,7 +19,7 @@ _AXIS = {
     "zerolinecolor": GRID,
     "ticks": "outside",
     "ticklen": 6,
-    "tickcolor": "rgba(0,0,0,0)",  # room between names and bars, no marks
+    "tickcolor": "rgba(0,0,0,0)",  # space between names and bars, without tick marks
     "automargin": True,
     "title": {"standoff": 12},
 }
@@ -48,7 +48,7 @@ TEMPLATE = go.layout.Template(
 
 
 def new_figure(title: str, subtitle: str = "") -> go.Figure:
-    """An empty figure in the house's look."""
+    """An empty figure with the common look."""
     figure = go.Figure(layout={"template": TEMPLATE, "title": {"text": title}})
     if subtitle:
         figure.update_layout(title_subtitle_text=subtitle)
@@ -57,7 +57,7 @@ def new_figure(title: str, subtitle: str = "") -> go.Figure:
 
 def finish(figure: go.Figure, summary: str) -> go.Figure:
     """Attach the plain-text summary that screen readers, ``show`` and the report use."""
-    # JupyterLab draws a figure that has no height of its own lower than the template says.
+    # JupyterLab draws a figure without an explicit height lower than the template says.
     figure.update_layout(meta={"summary": summary}, height=figure.layout.height or HEIGHT)
     return figure
 
@@ -78,11 +78,11 @@ def summary_of(figure: go.Figure) -> str:
 
 
 def log_axis(values: Sequence[float], words: Callable[[float], str]) -> dict[str, Any]:
-    """A logarithmic axis around positive values, so that each can be read off: ticks at 1, 2 and 5 times powers of ten.
+    """A logarithmic axis around positive values, with ticks at 1, 2 and 5 times powers of ten.
 
     Args:
-        values: that are drawn.
-        words: of a tick.
+        values: the values that are drawn.
+        words: the label of a tick.
     """
     low, high = min(values) / ROOM, max(values) * ROOM
     powers = [10.0**power for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]

@@ -1,8 +1,8 @@
-"""What to draw of more than a screen can show: points of a long curve, bars of a timeline, levels of nested spans.
+"""Drawing less than there is: points of a long curve, bars of a timeline, levels of nested spans.
 
 A span of the whole model contains those of its blocks, which contain those of their layers. The level drawn is the
-outermost at which there are at least two units: the blocks. Spans outside it that contain others stay visible as a pale
-background, so that time in the model but in no unit shows too.
+outermost at which there are at least two units: the blocks. Surrounding spans stay visible as a pale background, so
+that time in the model but in no unit shows too.
 """
 
 from itertools import pairwise
@@ -18,13 +18,13 @@ MAX_BARS = 1000
 
 
 def thinned(values: ArrayLike, limit: int = MAX_POINTS) -> NDArray[np.intp]:
-    """Positions to draw, ascending: all, or of each of ``limit / 2`` stretches the lowest and the highest.
+    """Positions to draw, ascending: all of them, or the lowest and the highest of each of ``limit / 2`` stretches.
 
-    The ends are always among them, and so is the highest point: what a picture of memory or loss is looked at for.
+    Both ends and the highest point are always among them: the point that matters in a figure of memory.
 
     Args:
-        values: the curve's heights, in the order of drawing; finite.
-        limit: about how many points may be drawn.
+        values: the heights of the curve, in the order of drawing; finite.
+        limit: the approximate number of points to draw.
     """
     heights = np.asarray(values, dtype=np.float64)
     if len(heights) <= limit:
@@ -39,12 +39,12 @@ def thinned(values: ArrayLike, limit: int = MAX_POINTS) -> NDArray[np.intp]:
 
 
 def thinning_note(num_given: int, num_drawn: int, what: str) -> str:
-    """What a figure must say where it does not draw everything; empty where it does."""
+    """A note that the figure does not draw everything; empty if it does."""
     return f"{num_given:,} {what} drawn as {num_drawn:,}" if num_drawn < num_given else ""
 
 
 def drawn_levels(spans: pd.DataFrame) -> pd.DataFrame:
-    """The spans to draw, with a column ``ground``: True for those that only surround the level drawn.
+    """The spans to draw, with a column ``ground``: True for spans that only surround the level that is drawn.
 
     Args:
         spans: rows of table ``spans`` of one step; the level is chosen for each kind, over all ranks.
@@ -60,12 +60,12 @@ def drawn_levels(spans: pd.DataFrame) -> pd.DataFrame:
 
 
 def bar_groups(start: NDArray[np.float64], end: NDArray[np.float64], window: float) -> NDArray[np.intp]:
-    """A group for each bar: beyond MAX_BARS bars, those shorter than a column of the screen are grouped by column.
+    """The group of each bar: beyond MAX_BARS bars, those narrower than a column of the screen share one per column.
 
     Args:
-        start: begin of each bar.
+        start: beginning of each bar.
         end: end of each bar.
-        window: width of the whole picture, in the same unit.
+        window: width of the whole figure, in the same unit.
     """
     own = np.arange(len(start))
     if len(start) <= MAX_BARS or window <= 0:
@@ -77,8 +77,8 @@ def bar_groups(start: NDArray[np.float64], end: NDArray[np.float64], window: flo
 
 
 def _with_depth(rows: pd.DataFrame) -> pd.DataFrame:
-    """One rank's spans of one kind with ``depth`` (spans around it) and ``leaf`` (none inside it)."""
-    # Two that begin and end together: the whole model is outside of a unit, a unit outside of its parts.
+    """One rank's spans of one kind with ``depth`` (number of surrounding spans) and ``leaf`` (contains no span)."""
+    # If two spans begin and end together, the whole model surrounds a unit, and a unit surrounds its parts.
     parts = rows["unit"].astype(str).where(rows["unit"] != WHOLE_MODEL, "")
     rows = rows.assign(depth=parts.str.count(r"\.") + (parts != ""))
     rows = rows.sort_values(["start_us", "end_us", "depth"], ascending=[True, False, True], kind="stable")
@@ -95,7 +95,7 @@ def _with_depth(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _level(rows: pd.DataFrame) -> int:
-    """The outermost depth with two or more units; 0 where every depth has one."""
+    """The outermost depth with two or more units; 0 if every depth has only one."""
     units = rows.groupby("depth")["unit"].nunique()
     wide = units[units >= 2]
     return int(wide.index.min()) if len(wide) else 0

@@ -1,4 +1,4 @@
-"""Times of a step, one bar per run: how long steps took, what the time went into, how much communication was hidden."""
+"""Times of a step by run: how long steps took, how the time is spent, and how much communication is hidden."""
 
 import numpy as np
 import pandas as pd
@@ -30,7 +30,7 @@ OVERLAP_COLUMNS = ("run", "source", "rank", "step", "comm_us", "both_us", "overl
 def step_times(steps: pd.DataFrame) -> go.Figure:
     """Time of a step for each run: median and quartiles over ranks and steps.
 
-    Steps in which memory was traced are left out: tracing slows them.
+    Steps with traced memory are left out, because tracing slows them.
 
     Args:
         steps: table ``steps``.
@@ -71,7 +71,7 @@ def _draw(
     times_us: NDArray[np.float64],
     quartiles_us: NDArray[np.float64],
 ) -> None:
-    """Dots under the row's line, the quartile bar and the median on it."""
+    """The quartile bar with the median, and a dot below it for each step."""
     place, colour = style
     low, median, high = quartiles_us / 1e3
     dots = times_us[:: -(-len(times_us) // MAX_DOTS)] / 1e3
@@ -102,10 +102,10 @@ def _draw(
 def step_parts(split: pd.DataFrame) -> go.Figure:
     """The parts of a step as stacked bars, one bar per run, the whole step written at the end.
 
-    Each part is a mean over ranks and steps, so that the parts add up to the mean step.
+    Each part is a mean over ranks and steps, so the parts add up to the mean step.
 
     Args:
-        split: what ``analysis.step_split`` returns; leave out the steps that should not count.
+        split: the result of ``analysis.step_split``, without the steps that should not count.
 
     Raises:
         ValueError: a column is missing.
@@ -115,7 +115,7 @@ def step_parts(split: pd.DataFrame) -> go.Figure:
         return nothing(PARTS_TITLE, "no steps recorded")
     rows = labelled(split)
     means = rows.groupby("label", sort=False)[["step_us", *PARTS]].mean().astype("float64")
-    communicating = rows[rows["moving_us"] + rows["waiting_us"] > 0]  # only there does it matter what the link is
+    communicating = rows[rows["moving_us"] + rows["waiting_us"] > 0]  # the link matters only to these
     figure = new_figure(PARTS_TITLE, subtitle(communicating, averaged(rows, "mean")))
     for column, (name, colour) in STYLE.items():
         _bar(figure, name, colour, means[column], means["step_us"])
@@ -125,7 +125,7 @@ def step_parts(split: pd.DataFrame) -> go.Figure:
 
 
 def _bar(figure: go.Figure, name: str, colour: str, times_us: pd.Series, wholes_us: pd.Series | None = None) -> None:
-    """One part of every run's bar; of ``wholes_us`` the hover says which share it is."""
+    """One part of every run's bar; the hover gives its share of ``wholes_us``, if given."""
     texts = [[format_us(value)] for value in times_us]
     if wholes_us is not None:
         shares = [f"{part / whole:.0%}" if whole else "" for part, whole in zip(times_us, wholes_us, strict=True)]
@@ -152,13 +152,13 @@ def _parts_summary(means: pd.DataFrame) -> str:
 
 
 def overlap_bars(overlap_table: pd.DataFrame) -> go.Figure:
-    """Exposed and hidden communication of each run, with the overlap in percent at the end.
+    """Exposed and hidden communication of each run, with the overlap in percent at the end of the bar.
 
-    Each is a median over ranks and steps (steps before the first, -1, are left out), so the two need not add up exactly
-    to the median of the whole.
+    Each is a median over ranks and steps (without the setup, step -1), so the two need not add up to the median of
+    their sum.
 
     Args:
-        overlap_table: what ``analysis.overlap`` returns.
+        overlap_table: the result of ``analysis.overlap``.
 
     Raises:
         ValueError: columns are missing.

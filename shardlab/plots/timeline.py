@@ -1,8 +1,9 @@
-"""The timeline of one training step: what each rank computed, and which collectives ran meanwhile.
+"""The timeline of one training step: what each rank computed, and which collectives ran at the same time.
 
-Per rank a track of compute (units of the model, optimizer) and a track of communication for each axis of the mesh. A
-collective's bar runs from the moment the transport began it to its end; the thin strip before it is the time it was
-queued; a strip under compute is a rank that waits. One trace per kind and collective, however many bars.
+Each rank has a track of compute (units of the model, optimizer) and a track of communication for each axis of the mesh.
+The bar of a collective runs from the moment the transport begins it to its end. The thin strip before the bar is the
+time in the queue; a strip below compute is a rank that waits. There is one trace per kind and collective, however many
+bars.
 """
 
 import pandas as pd
@@ -47,10 +48,10 @@ def collective_timeline(
         spans: table ``spans``; may be empty.
         run: which run; None where the tables hold one.
         step: which step; None for the last.
-        until_ms: length of the axis of time, so that two timelines can be compared; None for that of the step.
+        until_ms: length of the time axis, so that timelines can be compared; None for the length of the step.
 
     Raises:
-        ValueError: no such run or step, several runs and none named, or times that cannot be true.
+        ValueError: there is no such run or step, there are several runs and none is named, or times are impossible.
     """
     COLLECTIVES.check(collectives)
     SPANS.check(spans)
@@ -74,7 +75,7 @@ def collective_timeline(
 
 
 def _note(figure: go.Figure, levels: pd.DataFrame, moved: pd.DataFrame) -> str:
-    """How to read it; where bars stand for more than one span or collective, that is said first."""
+    """How to read the figure, after a note if some bars stand for several spans or collectives."""
     shown = sum(len(trace.x) for trace in figure.data if trace.name not in STRIPS)
     drawn = {trace.name for trace in figure.data}
     parts = [
@@ -87,14 +88,14 @@ def _note(figure: go.Figure, levels: pd.DataFrame, moved: pd.DataFrame) -> str:
 
 
 def _extent(moved: pd.DataFrame, worked: pd.DataFrame) -> tuple[float, float]:
-    """(begin, length) of the step over all ranks, in microseconds."""
+    """(beginning, length) of the step over all ranks, in microseconds."""
     begin = min(float(value) for value in (moved["issue_us"].min(), worked["start_us"].min()) if pd.notna(value))
     end = max(float(value) for value in (moved["end_us"].max(), worked["end_us"].max()) if pd.notna(value))
     return begin, end - begin
 
 
 def _draw_compute(figure: go.Figure, spans: pd.DataFrame, tracks: Tracks, extent: tuple[float, float]) -> None:
-    """A trace per kind for the units drawn, and one for the pale ground of what surrounds them."""
+    """One trace per kind for the units, and one for the pale background that surrounds them."""
     y = pd.Series(
         {rank: rows[0] for (rank, track), rows in tracks.positions.items() if track == COMPUTE}, dtype="float64"
     )
@@ -105,7 +106,7 @@ def _draw_compute(figure: go.Figure, spans: pd.DataFrame, tracks: Tracks, extent
             if len(rows):
                 merged = grouped(rows, "unit", describe_span, extent)
                 trace = bars(merged, str(kind), colour, 0.62 if ground else 0.56)
-                if ground:  # its name would stick out between the bars on it
+                if ground:  # its name would show between the bars on top of it
                     trace.update(text=None)
                 trace.update(opacity=0.3 if ground else 1.0, showlegend=not ground, legendgroup=str(kind))
                 figure.add_trace(trace)
@@ -122,7 +123,7 @@ def _draw_waits(figure: go.Figure, moved: pd.DataFrame, tracks: Tracks, extent: 
 
 
 def _draw_collectives(figure: go.Figure, moved: pd.DataFrame, extent: tuple[float, float]) -> None:
-    """A trace per collective, and one for the strips of all that were queued."""
+    """One trace per collective, and one for the strips of queued collectives."""
     if not len(moved):
         return
     queued = moved[moved["start_us"] > moved["issue_us"]]
@@ -142,7 +143,7 @@ def _axes(figure: go.Figure, tracks: Tracks) -> None:
     ticks, names = tracks.labels()
     height = max(16.0, min(44.0, 1100 / tracks.num_rows))
     figure.update_layout(barmode="overlay", height=round(220 + height * tracks.num_rows))
-    figure.update_layout(uniformtext={"minsize": 11, "mode": "hide"})  # a name is written where it fits, else left out
+    figure.update_layout(uniformtext={"minsize": 11, "mode": "hide"})  # names that do not fit are left out
     figure.update_xaxes(title_text="time in the step (ms)", rangemode="tozero", zeroline=False)
     figure.update_yaxes(
         tickvals=ticks, ticktext=names, range=[tracks.bottom + 0.6, -0.6], showgrid=False, zeroline=False

@@ -1,4 +1,4 @@
-"""The parts of a timeline: where each track lies, its bars, and what a bar says on hover.
+"""The parts of a timeline: the position of each track, its bars, and the text of a bar on hover.
 
 Each rank has a track for compute and one for the communication on each axis of the mesh. Collectives of one axis that
 are in flight at the same time get rows below each other in its track.
@@ -21,14 +21,14 @@ from shardlab.plots.thinning import MAX_BARS, bar_groups
 COMPUTE = "compute"
 MAX_ROWS = 6
 RANK_GAP = 0.35
-MAX_NAMED = 200  # beyond, no bar is wide enough for its name
+MAX_NAMED = 200  # with more bars none is wide enough for its name
 Row = Mapping[str, Any]
 Describe = Callable[[Row], str]
 
 
 @dataclass(frozen=True)
 class Tracks:
-    """Where each track lies: ``positions[(rank, track)]`` are its rows from top to bottom, as y downward from 0."""
+    """Positions of the tracks: ``positions[(rank, track)]`` are its rows from top to bottom, as y downward from 0."""
 
     positions: dict[tuple[int, str], list[float]]
     num_rows: int
@@ -39,7 +39,7 @@ class Tracks:
         return max(row for rows in self.positions.values() for row in rows)
 
     def labels(self) -> tuple[list[float], list[str]]:
-        """Tick positions and names: the rank's name stands beside its first track."""
+        """Tick positions and names; the first track of a rank shows the rank's name too."""
         named: set[int] = set()
         ticks, names = [], []
         for (rank, track), rows in self.positions.items():
@@ -77,7 +77,7 @@ def lay_out(collectives: pd.DataFrame, spans: pd.DataFrame) -> tuple[Tracks, NDA
 
 
 def concurrent_rows(collectives: pd.DataFrame) -> NDArray[np.intp]:
-    """The first free row for each collective in order of its start; beyond MAX_ROWS they share the last."""
+    """The first free row for each collective in order of start; beyond MAX_ROWS they share the last row."""
     starts = collectives["start_us"].to_numpy(dtype=np.float64)
     ends = collectives["end_us"].to_numpy(dtype=np.float64)
     rows, free_from = np.zeros(len(starts), dtype=np.intp), [-np.inf] * MAX_ROWS
@@ -88,23 +88,23 @@ def concurrent_rows(collectives: pd.DataFrame) -> NDArray[np.intp]:
 
 
 def grouped(rows: pd.DataFrame, what: str, describe: Describe, extent: tuple[float, float]) -> pd.DataFrame:
-    """Bars for rows with ``y``, ``start_us``, ``end_us``: one for each, or one for many in a column of the screen.
+    """Bars for rows with ``y``, ``start_us``, ``end_us``; rows within one column of the screen share a bar.
 
     Args:
         rows: spans or collectives of one trace.
-        what: column that names a bar: ``unit`` or ``tag``.
-        describe: what a bar says on hover.
-        extent: (begin, length) of the picture in microseconds.
+        what: column with the name of a bar: ``unit`` or ``tag``.
+        describe: makes the hover text of a row.
+        extent: (beginning, length) of the figure in microseconds.
 
     Returns:
-        ``y``, ``start`` and ``length`` (ms from the begin), ``count`` (rows a bar stands for), ``name`` (written in the
-        bar), ``text`` (shown on hover).
+        ``y``, ``start`` and ``length`` (ms from the begin), ``count`` (rows in the bar), ``name`` (written in
+        the bar), ``text`` (shown on hover).
     """
     start = rows["start_us"].to_numpy(dtype=np.float64) - extent[0]
     end = rows["end_us"].to_numpy(dtype=np.float64) - extent[0]
     y = rows["y"].to_numpy(dtype=np.float64)
     group = np.arange(len(rows))
-    if len(rows) > MAX_BARS:  # else there is a column of the screen for each
+    if len(rows) > MAX_BARS:  # otherwise each row has a column of the screen
         for row in np.unique(y):
             here = np.flatnonzero(y == row)
             group[here] = here[bar_groups(start[here], end[here], extent[1])]
@@ -123,7 +123,7 @@ def grouped(rows: pd.DataFrame, what: str, describe: Describe, extent: tuple[flo
 
 
 def written(name: str) -> str:
-    """What of a name fits into a bar: of 'gradients of bucket 0' the colour of the bar says what moves."""
+    """The part of a name that a bar shows: 'bucket 0' of 'gradients of bucket 0', since the colour says what moves."""
     return name.rpartition(" of ")[2]
 
 
@@ -149,28 +149,28 @@ def bars(merged: pd.DataFrame, name: str, colour: str, width: float) -> go.Bar:
 
 
 def strips(merged: pd.DataFrame, name: str, colour: str) -> go.Bar:
-    """Thin bars below those that ``bars`` draws: times in which nothing moved."""
+    """Thin bars below those of ``bars``, for times in which nothing moved."""
     trace = bars(merged.assign(y=merged["y"] + 0.38), name, colour, 0.14)
     return trace.update(text=None, marker_line=None)
 
 
 def describe_span(row: Row) -> str:
-    """A unit at work."""
+    """Hover text of a unit that computes."""
     return f"<b>{row['unit'] or 'model'}</b>: {row['kind']}, rank {row['rank']}<br>{_length(row, 'start_us', 'end_us')}"
 
 
 def describe_wait(row: Row) -> str:
-    """A stretch in which a rank did nothing but wait."""
+    """Hover text of a rank that waits."""
     return f"<b>rank {row['rank']} waits</b> for {row['tag']}<br>{_length(row, 'start_us', 'end_us')}"
 
 
 def describe_queue(row: Row) -> str:
-    """The time from the issue of a collective to its beginning."""
+    """Hover text of the time from the issue of a collective to its start."""
     return f"<b>queued</b>: {row['tag']}<br>{_length(row, 'start_us', 'end_us')}"
 
 
 def describe_collective(row: Row) -> str:
-    """What moved, how much, how fast, and who waited for it."""
+    """Hover text of a collective: bytes, times, bandwidth, and whether the rank waited for it."""
     speed = float(row["bus_gb_per_s"])
     waited: bool = pd.notna(row["wait_start_us"]) and pd.notna(row["wait_end_us"])
     lines = [

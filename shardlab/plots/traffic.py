@@ -1,4 +1,4 @@
-"""Bytes on the wire: what each run sends by collective, and which rank sends to which."""
+"""Bytes on the wire: what each run sends, by collective, and which rank sends to which rank."""
 
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -20,20 +20,20 @@ from shardlab.vocabulary import Collective
 
 VOLUME = "Bytes on the wire per rank and step"
 MATRIX = "Bytes between ranks in a step"
-MAX_RANKS = 64  # beyond, a cell stands for several ranks
-MAX_WRITTEN = 16  # up to so many ranks a cell has room for its number
-SHADES = ((0.0, "#c4e3f3"), (1.0, "#3a95c9"))  # all stand out from white and from black, and black text from all
+MAX_RANKS = 64  # with more ranks a cell stands for several
+MAX_WRITTEN = 16  # up to this many ranks a cell has room for its number
+SHADES = ((0.0, "#c4e3f3"), (1.0, "#3a95c9"))  # all contrast with white and with black, and black text with all
 SILENT = (Collective.RECV, Collective.BARRIER)
 
 
 def wire_volume(collectives: pd.DataFrame, runs: Sequence[str] | None = None) -> go.Figure:
-    """Bytes a rank sends in a step, stacked by collective, one bar per run: the mean over ranks and steps.
+    """Bytes that a rank sends in a step, by collective, one bar per run: the mean over ranks and steps.
 
-    Collectives before the first step (step -1) are left out.
+    Collectives of the setup (step -1) are left out.
 
     Args:
         collectives: table ``collectives``.
-        runs: names in drawing order; a run without any collective (a single process leaves none) gets an empty bar.
+        runs: names in the order of the bars; a run without collectives, such as a single process, gets an empty bar.
             None for the runs of the table.
     """
     COLLECTIVES.check(collectives)
@@ -75,20 +75,21 @@ def traffic_matrix(
     step: int | None = None,
     axes: Mapping[str, int] | None = None,
 ) -> go.Figure:
-    """A square of ranks: the row sends to the column.
+    """A matrix of ranks: the rank of a row sends to the rank of a column.
 
     A collective on a ring sends a rank's bytes (``wire_bytes``) to its next neighbour in the group; an all-to-all sends
-    an equal share to every other member. Which ranks form a group follows from the axes of the mesh.
+    an equal share to every other member. The groups follow from the axes of the mesh.
 
     Args:
         collectives: table ``collectives``.
         run: which run; None where the table holds one.
         step: which step; None for the last.
-        axes: names and sizes of the mesh's axes, outermost first, as in the manifest; None to take them from the rows.
+        axes: names and sizes of the axes of the mesh, outermost first, as in the manifest; None reads them from the
+            rows.
 
     Raises:
-        ValueError: no such run or step; the groups do not follow from the axes; or a send whose receiver the record
-            does not name.
+        ValueError: there is no such run or step, the axes do not fit the rows, or there is a send, whose receiver a
+            record does not name.
     """
     COLLECTIVES.check(collectives)
     if not len(collectives):
@@ -109,17 +110,17 @@ def traffic_matrix(
 
 
 def bytes_between(grouped: pd.DataFrame) -> NDArray[np.float64]:
-    """Bytes from rank (row) to rank (column) of the rows of one step.
+    """Bytes from each rank (row) to each rank (column) in one step.
 
     Args:
         grouped: rows of table ``collectives`` with the column ``group`` (``analysis.with_group``).
 
     Raises:
-        ValueError: a send, whose receiver the record does not name.
+        ValueError: there is a send, whose receiver a record does not name.
     """
     grouped = grouped[~grouped["op"].isin([str(op) for op in SILENT])]
     if (grouped["op"] == str(Collective.SEND)).any():
-        raise ValueError("collectives: a send does not record its receiver, so there is no matrix; leave out op 'send'")
+        raise ValueError("collectives: a send does not record its receiver, so the matrix is unknown; leave out 'send'")
     members = {group: [int(rank) for rank in str(group).split(",")] for group in grouped["group"].unique()}
     size = 1 + max([*grouped["rank"], *(rank for ranks in members.values() for rank in ranks)], default=0)
     sent = np.zeros((size, size))
@@ -138,7 +139,7 @@ def _receivers(members: list[int], rank: int, *, to_all: bool) -> list[int]:
 
 
 def _merged(sent: NDArray[np.float64]) -> tuple[NDArray[np.float64], list[str]]:
-    """At most MAX_RANKS rows and columns, and their names; neighbours are added up where there are more."""
+    """At most MAX_RANKS rows and columns, and their names; with more ranks, neighbours are summed."""
     size, per_cell = len(sent), -(-len(sent) // MAX_RANKS)
     starts = np.arange(0, size, per_cell, dtype=np.intp)
     summed = np.add.reduceat(np.add.reduceat(sent, starts, axis=0), starts, axis=1)
@@ -176,7 +177,7 @@ def _axes(figure: go.Figure, names: list[str]) -> None:
         title_text="from rank", type="category", autorange="reversed", showgrid=False, zeroline=False,
         scaleanchor="x", constrain="domain",
     )  # fmt: skip
-    for position in range(len(names)):  # nobody sends to itself: the diagonal shows which way the ring goes
+    for position in range(len(names)):  # no rank sends to itself; the dots make the diagonal easy to follow
         if len(names) <= MAX_WRITTEN:
             figure.add_annotation(x=position, y=position, text="·", showarrow=False, font_color=INK)
 

@@ -1,4 +1,4 @@
-"""Who holds which slice of each weight: matrices to scale, laid out as they multiply, a colour per rank."""
+"""Who holds which slice of each weight: matrices drawn to scale as they multiply, one colour per rank."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ COLUMNS = ("parameter", "inputs", "outputs", "rank", "input_start", "input_stop"
 EVERY_RANK = -1
 TITLE = "Who holds which slice of each weight"
 NOTE = "laid out as in y = x A: inputs downward, outputs to the right; the strip below a matrix is its bias"
-LABEL_PX, HEIGHT_PX = 54, 210  # above a matrix, and of the tallest one
+LABEL_PX, HEIGHT_PX = 54, 210  # space above a matrix, and height of the tallest one
 CELL = "rgba(255,255,255,0.75)"
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter is drawn: its upper left corner, and how thick an input is drawn."""
+    """Where a parameter is drawn: its upper left corner, and the height of one input."""
 
     left: float
     top: float
@@ -33,8 +33,8 @@ def weight_slices(table: pd.DataFrame, head_dims: Mapping[str, int] | None = Non
 
     Args:
         table: from ``lab.weights_table``.
-        head_dims: parameters whose divided side is made of attention heads, and how wide one is; borders of heads are
-            drawn as dotted lines.
+        head_dims: width of a head for parameters whose divided side consists of attention heads; dotted lines show the
+            borders of heads.
 
     Raises:
         ValueError: a column is missing, or ``head_dims`` names a parameter that is not divided.
@@ -53,7 +53,7 @@ def weight_slices(table: pd.DataFrame, head_dims: Mapping[str, int] | None = Non
 
 
 def _places(table: pd.DataFrame) -> tuple[dict[str, _Place], float]:
-    """Where each parameter goes, and the height of the picture, in features: modules side by side on two shelves."""
+    """The place of each parameter, and the height of the figure in features: modules side by side in two rows."""
     whole = table.drop_duplicates("parameter")
     tallest = float(whole["inputs"].max())
     label, letter = tallest * LABEL_PX / HEIGHT_PX, tallest * 0.036
@@ -107,9 +107,9 @@ def _bars(rows: pd.DataFrame, places: Mapping[str, _Place], rank: int) -> go.Bar
 
 
 def _draw_heads(figure: go.Figure, rows: pd.DataFrame, places: Mapping[str, _Place], name: str, head_dim: int) -> None:
-    """Lines inside the slices; a slice's own border is there already."""
+    """Draw the borders of heads inside the slices; the borders of slices are drawn already."""
     if name not in places or (rows["rank"] == EVERY_RANK).any():
-        raise ValueError(f"head_dims: {name!r} is no parameter that is divided")
+        raise ValueError(f"head_dims: {name!r} is not a parameter that is divided")
     place, inputs, outputs = places[name], int(rows["inputs"].iloc[0]), int(rows["outputs"].iloc[0])
     by_inputs = (rows["input_stop"] - rows["input_start"] < inputs).all()
     borders = set(range(head_dim, inputs if by_inputs else outputs, head_dim))

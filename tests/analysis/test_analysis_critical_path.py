@@ -110,7 +110,7 @@ def test_without_communication_there_is_a_path_and_nothing_to_gain():
         ("forward", "model", 4),
     ]
     assert len(what_if_free(collectives(), work)) == 0
-    with pytest.raises(ValueError, match="tag: 'b' is none of the step, which has no collectives"):
+    with pytest.raises(ValueError, match="tag: 'b' is not one of the step, which has no collectives"):
         what_if_free(collectives(), work, "b")
 
 
@@ -127,12 +127,12 @@ THREADS = [collective(rank, seq, (10 * seq, 10 * seq, 90), (5 - seq, 95)) for ra
 @pytest.mark.parametrize(
     ("moved", "keywords", "message"),
     [
-        (two_ranks()[0], {"run": "b"}, "run: 'b' is none of a"),
+        (two_ranks()[0], {"run": "b"}, "run: 'b' is not one of a"),
         (two_ranks()[0], {"step": 3}, "step: 3 was not recorded; there are 0 to 0"),
         (two_ranks()[0].drop(columns="tag"), {}, "missing columns .'tag'"),
         (collectives(*STREAM), {}, "a stream waited and not the host"),
-        (two_ranks()[0].assign(wait_start_us=NAN, wait_end_us=NAN), {}, "nobody waited for any of them"),
-        (collectives(*THREADS), {}, "not the doings of one thread"),
+        (two_ranks()[0].assign(wait_start_us=NAN, wait_end_us=NAN), {}, "has no waits of the host"),
+        (collectives(*THREADS), {}, "one thread cannot have done both"),
         (collectives(collective(0, 0, (0, 0, NAN)), collective(1, 0, (0, 0, 1))), {}, "has no end_us"),
     ],
 )

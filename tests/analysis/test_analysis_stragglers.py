@@ -42,7 +42,7 @@ def test_the_last_axis_varies_fastest():
         ),
         (grid((0, "data", 2), (1, "data", 3)), None, "groups of several sizes on axis data"),
         (grid((0, "up", 2), (1, "down", 2)), None, "where down, up lies among the axes .* is not known"),
-        (grid((0, "data", 2), (1, "data", 2)), {"shard": 2}, "on axis 'data', which is none of shard"),
+        (grid((0, "data", 2), (1, "data", 2)), {"shard": 2}, "on axis 'data', which is not one of shard"),
         (grid((0, "data", 2)).drop(columns="axis"), None, "missing columns .'axis'"),
     ],
 )

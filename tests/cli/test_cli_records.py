@@ -253,7 +253,7 @@ def test_what_compare_did_not_write_is_said(mine, tmp_path):
     ("options", "words"),
     [
         ((), "name one of bucketed, single, zero1"),
-        (("--strategy", "zero9"), "'zero9' is none of bucketed, single, zero1"),
+        (("--strategy", "zero9"), "'zero9' is not one of bucketed, single, zero1"),
         (("--strategy", "zero1", "--format", "excel"), "'excel' is not one of 'perfetto', 'hta'"),
         (("--strategy", "zero1", "--format", "hta"), "must be a new or an empty directory"),
     ],

@@ -98,7 +98,7 @@ def test_what_cannot_be_drawn_is_refused():
     empty = Records(**{name: getattr(records, name).iloc[:0] for name in TABLES}, manifests={})
     with pytest.raises(ValueError, match="neither spans nor collectives"):
         perfetto_trace(empty)
-    with pytest.raises(ValueError, match="run: 'b' is none of a"):
+    with pytest.raises(ValueError, match="run: 'b' is not one of a"):
         perfetto_trace(records, "b")
     other = {name: getattr(records, name).assign(run="b") for name in TABLES}
     with pytest.raises(ValueError, match="holds 2 runs, name one of a, b"):

@@ -103,7 +103,7 @@ def test_loss_difference_shows_zeros_as_zeros(records):
     assert max(other.y) == pytest.approx(3e-8, rel=1e-4)
     assert "ddp exactly 0" in plots.summary_of(figure)
     assert "zero1 3.00e-08" in plots.summary_of(figure)
-    with pytest.raises(ValueError, match="'solo' is none of the runs: single, ddp"):
+    with pytest.raises(ValueError, match="'solo' is not one of single, ddp"):
         plots.loss_difference(records.steps, reference="solo")
 
 

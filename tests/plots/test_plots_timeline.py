@@ -77,7 +77,7 @@ def test_summary_has_the_numbers(records):
 def test_wrong_names_are_refused(records):
     with pytest.raises(ValueError, match="name one of"):
         collective_timeline(records.collectives, records.spans)
-    with pytest.raises(ValueError, match="run: 'zero9' is none of"):
+    with pytest.raises(ValueError, match="run: 'zero9' is not one of"):
         collective_timeline(records.collectives, records.spans, run="zero9")
     with pytest.raises(ValueError, match="step: 99 was not recorded; there are 0 to 9"):
         collective_timeline(records.collectives, records.spans, run="ddp", step=99)
@@ -85,7 +85,7 @@ def test_wrong_names_are_refused(records):
 
 def test_a_prediction_of_the_same_run_stays_apart(records):
     both = [pd.concat([table, table.assign(source="predicted")]) for table in (records.collectives, records.spans)]
-    with pytest.raises(ValueError, match="'ddp' is none of single · measured, ddp · measured"):
+    with pytest.raises(ValueError, match="'ddp' is not one of single · measured, ddp · measured"):
         collective_timeline(*both, run="ddp")
     figure = collective_timeline(*both, run="ddp · predicted", step=2)
     assert len(bars(figure, "all reduce")[0].x) == NUM_RANKS * NUM_BLOCKS

@@ -65,7 +65,7 @@ def test_a_table_or_heads_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"table: missing columns \['rank'\]"):
         weight_slices(TABLE.drop(columns="rank"))
     for name in ("down.bias", "other.weight"):
-        with pytest.raises(ValueError, match=f"head_dims: '{name}' is no parameter that is divided"):
+        with pytest.raises(ValueError, match=f"head_dims: '{name}' is not a parameter that is divided"):
             weight_slices(TABLE, {name: 1})
 
 
@@ -105,8 +105,8 @@ def test_one_axis_is_a_row():
 
 def test_a_mesh_that_cannot_be_drawn_is_refused():
     for axes in ({}, {"replica": 2, "shard": 2, "tensor": 2}, {"data": 0}):
-        with pytest.raises(ValueError, match="axes: one or two of size 1 or more"):
+        with pytest.raises(ValueError, match="one or two axes of size 1 or more"):
             mesh_map(axes)
-    with pytest.raises(ValueError, match="hosts: 3 do not divide 4 ranks"):
+    with pytest.raises(ValueError, match="hosts: 3 does not divide 4 ranks"):
         mesh_map({"data": 4}, hosts=3)
     assert set(AXIS_COLOURS) == set(MeshAxis)
