@@ -1,6 +1,6 @@
 """shardlab: sharded training, hand-written and measured. What does each strategy cost in memory, communication, time?
 
-The names below are all a notebook or script needs as a rule. They are imported when first used, so that plots and
+The names below are all that most notebooks and scripts need. They are imported when first used, so that plots and
 tables work without torch.
 """
 

@@ -1,6 +1,6 @@
-"""The words every table, plot and engine shares: spelled once, here.
+"""The words that all tables, figures and engines share.
 
-Each is a ``StrEnum``, so a member equals its text: ``Role.GRADIENT == "gradient"``.
+Each is a ``StrEnum``, so members equal their text: ``Role.GRADIENT == "gradient"``.
 """
 
 from enum import StrEnum
@@ -32,7 +32,7 @@ class Phase(StrEnum):
 
 
 class Role(StrEnum):
-    """Why a storage is alive. Each storage has exactly one role."""
+    """What a storage is used for. Each storage has exactly one role."""
 
     PARAMETER = "parameter"
     GATHERED_PARAMETER = "gathered_parameter"
@@ -57,7 +57,7 @@ class SpanKind(StrEnum):
 
 
 WHOLE_MODEL = "model"
-"""The unit of a span or a moment that belongs to the whole model and to no part of it."""
+"""The unit of a span or a sample that belongs to the whole model and to no part of it."""
 
 
 class MeshAxis(StrEnum):

@@ -1,7 +1,7 @@
-"""What a bench is: which engines meet, on which training, how often; checked before a rank starts.
+"""The checked configuration of a bench: which engines are compared, on which workloads, for how many rounds.
 
-Three workloads, because an engine can lose in three ways: by getting into the way of compute, by sending badly, and by
-what it costs a message, however small.
+There are three workloads because an engine can lose time in three ways: by slowing compute down, by sending slowly, and
+by its cost per message, however small.
 """
 
 from collections.abc import Mapping
@@ -14,19 +14,19 @@ from shardlab.engines import engine_options
 from shardlab.launch import place
 from shardlab.models import MODELS, GPTConfig
 
-QUICK_ROUNDS, FULL_ROUNDS = 6, 42  # three engines stand in six orders: a sitting, or seven
+QUICK_ROUNDS, FULL_ROUNDS = 6, 42  # three engines have six orders: one session, or seven
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A training to time.
+    """A training that is timed.
 
     Attributes:
-        name: in the results.
+        name: name in the results.
         model: a name from ``models.MODELS``.
-        rows: sequences a rank and step.
+        rows: sequences per rank and step.
         seq_len: tokens of a sequence.
-        round_factor: rounds for each that is asked for: short steps scatter more.
+        round_factor: factor on the number of rounds: short steps scatter more.
     """
 
     name: str
@@ -46,12 +46,12 @@ class Workload:
 
 @dataclass(frozen=True)
 class Contender:
-    """An engine as it is built for the bench.
+    """An engine and how it is built.
 
     Attributes:
-        name: in the results.
+        name: name in the results.
         strategy: a name from ``engines.STRATEGIES``.
-        options: of that strategy.
+        options: options of that strategy.
         over_tensor: whether the ranks are the mesh's tensor axis, not its data axis.
         parallelized: whether ``parallelize_module`` divides the model first, by the plan for GPTs.
     """
@@ -65,7 +65,7 @@ class Contender:
     def __post_init__(self) -> None:
         """Check strategy and options."""
         if unknown := set(self.options) - set(engine_options(self.strategy)):
-            raise ValueError(f"options: {self.strategy!r} takes no {', '.join(sorted(unknown))}")
+            raise ValueError(f"options: {self.strategy!r} does not take {', '.join(sorted(unknown))}")
 
     def mesh_axes(self, num_ranks: int) -> dict[str, int]:
         """The mesh it trains on."""
@@ -85,7 +85,7 @@ class Pair:
         return self.ours.name
 
     def check(self, model: str, num_ranks: int) -> None:
-        """Refuse a model that the ranks cannot divide."""
+        """Check that the ranks can divide the model."""
         config = MODELS[model]
         if self.ours.over_tensor and not (isinstance(config, GPTConfig) and config.kv_heads % num_ranks == 0):
             raise ValueError(f"ranks: {num_ranks} ranks do not divide the heads of {model}; leave out {self.name!r}")
@@ -131,16 +131,16 @@ class BenchConfig:
 
     Attributes:
         ranks: number of ranks, at least 2.
-        rounds: steps of each engine that are timed, at least 2.
+        rounds: timed steps of each engine, at least 2.
         workloads: see ``WORKLOADS``.
         pairs: see ``PAIRS``.
         device: auto, cpu or cuda.
-        transport: of our engines: 'shared_memory' or 'gloo', not on GPUs of their own; None for the first that the
-            ranks can use. Torch's always use gloo or NCCL, so 'gloo' compares the engines alone.
+        transport: transport of our engines: 'shared_memory' or 'gloo', not for ranks with a GPU each; None for the
+            first that works. Torch's always use gloo or NCCL, so 'gloo' compares the engines alone.
         timeout_s: a collective that takes longer ends the bench.
 
     Raises:
-        ValueError: a field has a value it cannot have; the message names the field and the allowed values.
+        ValueError: a field has an invalid value; the message names the field and the allowed values.
     """
 
     ranks: int = 2
@@ -159,9 +159,9 @@ class BenchConfig:
         for name in ("workloads", "pairs"):
             names = [entry.name for entry in getattr(self, name)]
             if not names or len(set(names)) != len(names):
-                raise ValueError(f"{name}: at least one is needed, and none twice, not {', '.join(names) or 'none'}")
+                raise ValueError(f"{name}: {', '.join(names) or 'none'}; at least one is needed, and each only once")
         if not self.timeout_s > 0:
-            raise ValueError(f"timeout_s: {self.timeout_s} is not greater than 0")
+            raise ValueError(f"timeout_s: {self.timeout_s} is not above 0")
         check_transport(place(self.ranks, self.device).backend, self.transport, link=None)
         for workload in self.workloads:
             for pair in self.pairs:
@@ -169,7 +169,7 @@ class BenchConfig:
 
     @property
     def num_rounds(self) -> int:
-        """Rounds over all workloads and pairs, for a progress bar."""
+        """Number of rounds over all workloads and pairs, for a progress bar."""
         return len(self.pairs) * sum(self.rounds * workload.round_factor for workload in self.workloads)
 
 
@@ -177,7 +177,7 @@ def chosen(field_name: str, text: str, known: Mapping[str, Any]) -> tuple[Any, .
     """The entries of a table that a comma-separated text names.
 
     Raises:
-        ValueError: one is unknown; the message lists those that are known.
+        ValueError: a name is unknown; the message lists the known ones.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     if unknown := [name for name in names if name not in known]:

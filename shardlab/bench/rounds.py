@@ -1,12 +1,11 @@
-"""What a rank does for the bench: several engines side by side, a step of each in turn, every step timed.
+"""What a rank does for the bench: it holds several engines and times a step of each in turn.
 
-A machine has slow phases of up to a factor of two. Engines that take turns meet the same ones, so the ratio of two
-neighbouring steps is far steadier than the times. A step meets the caches that the step before it left, so the rounds
-go through all orders: an engine that always stood in the middle was 1.4 % faster than the same engine at the ends. And
-where in memory an engine comes to lie makes it faster or slower (the same engine twice, each built once: ratios from
-0.99 to 1.03), so after a sitting of six rounds the engines are built anew, in another order. The ranks meet before
-every step; a step lasts until the slowest rank has ended it. ``floor`` is the same training on every rank by itself:
-what no communication would take.
+A machine has slow phases of up to a factor of two. Engines that take turns share them, so the ratio of two neighbouring
+steps is far steadier than the times. A step depends on the caches that the step before it left, so the rounds go
+through all orders: an engine that was always in the middle was 1.4 % faster than the same engine at the ends. The place
+of an engine in memory matters too (the same engine twice, each built once: ratios from 0.99 to 1.03), so after a
+session of six rounds the engines are built again, in another order. A barrier comes before every step, and a step lasts
+until the slowest rank has ended it. ``floor`` is the same training on every rank alone, without communication.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ from shardlab.tensor_parallel import gpt_plan, parallelize_module
 from shardlab.trace.memory import MemoryLedger
 from shardlab.vocabulary import MeshAxis
 
-WARM_UPS = 2  # optimizer state appears in the first step, and torch's DDP orders its buckets anew in the second
+WARM_UPS = 2  # the first step allocates optimizer state, and in the second torch's DDP rebuilds its buckets
 OURS, THEIRS, FLOOR = "ours", "theirs", "floor"
 
 
@@ -41,13 +40,13 @@ class RoundDone:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What a rank has measured.
+    """What a rank measures.
 
     Attributes:
-        step_ns: of 'ours', 'theirs' and 'floor' the time of every step.
+        step_ns: time of every step of 'ours', 'theirs' and 'floor'.
         peak_bytes: of 'ours' and 'theirs' the highest live bytes of one step: torch's storages and the scratch of
-            transports; not what lies outside of torch on either side: ``comm.transports``' shared buffers, gloo's own.
-        transport: how ours sent.
+            transports; not what lies outside of torch on either side: the areas of ``comm.transports``, gloo's buffers.
+        transport: transport of our engine.
     """
 
     step_ns: dict[str, list[int]]
@@ -62,7 +61,7 @@ def time_pair(rank: int, workload: Workload, pair: Pair, rounds: int, transport:
     peaks = {name: _peak_bytes(contender, workload, transport) for name, contender in contenders}
     step_ns: dict[str, list[int]] = {OURS: [], THEIRS: [], FLOOR: []}
     with Mesh({"data": num_ranks}, device=device, transport=transport) as mesh:
-        for orders in sittings(rounds):
+        for orders in sessions(rounds):
             with _built(orders[-1], pair, workload, transport) as turns:
                 for order in orders:
                     for name in order:
@@ -76,8 +75,8 @@ def time_pair(rank: int, workload: Workload, pair: Pair, rounds: int, transport:
     return RankTimes(step_ns, peaks, sent_by)
 
 
-def sittings(rounds: int) -> Iterator[list[tuple[str, ...]]]:
-    """For each sitting the orders of its rounds: all that there are, and next time from another one on."""
+def sessions(rounds: int) -> Iterator[list[tuple[str, ...]]]:
+    """For each session the orders of its rounds: all orders, each time starting with another one."""
     orders = list(permutations((OURS, THEIRS, FLOOR)))
     for number, done in enumerate(range(0, rounds, len(orders))):
         start = number % len(orders)
@@ -88,7 +87,7 @@ def sittings(rounds: int) -> Iterator[list[tuple[str, ...]]]:
 def _built(
     order: tuple[str, ...], pair: Pair, workload: Workload, transport: str | None
 ) -> Iterator[dict[str, "Turn"]]:
-    """The engines, built in this order and ready to be timed."""
+    """The engines, built in this order and warmed up."""
     contenders = {OURS: pair.ours, THEIRS: pair.theirs, FLOOR: None}
     with contextlib.ExitStack() as stack:
         turns = {name: stack.enter_context(_turn(contenders[name], workload, transport)) for name in order}
@@ -98,7 +97,7 @@ def _built(
 
 
 class Turn:
-    """One engine with its model, its optimizer and a batch.
+    """One engine with its model, optimizer and batch.
 
     Args:
         engine: the strategy.
@@ -112,12 +111,12 @@ class Turn:
         self._inputs, self._targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def warm_up(self) -> None:
-        """The steps that do not count."""
+        """Run the steps that do not count."""
         for _ in range(WARM_UPS):
             self.step()
 
     def step(self) -> None:
-        """A whole training step; returns when the device has done it."""
+        """Run a whole training step; return when the device is done."""
         loss = next_token_loss(self._engine(self._inputs), self._targets)
         self._engine.backward(loss)
         self._engine.step()
@@ -126,7 +125,7 @@ class Turn:
             torch.cuda.synchronize(self._device)
 
     def peak_bytes(self) -> int:
-        """The highest live bytes of one step; nothing else may be alive on the device."""
+        """Run a step and return its highest live bytes; nothing else may be alive on the device."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             self.step()
@@ -138,20 +137,20 @@ class Turn:
 
 
 class _Scratch:
-    """Tells a ledger what the transports hold."""
+    """An observer that tells a ledger about the scratch memory of transports."""
 
     def __init__(self, ledger: MemoryLedger) -> None:
         self._ledger = ledger
 
     def issued(self, event: CollectiveEvent) -> None:
-        """Roles do not matter here."""
+        """Nothing: roles do not matter for a total."""
 
     def started(self, event: CollectiveEvent) -> None:
-        """Scratch is taken."""
+        """Count the scratch memory that is taken."""
         self._ledger.started(event)
 
     def completed(self, event: CollectiveEvent) -> None:
-        """Scratch is given back."""
+        """Count the scratch memory that is released."""
         self._ledger.completed(event)
 
     def waited(self, event: CollectiveEvent) -> None:
@@ -169,7 +168,7 @@ def _peak_bytes(contender: Contender, workload: Workload, transport: str | None)
 
 @contextlib.contextmanager
 def _turn(contender: Contender | None, workload: Workload, transport: str | None) -> Iterator[Turn]:
-    """A contender ready to train; None for a rank by itself."""
+    """A contender ready to train; None for a rank that trains alone."""
     device, num_ranks = current().device, current().world_size
     model = build_model(workload.model, workload.seq_len).to(device)
     with contextlib.ExitStack() as stack:
@@ -178,7 +177,7 @@ def _turn(contender: Contender | None, workload: Workload, transport: str | None
         else:
             mesh = stack.enter_context(Mesh(contender.mesh_axes(num_ranks), device=device, transport=transport))
             if contender.parallelized:
-                assert isinstance(model, GPT)  # the config is checked for it
+                assert isinstance(model, GPT)  # checked by Pair.check
                 parallelize_module(model, gpt_plan(model.config), mesh[MeshAxis.TENSOR])
             built = build_engine(contender.strategy, model, _adamw, mesh, **contender.options)
             engine = stack.enter_context(built)

@@ -1,4 +1,4 @@
-"""From a ``BenchConfig`` to rows: our engines against torch's, in the same ranks."""
+"""From a ``BenchConfig`` to rows: our engines against torch's, on the same ranks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,25 +14,25 @@ OnProgress = Callable[[RoundDone], None]
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One pair on one workload; a ratio below 1 is in our favour.
+    """One pair on one workload; a ratio below 1 means that ours is better.
 
     Attributes:
         workload: its name.
         ranks: number of ranks.
         ours: our engine.
         theirs: torch's.
-        ratio_median: median over the rounds of our step's time over theirs in the same round.
+        ratio_median: ratio of the time of our step to theirs in the same round, median over the rounds.
         ratio_q1: first quartile of these ratios.
         ratio_q3: third quartile.
         peak_ratio: our peak of live bytes over theirs, on the rank where each is highest.
         ours_ms: median time of our step.
-        theirs_ms: median time of theirs.
+        theirs_ms: median time of their step.
         floor_ms: median time of a step in which each rank trains the whole model alone, without communication. (Under
-            tensor parallelism a rank does a part of that work, and can be faster.)
+            tensor parallelism a rank does only part of that work and can be faster.)
         ours_peak_bytes: our peak.
         theirs_peak_bytes: theirs.
-        rounds: steps that were timed of each.
-        transport: how ours sent its messages; torch's engines always use NCCL or gloo.
+        rounds: number of timed steps of each.
+        transport: transport of our engine; torch's engines always use NCCL or gloo.
     """
 
     workload: str
@@ -55,19 +55,19 @@ class BenchRow:
 def bench(
     config: BenchConfig, *, pool: RankPool | None = None, on_progress: OnProgress | None = None
 ) -> Iterator[BenchRow]:
-    """Time every pair on every workload; each row comes when it is done.
+    """Time every pair on every workload; yield each row when it is done.
 
     Args:
         config: what to time.
-        pool: warm ranks to use; None starts some and ends them.
+        pool: warm ranks; None starts ranks and ends them.
         on_progress: called in this process after every round.
 
     Raises:
-        ValueError: ``pool`` has another number of ranks than ``config``.
+        ValueError: ``pool`` and ``config`` have different numbers of ranks.
         RankError: a rank failed; see ``launch``.
     """
     if pool is not None and pool.world_size != config.ranks:
-        raise ValueError(f"pool: it has {pool.world_size} ranks, but config.ranks is {config.ranks}")
+        raise ValueError(f"pool: {pool.world_size} ranks, but config.ranks is {config.ranks}")
     if pool is not None:
         yield from _bench(config, pool, on_progress)
         return
@@ -88,7 +88,7 @@ def _bench(config: BenchConfig, pool: RankPool, on_progress: OnProgress | None) 
 
 
 def row_of(workload: Workload, pair: Pair, times: Sequence[RankTimes]) -> BenchRow:
-    """The row of what all ranks have measured: a step lasts until the slowest rank has ended it."""
+    """The row of one pair from the times of all ranks; a step lasts until the slowest rank has ended it."""
     slowest = {name: _slowest([own.step_ns[name] for own in times]) for name in (OURS, THEIRS, FLOOR)}
     ratios = [ours / theirs for ours, theirs in zip(slowest[OURS], slowest[THEIRS], strict=True)]
     q1, middle, q3 = quantiles(ratios, n=4, method="inclusive")

@@ -1,7 +1,7 @@
 """The command line: ``shardlab compare``, ``plan``, ``bench``, ``report``, ``trace``, ``diff`` and ``doctor``.
 
 Exit codes: 0 done; 1 a rank failed, or losses differ or are not finite; 2 bad input, said in one line; 130 interrupted.
-Under torchrun every process runs this, and rank 0 alone prints.
+Under torchrun every process runs this, and only rank 0 prints.
 """
 
 import sys
@@ -58,11 +58,13 @@ def doctor() -> None:
 
 
 def main() -> None:
-    """Entry point: what a user got wrong is one line; a rank's failure is its traceback; else Python's own."""
+    """Entry point: one line for bad input, the rank's traceback if a rank failed, else Python's own traceback."""
     try:
         sys.exit(app(standalone_mode=False) or 0)
     except Exception as error:
-        if (usage := getattr(error, "format_message", None)) is not None:  # Click's; newer Typers have their own Click
+        if (
+            usage := getattr(error, "format_message", None)
+        ) is not None:  # an error of Click, of which newer versions of Typer have their own copy
             complain(_with_commands(usage()))
             sys.exit(BAD_INPUT)
         if not _is_rank_failure(error):
@@ -72,7 +74,7 @@ def main() -> None:
 
 
 def _with_commands(message: str) -> str:
-    """A command that does not exist is answered with those that do."""
+    """Click's message; for an unknown command it lists the commands that exist."""
     if not message.startswith("No such command"):
         return message
     names = (info.name or getattr(info.callback, "__name__", "") for info in app.registered_commands)
@@ -80,7 +82,7 @@ def _with_commands(message: str) -> str:
 
 
 def _is_rank_failure(error: Exception) -> bool:
-    """Whether the message already holds the traceback of the rank that failed; the parent's own says nothing."""
+    """Whether the message holds the traceback of the rank that failed, so that the parent's own would add nothing."""
     if not isinstance(error, RuntimeError):
         return False
     from shardlab.launch import RankError, RankHang

@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from shardlab.bench import BenchConfig, BenchRow, Workload
 
 NOTE = (
-    "ms: medians; ratio: our step over theirs in the same round, its median and quartiles, below 1 in our favour; "
-    "peak: our highest live bytes over theirs; floor: each rank trains the whole model alone."
+    "ms: medians; time ratio: our step over theirs in the same round, median and quartiles, below 1 if ours is faster; "
+    "peak ratio: our highest live bytes over theirs; floor: each rank trains the whole model alone."
 )
 
 SHARED_NOTE = (
-    "Ours send through memory that the ranks share, torch's over gloo, which is all they can do; with "
-    "--transport gloo ours do so too, and only the engines differ. Peaks leave out what either keeps outside of "
-    "torch: the memory that is shared, and gloo's own buffers."
+    "Our engines send through shared memory, torch's over gloo, the only transport they have here; with "
+    "--transport gloo both use gloo, and only the engines differ. Peaks leave out memory outside torch: the shared "
+    "memory, and gloo's own buffers."
 )
 
 
 def bench(
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: some minutes on two cores.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: a few minutes on two cores.")] = False,
     ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
     workloads: Annotated[
         str, typer.Option(help="Comma-separated: compute, communication, latency.")
@@ -41,16 +41,18 @@ def bench(
     ] = "bucketed,zero1,fsdp,tensor_parallel",
     rounds: Annotated[
         int | None,
-        typer.Option(help="Timed steps of each engine; a multiple where steps are short."),
+        typer.Option(help="Timed steps of each engine; workloads with short steps take a multiple."),
     ] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="Write the rows into this file.")] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     transport: Annotated[
         str | None,
-        typer.Option(help="Of our engines: shared_memory or gloo (as torch's); by default the first possible."),
+        typer.Option(
+            help="Transport of our engines: shared_memory or gloo (as torch's); by default the first that works."
+        ),
     ] = None,
 ) -> None:
-    """Time our engines against torch's own in the same ranks, a step of each in turn."""
+    """Time our engines against torch's own on the same ranks, step by step in turn."""
     from shardlab.bench.config import FULL_ROUNDS, PAIRS, QUICK_ROUNDS, WORKLOADS, BenchConfig, chosen
 
     _check_file(json)
@@ -74,9 +76,9 @@ def bench(
 
 
 def _check_file(path: Path | None) -> None:
-    """Minutes of measuring must not end in a file that cannot be written."""
+    """Check before measuring for minutes that the result can be written."""
     if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
-        raise ValueError(f"json: {path} cannot be written; name a file in a directory that is there")
+        raise ValueError(f"json: {path} cannot be written; name a file in an existing directory")
 
 
 def _with_progress(config: "BenchConfig") -> list["BenchRow"]:

@@ -1,4 +1,4 @@
-"""``shardlab compare``: one option for each field of ``CompareOptions``, a bar for each strategy, then the result."""
+"""``shardlab compare``: an option for each field of ``CompareOptions``, a progress bar for each strategy, a table."""
 
 import inspect
 import re
@@ -26,14 +26,14 @@ Out = Annotated[Path | None, typer.Option(help="A new or empty directory; by def
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """``command`` with an option for each field of ``CompareOptions`` in the place of its keyword arguments."""
+    """``command`` with an option for each field of ``CompareOptions`` in place of its ``**`` arguments."""
     own = [
         parameter
         for parameter in inspect.signature(command).parameters.values()
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD
     ]
     parameters = [*own, *_options()]
-    # Typer reads both: the signature for the defaults, the annotations for the types.
+    # Typer takes the defaults from the signature and the types from the annotations.
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
@@ -51,12 +51,12 @@ def _options() -> Iterator[inspect.Parameter]:
 
 
 def _on_command_line(field: "Field[Any]") -> tuple[Any, Any]:
-    """Type and default of an option; several values are one text, separated by commas."""
+    """Type and default of an option; several values are one text with commas."""
     return (str, ",".join(field.default)) if isinstance(field.default, tuple) else (field.type, field.default)
 
 
 def _helps(docstring: str) -> dict[str, str]:
-    """What the section 'Attributes' of a docstring says of each field, as sentences."""
+    """The text for each field in the section 'Attributes' of a docstring."""
     section = docstring.partition("Attributes:\n")[2]
     entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
     return {name: text[:1].upper() + re.sub(r"\s+", " ", text[1:]) for name, text in entries}
@@ -65,7 +65,7 @@ def _helps(docstring: str) -> dict[str, str]:
 @with_options
 def compare(out: Out = None, **chosen: Any) -> None:
     """Train one model with several strategies on real ranks; compare losses, memory, communication and time."""
-    from shardlab import experiment  # imports torch, which takes 1.5 s, and --help needs none of it
+    from shardlab import experiment  # here, because it imports torch, which takes 1.5 s and --help does not need
 
     directory = out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
     with bad_input():
@@ -81,7 +81,7 @@ def compare(out: Out = None, **chosen: Any) -> None:
 
 
 class _Seconds(ProgressColumn):
-    """Time of a strategy so far; it stands still when the strategy is done."""
+    """Time of a strategy so far; it stops when the strategy is done."""
 
     def render(self, task: Task) -> Text:
         """For example ``4.2 s``."""
@@ -90,7 +90,7 @@ class _Seconds(ProgressColumn):
 
 
 class _Bars:
-    """A bar for each strategy; one starts when the one before it is done."""
+    """A bar for each strategy; each starts when the one before it is done."""
 
     def __init__(self, config: "CompareConfig", console: Console) -> None:
         columns = (
@@ -108,7 +108,7 @@ class _Bars:
         }
 
     def advance(self, done: "StepDone") -> None:
-        """Rank 0 has finished a step."""
+        """Show that rank 0 has finished a step."""
         task = self._tasks[done.strategy]
         self.progress.update(task, completed=done.step + 1, loss=f"loss {done.loss:.4f}")
         following = self._order.index(done.strategy) + 1
@@ -130,5 +130,5 @@ def _with_progress(config: "CompareConfig", directory: Path) -> "Comparison":
         with bars.progress:
             return experiment.compare(config, directory, on_progress=bars.advance)
     except KeyboardInterrupt:
-        console.print(f"interrupted: the ranks are gone; the records so far are in {directory}", soft_wrap=True)
+        console.print(f"interrupted: the ranks have ended; the records so far are in {directory}", soft_wrap=True)
         raise typer.Exit(INTERRUPTED) from None

@@ -1,4 +1,4 @@
-"""How the command line says what is wrong, and how many of something there are."""
+"""Shared by the commands: errors in one line, and numbers with their noun."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""``shardlab plan``: memory of the model states from a number of parameters, before anything is run."""
+"""``shardlab plan``: memory of the model states for a number of parameters, without running anything."""
 
 import json as json_text
 from dataclasses import asdict
@@ -19,11 +19,11 @@ UNITS = {"GB": 9, "MB": 6, "kB": 3}
 
 def plan(
     params: Annotated[str, typer.Option(help="Parameters of the model, for example 7.5B, 350M or 7.5e9.")],
-    ranks: Annotated[int, typer.Option(help="Ranks that share it.")],
+    ranks: Annotated[int, typer.Option(help="Number of ranks.")],
     precision: Annotated[str, typer.Option(help="mixed (16 bit, fp32 master weights) or fp32.")] = "mixed",
     json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
-    """Say what parameters, gradients and Adam's state take per rank under ddp, zero1, zero2 and zero3."""
+    """Predict bytes per rank of parameters, gradients and Adam's state under ddp, zero1, zero2 and zero3."""
     number = _number_of_params(params)
     rows = model_states(number, ranks, precision)
     if json:
@@ -35,17 +35,17 @@ def plan(
 
 
 def _number_of_params(text: str) -> float:
-    """A count as the papers write it.
+    """The number of parameters, from a text such as 7.5B.
 
     Raises:
-        ValueError: it is no number.
+        ValueError: it is not a number.
     """
     factor = FACTORS.get(text[-1:].upper())
     try:
-        # As a decimal: 1.1 * 10**9 is no whole number in binary.
+        # As a decimal, because 1.1 * 10**9 is not a whole number in binary floating point.
         return float(Decimal(text) if factor is None else Decimal(text[:-1]).scaleb(factor))
     except InvalidOperation:
-        raise ValueError(f"params: {text!r} is not a number, with {', '.join(FACTORS)} or without") from None
+        raise ValueError(f"params: {text!r} is not a number, optionally followed by {', '.join(FACTORS)}") from None
 
 
 def _table(rows: tuple[ModelStates, ...], title: str) -> Table:
@@ -66,12 +66,12 @@ def _table(rows: tuple[ModelStates, ...], title: str) -> Table:
 
 
 def _unit(largest: ModelStates) -> tuple[str, int]:
-    """The largest unit in which the largest total is at least 1, and its power of ten; kB for a toy."""
+    """The largest unit in which the largest total is at least 1, and its power of ten; at least kB."""
     return next((item for item in UNITS.items() if largest.total_bytes >= 10 ** item[1]), ("kB", UNITS["kB"]))
 
 
 def _decimals(largest: float) -> int:
-    """Decimals that give the largest value five digits, so that what is sharded still shows some."""
+    """Number of decimals with which the largest value has five digits; small shards then still show some."""
     return min(6, max(1, 4 - floor(log10(largest))))
 
 

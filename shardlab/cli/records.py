@@ -1,4 +1,4 @@
-"""``shardlab report``, ``trace`` and ``diff``: what can be done with records that are there already."""
+"""``shardlab report``, ``trace`` and ``diff``: commands on existing records."""
 
 import json as json_text
 from collections.abc import Collection, Hashable, Mapping
@@ -20,18 +20,19 @@ if TYPE_CHECKING:
     from shardlab.experiment import CompareConfig, Comparison
     from shardlab.experiment.difference import Difference
 
-ROOMY = 100  # columns of a terminal in which the table may breathe
-DISPENSABLE = ("overlap", "max_loss_difference", "exposed_comm_ms")  # in a narrow terminal, in this order
+ROOMY = 100  # columns of a terminal in which the table gets wider gaps
+DISPENSABLE = ("overlap", "max_loss_difference", "exposed_comm_ms")  # left out in a narrow terminal, in this order
 UNBOUNDED = 1000
 NOTE = (
-    "Medians of times; bytes at rest, maximum over ranks; peak of one traced step. Exposed: communication with no "
-    "compute beside it; hidden: the share behind compute. Single trains the rows of all ranks alone."
+    "Times are medians; bytes are maxima over ranks, at rest; the peak is that of one traced step. Exposed: "
+    "communication without compute at the same time; hidden: the share behind compute. Single trains on the rows of "
+    "all ranks."
 )
 LOSSES_DIFFER = 1
 
 
 class TraceFormat(StrEnum):
-    """Whom a trace is for."""
+    """The tool that a trace is for."""
 
     PERFETTO = "perfetto"
     HTA = "hta"
@@ -42,7 +43,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")]
 
 
 def report(directory: Directory, json: AsJson = False) -> None:
-    """Write report.html anew for records that are there, and print its table; also of a run that was cut off."""
+    """Write report.html again from existing records, and print its table; also for a run that was cut off."""
     from shardlab.experiment import load_saved, write_report  # torch takes 1.5 s to import
 
     comparison, config = load_saved(directory)
@@ -56,16 +57,18 @@ def report(directory: Directory, json: AsJson = False) -> None:
 def trace(
     directory: Directory,
     output: Annotated[Path, typer.Option("-o", "--output", help="File to write (.json, .json.gz); hta: a directory.")],
-    strategy: Annotated[str | None, typer.Option(help="Which run, where there are several.")] = None,
+    strategy: Annotated[str | None, typer.Option(help="Which run, if there are several.")] = None,
     format: Annotated[TraceFormat, typer.Option(help="Perfetto, or Holistic Trace Analysis.")] = TraceFormat.PERFETTO,
 ) -> None:
-    """Export a run for Perfetto (ui.perfetto.dev), or for Holistic Trace Analysis. Needs no torch."""
+    """Export a run for Perfetto (ui.perfetto.dev) or for Holistic Trace Analysis."""
     from shardlab.export import export_hta, write_perfetto
     from shardlab.trace.store import load_runs, run_directories
 
     records = load_runs(run_directories(directory))
     if strategy is None and len(records.manifests) > 1:
-        raise ValueError(f"strategy: {directory} holds several; name one of {', '.join(records.manifests)}")
+        raise ValueError(
+            f"strategy: none given, and {directory} holds several; name one of {', '.join(records.manifests)}"
+        )
     if format is TraceFormat.HTA:
         paths = export_hta(records, output, strategy)
         typer.echo(f"Wrote {count(len(paths), 'file')}: TraceAnalysis(trace_dir={str(output)!r}) reads them")
@@ -76,10 +79,10 @@ def trace(
 
 def diff(
     first: Annotated[Path, typer.Argument(help="A comparison, or one run.", show_default=False)],
-    second: Annotated[Path, typer.Argument(help="What to set beside it.", show_default=False)],
+    second: Annotated[Path, typer.Argument(help="The other one.", show_default=False)],
     json: AsJson = False,
 ) -> None:
-    """Set two comparisons or runs side by side: every number of each strategy, and whether the losses are equal."""
+    """Compare two comparisons or runs: every number of each strategy, and whether the losses are equal."""
     from shardlab.experiment import load_saved
     from shardlab.experiment.difference import Difference
 
@@ -93,7 +96,7 @@ def diff(
 
 
 def print_result(comparison: "Comparison", config: "CompareConfig", report: Path) -> None:
-    """The table of a comparison, its verdicts, and where its report lies."""
+    """Print the table of a comparison, its verdicts, and the path of its report."""
     from shardlab.experiment.verdicts import verdicts
 
     console = Console(highlight=False)
@@ -101,18 +104,18 @@ def print_result(comparison: "Comparison", config: "CompareConfig", report: Path
     console.print(table)
     console.print(NOTE, style="dim")
     if left_out:
-        console.print(f"For want of width without {', '.join(left_out)}; the report has all.", style="dim")
+        console.print(f"Left out for lack of width: {', '.join(left_out)}; the report has all columns.", style="dim")
     console.print(*verdicts(comparison))
     console.print(f"Report: {report}", soft_wrap=True)
 
 
 def _result_table(comparison: "Comparison", config: "CompareConfig", console: Console) -> tuple[Table, list[str]]:
-    """A word over its unit in each head; and the names of columns for which there is no room even so."""
+    """The table, and the names of the columns that do not fit into the terminal."""
     from shardlab.experiment.summary import TERMINAL, readable_summary
 
     steps = int(comparison.summary["steps"].max())
     title = f"{config.model}, {count(config.ranks, 'rank')}, {count(steps, 'step')}"
-    gap = 2 if console.width >= ROOMY else 0  # beside the one space that parts the columns anyway
+    gap = 2 if console.width >= ROOMY else 0  # besides the one space between columns
     columns, left_out = dict(TERMINAL), list[str]()
     table = _table(readable_summary(comparison.summary, columns), title, gap)
     for name in DISPENSABLE:
@@ -133,7 +136,7 @@ def _print_difference(difference: "Difference") -> None:
 
 
 def _texts(row: Mapping[Hashable, Any]) -> dict[str, str]:
-    """A quantity of both runs as text: the rows have nothing in common, and losses need digits to be compared."""
+    """A quantity of both runs as text. Each row has its own format, and losses need many digits."""
     from shardlab.plots.text import column_text
 
     values = [row["first"], row["second"], row["difference"]]
@@ -144,7 +147,7 @@ def _texts(row: Mapping[Hashable, Any]) -> dict[str, str]:
 
 
 def _table(shown: pd.DataFrame, title: str, gap: int, right: Collection[str] = ()) -> Table:
-    """Columns of numbers, and those named ``right``, stand to the right."""
+    """A table for the terminal; numbers and the columns ``right`` are aligned right."""
     from shardlab.plots.text import column_text
 
     table = Table(
@@ -160,7 +163,7 @@ def _table(shown: pd.DataFrame, title: str, gap: int, right: Collection[str] = (
 
 
 def _print_json(table: pd.DataFrame) -> None:
-    """Rows as JSON; what is missing or not finite is null."""
+    """Print rows as JSON; missing, infinite and NaN values are null."""
     rows = [
         {str(name): None if pd.isna(value) or value in (inf, -inf) else value for name, value in row.items()}
         for row in table.astype("object").to_dict("records")

@@ -1,8 +1,8 @@
-"""A probabilistic grammar whose entropy is known exactly: text with a floor that no model's loss can go below.
+"""A probabilistic grammar whose entropy is known exactly: no model's loss on its text can go below this floor.
 
-In each state one word is drawn, and the word decides the next state; no word of a state is the beginning of another
-word of that state. Who knows the state at the start therefore reads words and states off the bytes without doubt, and
-the text carries exactly the entropy of the draws:
+In each state one word is drawn, and the word determines the next state; no word of a state is a prefix of another word
+of that state. From a known first state, the bytes therefore determine all words and states, and the text has exactly
+the entropy of the draws:
 
     floor = sum_s pi(s) H(s) / sum_s pi(s) L(s)      nats per byte
 
@@ -11,9 +11,9 @@ entropy of one draw, L(s) = sum_w p(w|s) bytes(w) mean length of one draw. The n
 a unifilar source (Shannon, "A mathematical theory of communication", 1948, section 7); the ratio of the two means is
 the rate per byte, since both averages are over the same draws.
 
-A model that sees windows from anywhere in the text does not know the state at first. It is given the first byte and
-predicts the S bytes after it; not knowing its place (state, and bytes of the word so far) after that byte costs it at
-most the entropy of the place given the byte, once per window. So the best mean loss on windows of S predictions lies
+A model that sees windows from anywhere in the text does not know the state at first. It gets the first byte and
+predicts the S bytes after it. Not knowing its place (state, and bytes of the word so far) after that byte costs at most
+the entropy of the place given the byte, once per window. So the best mean loss on windows of S predictions lies
 between the floor and ``floor + start_entropy / S``.
 """
 
@@ -49,7 +49,7 @@ class Grammar:
     states: Mapping[str, tuple[Draw, ...]]
 
     def __post_init__(self) -> None:
-        """Check everything that the formula for the floor stands on."""
+        """Check everything that the formula for the floor assumes."""
         for name, draws in self.states.items():
             _check_state(name, draws, self.states)
         for name in (self.start, *self.states):
@@ -61,7 +61,7 @@ class Grammar:
     def text(self, num_bytes: int, seed: int = 0) -> bytes:
         """The first ``num_bytes`` bytes of a text drawn with ``seed``; the last word may be cut.
 
-        The same on every machine: only ``random.Random.random`` is used, whose sequence Python guarantees.
+        It is the same on every machine: only ``random.Random.random`` is used, whose sequence Python guarantees.
         """
         draw_uniform = random.Random(seed).random
         tables = {
@@ -85,7 +85,7 @@ class Grammar:
         for column, name in enumerate(names):
             for draw in self.states[name]:
                 balance[names.index(draw.next_state), column] += draw.probability
-        balance[-1] = 1  # The balance equations have one too many; the last makes way for sum(pi) = 1.
+        balance[-1] = 1  # The balance equations are redundant, so the last is replaced by sum(pi) = 1.
         ones = torch.zeros(len(names), dtype=torch.float64)
         ones[-1] = 1
         return dict(zip(names, torch.linalg.solve(balance, ones).tolist(), strict=True))
@@ -136,7 +136,7 @@ class Grammar:
                 rest = text[position:]
                 if any(draw.word.startswith(rest) for draw in self.states[state]):
                     break
-                raise ValueError(f"text is not of this grammar: no word of state {state!r} at byte {position}")
+                raise ValueError(f"text: it is not of this grammar: no word of state {state!r} at byte {position}")
             total -= math.log(draw.probability)
             position += len(draw.word)
             state = draw.next_state
@@ -147,7 +147,7 @@ def load_grammar(path: Path | None = None) -> Grammar:
     """The grammar of a JSON file, by default ``data/grammar.json``.
 
     Raises:
-        ValueError: probabilities of a state that do not add up to 1, an unknown state, an ambiguous word.
+        ValueError: the probabilities of a state do not add up to 1, a state is unknown, or a word is ambiguous.
         FileNotFoundError: there is no such file.
     """
     spec = json.loads((data_path("grammar.json") if path is None else path).read_text(encoding="utf-8"))

@@ -26,8 +26,8 @@ class TextData:
     Attributes:
         tokens: uint8, shape (num_bytes,).
         seq_len: bytes of one training sequence.
-        name: where the text came from.
-        floor_nats_per_byte: entropy rate of the source where it is known exactly, else None.
+        name: source of the text.
+        floor_nats_per_byte: entropy rate of the source if it is known exactly, else None.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class TextData:
             ValueError: ``seq_len`` is below 1, or the text is empty or shorter than one sequence and its next byte.
         """
         if seq_len < 1:
-            raise ValueError(f"seq_len must be at least 1, got {seq_len}")
+            raise ValueError(f"seq_len: {seq_len} is below 1")
         if len(data) == 0:
-            raise ValueError(f"text {name} is empty")
+            raise ValueError(f"text: {name} is empty")
         if len(data) < seq_len + 1:
             raise ValueError(
-                f"text {name} has {len(data)} bytes; one sequence of seq_len {seq_len} and its next byte "
+                f"text: {name} has {len(data)} bytes; one sequence of seq_len={seq_len} and its next byte "
                 f"need {seq_len + 1}"
             )
         self.tokens = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -67,11 +67,12 @@ def load_text(source: str | Path = "stdlib", seq_len: int = 128) -> TextData:
     Args:
         source: ``stdlib`` (Python source of the standard library of this interpreter, without its tests: 11 to 12 MB of
             real text, a little different in each Python version), ``grammar`` (4 MB of the generated grammar, the same
-            everywhere, with its exact entropy), or the path of any file. A file of one of these names is ``./stdlib``.
+            everywhere, with its exact entropy), or the path of any file. A file with one of these names is
+            ``./stdlib``.
         seq_len: bytes of one training sequence.
 
     Raises:
-        ValueError: no such file, a file that cannot be read, or one that is empty or shorter than ``seq_len + 1``.
+        ValueError: there is no such file, or it cannot be read, is empty, or is shorter than ``seq_len + 1``.
     """
     if source == "stdlib":
         return TextData(_stdlib_source(), seq_len, "stdlib")
@@ -79,13 +80,13 @@ def load_text(source: str | Path = "stdlib", seq_len: int = 128) -> TextData:
         return TextData(_grammar_text(), seq_len, "grammar", load_grammar().floor_nats_per_byte)
     path = Path(source)
     if path.is_dir():
-        raise ValueError(f"text must be stdlib, grammar or the path of a file; {path.absolute()} is a directory")
+        raise ValueError(f"text: {path.absolute()} is a directory; give stdlib, grammar or the path of a file")
     if not path.is_file():
-        raise ValueError(f"text must be stdlib, grammar or the path of a file; there is no file {path.absolute()}")
+        raise ValueError(f"text: there is no file {path.absolute()}; give stdlib, grammar or the path of a file")
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise ValueError(f"text {path.absolute()} cannot be read: {error.strerror}") from error
+        raise ValueError(f"text: {path.absolute()} cannot be read: {error.strerror}") from error
     return TextData(data, seq_len, str(path.absolute()))
 
 
@@ -122,22 +123,22 @@ def batch(
         rows: which of the ``batch_size`` rows to return.
         batch_size: sequences of the global batch.
         seq_len: bytes of one sequence.
-        seed: of the choice of sequences.
+        seed: seed of the choice of sequences.
 
     Returns:
         Inputs and targets, int64, each of shape (number of rows, seq_len); the target is the byte that follows.
 
     Raises:
-        ValueError: a size below 1, rows outside the batch, or a text shorter than ``seq_len + 1`` bytes.
+        ValueError: a size is below 1, rows are outside the batch, or the text is shorter than ``seq_len + 1`` bytes.
     """
     if batch_size < 1 or seq_len < 1:
-        raise ValueError(f"batch_size and seq_len must be at least 1, got {batch_size} and {seq_len}")
+        raise ValueError(f"batch_size, seq_len: {batch_size} and {seq_len}; both must be at least 1")
     if len(data) < seq_len + 1:
-        raise ValueError(f"seq_len must be at most {len(data) - 1} for text {data.name}, got {seq_len}")
+        raise ValueError(f"seq_len: {seq_len} is above {len(data) - 1}, the longest sequence in text {data.name}")
     wanted = rows if isinstance(rows, range) else range(batch_size)[rows]
     if any(not 0 <= row < batch_size for row in wanted):
-        raise ValueError(f"rows must be within 0 to {batch_size - 1}, got {rows}")
-    # A str seed goes through SHA-512, so neighbouring steps share nothing; it does not depend on PYTHONHASHSEED.
+        raise ValueError(f"rows: {rows} are not all within 0 to {batch_size - 1}")
+    # A str seed goes through SHA-512: neighbouring steps are independent, and PYTHONHASHSEED has no effect.
     draw = random.Random(f"{seed}/{step}/{micro_batch}")
     starts = [draw.randrange(len(data) - seq_len) for _ in range(batch_size)]
     offsets = torch.tensor([starts[row] for row in wanted], dtype=torch.int64)

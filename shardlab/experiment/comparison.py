@@ -1,10 +1,11 @@
-"""The main job: one model, several strategies on the same ranks and the same data, true records of each.
+"""The main job: train one model with several strategies on the same ranks and data, and record each of them.
 
     comparison = compare(CompareConfig(ranks=4, steps=20), Path("runs/first"))
     comparison.summary                      # one row per strategy
     collective_timeline(comparison.records.collectives, comparison.records.spans, run="bucketed", step=5)
 
-Under torchrun every process calls it, on a directory that all of them see; rank 0 alone writes what is not a record.
+Under torchrun every process calls ``compare``, with a directory that all of them see. Every rank writes its records;
+only rank 0 writes the rest.
 """
 
 import json
@@ -27,7 +28,7 @@ from shardlab.launch import RankPool
 from shardlab.launch.placement import torchrun_env
 from shardlab.trace.store import Records, load_runs, write_manifest
 
-# What every rank will import anyway, imported once before the ranks are forked.
+# Every rank imports these, so they are imported once before the ranks are forked.
 PRELOAD = ("shardlab.experiment.run", "torch._dynamo")
 
 OnProgress = Callable[[Progress], None]
@@ -35,12 +36,12 @@ OnProgress = Callable[[Progress], None]
 
 @dataclass(frozen=True)
 class Comparison:
-    """What ``compare`` leaves.
+    """The result of ``compare``.
 
     Attributes:
         summary: one row per strategy, the columns of ``summary.json``.
         records: the five tables of all strategies; ``run`` is the strategy.
-        directory: where it lies on disk.
+        directory: where the files are.
     """
 
     summary: pd.DataFrame
@@ -49,23 +50,23 @@ class Comparison:
 
     @property
     def losses_equal(self) -> bool:
-        """Whether every strategy's losses equal the reference's; False where one is inf or NaN, True for one alone."""
+        """Whether all losses equal the reference's; False if one is inf or NaN, True for a single strategy."""
         return not (self.summary["losses_equal"] == False).any()  # noqa: E712  (None is neither)
 
 
 def compare(
     config: CompareConfig, directory: Path | str, *, pool: RankPool | None = None, on_progress: OnProgress | None = None
 ) -> Comparison:
-    """Run every strategy and write records and summary.
+    """Run every strategy, and write records and a summary.
 
     Args:
         config: what to run.
-        directory: must not hold anything yet.
-        pool: warm ranks to use; None starts some and ends them.
+        directory: a new or an empty directory.
+        pool: warm ranks; None starts ranks and ends them.
         on_progress: called in this process after every step of rank 0.
 
     Raises:
-        ValueError: ``directory`` holds something already, or ``pool`` has another number of ranks than ``config``.
+        ValueError: ``directory`` is not empty, or ``pool`` and ``config`` have different numbers of ranks.
         RankError: a rank failed; see ``launch``. The records so far stay on disk.
     """
     directory = Path(directory)
@@ -75,15 +76,15 @@ def compare(
         with RankPool(config.ranks, device=config.device, timeout_s=config.timeout_s, preload=PRELOAD) as own:
             return _compare(config, directory, own, on_progress)
     if pool.world_size != config.ranks:
-        raise ValueError(f"pool: it has {pool.world_size} ranks, but config.ranks is {config.ranks}")
+        raise ValueError(f"pool: {pool.world_size} ranks, but config.ranks is {config.ranks}")
     return _compare(config, directory, pool, on_progress)
 
 
 def claim(directory: Path) -> None:
-    """Make the directory of a new comparison; two runs are never mixed.
+    """Make the directory of a new comparison; runs are never mixed.
 
     Raises:
-        ValueError: it holds something, is a file, or cannot be made.
+        ValueError: it is not empty, is a file, or cannot be made.
     """
     if directory.is_file():
         raise ValueError(f"out: {directory} is a file; name a new or an empty directory")
@@ -97,13 +98,13 @@ def claim(directory: Path) -> None:
 
 
 def is_reporter() -> bool:
-    """Whether this process writes summaries and prints: always, but under torchrun on rank 0 only."""
+    """Whether this process prints and writes summaries: under torchrun only rank 0, otherwise always."""
     env = torchrun_env()
     return env is None or env.rank == 0
 
 
 def run_directory(directory: Path, strategy: str) -> Path:
-    """Where ``compare`` puts the records of one strategy."""
+    """Where ``compare`` writes the records of one strategy."""
     return directory / "records" / strategy
 
 
@@ -113,14 +114,14 @@ def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress
             on_progress(message)
 
     for strategy in config.strategies:
-        # Under torchrun each process has its own idea of both; rank 0's count.
+        # Under torchrun the processes choose a directory and an origin of time each; those of rank 0 are used.
         directory, origin_ns = pool.run(_agree, directory)[0]
         where = run_directory(directory, strategy)
         manifest = _manifest(config, strategy, pool)
-        _write_manifest(where, manifest)  # before it runs, so that a killed run can be read
+        _write_manifest(where, manifest)  # before the run, so that a killed run can be read
         reports = pool.run(run_strategy, config, strategy, where, origin_ns, on_message=on_message)
         _write_manifest(where, {**manifest, **_costs([report for report in reports if report is not None])})
-    pool.run(_meet)  # under torchrun the others read the manifests that rank 0 has now written
+    pool.run(_meet)  # under torchrun the others may read only what rank 0 has finished writing
     records = load_runs(run_directory(directory, strategy) for strategy in config.strategies)
     summary = [
         {**row, **against_plan(row["strategy"], records, plan_run(config, row["strategy"]))}
@@ -132,12 +133,12 @@ def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress
 
 
 def _agree(rank: int, directory: Path) -> tuple[Path, int]:  # noqa: ARG001
-    """This rank's directory, and its idea of when the run begins."""
+    """This rank's directory and origin of time."""
     return directory, now_ns()
 
 
 def _meet(rank: int) -> None:
-    """Return when every rank has come: what ``pool.run`` does anyway."""
+    """Do nothing: ``pool.run`` returns when all ranks have."""
 
 
 def _write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
@@ -165,5 +166,7 @@ def _costs(reports: list[RankReport]) -> dict[str, Any]:
     shares = [report.recorder_share for report in reports]
     return {
         "padding_bytes": max(report.padding_bytes for report in reports),
-        "recorder_share": None if any(map(isnan, shares)) else max(shares),  # the first step alone does not count
+        "recorder_share": None
+        if any(map(isnan, shares))
+        else max(shares),  # NaN: nothing but the first step was recorded, which does not count
     }

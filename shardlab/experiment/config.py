@@ -1,4 +1,4 @@
-"""What an experiment is: every field checked before a rank starts, with its name and what it may be."""
+"""The checked configuration of a comparison: an error names the field and its allowed values, before a rank starts."""
 
 import math
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from shardlab.partition.wire import Link
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 SEQUENCES_PER_RANK = 4
-# Fields that only some strategies take, and the option of the engine that each becomes.
+# Fields that only some strategies take -> the option of the engine.
 ENGINE_FIELDS = {
     "bucket_mib": "bucket_bytes", "partition": "partition", "sharding": "sharding", "shard_group": "sharding",
     "wrap": "wrap", "prefetch": "prefetch", "layout": "layout", "precision": "precision", "offload": "offload",
@@ -33,12 +33,12 @@ ENGINE_FIELDS = {
 
 @dataclass(frozen=True)
 class CompareConfig(CompareOptions):
-    """One model, several strategies, the same data: options that were checked.
+    """One model, several strategies, the same data; the options are checked.
 
     The fields are those of ``CompareOptions``.
 
     Raises:
-        ValueError: a field has a value it cannot have; the message names the field and the allowed values.
+        ValueError: a field has an invalid value; the message names the field and the allowed values.
     """
 
     def __post_init__(self) -> None:
@@ -46,17 +46,17 @@ class CompareConfig(CompareOptions):
         _one_of("model", self.model, MODELS)
         _one_of("dtype", self.dtype, DTYPES)
         if not self.strategies:
-            raise ValueError(f"strategies: at least one is needed of {', '.join(STRATEGIES)}")
+            raise ValueError(f"strategies: none given; at least one is needed of {', '.join(STRATEGIES)}")
         for strategy in self.strategies:
             _one_of("strategies", strategy, STRATEGIES)
         if len(set(self.strategies)) != len(self.strategies):
-            raise ValueError(f"strategies: {', '.join(self.strategies)} names one twice")
+            raise ValueError(f"strategies: {', '.join(self.strategies)} repeats one; name each once")
         for field in ("ranks", "steps", "seq_len", "accumulation", "shard_group", "tp"):
             if (number := getattr(self, field)) is not None and number < 1:
                 raise ValueError(f"{field}: {number} is below 1")
         for field in ("learning_rate", "bucket_mib", "timeout_s", "clip"):
             if (value := getattr(self, field)) is not None and not 0 < value < math.inf:
-                raise ValueError(f"{field}: {value} is not a finite number greater than 0")
+                raise ValueError(f"{field}: {value} is not a finite number above 0")
         check_tensor_axis(self)
         self._check_batch()
         self._check_taken()
@@ -68,7 +68,7 @@ class CompareConfig(CompareOptions):
         env = torchrun_env()
         if env is not None and env.world_size != self.ranks:
             raise ValueError(
-                f"ranks: {self.ranks}, but torchrun started {env.world_size} processes; give the same number"
+                f"ranks: {self.ranks}, but torchrun started {env.world_size} processes; the numbers must be equal"
             )
         check_transport(place(self.ranks, self.device).backend, self.transport, self.link)
         load_text(self.text, self.seq_len)
@@ -83,7 +83,7 @@ class CompareConfig(CompareOptions):
             )
 
     def _check_taken(self) -> None:
-        """An option that does nothing would be a lie in the record."""
+        """Refuse options that no strategy takes: a record must not claim what had no effect."""
         for field, option in ENGINE_FIELDS.items():
             if getattr(self, field) != _default(field) and not any(map(takes(option), self.strategies)):
                 takers = ", ".join(filter(takes(option), STRATEGIES))
@@ -114,8 +114,8 @@ class CompareConfig(CompareOptions):
             raise ValueError("shard_group: only sharding=hybrid_shard has groups; add it, or leave shard_group out")
         if self.sharding == "hybrid_shard" and self.shard_group is None and self.shards == 1:
             raise ValueError(
-                f"sharding: hybrid_shard needs groups of at least 2 that divide the ranks, and {self.data_ranks} ranks "
-                "have none smaller than all; use full_shard, or another number of ranks"
+                f"sharding: hybrid_shard needs a group size above 1 that divides the data ranks, and "
+                f"{self.data_ranks} has none; use full_shard, or another number of ranks"
             )
         if self.sharding == "hybrid_shard" and self.data_ranks % self.shards != 0:
             raise ValueError(
@@ -123,9 +123,9 @@ class CompareConfig(CompareOptions):
             )
 
     def _check_peers(self) -> None:
-        """Torch's own engines are less flexible than ours."""
+        """Refuse what torch's own engines cannot do."""
         if self.link is not None and (peers := [name for name in self.strategies if name.startswith("torch_")]):
-            raise ValueError(f"link: torch's own engines send past an emulated link; leave out {', '.join(peers)}")
+            raise ValueError(f"link: torch's own engines bypass an emulated link; leave out {', '.join(peers)}")
         if TORCH_TP in self.strategies:
             config = MODELS[self.model]
             if not isinstance(config, GPTConfig):
@@ -138,7 +138,7 @@ class CompareConfig(CompareOptions):
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that train on different rows."""
+        """Number of ranks that train on different rows."""
         return self.ranks // self.tp
 
     @property
@@ -170,7 +170,7 @@ class CompareConfig(CompareOptions):
         return max(1, int(self.bucket_mib * 1024**2))
 
     def engine_options(self, allowed: tuple[str, ...]) -> dict[str, Any]:
-        """Those of this configuration's engine options that a strategy takes."""
+        """The engine options among ``allowed`` that a strategy takes."""
         known = {
             "bucket_bytes": self.bucket_bytes, "partition": self.partition, "sharding": self.sharding,
             "wrap": parse_wrap(self.wrap), "prefetch": self.prefetch, "layout": self.layout,
@@ -179,7 +179,7 @@ class CompareConfig(CompareOptions):
         return {name: value for name, value in known.items() if name in allowed}
 
     def as_dict(self, strategy: str) -> dict[str, Any]:
-        """For the manifest of one strategy's run: without the options that it does not take."""
+        """The fields for the manifest of one strategy, without options it does not take."""
         ignored = {field for field, option in ENGINE_FIELDS.items() if not takes(option)(strategy)}
         return {field: value for field, value in asdict(self).items() if field not in ignored}
 
@@ -194,7 +194,7 @@ def _default(name: str) -> Any:
 
 
 def _largest_divisor(number: int) -> int:
-    """The largest divisor below the number itself."""
+    """The largest divisor below the number; 1 for 1."""
     return next(divisor for divisor in range(max(1, number // 2), 0, -1) if number % divisor == 0)
 
 

@@ -1,4 +1,4 @@
-"""Two saved comparisons set side by side, in words and in a table."""
+"""Two saved comparisons side by side: a table and sentences."""
 
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -11,7 +11,7 @@ from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.summary import COLUMNS, JUDGED_STEPS, LOSS_TOLERANCE, not_finite
 
 Saved = tuple[Comparison, CompareConfig]
-ELSEWHERE = {"strategies", "timeout_s"}  # fields that change no number
+WITHOUT_EFFECT = {"strategies", "timeout_s"}  # fields that change no number of a strategy
 NAMES = {"loss_first": "first loss", "other_bytes": "other (kB)", "padding_bytes": "padding (kB)",
          "recorder_share": "recording (%)"}  # fmt: skip
 DIVISORS = {"loss_first": 1, "other_bytes": 1e3, "padding_bytes": 1e3, "recorder_share": 0.01}
@@ -19,10 +19,10 @@ DIVISORS = {"loss_first": 1, "other_bytes": 1e3, "padding_bytes": 1e3, "recorder
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of two comparisons, from the first to the second.
+    """The differences between two comparisons, from the first to the second.
 
     Raises:
-        ValueError: on the first use, where they have no strategy in common.
+        ValueError: on first use, if they have no strategy in common.
     """
 
     first: Saved
@@ -30,7 +30,7 @@ class Difference:
 
     @cached_property
     def pairs(self) -> list[Pair]:
-        """The strategies that are set side by side."""
+        """The strategies that are compared."""
         one, other = (list(saved[0].summary["strategy"]) for saved in (self.first, self.second))
         return pairs_of(one, other)
 
@@ -41,7 +41,7 @@ class Difference:
 
     @property
     def readable(self) -> pd.DataFrame:
-        """The same in units a person reads, without what neither run has."""
+        """The same in readable units, without quantities that neither run has."""
         rows = self.table[self.table[["first", "second"]].fillna(0).any(axis=1)]
         labels = {name: label for name, (label, _) in COLUMNS.items()} | NAMES
         divisor = rows["quantity"].map({name: size for name, (_, size) in COLUMNS.items()} | DIVISORS).astype("float64")
@@ -50,34 +50,34 @@ class Difference:
 
     @property
     def losses(self) -> pd.DataFrame:
-        """The losses of every step that both have, and how far they are apart."""
+        """The losses of every step that both have, and their difference."""
         return loss_differences(self.first[0].records.steps, self.second[0].records.steps, self.pairs)
 
     @property
     def tolerance(self) -> float:
-        """How far equal losses may be apart: that of the coarser of both element types."""
+        """How far equal losses may differ: the tolerance of the coarser element type."""
         return max(LOSS_TOLERANCE[config.dtype] for _, config in (self.first, self.second))
 
     @property
     def losses_equal(self) -> bool:
-        """Whether the first steps that both have agree; False where none is in common, or a loss is inf or NaN."""
+        """Whether the first common steps agree; False if there are none, or a loss is inf or NaN."""
         judged = self.losses[self.losses["step"] < JUDGED_STEPS]
         agree = len(judged) > 0 and bool((judged["difference"] <= self.tolerance).all())
         return agree and not any(self._not_finite(pair) for pair in self.pairs)
 
     @property
     def settings(self) -> list[str]:
-        """A line for each field of the configuration that differs."""
+        """One line for each field of the configuration that differs."""
         one, other = self.first[1], self.second[1]
         return [
             f"{field.name}: {getattr(one, field.name)} in the first, {getattr(other, field.name)} in the second"
             for field in fields(CompareConfig)
-            if field.name not in ELSEWHERE and getattr(one, field.name) != getattr(other, field.name)
+            if field.name not in WITHOUT_EFFECT and getattr(one, field.name) != getattr(other, field.name)
         ]
 
     @property
     def verdicts(self) -> list[str]:
-        """A sentence on the losses of each pair."""
+        """One sentence on the losses of each pair."""
         return [self._verdict(pair) for pair in self.pairs]
 
     def _verdict(self, pair: Pair) -> str:
@@ -94,7 +94,7 @@ class Difference:
         return f"Losses of {name} are {equal}: in {len(judged)} steps they differ by at most {largest:.1e}."
 
     def _not_finite(self, pair: Pair) -> list[str]:
-        """What to say of a pair in which a loss is inf or NaN."""
+        """From which step on a loss of the pair is inf or NaN."""
         found = (not_finite(saved[0].records.steps) for saved in (self.first, self.second))
         return [
             f"that of the {which} run is not finite from step {steps[run]} on"

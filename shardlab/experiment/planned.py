@@ -1,6 +1,6 @@
-"""A run against its plan: what the planner says, and whether the record says the same, to the byte and message.
+"""A run against its plan: what the planner predicts, and whether the record agrees in every byte and message.
 
-The planner computes from the partition arithmetic alone and runs nothing, so two independent counts agree or one lies.
+The planner uses only the partition arithmetic and runs nothing, so plan and record are two independent counts.
 """
 
 from dataclasses import dataclass, replace
@@ -30,8 +30,8 @@ MESSAGE = ["op", "axis", "tag", "dtype", "numel", "bytes", "wire_bytes", "group_
 class Plan:
     """Tables ``memory`` and ``collectives`` of one step, ``source='predicted'``.
 
-    ``collectives`` has the messages of each axis in their order; of the tensor axis it is not planned where they come
-    among those of the data axes.
+    ``collectives`` has the messages of each axis in order. How those of the tensor axis interleave with those of the
+    data axes is not planned.
     """
 
     memory: pd.DataFrame
@@ -39,7 +39,7 @@ class Plan:
 
 
 def plan_run(config: CompareConfig, strategy: str) -> Plan | None:
-    """What the planner says of a strategy; None for one that is not ours, since nobody planned it."""
+    """The plan of a strategy; None for torch's own, which the planner does not know."""
     if strategy not in STRATEGIES:
         return None
     with torch.device("meta"):
@@ -49,7 +49,9 @@ def plan_run(config: CompareConfig, strategy: str) -> Plan | None:
         return Plan(predicted_memory(model, setup), predicted_collectives(model, setup))
     model = divided(model, config.tp)
     over_tensor = predicted_tensor_collectives(tensor_setup_of(config, strategy))
-    over_data = on_tensor_ranks(predicted_collectives(model, setup), config.tp)  # its last: the norm, over both
+    over_data = on_tensor_ranks(
+        predicted_collectives(model, setup), config.tp
+    )  # the norm comes last and uses both axes
     return Plan(on_tensor_ranks(predicted_memory(model, setup), config.tp), pd.concat([over_tensor, over_data]))
 
 
@@ -90,17 +92,17 @@ def tensor_setup_of(config: CompareConfig, strategy: str) -> TensorSetup:
 
 
 def units_of(module: nn.Module, wrap: str | int) -> dict[str, list[str]]:
-    """Names of the parameters of every unit of FSDP but the root, by the unit's name."""
+    """Names of the parameters of each FSDP unit except the root, by the name of the unit."""
     members = owners_of_parameters(module, wrapped_modules(module, wrap), dict(module.named_parameters()), ROOT)
     return {name: names for name, names in members.items() if name != ROOT}
 
 
 def against_plan(run: str, records: Records, plan: Plan | None) -> dict[str, Any]:
-    """The columns of ``summary.json`` that tell of the plan; null where there is none.
+    """The columns of ``summary.json`` on the plan; null without a plan.
 
-    ``rest_bytes`` is measured; it, ``planned_rest_bytes`` and ``planned_wire_bytes`` are those of the rank that has
-    most. ``as_planned`` is whether the bytes of every role on every rank at rest, and every message of the last step in
-    its order, are the plan's.
+    ``rest_bytes`` is measured. It, ``planned_rest_bytes`` and ``planned_wire_bytes`` are maxima over ranks.
+    ``as_planned`` says whether the bytes at rest of every role on every rank, and every message of the last step in
+    order, equal the plan.
     """
     rest = _last(records.memory, run, records.memory["where"] == "rest")
     measured = {"rest_bytes": _most(rest)}
@@ -120,7 +122,7 @@ def against_plan(run: str, records: Records, plan: Plan | None) -> dict[str, Any
 
 
 def _last(table: pd.DataFrame, run: str, chosen: pd.Series, like: pd.DataFrame | None = None) -> pd.DataFrame:
-    """The chosen rows of a run's last step (of table ``like``'s last, where rows may be missing)."""
+    """The chosen rows of a run's last step; ``like`` gives the last step of a table that may have no rows in it."""
     own: pd.DataFrame = table[chosen & (table["run"] == run)]
     steps = own if like is None else like[like["run"] == run]
     last: pd.DataFrame = own[own["step"] == steps["step"].max()]
@@ -137,7 +139,7 @@ def _held(memory: pd.DataFrame) -> dict[tuple[int, str], int]:
 
 
 def _of_strategy(memory: pd.DataFrame) -> pd.DataFrame:
-    """Without what the strategy does not decide: workspaces of libraries on a GPU."""
+    """Without library workspaces on a GPU, which the strategy does not decide."""
     return memory[memory["role"] != str(Role.WORKSPACE)]
 
 

@@ -32,24 +32,24 @@ from shardlab.plots import (
 from shardlab.trace.store import Records
 from shardlab.vocabulary import Collective, Phase, Role
 
-HIDDEN = "Exposed communication lengthens the step; hidden, it slows the compute where no core is idle."
+HIDDEN = "Exposed communication lengthens the step; hidden communication slows compute if no core is idle."
 PEAK = (
-    "Where the peak of the traced step was: the unit that computed, on the rank where it is highest; what was alive at "
-    "that moment, by role."
+    "Where the peak of the traced step was: the rank with the highest peak, the unit that computed, and the live bytes "
+    "at that moment by role."
 )
 ALLOCATOR = (
-    "What torch's CUDA allocator holds after the last step, on the rank where it is most: the items add up to all that "
-    "it has reserved. Library workspaces are in no tensor of the engine; fragments are free parts of segments in use."
+    "What torch's CUDA allocator holds after the last step, on the rank that holds the most: the items add up to its "
+    "reserved bytes. Library workspaces belong to no tensor of the engine; fragments are free parts of used segments."
 )
 PATH = (
-    "What one step consists of, from when the first rank begins it until the last has ended it: the longest chain of "
-    "causes over all ranks, and how much shorter it would be if communication took no time. The step is that of median "
+    "What one step consists of, from its beginning on the first rank to its end on the last: the longest chain of "
+    "causes over all ranks, and how much shorter it would be if communication took no time. The step has the median "
     "length on the first rank."
 )
 
 
 def write_report(comparison: Comparison, config: CompareConfig) -> Path:
-    """Write ``report.html`` beside the records; its path."""
+    """Write ``report.html`` beside the records and return its path."""
     path = comparison.directory / "report.html"
     title = f"{config.model} on {config.ranks} {'rank' if config.ranks == 1 else 'ranks'}"
     path.write_text(report_page(title, _lead(comparison, config), _tables(comparison), _figures(comparison)))
@@ -72,7 +72,7 @@ def _sent_by(comparison: Comparison, link: str | None) -> str:
 
 
 def _chosen(config: CompareConfig) -> str:
-    """What was set to something else than the default and is not said yet."""
+    """The options that differ from their default and were not mentioned yet."""
     said = {
         "strategies", "ranks", "steps", "model", "text", "batch", "seq_len", "dtype", "device", "link", "transport",
         "timeout_s",
@@ -87,13 +87,13 @@ def _chosen(config: CompareConfig) -> str:
 
 def _tables(comparison: Comparison) -> dict[str, pd.DataFrame]:
     caption = (
-        "Medians of times over steps and ranks, without the first step. Exposed and hidden: communication. Bytes: "
-        "maximum over ranks, at rest; the peak is that of one traced step. 1 MB is 1,000,000 bytes."
+        "Times are medians over steps and ranks, without the first step; exposed and hidden refer to communication. "
+        "Bytes are maxima over ranks, at rest; the peak is that of one traced step. 1 MB is 1,000,000 bytes."
     )
     tables = {caption: readable_summary(comparison.summary)}
     planned = comparison.summary.dropna(subset="as_planned")
     if len(planned):
-        tables["Planned without running, and measured: bytes at rest on the rank with most, bytes sent in a step."] = (
+        tables["Planned without running, and measured: bytes at rest and bytes sent in a step, maxima over ranks."] = (
             readable_summary(planned, PLANNED)
         )
     records, timed = comparison.records, timed_steps(comparison.records.steps)
@@ -117,9 +117,7 @@ def _figures(comparison: Comparison) -> dict[str, go.Figure]:
         figures["Only the order of summation differs."] = loss_difference(records.steps, reference)
     figures["What each rank holds between two steps."] = memory_by_role(records.memory)
     if (records.memory["where"] == "peak").any():
-        figures["The highest moment of a step, on the rank where it is highest."] = memory_by_role(
-            records.memory, where="peak"
-        )
+        figures["The peak of a step, on the rank where it is highest."] = memory_by_role(records.memory, where="peak")
     for run in (run for run in comparison.summary["strategy"] if run in set(traffic["run"])):
         figures[f"When {run} computes and when it communicates."] = collective_timeline(
             traffic, records.spans, run=run, step=_middle_step(timed[timed["run"] == run])
@@ -128,7 +126,7 @@ def _figures(comparison: Comparison) -> dict[str, go.Figure]:
     figures["Bytes sent by one rank in one step, by the ring formula."] = wire_volume(
         traffic, runs=list(comparison.summary["strategy"])
     )
-    figures["The first step, which allocates, and memory-traced ones are left out."] = step_times(timed)
+    figures["Without the first step, which allocates, and without memory-traced steps."] = step_times(timed)
     return figures
 
 
@@ -139,13 +137,13 @@ def _in_steps(table: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def _middle_step(steps: pd.DataFrame) -> int:
-    """The step of median length on the first rank: neither a lucky nor an unlucky one."""
+    """The step of median length on the first rank, so neither a lucky nor an unlucky one."""
     own = steps[steps["rank"] == steps["rank"].min()].sort_values("step_us", kind="stable")
     return int(own["step"].iloc[len(own) // 2])
 
 
 def peak_table(records: Records) -> pd.DataFrame:
-    """Rank, unit and phase of each run's peak, and the bytes of every role that some run held then; they add up."""
+    """Rank, unit and phase of each run's peak, and the bytes of each role at that moment, which add up to it."""
     rows = peak(records.memory)
     rows = rows[rows["role"] != str(Role.OFFLOADED)]
     wide = rows.pivot_table(
@@ -158,7 +156,7 @@ def peak_table(records: Records) -> pd.DataFrame:
 
 
 def allocator_table(records: Records) -> pd.DataFrame:
-    """A column for each item of ``allocator_items``; without rows where no run was on a GPU."""
+    """One column for each item of ``allocator_items``; no rows if no run used a GPU."""
     items = allocator_items(records.memory)
     wide = items.pivot_table(index=["run", "rank"], columns="item", values="bytes", aggfunc="sum", sort=False) / 1e6
     wide = wide.rename(columns=lambda item: f"{item.replace('_', ' ')} (MB)").reset_index()
@@ -166,11 +164,11 @@ def allocator_table(records: Records) -> pd.DataFrame:
 
 
 def path_table(records: Records, steps: dict[str, int]) -> pd.DataFrame:
-    """The critical path of one step of each run, in parts; runs in which a stream waits are left out.
+    """The parts of the critical path of one step of each run; runs in which a stream waits are left out.
 
     Args:
         records: of a comparison.
-        steps: which step of each run.
+        steps: the step of each run.
     """
     return pd.DataFrame([row for run, step in steps.items() if (row := _path_row(records, run, step)) is not None])
 

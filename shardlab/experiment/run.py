@@ -1,4 +1,4 @@
-"""One strategy on the ranks: what each rank does, and what it leaves on disk."""
+"""One strategy on the ranks: what each rank trains, and what it records."""
 
 import contextlib
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from shardlab.vocabulary import Phase, SpanKind
 
 @dataclass(frozen=True)
 class Progress:
-    """Sent to the parent after every step."""
+    """Sent to the parent process after every step."""
 
     strategy: str
     step: int
@@ -37,11 +37,11 @@ class Progress:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank knows when its run is over.
+    """What a rank returns at the end of its run.
 
     Attributes:
-        recorder_share: time spent recording over the time of the steps, see ``Recorder.cost_share``.
-        padding_bytes: bytes of one copy of the parameters that are padding.
+        recorder_share: time of recording over time of the steps, see ``Recorder.cost_share``.
+        padding_bytes: bytes of padding in one copy of the parameters.
     """
 
     recorder_share: float
@@ -52,7 +52,7 @@ class RankRun:
     """One strategy on one rank, recorded: its data, its training step and its recorder.
 
     Args:
-        config: what to train on.
+        config: model, data and options.
         engine: the strategy.
         recorder: of this rank.
     """
@@ -69,7 +69,7 @@ class RankRun:
         self._rows = range(engine.data_rank * num_rows, (engine.data_rank + 1) * num_rows)
 
     def step(self, step: int, *, trace_memory: bool = False) -> StepResult:
-        """Train and record step number ``step``; ``trace_memory`` finds its peak by role and slows it."""
+        """Train and record step number ``step``; ``trace_memory`` finds its peak by role, and slows it."""
         with self.recorder.step(step, trace_memory=trace_memory):
             result = self._train(step)
         num_tokens = len(self._rows) * self._config.accumulation * self._config.seq_len
@@ -99,15 +99,15 @@ class RankRun:
 def recorded_run(
     config: CompareConfig, strategy: str, mesh: BaseMesh, writer: RunWriter, origin_ns: int
 ) -> Iterator[RankRun]:
-    """A model under ``strategy`` on this rank, ready to train, with all it does going to ``writer``.
+    """A model under ``strategy`` on this rank, ready to train; everything it does is recorded to ``writer``.
 
-    The recorder listens before the engine is made, so that its first broadcast is recorded too, as step -1.
+    The recorder observes the mesh before the engine is made, so that its first broadcast is recorded too, as step -1.
 
     Args:
         config: model, data and options.
         strategy: a name from ``engines.STRATEGIES``.
         mesh: where it trains.
-        writer: of this rank; closed at the end.
+        writer: writer of this rank; it is closed at the end.
         origin_ns: ``time.perf_counter_ns`` at the start of the run, the same on all ranks.
     """
     with contextlib.ExitStack() as stack:
@@ -122,10 +122,9 @@ def recorded_run(
 
 
 def run_strategy(rank: int, config: CompareConfig, strategy: str, directory: Path, origin_ns: int) -> RankReport | None:
-    """Train with one strategy on this rank and record it; None on a rank that takes no part.
+    """Train with one strategy on this rank and record it; None on a rank that does not take part.
 
-    'single' trains on rank 0 alone, on the rows of all ranks and with the threads of all, so that it sees the same
-    global batch.
+    'single' trains on rank 0 alone, on the rows and with the threads of all ranks: it sees the same global batch.
     """
     alone = strategy == "single"
     if alone and rank > 0:
@@ -136,7 +135,9 @@ def run_strategy(rank: int, config: CompareConfig, strategy: str, directory: Pat
         mesh = stack.enter_context(_mesh(config, strategy))
         writer = RunWriter(directory, rank, strategy, source_of(mesh))
         run = stack.enter_context(recorded_run(config, strategy, mesh, writer, origin_ns))
-        traced = min(2, config.steps - 1)  # the first step in which all optimizer state is there from the beginning
+        traced = min(
+            2, config.steps - 1
+        )  # not the first step or two, in which optimizer state is still being allocated
         for step in range(config.steps):
             result = run.step(step, trace_memory=step == traced)
             if rank == 0:
@@ -146,7 +147,7 @@ def run_strategy(rank: int, config: CompareConfig, strategy: str, directory: Pat
 
 
 def source_of(mesh: BaseMesh) -> str:
-    """What the records of a run on ``mesh`` say of where their numbers come from."""
+    """The ``source`` of records of a run on ``mesh``: measured, or over an emulated link."""
     return "emulated" if any(comm.emulated for comm in mesh.communicators) else "measured"
 
 

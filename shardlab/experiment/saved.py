@@ -1,4 +1,4 @@
-"""What ``compare`` has left on disk, also where it was cut off, and also one strategy of it alone."""
+"""Loading what ``compare`` has written: a finished comparison, one that was cut off, or one run of it."""
 
 import json
 from dataclasses import fields
@@ -18,15 +18,15 @@ NEEDED = ("config", "versions", "devices", "backend")
 
 
 def load_comparison(directory: Path | str) -> Comparison:
-    """What ``compare`` wrote into ``directory``.
+    """Load a finished comparison from ``directory``.
 
     Raises:
-        ValueError: it holds no comparison.
+        ValueError: there is no finished comparison.
     """
     directory = Path(directory)
     path = directory / "summary.json"
     if not path.is_file():
-        raise ValueError(f"out: {directory} holds no summary.json, so it is no finished comparison")
+        raise ValueError(f"out: {directory} has no summary.json, so it is not a finished comparison")
     summary = pd.DataFrame(json.loads(path.read_text()))
     records = load_runs(run_directory(directory, strategy) for strategy in summary["strategy"])
     return Comparison(summary, records, directory)
@@ -35,11 +35,11 @@ def load_comparison(directory: Path | str) -> Comparison:
 def load_saved(directory: Path | str) -> tuple[Comparison, CompareConfig]:
     """The comparison in ``directory`` and the configuration it ran with.
 
-    A finished comparison is read as it is. Of one that was cut off, and of one run alone, the summary is made from the
-    steps that all ranks have finished; it is not held against the plan.
+    A finished comparison is read as it is. If it was cut off, or for a single run, the summary is computed from the
+    steps that all ranks have finished, and not compared with the plan.
 
     Raises:
-        ValueError: there is neither a run nor a comparison, a record is damaged or of a newer format, no step was
+        ValueError: there is neither a run nor a comparison, a record is damaged or has a newer format, no step was
             finished, or ``compare`` did not write it.
     """
     directory = Path(directory)
@@ -49,7 +49,7 @@ def load_saved(directory: Path | str) -> tuple[Comparison, CompareConfig]:
         if missing:
             raise ValueError(
                 f"run: {directory / 'summary.json'} has no {', '.join(missing)}: an older shardlab wrote it; remove "
-                "the file, and the summary is made anew from the records"
+                "the file, and the summary is computed again from the records"
             )
         return comparison, config_of(comparison.records)
     records = _whole_steps(load_runs(run_directories(directory)))
@@ -62,10 +62,10 @@ def load_saved(directory: Path | str) -> tuple[Comparison, CompareConfig]:
 
 
 def config_of(records: Records) -> CompareConfig:
-    """The configuration that the manifests tell of. It is not checked: text and devices may be of another machine.
+    """The configuration in the manifests. It is not checked: text and devices may belong to another machine.
 
     Raises:
-        ValueError: a manifest is not one of ``compare``.
+        ValueError: ``compare`` did not write a manifest.
     """
     known: dict[str, Any] = {}
     for run, manifest in records.manifests.items():
@@ -84,7 +84,7 @@ def config_of(records: Records) -> CompareConfig:
 
 
 def _whole_steps(records: Records) -> Records:
-    """Without the steps that only some ranks have finished."""
+    """The records without steps that only some ranks have finished."""
     steps = records.steps
     ranks = steps.groupby("run")["rank"].transform("nunique")
     whole = steps[steps.groupby(["run", "step"])["rank"].transform("nunique") == ranks]
@@ -92,5 +92,5 @@ def _whole_steps(records: Records) -> Records:
     tables = {}
     for name in TABLES:
         table = getattr(records, name)
-        tables[name] = table[table["step"] <= table["run"].map(last)]  # of a run without any: nothing
+        tables[name] = table[table["step"] <= table["run"].map(last)]  # a run without whole steps keeps no rows
     return Records(**tables, manifests=records.manifests)

@@ -18,12 +18,12 @@ LossFn = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a finished step reports.
+    """The result of an optimizer step.
 
     Attributes:
         loss: mean over ranks and micro-batches, before the step.
-        grad_norm: global norm before clipping; NaN without clipping, when nobody asked for it.
-        learning_rate: with which the step was made.
+        grad_norm: global norm before clipping; NaN without clipping.
+        learning_rate: learning rate of this step.
         step: number of optimizer steps so far, from 1.
     """
 
@@ -34,19 +34,19 @@ class StepResult:
 
 
 class TrainStep:
-    """Called once per micro-batch; every ``accumulation``-th call makes an optimizer step.
+    """Called once per micro-batch; every ``accumulation``-th call ends with an optimizer step.
 
         train_step = TrainStep(engine, next_token_loss, accumulation=4, max_norm=1.0)
-        result = train_step(inputs, targets)      # None while it accumulates, then a StepResult
+        result = train_step(inputs, targets)      # None while accumulating, then a StepResult
 
     Args:
         engine: any strategy.
         loss_fn: loss of (output, targets), a mean over the micro-batch.
-        accumulation: micro-batches a step, at least 1.
+        accumulation: micro-batches of a step, at least 1.
         max_norm: clip the global gradient norm to this; None for no clipping.
         scheduler: an LR scheduler, stepped after each optimizer step.
         scaler: scales the loss for float16.
-        recorder: records phases and what is held at rest.
+        recorder: records phases, and memory at rest.
 
     Raises:
         ValueError: ``accumulation`` is below 1.
@@ -71,7 +71,7 @@ class TrainStep:
         self._losses: list[Tensor] = []
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> StepResult | None:
-        """One micro-batch of this rank's rows."""
+        """Train on one micro-batch of this rank's rows."""
         last = len(self._losses) == self.accumulation - 1
         with contextlib.nullcontext() if last else self.engine.no_sync():
             self._losses.append(self._forward_backward(inputs, targets))

@@ -1,4 +1,4 @@
-"""One row per strategy: what it cost, beside the proof that it trained the same model; and how a person reads it."""
+"""One row per strategy: what it cost, whether it trained the same model, and how to print that."""
 
 from collections.abc import Iterable, Mapping
 from math import isfinite
@@ -12,11 +12,11 @@ from shardlab.trace.store import Records
 from shardlab.vocabulary import Role
 
 REFERENCE = "single"
-# Sums in another order differ in the last bits, and training carries the difference along.
+# Sums in a different order differ in the last bits, and training carries the difference along.
 LOSS_TOLERANCE = {"float32": 1e-4, "float64": 1e-9}
-# Later than this, training has amplified a last bit of float32 to anything: two right runs drift apart.
+# Later, training has amplified the last bit of float32 so much that two correct runs drift apart.
 JUDGED_STEPS = 10
-ROUNDED_LOSS_TOLERANCE = 0.05  # 16-bit compute: another rounding, not another algorithm
+ROUNDED_LOSS_TOLERANCE = 0.05  # 16-bit compute rounds differently
 MB = 1e6
 COLUMNS = {
     "strategy": ("strategy", 1),
@@ -41,7 +41,7 @@ PLANNED = {
     "wire_bytes_per_step": ("sent (bytes)", 1),
     "as_planned": ("each role, rank and message as planned", 1),
 }
-# The same for a terminal of 80 columns: a word over its unit.
+# The same for a terminal of 80 columns: the unit stands below the name.
 TERMINAL = {
     "strategy": ("strategy", 1),
     "loss_last": ("last\nloss", 1),
@@ -61,14 +61,14 @@ TERMINAL = {
 def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     """The rows of ``summary.json``.
 
-    Times are medians over steps and ranks; the first step and memory-traced ones are left out where others remain.
-    Bytes are the maximum over ranks, at rest after the last step in which they were read; ``peak_bytes`` is the highest
-    moment of the traced steps. ``wire_bytes_per_step`` is what the rank that sends most sends in the last step, without
-    the loss for the report. ``recorder_share`` is the time recording took over the time of the steps, on the rank where
-    it is largest. ``max_loss_difference`` is against ``loss_reference``, null without one; ``losses_equal`` judges the
-    first ``JUDGED_STEPS`` steps, for which ``judged_loss_difference`` is the largest. Where a loss of the run or of its
-    reference is inf or NaN at any step, the differences are null and ``losses_equal`` is False, also without a
-    reference. No number here is inf or NaN, which JSON does not have.
+    Times are medians over steps and ranks, without the first step and memory-traced steps if others remain. Bytes are
+    maxima over ranks, at rest after the last step in which they were sampled; ``peak_bytes`` is the highest moment of
+    the traced steps. ``wire_bytes_per_step`` is what the busiest rank sends in the last step, without the reported
+    loss. ``recorder_share`` is the time of recording over the time of the steps, on the rank where it is largest.
+    ``max_loss_difference`` is against ``loss_reference``, and null without one; ``losses_equal`` judges the first
+    ``JUDGED_STEPS`` steps, whose largest difference is ``judged_loss_difference``. If a loss of the run or of its
+    reference is inf or NaN at any step, the differences are null and ``losses_equal`` is False, even without a
+    reference. No number is inf or NaN, because JSON has neither.
     """
     losses = {str(run): own.groupby("step")["loss"].first() for run, own in records.steps.groupby("run", sort=False)}
     rest = at_rest(records.memory).pivot_table(index="run", columns="role", values="bytes", aggfunc="max")
@@ -83,7 +83,7 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
 
 
 def reference_of(runs: Iterable[str]) -> str | None:
-    """The run whose losses the others' are compared with: 'single', else the first of several."""
+    """The run that the losses of the others are compared with: 'single', else the first of several."""
     names = list(runs)
     if REFERENCE in names:
         return REFERENCE
@@ -91,7 +91,7 @@ def reference_of(runs: Iterable[str]) -> str | None:
 
 
 def not_finite(steps: pd.DataFrame) -> dict[str, int]:
-    """The first step at which the loss was inf or NaN, of each run in which that happened.
+    """The first step with an inf or NaN loss, for each run that has one.
 
     Args:
         steps: table ``steps``.
@@ -101,17 +101,17 @@ def not_finite(steps: pd.DataFrame) -> dict[str, int]:
 
 
 def timed_steps(steps: pd.DataFrame) -> pd.DataFrame:
-    """The steps whose times count: of each run those after the first, not slowed by tracing; all where none is left."""
+    """The steps whose times count: those of a run after the first and without tracing, or all if none is left."""
     counts = ~steps["traced_memory"] & (steps["step"] > 0)
     return steps[counts | ~counts.groupby(steps["run"]).transform("any")]
 
 
 def readable_summary(summary: pd.DataFrame, columns: Mapping[str, tuple[str, float]] = COLUMNS) -> pd.DataFrame:
-    """The summary with units a person reads: ms, percent, MB (decimal).
+    """The summary in readable units: ms, percent, MB (decimal).
 
     Args:
         summary: rows of ``summary.json``.
-        columns: header and divisor of each column to show; what nobody offloads is not shown.
+        columns: header and divisor of each column; bytes offloaded are left out if there are none.
     """
     return pd.DataFrame(
         {
@@ -124,8 +124,8 @@ def readable_summary(summary: pd.DataFrame, columns: Mapping[str, tuple[str, flo
 
 def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: str) -> dict[str, Any]:
     own, reference = losses[run], reference_of(losses)
-    apart = None if reference is None else (own - losses[reference]).abs()
-    difference = None if apart is None else float(apart[apart.index < JUDGED_STEPS].max())
+    differences = None if reference is None else (own - losses[reference]).abs()
+    difference = None if differences is None else float(differences[differences.index < JUDGED_STEPS].max())
     rounds = any(_rounds(name, records) for name in (run, reference) if name is not None)
     tolerance = ROUNDED_LOSS_TOLERANCE if rounds else LOSS_TOLERANCE[dtype]
     failed = not not_finite(records.steps).keys().isdisjoint({run, reference})
@@ -137,7 +137,7 @@ def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: s
         "loss_first": _number(own.iloc[0]),
         "loss_last": _number(own.iloc[-1]),
         "loss_reference": reference,
-        "max_loss_difference": None if failed or apart is None else float(apart.max()),
+        "max_loss_difference": None if failed or differences is None else float(differences.max()),
         "judged_loss_difference": None if failed else difference,
         "losses_equal": False if failed else equal,
     }
@@ -175,5 +175,5 @@ def _bytes(run: str, rest: pd.DataFrame, records: Records) -> dict[str, Any]:
 
 
 def _number(value: Any, factor: float = 1.0) -> float | None:
-    """A float, or None where there is no number (without communication there is no overlap) or none that JSON has."""
+    """A float, or None if it is missing (no overlap without communication), inf or NaN."""
     return None if pd.isna(value) or not isfinite(value) else float(value) * factor

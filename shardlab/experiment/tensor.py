@@ -1,4 +1,4 @@
-"""The tensor axis of an experiment: what can be divided over it, the divided model, and its loss.
+"""The tensor axis of a comparison: what can be divided over it, the divided model, and its loss.
 
 Data ranks are ``ranks / tp``. The ranks of a tensor group train on the same rows; logits stay in parts along the
 vocabulary, so that no rank ever has all of them.
@@ -22,14 +22,16 @@ TORCH_TP = "torch_tp"
 
 
 def check_tensor_axis(options: CompareOptions) -> None:
-    """Refuse, by the field's name, what the tensor axis cannot divide.
+    """Check that the tensor axis can divide what the options say; an error names the field.
 
     Raises:
-        ValueError: ``tp`` does not divide the ranks, heads or vocabulary; the model has no plan; or a strategy that
-            trains a whole model only.
+        ValueError: ``tp`` does not divide the ranks, heads or vocabulary; the model has no plan; or a strategy can
+            train only a whole model.
     """
     if options.sequence_parallel and options.tp == 1:
-        raise ValueError("sequence_parallel: it divides the sequence over the tensor axis; give tp=2 or more")
+        raise ValueError(
+            "sequence_parallel: it divides the sequence over the tensor axis, and tp is 1; set tp to 2 or more"
+        )
     if options.tp == 1:
         return
     if options.ranks % options.tp:
@@ -50,12 +52,12 @@ def check_tensor_axis(options: CompareOptions) -> None:
 
 
 def divided(model: nn.Module, options: CompareOptions, strategy: str, mesh: BaseMesh) -> nn.Module:
-    """The model with its layers divided over the mesh's tensor axis; as it is where nothing is divided. Collective."""
+    """The model with its layers divided over the mesh's tensor axis; unchanged if nothing is divided. Collective."""
     return parallelize_module(model, _plan(options), mesh[MeshAxis.TENSOR]) if _divides(options, strategy) else model
 
 
 def loss_of(options: CompareOptions, strategy: str, mesh: BaseMesh) -> LossFn:
-    """The mean loss of the next token, of logits that are whole, or in parts over the mesh's tensor axis."""
+    """The mean loss of the next token, from whole logits or from logits divided over the mesh's tensor axis."""
     if _divides(options, strategy):
         return partial(vocab_parallel_cross_entropy, comm=mesh[MeshAxis.TENSOR])
     return next_token_loss
@@ -71,7 +73,7 @@ def _plan(options: CompareOptions) -> Plan:
 
 
 def _check_peers(options: CompareOptions) -> None:
-    """Of torch's engines the one that divides the model may stand beside ours, over the same ranks."""
+    """Of torch's engines only torch_tp can be compared with a divided model, over the same ranks."""
     if peers := [name for name in options.strategies if name.startswith("torch_") and name != TORCH_TP]:
         raise ValueError(f"tp: it divides the models of our strategies only; start {', '.join(peers)} without it")
     if TORCH_TP not in options.strategies:
@@ -85,5 +87,5 @@ def _check_peers(options: CompareOptions) -> None:
 
 
 def _divides(options: CompareOptions, strategy: str) -> bool:
-    """Not where one process trains alone, and not where torch's own engine divides the model."""
+    """Whether we divide the model: not for a single process, and not if torch's own engine divides it."""
     return options.tp > 1 and strategy not in ("single", TORCH_TP)

@@ -1,4 +1,4 @@
-"""What a comparison has shown, in sentences: losses, plan, transports."""
+"""What a comparison shows, in sentences: are losses, plan and transports equal?"""
 
 import pandas as pd
 
@@ -8,7 +8,7 @@ from shardlab.vocabulary import HostTransport, Phase
 
 
 def verdicts(comparison: Comparison) -> list[str]:
-    """What a comparison has shown, in sentences."""
+    """What a comparison shows, in sentences."""
     said = (verdict(comparison), plan_verdict(comparison), transport_verdict(comparison))
     return [sentence for sentence in said if sentence]
 
@@ -37,13 +37,13 @@ def verdict(comparison: Comparison) -> str:
 
 
 def _rounded(run: str, comparison: Comparison) -> str | None:
-    """The precision of a run that computes in 16 bits."""
+    """The precision of a run that computes in 16 bits, else None."""
     precision = str(comparison.records.manifests[run]["config"].get("precision", "full"))
     return None if precision == "full" else precision
 
 
 def plan_verdict(comparison: Comparison) -> str:
-    """One sentence: do bytes and messages equal the planner's?"""
+    """One sentence: do bytes and messages equal the plan?"""
     planned = comparison.summary.dropna(subset="as_planned")
     if planned.empty:
         return "There is no plan to compare bytes and messages with."
@@ -56,7 +56,7 @@ def plan_verdict(comparison: Comparison) -> str:
 
 
 def transport_verdict(comparison: Comparison) -> str:
-    """One sentence where torch's engines did not send as ours, which shows in the times; else empty."""
+    """One sentence if torch's engines used another transport than ours, which affects times; else empty."""
     transports = transports_of(comparison)
     if set(transports) != set(HostTransport):
         return ""
@@ -68,8 +68,8 @@ def transport_verdict(comparison: Comparison) -> str:
 
 
 def transports_of(comparison: Comparison) -> dict[str, list[str]]:
-    """How the messages of a step travelled, and of which strategies. (The loss for the report is always sent by us.)"""
+    """Each transport and the strategies that used it, without the reported loss, which is always sent by us."""
     sent = comparison.records.collectives.dropna(subset="transport")
     sent = sent[~sent["phase"].isin([Phase.SETUP, Phase.METRICS])]
-    real = sent["transport"].str.replace(" as .*", "", regex=True)  # without the link that is emulated
+    real = sent["transport"].str.replace(" as .*", "", regex=True)  # without the name of an emulated link
     return {str(name): list(runs.unique()) for name, runs in sent["run"].groupby(real)}

@@ -1,8 +1,8 @@
-"""The trace-event format: the few kinds of events that we write, and files of them.
+"""The trace-event format: the kinds of events that we write, and files of them.
 
 Times are microseconds. An event belongs to a process (``pid``) and a thread (``tid``); slices of one thread must nest.
-A flow is an arrow between two slices: its two ends share a name, a category and an id, and each is drawn at the slice
-of its thread that encloses its time. Source: "Trace Event Format", the document that Chrome and Perfetto refer to.
+A flow is an arrow between two slices: its ends share a name, a category and an id, and each attaches to the slice of
+its thread that encloses its time. Source: "Trace Event Format", the document that Chrome and Perfetto refer to.
 """
 
 import gzip
@@ -12,51 +12,51 @@ from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
-NS_US = 1e-3  # times keep whole nanoseconds
+NS_US = 1e-3  # times are rounded to nanoseconds
 
 
 def complete(name: str, category: str, place: tuple[int, int], times: tuple[float, float], /, **args: Any) -> Event:
-    """A slice: ``place`` is (pid, tid), ``times`` are begin and end in microseconds."""
+    """A slice: ``place`` is (pid, tid), ``times`` are beginning and end in microseconds."""
     start, end = times
     return {"ph": "X", "name": name, "cat": category, "pid": place[0], "tid": place[1], "ts": round(start, 3),
             "dur": round(end - start, 3), "args": args}  # fmt: skip
 
 
 def counter(name: str, pid: int, time_us: float, values: Mapping[str, float]) -> Event:
-    """A moment of a counter; several values are drawn stacked."""
+    """A sample of a counter; several values are drawn stacked."""
     return {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": round(time_us, 3), "args": dict(values)}
 
 
 def flow(name: str, number: int, start: tuple[int, int, float], end: tuple[int, int, float]) -> list[Event]:
-    """An arrow from a slice to another; each end is (pid, tid, time), the time within its slice."""
+    """An arrow from one slice to another; each end is (pid, tid, time), with the time inside its slice."""
     both = {"name": name, "cat": "flow", "id": number}
     first, last = ({"pid": pid, "tid": tid, "ts": round(time_us, 3)} for pid, tid, time_us in (start, end))
     return [{"ph": "s", **both, **first}, {"ph": "f", "bp": "e", **both, **last}]
 
 
 def process(pid: int, name: str) -> list[Event]:
-    """The name of a process and its place among the others."""
+    """The name of a process and its position among the others."""
     return [_metadata("process_name", pid, 0, name=name), _metadata("process_sort_index", pid, 0, sort_index=pid)]
 
 
 def thread(pid: int, tid: int, name: str) -> list[Event]:
-    """The name of a thread and its place among the others."""
+    """The name of a thread and its position among the others."""
     return [_metadata("thread_name", pid, tid, name=name), _metadata("thread_sort_index", pid, tid, sort_index=tid)]
 
 
 def in_order(events: Iterable[Event]) -> list[Event]:
-    """Names first, then by time; of slices that begin together the longer first, as it holds the other."""
+    """Names first, then by time; of slices that begin together the longer first, because it encloses the other."""
     return sorted(events, key=lambda event: (event["ph"] != "M", event.get("ts", 0.0), -event.get("dur", 0.0)))
 
 
 def write_json(trace: Mapping[str, Any], path: Path | str) -> Path:
-    """Write a trace, compressed where the name ends with ``.gz``; its path.
+    """Write a trace, compressed if the name ends with ``.gz``, and return its path.
 
     Raises:
-        ValueError: the file cannot be written there.
+        ValueError: the file cannot be written.
     """
     path = Path(path)
-    # (a number that is none would make the file unreadable to everyone else)
+    # NaN and Infinity are not JSON: viewers could not read the file.
     text = json.dumps(trace, separators=(",", ": "), allow_nan=False).encode()
     try:
         path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)

@@ -1,8 +1,8 @@
-"""A run as a directory that Holistic Trace Analysis loads: for each rank a file in the shape of a profiler's GPU trace.
+"""A run as a directory for Holistic Trace Analysis: for each rank a file shaped like a profiler's trace of a GPU.
 
-HTA reads kernels on streams, tells communication by names that begin with ``nccl``, and drops fractions of a
-microsecond. So the compute of a record becomes kernels on one stream and each axis of the mesh a stream of collectives,
-with whole microseconds; their launches stand where the host issued them. That they were no kernels, the file says.
+HTA reads kernels on streams, recognises communication by names that begin with ``nccl``, and drops fractions of a
+microsecond. So compute becomes kernels on one stream, each axis of the mesh becomes a stream of collectives, and times
+become whole microseconds. Launches stand where the host issued them. The file says that these are no real kernels.
 """
 
 from collections.abc import Iterator
@@ -21,32 +21,32 @@ from shardlab.export.run import run_of, step_times
 from shardlab.trace.store import Records
 from shardlab.vocabulary import SpanKind
 
-HOST_PID, DEVICE_PID = 1000, 0  # as in a profiler's trace: the process, and the number of the device
+HOST_PID, DEVICE_PID = 1000, 0  # as in a profiler's trace: the process, and the index of the device
 THREAD, COMPUTE_STREAM, FIRST_AXIS_STREAM = 1, 7, 20
-# HTA keeps places in the table in the smallest type that holds these numbers; a profiler's are large too.
+# HTA stores row numbers in the smallest type that holds these numbers, so they must be large, as a profiler's are.
 FIRST_CORRELATION = 1_000_000
 NOTE = "not kernels: compute and collectives of a record, in the shape of GPU kernels"
 
 
 def export_hta(records: Records, directory: Path | str, run: str | None = None) -> list[Path]:
-    """Write ``rankN.json`` for each rank; the paths.
+    """Write ``rankN.json`` for each rank and return the paths.
 
-    ``TraceAnalysis(trace_dir=directory).get_comm_comp_overlap()`` then says what ``analysis.overlap`` says of the steps
-    together. What was communicated before the first step is left out.
+    ``TraceAnalysis(trace_dir=directory).get_comm_comp_overlap()`` then gives what ``analysis.overlap`` gives for all
+    steps together. Communication before the first step is left out.
 
     Args:
         records: of one run or of several.
-        directory: made if it is not there; must hold no other traces, as HTA would read them too.
+        directory: a new or an empty directory: HTA would read other traces too.
         run: which run; None where there is one.
 
     Raises:
-        ValueError: no such run, nothing in it, times that cannot be true, or ``directory`` holds something.
+        ValueError: there is no such run, it is empty, times are impossible, or ``directory`` is not empty.
     """
     name, own = run_of(records, run)
     spans, collectives = (table[table["step"] >= 0] for table in (own.spans, own.collectives))
     ranks = sorted({int(rank) for rank in [*spans["rank"], *collectives["rank"]]})
     if not ranks:
-        raise ValueError(f"run: {name} has no finished step, so there is nothing to analyse")
+        raise ValueError(f"run: {name} has no finished step to analyse")
     directory = _new(Path(directory))
     streams = {axis: FIRST_AXIS_STREAM + place for place, axis in enumerate(collectives["axis"].drop_duplicates())}
     written = []
@@ -80,7 +80,7 @@ def _trace(name: str, about: dict[str, Any], events: list[Event]) -> dict[str, A
 
 
 def _steps(spans: pd.DataFrame, collectives: pd.DataFrame) -> Iterator[Event]:
-    """A mark for each step, and an empty one: HTA leaves the last out, as that of a profiler may be cut off."""
+    """A mark for each step, and an empty one at the end: HTA drops the last, which a profiler may have cut off."""
     marks = {step: times for (_, step), times in step_times(spans, collectives).items()}
     last = max(marks)
     after_all = max([*spans["end_us"], *collectives["end_us"]]) + 1
@@ -95,7 +95,7 @@ def _data(spans: pd.DataFrame) -> Iterator[Event]:
 
 
 def _compute(spans: pd.DataFrame, collectives: pd.DataFrame) -> Iterator[Event]:
-    """The innermost unit at work outside of all waits; in lower case, as HTA looks for 'Sync' and 'Memset' in names."""
+    """The innermost unit that computes, outside waits; in lower case, because HTA looks for 'Sync' and 'Memset'."""
     rows = compute_spans(spans)
     waited = collectives[collectives["wait_start_us"].notna()]
     waits = bounds(waited, "wait_start_us", "wait_end_us", "collectives")
@@ -126,7 +126,7 @@ def _kernel(name: str, stream: int, times: tuple[float, float], issued_us: float
 
 
 def _with_launches(events: list[Event]) -> Iterator[Event]:
-    """The events, and for each kernel its launch, which carries the same correlation number."""
+    """The events, and for each kernel a launch with the same correlation number."""
     for number, event in enumerate(events, FIRST_CORRELATION):
         yield event
         if event["cat"] == "kernel":

@@ -1,8 +1,8 @@
-"""The files of torch.profiler (Kineto): what ran on which thread or stream of a rank, and what they call things.
+"""Reading the files of torch.profiler (Kineto): what ran on which thread or stream of a rank, and its names.
 
-A collective of a trace is written in one of four ways: as the operation the caller issued (``c10d::allreduce_``), as
-what gloo's thread did (``gloo:all_reduce``), as NCCL's kernel (``ncclDevKernel_AllReduce_Sum_bf16_RING_LL(...)``), and
-as the name in that kernel's arguments (``allreduce``).
+A collective has one of four names: the operation that the caller issued (``c10d::allreduce_``), the task of gloo's
+thread (``gloo:all_reduce``), NCCL's kernel (``ncclDevKernel_AllReduce_Sum_bf16_RING_LL(...)``), or the name in the
+arguments of that kernel (``allreduce``).
 """
 
 import gzip
@@ -24,7 +24,7 @@ NCCL_NAMES = {
     Collective.RECV: "Recv",
     Collective.BARRIER: "Barrier",
 }
-# Beginnings of a name without case, underscores and wrappers, the longer before what it begins with.
+# Beginnings of names, without case, underscores and wrappers.
 _BEGINNINGS = {
     "reducescatter": Collective.REDUCE_SCATTER,
     "allreduce": Collective.ALL_REDUCE,
@@ -32,7 +32,7 @@ _BEGINNINGS = {
     "alltoall": Collective.ALL_TO_ALL,
     "broadcast": Collective.BROADCAST,
     "barrier": Collective.BARRIER,
-    "send": Collective.SEND,  # NCCL's kernel SendRecv too, where its arguments do not say which it was
+    "send": Collective.SEND,  # also NCCL's kernel SendRecv, if its arguments do not say which it was
     "recv": Collective.RECV,
 }
 _TYPES = {
@@ -46,7 +46,7 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """An event with a length. Times are microseconds on the clock of the host, not yet counted from a beginning."""
+    """An event with a duration. Times are microseconds on the clock of the host."""
 
     name: str
     category: str
@@ -61,11 +61,11 @@ class RankTrace:
     """The trace of one rank.
 
     Attributes:
-        rank: from the file; 0 where it does not say.
-        num_ranks: 1 where the file does not say.
-        group_sizes: of all process groups that the file names.
-        slices: in order of their start.
-        communication_threads: threads of gloo, whose operations are no compute.
+        rank: from the file; 0 if it does not say.
+        num_ranks: from the file; 1 if it does not say.
+        group_sizes: sizes of all process groups in the file.
+        slices: in order of start.
+        communication_threads: threads of gloo, whose operations are not compute.
     """
 
     rank: int
@@ -83,12 +83,12 @@ def read_traces(path: Path | str) -> list[RankTrace]:
     """The traces of a file or of all ``*.json`` and ``*.json.gz`` in a directory, by rank.
 
     Raises:
-        ValueError: there is none, one is not a trace of torch.profiler, or two are of the same rank.
+        ValueError: there is none, one is not a trace of torch.profiler, or two belong to the same rank.
     """
     path = Path(path)
     files = sorted([*path.glob("*.json"), *path.glob("*.json.gz")]) if path.is_dir() else [path]
     if not files:
-        raise ValueError(f"trace: {path} holds no *.json or *.json.gz")
+        raise ValueError(f"trace: {path} has no *.json or *.json.gz")
     found: dict[int, tuple[Path, RankTrace]] = {}
     for file in files:
         trace = _read(file)
@@ -105,9 +105,9 @@ def _read(path: Path) -> RankTrace:
     except OSError as error:
         raise ValueError(f"trace: {path} cannot be read: {error.strerror or error}") from error
     except (ValueError, EOFError) as error:
-        raise ValueError(f"trace: {path} is damaged, or no JSON ({error})") from error
+        raise ValueError(f"trace: {path} is damaged or not JSON ({error})") from error
     if not isinstance(content, dict) or not isinstance(content.get("traceEvents"), list):
-        raise ValueError(f"trace: {path} is no trace of torch.profiler: it has no list 'traceEvents'")
+        raise ValueError(f"trace: {path} is not a trace of torch.profiler: it has no list 'traceEvents'")
     about = content.get("distributedInfo") or {}
     groups = [int(group["pg_size"]) for group in about.get("pg_config") or [] if "pg_size" in group]
     events = content["traceEvents"]
@@ -127,13 +127,13 @@ def _read(path: Path) -> RankTrace:
 
 def _slices(events: list[dict[str, Any]], base_us: float, path: Path) -> Iterator[Slice]:
     for event in events:
-        if event.get("ph") == "X" and event.get("cat") != "Trace":  # (a slice round the whole file)
+        if event.get("ph") == "X" and event.get("cat") != "Trace":  # 'Trace' is a slice around the whole file
             try:
                 start, duration = float(event["ts"]), float(event["dur"])
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"trace: {path}: {event.get('name')!r} has no times: {error!r}") from error
             if not duration >= 0:
-                raise ValueError(f"trace: {path}: {event.get('name')!r} lasts {duration} us; its clock ran backwards")
+                raise ValueError(f"trace: {path}: {event.get('name')!r} lasts {duration} us; the clock ran backwards")
             start += base_us
             category, args = str(event.get("cat", "")), event.get("args") or {}
             yield Slice(str(event.get("name", "")), category, _thread(event), start, start + duration, args)
@@ -144,13 +144,13 @@ def _thread(event: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def collective_of(name: str) -> Collective | None:
-    """The collective that an operation, a gloo task, an NCCL kernel or its argument is; None for any other name."""
+    """The collective of an operation, gloo task, NCCL kernel or its argument, by name; None for other names."""
     plain = name.rsplit("::", 1)[-1].removeprefix("gloo:").removeprefix("ncclDevKernel_").removeprefix("ncclKernel_")
     plain = plain.replace("_", "").lower()
     return next((op for begin, op in _BEGINNINGS.items() if plain.startswith(begin)), None)
 
 
 def dtype_of(name: str) -> tuple[str, int | None]:
-    """Our name of an element type, and its bytes; an unknown one keeps its name and has none."""
+    """Our name of an element type, and its bytes; an unknown type keeps its name and has None bytes."""
     plain = name.removeprefix("c10::").replace(" ", "").lower()
     return _TYPES.get(plain, (name, None))

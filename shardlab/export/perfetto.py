@@ -5,13 +5,13 @@ thread of a rank          slices
 ========================  ==============================================================================
 steps                     the steps, with their loss and times
 model                     phases of the whole model, without the time in ``wait``
-units                     the innermost unit at work
-host                      where a collective was issued (no length), and what the rank waits for
-data axis, ...            the collectives of each axis; those in flight together on threads of their own
+units                     the innermost unit that computes
+host                      where a collective was issued (no duration), and the waits of the rank
+data axis, ...            the collectives of each axis; those in flight together get threads of their own
 ========================  ==============================================================================
 
-Arrows lead from the issue of a collective to its begin, from its end to the rank that waited for it, and from the rank
-that came last to all others. Counters show live bytes by role, and the resident set of the process.
+Arrows lead from the issue of a collective to its start, from its end to the rank that waited for it, and from the rank
+that joined last to all others. Counters show live bytes by role, and the resident set of the process.
 """
 
 from collections.abc import Iterator, Mapping
@@ -45,19 +45,19 @@ Rows = list[dict[Any, Any]]
 def perfetto_trace(
     records: Records, run: str | None = None, *, axes: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
-    """The trace as an object that ``json`` can write.
+    """The trace as an object for ``json``.
 
     Args:
         records: of one run or of several.
         run: which run; None where there is one.
-        axes: sizes of the axes of the mesh, see ``analysis.with_group``; None takes those of the manifest, or of the
-            rows.
+        axes: sizes of the axes of the mesh, see ``analysis.with_group``; None reads them from the manifest, or
+            from the rows.
 
     Returns:
         ``traceEvents`` (sorted by time, microseconds), ``displayTimeUnit``, and ``otherData``: run, source, versions.
 
     Raises:
-        ValueError: no such run, nothing to draw, times that cannot be true, or ranks that disagree.
+        ValueError: there is no such run, nothing to draw, times are impossible, or the ranks disagree.
     """
     name, own = run_of(records, run)
     manifest = own.manifests[name]
@@ -76,7 +76,7 @@ def perfetto_trace(
 def write_perfetto(
     records: Records, path: Path | str, run: str | None = None, *, axes: Mapping[str, int] | None = None
 ) -> Path:
-    """Write the trace to ``path``, compressed where it ends with ``.gz``; its path.
+    """Write the trace to ``path``, compressed if it ends with ``.gz``, and return the path.
 
     Raises:
         ValueError: see ``perfetto_trace``; or the file cannot be written.
@@ -85,7 +85,7 @@ def write_perfetto(
 
 
 def _axis_threads(collectives: pd.DataFrame) -> "pd.Series[int]":
-    """The thread of each collective: a block for each axis, and in it one for each that is in flight together."""
+    """The thread of each collective: a block of threads for each axis, with one for each collective in flight."""
     threads = pd.Series(0, index=collectives.index, dtype="int64")
     times, first = bounds(collectives, "start_us", "end_us", "collectives"), FIRST_AXIS
     for _, rows in collectives.groupby("axis", sort=False):
@@ -107,7 +107,7 @@ def _names(run: str, records: Records, moved: pd.DataFrame) -> Iterator[Event]:
 
 
 def _steps(records: Records) -> Iterator[Event]:
-    """A slice for each step, with what table ``steps`` says of it."""
+    """A slice for each step, with its row of table ``steps``."""
     known = {(int(row["rank"]), int(row["step"])): row for row in records.steps.to_dict("records")}
     for (rank, step), times in step_times(records.spans, records.collectives).items():
         facts = {str(name): value for name, value in known.get((rank, step), {}).items() if pd.notna(value)}
@@ -137,7 +137,7 @@ def _communication(rows: Rows) -> Iterator[Event]:
 
 
 def _waits(rows: Rows) -> Iterator[Event]:
-    """On the host: where each collective was issued, and where the rank waited for it."""
+    """On the host: the issue of each collective, and the wait of the rank for it."""
     for row in rows:
         host, name = (row["pid"], HOST), row["tag"] or row["op"]
         yield complete(f"issue: {name}", "issue", host, (row["issue_us"], row["issue_us"]))
@@ -146,7 +146,7 @@ def _waits(rows: Rows) -> Iterator[Event]:
 
 
 def _counters(memory: pd.DataFrame) -> Iterator[Event]:
-    """Live bytes by role, at rest and through each traced step; the roles that are never held are left out."""
+    """Live bytes by role, at rest and over each traced step; roles without bytes are left out."""
     held = memory.groupby("role")["bytes"].max()
     roles = [str(role) for role in Role if held.get(str(role), 0) > 0]
     inside = memory[(memory["where"] != PEAK) & memory["time_us"].notna()]
@@ -161,14 +161,14 @@ def _counters(memory: pd.DataFrame) -> Iterator[Event]:
 
 
 def _issued(rows: Rows) -> Iterator[Arrow]:
-    """From the issue of a collective to its begin."""
+    """From the issue of a collective to its start."""
     for row in rows:
         pid = row["pid"]
         yield "issued", (pid, HOST, row["issue_us"]), (pid, row["tid"], row["start_us"])
 
 
 def _waited(rows: Rows) -> Iterator[Arrow]:
-    """From the end of a collective to the end of the wait for it, where the rank really waited."""
+    """From the end of a collective to the end of the wait for it, if the rank really waited."""
     for row in rows:
         if row["wait_end_us"] >= row["end_us"] > row["wait_start_us"]:
             pid, end = row["pid"], _inside(row["start_us"], row["end_us"])
@@ -176,7 +176,7 @@ def _waited(rows: Rows) -> Iterator[Arrow]:
 
 
 def _between_ranks(moved: pd.DataFrame, axes: Mapping[str, int] | None) -> Iterator[Arrow]:
-    """From the rank that came last to a collective to each other, at the moment it came."""
+    """From the last rank that joined a collective to each other rank, at the moment it joined."""
     own = moved.drop(columns=["tid", "pid"])
     if not _all_ranks_are_there(own):
         return
@@ -193,23 +193,23 @@ def _between_ranks(moved: pd.DataFrame, axes: Mapping[str, int] | None) -> Itera
 
 
 def _all_ranks_are_there(collectives: pd.DataFrame) -> bool:
-    """Whether the records are of whole groups; those of one rank alone have no arrows to others."""
+    """Whether the records contain whole groups; those of a single rank have no arrows to others."""
     sizes = collectives["group_size"]
     return bool(len(sizes)) and bool(sizes.notna().all()) and collectives["rank"].nunique() >= int(sizes.max())
 
 
 def _inside(start: float, end: float) -> float:
-    """The last moment that still belongs to a slice: at its end the next may have begun."""
+    """The last moment inside a slice: at its end the next slice may have begun."""
     return max(start, end - NS_US)
 
 
 def _plain(args: Mapping[str, Any]) -> dict[str, Any]:
-    """numpy's numbers as Python's, which ``json`` knows."""
+    """numpy's numbers as Python's, which ``json`` can write."""
     return {name: value.item() if isinstance(value, np.generic) else value for name, value in args.items()}
 
 
 def tracks_of(times: Intervals) -> NDArray[np.intp]:
-    """The first track that is free at each interval's start; intervals of a track are disjoint."""
+    """The first track that is free when each interval starts, since slices of one thread must not overlap."""
     found = np.zeros(len(times), dtype=np.intp)
     busy: list[tuple[float, int]] = []
     free: list[int] = []

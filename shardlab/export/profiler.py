@@ -1,7 +1,7 @@
-"""A person's own trace of torch.profiler as our tables, so that every plot and the overlap work on it too.
+"""Importing traces of torch.profiler into our tables, so that every figure and the overlap work on them too.
 
-It tells of collectives and compute, and of no waits, memory by role, shards or losses: those stay empty. The overlap of
-a GPU trace is Holistic Trace Analysis's number; on a CPU the compute is that of the operators.
+A trace has collectives and compute, but no waits, memory by role, shards or losses: those stay empty. The overlap of a
+GPU trace equals that of Holistic Trace Analysis; on a CPU, compute is what operators do.
 """
 
 from collections.abc import Sequence
@@ -26,31 +26,32 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class _Steps:
-    """When each step was; without any mark all is step 0."""
+    """Beginning and end of each step; without marks everything is step 0."""
 
     times: dict[int, tuple[float, float]]
 
     def at(self, time_us: float) -> int:
-        """The step at a time; -1 outside of all."""
+        """The step at a time; -1 outside all steps."""
         if not self.times:
             return 0
         return next((step for step, (start, end) in self.times.items() if start <= time_us <= end), OUTSIDE)
 
 
 def import_profiler_trace(path: Path | str, run: str = "profiler") -> Records:
-    """The collectives, spans and steps of a trace, or of a directory with one trace for each rank.
+    """The collectives, spans and steps of a trace, or of a directory with one trace per rank.
 
     Args:
-        path: what ``profile.export_chrome_trace`` wrote: a ``.json`` or ``.json.gz``, or a directory of them. Sizes of
-            gloo's collectives are known only with ``record_shapes=True``, steps only with ``profile.step()``.
-        run: the name that the records get.
+        path: what ``profile.export_chrome_trace`` wrote: a ``.json`` or ``.json.gz``, or a directory of them. The sizes
+            of gloo's collectives need ``record_shapes=True``, steps need ``profile.step()``.
+        run: name of the run in the records.
 
     Returns:
-        Records with ``source="measured"``. A span's ``unit`` is the operator or kernel. Sizes that the trace does not
-        tell are NA, times of waiting NaN.
+        Records with ``source="measured"``. A span's ``unit`` is the operator or kernel. Sizes that the trace
+        does not contain are NA, times of waits NaN.
 
     Raises:
-        ValueError: no such file, no trace in it, a damaged one, two of the same rank, or a clock that ran backwards.
+        ValueError: there is no such file, no trace in it, one is damaged, two have the same rank, or a clock ran
+            backwards.
     """
     traces = read_traces(path)
     origin_us = min((one.start_us for trace in traces for one in trace.slices), default=0.0)
@@ -74,7 +75,7 @@ def import_profiler_trace(path: Path | str, run: str = "profiler") -> Records:
 
 
 def _steps(trace: RankTrace, origin_us: float) -> _Steps:
-    """The steps that ``profile.step()`` marked. (A mark of no length is no step: our export to HTA ends with one.)"""
+    """The steps that ``profile.step()`` marked. (An empty mark is no step: our export to HTA ends with one.)"""
     marks = [one for one in trace.of("user_annotation") if one.name.startswith(STEP_MARK) and one.end_us > one.start_us]
     times = {int(one.name.removeprefix(STEP_MARK)): (one.start_us - origin_us, one.end_us - origin_us) for one in marks}
     return _Steps(times)
@@ -98,7 +99,7 @@ def _collective(seq: int, moved: Moved, origin_us: float, steps: _Steps) -> Row:
 
 
 def _step_table(steps: Sequence[Row], collectives: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
-    """What is known of each step; of a trace without marks, of the one step that it is."""
+    """What is known of each step; a trace without marks is one step."""
     measures = {(row["rank"], row["step"]): row for row in overlap(collectives, spans).to_dict("records")}
     sent = collectives.groupby(["rank", "step"])["wire_bytes"].agg(lambda sizes: sizes.sum(skipna=False))
     table = []
@@ -117,7 +118,7 @@ def _step_table(steps: Sequence[Row], collectives: pd.DataFrame, spans: pd.DataF
 
 
 def _whole(key: tuple[int, int], collectives: pd.DataFrame, spans: pd.DataFrame) -> Row:
-    """The one step of a rank whose trace marks none: from the first to the last thing in it."""
+    """The one step of a rank without marks: from the first to the last event of its trace."""
     rows = pd.concat([table[table["rank"] == key[0]] for table in (collectives, spans)])
     length = rows["end_us"].max() - rows[["issue_us", "start_us"]].min().min()
     names = {name: str(rows[name].iloc[0]) for name in ("run", "source")}

@@ -1,4 +1,4 @@
-"""What a profiled rank communicated: NCCL's kernels and gloo's tasks, each with the call that asked for it."""
+"""The communication of a profiled rank: NCCL's kernels and gloo's tasks, each with the call that issued it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,14 +10,14 @@ from shardlab.export.profiler_compute import KERNEL, Kinds, Launches, issues
 from shardlab.partition.wire import ring_wire_bytes
 from shardlab.vocabulary import Collective, MeshAxis, SpanKind
 
-# Operators that show one rank's chunk only, not the whole buffer.
+# Operators whose shapes are those of one rank's chunk, not of the whole buffer.
 REDUCE_SCATTER_OF_LIST = "c10d::reduce_scatter_"
 OF_LISTS = ("c10d::allgather_", REDUCE_SCATTER_OF_LIST)
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A collective; what the trace does not tell is None."""
+    """A collective; what the trace does not contain is None."""
 
     op: Collective
     tag: str
@@ -34,14 +34,14 @@ class Moved:
 
     @property
     def wire_bytes(self) -> float:
-        """What this rank sent, by the ring formula; NaN where size or group are not known."""
+        """Bytes this rank sent, by the ring formula; NaN if size or group are unknown."""
         if self.num_bytes is None or self.group_size is None:
             return float("nan")
         return ring_wire_bytes(self.op, self.num_bytes, self.group_size)
 
 
 def communication(trace: RankTrace) -> list[Moved]:
-    """All collectives of a rank in the order of issue."""
+    """All collectives of a rank in order of issue."""
     return sorted([*_of_nccl(trace), *_of_gloo(trace)], key=lambda moved: (moved.issue_us, moved.start_us))
 
 
@@ -64,7 +64,7 @@ def _of_nccl(trace: RankTrace) -> Iterator[Moved]:
 
 def _of_gloo(trace: RankTrace) -> Iterator[Moved]:
     kinds = Kinds(trace)
-    # gloo does not say which group a task is of: the size is known where all groups have the same.
+    # gloo does not say which group a task belongs to, so the size is known only if all groups have the same.
     group_size = trace.num_ranks if trace.group_sizes <= {trace.num_ranks} else None
     for call, tasks in _calls_and_tasks(trace):
         ran = replace(tasks[0], end_us=max(task.end_us for task in tasks))
@@ -79,9 +79,9 @@ def _of_gloo(trace: RankTrace) -> Iterator[Moved]:
 
 
 def _calls_and_tasks(trace: RankTrace) -> list[tuple[Slice | None, list[Slice]]]:
-    """Each call with gloo's tasks for it, which run in the order of issue: a task is of the first call that it fits.
+    """Each call with its gloo tasks. Tasks run in order of issue, so a task belongs to the first call that it fits.
 
-    A task whose call the trace does not have stands alone.
+    A task whose call is not in the trace stands alone.
     """
     found: list[tuple[Slice | None, list[Slice]]] = []
     left: list[tuple[Slice, list[Slice], int]] = [(call, [], _num_tasks(call, trace)) for call in issues(trace)]
@@ -103,7 +103,7 @@ def _calls_and_tasks(trace: RankTrace) -> list[tuple[Slice | None, list[Slice]]]
 
 
 def _num_tasks(call: Slice, trace: RankTrace) -> int:
-    """gloo makes one all-reduce for each chunk of a reduce-scatter of a list."""
+    """gloo runs one all-reduce for each chunk of a reduce-scatter of a list."""
     return trace.num_ranks if call.name == REDUCE_SCATTER_OF_LIST else 1
 
 
@@ -114,20 +114,20 @@ def _moved(
     name, itemsize = dtype_of(dtype)
     numel = 0 if op is Collective.BARRIER else numel
     num_bytes = 0 if numel == 0 else None if numel is None or itemsize is None else numel * itemsize
-    # (the clocks of host and device differ a little: nothing can have begun before it was asked for)
+    # The clocks of host and device differ a little, but nothing can start before it is issued.
     issue_us = min(asked.start_us, ran.start_us)
     kind = kinds.at(asked.thread, asked.start_us)
     return Moved(op, tag, axis, transport, kind, name, numel, num_bytes, group_size, issue_us, ran.start_us, ran.end_us)
 
 
 def _fits(call: Slice, does: Collective) -> bool:
-    """gloo makes a reduce-scatter of an all-reduce."""
+    """Whether a task fits a call; gloo runs a reduce-scatter as an all-reduce."""
     op = collective_of(call.name)
     return op == does or (op is Collective.REDUCE_SCATTER and does is Collective.ALL_REDUCE)
 
 
 def _numel(call: Slice, group_size: int | None) -> int | None:
-    """Elements of the whole buffer: the larger of what goes in and what comes out."""
+    """Elements of the whole buffer: the larger of input and output."""
     dims = call.args.get("Input Dims")
     if not dims:
         return None  # shapes were not recorded
@@ -138,7 +138,7 @@ def _numel(call: Slice, group_size: int | None) -> int | None:
 
 
 def _size(dims: Sequence[Any]) -> int:
-    """Elements of a tensor's shape, or of a list of shapes together; an empty entry is no tensor."""
+    """Elements of a tensor's shape, or of all shapes in a list; an empty entry is no tensor."""
     if not isinstance(dims, list) or not dims:
         return 0
     return sum(map(_size, dims)) if isinstance(dims[0], list) else prod(int(dim) for dim in dims)
@@ -150,6 +150,6 @@ def _first_type(task: Slice) -> str:
 
 
 def _axis(args: Mapping[str, Any]) -> str:
-    """The axis of a process group: its description, or the usual one for the default group."""
+    """The axis of a process group: its description, or the data axis for the default group."""
     name = str(args.get("Process Group Description") or "").removeprefix("mesh_")
     return MeshAxis.DATA if name in ("", "default_pg", "undefined") else name

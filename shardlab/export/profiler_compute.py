@@ -1,7 +1,7 @@
-"""What a profiled rank computed: kernels where there is a GPU, else the outermost operators of its threads.
+"""The compute of a profiled rank: kernels if there is a GPU, else the outermost operators of its threads.
 
-The kind of work follows from what was open on the thread that issued it: inside ``Optimizer.step`` optimizer, inside a
-node of autograd backward, inside a data loader data, and all else forward.
+The kind of work follows from what is open on the thread that issues it: optimizer inside ``Optimizer.step``, backward
+inside a node of autograd, data inside a data loader, and otherwise forward.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,7 @@ from shardlab.vocabulary import Phase, SpanKind
 
 KERNEL = "kernel"
 LAUNCHES = ("cuda_runtime", "cuda_driver")
-# Operators that only hold others: the work is what is inside.
+# Operators that only contain others: the work is inside.
 WRAPPERS = ("autograd::engine::", "torch::autograd::")
 COMMUNICATION = ("c10d::", "c10d_functional::", "_c10d_functional::", "record_param_comms")
 PHASES = {
@@ -28,7 +28,7 @@ PHASES = {
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A stretch of compute; ``issued_us`` is when the host asked for it."""
+    """A stretch of compute, which the host issued at ``issued_us``."""
 
     unit: str
     kind: SpanKind
@@ -38,7 +38,7 @@ class Work:
 
 
 class Kinds:
-    """What kind of work a thread does at a time."""
+    """The kind of work that a thread does at a time."""
 
     def __init__(self, trace: RankTrace) -> None:
         marks = {
@@ -60,18 +60,18 @@ class Kinds:
 
 
 class Launches:
-    """Which call of the host started a kernel."""
+    """The calls of the host that launched kernels."""
 
     def __init__(self, trace: RankTrace) -> None:
         self._calls = {one.args["correlation"]: one for one in trace.of(*LAUNCHES) if "correlation" in one.args}
 
     def of(self, kernel: Slice) -> Slice:
-        """The launch, or the kernel itself where the trace does not have it."""
+        """The launch of a kernel, or the kernel itself if the launch is not in the trace."""
         return self._calls.get(kernel.args.get("correlation"), kernel)
 
 
 def compute(trace: RankTrace) -> Iterator[Work]:
-    """All work of a rank but communication."""
+    """All work of a rank except communication."""
     kinds, kernels = Kinds(trace), trace.of(KERNEL)
     if kernels:
         launches = Launches(trace)
@@ -83,7 +83,7 @@ def compute(trace: RankTrace) -> Iterator[Work]:
 
 
 def _operators(trace: RankTrace) -> Iterator[Slice]:
-    """The outermost operators of each thread, without those that only hold others and those that communicate."""
+    """The outermost operators of each thread, without wrappers and communication."""
     covered: dict[tuple[str, str], float] = {}
     for one in trace.of("cpu_op"):
         if one.thread in trace.communication_threads or one.start_us < covered.get(one.thread, -np.inf):
@@ -97,7 +97,7 @@ def _operators(trace: RankTrace) -> Iterator[Slice]:
 
 
 def issues(trace: RankTrace) -> list[Slice]:
-    """The calls with which the host asked for collectives."""
+    """The calls with which the host issued collectives."""
     return [one for one in trace.of("cpu_op") if one.name.startswith("c10d::") and collective_of(one.name)]
 
 

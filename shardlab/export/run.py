@@ -1,4 +1,4 @@
-"""What an export writes of: one run out of records that may hold several, and when its steps were."""
+"""What an export writes: one run of the records, and the times of its steps."""
 
 import pandas as pd
 
@@ -11,14 +11,14 @@ TIMES = (("start_us", "end_us"), ("issue_us", "issue_us"), ("wait_start_us", "wa
 
 
 def run_of(records: Records, run: str | None) -> tuple[str, Records]:
-    """The name and the records of ``run``; None where there is only one.
+    """The name and the records of ``run``; None if there is only one.
 
     Raises:
-        ValueError: no such run, or several and none named; or there are neither spans nor collectives in it.
+        ValueError: there is no such run, there are several and none is named, or there are no spans and no collectives.
     """
     both = pd.concat([records.spans[["run", "source"]], records.collectives[["run", "source"]]])
     if not len(both):
-        raise ValueError("run: there are neither spans nor collectives in these records, so there is nothing to draw")
+        raise ValueError("run: these records have no spans and no collectives, so there is nothing to export")
     name, source = one_run(both, run)[["run", "source"]].iloc[0]
     tables = {table: getattr(records, table) for table in TABLES}
     own = {
@@ -29,8 +29,8 @@ def run_of(records: Records, run: str | None) -> tuple[str, Records]:
 
 
 def step_times(spans: pd.DataFrame, collectives: pd.DataFrame) -> dict[tuple[int, int], tuple[float, float]]:
-    """Begin and end of each (rank, step), in microseconds. A collective that goes on meanwhile does not lengthen it."""
-    doings = pd.concat(
+    """Beginning and end of each (rank, step) on the host, in microseconds; the end of a collective does not count."""
+    events = pd.concat(
         [
             (spans if begin == "start_us" else collectives)[[*PLACE, begin, end]].set_axis(
                 [*PLACE, "begin", "end"], axis=1
@@ -38,7 +38,7 @@ def step_times(spans: pd.DataFrame, collectives: pd.DataFrame) -> dict[tuple[int
             for begin, end in TIMES
         ]
     )
-    found = doings.groupby(PLACE).agg(begin=("begin", "min"), end=("end", "max"))
+    found = events.groupby(PLACE).agg(begin=("begin", "min"), end=("end", "max"))
     return {
         (int(rank), int(step)): (float(begin), float(end))
         for (rank, step), begin, end in zip(found.index, found["begin"], found["end"], strict=True)

@@ -1,4 +1,4 @@
-"""The collectives of a few lines of code as rows of the table ``collectives``, for when there is no training step.
+"""The collectives of a few lines of code as rows of table ``collectives``, without a training step.
 
     def ranks_do(rank):
         with Mesh({"data": 2}, device=current().device) as mesh, log_collectives(mesh, rank) as log:
@@ -7,7 +7,7 @@
 
     table = collectives_table(pool.run(ranks_do))
 
-Inside a training step the recorder (``trace``) does this and more.
+For training steps use the recorder in ``trace``.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,12 +29,12 @@ TIMES = ["issue_us", "start_us", "end_us", "wait_start_us", "wait_end_us"]
 
 
 class EventLog:
-    """An observer that keeps every event.
+    """An observer of collectives that keeps every event.
 
     Args:
-        rank: goes into the rows.
-        device: of the tensors; on CUDA the times are those of the stream.
-        run: goes into the rows.
+        rank: rank in the rows.
+        device: device of the tensors; on CUDA the times are those of the stream.
+        run: name of the run in the rows.
     """
 
     def __init__(self, rank: int, device: torch.device | str = "cpu", run: str = "log") -> None:
@@ -43,7 +43,7 @@ class EventLog:
         self._events: list[CollectiveEvent] = []
 
     def rows(self) -> list[Row]:
-        """One row per collective so far, in the order of issue; all must have ended. Times count from the boot."""
+        """One row per collective so far, in order of issue; all must have ended. Times count from the boot."""
         self._clock.settle()
         columns = in_us(
             collective_columns([(event, Phase.SETUP) for event in self._events], 0, self._clock, origin_ns=0)
@@ -57,7 +57,7 @@ class EventLog:
         ]  # fmt: skip
 
     def issued(self, event: CollectiveEvent) -> None:
-        """Keep it; its times are filled in later."""
+        """Keep the event; its times are filled in later."""
         self._events.append(event)
 
     def started(self, event: CollectiveEvent) -> None:
@@ -72,7 +72,7 @@ class EventLog:
 
 @contextmanager
 def log_collectives(mesh: Mesh, rank: int, run: str = "log") -> Iterator[EventLog]:
-    """Inside, every collective of the mesh goes into the log that is yielded."""
+    """Log every collective of the mesh inside the ``with`` block; yields the log."""
     log = EventLog(rank, mesh.device, run)
     with mesh.observed_by(log):
         yield log

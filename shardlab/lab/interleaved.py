@@ -1,8 +1,8 @@
-"""Several variants of one training, a step of each in turn: what the machine does meanwhile happens to all of them.
+"""Several variants of one training, interleaved step by step, so that slow moments of the machine hit all of them.
 
-A laptop has slow phases of up to a factor of two. Variants that run one after the other meet different ones, and the
-order decides which looks fast; variants that take turns meet the same. Each has a mesh, a model, an optimizer and
-records of its own; only the ranks are shared.
+A laptop has slow phases of up to a factor of two. If variants run one after the other, their order decides which looks
+fast; if they are interleaved, the phases affect all alike. Each variant has its own mesh, model, optimizer and records;
+only the ranks are shared.
 """
 
 import tempfile
@@ -19,18 +19,18 @@ from shardlab.trace.store import Records, RunWriter, load_runs, write_manifest
 
 
 def run_interleaved(variants: Mapping[str, CompareConfig], pool: RankPool, directory: Path | None = None) -> Records:
-    """Train every variant, one step of each in turn, and record all.
+    """Train every variant, one step of each in turn, and record all of them.
 
-    The first step allocates and warms up: leave it out of timings. Memory is sampled at rest only.
+    The first step allocates and warms up, so leave it out of timings. Memory is sampled at rest only.
 
     Args:
-        variants: by the name that ``run`` gets in the tables; each with one strategy (not 'single'), all with the same
-            number of steps and with the pool's number of ranks.
-        pool: where they run.
-        directory: keeps the records; None forgets them on disk once they are read.
+        variants: configurations by the name of their run in the tables. Each has one strategy (not 'single'); all have
+            the same number of steps, and the pool's number of ranks.
+        pool: the ranks.
+        directory: where the records stay; None uses a temporary directory.
 
     Raises:
-        ValueError: no variants, or one that is not as said above.
+        ValueError: there are no variants, or one is not as described above.
         RankError: a rank failed; see ``RankPool.run``.
     """
     _check(variants, pool.world_size)
@@ -58,7 +58,7 @@ def _train_interleaved(rank: int, variants: dict[str, CompareConfig], directory:
 @contextmanager
 def _turn(name: str, config: CompareConfig, directory: Path, rank: int, origin_ns: int) -> Iterator[RankRun]:
     link = None if config.link is None else Link.parse(config.link)
-    # A mesh of its own, so that the variant's recorder hears of the variant's collectives alone.
+    # Each variant has its own mesh, so that its recorder sees its collectives only.
     with Mesh({"data": config.ranks}, device=current().device, link=link, transport=config.transport) as mesh:
         writer = RunWriter(directory, rank, name, source_of(mesh))
         with recorded_run(config, config.strategies[0], mesh, writer, origin_ns) as run:
@@ -67,11 +67,11 @@ def _turn(name: str, config: CompareConfig, directory: Path, rank: int, origin_n
 
 def _check(variants: Mapping[str, CompareConfig], num_ranks: int) -> None:
     if not variants:
-        raise ValueError("variants: at least one is needed")
+        raise ValueError("variants: none given; at least one is needed")
     for name, config in variants.items():
         if len(config.strategies) != 1 or config.strategies == ("single",):
             raise ValueError(f"variants: {name!r} needs one strategy that runs on all ranks, not {config.strategies}")
         if config.ranks != num_ranks:
             raise ValueError(f"variants: {name!r} has ranks={config.ranks}, but the pool has {num_ranks}")
     if len({config.steps for config in variants.values()}) > 1:
-        raise ValueError("variants: all need the same number of steps, since they take turns")
+        raise ValueError("variants: different numbers of steps; all need the same, since they are interleaved")

@@ -29,20 +29,25 @@ COLUMNS = ("sample", "moment", "unit", "bytes")
 
 @dataclass(frozen=True)
 class GatheredSample:
-    """Bytes of gathered parameters by unit at one moment, for example 'blocks.0 forward'; units without any are 0."""
+    """Bytes of gathered parameters by unit at one moment, for example 'blocks.0 forward'; 0 for a unit without any."""
 
     moment: str
     by_unit: dict[str, int]
 
     @property
     def num_bytes(self) -> int:
-        """All units together."""
+        """Bytes of all units together."""
         return sum(self.by_unit.values())
 
 
 @contextmanager
 def watch_gathered(engine: FSDP) -> Iterator[list[GatheredSample]]:
-    """Inside, samples are taken and appended to the list that is yielded; the hooks run after the engine's own."""
+    """Sample the gathered parameters of each unit inside the ``with`` block; yields the list of samples.
+
+    A sample is taken when the forward or the backward of a unit begins (its own and prefetched parameters are gathered
+    by then) and when it ends, and once at the end. The hooks run after those of the engine, because they are added
+    later.
+    """
     samples: list[GatheredSample] = []
 
     def sample(moment: str) -> None:
@@ -58,7 +63,7 @@ def watch_gathered(engine: FSDP) -> Iterator[list[GatheredSample]]:
 
 
 def gathered_by_unit(engine: FSDP) -> dict[str, int]:
-    """Bytes of gathered parameters that each unit holds now, each storage once; a unit without any holds 0."""
+    """Bytes of gathered parameters that each unit holds now, each storage counted once; 0 for a unit without any."""
     return {
         unit.name: bytes_by_role({Role.GATHERED_PARAMETER: _gathered(unit)})[Role.GATHERED_PARAMETER]
         for unit in engine.units
@@ -66,7 +71,7 @@ def gathered_by_unit(engine: FSDP) -> dict[str, int]:
 
 
 def unit_bytes(engine: FSDP) -> dict[str, int]:
-    """Bytes of each unit when it is gathered, padding included."""
+    """Bytes of each unit when it is gathered, including padding."""
     return {
         unit.name: sum(
             bucket.layout.padded_numel * (engine.precision.compute or bucket.shard.dtype).itemsize
@@ -114,10 +119,12 @@ def _watch(unit: Unit, sample: Any) -> Iterator[RemovableHandle]:
 
 @contextmanager
 def saved_for_backward(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Inside, the list that is yielded fills with what autograd saves, each storage once, without the parameters.
+    """Collect the tensors that autograd saves for backward inside the ``with`` block; yields the list.
+
+    Each storage is listed once. Parameters and buffers of ``module`` are left out.
 
     Args:
-        module: whose parameters and buffers do not count, since they are there anyway.
+        module: the module whose activations are asked for.
     """
     seen = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
     saved: list[Tensor] = []
@@ -125,8 +132,8 @@ def saved_for_backward(module: nn.Module) -> Iterator[list[Tensor]]:
     def save(tensor: Tensor) -> Tensor:
         if (key := tensor.untyped_storage()._cdata) not in seen:
             seen.add(key)
-            saved.append(tensor)  # which also keeps its storage, so that no other gets the same key
-        return tensor.detach()  # an operation that got its own output back would hold itself for ever
+            saved.append(tensor)  # the list keeps the storage alive, so that no other can get the same key
+        return tensor.detach()  # not the tensor itself: an operation that saves its own output would keep itself alive
 
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         yield saved

@@ -1,4 +1,4 @@
-"""Sweeps over sizes on real ranks: time of a message by its size, and time of a step by the size of its buckets.
+"""Sweeps over sizes on real ranks: time of a message by its size, time of a step by the size of its buckets.
 
 All sizes take turns, so that a slow moment of the machine does not hit all repetitions of one of them.
 """
@@ -32,8 +32,12 @@ COLUMNS = (
 def message_sweep(ops: Mapping[str, Op], num_bytes: Sequence[int], pool: RankPool, repeats: int = 10) -> pd.DataFrame:
     """Time each op on float32 tensors of each size over all ranks of the pool.
 
+    A barrier comes before each message, and its time is that of the slowest rank, from the call to the usable result.
+    The
+    best of the repetitions is kept: on a shared machine it is reproducible to a few percent, and a mean is not.
+
     Args:
-        ops: by name, called as ``op(communicator, tensor)``; an op returns when its result may be used, so it waits.
+        ops: functions by name, called as ``op(communicator, tensor)``; they return when the result may be used.
         num_bytes: sizes of the tensor, multiples of 4 times the number of ranks.
         pool: the ranks.
         repeats: how often each message is timed, at least 1.
@@ -42,13 +46,13 @@ def message_sweep(ops: Mapping[str, Op], num_bytes: Sequence[int], pool: RankPoo
         One row per op and size, as ``analysis.with_fit`` takes them: ``op``, ``bytes``, ``time_us``, ``group_size``.
 
     Raises:
-        ValueError: no ops, a size that is no such multiple, or ``repeats`` below 1.
+        ValueError: there are no ops, a size is no such multiple, or ``repeats`` is below 1.
     """
     multiple = ELEMENT_BYTES * pool.world_size
     if not ops:
-        raise ValueError("ops: at least one is needed")
+        raise ValueError("ops: none given; at least one is needed")
     if not num_bytes or any(size < 1 or size % multiple for size in num_bytes):
-        raise ValueError(f"num_bytes: multiples of {multiple} above 0 are needed, got {list(num_bytes)}")
+        raise ValueError(f"num_bytes: {list(num_bytes)} are not all multiples of {multiple} above 0")
     if repeats < 1:
         raise ValueError(f"repeats: {repeats} is below 1")
     times_us = torch.tensor(pool.run(_time_all, dict(ops), list(num_bytes), repeats), dtype=torch.float64)
@@ -88,18 +92,21 @@ def _time(op: Op, mesh: Mesh, tensor: torch.Tensor) -> float:
 
 
 def _synchronise(device: torch.device) -> None:
-    """On CUDA a wait only orders the streams; the time of a message ends when its bytes are there."""
+    """On CUDA ``wait`` only orders the streams, but the time of a message ends when its bytes have arrived."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def bucket_sweep(bucket_bytes: Sequence[int], config: CompareConfig, pool: RankPool) -> pd.DataFrame:
-    """Train with each bucket size and collect time and exposed communication.
+    """Train with each bucket size, interleaved, and collect step time and exposed communication.
+
+    Small buckets pay the latency of many messages. One bucket as large as the model leaves only when backward is over,
+    so nothing hides it. In between, part of the communication is hidden behind compute.
 
     Args:
-        bucket_bytes: capacities, all different and at least 1.
-        config: model, data and link; its strategies and bucket size are not used. The first of at least 2 steps is
-            left out.
+        bucket_bytes: different capacities, at least 1.
+        config: model, data and link; its strategies and bucket size are ignored. It needs at least 2 steps, and the
+            first is left out.
         pool: ``config.ranks`` ranks.
 
     Returns:
@@ -108,12 +115,12 @@ def bucket_sweep(bucket_bytes: Sequence[int], config: CompareConfig, pool: RankP
         buckets sent in that step).
 
     Raises:
-        ValueError: fewer than 2 steps, or sizes that repeat or are below 1.
+        ValueError: there are fewer than 2 steps, or sizes repeat or are below 1.
     """
     if config.steps < 2:
-        raise ValueError(f"steps: at least 2 are needed, since the first is not timed, got {config.steps}")
+        raise ValueError(f"steps: {config.steps} is below 2, and the first step is not timed")
     if not bucket_bytes or len(set(bucket_bytes)) != len(bucket_bytes) or min(bucket_bytes) < 1:
-        raise ValueError(f"bucket_bytes: different sizes of at least 1 byte are needed, got {list(bucket_bytes)}")
+        raise ValueError(f"bucket_bytes: {list(bucket_bytes)}; different sizes of at least 1 byte are needed")
     sizes = {str(size): size for size in bucket_bytes}
     records = run_interleaved(
         {name: replace(config, strategies=(BUCKETED,), bucket_mib=size / MIB) for name, size in sizes.items()}, pool

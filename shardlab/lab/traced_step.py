@@ -1,4 +1,4 @@
-"""One training step of an engine of your own making, recorded whole: for models and options no configuration names.
+"""One fully recorded training step of any engine, for models and options that no configuration names.
 
     def on_rank(rank):
         with Mesh({"data": 2}, device=current().device) as mesh, build_engine(...) as engine:
@@ -7,7 +7,7 @@
     records = pool.run(on_rank)[0]
     show(memory_over_step(records.memory))
 
-Where a configuration names it all, ``compare`` and ``run_interleaved`` do the same for many steps.
+If a configuration is enough, ``compare`` and ``run_interleaved`` do the same for many steps.
 """
 
 import tempfile
@@ -36,20 +36,20 @@ def trace_step(
     inputs: Tensor,
     targets: Tensor,
 ) -> Records:
-    """Train two steps on one batch and record both; in the second, memory is traced by role.
+    """Train two steps on one batch and record both; memory is traced by role in the second.
 
-    The first step is there to allocate: optimizer state appears in it. Called by every rank of the mesh.
+    The first step allocates the optimizer state. Every rank of the mesh must call this.
 
     Args:
-        rank: of this process, for the tables.
-        run: name in the tables.
+        rank: rank of this process, for the tables.
+        run: name of the run in the tables.
         engine: any strategy.
         loss_fn: loss of (output, targets), a mean over the rows.
-        inputs: of this rank.
-        targets: of this rank.
+        inputs: inputs of this rank.
+        targets: targets of this rank.
 
     Returns:
-        The tables of this rank alone; times count from the boot, so that those of all ranks of a host are one axis.
+        The tables of this rank. Times count from the boot, so those of all ranks of a host are comparable.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         write_manifest(Path(folder), {"run": run})

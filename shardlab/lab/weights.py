@@ -1,8 +1,8 @@
-"""Where the slices of a tensor-parallel model lie in its weights: a table for ``plots.weight_slices``.
+"""The slices of a tensor-parallel model within its weights, as a table for ``plots.weight_slices``.
 
-A weight is laid out as it multiplies, y = x A: inputs downward, outputs to the right. That is the transpose of what a
-linear layer stores, so that a column-parallel layer's slices are columns; an embedding, whose input is a token, is
-stored that way already.
+A weight is laid out as it multiplies, y = x A: inputs downward, outputs to the right. This is the transpose of what a
+linear layer stores, so the slices of a column-parallel layer are columns. An embedding, whose input is a token, is
+stored this way already.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,11 +19,11 @@ def weights_table(model: nn.Module, slices: Mapping[str, TensorSlice]) -> pd.Dat
     """One row per parameter, rank and range.
 
     Args:
-        model: the plain one, whole; on the meta device will do.
-        slices: of the divided model, by parameter name, as any rank has them (``partition.slices.slices_of``).
+        model: the plain, whole model; the meta device is enough.
+        slices: slices of the divided model by parameter name, from any rank (``partition.slices.slices_of``).
 
     Returns:
-        ``parameter``; ``inputs`` and ``outputs`` of the whole (a bias or a norm has 1 input); ``rank``, -1 where every
+        ``parameter``; ``inputs`` and ``outputs`` of the whole (a bias or a norm has 1 input); ``rank``, -1 if every
         rank holds all of it; the elements held, as ``input_start``, ``input_stop``, ``output_start``, ``output_stop``.
     """
     rows = [
@@ -39,7 +39,7 @@ def _is_linear(model: nn.Module, parameter: str) -> bool:
 
 
 def _rows(name: str, shape: tuple[int, ...], is_linear: bool, own: TensorSlice | None) -> Iterator[dict[str, Any]]:
-    """Of one parameter; a vector is a row of outputs."""
+    """The rows of one parameter; a vector is a row of outputs."""
     is_transposed = is_linear and len(shape) == 2
     inputs, outputs = (shape[::-1] if is_transposed else shape) if len(shape) == 2 else (1, shape[0])
     whole = {

@@ -1,7 +1,7 @@
-"""A GPT and its loss: pre-norm transformer blocks on bytes, a plain module that knows nothing of parallelism.
+"""A GPT and its loss: pre-norm transformer blocks on bytes, as a plain module without any parallelism.
 
-The projections of query, key and value are separate and the number of heads is read off their width, so that a column
-slice of them is a module with fewer heads; nothing else has to change for tensor parallelism.
+The projections of query, key and value are separate, and the number of heads follows from their width. So a column
+slice of them is a module with fewer heads, and nothing else has to change for tensor parallelism.
 
 Legend of shape suffixes: b batch, s sequence, h hidden, m hidden of the MLP (4 h), a heads, g key-value heads, d head
 dim, v vocabulary. Parameters per block: 12 h^2 + 13 h with as many key-value heads as heads.
@@ -22,8 +22,8 @@ from shardlab.models.mlp import require_positive
 class GPTConfig:
     """Sizes of a :class:`GPT`.
 
-    ``num_kv_heads`` below ``num_heads`` is grouped-query attention, ``None`` as many as heads; ``tied`` makes the head
-    and the token embedding one parameter; ``dropout`` is a probability.
+    ``num_kv_heads`` below ``num_heads`` means grouped-query attention, ``None`` as many as heads. ``tied`` makes the
+    head and the token embedding one parameter. ``dropout`` is a probability.
     """
 
     vocab_size: int = 256
@@ -40,11 +40,11 @@ class GPTConfig:
         sizes = {"vocab_size": self.vocab_size, "seq_len": self.seq_len, "num_layers": self.num_layers}
         require_positive(**sizes, num_heads=self.num_heads, hidden=self.hidden, num_kv_heads=self.kv_heads)
         if self.hidden % self.num_heads:
-            raise ValueError(f"hidden must be a multiple of num_heads {self.num_heads}, got {self.hidden}")
+            raise ValueError(f"hidden: {self.hidden} is not a multiple of num_heads={self.num_heads}")
         if self.num_heads % self.kv_heads:
-            raise ValueError(f"num_kv_heads must divide num_heads {self.num_heads}, got {self.kv_heads}")
+            raise ValueError(f"num_kv_heads: {self.kv_heads} does not divide num_heads={self.num_heads}")
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
+            raise ValueError(f"dropout: {self.dropout} is not at least 0 and below 1")
 
     @property
     def kv_heads(self) -> int:
@@ -58,7 +58,7 @@ class GPTConfig:
 
 
 class Attention(nn.Module):
-    """Causal self-attention; the input is normalised already, the residual is added by the block."""
+    """Causal self-attention; the block normalises the input and adds the residual."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Attention(nn.Module):
         return out_bsh
 
     def _heads(self, x_bsh: torch.Tensor) -> torch.Tensor:
-        # The number of heads is what the projection gives: fewer where it is a slice.
+        # The number of heads follows from the width of the projection: a slice has fewer.
         return x_bsh.reshape(*x_bsh.shape[:2], -1, self.head_dim).transpose(1, 2)
 
 
@@ -141,7 +141,7 @@ class GPT(nn.Module):
         """
         seq_len = tokens_bs.shape[1]
         if seq_len > self.config.seq_len:
-            raise ValueError(f"seq_len must be at most {self.config.seq_len} for this model, got {seq_len} tokens")
+            raise ValueError(f"seq_len: {seq_len} tokens; this model takes at most {self.config.seq_len}")
         positions_s = torch.arange(seq_len, device=tokens_bs.device)
         x_bsh = self.dropout(self.token_embedding(tokens_bs) + self.position_embedding(positions_s))
         for block in self.blocks:
@@ -150,9 +150,9 @@ class GPT(nn.Module):
         return logits_bsv
 
     def init_weights(self, name: str, module: nn.Module) -> None:
-        """Fill the parameters that one module of this model holds itself, after GPT-2.
+        """Initialise the parameters that one module of this model holds itself, as in GPT-2.
 
-        Normal with deviation 0.02, divided by sqrt(2 L) where a residual is added; biases 0; norms 1 and 0.
+        Normal with standard deviation 0.02, divided by sqrt(2 L) before a residual is added; biases 0; norms 1 and 0.
 
         Args:
             name: the module's name in this model.

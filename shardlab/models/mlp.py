@@ -1,4 +1,4 @@
-"""A multilayer perceptron: the smallest model on which every strategy can be followed by hand.
+"""A multilayer perceptron: a model so small that every strategy can be followed by hand.
 
 Legend of shape suffixes: b batch, s sequence, f features, v vocabulary; ``...`` stands for any leading dims.
 """
@@ -37,7 +37,7 @@ class MLP(nn.Module):
 
 @dataclass(frozen=True)
 class ByteMLPConfig:
-    """Sizes of a :class:`ByteMLP`; ``seq_len`` changes nothing in it and is here so that all models are built alike."""
+    """Sizes of a :class:`ByteMLP`; ``seq_len`` has no effect, and makes all models be built alike."""
 
     vocab_size: int = 256
     seq_len: int = 128
@@ -51,9 +51,9 @@ class ByteMLPConfig:
 
 
 class ByteMLP(nn.Module):
-    """Next byte from the present byte alone: embedding, MLP, logits, each position by itself.
+    """The next byte from the current byte alone: embedding, MLP, logits, each position on its own.
 
-    It learns no more than which byte follows which, and takes the same data as the GPT.
+    It learns only which byte follows which, from the same data as the GPT.
     """
 
     def __init__(self, config: ByteMLPConfig) -> None:
@@ -72,4 +72,4 @@ def require_positive(**sizes: int) -> None:
     """Raise ValueError, naming the first field, unless every size is 1 or more."""
     for field, size in sizes.items():
         if size < 1:
-            raise ValueError(f"{field} must be at least 1, got {size}")
+            raise ValueError(f"{field}: {size} is below 1")

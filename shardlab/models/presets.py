@@ -27,27 +27,27 @@ MODELS: Mapping[str, GPTConfig | ByteMLPConfig] = MappingProxyType(
 
 
 def build_model(name: str, seq_len: int = 128, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
-    """A model of :data:`MODELS`, its weights decided by ``seed`` alone.
+    """A model of :data:`MODELS`, with weights that depend only on ``seed``.
 
-    Weights are drawn in float32 and then cast, so that the same seed means the same model in every dtype. The global
+    Weights are drawn in float32 and then cast, so a seed gives the same model in every dtype. The global
     random state stays as it was. Under ``with torch.device("meta")`` the model is built without storage.
 
     Args:
         name: a key of :data:`MODELS`.
         seq_len: longest sequence the model takes, in bytes.
-        dtype: of all parameters.
-        seed: of the weights.
+        dtype: type of all parameters.
+        seed: seed of the weights.
 
     Returns:
         A module from int64 tokens (B, S) to logits (B, S, 256).
 
     Raises:
-        ValueError: unknown ``model``, ``seq_len`` below 1, or a ``dtype`` that is not floating point.
+        ValueError: the model is unknown, ``seq_len`` is below 1, or ``dtype`` is not floating point.
     """
     if name not in MODELS:
-        raise ValueError(f"model must be one of {', '.join(MODELS)}, got {name!r}")
+        raise ValueError(f"model: {name!r} is not one of {', '.join(MODELS)}")
     if not dtype.is_floating_point:
-        raise ValueError(f"dtype must be a floating-point type, got {dtype}")
+        raise ValueError(f"dtype: {dtype} is not a floating-point type")
     config = replace(MODELS[name], seq_len=seq_len)
     with torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed: that seeds CUDA too, which fork_rng(devices=[]) does not restore.

@@ -1,4 +1,4 @@
-"""Controls for a notebook: change something, and see at once what it does. Each has a plain function behind it.
+"""Controls for notebooks: change something and see its effect at once. Behind each is a plain function.
 
 ===================  ====================================================  ===============================
 in a notebook        what it does                                          in a script

@@ -1,4 +1,4 @@
-"""A memory explorer: move a slider, and the planner says at once what a rank would hold."""
+"""A memory explorer: move a slider, and see at once what a rank would hold according to the planner."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,18 +21,18 @@ STYLE: dict[str, str] = {"description_width": "8.5em"}
 
 
 def memory_explorer(plan: MemoryPlan | None = None) -> Panel:
-    """Sliders for model, ranks, precision, optimizer and sharding, above a picture and a table of bytes at rest.
+    """Sliders for model, ranks, precision, optimizer and sharding, above a figure and a table of bytes at rest.
 
     In a script ``MemoryPlan`` answers the same questions.
 
     Args:
-        plan: where it starts; None for a GPT of 30 M parameters on 8 ranks.
+        plan: initial values; None for a GPT of 30 M parameters on 8 ranks.
     """
     return Explorer(plan or MemoryPlan())
 
 
 class Explorer(Panel):
-    """The panel of ``memory_explorer``; ``plan`` is what its controls say, ``None`` while they say something wrong."""
+    """The panel of ``memory_explorer``; ``plan`` follows its controls and is ``None`` while they are invalid."""
 
     def __init__(self, plan: MemoryPlan) -> None:
         self.plan: MemoryPlan | None = plan
@@ -93,7 +93,7 @@ class Inputs:
 
     @classmethod
     def of(cls, plan: MemoryPlan) -> "Inputs":
-        """Controls that say what ``plan`` says."""
+        """Controls with the values of ``plan``."""
         preset = isinstance(plan.model, str)
         sizes = sorted({*RANKS, plan.ranks})
         inputs = cls(
@@ -118,7 +118,7 @@ class Inputs:
         return tuple(vars(self).values())
 
     def box(self) -> VBox:
-        """The controls as they stand on the page."""
+        """The layout of the controls."""
         columns = (
             VBox([self.model, self.num_params, self.ranks]),
             VBox([self.precision, self.optimizer, self.strategy]),
@@ -127,11 +127,11 @@ class Inputs:
         return VBox([HBox(columns, layout=Layout(flex_flow="row wrap")), self.view])
 
     def show_what_counts(self) -> None:
-        """Grey out what the answer does not depend on, and offer groups that divide the ranks."""
+        """Disable controls without effect, and offer groups that divide the ranks."""
         self.num_params.disabled = self.model.value != ANY_NUMBER
         self.num_params.layout.visibility = (
             "hidden" if self.num_params.disabled else "visible"
-        )  # its number is no model's
+        )  # its number is not that of the chosen model
         self.strategy.disabled = self.view.value != "ranks"
         self.shard_group.disabled = self.sharding.value != Sharding.HYBRID_SHARD
         groups = _divisors(int(self.ranks.value))
@@ -141,10 +141,10 @@ class Inputs:
             self.shard_group.value = kept
 
     def plan(self) -> MemoryPlan:
-        """What the controls say.
+        """The plan for the values of the controls.
 
         Raises:
-            ValueError: something that cannot be.
+            ValueError: the values are invalid.
         """
         hybrid = self.sharding.value == Sharding.HYBRID_SHARD
         return MemoryPlan(

@@ -1,4 +1,4 @@
-"""Comparisons that were run one after the other, kept together: run another, and see it beside the earlier ones.
+"""Comparisons run one after the other and kept together, so that each can be compared with earlier ones.
 
 history = RunHistory("runs/play")
 history.run(CompareConfig(strategies=("zero1",), ranks=2, text="grammar"))
@@ -23,16 +23,22 @@ from shardlab.launch import RankPool
 from shardlab.trace.store import Records
 
 PREFIX = "run-"
-SHOWN = ("model", "link", "bucket_mib", "precision", "sharding")  # of a configuration, where runs differ in it
+SHOWN = (
+    "model",
+    "link",
+    "bucket_mib",
+    "precision",
+    "sharding",
+)  # fields of the configuration, shown if runs differ in them
 COSTS = ("strategy", "ranks", "loss_last", "step_ms", "exposed_comm_ms", "overlap", "peak_bytes", "wire_bytes_per_step")
 
 
 class RunHistory:
-    """Runs by number, from 1, each in a directory of its own below ``directory``.
+    """Runs by number, from 1, each in its own directory below ``directory``.
 
     Args:
-        directory: where they lie; finished runs that are there already are loaded. None for a temporary directory
-            that goes with this object.
+        directory: where the runs are; finished runs in it are loaded. None for a temporary directory that is removed
+            with this object.
     """
 
     def __init__(self, directory: Path | str | None = None) -> None:
@@ -44,7 +50,7 @@ class RunHistory:
         self._stopping = False
 
     def next_directory(self) -> Path:
-        """Where the next run will lie."""
+        """The directory of the next run."""
         taken = [_number(path) for path in self.directory.glob(f"{PREFIX}*")]
         return self.directory / f"{PREFIX}{max(taken, default=0) + 1:03}"
 
@@ -55,11 +61,11 @@ class RunHistory:
         directory: Path | None = None,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> int:
-        """Run ``config``; the number it got. Ranks stay warm for the next run with as many.
+        """Run ``config`` and return its number. Ranks stay warm for the next run with the same number of ranks.
 
         Args:
             config: what to run.
-            directory: ``next_directory()``, for who wants to know it before.
+            directory: ``next_directory()``, for callers that need to know it before.
             on_progress: called after every step of rank 0.
 
         Raises:
@@ -70,7 +76,7 @@ class RunHistory:
         self._stopping = False
 
         def progressed(progress: Progress) -> None:
-            if self._stopping:  # the call fell between two functions of the pool
+            if self._stopping:  # stop() was called between two calls of the pool, which had nothing to interrupt
                 raise KeyboardInterrupt
             if on_progress is not None:
                 on_progress(progress)
@@ -80,13 +86,13 @@ class RunHistory:
         return _number(directory)
 
     def stop(self) -> None:
-        """End the run that goes on in another thread; its records so far stay on disk."""
+        """End the current run, which another thread started; its records so far stay on disk."""
         self._stopping = True
         if self._pool is not None:
             self._pool.interrupt()
 
     def close(self) -> None:
-        """End the warm ranks, and forget the records if they were temporary."""
+        """End the warm ranks, and delete temporary records."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -94,7 +100,7 @@ class RunHistory:
             self._temporary.cleanup()
 
     def config_of(self, number: int) -> dict[str, Any]:
-        """The configuration of a run, as its manifest has it."""
+        """The configuration of a run, from its manifest."""
         return dict(next(iter(self.comparisons[number].records.manifests.values()))["config"])
 
     def labels(self) -> list[str]:
@@ -106,7 +112,7 @@ class RunHistory:
         ]
 
     def table(self) -> pd.DataFrame:
-        """One row per run and strategy, newest first: what was chosen differently, and what it cost."""
+        """One row per run and strategy, newest first: the options that differ, and the costs."""
         configs = {number: self.config_of(number) for number in self.comparisons}
         differing = [name for name in SHOWN if len({str(config.get(name)) for config in configs.values()}) > 1]
         parts = []
@@ -122,7 +128,7 @@ class RunHistory:
         """The five tables of all runs; ``run`` is the number and the strategy, such as '2 zero1'.
 
         Raises:
-            ValueError: nothing has been run.
+            ValueError: there are no runs.
         """
         if not self.comparisons:
             raise ValueError("run: nothing has been run yet")
@@ -156,7 +162,7 @@ class RunHistory:
 
 
 def label(number: int, run: str) -> str:
-    """How a run of a history is named in pictures."""
+    """The name of a run of a history in figures."""
     return f"{number} {run}"
 
 

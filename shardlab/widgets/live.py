@@ -1,12 +1,12 @@
-"""A view of a run while it goes on: loss, time of a step, memory by role, and the timeline of the newest step.
+"""A live view of a run: loss, time of a step, memory by role, and the timeline of the newest step.
 
     with live("runs/first"):
         compare(config, "runs/first")
 
-A thread reads what the ranks append to their records and replaces the pictures more than twice a second; the timeline,
-which is dearer to draw, less often where that would take more than a fifth of a core. The ranks know nothing of it,
-and on Linux they go before it; where no core is idle their steps still become some percent longer. It can also watch a
-run of another process, such as one that a terminal started.
+A thread reads what the ranks append to their records, and replaces the figures about twice a second. The timeline is
+more expensive to draw, so it is redrawn less often if it would take more than a fifth of a core. The ranks are not
+involved, and on Linux they have priority; if no core is idle their steps still become a few percent longer. The view
+can also watch a run of another process, for example one started in a terminal.
 """
 
 import os
@@ -32,22 +32,22 @@ TIMELINE = "Timeline of the newest step"
 
 
 def live(directory: Path | str) -> "LiveView":
-    """A view of the runs in ``directory``: shown and updated inside a ``with`` block, or until ``stop()``.
+    """A live view of the runs in ``directory``, updated inside a ``with`` block, or until ``stop()``.
 
     In a script ``read_progress`` gives the same as tables.
 
     Args:
-        directory: where ``compare`` writes, or the directory of one run; it need not be there yet.
+        directory: where ``compare`` writes, or the directory of one run; it need not exist yet.
     """
     return LiveView(directory)
 
 
 class LiveView(Panel):
-    """What ``live`` gives back. As the last line of a cell it starts to watch and returns at once.
+    """The panel of ``live``. As the last line of a cell it starts to watch and returns at once.
 
     Args:
         directory: see ``live``.
-        curves, timeline, message: of a larger panel, to be used instead of own ones.
+        curves, timeline, message: parts of a larger panel to update, instead of own ones.
     """
 
     def __init__(
@@ -70,20 +70,20 @@ class LiveView(Panel):
         super().__init__(VBox([self.message.widget]), (self.curves, self.timeline), "live view of a run")
 
     def start(self) -> Self:
-        """Watch in a thread of this process; starting twice changes nothing."""
+        """Watch in a thread of this process; starting twice has no effect."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="shardlab-live", daemon=True)
             self._thread.start()
         return self
 
     def stop(self) -> None:
-        """Read once more, show the last state, and end."""
+        """Read once more, show the final state, and end the thread."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
 
     def update(self, *, final: bool = False) -> bool:
-        """Read what is new and, if there is anything, replace the pictures; whether there was."""
+        """Read new records and, if there are any, replace the figures; return whether there were any."""
         progress = self._tail.read()
         is_new = progress is not self.progress and len(progress.steps) > 0
         if not is_new and not final:
@@ -119,7 +119,7 @@ class LiveView(Panel):
             self.timeline.replace(collective_timeline(moved, progress.spans), final=final)
 
     def _watch(self) -> None:
-        if sys.platform == "linux":  # where a thread has a priority of its own: the ranks go first
+        if sys.platform == "linux":  # only there a thread has its own priority; the ranks must not wait for this one
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
         try:
             due = monotonic()

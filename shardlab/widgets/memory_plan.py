@@ -1,4 +1,4 @@
-"""Bytes at rest for any model, strategy and number of ranks, at once: the planner's tables, ready to be compared.
+"""Bytes at rest for any model, strategy and number of ranks: the planner's tables, ready for comparison.
 
 plan = MemoryPlan(model="gpt-30m", ranks=8, precision="mixed")
 plan.by_strategy()        # table memory, one run per strategy
@@ -40,18 +40,18 @@ MAX_RANKS = 4096
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """A question to the planner.
+    """A model and a setup to plan.
 
     Attributes:
         model: a name from ``models.MODELS``, or a number of parameters, for example 7.5e9.
-        ranks: ranks that train it.
+        ranks: number of ranks.
         precision: 'fp32', or 'mixed' as in the ZeRO paper: 16-bit parameters and gradients, fp32 master weights.
         optimizer: 'adamw', 'sgd with momentum' or 'sgd'.
         sharding: of FSDP: full_shard, shard_grad_op, no_shard or hybrid_shard.
         shard_group: ranks in a shard group of hybrid_shard; None for the largest divisor below ``ranks``.
 
     Raises:
-        ValueError: a field has a value it cannot have; the message names the field and the allowed values.
+        ValueError: a field has an invalid value; the message names the field and the allowed values.
     """
 
     model: str | float = "gpt-30m"
@@ -89,7 +89,7 @@ class MemoryPlan:
         return next((size for size in range(self.ranks // 2, 0, -1) if self.ranks % size == 0), 1)
 
     def by_strategy(self) -> pd.DataFrame:
-        """Table ``memory``, predicted: what rank 0, which never holds less than another, holds under each strategy."""
+        """Table ``memory``, predicted: bytes of rank 0 under each strategy. No rank holds more than rank 0."""
         tables = [predicted_memory(self._planned, self._setup(name), ranks=[0], run=name) for name in STRATEGIES]
         return MEMORY.frame(pd.concat(tables, ignore_index=True))
 
@@ -97,7 +97,7 @@ class MemoryPlan:
         """Table ``memory``, predicted, for one strategy on 1, 2, 4, ... ranks up to ``ranks``; ``run`` is the number.
 
         Raises:
-            ValueError: an unknown strategy.
+            ValueError: the strategy is unknown.
         """
         tables = [
             predicted_memory(self._planned, setup, ranks=[0], run=_ranks_words(setup.num_ranks))
@@ -106,7 +106,7 @@ class MemoryPlan:
         return MEMORY.frame(pd.concat(tables, ignore_index=True))
 
     def costs(self) -> pd.DataFrame:
-        """One row per strategy: bytes at rest by role, saving against ddp, bytes that rank 0 sends in a step."""
+        """One row per strategy: bytes at rest by role, saving against ddp, and bytes that rank 0 sends in a step."""
         memory = self.by_strategy()
         held = memory.pivot_table(index="run", columns="role", values="bytes", aggfunc="sum", sort=False)
         held = held.astype("float64")
@@ -124,7 +124,7 @@ class MemoryPlan:
         return float(predicted_collectives(self._planned, self._setup(strategy), ranks=[0])["wire_bytes"].sum())
 
     def _setups(self, strategy: str) -> Iterator[Setup]:
-        """For the powers of two below ``ranks``, and for ``ranks``; a shard group that does not fit is all ranks."""
+        """Setups for the powers of two below ``ranks``, and for ``ranks``; shard groups that do not fit become all ranks."""
         sizes = [2**power for power in range(self.ranks.bit_length()) if 2**power < self.ranks]
         for size in (*sizes, self.ranks):
             yield self._setup(strategy, size, self.group if size % self.group == 0 else size)
@@ -143,7 +143,7 @@ class MemoryPlan:
 
 
 def _described(model: str | float) -> tuple[PlannedModel, dict[str, list[str]]]:
-    """Parameters, and the names of those of each unit, of a preset or of one tensor of so many elements."""
+    """The planner's model and the parameters of each unit, for a preset or for a single tensor of so many elements."""
     if isinstance(model, str):
         with torch.device("meta"):
             module = build_model(model)
@@ -154,7 +154,7 @@ def _described(model: str | float) -> tuple[PlannedModel, dict[str, list[str]]]:
         return described(module), units
     if not 1 <= model <= MAX_PARAMS or model != int(model):
         raise ValueError(
-            f"model: {model:g} parameters; a whole number from 1 to {MAX_PARAMS:g}, or {', '.join(MODELS)}"
+            f"model: {model:g} is not a whole number from 1 to {MAX_PARAMS:g}, nor one of {', '.join(MODELS)}"
         )
     return PlannedModel.of_specs([ParamSpec("parameters", (int(model),), 4)]), {}
 

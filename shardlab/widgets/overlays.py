@@ -1,4 +1,4 @@
-"""The pictures of a workbench: all runs of a history in one figure, or one of them in detail."""
+"""The figures of a workbench: all runs of a history together, or one of them in detail."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,15 +31,15 @@ Draw = Callable[[RunHistory, str], go.Figure]
 
 
 def overlay(history: RunHistory, view: str, label: str) -> go.Figure:
-    """A picture of the history.
+    """A figure of the history.
 
     Args:
         history: with at least one run.
         view: a key of ``VIEWS``.
-        label: the run that the views of one run are about, such as '2 zero1' (``history.labels()``).
+        label: the run for views of one run, such as '2 zero1' (``history.labels()``).
 
     Raises:
-        ValueError: an unknown view or label, or a history without runs.
+        ValueError: the view or label is unknown, or there are no runs.
     """
     if view not in VIEWS:
         raise ValueError(f"view: {view!r} is not one of {', '.join(VIEWS)}")
@@ -78,7 +78,7 @@ def _sent(history: RunHistory, _: str) -> go.Figure:
 
 
 def _change(history: RunHistory, label: str) -> go.Figure:
-    """Against the run before it, whatever its strategy: that is what was changed."""
+    """The change from the previous run, whatever its strategy."""
     labels = history.labels()
     place = labels.index(label)
     if place == 0:
@@ -102,7 +102,7 @@ def _timeline(history: RunHistory, label: str) -> go.Figure:
 
 
 def _course(history: RunHistory, label: str) -> go.Figure:
-    """Memory over the traced step, with what the planner says must be held at rest."""
+    """Memory over the traced step, with the planned bytes at rest."""
     number, _, strategy = label.partition(" ")
     memory = history.records().memory
     plan = plan_run(CompareConfig(**_fields(history.config_of(int(number)))), strategy)
@@ -120,12 +120,12 @@ def _slices(history: RunHistory, label: str) -> go.Figure:
 
 
 def _traffic(records: Records) -> pd.DataFrame:
-    """The collectives without the loss for the report."""
+    """The collectives without the reported loss."""
     return records.collectives[records.collectives["phase"] != Phase.METRICS]
 
 
 def _fields(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration as JSON has it, with its tuple."""
+    """A configuration from JSON; the list of strategies becomes a tuple."""
     return config | {"strategies": tuple(config["strategies"])}
 
 

@@ -1,8 +1,8 @@
-"""Controls above pictures, and what stands there where no controls can be shown.
+"""Controls above pictures, with a fallback where controls cannot be shown.
 
-Each picture is one output of the cell with several forms of the same: a widget that can change, plotly's JSON or a
-table, a text and, where notebooks are built, a PNG. JupyterLab takes the widget; a saved notebook, GitHub, a PDF or a
-screen reader takes what it can. (plotly's own FigureWidget weighs 5 MB and is blank where server and kernel differ.)
+Each picture is one output of the cell in several formats: a widget that can change, plotly's JSON or a table, a text
+and, when notebooks are built, a PNG. JupyterLab shows the widget; a saved notebook, GitHub, a PDF or a screen reader
+uses what it can. (plotly's own FigureWidget takes 5 MB, and is blank if server and kernel differ.)
 """
 
 import threading
@@ -20,19 +20,19 @@ from shardlab.plots.text import column_text
 from shardlab.plots.theme import summary_of
 
 Content: TypeAlias = go.Figure | pd.DataFrame
-DRAWING_S = 0.15  # what a browser takes to draw a figure, about
+DRAWING_S = 0.15  # about the time in which a browser draws a figure
 SHOWN: dict[str, str | None] = {"height": None, "visibility": "visible"}
 HIDDEN: dict[str, str | None] = {
     "height": "0px",
     "visibility": "hidden",
-}  # not display: none, for plotly must know its width
+}  # not display: none, because plotly must know its width
 
 
 class Picture:
-    """A figure or a table in a cell's output, which can be replaced while somebody looks at it.
+    """A figure or a table in the output of a cell, which can be replaced without flicker.
 
-    A plotly figure that is there does not draw again what replaces it, and a new one leaves a hole until it is drawn.
-    So there are two places: the next content is drawn in the hidden one, and then they change roles.
+    A displayed plotly figure does not draw new data, and a new figure leaves a gap until it is drawn. So there are two
+    places: the next content is drawn in the hidden one, and then the two are swapped.
     """
 
     def __init__(self, content: Content) -> None:
@@ -44,25 +44,25 @@ class Picture:
         self._turn: threading.Timer | None = None
 
     def show(self) -> None:
-        """Put it into the current cell; from now on ``replace`` changes it there."""
+        """Show it in the current cell; from now on ``replace`` changes it there."""
         if get_ipython() is not None:
             self._put(self._places[0])
             self._handle = DisplayHandle()  # type: ignore[no-untyped-call]  # IPython leaves it untyped
             self._handle.display(self._bundle(), raw=True)  # type: ignore[no-untyped-call]
 
     def replace(self, content: Content, *, final: bool = False) -> None:
-        """Show ``content`` instead, where this picture is shown.
+        """Show ``content`` instead, if this picture is shown.
 
         Args:
             content: the next figure or table.
-            final: it will stay for a while: what is saved with the notebook is replaced, too.
+            final: also replace what is saved with the notebook, because this content will stay.
         """
         self.content = content
         if self._handle is None or not _is_notebook():
             return
         with self._lock:
             self._put(self._places[1])
-            if self._turn is None:  # else a drawing is under way, and becomes one of the newer content
+            if self._turn is None:  # else a swap is due already, and will show the newer content
                 self._turn = threading.Timer(DRAWING_S, self._change_roles)
                 self._turn.daemon = True
                 self._turn.start()
@@ -89,19 +89,19 @@ class Picture:
 
 
 class Panel:
-    """What a function such as ``memory_explorer`` gives back: shows itself as the last line of a cell.
+    """The result of a function such as ``memory_explorer``; shows itself as the last line of a cell.
 
     Args:
         controls: widgets above the pictures.
         pictures: from top to bottom.
-        purpose: what the controls are for, in a few words: all that is left of them where widgets cannot show.
+        purpose: a few words on the controls, shown where widgets cannot be.
     """
 
     def __init__(self, controls: Widget, pictures: Sequence[Picture], purpose: str) -> None:
         self.controls, self.pictures, self.purpose = controls, tuple(pictures), purpose
 
     def _ipython_display_(self) -> None:
-        if get_ipython() is None:  # a script: nowhere to show it
+        if get_ipython() is None:  # a script cannot show it
             return
         display(self._controls_bundle(), raw=True)  # type: ignore[no-untyped-call]
         for picture in self.pictures:
@@ -118,7 +118,7 @@ class Panel:
 
 
 class Message:
-    """A line of text among the controls; an error stands out and is read out by a screen reader."""
+    """A line of text among the controls; errors stand out, and screen readers announce them."""
 
     def __init__(self, text: str = "") -> None:
         self.widget = HTML()
@@ -130,7 +130,7 @@ class Message:
         self._put(text, "status", "var(--jp-ui-font-color1, inherit)")
 
     def fail(self, text: str) -> None:
-        """Show ``text`` as what is wrong."""
+        """Show ``text`` as an error."""
         self._put(text, "alert", "var(--jp-error-color1, #ac2a58)")
 
     def _put(self, text: str, role: str, colour: str) -> None:
@@ -156,5 +156,5 @@ def text_of(content: Content) -> str:
 
 
 def _is_notebook() -> bool:
-    """Whether there is a kernel with a page that can change: a terminal would print every replacement anew."""
+    """Whether there is a kernel with a page that can change; a terminal would print every replacement again."""
     return hasattr(get_ipython(), "kernel")

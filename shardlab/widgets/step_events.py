@@ -1,21 +1,21 @@
-"""One recorded training step as a list of events in the order of time, and what each rank does and holds after each.
+"""One recorded training step as a list of events in order of time, and the state of each rank after each event.
 
 An event is one of these, on one rank:
 
 =========  ============================================================================================
-computes   a unit begins forward, backward, recomputation; or the optimizer, or the loading of data
-ends       it is through
-gathers    an all-gather is issued: the rank asks for the other ranks' shards
+computes   a unit begins forward, backward or recomputation; or the optimizer or data loading begins
+ends       it has finished
+gathers    an all-gather is issued
 reduces    an all-reduce or a reduce-scatter is issued
 sends      another collective is issued
-arrives    a collective's result is there
-waits      the rank can do nothing until a collective has arrived
-goes on    it has
+arrives    the result of a collective has arrived
+waits      the rank waits for a collective
+goes on    the wait is over
 holds      live bytes have grown since the last sample
 frees      live bytes have shrunk
 =========  ============================================================================================
 
-What is held comes from the samples of table ``memory``: between its units in a memory-traced step, else at rest only.
+Live bytes come from the samples of table ``memory``: at the borders of units in a memory-traced step, else at rest.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,19 +25,19 @@ from typing import Any
 
 import pandas as pd
 
+from shardlab.analysis.memory import WHOLE_STEP
 from shardlab.analysis.rows import one_run, one_step
 from shardlab.plots.text import format_bytes
 from shardlab.trace.store import Records
 from shardlab.vocabulary import Collective, Role, SpanKind
 
 ROLES = tuple(map(str, Role))
-WHOLE_STEP = ("rest", "peak")
-LEAST_CHANGE = 1e-3  # of what is held: smaller ones wait until they have added up
+LEAST_CHANGE = 1e-3  # of the live bytes: smaller changes are added up until they reach it
 COLUMNS = ("time_us", "rank", "event", "what", "bytes", "words", *ROLES)
 
 
 class StepEvent(StrEnum):
-    """What can happen; the meanings stand at the head of this file."""
+    """Kinds of events; the head of this file explains them."""
 
     COMPUTES = "computes"
     ENDS = "ends"
@@ -57,7 +57,7 @@ ISSUE = {
     Collective.ALL_REDUCE: StepEvent.REDUCES,
 }
 ISSUES = (StepEvent.GATHERS, StepEvent.REDUCES, StepEvent.SENDS)
-# At one moment: what ends, ends before something else begins.
+# At the same moment, what ends comes before what begins.
 ORDER = (
     StepEvent.ARRIVES, StepEvent.GOES_ON, StepEvent.ENDS, StepEvent.FREES, StepEvent.HOLDS, StepEvent.COMPUTES,
     StepEvent.GATHERS, StepEvent.REDUCES, StepEvent.SENDS, StepEvent.WAITS,
@@ -67,20 +67,20 @@ Row = dict[str, Any]
 
 
 def events_of_step(records: Records, *, run: str | None = None, step: int | None = None) -> pd.DataFrame:
-    """The events of one step of one run on all ranks, in the order of time.
+    """The events of one step of one run on all ranks, in order of time.
 
     Args:
-        records: of a run or of several.
-        run: which run; None where there is one.
+        records: records of one run or several.
+        run: which run; None if there is only one.
         step: which step; None for the first whose memory was traced, else the last.
 
     Returns:
-        One row per event: ``time_us`` from the begin of the step, ``rank``, ``event``, ``what`` (unit, tag),
-        ``bytes`` (moved, or grown and shrunk; NA for compute), ``words`` (a sentence), and after it the rank's live
-        bytes of every role (NA where memory was not recorded).
+        One row per event: ``time_us`` from the beginning of the step, ``rank``, ``event``, ``what`` (unit, tag),
+        ``bytes`` (moved, or the change in live bytes; NA for compute), ``words`` (a sentence), and the rank's live
+        bytes of each role after the event (NA if memory was not recorded).
 
     Raises:
-        ValueError: no such run or step, several runs and none named, or nothing was recorded.
+        ValueError: there is no such run or step, there are several runs and none is named, or nothing was recorded.
     """
     steps = one_run(records.steps[records.steps["step"] >= 0], run)
     step = one_step(steps, traced_step(steps) if step is None else step)
@@ -94,7 +94,7 @@ def events_of_step(records: Records, *, run: str | None = None, step: int | None
     spans, collectives = (tables[table][tables[table]["step"] == step] for table in ("spans", "collectives"))
     rows = [*_compute(spans), *_communication(collectives), *_memory(tables["memory"], step)]
     if not rows:
-        raise ValueError(f"step: of step {step} of run {name!r} neither compute nor communication was recorded")
+        raise ValueError(f"step: {step} of run {name!r} has neither compute nor communication recorded")
     begin = begin_of(collectives, spans)
     order = {event: place for place, event in enumerate(ORDER)}
     rows.sort(key=lambda row: (row["time_us"], order[row["event"]], row["rank"]))
@@ -105,20 +105,20 @@ def events_of_step(records: Records, *, run: str | None = None, step: int | None
 
 
 def begin_of(collectives: pd.DataFrame, spans: pd.DataFrame) -> float:
-    """When a step begins, over all ranks: the zero of its timeline."""
+    """When the first rank begins the step: the zero of its timeline."""
     return min(float(value) for value in (collectives["issue_us"].min(), spans["start_us"].min()) if pd.notna(value))
 
 
 @dataclass
 class RankNow:
-    """What a rank is about: units it is in, collectives under way, and the one it waits for."""
+    """The state of a rank: its open units, its collectives in flight, and the one it waits for."""
 
     computes: list[str] = field(default_factory=list)
     in_flight: list[str] = field(default_factory=list)
     waits_for: str = ""
 
     def after(self, event: str, what: str) -> None:
-        """Take one more event in."""
+        """Update the state by one event."""
         changes: dict[str, Callable[[], object]] = {
             StepEvent.COMPUTES: lambda: self.computes.append(what),
             StepEvent.ENDS: lambda: self.computes.remove(what) if what in self.computes else None,
@@ -131,7 +131,7 @@ class RankNow:
 
 
 def ranks_at(events: pd.DataFrame, index: int) -> pd.DataFrame:
-    """What every rank does and holds after event number ``index``.
+    """The state of every rank after event number ``index``.
 
     Args:
         events: from ``events_of_step``.
@@ -145,7 +145,7 @@ def ranks_at(events: pd.DataFrame, index: int) -> pd.DataFrame:
         ValueError: there is no such event.
     """
     if not 0 <= index < len(events):
-        raise ValueError(f"index: {index} is none of the {len(events)} events, 0 to {len(events) - 1}")
+        raise ValueError(f"index: {index} is not one of the {len(events)} events, 0 to {len(events) - 1}")
     now = {int(rank): RankNow() for rank in sorted(events["rank"].unique())}
     past = events.iloc[: index + 1]
     for rank, event, what in zip(past["rank"], past["event"], past["what"], strict=True):
@@ -162,7 +162,7 @@ def ranks_at(events: pd.DataFrame, index: int) -> pd.DataFrame:
 
 
 def _held_after(events: pd.DataFrame, index: int) -> dict[int, Row]:
-    """Bytes by role of each rank: after its last event so far, else before its first."""
+    """Bytes by role of each rank: after its latest event, else before its first."""
     past = events.iloc[: index + 1].drop_duplicates("rank", keep="last").set_index("rank")
     later = events.iloc[index + 1 :].drop_duplicates("rank").set_index("rank")
     rows = pd.concat([past, later[~later.index.isin(past.index)]])
@@ -170,7 +170,7 @@ def _held_after(events: pd.DataFrame, index: int) -> dict[int, Row]:
 
 
 def traced_step(steps: pd.DataFrame) -> int | None:
-    """The first step whose memory was traced; None where none was."""
+    """The first step whose memory was traced; None if there is none."""
     traced = steps.loc[steps["traced_memory"].fillna(False).astype(bool), "step"]
     return int(traced.min()) if len(traced) else None
 
@@ -198,7 +198,7 @@ def _communication(collectives: pd.DataFrame) -> Iterator[Row]:
 
 
 def _memory(memory: pd.DataFrame, step: int) -> Iterator[Row]:
-    """An event for each sample inside the step that differs from the one before it on the same rank."""
+    """An event for each sample in the step that differs from the previous one of the same rank."""
     inside = memory[(memory["step"] == step) & ~memory["where"].isin(WHOLE_STEP)]
     for rank in sorted({int(rank) for rank in inside["rank"]}):
         rows = inside[inside["rank"] == rank]
@@ -236,7 +236,7 @@ def _noun(role: str) -> str:
 
 
 def _resting(memory: pd.DataFrame, step: int) -> dict[int, Row]:
-    """What each rank held at rest: after the last sampled step before this one, else after the first."""
+    """Bytes each rank held at rest: after the last sampled step before this one, else after the first."""
     rest = memory[memory["where"] == "rest"]
     found = {}
     for rank in sorted({int(rank) for rank in rest["rank"]}):
@@ -249,9 +249,9 @@ def _resting(memory: pd.DataFrame, step: int) -> dict[int, Row]:
 
 
 def _filled(table: pd.DataFrame, resting: dict[int, Row]) -> pd.DataFrame:
-    """Every row knows what its rank holds: by the last sample before it; before the first, what that begins with.
+    """Fill in the live bytes of every row from the last sample before it, or from the first sample.
 
-    A step without samples has what was held at rest.
+    A step without samples gets the bytes at rest.
     """
     filled = table.copy()
     filled[list(ROLES)] = table.groupby("rank")[list(ROLES)].ffill()

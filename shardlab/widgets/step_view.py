@@ -1,4 +1,4 @@
-"""One recorded training step, event by event: each click goes on to the next, and says what every rank then does."""
+"""One recorded training step, event by event: each click moves to the next and shows the state of every rank."""
 
 from typing import Any
 
@@ -20,23 +20,23 @@ PLAY_MS = 700
 
 
 def step_through(records: Records, *, run: str | None = None, step: int | None = None) -> Panel:
-    """Buttons and a slider through the events of one step, above its timeline and what each rank holds.
+    """Buttons and a slider through the events of one step, above its timeline and the memory of each rank.
 
     In a script ``events_of_step`` and ``ranks_at`` give the same as tables.
 
     Args:
-        records: of a run or of several.
-        run: which run; None where there is one.
+        records: records of one run or several.
+        run: which run; None if there is only one.
         step: which step; None for the first whose memory was traced, else the last.
 
     Raises:
-        ValueError: no such run or step, several runs and none named, or nothing was recorded.
+        ValueError: there is no such run or step, there are several runs and none is named, or nothing was recorded.
     """
     return StepView(records, run, step)
 
 
 class StepView(Panel):
-    """The panel of ``step_through``; ``index`` is the event shown, among the events of the rank that is followed."""
+    """The panel of ``step_through``; ``index`` is the number of the event that is shown."""
 
     def __init__(self, records: Records, run: str | None, step: int | None) -> None:
         steps = one_run(records.steps[records.steps["step"] >= 0], run)
@@ -58,15 +58,15 @@ class StepView(Panel):
 
     @property
     def index(self) -> int:
-        """Number of the event shown, in ``events``."""
+        """Row in ``events`` of the event that is shown."""
         return int(self._shown[self.slider.value])
 
     def next(self) -> None:
-        """Go on to the next event."""
+        """Move to the next event."""
         self.slider.value = min(self.slider.value + 1, self.slider.max)
 
     def previous(self) -> None:
-        """Go back to the event before."""
+        """Move to the previous event."""
         self.slider.value = max(self.slider.value - 1, 0)
 
     def _make_controls(self) -> None:
@@ -95,7 +95,7 @@ class StepView(Panel):
         self.held.replace(self._held_at(self.index))
 
     def _followed(self, change: Any) -> None:
-        """Leave out the events of the other ranks; stay at the moment."""
+        """Leave out the events of other ranks, and stay at the current time."""
         index, rank = self.index, change["new"]
         self._shown = self.events.index if rank == ALL_RANKS else self.events.index[self.events["rank"] == rank]
         place = int(self._shown.searchsorted(index).clip(0, len(self._shown) - 1))
@@ -111,7 +111,7 @@ class StepView(Panel):
         self.message.say(f"{place}, {format_us(float(event['time_us']))}: rank {event['rank']} {event['words']}.")
 
     def _timeline_at(self, index: int) -> go.Figure:
-        """The timeline with a line at the moment."""
+        """The timeline with a line at the time of the event."""
         time_ms = float(self.events["time_us"].iloc[index]) / 1e3
         self._timeline.layout.shapes = self._fixed_shapes
         return self._timeline.add_vline(x=time_ms, line={"color": INK, "width": 2.5})

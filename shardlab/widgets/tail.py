@@ -1,7 +1,7 @@
-"""What a run has written so far, read while it goes on: only what is new is read, and only a little of it is worked on.
+"""Reading a run while it is being written: only new entries are read, and only a few of them are decoded.
 
-Of rank 0 all entries are, for the loss and the times; of the other ranks only the last two, for the timeline of the
-newest step that every rank has finished. Watching takes nothing from the ranks but the cores it shares with them.
+All entries of rank 0 are decoded, for losses and times, but only the last two of other ranks, for the timeline of the
+newest step that every rank has finished. Watching costs the ranks nothing but the cores it shares with them.
 """
 
 from collections import deque
@@ -17,20 +17,20 @@ from shardlab.trace.entries import Columns, EntryStream, joined
 from shardlab.trace.store import load_run
 
 Tables = Mapping[str, Columns]
-"""Those of one entry: one step of one rank."""
+"""The tables of one entry: one step of one rank."""
 KEPT = 2  # a rank is never more than one step ahead of another: the loss is a collective
-MAX_STEPS = 5000  # of one run; beyond, every other one is forgotten
+MAX_STEPS = 5000  # of one run; beyond, every other step is dropped
 
 
 @dataclass(frozen=True)
 class LiveTables:
-    """What is known of one run, or of the runs in a directory.
+    """The tables of one run, or of the runs in a directory, so far.
 
     Attributes:
         steps: table ``steps`` of rank 0.
-        memory: table ``memory``: of each run the last sample at rest of every rank.
-        collectives: of the newest step that all ranks of the newest run have finished.
-        spans: of the same step.
+        memory: table ``memory``: the last sample at rest of every rank of each run.
+        collectives: those of the newest step that all ranks of the newest run have finished.
+        spans: those of the same step.
     """
 
     steps: pd.DataFrame
@@ -40,13 +40,13 @@ class LiveTables:
 
 
 def read_progress(directory: Path | str) -> LiveTables:
-    """What the runs in ``directory`` have written so far; empty tables where that is nothing.
+    """What the runs in ``directory`` have written so far; empty tables if nothing.
 
     Args:
-        directory: where ``compare`` writes, or the directory of one run; it need not be there yet.
+        directory: where ``compare`` writes, or the directory of one run; it need not exist yet.
 
     Raises:
-        ValueError: a record is damaged, or of a newer format.
+        ValueError: a record is damaged, or has a newer format.
     """
     tail = DirectoryTail(directory)
     try:
@@ -56,7 +56,7 @@ def read_progress(directory: Path | str) -> LiveTables:
 
 
 class DirectoryTail:
-    """Follows all runs that a comparison writes into a directory, or the one run of a run's directory."""
+    """Follows all runs that a comparison writes into a directory, or the single run of a run's directory."""
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
@@ -64,10 +64,10 @@ class DirectoryTail:
         self._progress: LiveTables | None = None
 
     def read(self) -> LiveTables:
-        """Read what is new; everything known so far.
+        """Read new entries and return everything so far.
 
         Raises:
-            ValueError: a record is damaged, or of a newer format.
+            ValueError: a record is damaged, or has a newer format.
         """
         for directory in _run_directories(self.directory):
             if directory not in self._runs:
@@ -75,7 +75,7 @@ class DirectoryTail:
         before = [run.progress for run in self._runs.values()]
         runs = [run.read() for run in self._runs.values()]
         if self._progress is not None and all(one is other for one, other in zip(before, runs, strict=True)):
-            return self._progress  # the same object: there is nothing to draw
+            return self._progress  # the same object tells the caller that there is nothing to draw
         begun = [run for run in runs if len(run.steps)]
         newest = begun[-1:]
         self._progress = LiveTables(
@@ -93,23 +93,23 @@ class DirectoryTail:
 
 
 class RunTail:
-    """Follows the files of one run. What was read of a file stays readable when the run has ended and removed it."""
+    """Follows the files of one run. Open files stay readable when the run ends and removes them."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._streams: dict[str, EntryStream] = {}
-        self._last: dict[str, deque[Tables]] = {}  # of each rank the last steps
-        self._rest: dict[str, Tables] = {}  # of each rank the last one with a sample at rest
-        self._steps: list[Tables] = []  # of rank 0
+        self._last: dict[str, deque[Tables]] = {}  # the last steps of each rank
+        self._rest: dict[str, Tables] = {}  # the last entry of each rank with a sample at rest
+        self._steps: list[Tables] = []  # those of rank 0
         self.progress = LiveTables(*(table.frame([]) for table in (STEPS, MEMORY, COLLECTIVES, SPANS)))
-        """What was known when it was last read."""
-        self._was_missed = False  # a rank's file was gone before it was opened
+        """The result of the last ``read``."""
+        self._was_missed = False  # a rank removed its file before it was opened
 
     def read(self) -> LiveTables:
-        """Read what is new; everything known so far, the same object if nothing is new."""
+        """Read new entries and return everything so far: the same object if nothing is new."""
         for path in sorted(self.directory.glob("rank*.journal")):
             if path.stem not in self._streams:
-                with suppress(FileNotFoundError):  # it ended this very moment
+                with suppress(FileNotFoundError):  # the rank ended between glob and open
                     self._streams[path.stem] = EntryStream(path)
         if not self._was_missed and _has_ended_without(self.directory, self._streams):
             self.progress, self._was_missed = _ended(self.directory), True
@@ -130,11 +130,11 @@ class RunTail:
             stream.close()
 
     def _take(self, name: str, stream: EntryStream) -> int:
-        """Number of entries that were new."""
+        """Take the new entries of one rank, and return their number."""
         new = list(stream.new())
         for tables in map(stream.tables, new if name == "rank0" else new[-KEPT:]):
             if STEPS.name not in tables:
-                continue  # what was sent before the first step, or the shards after the last
+                continue  # the setup before the first step, or the shards after the last
             self._last.setdefault(name, deque(maxlen=KEPT)).append(tables)
             if "rest" in tables.get(MEMORY.name, {}).get("where", ()):
                 self._rest[name] = tables
@@ -145,7 +145,7 @@ class RunTail:
         return len(new)
 
     def _latest(self) -> list[Tables]:
-        """Every rank's tables of the newest step that all have finished."""
+        """Tables of all ranks for the newest step that all have finished."""
         if not self._last or len(self._last) < len(self._streams):
             return []
         common = set.intersection(*({_step_of(tables) for tables in last} for last in self._last.values()))
@@ -159,7 +159,7 @@ def _step_of(tables: Tables) -> int:
 
 def _table(entries: Iterable[Tables], table: Table) -> pd.DataFrame:
     """The rows of one table in some entries."""
-    # A memory table holds samples inside the step too; only what is held at rest is asked for here.
+    # Table memory has samples within the step too, but the live view shows only bytes at rest.
     frame = table.frame(pd.DataFrame(joined(entries, table), dtype=object))
     return frame[frame["where"] == "rest"] if table is MEMORY else frame
 
@@ -170,13 +170,13 @@ def _joined(table: Table, frames: Iterable[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _run_directories(directory: Path) -> list[Path]:
-    """Of a comparison those of its runs, the one that goes on last; else the directory itself."""
+    """The directories of a comparison's runs, the current one last; else the directory itself."""
     inside = [path for path in (directory / "records").glob("*") if path.is_dir()]
     return sorted(inside, key=lambda path: path.stat().st_mtime) if inside else [directory]
 
 
 def _has_ended_without(directory: Path, opened: Container[str]) -> bool:
-    """Whether every rank has turned its entries into compact files, and some did so before they were opened."""
+    """Whether every rank has ended and compacted its journal, and some did so before it was opened."""
     ended = [path.name.split(".")[1] for path in directory.glob("steps.rank*.parquet")]
     return any(rank not in opened for rank in ended) and not any(directory.glob("rank*.journal"))
 

@@ -1,7 +1,7 @@
 """A workbench: choose model, strategy, ranks, bucket size, link and precision; run; watch; compare with earlier runs.
 
-The run goes on in a thread of this process, so that the controls stay alive and Stop works; the ranks are processes of
-their own, as always. What is wrong with a choice is said beside the controls, never by a traceback.
+A run is driven by a thread of this process, so that the controls stay responsive and Stop works; the ranks are separate
+processes, as always. Errors in the choices are shown beside the controls, never as a traceback.
 """
 
 import threading
@@ -35,7 +35,7 @@ from shardlab.widgets.panel import Message, Panel, Picture
 CHOOSE = "Choose, then press Run."
 DEFAULTS = CompareConfig(strategies=("zero1",), ranks=2, steps=20, text="grammar")
 STYLE: dict[str, str] = {"description_width": "7em"}
-# Controls that only some strategies take: the option of the engine, and the field of the configuration.
+# Controls that only some strategies take: field of the configuration -> option of the engine.
 OPTIONAL = {"bucket_mib": "bucket_bytes", "precision": "precision", "sharding": "sharding"}
 CHOICES = {
     "device": ("auto", "cpu", "cuda"),
@@ -45,13 +45,13 @@ CHOICES = {
 
 
 def workbench(directory: Path | str | None = None, config: CompareConfig | None = None) -> "Workbench":
-    """Controls for a run, Run and Stop, the live view, and a table and pictures of all runs so far.
+    """Controls for a run, Run and Stop, the live view, and a table and figures of all runs so far.
 
     In a script ``RunHistory`` does the same.
 
     Args:
-        directory: where the runs lie, and where earlier ones are looked for; None for a temporary one.
-        config: what the controls say at first; None for ZeRO-1 with a GPT of 1 M parameters on 2 ranks.
+        directory: where runs are written, and earlier ones are found; None for a temporary directory.
+        config: initial values of the controls; None for ZeRO-1 with a GPT of 1 M parameters on 2 ranks.
     """
     return Workbench(RunHistory(directory), config or DEFAULTS)
 
@@ -61,7 +61,7 @@ class Workbench(Panel):
 
     Attributes:
         history: all runs.
-        message: what is going on, or what is wrong.
+        message: the state of the run, or an error.
     """
 
     def __init__(self, history: RunHistory, config: CompareConfig) -> None:
@@ -77,9 +77,9 @@ class Workbench(Panel):
         self.upper = Picture(nothing("Runs", "nothing has been run yet"))
         self.lower = Picture(nothing("Timeline of the newest step", "nothing has been run yet"))
         self._thread: threading.Thread | None = None
-        self._is_filling = False  # the list of runs is being replaced
-        self._is_live = False  # the pictures belong to the run that goes on
-        self._is_wrong = False  # the message says what is wrong with the controls
+        self._is_filling = False  # the list of runs is being replaced, and its events must not draw
+        self._is_live = False  # the figures belong to the current run
+        self._is_wrong = False  # the message shows an error of the controls
         self.inputs["strategies"].observe(lambda _: self._show_what_counts(), names="value")
         for control in self.inputs.values():
             control.observe(lambda _: self._checked(), names="value")
@@ -92,10 +92,10 @@ class Workbench(Panel):
         super().__init__(self._box(), (self.table, self.upper, self.lower), "workbench: choose, run, watch, compare")
 
     def config(self) -> CompareConfig:
-        """What the controls say.
+        """The configuration for the values of the controls.
 
         Raises:
-            ValueError: something that cannot be.
+            ValueError: the values are invalid.
         """
         said = {name: control.value for name, control in self.inputs.items() if not control.disabled}
         said |= {"strategies": (said["strategies"],), "link": said["link"].strip() or None}
@@ -103,7 +103,7 @@ class Workbench(Panel):
         return CompareConfig(**(kept | said))
 
     def start(self) -> None:
-        """Run what the controls say, in a thread: what the Run button does. What is wrong is said, not raised."""
+        """Run the configuration of the controls in a thread, as the Run button does. Errors are shown, not raised."""
         if self.is_running:
             return
         if (config := self._checked()) is None:
@@ -115,13 +115,13 @@ class Workbench(Panel):
         self._thread.start()
 
     def run(self, **changes: Any) -> int:
-        """Set some controls, run, and wait until it is over; the number of the run.
+        """Set some controls, run, wait until the run is over, and return its number.
 
         Args:
-            changes: fields of ``CompareConfig`` that there are controls for; ``strategies`` is one name.
+            changes: fields of ``CompareConfig`` that have controls; ``strategies`` is one name.
 
         Raises:
-            ValueError: there is no such control, or something that cannot be.
+            ValueError: there is no such control, or the values are invalid.
         """
         self.choose(**changes)
         config = self.config()
@@ -132,7 +132,7 @@ class Workbench(Panel):
             self._set_running(False)
 
     def choose(self, **changes: Any) -> None:
-        """Set controls as a hand would.
+        """Set controls, as a user would.
 
         Raises:
             ValueError: there is no such control, or it does not offer that value.
@@ -146,30 +146,30 @@ class Workbench(Panel):
             control.value = value
 
     def stop(self) -> None:
-        """End the run that goes on: what the Stop button does. Its records so far stay on disk."""
+        """End the current run, as the Stop button does. Its records so far stay on disk."""
         if self.is_running:
             self.message.say("Stopping.")
             self.history.stop()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the run that goes on; whether it is over."""
+        """Wait for the current run, and return whether it is over."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         return not self.is_running
 
     @property
     def is_running(self) -> bool:
-        """Whether a run goes on."""
+        """Whether there is a current run."""
         return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:
-        """End the warm ranks, and forget the records if they were temporary."""
+        """End the current run and the warm ranks, and delete temporary records."""
         self.stop()
         self.wait()
         self.history.close()
 
     def _checked(self) -> CompareConfig | None:
-        """What the controls say, or None: then the message says what is wrong, until it is mended."""
+        """The configuration of the controls, or None; then the message shows the error until it is fixed."""
         try:
             config = self.config()
         except ValueError as error:
@@ -182,7 +182,7 @@ class Workbench(Panel):
         return config
 
     def _run_and_tell(self, config: CompareConfig) -> None:
-        """The thread. Whatever happens is told in one line: a traceback would go where nobody looks."""
+        """Body of the thread. An error is shown in one line, because a traceback of a thread would not be seen."""
         try:
             self._run(config)
         except KeyboardInterrupt:
@@ -211,7 +211,7 @@ class Workbench(Panel):
         return number
 
     def _show_runs(self, about: str | None = None) -> None:
-        """Offer all runs, and draw the table and the chosen picture."""
+        """Offer all runs, and draw the table and the chosen figure."""
         labels = self.history.labels()
         if not labels:
             return
@@ -234,7 +234,7 @@ class Workbench(Panel):
         self.run_button.disabled, self.stop_button.disabled = running, not running
 
     def _show_what_counts(self) -> None:
-        """Grey out what the chosen strategy does not take."""
+        """Disable the controls that the chosen strategy does not take."""
         taken = engine_options(str(self.inputs["strategies"].value))
         for name, option in OPTIONAL.items():
             self.inputs[name].disabled = option not in taken
@@ -251,7 +251,7 @@ class Workbench(Panel):
 
 
 def _inputs(config: CompareConfig) -> dict[str, ValueWidget]:
-    """A control for each field that can be chosen, by the field's name."""
+    """A control for each field that can be chosen, by the name of the field."""
 
     def choice(name: str, options: Any, value: Any, words: str = "") -> Dropdown:
         return Dropdown(options=list(options), value=value, description=words or name, style=STYLE)

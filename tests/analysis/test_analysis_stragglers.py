@@ -88,7 +88,7 @@ def test_broadcasts_name_nobody():
         ([collective(0, 0, (0, 0, 9)), collective(1, 0, (0, 0, 9), op="all_gather")], "did not issue the same"),
         ([collective(0, 0, (0, 0, 9)), collective(1, 0, (0, 0, 9), bytes=4)], "rank 1 all_reduce of 4 bytes"),
         ([collective(0, 0, (0, 0, 9)), collective(1, 0, (5e6, 5e6, 6e6))], "before rank 1 began it; the clocks"),
-        ([collective(0, 0, (3, 0, 9)), collective(1, 0, (0, 0, 9))], "start_us 0 < issue_us 3; its clock ran back"),
+        ([collective(0, 0, (3, 0, 9)), collective(1, 0, (0, 0, 9))], "start_us 0 < issue_us 3; the clock ran back"),
     ],
 )
 def test_ranks_that_disagree_are_refused(rows, message):

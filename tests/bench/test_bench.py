@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shardlab.bench import PAIRS, BenchConfig, Contender, Workload, bench
-from shardlab.bench.rounds import RankTimes, sittings
+from shardlab.bench.rounds import RankTimes, sessions
 from shardlab.bench.run import row_of
 from shardlab.cli import app
 
@@ -52,8 +52,8 @@ def test_a_round_is_as_slow_as_its_slowest_rank_and_ratios_are_within_rounds():
     assert (row.ours, row.theirs, row.peak_ratio) == ("fsdp", "torch_fsdp2", 0.7)
 
 
-def test_every_sitting_goes_through_all_orders_and_begins_with_another():
-    whole = list(sittings(14))
+def test_every_session_goes_through_all_orders_and_begins_with_another():
+    whole = list(sessions(14))
     assert [len(orders) for orders in whole] == [6, 6, 2]
     assert all(len(set(orders)) == 6 for orders in whole[:2])
     assert len({orders[0] for orders in whole}) == 3
@@ -86,7 +86,7 @@ def test_a_wrong_workload_or_contender_is_refused():
         replace(TINY, model="x")
     with pytest.raises(ValueError, match="rows: 0 is below 1"):
         replace(TINY, rows=0)
-    with pytest.raises(ValueError, match="'zero1' takes no prefetch"):
+    with pytest.raises(ValueError, match="'zero1' does not take prefetch"):
         Contender("zero1", "zero1", {"prefetch": 1})
     with pytest.raises(ValueError, match="strategy: 'x' is not one of"):
         Contender("x", "x")

@@ -57,11 +57,11 @@ def test_the_batch_does_not_depend_on_the_hash_seed():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((slice(None), 0, 16), "batch_size and seq_len must be at least 1"),
-        ((slice(None), 4, 0), "batch_size and seq_len must be at least 1"),
-        ((range(2, 5), 4, 16), "rows must be within 0 to 3"),
-        ((range(-1, 2), 4, 16), "rows must be within 0 to 3"),
-        ((slice(None), 4, 5000), "seq_len must be at most 4999"),
+        ((slice(None), 0, 16), "batch_size, seq_len: .*; both must be at least 1"),
+        ((slice(None), 4, 0), "batch_size, seq_len: .*; both must be at least 1"),
+        ((range(2, 5), 4, 16), "rows: .* are not all within 0 to 3"),
+        ((range(-1, 2), 4, 16), "rows: .* are not all within 0 to 3"),
+        ((slice(None), 4, 5000), "seq_len: 5000 is above 4999"),
     ],
 )
 def test_errors_name_the_field(arguments, message):

@@ -46,14 +46,14 @@ def test_errors_name_text_with_path_and_sizes(tmp_path):
     empty, short = tmp_path / "empty.txt", tmp_path / "short.txt"
     empty.write_bytes(b"")
     short.write_bytes(b"x" * 128)
-    with pytest.raises(ValueError, match=rf"^text must be stdlib, grammar or .* no file {tmp_path}/missing"):
+    with pytest.raises(ValueError, match=rf"^text: there is no file {tmp_path}/missing; give stdlib"):
         load_text(tmp_path / "missing", 8)
-    with pytest.raises(ValueError, match=rf"^text must be .* {tmp_path} is a directory"):
+    with pytest.raises(ValueError, match=rf"^text: {tmp_path} is a directory; give stdlib"):
         load_text(tmp_path, 8)
-    with pytest.raises(ValueError, match=rf"^text {empty} is empty"):
+    with pytest.raises(ValueError, match=rf"^text: {empty} is empty"):
         load_text(empty, 8)
-    with pytest.raises(ValueError, match=rf"^text {short} has 128 bytes; .* seq_len 128 .* need 129"):
+    with pytest.raises(ValueError, match=rf"^text: {short} has 128 bytes; .* seq_len=128 .* need 129"):
         load_text(short, 128)
-    with pytest.raises(ValueError, match="seq_len must be at least 1"):
+    with pytest.raises(ValueError, match="seq_len: 0 is below 1"):
         load_text(short, 0)
     assert len(load_text(short, 127)) == 128

@@ -197,7 +197,7 @@ def test_a_pool_of_another_size_is_refused(pools, tmp_path):
 
 
 def test_no_comparison_there(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no summary\.json"):
+    with pytest.raises(ValueError, match=r"has no summary\.json"):
         load_comparison(tmp_path)
 
 

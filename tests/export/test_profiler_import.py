@@ -214,7 +214,7 @@ def test_kernels_without_arguments_have_no_size(tmp_path):
         ("{", "is damaged, or no JSON"),
         ("[]", "it has no list 'traceEvents'"),
         ('{"traceEvents": [{"ph": "X", "name": "a", "ts": 1}]}', "'a' has no times"),
-        ('{"traceEvents": [{"ph": "X", "name": "a", "ts": 1, "dur": -2}]}', "lasts -2.0 us; its clock ran backwards"),
+        ('{"traceEvents": [{"ph": "X", "name": "a", "ts": 1, "dur": -2}]}', "lasts -2.0 us; the clock ran backwards"),
     ],
 )
 def test_damaged_traces_are_named(tmp_path, content, message):

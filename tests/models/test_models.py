@@ -141,16 +141,16 @@ def test_a_model_travels_to_a_rank():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: build_model("gpt-2", 16), "model must be one of mlp, gpt-1m, .* got 'gpt-2'"),
-        (lambda: build_model("mlp", 0), "seq_len must be at least 1"),
-        (lambda: build_model("mlp", 16, torch.int64), "dtype must be a floating-point type"),
-        (lambda: GPTConfig(hidden=10, num_heads=4), "hidden must be a multiple of num_heads 4"),
-        (lambda: GPTConfig(num_heads=4, num_kv_heads=3), "num_kv_heads must divide num_heads 4"),
-        (lambda: GPTConfig(dropout=1.0), "dropout must be at least 0 and below 1"),
-        (lambda: GPTConfig(num_layers=0), "num_layers must be at least 1"),
-        (lambda: ByteMLPConfig(hidden=0), "hidden must be at least 1"),
-        (lambda: MLP(1, 1, 0, 1), "num_layers must be at least 1"),
-        (lambda: GPT(SMALL)(tokens(1, 9)), "seq_len must be at most 8 for this model, got 9"),
+        (lambda: build_model("gpt-2", 16), "model: 'gpt-2' is not one of mlp, gpt-1m"),
+        (lambda: build_model("mlp", 0), "seq_len: 0 is below 1"),
+        (lambda: build_model("mlp", 16, torch.int64), "dtype: torch.int64 is not a floating-point type"),
+        (lambda: GPTConfig(hidden=10, num_heads=4), "hidden: 10 is not a multiple of num_heads=4"),
+        (lambda: GPTConfig(num_heads=4, num_kv_heads=3), "num_kv_heads: 3 does not divide num_heads=4"),
+        (lambda: GPTConfig(dropout=1.0), "dropout: 1.0 is not at least 0 and below 1"),
+        (lambda: GPTConfig(num_layers=0), "num_layers: 0 is below 1"),
+        (lambda: ByteMLPConfig(hidden=0), "hidden: 0 is below 1"),
+        (lambda: MLP(1, 1, 0, 1), "num_layers: 0 is below 1"),
+        (lambda: GPT(SMALL)(tokens(1, 9)), "seq_len: 9 tokens; this model takes at most 8"),
     ],
 )
 def test_errors_name_the_field(call, message):

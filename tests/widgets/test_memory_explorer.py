@@ -53,7 +53,7 @@ def test_costs_say_saving_and_bytes_sent():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"model": "gpt-9z"}, "model must be one of"),
+        ({"model": "gpt-9z"}, "model: 'gpt-9z' is not one of"),
         ({"model": 0.5}, "model: 0.5 parameters"),
         ({"ranks": 0}, "ranks"),
         ({"precision": "fp8"}, "precision: 'fp8' is not one of mixed, fp32"),

@@ -93,9 +93,9 @@ def test_wrong_questions_are_answered_by_name(comparison, events):
         events_of_step(comparison.records)
     with pytest.raises(ValueError, match="step: 99 was not recorded"):
         events_of_step(comparison.records, run="zero1", step=99)
-    with pytest.raises(ValueError, match="index: -1 is none of"):
+    with pytest.raises(ValueError, match="index: -1 is not one of"):
         ranks_at(events, -1)
-    with pytest.raises(ValueError, match="ranks: needs the column rank"):
+    with pytest.raises(ValueError, match="ranks: missing columns; needs rank"):
         held_by_rank(pd.DataFrame({"a": [1]}))
 
 
