@@ -168,6 +168,7 @@ def closure(start: str) -> set[str]:
 
 STRATEGY_FILES = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp.engine")
 
+
 def test_no_files_import_each_other_in_a_circle() -> None:
     reached = {module: closure(module) for module in graph()}
     # Files that reach themselves, with those that they reach and are reached by.
