@@ -124,7 +124,7 @@ class MemoryPlan:
         return float(predicted_collectives(self._planned, self._setup(strategy), ranks=[0])["wire_bytes"].sum())
 
     def _setups(self, strategy: str) -> Iterator[Setup]:
-        """Setups for the powers of two below ``ranks`` and for ``ranks``; a shard group that does not fit is all ranks."""
+        """Setups for 1, 2, 4, ... ranks and for ``ranks``; a shard group that does not fit becomes all ranks."""
         sizes = [2**power for power in range(self.ranks.bit_length()) if 2**power < self.ranks]
         for size in (*sizes, self.ranks):
             yield self._setup(strategy, size, self.group if size % self.group == 0 else size)
