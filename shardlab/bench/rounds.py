@@ -58,6 +58,7 @@ def time_pair(rank: int, workload: Workload, pair: Pair, rounds: int, transport:
     """Time both engines of a pair and the floor on this rank, in turns."""
     device, num_ranks = current().device, current().world_size
     contenders = ((OURS, pair.ours), (THEIRS, pair.theirs))
+    # First, one engine at a time: a peak must not contain the memory of the engines that are timed below.
     peaks = {name: _peak_bytes(contender, workload, transport) for name, contender in contenders}
     step_ns: dict[str, list[int]] = {OURS: [], THEIRS: [], FLOOR: []}
     with Mesh({"data": num_ranks}, device=device, transport=transport) as mesh:
@@ -91,7 +92,7 @@ def _built(
     contenders = {OURS: pair.ours, THEIRS: pair.theirs, FLOOR: None}
     with contextlib.ExitStack() as stack:
         turns = {name: stack.enter_context(_turn(contenders[name], workload, transport)) for name in order}
-        for turn in turns.values():
+        for turn in turns.values():  # with all engines in memory, as in the rounds that count
             turn.warm_up()
         yield turns
 

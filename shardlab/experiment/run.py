@@ -111,6 +111,7 @@ def recorded_run(
         origin_ns: ``time.perf_counter_ns`` at the start of the run, the same on all ranks.
     """
     with contextlib.ExitStack() as stack:
+        # Left in reverse order: the recorder still sees the engine close, and the writer closes last.
         stack.enter_context(contextlib.closing(writer))
         recorder = Recorder(writer, clock_for(mesh.device), origin_ns, device=mesh.device)
         stack.enter_context(mesh.observed_by(recorder))

@@ -46,6 +46,7 @@ def run_interleaved(variants: Mapping[str, CompareConfig], pool: RankPool, direc
 
 def _train_interleaved(rank: int, variants: dict[str, CompareConfig], directory: Path, origin_ns: int) -> None:
     with ExitStack() as stack:
+        # Every rank makes the meshes and engines in the same order, because making them is collective.
         turns = [
             stack.enter_context(_turn(name, config, directory / name, rank, origin_ns))
             for name, config in variants.items()

@@ -57,7 +57,7 @@ def watch_gathered(engine: FSDP) -> Iterator[list[GatheredSample]]:
     try:
         yield samples
     finally:
-        for hook in hooks:
+        for hook in hooks:  # also after an error: a hook would hold the samples and run in every later step
             hook.remove()
     sample("end")
 
@@ -108,7 +108,7 @@ def _watch(unit: Unit, sample: Any) -> Iterator[RemovableHandle]:
     def after_gradient(param: nn.Parameter) -> None:
         owed.discard(param)
         if not owed:
-            owed.update(trainable)
+            owed.update(trainable)  # for the next backward
             sample(f"{unit.name} backward done")
 
     yield unit.module.register_forward_pre_hook(lambda *_: sample(f"{unit.name} forward"))

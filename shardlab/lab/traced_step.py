@@ -65,5 +65,5 @@ def trace_step(
                 result = train_step(inputs, targets)
             assert result is not None, "no accumulation, so every call is a step"
             recorder.finish_step(result.loss, result.grad_norm, result.learning_rate, inputs.numel())
-        writer.close()
+        writer.close()  # turns the journal into tables, and the folder is gone after the return
         return load_run(folder)

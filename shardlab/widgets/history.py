@@ -153,7 +153,7 @@ class RunHistory:
     def _pool_for(self, config: CompareConfig) -> RankPool:
         wanted = (config.ranks, config.device, config.timeout_s)
         if self._pool is not None and self._pool_is_for != wanted:
-            self._pool.close()
+            self._pool.close()  # before other ranks start: they would share the cores, and the memory of a GPU
             self._pool = None
         if self._pool is None:
             self._pool = RankPool(config.ranks, device=config.device, timeout_s=config.timeout_s, preload=PRELOAD)

@@ -80,7 +80,7 @@ class LiveView(Panel):
         """Read once more, show the final state, and end the thread."""
         self._ended.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join()  # it closes the files it reads, so they are closed when this returns
 
     def update(self, *, final: bool = False) -> bool:
         """Read new records and, if there are any, replace the figures; return whether there were any."""

@@ -60,7 +60,7 @@ class Picture:
         self.content = content
         if self._handle is None or not _is_notebook():
             return
-        with self._lock:
+        with self._lock:  # the timer's thread swaps the places
             self._put(self._places[1])
             if self._turn is None:  # else a swap is due already, and will show the newer content
                 self._turn = threading.Timer(DRAWING_S, self._change_roles)

@@ -111,7 +111,7 @@ class Workbench(Panel):
         self._thread = threading.Thread(
             target=self._run_and_tell, args=(config,), name="shardlab-workbench", daemon=True
         )
-        self._set_running(True)
+        self._set_running(True)  # before the thread, which says at its end that nothing runs
         self._thread.start()
 
     def run(self, **changes: Any) -> int:
