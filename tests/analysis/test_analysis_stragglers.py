@@ -41,7 +41,7 @@ def test_the_last_axis_varies_fastest():
             "data=4 is a mesh of 4 ranks, but .* of ranks 0, 1; give the rows",
         ),
         (grid((0, "data", 2), (1, "data", 3)), None, "groups of several sizes on axis data"),
-        (grid((0, "up", 2), (1, "down", 2)), None, "where down, up lies among the axes .* is not known"),
+        (grid((0, "up", 2), (1, "down", 2)), None, "the position of down, up among the axes .* is unknown"),
         (grid((0, "data", 2), (1, "data", 2)), {"shard": 2}, "on axis 'data', which is not one of shard"),
         (grid((0, "data", 2)).drop(columns="axis"), None, "missing columns .'axis'"),
     ],

@@ -246,7 +246,7 @@ def test_what_cannot_be_read_is_one_line(mine, tmp_path, command, spoil, words):
 def test_what_compare_did_not_write_is_said(mine, tmp_path):
     directory = other_run(mine)
     assert "'compare' did not write it; load_run reads it" in shardlab("report", directory).stderr
-    assert "nothing to draw" in shardlab("trace", directory, "-o", tmp_path / "t.json").stderr
+    assert "nothing to export" in shardlab("trace", directory, "-o", tmp_path / "t.json").stderr
 
 
 @pytest.mark.parametrize(
