@@ -59,7 +59,7 @@ def test_mixed_precision_and_micro_batches_are_as_planned(pools: Pools, tmp_path
         ({"strategies": ("single", "torch_ddp")}, "start torch_ddp without it"),
         ({"strategies": ("zero1", "torch_tp")}, "tp: torch_tp divides the model over all 4 ranks; beside it give 4"),
         ({"strategies": ("torch_tp",), "ranks": 2, "sequence_parallel": True}, "torch_tp keeps the sequence whole"),
-        ({"tp": 1, "sequence_parallel": True}, "sequence_parallel: .* give tp=2"),
+        ({"tp": 1, "sequence_parallel": True}, "sequence_parallel: .* set tp to 2"),
         ({"seq_len": 15, "sequence_parallel": True}, "seq_len: 15 does not divide over tp=2"),
         ({"batch": 3}, "among 2 ranks"),
     ],

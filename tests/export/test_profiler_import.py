@@ -211,7 +211,7 @@ def test_kernels_without_arguments_have_no_size(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is damaged, or no JSON"),
+        ("{", "is damaged or not JSON"),
         ("[]", "it has no list 'traceEvents'"),
         ('{"traceEvents": [{"ph": "X", "name": "a", "ts": 1}]}', "'a' has no times"),
         ('{"traceEvents": [{"ph": "X", "name": "a", "ts": 1, "dur": -2}]}', "lasts -2.0 us; the clock ran backwards"),
