@@ -46,7 +46,7 @@ def with_group(collectives: pd.DataFrame, axes: Mapping[str, int] | None = None)
     if collectives["group_size"].isna().any():
         raise ValueError("collectives: group_size is missing in some rows, so the ranks that took part are unknown")
     group = pd.Series(pd.NA, index=range(len(collectives)), dtype="string")
-    # Concatenated tables repeat their index labels, so the rows are numbered anew.
+    # Concatenated tables repeat their index labels, so the rows get new ones.
     for (run, _), rows in collectives.reset_index(drop=True).groupby(RUN, sort=False):
         mesh = _axes_in(rows, str(run)) if axes is None else dict(axes)
         members = _groups(mesh, _ranks(rows, mesh, str(run)))

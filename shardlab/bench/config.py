@@ -91,7 +91,7 @@ class Pair:
             raise ValueError(f"ranks: {num_ranks} ranks do not divide the heads of {model}; leave out {self.name!r}")
 
 
-# Torch's engines get torch's plain groups: nobody listens while they are timed.
+# Torch's engines get torch's plain process groups, so that observing them costs no time.
 _UNOBSERVED = MappingProxyType({"observed": False})
 
 

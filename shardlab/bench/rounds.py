@@ -45,7 +45,7 @@ class RankTimes:
     Attributes:
         step_ns: time of every step of 'ours', 'theirs' and 'floor'.
         peak_bytes: of 'ours' and 'theirs' the highest live bytes of one step: torch's storages and the scratch of
-            transports; not what lies outside of torch on either side: the areas of ``comm.transports``, gloo's buffers.
+            transports; memory outside torch is left out on both sides: shared memory, and gloo's own buffers.
         transport: transport of our engine.
     """
 
@@ -159,7 +159,7 @@ class _Scratch:
 
 
 def _peak_bytes(contender: Contender, workload: Workload, transport: str | None) -> int:
-    """Of this engine alone, and with somebody listening: what torch's transport holds counts too."""
+    """Peak of this engine alone, in an observed group: what torch's transport holds counts too."""
     observed = {name: True for name in contender.options if name == "observed"}
     listened_to = replace(contender, options={**contender.options, **observed})
     with _turn(listened_to, workload, transport) as turn:

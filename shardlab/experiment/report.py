@@ -1,4 +1,4 @@
-"""The report page of a comparison: the tables first, then the pictures that explain them.
+"""The report page of a comparison: the tables first, then the figures that explain them.
 
 Besides the summary there are tables that say why: where in the model memory peaked, what a GPU's allocator holds, and
 what the length of a step consists of.

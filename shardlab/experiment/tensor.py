@@ -79,9 +79,7 @@ def _check_peers(options: CompareOptions) -> None:
     if TORCH_TP not in options.strategies:
         return
     if options.tp != options.ranks:
-        raise ValueError(
-            f"tp: torch_tp divides the model over all {options.ranks} ranks; beside it give {options.ranks}"
-        )
+        raise ValueError(f"tp: torch_tp divides the model over all {options.ranks} ranks; set tp to {options.ranks}")
     if options.sequence_parallel:
         raise ValueError("sequence_parallel: torch_tp keeps the sequence whole; leave out one of them")
 

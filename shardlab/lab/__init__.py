@@ -1,4 +1,4 @@
-"""Instruments for notebooks: sweeps, logs, interleaved variants, one traced step, tables for pictures."""
+"""Instruments for notebooks: sweeps, logs, interleaved variants, one traced step, tables for figures."""
 
 from shardlab.lab.event_log import EventLog, collectives_table, log_collectives
 from shardlab.lab.interleaved import run_interleaved

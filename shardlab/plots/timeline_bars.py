@@ -97,7 +97,7 @@ def grouped(rows: pd.DataFrame, what: str, describe: Describe, extent: tuple[flo
         extent: (beginning, length) of the figure in microseconds.
 
     Returns:
-        ``y``, ``start`` and ``length`` (ms from the begin), ``count`` (rows in the bar), ``name`` (written in
+        ``y``, ``start`` and ``length`` (ms from the beginning), ``count`` (rows in the bar), ``name`` (written in
         the bar), ``text`` (shown on hover).
     """
     start = rows["start_us"].to_numpy(dtype=np.float64) - extent[0]
