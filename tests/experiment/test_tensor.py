@@ -57,7 +57,7 @@ def test_mixed_precision_and_micro_batches_are_as_planned(pools: Pools, tmp_path
         ({"ranks": 3, "tp": 3}, "tp: token_embedding: .*256 does not divide over 3"),
         ({"model": "mlp"}, "model: there is no plan that divides 'mlp' over tp=2; take gpt-1m"),
         ({"strategies": ("single", "torch_ddp")}, "start torch_ddp without it"),
-        ({"strategies": ("zero1", "torch_tp")}, "tp: torch_tp divides the model over all 4 ranks; beside it give 4"),
+        ({"strategies": ("zero1", "torch_tp")}, "tp: torch_tp divides the model over all 4 ranks; set tp to 4"),
         ({"strategies": ("torch_tp",), "ranks": 2, "sequence_parallel": True}, "torch_tp keeps the sequence whole"),
         ({"tp": 1, "sequence_parallel": True}, "sequence_parallel: .* set tp to 2"),
         ({"seq_len": 15, "sequence_parallel": True}, "seq_len: 15 does not divide over tp=2"),

@@ -65,7 +65,7 @@ def test_a_sweep_sends_the_same_bytes_in_fewer_messages(pools: Pools) -> None:
      ({"a": replace(BASE, strategies=("single",), bucket_mib=1.0)}, "'a' needs one strategy"),
      ({"a": replace(BASE, strategies=("ddp", "bucketed"))}, "'a' needs one strategy"),
      ({"a": replace(BASE, ranks=1)}, "ranks=1"),
-     ({"a": BASE, "b": replace(BASE, steps=1)}, "same number of steps")],
+     ({"a": BASE, "b": replace(BASE, steps=1)}, "different numbers of steps")],
 )  # fmt: skip
 def test_variants_that_cannot_take_turns_are_refused(
     pools: Pools, variants: dict[str, CompareConfig], words: str
