@@ -1,4 +1,4 @@
-"""The strategies, by class and by name. In which order to read them stands in the README ("How to read the code")."""
+"""The strategies, by class and by name. The README says in which order to read them ("How to read the code")."""
 
 import inspect
 from typing import Any
@@ -23,8 +23,8 @@ from shardlab.engines.zero1 import ZeRO1
 from shardlab.engines.zero2 import ZeRO2
 from shardlab.engines.zero3 import ZeRO3
 
-# Handed in, not imported by the engines, so that training code does not depend on checkpoints; and here, since this
-# file runs whatever is imported from the package.
+# Set here and not imported by the engines, so that training code does not depend on checkpoints. This file runs before
+# any import from the package.
 EngineState.checkpointer = checkpoint
 
 __all__ = [
@@ -57,7 +57,7 @@ STRATEGIES: dict[str, type[Engine]] = {
 
 
 def engine_options(strategy: str) -> tuple[str, ...]:
-    """Names of the options that a strategy takes beside model, optimizer_fn and mesh.
+    """Names of the options that a strategy takes in addition to model, optimizer_fn and mesh.
 
     Raises:
         ValueError: an unknown strategy; the message lists the allowed names.
@@ -71,14 +71,14 @@ def engine_options(strategy: str) -> tuple[str, ...]:
 def build_engine(
     name: str, model: nn.Module, optimizer_fn: OptimizerFn, mesh: BaseMesh | None = None, **options: Any
 ) -> Engine:
-    """The engine of a strategy.
+    """Build the engine of a strategy.
 
     Args:
         name: one of ``STRATEGIES``.
         model: see ``Engine``.
         optimizer_fn: see ``Engine``.
         mesh: see ``Engine``.
-        options: what that strategy's class takes, for example ``bucket_bytes``.
+        options: of that strategy's class, for example ``bucket_bytes``.
 
     Raises:
         ValueError: an unknown strategy, or an option it does not take; the message lists what is allowed.

@@ -1,8 +1,8 @@
 """What a rank holds of the model: one list, and everything that is derived from it.
 
-A strategy says two things: which tensors this rank holds (``held()``), and how the parameters are divided over ranks
-(``divisions()``; none where every rank steps everything). Ownership, padding, the shard map and the live tensors by
-role follow from these, here, in the same way for every strategy.
+A strategy answers two questions: which tensors does this rank hold (``held()``), and how are the parameters divided
+over ranks (``divisions()``, empty where every rank steps everything)? Ownership, padding, the shard map and the live
+tensors by role are derived from the answers here, in the same way for every strategy.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,8 +27,8 @@ class Held(NamedTuple):
 
     Attributes:
         role: what it is for.
-        tensor: no copy.
-        name: the parameter it belongs to; empty for one that belongs to several or to none, such as a flat buffer.
+        tensor: the tensor itself, not a copy.
+        name: the parameter it belongs to; empty if it belongs to several or to none, such as a flat buffer.
         span: elements (start, stop) of that parameter, flattened.
     """
 
@@ -42,7 +42,7 @@ class Division(NamedTuple):
     """Parameters that are divided over ranks as one bucket.
 
     Attributes:
-        layout: which of its ranks has which elements; of one rank where all ranks have everything.
+        layout: which rank has which elements; a layout of one rank means that every rank has all of them.
         comm: the ranks of the layout.
         element_size: bytes of an element at rest.
     """
@@ -57,7 +57,7 @@ class Division(NamedTuple):
         return self.layout.num_ranks > 1
 
     def pieces_of(self, rank: int) -> dict[str, tuple[int, int]]:
-        """The elements (start, stop) that a rank has of each flattened parameter; only what it does have."""
+        """The elements (start, stop) that a rank has of each flattened parameter it has anything of."""
         pieces = self.layout.pieces(rank if self.is_spread else 0)
         return {piece.name: (piece.param_start, piece.param_stop) for piece in pieces}
 
@@ -87,14 +87,15 @@ class Accounting:
     _step_tensors: StepTensors
 
     def held(self) -> Iterator[Held]:
-        """Every long-lived tensor of the engine; one storage may come in several roles, of which the first counts."""
+        """Every long-lived tensor of the engine; a storage that comes in several roles counts in the first."""
+        # Parameters first: what follows may be a view of one, and must not count as a second copy.
         yield from self._held_parameters()
         yield from self._held_gradients()
         yield from self._held_state()
         yield from (Held(Role.OTHER, buffer) for buffer in self.module.buffers())
 
     def divisions(self) -> list[Division]:
-        """How the parameters are divided, bucket by bucket; empty where every rank steps all of every parameter."""
+        """How the parameters are divided, bucket by bucket; empty where every rank steps every parameter in full."""
         return []
 
     def step_tensors(self) -> StepTensors:
@@ -103,11 +104,11 @@ class Accounting:
 
     @property
     def sharded_over(self) -> Communicator | None:
-        """The ranks over which what ``step_tensors()`` gives is spread; None where each rank steps everything."""
+        """The ranks over which ``step_tensors()`` are spread; None where each rank steps everything."""
         return next((division.comm for division in self.divisions() if division.is_spread), None)
 
     def spread_over(self) -> dict[str, tuple[Communicator, ...]]:
-        """Of each parameter the axes over whose ranks its stepped pieces are spread; () where each rank steps all."""
+        """For each parameter, the axes over which its stepped pieces are spread; () where each rank steps all of it."""
         shards = {
             name: (division.comm,)
             for division in self.divisions() if division.is_spread for name in division.layout.names
@@ -121,18 +122,18 @@ class Accounting:
         return owners_in(self.divisions(), self.params, self.comm.num_ranks)
 
     def owned(self) -> dict[str, tuple[int, int]]:
-        """The elements of each flattened parameter that this rank steps, as (start, stop); only what it does step."""
+        """The elements (start, stop) that this rank steps of each flattened parameter it steps anything of."""
         return dict(self._spans)
 
     def resident_params(self) -> dict[str, tuple[Tensor, int, int]]:
-        """What a checkpoint is loaded into: what this rank keeps of each parameter, and which elements that is."""
+        """What a checkpoint is loaded into: the part this rank keeps of each parameter, and which elements it has."""
         if self._keeps_pieces:
             return {name: (self.step_tensors().by_name(name), *span) for name, span in self.owned().items()}
         return {name: (param, 0, param.numel()) for name, param in self.params.items()}
 
     @property
     def padding_bytes(self) -> int:
-        """Bytes of one copy of the parameters that are padding."""
+        """Bytes of padding in one copy of the parameters."""
         return sum(division.layout.padding_numel * division.element_size for division in self.divisions())
 
     def shard_map(self) -> list[ShardRow]:
@@ -164,14 +165,14 @@ class Accounting:
 
     @cached_property
     def _spans(self) -> dict[str, tuple[int, int]]:
-        # Kept, since every sample of the live tensors asks for it, and no layout changes once the engine is made.
+        # Cached: every sample of the live tensors needs it, and no layout changes once the engine is built.
         if self.sharded_over is None:
             return {name: (0, param.numel()) for name, param in self.params.items()}
         return owned_in(self.divisions(), self.params)
 
     @property
     def _keeps_pieces(self) -> bool:
-        """Whether what this rank keeps of a parameter is no more than what it steps."""
+        """Whether this rank keeps no more of a parameter than it steps."""
         return False
 
     def _held_parameters(self) -> Iterator[Held]:
@@ -191,7 +192,7 @@ class Accounting:
                     yield of_state(key, value, name if name in spans else "", spans.get(name, (0, 0)))
 
     def _sliced_over(self, name: str) -> tuple[Communicator, ...]:
-        """The tensor axis, of a parameter that is a slice; else ()."""
+        """The tensor axis, if the parameter is a slice; else ()."""
         return (self.tensor_comm,) if self.tensor_comm is not None and name in self.slices else ()
 
 
@@ -206,20 +207,20 @@ def owners_in(divisions: Iterable[Division], names: Iterable[str], num_ranks: in
 
 
 def owned_in(divisions: Iterable[Division], names: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """The elements (start, stop) this rank has of each flattened parameter; only what it does have."""
+    """The elements (start, stop) that this rank has of each flattened parameter it has anything of."""
     spans = {name: span for division in divisions for name, span in division.pieces_of(division.comm.rank).items()}
     return {name: spans[name] for name in names if name in spans}
 
 
 def of_state(key: str, value: Tensor, name: str, span: tuple[int, int]) -> Held:
-    """What an optimizer keeps under ``key`` for a parameter; a step counter is no state that a formula counts."""
+    """What an optimizer keeps under ``key`` for a parameter; no formula counts a step counter as optimizer state."""
     return Held(Role.OTHER, value) if key == "step" else Held(Role.OPTIMIZER_STATE, value, name, span)
 
 
 def in_whole_parameters(rows: Iterable[ShardRow], slices: Mapping[str, TensorSlice]) -> list[ShardRow]:
-    """Rows whose elements count in the slices of a tensor-parallel model, as rows that count in its whole parameters.
+    """Turn element ranges within a tensor-parallel slice into element ranges within the whole parameter.
 
-    Columns of a matrix lie in as many stretches as it has rows, each of which becomes a row of its own.
+    A slice of a matrix's columns has one range for each row of the matrix; each becomes a ``ShardRow`` of its own.
     """
     found = []
     for row in rows:

@@ -1,7 +1,7 @@
-"""Ranks that succeed or fail together, and the few words they tell each other, over the engine's own communicators.
+"""Ranks that succeed or fail together, and short texts they exchange, over the engine's own communicators.
 
-A rank that raises alone leaves the others waiting in their next collective. So whatever may fail is local work without
-a collective in it; afterwards every rank learns of every failure, and all raise the same error.
+A rank that raises alone leaves the others waiting in their next collective. So work that may fail is local, without a
+collective in it; afterwards every rank learns of every failure, and all raise the same error.
 """
 
 import json
@@ -26,11 +26,11 @@ def all_or_none(comms: Sequence[Communicator], device: torch.device, work: Calla
         work: must not communicate.
 
     Raises:
-        ValueError: on all ranks, where the work of one raised a ValueError; the message is that of the first such rank.
+        ValueError: on all ranks, if the work of one raised a ValueError; the message is that of the first such rank.
         RuntimeError: likewise for any other exception.
     """
     result, failure = _attempt(work)
-    # Also the ranks that succeeded come here, so no rank waits for one that has raised.
+    # Ranks whose work succeeded come here too, so none is left waiting for one that failed.
     texts = share_texts(comms, device, "" if failure is None else _described(failure))
     for rank, text in enumerate(texts):
         if text:
@@ -49,12 +49,13 @@ def share_json(comms: Sequence[Communicator], device: torch.device, value: Any) 
 def share_texts(comms: Sequence[Communicator], device: torch.device, text: str) -> list[str]:
     """Every rank's text, in the order of the ranks (row by row over the axes), on every rank.
 
-    Sends 8 bytes a rank, and all texts together unless all are empty. Also a barrier: no rank returns before every rank
-    has entered.
+    Sends 8 bytes a rank, and then all texts together unless all are empty. It is also a barrier: no rank returns before
+    every rank has entered.
     """
     number, num_ranks = number_among(comms)
     raw = text.encode()
-    # A sum to which the others add zeros is a gather that needs only all-reduces, so it crosses any number of axes.
+    # Sizes first, so that every rank knows where its text goes. A sum to which the others add zeros is a gather made
+    # of all-reduces alone, so it works over any number of axes.
     sizes = torch.zeros(num_ranks, dtype=torch.int64, device=device)
     sizes[number] = len(raw)
     bounds = [0, *_sum(comms, sizes).cumsum(0).tolist()]
@@ -76,6 +77,7 @@ def number_among(comms: Sequence[Communicator]) -> tuple[int, int]:
 
 
 def _sum(comms: Sequence[Communicator], tensor: Tensor) -> Tensor:
+    # One axis after another: the next sums what this one has summed, and all ranks take them in the same order.
     for comm in comms:
         comm.all_reduce(tensor, tag=_TAG).wait()
     return tensor
@@ -84,7 +86,7 @@ def _sum(comms: Sequence[Communicator], tensor: Tensor) -> Tensor:
 def _attempt(work: Callable[[], T]) -> tuple[tuple[T] | None, Exception | None]:
     try:
         return (work(),), None
-    except Exception as failure:  # whatever it is, the other ranks must hear of it
+    except Exception as failure:  # any kind: the other ranks must learn of it
         return None, failure
 
 

@@ -1,10 +1,10 @@
-"""When a backward begins and when it ends, whoever called it: ``engine.backward(loss)`` or a plain ``loss.backward()``.
+"""When a backward begins and ends, whether ``engine.backward(loss)`` or a plain ``loss.backward()`` started it.
 
-Autograd calls no one at either moment. A backward that an engine did not start is noticed by a hook on what the
-module's forward returned, which runs before any gradient below it is accumulated, or else by the first gradient.
+Autograd has no hook for either moment. A backward that the engine did not start is noticed by a hook on the output of
+the module's forward, which runs before any gradient below it is accumulated, or else by the first gradient.
 
 Reentrant activation checkpointing runs a backward inside the backward. A parameter may then get its gradient in parts,
-one from each inner backward, so a gradient that comes in one says nothing about whether it is complete.
+one from each inner backward, so a gradient that arrives in an inner backward may be incomplete.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from shardlab.comm.trees import tensors_in
 from shardlab.engines.hooks import untraced
 
-_OUTSIDE = -1  # what torch answers where no backward runs
+_OUTSIDE = -1  # torch's answer while no backward runs
 
 
 class BackwardWatch:
@@ -26,9 +26,9 @@ class BackwardWatch:
 
     Args:
         params: the engine's parameters.
-        began: called before the first gradient is accumulated, or, where the output hides its tensors in objects of
-            its own, when the first one has been.
-        ended: called when a backward that nobody announced by ``expected()`` has ended; not where it raised.
+        began: called before the first gradient is accumulated; if the output hides its tensors in custom objects,
+            right after it.
+        ended: called at the end of a backward that does not run inside ``expected()``, unless it raised.
     """
 
     def __init__(
@@ -42,24 +42,26 @@ class BackwardWatch:
     def follow(self, output: Any) -> None:
         """Notice a backward through any tensor of ``output``."""
         for tensor in tensors_in(output):
-            if tensor.grad_fn is not None:  # a hook on a leaf would stay on it for ever
+            if tensor.grad_fn is not None:  # a hook on a leaf would outlive the graph
                 tensor.register_hook(self._reached)
 
     @contextlib.contextmanager
     def expected(self, loss: Tensor) -> Iterator[None]:
-        """Round a backward of ``loss``: it begins now, and its end needs no telling."""
+        """Wraps a backward of ``loss`` whose end the caller sees itself."""
         self._began()
         self._expected = True
+        # On the loss, since the first gradient may come from a backward nested in this one, with a number of its own.
         hook = loss.register_hook(lambda _: self.enter()) if loss.grad_fn is not None else None
         try:
             yield
         finally:
             self._expected, self._task = False, None
             if hook is not None:
+                # Or it would run again in a later backward through a retained graph.
                 hook.remove()
 
     def enter(self) -> None:
-        """A hook has been called by autograd."""
+        """Note that a backward runs; called by every hook that autograd calls."""
         if self._task is not None:
             return
         self._task = _current_task()
@@ -70,11 +72,12 @@ class BackwardWatch:
 
     @property
     def is_nested(self) -> bool:
-        """Whether the hook that runs now was called by a backward inside the backward."""
+        """Whether the current hook was called by a backward inside the backward."""
         return _current_task() != self._task
 
     def take_unended(self) -> bool:
-        """Whether a backward began and never ended, because it raised; it is forgotten."""
+        """Whether a backward began and never ended because it raised; True only once for each."""
+        # Inside a backward there is no answer yet: a forward that checkpointing computes again asks from there.
         if self._task is None or _current_task() != _OUTSIDE:
             return False
         self._task = None
@@ -85,14 +88,14 @@ class BackwardWatch:
             self.enter()
 
     def _accumulates(self) -> bool:
-        """Whether parameters will get gradients: ``torch.autograd.grad`` passes the same hooks and gives them none."""
+        """Whether parameters will get gradients: ``torch.autograd.grad`` calls the same hooks and gives them none."""
         trainable = next((param for param in self._params.values() if param.requires_grad), None)
         if trainable is None:
             return False
-        # Private: there is no public way to ask what a backward was called for.
+        # Private: there is no public way to ask which nodes a backward will run.
         try:
             return bool(torch._C._will_engine_execute_node(get_gradient_edge(trainable).node))
-        except RuntimeError:  # torch refuses to answer where torch.autograd.grad was asked for this very parameter
+        except RuntimeError:  # torch does not answer if torch.autograd.grad was called for this very parameter
             return False
 
     def _leave(self) -> None:
@@ -101,6 +104,6 @@ class BackwardWatch:
 
 
 def _current_task() -> int:
-    """Autograd's number of the innermost backward that runs in this thread."""
+    """Autograd's number of the innermost backward running in this thread."""
     # Private: there is no public way to tell a nested backward from the one around it.
     return int(torch._C._current_graph_task_id())

@@ -1,4 +1,4 @@
-"""The one interface of every strategy; what differs between two of them is in their own files.
+"""The interface that all strategies share; what is different about each is in its own file.
 
     engine = Bucketed(model, lambda tensors: torch.optim.AdamW(tensors, lr=3e-4), mesh)
     loss = engine(x, y)
@@ -9,11 +9,11 @@
 
 The module keeps its class, its parameter names and its buffers; any torch optimizer works. A copy of the module
 (``copy.deepcopy``, pickle) is a plain one, without the engine. Gradients are means over the ranks of the data axis.
-``loss.backward()`` instead of ``engine.backward(loss)`` is right too: the engine notices it and finishes the gradients
-at its end.
+``loss.backward()`` instead of ``engine.backward(loss)`` works too: the engine notices it and finishes the gradients at
+its end.
 
-Read beside it: ``gradients`` (backward to ``zero_grad()``), ``accounting`` (what this rank holds) and ``state`` (what
-outlives the process), which are the rest of the interface.
+The rest of the interface is in ``gradients`` (from backward to ``zero_grad()``), ``accounting`` (what this rank holds)
+and ``state`` (what outlives the process).
 """
 
 import contextlib
@@ -48,18 +48,18 @@ class Engine(Accounting, Gradients, EngineState):
     """A strategy around a plain module.
 
     Args:
-        model: an ``nn.Module`` on its device. Parameters and buffers become those of the data axis' first rank.
-        optimizer_fn: makes the optimizer from the tensors this rank steps (``StepTensors``).
-        mesh: its axis ``data`` is averaged over; None for this process alone. A tensor-parallel model needs the axis
-            ``tensor`` too, over which it was made so.
+        model: an ``nn.Module`` on its device. Its parameters and buffers become those of the first data rank.
+        optimizer_fn: builds the optimizer from the tensors this rank steps (``StepTensors``).
+        mesh: gradients are averaged over its axis ``data``; None for this process alone. A tensor-parallel model also
+            needs the axis ``tensor`` that it was parallelized over.
 
     Raises:
-        ValueError: an engine wraps the module already, or a part of it, or something around it, or a module that shares
-            a parameter with it; it has no parameters; or the mesh has no axis ``data``.
+        ValueError: an engine already wraps the module, a part of it, a module around it, or one that shares a parameter
+            with it; the module has no parameters; or the mesh has no axis ``data``.
     """
 
     partition: Partition = Partition.ELEMENTS
-    """What a piece of a parameter is, where parameters are divided over ranks."""
+    """How parameters are cut, where they are divided over ranks."""
     _pieces_are_rows = False
     """Whether no piece begins or ends inside a row."""
 
@@ -76,20 +76,20 @@ class Engine(Accounting, Gradients, EngineState):
         self.num_steps = 0
         self.loss_is_scaled = False  # a GradScaler has said so
         super().__init__()
-        # Before anything is laid out: what each rank cuts its shards from must be the same model.
+        # Before anything is laid out, since all ranks must cut their shards from the same model.
         self._equalise(
             [*(param for param in self.params.values() if not param.is_meta), *model.buffers()],
             "parameters and buffers from rank 0",
         )
         self._step_tensors = self._prepare()
         self.optimizer = self._make_optimizer(optimizer_fn)
-        # Last, when nothing can be refused any more: a refused model stays as it came.
+        # Last, when nothing can be refused any more: a refused model must keep no hook and no mark.
         self._hooks = [hook for param in self.params.values() if (hook := self._watch(param)) is not None]
         self._claim = Claim(self, self.params.values(), self.optimizer)
 
     @property
     def num_data_ranks(self) -> int:
-        """Ranks the gradients are averaged over, each with rows of its own."""
+        """The number of ranks that gradients are averaged over, each with its own rows."""
         return prod(comm.num_ranks for comm in self.data_comms)
 
     @property
@@ -106,24 +106,25 @@ class Engine(Accounting, Gradients, EngineState):
         return self.data_comms if self.tensor_comm is None else (*self.data_comms, self.tensor_comm)
 
     def mean_over_ranks(self, value: Tensor, *, tag: str) -> Tensor:
-        """The mean of a tensor over all data ranks, in place; blocking."""
+        """The mean of a tensor over all data ranks, computed in place; blocking."""
         for comm in self.data_comms:
             comm.all_reduce(value, tag=tag).wait()
         return value.div_(self.num_data_ranks)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
+        # First: after a plain backward that raised, FSDP would take this forward for a recomputation inside it.
         self._notice_failure()
         output = self.module(*args, **kwargs)
         self._backward_watch.follow(output)
         return output
 
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """``function(*args, **kwargs)`` as if it were the module's forward: ``engine.call(model.encode, x)``.
+        """Run ``function(*args, **kwargs)`` as if it were the module's forward: ``engine.call(model.encode, x)``.
 
-        A method of the module beside ``forward``, or any function that computes with the module, also by calling it.
-        Parameters are there, hooks run and ``backward`` works as with ``engine(x)``. FSDP gathers the root's parameters
-        around it, and those of another unit only around that unit's own forward.
+        ``function`` is a method of the module other than ``forward``, or any function that computes with the module or
+        calls it. Parameters are gathered, hooks run and ``backward`` works as with ``engine(x)``. FSDP gathers the
+        root's parameters around it, and those of any other unit only around that unit's own forward.
 
         Args:
             function: what to call.
@@ -154,6 +155,7 @@ class Engine(Accounting, Gradients, EngineState):
 
     def step(self) -> None:
         """One optimizer step; afterwards the parameters are equal on all ranks."""
+        # On ranks that called no backward too: the others wait for their part of the reductions.
         self.finish_gradients()
         with self.stepping(), self._claim.stepping():
             self.optimizer.step()
@@ -161,7 +163,7 @@ class Engine(Accounting, Gradients, EngineState):
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the first parameter group; setting it sets all groups."""
+        """The learning rate of the first parameter group; setting it sets that of all groups."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     @learning_rate.setter
@@ -174,10 +176,11 @@ class Engine(Accounting, Gradients, EngineState):
         return contextlib.nullcontext()
 
     def close(self) -> None:
-        """Give the module back: it trains alone again. Called twice it does nothing more.
+        """Give the module back, so that it trains alone again. A second call does nothing.
 
-        The first call is collective where this rank keeps pieces of the parameters, or rounded ones: they are gathered.
+        The first call is collective where this rank keeps only pieces of the parameters, or rounded ones: it gathers.
         """
+        # No hooks any more means that this is a second call, which must not gather without the other ranks.
         if self._hooks:
             self._give_back()
         for hook in self._hooks:
@@ -189,7 +192,7 @@ class Engine(Accounting, Gradients, EngineState):
         return self
 
     def __exit__(self, exc_type: object, *exc: object) -> None:
-        # After an error the other ranks may never come to a gather.
+        # No gather after an error: the other ranks may never join it.
         if exc_type is None or not self._keeps_pieces:
             self.close()
 
@@ -209,15 +212,16 @@ class Engine(Accounting, Gradients, EngineState):
 
     def _equalise(self, tensors: list[Tensor], tag: str) -> None:
         """Make tensors those of the first data rank, in place."""
+        # Inner axis first, on all ranks: then the first rank of an outer axis sends on what it has just received.
         for comm in reversed(self.data_comms):
             broadcast_coalesced(comm, tensors, tag=tag)
 
     def _prepare(self) -> StepTensors:
-        """Lay out what the strategy needs; what this rank will step."""
+        """Lay out what the strategy needs, and return what this rank will step."""
         return StepTensors(self.params, are_parts=bool(self.slices))
 
     def _make_optimizer(self, optimizer_fn: OptimizerFn) -> torch.optim.Optimizer:
-        """The optimizer, or a refusal of one that the division of the parameters makes wrong."""
+        """The optimizer; refuses one that would be wrong for how the parameters are divided."""
         num_ranks = 1 if self.sharded_over is None else self.sharded_over.num_ranks
         cut = Cut(self.partition, num_ranks, by_rows=self._pieces_are_rows)
 
@@ -227,14 +231,15 @@ class Engine(Accounting, Gradients, EngineState):
             return optimizer
 
         try:
-            # Pieces differ by rank, so one rank's may be refused and another's not: then all refuse.
+            # Pieces differ by rank, so one rank may refuse its own while another accepts: then all must refuse.
             return make() if num_ranks == 1 else all_or_none(self.comms, self.mesh.device, make)
         except Exception:
-            self._give_back()  # all ranks have raised, so all come to whatever it sends
+            # This may gather. All ranks have raised, so all of them join.
+            self._give_back()
             raise
 
     def _give_back(self) -> None:
-        """Put into the module what plain training needs; collective where this rank keeps pieces only."""
+        """Put into the module what plain training needs; collective where this rank keeps only pieces."""
         return
 
     def _stepped(self) -> Stepped:

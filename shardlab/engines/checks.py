@@ -1,4 +1,4 @@
-"""What an engine refuses, each in one sentence that names the argument and says what to do."""
+"""What an engine refuses, with errors that name the argument and say what to do instead."""
 
 from collections.abc import Iterable, Mapping
 
@@ -12,35 +12,35 @@ from shardlab.vocabulary import MeshAxis
 
 
 def check_params(params: Mapping[str, nn.Parameter], device: torch.device) -> None:
-    """A model that can be trained on ``device``.
+    """Check that a model can be trained on ``device``.
 
     Raises:
-        ValueError: no parameters, complex ones, or some on another kind of device.
+        ValueError: it has no parameters, complex ones, or some on another kind of device.
     """
     if not params:
-        raise ValueError("model: it has no parameters, so there is nothing to train")
+        raise ValueError("model: it has no parameters; give a module that has some to train")
     if complex_names := [name for name, param in params.items() if param.is_complex()]:
-        raise ValueError(f"model: complex parameters are not supported: {complex_names}")
+        raise ValueError(f"model: parameters {complex_names} are complex; only real ones are supported")
     for name, param in params.items():
         if not param.is_meta and param.device.type != device.type:
             raise ValueError(f"model: {name!r} is on {param.device}, the mesh on {device}; use model.to(mesh.device)")
 
 
 def check_no_meta(params: Mapping[str, nn.Parameter]) -> None:
-    """Parameters that have memory.
+    """Check that no parameter is on the meta device.
 
     Raises:
         ValueError: some are on the meta device.
     """
     if meta := [name for name, param in params.items() if param.is_meta]:
         raise ValueError(
-            f"model: {meta[0]!r} and {len(meta) - 1} more parameters are on the meta device; only 'fsdp' builds a "
-            "model unit by unit, else build it on the device"
+            f"model: {meta[0]!r} and {len(meta) - 1} more parameters are on the meta device; build the model on the "
+            "mesh's device, or use 'fsdp', which initializes it unit by unit"
         )
 
 
 def check_max_norm(model: nn.Module, num_ranks: int) -> None:
-    """No embedding that rewrites its weight in forward: each rank would do so to the rows that it looks up.
+    """Check that no embedding rescales its weight in forward, where each rank would rescale only the rows it looks up.
 
     Raises:
         ValueError: one has ``max_norm``, and the data axis has several ranks.
@@ -48,58 +48,58 @@ def check_max_norm(model: nn.Module, num_ranks: int) -> None:
     for name, module in model.named_modules():
         if num_ranks > 1 and isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise ValueError(
-                f"model: {name!r} has max_norm={module.max_norm}, which rewrites in forward the rows that a rank looks "
-                "up, so ranks would differ; leave max_norm out, and scale the rows after engine.step(), equally on all "
-                "ranks"
+                f"model: {name!r} has max_norm={module.max_norm}, so forward would rescale the rows that each rank "
+                "looks up, and the ranks' weights would differ; leave max_norm out, and rescale the rows after "
+                "engine.step(), in the same way on all ranks"
             )
 
 
 def tensor_axis(mesh: BaseMesh, slices: Mapping[str, TensorSlice]) -> Communicator | None:
-    """The ranks that have the slices of a tensor-parallel model; None where the model is whole.
+    """The ranks that hold the slices of a tensor-parallel model; None where the model is whole.
 
-    Each of them trains on the same rows. So the data axes do what they do with a whole model, on smaller parameters;
-    only what speaks of the model as a whole crosses the tensor axis too: the norm of all gradients, full state dicts
-    and checkpoints.
+    They all train on the same rows. So the data axes do what they do with a whole model, only with smaller parameters;
+    only what concerns the whole model crosses the tensor axis as well: the global gradient norm, full state dicts and
+    checkpoints.
 
     Raises:
-        ValueError: the model is sliced over other ranks than those of the mesh's tensor axis, or not at all.
+        ValueError: the model is not sliced over the ranks of the mesh's tensor axis.
     """
     num_ranks = mesh.axes.get(MeshAxis.TENSOR, 1)
     if not slices and num_ranks > 1:
         raise ValueError(
             f"model: the mesh has {num_ranks} tensor-parallel ranks, and the model is whole; call "
-            "parallelize_module(model, plan, mesh['tensor']) before the engine is built"
+            "parallelize_module(model, plan, mesh['tensor']) before you build the engine"
         )
     if not slices:
         return None
     needed = next(iter(slices.values())).num_ranks
     if needed != num_ranks or MeshAxis.TENSOR not in mesh.axes:
         raise ValueError(
-            f"mesh: the model is sliced over {needed} ranks of an axis 'tensor', and the mesh has {mesh.axes}; give "
-            "parallelize_module the axis of this mesh"
+            f"mesh: the model is sliced over {needed} ranks of an axis 'tensor', and the mesh has {mesh.axes}; pass "
+            "the axis of this mesh to parallelize_module"
         )
     return mesh[MeshAxis.TENSOR]
 
 
 def check_optimizer(optimizer: object, given: Iterable[Tensor]) -> None:
-    """An optimizer of the tensors it was given; over the module's own it would train nothing where pieces are stepped.
+    """Check that an optimizer steps the tensors it was given; where pieces are stepped, those are not the module's.
 
     Raises:
-        ValueError: it is no optimizer, or steps other tensors.
+        ValueError: it is not an optimizer, or steps other tensors.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"optimizer_fn: it returned a {type(optimizer).__name__}, and not an optimizer")
+        raise ValueError(f"optimizer_fn: it returned a {type(optimizer).__name__}; return a torch.optim.Optimizer")
     known = {id(tensor) for tensor in given}
     strange = [tensor for group in optimizer.param_groups for tensor in group["params"] if id(tensor) not in known]
     if strange:
         raise ValueError(
-            f"optimizer_fn: its optimizer steps {len(strange)} tensors that it was not given; make it from the "
+            f"optimizer_fn: its optimizer steps {len(strange)} tensors that it was not given; build it from the "
             "function's argument, for example lambda tensors: AdamW(tensors, lr=1e-3)"
         )
 
 
 def check_optimizer_fn(optimizer_fn: object) -> None:
-    """A function that makes an optimizer.
+    """Check that this is a function that builds an optimizer.
 
     Raises:
         ValueError: it is something else, for example the optimizer itself.
@@ -112,20 +112,20 @@ def check_optimizer_fn(optimizer_fn: object) -> None:
 
 
 def second_gradient(name: str) -> RuntimeError:
-    """What is raised when parameter ``name`` gets a gradient in a backward that has already sent its first one.
+    """The error for a gradient of ``name`` that arrives after this backward has already sent an earlier one.
 
-    It is in parts only where a backward runs inside the backward, and then one part came from outside of it.
+    A gradient arrives in parts only if a backward runs inside the backward; a part from outside it looked complete.
     """
     return RuntimeError(
-        f"gradient of {name!r}: it comes in parts, some from within reentrant activation checkpointing and some from "
-        "outside, and the first has been sent; use checkpoint(..., use_reentrant=False)"
+        f"gradient of {name!r}: it comes in parts, some from inside reentrant activation checkpointing and some from "
+        "outside, and the first part has already been sent; use checkpoint(..., use_reentrant=False)"
     )
 
 
 def sharded_gradient(name: str) -> str:
-    """What to say to whoever uses ``.grad`` at the module's parameter ``name`` where gradients are sharded."""
+    """The error text for code that uses ``.grad`` of the module's parameter ``name`` where gradients are sharded."""
     return (
-        f"gradient of {name!r}: this rank has a piece of it only, as '.grad' in engine.step_tensors(). Write "
+        f"gradient of {name!r}: this rank holds only a piece of it, the '.grad' of engine.step_tensors(); write "
         "engine.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm), "
-        "and engine.zero_grad() to forget gradients"
+        "and engine.zero_grad() to clear gradients"
     )

@@ -1,10 +1,10 @@
 """Which engine a module and a parameter belong to, and what the module's and the optimizer's own methods do meanwhile.
 
-An engine marks every module of its tree and every parameter, so that a second engine around a part of it, around
-something larger, or around another module that shares a parameter is refused before it changes anything.
+An engine marks every module of its tree and every parameter. So a second engine around a part of it, around something
+larger, or around another module that shares a parameter is refused before it changes anything.
 
-What is not the engine's way to do a thing is made it (``module.zero_grad()``, ``optimizer.zero_grad()``) or refused
-(``optimizer.step()``, which would move this rank's pieces and leave the others' as they were).
+Calls that would bypass the engine are redirected to it (``module.zero_grad()``, ``optimizer.zero_grad()``) or refused
+(``optimizer.step()``, which would step this rank's pieces without the collectives before and after).
 """
 
 import contextlib
@@ -34,11 +34,11 @@ class Claimant(Protocol):
 
 
 class EngineReference:
-    """A reference to an engine; a copy of what carries it, or a pickle, belongs to no engine.
+    """A reference to an engine that does not survive copying or pickling: a copied module belongs to no engine.
 
     Args:
-        engine: None for a reference to nothing.
-        keeps: whether the engine lives as long as whatever carries this.
+        engine: None for an empty reference.
+        keeps: whether this reference keeps the engine alive.
     """
 
     def __init__(self, engine: Claimant | None, *, keeps: bool = False) -> None:
@@ -48,29 +48,29 @@ class EngineReference:
 
     @property
     def engine(self) -> Claimant | None:
-        """The engine, while it lives and has not been forgotten."""
+        """The engine; None once it is garbage or ``forget()`` was called."""
         return None if self._reference is None else self._reference()
 
     def forget(self) -> None:
-        """Refer to nothing from now on."""
+        """Drop the reference."""
         self._reference = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "EngineReference":
         return EngineReference(None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Something empty that torch.load(weights_only=True) accepts: parameters carry this with them.
+        # An empty dict, since torch.load(weights_only=True) accepts it: parameters are saved with their marks.
         return OrderedDict, ()
 
 
 def check_free(model: nn.Module) -> None:
-    """A model no part of which belongs to an engine.
+    """Check that no part of a model belongs to an engine.
 
     Raises:
         ValueError: it is wrapped, contains a wrapped module or is inside one, or shares a parameter with one.
     """
     if any(_owner(thing) is not None for thing in (*model.modules(), *model.parameters())):
-        gc.collect()  # an engine that an error left open may be garbage: it and its module hold each other
+        gc.collect()  # an engine that an error left open may be garbage: it and its module refer to each other
     for name, module in model.named_modules():
         if (engine := _owner(module)) is not None:
             if module is model is engine.module:
@@ -89,10 +89,10 @@ def check_free(model: nn.Module) -> None:
 
 
 class Claim:
-    """What makes a module, its parameters and an optimizer an engine's, until ``release()``.
+    """Marks a module, its parameters and an optimizer as an engine's, until ``release()``.
 
     Args:
-        engine: with its module.
+        engine: the owner, with its module.
         params: the module's.
         optimizer: the engine's.
     """
@@ -103,11 +103,11 @@ class Claim:
         self._params = tuple(params)
         self._is_stepping = False
         self._hook = _refuse_direct_steps(self)
-        # A module without parameters, such as an activation that two models share, is nobody's.
+        # Modules without parameters stay unmarked: two models may share an activation.
         claimed = [module for module in self._module.modules() if next(module.parameters(), None) is not None]
         for thing in (*claimed, *self._params):
             object.__setattr__(thing, _CLAIM, self._mark)
-        # Hooks refer to the engine weakly, so the module keeps it: it trains on where nobody else does.
+        # Gradient hooks refer to the engine weakly. So the module keeps it alive, for users who keep only the module.
         object.__setattr__(self._module, _KEPT, EngineReference(engine, keeps=True))
         for owner in (self._module, self._optimizer):
             object.__setattr__(owner, _ZERO_GRAD, ZeroGrad(owner, self._mark))
@@ -115,6 +115,7 @@ class Claim:
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
         """Inside, ``optimizer.step()`` is the engine's own call."""
+        # Also taken back after a step that raised, or the user could step past the engine from then on.
         self._is_stepping = True
         try:
             yield
@@ -129,16 +130,18 @@ class Claim:
         """
         if not self._is_stepping and self._mark.engine is not None:
             raise RuntimeError(
-                "engine.optimizer.step(): it moves what this rank holds, with gradients that may not be means yet, and "
-                "tells no other rank; write engine.step(), or scaler.step(engine) with shardlab.engines.GradScaler"
+                "engine.optimizer.step(): it would step this rank's tensors, perhaps before gradients are averaged, "
+                "and gather nothing; write engine.step(), or scaler.step(engine) with shardlab.engines.GradScaler"
             )
 
     def release(self) -> None:
-        """Let others have it, also what has been taken out of the module since."""
+        """Free everything for other engines."""
+        # First, since it also frees modules that were taken out of the tree, which the loop below does not reach.
         self._mark.forget()
         self._hook.remove()
         object.__setattr__(self._module, _KEPT, None)
         for thing in (*self._module.modules(), *self._params):
+            # A module added since may be another engine's.
             if getattr(thing, _CLAIM, None) is self._mark:
                 object.__delattr__(thing, _CLAIM)
         for owner in (self._module, self._optimizer):
@@ -147,10 +150,10 @@ class Claim:
 
 
 class ZeroGrad:
-    """In the place of a ``zero_grad`` method: forgets the gradients of the engine, wherever they lie.
+    """Replaces a ``zero_grad`` method, to clear the gradients of the engine wherever they are.
 
     Args:
-        owner: a module or an optimizer; of a deep copy it is the copy, whose own method is called.
+        owner: a module or an optimizer; in a deep copy it is the copy, and its class's own method is called.
         mark: refers to the engine.
     """
 
@@ -167,7 +170,7 @@ class ZeroGrad:
 
 
 def _refuse_direct_steps(claim: Claim) -> RemovableHandle:
-    reference = weakref.ref(claim)  # an optimizer that outlives its engine is free
+    reference = weakref.ref(claim)  # weakly: an optimizer that outlives its engine may step on its own
 
     def refuse(*_: Any) -> None:
         if (known := reference()) is not None:
@@ -176,7 +179,7 @@ def _refuse_direct_steps(claim: Claim) -> RemovableHandle:
     try:
         return claim._optimizer.register_step_pre_hook(refuse)
     except AttributeError:
-        # A wrapper round another optimizer that never called Optimizer.__init__ has no hooks: it is not watched.
+        # A wrapper around another optimizer that never called Optimizer.__init__ has no hooks and is not watched.
         return RemovableHandle(OrderedDict())
 
 
@@ -185,5 +188,5 @@ def _owner(thing: object) -> Claimant | None:
 
 
 def _engine_behind(mark: object) -> Claimant | None:
-    """What a mark refers to; what a pickle has put in its place refers to nothing."""
+    """The engine that a mark refers to; None for what unpickling left in place of a mark."""
     return mark.engine if isinstance(mark, EngineReference) else None

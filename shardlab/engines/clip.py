@@ -1,8 +1,8 @@
 """Clipping by the global norm: over all parameters and, where gradients are sharded, over all ranks.
 
 A norm of pieces is made from the pieces' norms: the p-th powers add up (p = 1, 2), or the largest counts (p = inf). So
-one small reduction for each axis of the mesh is enough, and what every rank of an axis holds alike is counted once. The
-scaling itself is torch's, so that one rank ends bit for bit where plain torch does.
+one small reduction for each axis of the mesh is enough, and what all ranks of an axis hold alike is counted once. The
+scaling itself is torch's, so that one rank gets bit for bit what plain torch gets.
 Source of the method: Pascanu et al., arXiv 1211.5063, algorithm 1.
 """
 
@@ -20,11 +20,11 @@ Axes = tuple[Communicator, ...]
 
 
 def clip_(tensors: Mapping[Axes, Iterable[Tensor]], max_norm: float, norm_type: float, device: torch.device) -> Tensor:
-    """Scale the gradients of ``tensors`` in place; the norm before clipping is returned, 0-d, equal on all ranks.
+    """Scale the gradients of ``tensors`` in place; return the norm before clipping, 0-d, equal on all ranks.
 
     Args:
-        tensors: what this rank steps, by the axes over whose ranks the other pieces are; () where every rank holds
-            everything. Those without a gradient do not count.
+        tensors: what this rank steps, by the axes over which the other pieces are spread; () where every rank holds
+            everything. Tensors without a gradient do not count.
         max_norm: greater than 0.
         norm_type: 1, 2 or inf.
         device: on which the axes communicate.
@@ -42,16 +42,17 @@ def clip_(tensors: Mapping[Axes, Iterable[Tensor]], max_norm: float, norm_type: 
         for axes, some in tensors.items()
     }
     norm = norms[()] if set(norms) == {()} else _over_axes(norms, norm_type, device)
-    # A rank that holds nothing has a norm of torch's default dtype; all ranks must end with the same one.
+    # A rank that holds nothing has a norm in torch's default dtype; all ranks must return the same dtype.
     norm = norm.to(torch.promote_types(everything[0].dtype, torch.float32))
     clip_grads_with_norm_(everything, max_norm, norm)
     return norm
 
 
 def _over_axes(norms: Mapping[Axes, Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The whole norm, in float64: one reduction an axis, of a number for each kind of pieces that is spread over it."""
+    """The global norm, in float64: one reduction per axis, of one number for each group of tensors spread over it."""
     power = 1.0 if norm_type == inf else norm_type
     parts = {axes: norm.to(device, torch.float64) ** power for axes, norm in norms.items()}
+    # The axes in the order in which parameters use them, which is the module's and so the same on every rank.
     for comm in dict.fromkeys(comm for axes in parts for comm in axes):
         spread = [axes for axes in parts if comm in axes]
         message = torch.stack([parts[axes] for axes in spread])

@@ -1,12 +1,12 @@
-"""Loss scaling for float16: gradients below 6e-8 would become zero, so the loss is multiplied before backward.
+"""Loss scaling for float16: gradients below 6e-8 would become zero, so the loss is scaled up before backward.
 
     scaler = GradScaler()
     engine.backward(scaler.scale(loss))
     scaler.unscale_(engine)               # before clipping
     stepped = scaler.step(engine)
 
-The scale doubles after 2000 good steps and halves after an overflow. An overflow on one rank reaches only that rank's
-pieces, so the ranks agree: one inf or nan anywhere and every rank skips the step.
+The scale doubles after 2000 good steps and halves after an overflow. An overflow may show only in one rank's pieces, so
+the ranks agree: if any has an inf or a nan, every rank skips the step.
 Source: Micikevicius et al., arXiv 1710.03740, section 3.2.
 """
 
@@ -39,14 +39,14 @@ class GradScaler:
                 raise ValueError(f"{field}: {value} is out of range")
         self.current_scale, self.growth, self.backoff, self.interval = scale, growth, backoff, interval
         self.num_good_steps = 0
-        self._overflow: bool | None = None  # of the gradients that have been unscaled
+        self._overflow: bool | None = None  # in the gradients that have been unscaled
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to call backward on."""
+        """The scaled loss, to call backward on."""
         return loss * self.current_scale
 
     def unscale_(self, engine: Engine) -> None:
-        """Divide the gradients by the scale and find out, over all ranks, whether one is inf or nan."""
+        """Divide the gradients by the scale, and find out over all ranks whether any is inf or nan."""
         engine.finish_gradients()
         engine.loss_is_scaled = True
         flag = torch.zeros(1, device=engine.mesh.device)
@@ -54,12 +54,13 @@ class GradScaler:
             if tensor.grad is not None:
                 tensor.grad.div_(self.current_scale)
                 flag = torch.maximum(flag, (~torch.isfinite(tensor.grad)).any().to(flag))
+        # Every rank joins, whatever it found itself: a rank that skipped this alone would leave the others waiting.
         for comm in engine.comms:
             comm.all_reduce(flag, reduction="max", tag="overflow").wait()
         self._overflow = bool(flag.item())
 
     def step(self, engine: Engine) -> bool:
-        """Step the engine unless a gradient overflowed; whether it stepped, the same on every rank."""
+        """Step the engine unless a gradient overflowed; return whether it stepped, the same on every rank."""
         if self._overflow is None:
             self.unscale_(engine)
         overflow, self._overflow = bool(self._overflow), None
@@ -74,9 +75,9 @@ class GradScaler:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """What a checkpoint saves."""
         return {"scale": self.current_scale, "num_good_steps": self.num_good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         self.current_scale, self.num_good_steps = float(state["scale"]), int(state["num_good_steps"])

@@ -1,7 +1,8 @@
-"""From the first backward to ``zero_grad()``: when gradients become means, and what happens where a backward fails.
+"""From the first backward to ``zero_grad()``: when gradients become means, and what happens if a backward fails.
 
-A backward that raises leaves a rank with a part of its gradients, and the others perhaps waiting for the rest. Nothing
-is sent then, since they may never come; ``zero_grad()``, on all ranks, completes what they wait for and forgets it.
+A backward that raises leaves its rank with part of the gradients, and perhaps other ranks waiting for the rest. Nothing
+is sent at that moment, since the other ranks may have raised too. ``zero_grad()``, called on all ranks, completes the
+collectives that have begun and drops their results.
 """
 
 import contextlib
@@ -29,8 +30,8 @@ class Gradients:
     def __init__(self) -> None:
         self._sync = True  # not inside no_sync()
         self._are_means = False  # the gradients, over the data axes
-        self._has_failed = False  # a backward outside no_sync() has raised, and zero_grad() has not been called since
-        self._were_trainable: set[nn.Parameter] = set()  # in a backward since zero_grad(); perhaps frozen by now
+        self._has_failed = False  # a backward outside no_sync() raised, and zero_grad() has not been called since
+        self._were_trainable: set[nn.Parameter] = set()  # in a backward since zero_grad(); may be frozen by now
         self._backward_watch = BackwardWatch(self.params, self._begin_backward, self._end_backward)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
@@ -38,15 +39,16 @@ class Gradients:
 
         Args:
             loss: of this rank's rows.
-            retain_graph: keep what another backward through the same forward needs; its gradients are added.
+            retain_graph: keep the graph, so that another backward through it can add its gradients.
 
         Raises:
-            RuntimeError: the backward before this one raised, and ``zero_grad()`` has not been called since.
+            RuntimeError: the previous backward raised, and ``zero_grad()`` has not been called since.
         """
         with self._backward_watch.expected(loss):
             try:
                 loss.backward(retain_graph=retain_graph)
             except BaseException:
+                # Send nothing here: the other ranks may have raised elsewhere, and would never join the collective.
                 self._has_failed |= self._sync
                 self._leave_backward()
                 raise
@@ -62,7 +64,7 @@ class Gradients:
             self._sync = before
 
     def finish_gradients(self) -> None:
-        """Return when the gradients are means over the data axis. Called by clip and step where it is still due.
+        """Return when the gradients are means over the data axis; clip and step call it if that is still pending.
 
         Raises:
             RuntimeError: the last backward raised, and ``zero_grad()`` has not been called since.
@@ -73,25 +75,27 @@ class Gradients:
             self._are_means = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients.
+        """Clear all gradients.
 
         Args:
-            set_to_none: False keeps them as zeros where there were some, as in torch: the next step then moves these
-                parameters too, by momentum and weight decay. What is pending is finished first, which is collective.
+            set_to_none: False keeps zeros where there were gradients, as in torch: the next step then moves these
+                parameters too, by momentum and weight decay. Pending reductions are finished first: collective.
         """
         self._notice_failure()
+        # Before anything is cleared: other ranks may be waiting in collectives of the backward that raised here.
         if self._has_failed:
             self._complete_failed_backward()
         if set_to_none:
             self._forget_gradients()
             return
+        # First: a pending reduction would write its means over the zeros.
         self.finish_gradients()
         for tensor in self._step_tensors:
             if tensor.grad is not None:
                 tensor.grad.zero_()
 
     def _finish_gradients(self) -> None:
-        """Make the gradients means over the data axes. Every rank calls it equally often. In one process they are."""
+        """Make the gradients means over the data axes. All ranks call it equally often; in one process they are."""
 
     def _forget_gradients(self) -> None:
         for param in self.params.values():
@@ -102,15 +106,17 @@ class Gradients:
     def _begin_backward(self) -> None:
         """A backward begins; called before its first gradient has been accumulated."""
         self._refuse_after_failure()
+        # Noted on every rank: a parameter frozen before the reduction still has a gradient to send, here or elsewhere.
         self._were_trainable.update(param for param in self.params.values() if param.requires_grad)
         self._are_means = False
 
     def _is_due(self, param: nn.Parameter) -> bool:
-        """Whether some rank may have a gradient of it, the same on all ranks."""
+        """Whether any rank may have a gradient of it; the same answer on all ranks."""
         return param.requires_grad or param in self._were_trainable
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         """A gradient has been accumulated into ``param.grad``."""
+        # First: this may be the first sign of a plain backward, whose beginning resets queues and placeholders.
         self._backward_watch.enter()
         gradient = param.grad
         if gradient is not None and gradient.is_sparse and self.comm.num_ranks > 1:
@@ -130,7 +136,7 @@ class Gradients:
         return
 
     def _notice_failure(self) -> None:
-        """Find out whether a plain ``loss.backward()`` has raised."""
+        """Find out whether a plain ``loss.backward()`` raised."""
         if self._backward_watch.take_unended():
             self._has_failed |= self._sync
             self._leave_backward()
@@ -139,14 +145,14 @@ class Gradients:
         self._notice_failure()
         if self._has_failed:
             raise RuntimeError(
-                "gradients: the last backward raised an exception, so they are incomplete; call engine.zero_grad() on "
+                "gradients: the last backward raised an exception and left them incomplete; call engine.zero_grad() on "
                 "all ranks before the next backward"
             )
 
     def _complete_failed_backward(self) -> None:
-        """Take part in what the other ranks have sent or wait for since this rank's backward raised.
+        """Join the collectives that the other ranks have begun since this rank's backward raised.
 
-        A rank whose backward did not raise must not take the sum without this rank's part for a mean: it gets NaN.
+        This rank sends NaN for what it lacks, so that no other rank takes a sum without its part for a mean.
         """
         fillers = {
             name: torch.full_like(param, torch.nan) for name, param in self.params.items() if param.requires_grad
@@ -156,7 +162,7 @@ class Gradients:
         self._finish_gradients()
         for name, filler in fillers.items():
             param = self.params[name]
-            # Where means go to pieces, a filler that stayed was sent before the error, so it took no part.
+            # Where means go to pieces, a filler that is still here was never sent: its bucket was, before the error.
             if self._step_tensors.by_name(name) is not param and param.grad is filler:
                 param.grad = None
         self._are_means, self._has_failed = True, False
@@ -167,7 +173,7 @@ class Gradients:
     def _watch(self, param: nn.Parameter) -> RemovableHandle | None:
         if not param.is_floating_point():
             return None
-        # A frozen parameter may be thawed later, but torch takes the hook only while it requires a gradient.
+        # A frozen parameter may be unfrozen later, but torch takes the hook only while requires_grad is True.
         frozen = not param.requires_grad
         param.requires_grad_(True)
         hook: RemovableHandle = param.register_post_accumulate_grad_hook(_weakly(self))
@@ -176,9 +182,9 @@ class Gradients:
 
 
 def _weakly(engine: Gradients) -> Callable[[nn.Parameter], None]:
-    """A hook that does not keep its engine, for torch holds hooks where Python cannot look for cycles.
+    """A hook that does not keep its engine alive: torch holds hooks in C++, where Python's collector sees no cycles.
 
-    The engine lives as long as the module it wraps; who then still uses a parameter trains alone, as after ``close()``.
+    The engine lives as long as the module it wraps. A parameter that outlives both is plain, as after ``close()``.
     """
     reference = weakref.ref(engine)
 

@@ -1,7 +1,7 @@
-"""What an engine puts on a module: hooks that ``torch.compile`` leaves alone and copies do not have, and a forward.
+"""What an engine puts on a module: hooks that ``torch.compile`` skips and copies drop, and a temporary forward.
 
-A copy of a wrapped module (``copy.deepcopy``, pickle, ``torch.save``) is a plain module that trains alone. Were it to
-take the hooks along, it would gather the original's parameters in its forward.
+A copy of a wrapped module (``copy.deepcopy``, pickle, ``torch.save``) is a plain module that trains alone. If it kept
+the hooks, its forward would gather the original's parameters.
 """
 
 import contextlib
@@ -17,25 +17,25 @@ R = TypeVar("R")
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, which runs as plain Python wherever it is called from.
+    """Wrap ``function`` so that ``torch.compile`` runs it as plain Python and never traces it.
 
-    ``torch.compile`` is not to trace what communicates and changes what stands in the module; a compiled module, or one
-    with compiled parts, computes between such functions as compiled.
+    It communicates, and it replaces parameters of the module. What a compiled module computes between two such
+    functions stays compiled.
     """
     disabled: Callable[P, R] | None = None
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         nonlocal disabled
-        if disabled is None:  # not where it is defined: it takes a second to import torch's compiler
-            disabled = torch.compiler.disable(function, reason="shardlab gathers and releases parameters here")
+        if disabled is None:  # not at definition: importing torch's compiler takes a second
+            disabled = torch.compiler.disable(function, reason="shardlab gathers and reshards parameters here")
         return disabled(*args, **kwargs)
 
     return run
 
 
 class ModuleHook:
-    """A forward hook or forward pre-hook that is not traced; in copies of the module it does nothing."""
+    """A forward hook or forward pre-hook that is not traced, and that does nothing in copies of the module."""
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self._hook = untraced(hook)
@@ -53,22 +53,22 @@ def _no_hook() -> Callable[..., None]:
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """A hook that does nothing; a function of a module, since a pickle must name it."""
+    """A hook that does nothing; at module level, since a pickle refers to it by name."""
 
 
 @contextlib.contextmanager
 def forward_is(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
     """Inside, the first call of ``module`` runs ``function`` instead of ``forward``; calls inside that one do not.
 
-    Torch's own way to have a method treated as forward, ``register_fsdp_forward_method``, knows its FSDP2 only.
+    Torch's own way to treat a method as forward, ``register_fsdp_forward_method``, works with its FSDP2 only.
 
     Raises:
         ValueError: ``function`` cannot be called.
     """
     if not callable(function):
         raise ValueError(
-            f"function: a method or function is needed, for example engine.call(engine.module.encode, x), and not a "
-            f"{type(function).__name__}"
+            f"function: a {type(function).__name__} cannot be called; give a method or a function, for example "
+            "engine.call(engine.module.encode, x)"
         )
     own = vars(module).get("forward")  # of the instance, not of its class
 
@@ -78,7 +78,8 @@ def forward_is(module: nn.Module, function: Callable[..., Any]) -> Iterator[None
             vars(module)["forward"] = own
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        restore()  # it may itself call the module
+        # First: ``function`` may call the module, which must then run its own forward.
+        restore()
         return function(*args, **kwargs)
 
     vars(module)["forward"] = forward

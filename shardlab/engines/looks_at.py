@@ -1,12 +1,12 @@
 """What an optimizer looks at when it steps an element: that element, the whole tensor, or the whole model.
 
-Adam may step any piece of a parameter; LAMB needs the whole parameter, L-BFGS all of them. Which it is shows in what an
-optimizer does: a copy of it, with the same options, steps small tensors of its own, another copy steps pieces of them,
-a third some of them alone, with fixed gradients. Whose result differs looks at more than it would be given. Nothing is
-asked of the optimizer's class, nothing is sent, and no tensor, generator or hook of the user's is touched.
+Adam may step any piece of a parameter; LAMB needs the whole parameter, L-BFGS all of them. A trial finds out: one copy
+of the optimizer, with the same options, steps a few small tensors with fixed gradients; another copy steps pieces of
+them, a third only some of them. If the results differ, the optimizer looks at more than it would be given. The trial
+needs nothing from the optimizer's class, sends nothing, and leaves the user's tensors, generators and hooks alone.
 
-An optimizer that shows what it looks at only after many steps, or cannot be copied, says so itself, in its class or on
-the instance: ``shardlab_looks_at = "tensor"``. That is believed, and nothing is tried.
+An optimizer that looks at whole tensors only after many steps, or that cannot be copied, declares what it looks at, in
+its class or on the instance: ``shardlab_looks_at = "tensor"``. The declaration is believed without a trial.
 """
 
 import inspect
@@ -24,11 +24,11 @@ from shardlab.engines.rng import rng_state, set_rng_state
 from shardlab.engines.step_tensors import StepTensors
 
 DECLARATION = "shardlab_looks_at"
-# They may begin to look at whole tensors only after more steps than are tried here.
+# These may begin to look at whole tensors only after more steps than a trial has.
 LATE = frozenset({"Shampoo", "SOAP"})
-STEP_SCALES = (1.0, 1e3, 1e-2, 1.0)  # of the gradients of each step: a norm that is clipped may be large
-TOLERANCE = 1e-4  # relative to a step: pieces may be rounded otherwise than the whole
-DTYPES = (torch.float64, torch.float32)  # some optimizers know only the second
+STEP_SCALES = (1.0, 1e3, 1e-2, 1.0)  # of the gradients of each step; large ones show clipping by a norm
+TOLERANCE = 1e-4  # relative to a step: pieces may round differently from the whole
+DTYPES = (torch.float64, torch.float32)  # some optimizers take only the second
 
 Part = Callable[[int, Tensor], Tensor]
 """What a rank has of tensor number i: a piece, the whole, or an empty tensor."""
@@ -37,7 +37,7 @@ Cut = Callable[[Tensor], Sequence[Tensor]]
 
 
 class LooksAt(StrEnum):
-    """What the step of an element depends on, beside the options."""
+    """What the step of an element depends on, apart from the options."""
 
     ELEMENT = "element"
     TENSOR = "tensor"
@@ -49,9 +49,9 @@ class Stepped:
     """What an optimizer steps.
 
     Attributes:
-        tensors: as it was given them, pieces or whole.
+        tensors: what it was given, pieces or whole parameters.
         shapes: of the whole parameters, by name.
-        device: where they are when it steps.
+        device: where the tensors are during a step.
     """
 
     tensors: StepTensors
@@ -60,14 +60,14 @@ class Stepped:
 
 
 def flat_pieces(tensor: Tensor) -> Sequence[Tensor]:
-    """Two stretches of the flattened tensor; the border is inside a row. One element stays whole."""
+    """Two pieces of the flattened tensor, cut inside a row. A single element stays whole."""
     if tensor.numel() < 2:
         return tensor, tensor.new_empty(0)
     return tensor.reshape(-1).tensor_split([tensor.numel() * 2 // 5])
 
 
 def pieces_along(dim: int) -> Cut:
-    """The cut into two blocks of rows (dim 0) or of columns (dim 1); what has no such dim is cut along its last."""
+    """The cut into two blocks of rows (dim 0) or columns (dim 1); a tensor without that dim is cut along its last."""
 
     def cut(tensor: Tensor) -> Sequence[Tensor]:
         if tensor.dim() == 0:
@@ -78,23 +78,24 @@ def pieces_along(dim: int) -> Cut:
 
 
 def looks_at(optimizer: torch.optim.Optimizer, stepped: Stepped, cuts: Sequence[Cut]) -> LooksAt:
-    """What ``optimizer`` looks at: as it says itself, else as a trial of some milliseconds shows.
+    """What ``optimizer`` looks at: what it declares, else what a trial of a few milliseconds shows.
 
     Args:
         optimizer: new; it is neither stepped nor changed.
         stepped: its tensors.
-        cuts: pieces to try; without any, ``ELEMENT`` stands for ``TENSOR`` too.
+        cuts: ways of cutting to try; without any, ``ELEMENT`` may also mean ``TENSOR``.
 
     Raises:
-        ValueError: it says something else than 'element', 'tensor' or 'model', or cannot be tried.
+        ValueError: it declares something other than 'element', 'tensor' or 'model', or cannot be tried.
     """
     declared = getattr(optimizer, DECLARATION, None)
     if declared is not None:
         return _parse(declared, optimizer)
     if type(optimizer).__name__ in LATE:
         return LooksAt.TENSOR
+    # Training draws from the same generators, and must draw what it would have drawn without the trial.
     state, num_threads = rng_state(stepped.device), torch.get_num_threads()
-    torch.set_num_threads(1)  # to wake a second one for such small tensors costs more than they do
+    torch.set_num_threads(1)  # waking a second thread takes longer than stepping such small tensors
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -116,7 +117,7 @@ def _tried(optimizer: torch.optim.Optimizer, stepped: Stepped, cuts: Sequence[Cu
     trial = _begun(optimizer, stepped)
     try:
         alone = all(trial.agrees(_every_second(rank)) for rank in (0, 1))
-    except Exception as error:  # a class of the user's may raise anything
+    except Exception as error:  # a user's class may raise anything
         raise ValueError(
             f"optimizer: {type(optimizer).__name__} fails where a tensor is empty and has no gradient "
             f"({type(error).__name__}: {error}), as on a rank that holds nothing of a parameter; let its step skip "
@@ -128,7 +129,7 @@ def _tried(optimizer: torch.optim.Optimizer, stepped: Stepped, cuts: Sequence[Cu
         for rank in (0, 1):
             try:
                 same = trial.agrees(_piece(cut, rank))
-            except Exception:  # a class of the user's: it asks for matrices, say, and that is an answer
+            except Exception:  # it accepts only matrices, for example, and that is an answer
                 same = False
             if not same:
                 return LooksAt.TENSOR
@@ -136,21 +137,21 @@ def _tried(optimizer: torch.optim.Optimizer, stepped: Stepped, cuts: Sequence[Cu
 
 
 def _begun(optimizer: torch.optim.Optimizer, stepped: Stepped) -> "_Trial":
-    """A trial whose steps of whole tensors have been done."""
+    """A trial that has already stepped the whole tensors."""
     for dtype in DTYPES:
         try:
             return _Trial(optimizer, stepped, dtype)
-        except Exception as error:  # a class of the user's may raise anything
+        except Exception as error:  # a user's class may raise anything
             reason = error
     raise ValueError(
         f"optimizer: {type(optimizer).__name__} cannot be tried on small tensors ({type(reason).__name__}: {reason}), "
-        "which would show whether it may step the pieces of a sharded model; say it in its class: "
+        "which would show whether it may step pieces of a sharded model; declare it in its class: "
         f"{DECLARATION} = 'element', 'tensor' or 'model'"
     ) from reason
 
 
 class _Trial:
-    """The steps of copies of an optimizer, on all of some small tensors and on parts of them."""
+    """Steps of copies of an optimizer, on a few small tensors and on parts of them."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, stepped: Stepped, dtype: torch.dtype) -> None:
         self._optimizer, self._stepped = optimizer, stepped
@@ -158,7 +159,7 @@ class _Trial:
         generator = torch.Generator().manual_seed(0)
 
         def drawn(number: int, stand_in: StandIn) -> Tensor:
-            # Neither two tensors nor two pieces of one have the same norm.
+            # No two tensors have the same norm, nor have two pieces of one.
             values = torch.randn(stand_in.shape, generator=generator, dtype=torch.float64)
             slope = torch.linspace(0.25, 4.0, max(1, prod(stand_in.shape)), dtype=torch.float64)
             return (values * slope.view(stand_in.shape) * (1 + number)).to(stepped.device, dtype)
@@ -171,7 +172,7 @@ class _Trial:
         self._whole = self._steps(lambda _, tensor: tensor)
 
     def agrees(self, part: Part) -> bool:
-        """Whether the steps of parts are the parts of the steps."""
+        """Whether stepping the parts gives the parts of the stepped tensors."""
         before, after = self._start, self._steps(part)
         for whole, parts in zip(self._whole, after, strict=True):
             for number, (old, new, own) in enumerate(zip(before, whole, parts, strict=True)):
@@ -185,7 +186,7 @@ class _Trial:
 
     def _steps(self, part: Part) -> list[list[Tensor]]:
         """The parts of all tensors after each step."""
-        torch.manual_seed(0)  # whoever draws, draws the same each time; the caller puts the generators back
+        torch.manual_seed(0)  # each copy must draw the same numbers; the caller restores the generators
         # An empty part has no gradient, as on a rank that holds nothing of a parameter.
         params = [part(number, start).clone().requires_grad_() for number, start in enumerate(self._start)]
         optimizer = copy_of(self._optimizer, self._stand_ins, self._place, params)
@@ -209,7 +210,7 @@ def _piece(cut: Cut, rank: int) -> Part:
 def _step(optimizer: torch.optim.Optimizer) -> None:
     step = type(optimizer).step
     if getattr(step, "hooked", False):
-        # Past the hooks on all optimizers of the process, which are for those that train: torch's wrapper calls them.
+        # Skip torch's wrapper: it calls the hooks on all optimizers of the process, which are for those that train.
         step = getattr(step, "__wrapped__", step)
     closure = inspect.signature(step).parameters.get("closure")
     if closure is None or closure.default is not inspect.Parameter.empty:

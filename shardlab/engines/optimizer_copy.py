@@ -1,7 +1,7 @@
 """A copy of an optimizer that steps other, small tensors with the same options.
 
-The copy is made without the class's constructor, whose arguments nobody knows: all attributes are copied, and in them
-each tensor that the optimizer steps is replaced by a small one.
+The copy is made without the class's constructor, whose arguments are unknown: all attributes are copied, and each
+tensor that the optimizer steps is replaced in them by a small one.
 """
 
 from collections import defaultdict
@@ -16,20 +16,20 @@ from torch import Tensor
 
 from shardlab.engines.step_tensors import StepTensors
 
-LEAST_RATE = 1e-3  # a warm-up begins at 0, where every optimizer is the same
-LARGEST = {0: 1, 1: 128, 2: 128}  # elements along a dim, by the number of dims: some factor only matrices of 128 x 128
+LEAST_RATE = 1e-3  # a warm-up begins at 0, where all optimizers do the same: nothing
+LARGEST = {0: 1, 1: 128, 2: 128}  # elements along a dim, by number of dims: some optimizers factor only from 128 x 128
 LARGEST_OTHER = 12
 
 
 @dataclass(frozen=True)
 class StandIn:
-    """A small tensor in the place of parameters of one group that have equally many dims.
+    """A small tensor in place of the parameters of one group that have the same number of dims.
 
     Attributes:
         group: number of the parameter group.
-        shape: of the largest of them, made smaller.
-        name: one of theirs.
-        state: what the optimizer keeps for that one already.
+        shape: that of the largest of them, made smaller.
+        name: of one of them.
+        state: what the optimizer already keeps for that one.
         original: the tensor of that one.
     """
 
@@ -43,16 +43,16 @@ class StandIn:
 def stand_ins(
     optimizer: torch.optim.Optimizer, tensors: StepTensors, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[list[StandIn], dict[int, int]]:
-    """Up to two small tensors for each number of dims in a group, and which of them stands for which tensor, by its id.
+    """Up to two small tensors for each number of dims in a group, and which of them replaces which tensor, by its id.
 
     Args:
-        optimizer: whose groups.
-        tensors: that it steps.
+        optimizer: the original.
+        tensors: what it steps.
         shapes: of the whole parameters, by name.
     """
     names = {id(tensor): name for name, tensor in tensors.items()}
     found: list[StandIn] = []
-    place = {id(tensor): 0 for tensor in tensors}  # also of those that it was given and does not step
+    place = {id(tensor): 0 for tensor in tensors}  # also for tensors it was given and does not step
     for number, group in enumerate(optimizer.param_groups):
         by_dims: dict[int, list[Tensor]] = {}
         for tensor in group["params"]:
@@ -63,7 +63,7 @@ def stand_ins(
             for tensor in alike[:2]:
                 state = optimizer.state.get(tensor, {})
                 found.append(StandIn(number, shape, names[id(tensor)], state, tensor))
-    # One alone would not show what it does to another.
+    # One tensor alone would not show whether the optimizer lets it affect another.
     return found * 2 if len(found) == 1 else found, place
 
 
@@ -76,14 +76,14 @@ def copy_of(
         ValueError: it has hooks, a step of its own on the instance, or tensors that only its constructor can make.
         Exception: whatever copying an attribute raises.
     """
-    # Whoever refers to one of these in the original refers to its copy in the copy.
+    # deepcopy's memo: references to these objects become references to the replacements given here.
     memo: dict[int, Any] = {address: params[number] for address, number in place.items()}
     memo[id(optimizer.param_groups)] = _groups(optimizer, stand_ins, params, memo)
     state: dict[Any, Any] = defaultdict(dict)
     memo[id(optimizer.state)] = state
     for stand_in, param in zip(stand_ins, params, strict=True):
         if stand_in.state:
-            # A memo of its own: two may stand for one tensor, and must not share its step counter.
+            # A memo for each: two stand-ins of one tensor must not share the copy of its step counter.
             state[param] = {key: _like(value, stand_in, param, dict(memo)) for key, value in stand_in.state.items()}
     copy = _copied(optimizer, memo)
     _require_small({stand_in.original.shape for stand_in in stand_ins}, params, memo)
@@ -108,16 +108,17 @@ def _groups(
 
 
 def _copied(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
-    """A copy by way of ``memo``, which has copies already of what is not to be copied as it is."""
+    """A copy; ``memo`` already holds what replaces tensors, groups and state."""
     _require_plain(optimizer)
+    # In the memo before any attribute is copied, since attributes may refer back to the optimizer.
     memo[id(optimizer)] = copy = object.__new__(type(optimizer))
-    # Torch's own way to fill an optimizer that no constructor has made, as when one is unpickled; hooks are new.
+    # Torch's own way to fill an optimizer without its constructor, as in unpickling; it gets no hooks of the original.
     torch.optim.Optimizer.__setstate__(
         copy, {key: deepcopy(getattr(optimizer, key), memo) for key in ("param_groups", "state", "defaults")}
     )
     attributes = {key: value for key, value in vars(optimizer).items() if key not in vars(copy) and key != "step"}
     for value in attributes.values():
-        # One inside: torch's own copying leaves out what a class adds.
+        # An optimizer inside this one: torch's own deepcopy would drop the attributes that its class adds.
         if isinstance(value, torch.optim.Optimizer) and id(value) not in memo:
             _copied(value, memo)
     for key, value in attributes.items():
@@ -126,16 +127,16 @@ def _copied(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.opt
 
 
 def _require_plain(optimizer: torch.optim.Optimizer) -> None:
-    # Hooks are functions that may do anything, to anything: they cannot be tried. Torch has no public way to ask.
+    # A hook may change anything, the user's objects too, so it must not run in a trial. Torch has no public way to ask.
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        raise ValueError("it has step hooks; register them on engine.optimizer when the engine is there")
+        raise ValueError("it has step hooks; register them on engine.optimizer once the engine is built")
     step = vars(optimizer).get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):  # a scheduler only counts the calls
         raise ValueError("its step has been replaced on the instance")
 
 
 def _require_small(shapes: Collection[torch.Size], params: Sequence[Tensor], memo: Mapping[int, Any]) -> None:
-    """No attribute holds a tensor for each parameter: it would have the parameter's size."""
+    """Check that no attribute holds a tensor made from a parameter: it would have the full size in the trial."""
     known = {id(param) for param in params}
     for copied in memo.values():
         if isinstance(copied, Tensor) and copied.numel() > 1 and id(copied) not in known and copied.shape in shapes:
@@ -143,7 +144,7 @@ def _require_small(shapes: Collection[torch.Size], params: Sequence[Tensor], mem
 
 
 def _like(value: Any, stand_in: StandIn, param: Tensor, memo: dict[int, Any]) -> Any:
-    """State that was there before the first step, for a smaller tensor: a constructor can only fill it."""
+    """State from before the first step, for a smaller tensor; a constructor can only have filled it with one value."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return deepcopy(value, memo)
     if value.shape != stand_in.original.shape:

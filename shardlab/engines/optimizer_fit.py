@@ -1,4 +1,4 @@
-"""Which optimizers a division of the parameters bears: what one looks at must lie whole on the rank that steps it.
+"""Which optimizers fit the partition of the parameters: what one looks at must be whole on the rank that steps it.
 
 ==================  ==================================================
 looks at            exact where a rank steps
@@ -8,7 +8,7 @@ the whole tensor    whole parameters: a partition other than 'elements'
 the whole model     the whole model: ddp, bucketed, fsdp no_shard
 ==================  ==================================================
 
-What does not fit is refused when the engine is built, before its first step.
+An optimizer that does not fit is refused when the engine is built, before its first step.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,11 +27,11 @@ Make = Callable[[StepTensors], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Cut:
-    """How the ranks that share a parameter have divided it.
+    """How parameters are divided over the ranks that share them.
 
     Attributes:
         partition: 'elements' cuts parameters, the others give whole ones to ranks.
-        num_ranks: that share them; with one, every optimizer fits.
+        num_ranks: how many share them; with one, every optimizer fits.
         by_rows: whether 'elements' leaves rows whole, as the layout 'dim0' does.
     """
 
@@ -41,27 +41,27 @@ class Cut:
 
     @property
     def goes_through(self) -> bool:
-        """Whether ranks have parts of a parameter."""
+        """Whether a parameter is cut, so that several ranks have parts of it."""
         return self.num_ranks > 1 and self.partition is Partition.ELEMENTS
 
 
 def fitting_optimizer(make: Make, stepped: Stepped, cut: Cut) -> torch.optim.Optimizer:
-    """What ``make`` makes of the pieces this rank steps, if the cut bears it.
+    """The optimizer that ``make`` builds over the pieces this rank steps, if it fits the cut.
 
     Args:
-        make: of the user's; it is called again where it fails, with whole tensors that have no memory, to find out
-            whether it is the pieces that it refuses, as Muon's constructor does.
+        make: the user's function. If it fails it is called again with whole tensors on the meta device, to find out
+            whether it refuses pieces, as Muon's constructor does.
         stepped: what the optimizer is to step.
         cut: of the parameters.
 
     Raises:
-        ValueError: the partition cuts what the optimizer looks at, or nobody can tell, see ``looks_at``; or ``make``
-            refuses pieces and takes whole parameters.
-        Exception: else whatever ``make`` raises.
+        ValueError: the partition cuts what the optimizer looks at, or a trial cannot tell (see ``looks_at``); or
+            ``make`` refuses pieces and takes whole parameters.
+        Exception: otherwise whatever ``make`` raises.
     """
     try:
         optimizer = make(stepped.tensors)
-    except Exception as error:  # of a class of the user's
+    except Exception as error:  # a user's class may raise anything
         kind = _made_of_whole(make, stepped) if cut.goes_through else None
         if kind is None:
             raise
@@ -95,7 +95,7 @@ def _check_cut(optimizer: torch.optim.Optimizer, stepped: Stepped, cut: Cut) -> 
 
 
 def check_sliced(optimizer: torch.optim.Optimizer, stepped: Stepped, slices: Mapping[str, TensorSlice]) -> None:
-    """Refuse an optimizer that looks at more than elements, where some parameters are slices.
+    """Refuse an optimizer that looks at more than elements where some parameters are slices.
 
     Args:
         optimizer: new.
@@ -103,7 +103,7 @@ def check_sliced(optimizer: torch.optim.Optimizer, stepped: Stepped, slices: Map
         slices: of the parameters, by name.
 
     Raises:
-        ValueError: it does, so that its step would not be that of the whole model; or nobody can tell.
+        ValueError: its step would not be that of the whole model, or a trial cannot tell.
     """
     if not any(found.num_ranks > 1 for found in slices.values()):
         return
@@ -115,14 +115,14 @@ def check_sliced(optimizer: torch.optim.Optimizer, stepped: Stepped, slices: Map
 
 
 def _made_of_whole(make: Make, stepped: Stepped) -> str | None:
-    """The class of optimizer that takes the parameters if they are whole; None if it does not take those either."""
+    """The class of the optimizer that ``make`` builds over whole parameters; None if it refuses those too."""
     whole = {
         name: torch.empty(stepped.shapes[name], dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
         for name, tensor in stepped.tensors.items()
     }
     try:
         return type(make(StepTensors(whole))).__name__
-    except Exception:  # then it is not the pieces that it refuses
+    except Exception:  # then the pieces are not the reason
         return None
 
 

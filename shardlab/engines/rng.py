@@ -1,4 +1,4 @@
-"""The random generators a training run draws from: torch on CPU and on this rank's GPU, Python's, numpy's."""
+"""The random generators a training run draws from: torch's on the CPU and on this rank's GPU, Python's, numpy's."""
 
 import random
 from typing import Any
@@ -21,7 +21,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Set every generator to what ``rng_state`` gave; one that is not in it is left as it is."""
+    """Set every generator to what ``rng_state`` gave; a generator that is not in it keeps its state."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     kind, keys, place, has_gauss, cached = state["numpy"]

@@ -1,8 +1,8 @@
-"""What of an engine outlives its process: full state dicts, and checkpoints that any strategy can load.
+"""What outlives an engine's process: full state dicts, and checkpoints that any strategy can load.
 
-``EngineState`` is the part of every engine that users call. The work is done by functions in ``engines/checkpoint``,
-which see an engine as a ``Checkpointed``. Neither side imports the other: ``shardlab.engines`` hands the functions in,
-so a strategy is read, and trains, without a line of them.
+``EngineState`` has the methods that users call. Functions in ``engines/checkpoint`` do the work; they see an engine as
+a ``Checkpointed``. Neither side imports the other: ``shardlab.engines`` connects them, so that you can read a strategy,
+and train with it, without a line of checkpoint code.
 """
 
 import contextlib
@@ -21,23 +21,23 @@ from shardlab.partition.slices import TensorSlice
 
 
 class Stateful(Protocol):
-    """What can be saved beside an engine: a scheduler, a scaler; anything with these two methods."""
+    """What can be saved with an engine: a scheduler, a scaler, anything with these two methods."""
 
     def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...  # noqa: D102
 
 
 class Checkpointed(Protocol):
-    """What a checkpoint asks of an engine; it sets nothing but ``num_steps``.
+    """What checkpoint code needs of an engine; it sets nothing but ``num_steps``.
 
     Attributes:
         name: of the strategy.
         module: the user's.
-        params: of the module by name, in its order; tied ones once. A sharded engine's may be without memory.
-        slices: which part of the whole model's parameter one is, by name; those that are not here are whole.
+        params: of the module by name, in its order; tied ones once. A sharded engine's may hold no data.
+        slices: which part of the whole model's parameter each is, by name; a parameter that is not here is whole.
         optimizer: over ``step_tensors()``.
-        mesh: says where tensors are communicated from, and which axes there are.
-        data_comms: the axes whose ranks have rows of their own, outer first.
+        mesh: the device that tensors are sent from, and the axes.
+        data_comms: the axes whose ranks train on different rows, outer first.
         tensor_comm: the axis over which the model is sliced.
         num_steps: taken so far.
     """
@@ -65,11 +65,11 @@ class Checkpointed(Protocol):
     @property
     @abstractmethod
     def sharded_over(self) -> Communicator | None:
-        """The ranks over which what is stepped is spread; None where each rank steps everything."""
+        """The ranks over which ``step_tensors()`` are spread; None where each rank steps everything."""
 
     @abstractmethod
     def spread_over(self) -> dict[str, tuple[Communicator, ...]]:
-        """Of each parameter the axes over whose ranks its stepped pieces are spread."""
+        """For each parameter, the axes over which its stepped pieces are spread."""
 
     @abstractmethod
     def step_tensors(self) -> StepTensors:
@@ -93,7 +93,7 @@ class Checkpointed(Protocol):
 
 
 class Checkpointer(Protocol):
-    """What ``EngineState`` asks of ``engines/checkpoint``; each does what the engine's method of that name promises."""
+    """What ``EngineState`` needs of ``engines/checkpoint``: a function behind each of its methods."""
 
     def save_checkpoint(  # noqa: D102
         self, engine: Checkpointed, directory: Path, extra: Any, objects: Mapping[str, Stateful]
@@ -124,28 +124,28 @@ class EngineState(Checkpointed, ABC):
     def full_params(self, *, keep_changes: bool = False) -> Iterator[nn.Module]:  # noqa: ARG002
         """Inside, the module has its full parameters on every rank; of a tensor-parallel model this rank's slices.
 
-        Here they always are, so nothing is sent, and what is written into them in place holds in any case.
+        In this engine they always are, so nothing is sent, and every change in place stays.
 
         Args:
-            keep_changes: where parameters are sharded, copy what was written into them back into the shards; else it
-                is undone. Every rank must write the same; nothing compares them.
+            keep_changes: where parameters are sharded, copy changes in place back into the shards; without it they
+                are lost. Every rank must write the same values; nothing checks that.
         """
         yield self.module
 
     def full_state_dict(self) -> dict[str, Any]:
         """A copy of the module's whole state, the same on every rank, which loads strict into the plain module.
 
-        Buffers and extra state, which the ranks' own rows may have made different (a BatchNorm's statistics), are those
-        of the first data rank, as in a checkpoint. Collective; sends nothing where the module has neither, unless
-        parameters are sharded or sliced. The module itself stays as it is.
+        Buffers and extra state may differ between ranks (a BatchNorm's statistics of their rows); the first data rank's
+        are returned, as in a checkpoint. Collective; sends nothing if the module has neither and its parameters are
+        neither sharded nor sliced. The module itself does not change.
         """
         return self.checkpointer.full_state_dict(self)
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what ``full_state_dict()`` or the plain module's ``state_dict()`` gave.
+        """Load what ``full_state_dict()`` or the plain module's ``state_dict()`` returned.
 
         Raises:
-            RuntimeError: names or shapes differ; torch names them, and nothing has been changed.
+            RuntimeError: names or shapes differ; torch's message names them, and nothing has changed.
         """
         self.checkpointer.load_full_state_dict(self, state)
 
@@ -159,53 +159,53 @@ class EngineState(Checkpointed, ABC):
         return self._checkpointer_for("full_optimizer_state_dict").full_optimizer_state_dict(self)
 
     def load_full_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what ``full_optimizer_state_dict()`` or the plain optimizer's ``state_dict()`` gave.
+        """Load what ``full_optimizer_state_dict()`` or the plain optimizer's ``state_dict()`` returned.
 
         Each rank keeps copies of its pieces. Communicates nothing.
 
         Raises:
-            ValueError: other parameter groups, or state that this engine cannot cut in pieces.
+            ValueError: the parameter groups differ, or this engine cannot cut the state into pieces.
         """
         self._checkpointer_for("load_full_optimizer_state_dict").load_full_optimizer_state_dict(self, state)
 
     def named_optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """The optimizer's whole state by parameter name, the same on every rank, copies; collective.
+        """A copy of the optimizer's whole state by parameter name, the same on every rank; collective.
 
         Returns:
-            Of each parameter that has been stepped, what the plain optimizer would hold of it: full tensors, such as
+            For each parameter that has been stepped, what the plain optimizer would hold for it: full tensors, such as
             ``["0.weight"]["exp_avg"]``, and step counters.
         """
         return self._checkpointer_for("named_optimizer_state").named_optimizer_state(self)
 
     def load_named_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Load what ``named_optimizer_state()`` gave, whatever the order of parameters and groups was there.
+        """Load what ``named_optimizer_state()`` returned, whatever the order of its parameters and groups.
 
-        A parameter that is not in it begins anew, without state. Options such as the learning rate stay the engine's.
+        A parameter that is not in it starts without state. Options such as the learning rate stay the engine's own.
         Communicates nothing.
 
         Args:
             state: full tensors, the same on every rank.
 
         Raises:
-            ValueError: an unknown parameter, or state that this engine cannot cut in pieces.
+            ValueError: a parameter is unknown, or this engine cannot cut the state into pieces.
         """
         self._checkpointer_for("load_named_optimizer_state").load_named_optimizer_state(self, state)
 
     def full_gradients(self) -> dict[str, Tensor | None]:
-        """Gradients by parameter name, means over the data ranks, the same on every rank, copies; collective.
+        """Copies of the gradients by parameter name: means over the data ranks, the same on every rank; collective.
 
-        What is pending is finished first. After ``clip_grad_norm_`` they are clipped.
+        Pending reductions are finished first. After ``clip_grad_norm_`` the gradients are clipped.
 
         Returns:
-            Full tensors in the shapes of the whole model, also of one whose layers are divided; None for a parameter
-            that no rank used.
+            Full tensors in the shapes of the whole model, also where tensor parallelism divides its layers; None for
+            a parameter that no rank used.
 
         Raises:
             RuntimeError: inside ``no_sync()``, where gradients are not means yet.
         """
         if not self._sync:
             raise RuntimeError(
-                "full_gradients: inside no_sync() they are not means yet; call it after the last backward"
+                "full_gradients: inside no_sync() gradients are not means yet; call it after the last backward"
             )
         self.finish_gradients()
         return self._gather_gradients()
@@ -213,39 +213,39 @@ class EngineState(Checkpointed, ABC):
     def save(self, directory: str | Path, *, extra: Any = None, **objects: Stateful) -> None:
         """Write a checkpoint that any strategy at any number of ranks can load; collective.
 
-        The model, the optimizer, the number of steps and the random generators; not the gradients, so call it after
-        ``step()``. A kill in the middle leaves the checkpoint that was there before.
+        Saves the model, the optimizer, the number of steps and the random generators, but no gradients: call it after
+        ``step()``. If the run is killed while it saves, the previous checkpoint stays intact.
 
         Args:
-            directory: a directory all ranks share; one checkpoint is kept in it, the last that is complete.
-            extra: numbers, text, lists, dicts and small tensors of your own, as the first rank has them.
-            objects: what else is to go on, by a name of your choice: ``scheduler=scheduler, scaler=scaler``. Each is
+            directory: a directory all ranks share; it keeps one checkpoint, the last complete one.
+            extra: numbers, text, lists, dicts and small tensors of your own; the first rank's are saved.
+            objects: what else to save, by a name of your choice: ``scheduler=scheduler, scaler=scaler``. Each must be
                 the same on all ranks.
 
         Raises:
-            ValueError: something that no checkpoint can hold; on all ranks.
+            ValueError: a checkpoint cannot hold what was given; on all ranks.
             RuntimeError: a rank could not write; on all ranks.
         """
         self._checkpointer_for("save").save_checkpoint(self, Path(directory), extra, objects)
 
     def load(self, directory: str | Path, **objects: Stateful) -> Any:
-        """Go on from a checkpoint; collective. Each rank reads what it holds. Gradients are forgotten.
+        """Continue from a checkpoint; collective. Each rank reads what it holds. Gradients are cleared.
 
-        Random generators go on where they were on the ranks of the same number; a rank that has none keeps its own.
+        Each rank restores the random generators of the rank with its number; if there was none, it keeps its own.
 
         Args:
-            directory: that a checkpoint was saved in.
-            objects: which of those that were saved with it to load.
+            directory: where a checkpoint was saved.
+            objects: which of the objects saved with it to load.
 
         Returns:
             The ``extra`` it was saved with.
 
         Raises:
-            ValueError: something is missing, damaged, or of another model or optimizer; on all ranks, and nothing has
-                been changed, unless a file turned out damaged while it was read.
+            ValueError: something is missing, damaged, or of another model or optimizer; on all ranks. Nothing has
+                changed, unless a file turned out to be damaged while it was read.
         """
         extra = self._checkpointer_for("load").load_checkpoint(self, Path(directory), objects)
-        # They are of the parameters that were replaced.
+        # The gradients belong to the values that were just replaced.
         self.zero_grad()
         return extra
 
@@ -255,7 +255,7 @@ class EngineState(Checkpointed, ABC):
 
     @abstractmethod
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
 
     def _gather_gradients(self) -> dict[str, Tensor | None]:
         return self.checkpointer.full_gradients(self)
@@ -264,7 +264,7 @@ class EngineState(Checkpointed, ABC):
         """The checkpointer, for a method that needs the optimizer's state in our form.
 
         Raises:
-            NotImplementedError: the strategy keeps it in another.
+            NotImplementedError: the strategy keeps it in another form.
         """
         if self.no_checkpoints:
             raise NotImplementedError(f"{method}: strategy {self.name!r} {self.no_checkpoints}")

@@ -1,14 +1,14 @@
-"""The tensors one rank steps, under the names of the user's module.
+"""The tensors this rank steps, under the names of the user's module.
 
-An optimizer takes them as they are, ``torch.optim.AdamW(tensors, lr=1e-3)``; parameter groups are made by name:
+An optimizer takes them directly, ``torch.optim.AdamW(tensors, lr=1e-3)``; parameter groups are chosen by name:
 
     torch.optim.AdamW([
         {"params": tensors.where(lambda name: name.endswith("bias")), "weight_decay": 0.0},
         {"params": tensors.where(lambda name: not name.endswith("bias"))},
     ], lr=1e-3)
 
-Where a strategy shards, a tensor is the piece this rank holds (one-dimensional, or the whole parameter in its shape);
-it is empty for a parameter this rank holds nothing of. So every rank makes the same groups, with the same indices.
+Where a strategy shards, each tensor is the piece this rank holds (one-dimensional, or a whole parameter in its shape),
+and is empty if this rank holds nothing of the parameter. So every rank makes the same groups, with the same indices.
 """
 
 import sys
@@ -24,8 +24,8 @@ class StepTensors(Sequence[Tensor]):
 
     Args:
         tensors: by name.
-        are_parts: some are a part of a tensor whose other parts are on other ranks, so that a norm over them is not
-            the model's.
+        are_parts: whether some tensors have their other parts on other ranks, so that the norm of these is not the
+            model's.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], *, are_parts: bool = False) -> None:
@@ -35,12 +35,12 @@ class StepTensors(Sequence[Tensor]):
         """The tensors.
 
         Raises:
-            RuntimeError: torch's own ``clip_grad_norm_`` asks, and would scale each rank's parts by another factor.
+            RuntimeError: the caller is torch's ``clip_grad_norm_``, which would scale each rank's parts differently.
         """
         if self.are_parts and _asks_for_a_norm(sys._getframe(1)):
             raise RuntimeError(
-                "engine.step_tensors(): these are this rank's parts, and torch.nn.utils.clip_grad_norm_ would find "
-                "another norm on each rank; write engine.clip_grad_norm_(max_norm)"
+                "engine.step_tensors(): these are this rank's parts, and torch.nn.utils.clip_grad_norm_ would compute "
+                "a different norm on each rank; write engine.clip_grad_norm_(max_norm)"
             )
         return iter(self._tensors.values())
 
@@ -50,7 +50,7 @@ class StepTensors(Sequence[Tensor]):
         return list(self._tensors)
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """Pairs of name and tensor, a form that torch's optimizers take as well."""
+        """Pairs of name and tensor, which torch's optimizers take as well."""
         return iter(self._tensors.items())
 
     def by_name(self, name: str) -> Tensor:
@@ -76,5 +76,5 @@ class StepTensors(Sequence[Tensor]):
 
 
 def _asks_for_a_norm(caller: FrameType) -> bool:
-    """A look at who asks is the last resort: torch has no hook on clipping, and the tensors are ordinary ones."""
+    """Whether torch's clipping is the caller. Looking at its frame is a last resort: torch has no hook on clipping."""
     return caller.f_code.co_name == "clip_grad_norm_" and caller.f_globals.get("__name__") == "torch.nn.utils.clip_grad"
