@@ -5,8 +5,8 @@ all-reduced as soon as its last gradient is there, and each ``param.grad`` is a 
 copied back. Bytes per rank and elements on the wire are those of ``ddp``; the messages are few, large and early.
 Source: Li et al., arXiv 2006.15704, section 3.2.
 
-Buckets are sent in the same order on every rank, whatever order their gradients come in: a bucket waits for the ones
-before it. A parameter this rank did not use is sent as such when backward has ended (``unused_params.py``).
+Buckets are sent in the same order on every rank, whatever order their gradients arrive in: a bucket waits for the ones
+before it. A parameter that this rank did not use is sent as unused when backward has ended (``unused_params.py``).
 """
 
 from collections.abc import Iterator
@@ -77,13 +77,14 @@ class Bucketed(Engine):
     def _begin_backward(self) -> None:
         super()._begin_backward()
         for bucket in self.buckets:
-            if bucket.holds_means:  # of an earlier backward, to which this one adds
+            # Before the first gradient lands in it: means of an earlier backward, to which this one adds.
+            if bucket.holds_means:
                 bucket.holds_means = False
                 self._keep_means(bucket)
         self._queue.begin()
 
     def _keep_means(self, bucket: Bucket) -> None:
-        """Before a bucket is filled anew: here its means are the parameters' gradients, to which autograd adds."""
+        """Called before a bucket is filled again. Its means are the parameters' ``.grad``, to which autograd adds."""
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         super()._on_gradient(param)
@@ -93,6 +94,7 @@ class Bucketed(Engine):
         if not self._sync:
             bucket.take(slot, gradient)
             return
+        # Checked before sealing, which would write into a buffer that is being sent.
         if self._queue.is_sent(bucket):
             raise second_gradient(self._name_of(param))
         bucket.seal(slot, gradient, self._scale)
@@ -109,13 +111,15 @@ class Bucketed(Engine):
         return self.comm.all_reduce(bucket.buffer, tag=f"gradients of bucket {bucket.index}")
 
     def _finish_gradients(self) -> None:
+        # Send all before waiting for the first, so that their transfers overlap.
         self._queue.send_rest()
         for bucket in self.buckets:
             self._complete(bucket)
 
     def _complete(self, bucket: Bucket) -> None:
-        """Wait for a bucket that is being reduced and take its means."""
+        """Wait for a bucket that is being reduced, and take its means."""
         if bucket.pending is not None:
+            # Waited for, and only then dropped: the handle keeps the buffer that is being written to.
             bucket.pending.wait()
             bucket.pending = None
             bucket.holds_means = True

@@ -1,9 +1,9 @@
 """A gradient bucket: a flat buffer whose slots are the gradients of some parameters.
 
 While gradients only accumulate (``no_sync()``), ``param.grad`` is a view of its slot, and autograd adds the next
-micro-batch to it in place. The gradient that will be sent is *sealed*: multiplied by 1/N on its way into the slot, so
-that the sum over N ranks is the mean and nobody passes over the buffer again. Its parameter then has no ``.grad``, so
-autograd cannot write into a buffer that is being sent. Reduced, the slots are the parameters' ``.grad``.
+micro-batch to it in place. A gradient that will be sent is *sealed*: multiplied by 1/N on its way into the slot, so
+that the sum over N ranks is the mean without another pass over the buffer. Its parameter then has no ``.grad``, so that
+autograd cannot write into a buffer that is being sent. After the reduction the slots are the parameters' ``.grad``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ class Bucket:
 
     Args:
         index: position among the buckets, which is the order of their collectives.
-        layout: where each parameter lies and which rank holds which chunk.
+        layout: where each parameter is and which rank holds which chunk.
         names: parameter names in slot order.
         params: the parameters in slot order, all of one dtype and device.
     """
@@ -35,46 +35,46 @@ class Bucket:
         self.layout = layout
         self.names = tuple(names)
         self.params = tuple(params)
-        self.buffer: Tensor | None = None  # flat gradients, [padded_numel]; made when first needed
-        self.views: list[Tensor] = []  # of the buffer, one a slot, in the parameters' shapes
+        self.buffer: Tensor | None = None  # flat gradients, [padded_numel]; allocated when first needed
+        self.views: list[Tensor] = []  # of the buffer, one per slot, in the parameters' shapes
         self.gradient_dtype = self.params[0].dtype  # of the buffer, the dtype in which gradients are reduced
         self.pending: Pending | None = None  # while it is being reduced
         self.holds_means = False
         self.unused: list[int] = []  # slots this rank sent as unused
         self._sealed: set[int] = set()  # slots that hold what will be sent
-        self._looked_at = [place for _, place in first_elements(layout)]  # by some rank, for "unused"
+        self._looked_at = [place for _, place in first_elements(layout)]  # by some rank, to detect unused parameters
 
     def places_in_chunk(self, rank: int) -> dict[str, slice]:
-        """Where the pieces of a rank lie in its chunk, by parameter name."""
+        """Where the pieces of a rank are in its chunk, by parameter name."""
         first = self.layout.chunk(rank)[0]
         return {
             piece.name: slice(piece.flat_start - first, piece.flat_stop - first) for piece in self.layout.pieces(rank)
         }
 
     def new_buffer(self, dtype: torch.dtype | None = None) -> Tensor:
-        """A flat tensor for one value per element, [padded_numel], as a parameter; only the padding is set, to 0."""
+        """A flat tensor, [padded_numel], in the parameters' dtype unless given; only the padding is set, to 0."""
         like = self.params[0]
         buffer = torch.empty(self.layout.padded_numel, dtype=dtype or like.dtype, device=like.device)
         buffer[self.layout.numel :].zero_()
         return buffer
 
     def slots_of(self, flat: Tensor) -> list[Tensor]:
-        """Views of a flat buffer, one a slot, in the parameters' shapes."""
+        """Views of a flat buffer, one per slot, in the parameters' shapes."""
         return [
             flat[slot.start : slot.stop].view(param.shape)
             for slot, param in zip(self.layout.slots, self.params, strict=True)
         ]
 
     def show(self, flat: Tensor) -> None:
-        """Make the parameters views of a flat buffer, which has values for them."""
+        """Make the parameters views of a flat buffer that holds their values."""
         for view, param in zip(self.slots_of(flat), self.params, strict=True):
             param.data = view
 
     def take(self, slot: int, gradient: Tensor) -> None:
-        """Copy a gradient into its slot, unless it lies there, and make ``param.grad`` the slot's view.
+        """Copy a gradient into its slot, unless it is there, and make ``param.grad`` the slot's view.
 
-        Where gradients are reduced in another dtype, which ``param.grad`` cannot have, they add up in the slot if that
-        has more bits, and ``param.grad`` is None; else in ``param.grad``.
+        ``param.grad`` must have the parameter's dtype. If gradients are reduced in another one, they add up in the slot
+        if that has more bits, and ``param.grad`` is None; otherwise they add up in ``param.grad``.
         """
         if gradient.dtype != self.gradient_dtype:
             if self.gradient_dtype.itemsize > gradient.dtype.itemsize:
@@ -83,12 +83,13 @@ class Bucket:
         if self.buffer is None:
             self._allocate()
         view = self.views[slot]
+        # From the second micro-batch on, autograd has added in place to this very view.
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
         self.params[slot].grad = view
 
     def seal(self, slot: int, gradient: Tensor, scale: float) -> None:
-        """Put a gradient times ``scale`` into its slot, or add it where one is sealed already."""
+        """Put a gradient times ``scale`` into its slot, or add it if one is sealed already."""
         if self.buffer is None:
             self._allocate()
         if slot in self._sealed:
@@ -96,15 +97,17 @@ class Bucket:
         else:
             torch.mul(gradient, scale, out=self.views[slot])
             self._sealed.add(slot)
+        # Or autograd would add the next gradient in place to what is being sent.
         self.params[slot].grad = None
 
     def release(self) -> None:
-        """Free the buffer, once nobody needs what is in it."""
+        """Free the buffer, when its contents are no longer needed."""
         self.buffer = None
+        # Each view would keep the whole buffer in memory.
         self.views = []
 
     def forget(self) -> None:
-        """Give up all gradients."""
+        """Clear all gradients."""
         self._sealed.clear()
         self.holds_means = False
 
@@ -113,9 +116,11 @@ class Bucket:
         if self.buffer is None:
             self._allocate()
         assert self.buffer is not None
+        # What no_sync() accumulated and this backward has not added to is still at the parameter, unscaled.
         for slot, param in enumerate(self.params):
             if param.grad is not None:
                 self.seal(slot, param.grad, scale)
+        # Before the -0 of unused slots is written, which adding +0 would erase.
         mark_all_used(self.buffer, self._looked_at)
         self.unused = [slot for slot in range(len(self.params)) if slot not in self._sealed]
         for slot in self.unused:
@@ -124,6 +129,7 @@ class Bucket:
 
     def hand_out(self) -> None:
         """Give every used parameter its mean, the view of its slot."""
+        # No copy: the gradients share the buffer, which the next backward fills again.
         unused = {slot for slot in self.unused if nobody_used(self.views[slot])}
         for slot, param in enumerate(self.params):
             if slot not in unused:
@@ -138,7 +144,7 @@ class Bucket:
 
 
 def _strides(param: nn.Parameter) -> tuple[int, ...]:
-    """Of its gradient: its own where it lies dense in memory, as torch's are, so that sums run in the same order."""
+    """Strides of its gradient: the parameter's own if it is dense, as in torch, so that sums run in the same order."""
     expected = 1
     for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
         if size > 1 and stride != expected:
@@ -153,13 +159,13 @@ def build_buckets(
     capacity_bytes: int,
     partition: Partition = Partition.ELEMENTS,
 ) -> list[Bucket]:
-    """Divide parameters into buckets; the same on every rank, since it depends on their order and sizes alone.
+    """Divide parameters into buckets; the same on every rank, since only their order and sizes matter.
 
-    Parameters that are frozen now have buckets of their own, which cost nothing until they are thawed.
+    Parameters that are frozen now get separate buckets, which cost nothing until they are unfrozen.
 
     Args:
         params: parameters by name, in the module's order.
-        num_ranks: chunks of each bucket; 1 where nothing is sharded.
+        num_ranks: number of chunks of each bucket; 1 if nothing is sharded.
         capacity_bytes: bytes of a full bucket.
         partition: how a bucket's elements are divided over the ranks.
 
@@ -167,7 +173,7 @@ def build_buckets(
         ValueError: a capacity below 1.
     """
     if capacity_bytes < 1:
-        raise ValueError(f"bucket_bytes: {capacity_bytes} is below 1")
+        raise ValueError(f"bucket_bytes: {capacity_bytes} is below 1; give the capacity of a bucket in bytes")
     names = list(params)
     specs = [ParamSpec(name, tuple(param.shape), param.element_size()) for name, param in params.items()]
     keys = [(param.dtype, param.device, param.requires_grad) for param in params.values()]
@@ -179,6 +185,7 @@ def build_buckets(
         order = list(members)
         if whole:
             bucket_owners = [owners[member] for member in members]
+            # Slots by owner, so that what a rank owns is one chunk of the bucket.
             layout = owned_layout(together, bucket_owners, num_ranks)
             order = [members[place] for place in owned_order(bucket_owners)]
         else:

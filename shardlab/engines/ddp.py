@@ -1,8 +1,8 @@
-"""Data parallel, naive: after backward, one all-reduce per parameter.
+"""Naive data parallel: after backward, one all-reduce per parameter.
 
 What changes against ``single``: every rank trains on its own rows, and the gradients become means over the ranks.
 Everything is replicated. Per rank for P fp32 parameters with Adam: 4P parameters, 4P gradients, 8P state; on the wire
-2P(N-1)/N elements a step, in as many messages as there are parameters, none of them hidden behind compute.
+2P(N-1)/N elements a step, in one message per parameter, none of them hidden behind compute.
 """
 
 import torch
@@ -20,11 +20,14 @@ class DDP(Engine):
 
     def _finish_gradients(self) -> None:
         due = [(name, param) for name, param in self.params.items() if self._is_due(param)]
+        # Noted before anything is sent: sending gives unused parameters a gradient too, of -0.
         used = {name for name, param in due if param.grad is not None}
+        # All are issued before the first is waited for, in the module's order on every rank, used here or not.
         pending = [self._send(name, param) for name, param in due]
         for (name, param), collective in zip(due, pending, strict=True):
             collective.wait()
             assert param.grad is not None
+            # Asked before the division, which may round a tiny negative sum to -0.
             if name not in used and nobody_used(param.grad):
                 param.grad = None
             elif self.comm.num_ranks > 1:

@@ -1,7 +1,7 @@
-"""What engines share that compute in other dtypes than they step in: the casts around forward, and two warnings.
+"""What engines share that compute in one dtype and step in another: the casts around forward, and two warnings.
 
-Inputs are cast before the module's forward and outputs after it, buffers once. Which tensors hold the parameters that
-are computed with, and which the values that are stepped, is each engine's own.
+Inputs are cast before the module's forward and outputs after it, buffers once. Each engine decides which tensors hold
+the parameters to compute with and which the values to step.
 """
 
 import warnings
@@ -22,7 +22,7 @@ class MixedPrecision(Engine):
         """The module's forward, on inputs and with outputs in the dtypes of ``precision``.
 
         Raises:
-            RuntimeError: inside ``full_params()``, where parameters have another dtype than is computed in.
+            RuntimeError: inside ``full_params()``, where parameters do not have the dtype to compute in.
         """
         self._refuse_stored_params()
         try:
@@ -44,7 +44,7 @@ class MixedPrecision(Engine):
 
     @property
     def _has_stored_params(self) -> bool:
-        """Whether the module's parameters are in another dtype than is computed in, inside ``full_params()``."""
+        """Whether the module's parameters have their stored dtype, inside ``full_params()``, and cannot compute now."""
         return False
 
     def _begin_backward(self) -> None:
@@ -54,7 +54,7 @@ class MixedPrecision(Engine):
     def _refuse_stored_params(self) -> None:
         if self._has_stored_params:
             raise RuntimeError(
-                f"full_params: inside, parameters have the dtype they are stored in, and precision computes in "
+                f"full_params: inside, parameters have the dtype they are stored in, but precision computes in "
                 f"{self.precision.compute}; leave 'with engine.full_params():' before engine(...) and backward"
             )
 

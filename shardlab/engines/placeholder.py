@@ -1,12 +1,12 @@
-"""What stands in a module for a tensor of which this rank has a piece only: its shape and dtype, and a clear error.
+"""Placeholders for tensors of which this rank holds only a piece: they have shape and dtype, and refuse to be used.
 
-A parameter that is sharded and not gathered has no data on this rank. In the module stands a placeholder on the meta
+A parameter that is sharded and not gathered has no data on this rank. The module has a placeholder for it on the meta
 device, which answers for shape, dtype and name, and refuses every computation with an error that names the parameter.
 
-Where parameters are whole and their mean gradients lie in pieces, ``param.grad`` would be None. Whoever looks there, as
-``torch.nn.utils.clip_grad_norm_`` does, would find nothing, do nothing and say nothing. So a placeholder stands there
-too. It holds no memory and is taken away before autograd accumulates into ``param.grad``; where somebody else has taken
-it away, which for plain torch means that the gradient is to be forgotten, ``check`` says so.
+Where parameters are whole and their mean gradients are in pieces, ``param.grad`` would be None. Code that reads it,
+such as ``torch.nn.utils.clip_grad_norm_``, would silently do nothing. So ``param.grad`` is a placeholder too. It holds
+no memory, and is removed before autograd accumulates into ``param.grad``. If other code has removed it, which in plain
+torch means "clear this gradient", ``check`` raises.
 """
 
 import weakref
@@ -26,11 +26,11 @@ _OF_GRADIENT = frozenset({"__get__", "size", "dim", "numel", "element_size", "is
 
 
 class PlaceholderParameter(nn.Parameter):
-    """A parameter of which this rank holds a shard only.
+    """A parameter of which this rank holds only a shard.
 
     Attributes:
-        refusal: the error's text.
-        refused_gradient: the error's text for whoever looks for a gradient here, where none ever is.
+        refusal: the error text.
+        refused_gradient: the error text for code that uses ``.grad``, which this parameter never has.
     """
 
     refusal: str
@@ -38,20 +38,20 @@ class PlaceholderParameter(nn.Parameter):
 
     @classmethod
     def of(cls, name: str, param: nn.Parameter) -> "PlaceholderParameter":
-        """The placeholder of ``param``, which has its shape, dtype and requires_grad."""
+        """The placeholder of ``param``, with its shape, dtype and requires_grad."""
         made: PlaceholderParameter = cls(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
         made.refusal = (
-            f"parameter {name!r} is sharded: this rank holds its shard only. Compute inside engine(...), by "
-            "engine.call(function, ...) what is not forward, or inside 'with engine.full_params():'; engine."
-            "full_state_dict() gives a copy of all parameters. A weight that is used inside activation checkpointing "
-            "and outside of it needs use_reentrant=False there"
+            f"parameter {name!r} is sharded: this rank holds only its shard; compute inside engine(...), by "
+            "engine.call(function, ...) for what is not forward, or inside 'with engine.full_params():'; a weight that is "
+            "used both inside activation checkpointing and outside needs use_reentrant=False there; "
+            "engine.full_state_dict() returns a copy of all parameters"
         )
         made.refused_gradient = sharded_gradient(name)
         return made
 
     @property
     def grad(self) -> NoReturn:
-        """Torch's own clipping would take None for "has no gradient" and clip nothing."""
+        """Always refused: torch's clipping would take None for "has no gradient" and clip nothing."""
         raise RuntimeError(self.refused_gradient)
 
     @grad.setter
@@ -73,18 +73,19 @@ class PlaceholderParameter(nn.Parameter):
 
 
 def without_parameters(output: Any, params: Container[Tensor]) -> Any:
-    """``output`` of a forward with copies in the place of parameters, which are let go when it has ended."""
+    """The output of a forward with copies in place of parameters, which are resharded when it has ended."""
     return map_tensors(
         lambda tensor: tensor.clone() if isinstance(tensor, nn.Parameter) and tensor in params else tensor, output
     )
 
 
 class ParameterSites:
-    """Every attribute of a module that is one parameter: several, where weights are tied."""
+    """All attributes of a module that hold one parameter: several if weights are tied."""
 
     def __init__(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
         self._param = param
         self.shape = tuple(param.shape)
+        # All of them: where a tied weight is left out, forward would compute with the stub of a resharded parameter.
         self._sites = [
             (owner, attribute)
             for owner in module.modules()
@@ -94,12 +95,13 @@ class ParameterSites:
         self._placeholder = PlaceholderParameter.of(name, param)
 
     def put_parameter(self) -> None:
-        """Let the module have the parameter itself."""
-        self._param.requires_grad_(self._placeholder.requires_grad)  # frozen or thawed while it was away
+        """Put the parameter itself into the module."""
+        # The user may have frozen or unfrozen what was in the module meanwhile, here and below.
+        self._param.requires_grad_(self._placeholder.requires_grad)
         self._put(self._param)
 
     def put_placeholder(self) -> None:
-        """Let the module have the placeholder."""
+        """Put the placeholder into the module."""
         self._placeholder.requires_grad_(self._param.requires_grad)
         self._put(self._placeholder)
 
@@ -114,17 +116,17 @@ def sites_of(module: nn.Module, params: Mapping[str, nn.Parameter]) -> dict[str,
 
 
 class PlaceholderGradient(Tensor):
-    """A gradient of which this rank has a piece only.
+    """A gradient of which this rank holds only a piece.
 
     Attributes:
-        refusal: the error's text.
+        refusal: the error text.
     """
 
     refusal: str
 
     @classmethod
     def of(cls, name: str, param: nn.Parameter) -> "PlaceholderGradient":
-        """The placeholder for the gradient of ``param``: its shape, dtype and device, no bytes."""
+        """The placeholder for the gradient of ``param``: its shape, dtype and device, and no memory."""
         empty = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
         empty.untyped_storage().resize_(0)
         made = empty.as_subclass(cls)
@@ -147,7 +149,7 @@ class PlaceholderGradient(Tensor):
 
 
 class PlaceholderGradients:
-    """Those of an engine's parameters.
+    """The placeholder gradients of an engine's parameters.
 
     Args:
         params: whole parameters by name.
@@ -160,27 +162,28 @@ class PlaceholderGradients:
         self._hooks = [_before_gradient(self, name, param) for name, param in params.items() if _can_train(param)]
 
     def place(self) -> None:
-        """The gradients are means: put a placeholder at every parameter that trains."""
+        """Set ``.grad`` of every trainable parameter to a placeholder, when the gradients are means."""
         for name, param in self._params.items():
             if param.requires_grad:
-                if self._placeholders[name].dtype != param.dtype:  # inside full_params(), where parameters are rounded
+                if self._placeholders[name].dtype != param.dtype:  # inside full_params(); torch wants equal dtypes
                     self._placeholders[name] = PlaceholderGradient.of(name, param)
                 param.grad = self._placeholders[name]
                 self._placed.add(name)
 
     def take_away(self) -> None:
-        """Another backward follows, or the gradients are forgotten."""
+        """Remove all: another backward follows, or the gradients are cleared."""
         for name in tuple(self._placed):
             self.lift(name)
 
     def lift(self, name: str) -> None:
-        """The parameter gets a gradient of its own, to be added to the mean."""
+        """Remove one: the parameter gets a gradient of its own, to be added to the mean."""
+        # Only ours: a gradient that is there was accumulated in no_sync(), and is still to be sent.
         if isinstance(self._params[name].grad, PlaceholderGradient):
             self._params[name].grad = None
         self._placed.discard(name)
 
     def check(self) -> None:
-        """Find out whether somebody has forgotten gradients without the engine.
+        """Find out whether other code has cleared or set gradients without the engine.
 
         Raises:
             RuntimeError: a placeholder is gone.
@@ -188,12 +191,12 @@ class PlaceholderGradients:
         for name in self._placed:
             if not isinstance(self._params[name].grad, PlaceholderGradient):
                 raise RuntimeError(
-                    f"gradient of {name!r}: it was set or taken away at the parameter (by a submodule's zero_grad() or "
-                    "by '.grad ='), but the mean lies in engine.step_tensors(); write engine.zero_grad()"
+                    f"gradient of {name!r}: it was set or cleared at the parameter (by a submodule's zero_grad() or by "
+                    "'.grad ='), but the mean is in engine.step_tensors(); write engine.zero_grad()"
                 )
 
     def close(self) -> None:
-        """Leave the parameters as plain ones."""
+        """Leave the parameters plain."""
         self.take_away()
         for hook in self._hooks:
             hook.remove()
@@ -205,7 +208,8 @@ def _can_train(param: nn.Parameter) -> bool:
 
 
 def _before_gradient(owner: PlaceholderGradients, name: str, param: nn.Parameter) -> Any:
-    """A hook that runs before autograd accumulates; it keeps nothing alive, as those of ``Engine``."""
+    """A hook that runs before autograd accumulates."""
+    # Weakly, as in ``gradients``: torch holds hooks in C++, where Python's collector sees no cycles.
     reference = weakref.ref(owner)
 
     def lift(_: Tensor) -> None:
@@ -213,7 +217,7 @@ def _before_gradient(owner: PlaceholderGradients, name: str, param: nn.Parameter
             placeholders.lift(name)
 
     frozen = not param.requires_grad
-    param.requires_grad_(True)  # torch takes the hook only then; it may be thawed later
+    param.requires_grad_(True)  # torch takes the hook only then, and the parameter may be unfrozen later
     hook = param.register_hook(lift)
     param.requires_grad_(not frozen)
     return hook

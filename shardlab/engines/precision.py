@@ -2,7 +2,7 @@
 
 The shard stays in the model's own dtype (float32): it is the master weight. What is gathered is its 16-bit copy, so a
 gather moves half the bytes and the gathered parameters take half the memory. Gradients are 16-bit, are summed over the
-ranks in ``reduce``, and become the master's dtype before the mean is taken, so that the optimizer sees float32.
+ranks in ``reduce``, and are cast to the master's dtype before the mean is taken, so that the optimizer sees float32.
 
 Bytes at rest per rank for P fp32 parameters, Adam, N ranks and 16-bit parameters, beside those of the ZeRO paper, which
 keeps 16-bit gradients (arXiv 1910.02054, section 5, K = 12). ``g`` is the itemsize of ``reduce``, 4 in 'bf16':
@@ -16,10 +16,10 @@ zero3, fsdp  4P/N        4P/N                --             8P/N   16P/N        
 ===========  ==========  ==================  =============  =====  ==============  ================
 
 zero3 and fsdp have no 16-bit copy at rest: their shards, counted as parameters, are the master weights. So they keep 4
-bytes for parameter and master, not 2 + 4, and the 2 they save are those of the gradient, which the optimizer takes in
-the master's dtype.
+bytes for parameter and master together, not 2 + 4; the 2 they save go to the gradient, which the optimizer takes in the
+master's dtype.
 
-bfloat16 has float32's range and needs nothing more. float16 underflows: use ``GradScaler``.
+bfloat16 has float32's range and needs nothing else. float16 underflows: use ``GradScaler``.
 Source: Micikevicius et al., arXiv 1710.03740, section 3.
 """
 
@@ -51,11 +51,11 @@ class Precision:
     buffers: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        """Only floating-point dtypes can be any of these."""
+        """Check that all are floating-point dtypes."""
         for field in ("compute", "reduce", "output", "buffers"):
             dtype = getattr(self, field)
             if dtype is not None and not dtype.is_floating_point:
-                raise ValueError(f"precision: {field}={dtype} is not a floating-point dtype")
+                raise ValueError(f"precision: {field}={dtype} is not a floating-point dtype such as torch.bfloat16")
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
@@ -63,7 +63,7 @@ class Precision:
         return self.reduce or self.compute
 
     def compute_dtype_of(self, stored: Tensor) -> torch.dtype:
-        """The dtype of what is stored as ``stored``, in forward; what is no floating-point number stays as it is."""
+        """The dtype in forward of what is stored as ``stored``; anything but floating point keeps its dtype."""
         return (self.compute if stored.is_floating_point() else None) or stored.dtype
 
     def reduce_dtype_of(self, stored: Tensor) -> torch.dtype:
@@ -93,17 +93,17 @@ def parse_precision(precision: Precision | str) -> Precision:
 
 
 def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:
-    """``value`` with every floating-point tensor in it as ``dtype``, see ``map_tensors``."""
+    """``value`` with every floating-point tensor in it cast to ``dtype``, see ``map_tensors``."""
     if dtype is None:
         return value
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
 def advise(error: BaseException, precision: Precision, module: nn.Module) -> None:
-    """Add to an error about dtypes what may have caused it: float32 buffers beside 16-bit parameters.
+    """Add to an error about dtypes what may have caused it: float32 buffers with 16-bit parameters.
 
-    A float32 buffer added to a 16-bit activation gives a float32 one, which no 16-bit layer takes, nor does a batch
-    norm of 16-bit parameters take float32 statistics.
+    A float32 buffer added to a 16-bit activation gives a float32 one, which no 16-bit layer takes; nor does a batch
+    norm with 16-bit parameters take float32 statistics.
     """
     if precision.compute is None or not isinstance(error, RuntimeError) or not _DTYPE_ERROR.search(str(error)):
         return

@@ -1,8 +1,8 @@
-"""Which gradients may travel, and in which order: the same on every rank, whatever order they come in.
+"""When gradients may be sent, and in which order: the same on every rank, whatever order they arrive in.
 
-What travels as one (a bucket, a unit of FSDP) is complete when every trainable parameter in it has its gradient. What
-is complete is sent behind everything that comes before it in the order; what this rank's backward did not reach is sent
-when the backward has ended. So all ranks send the same, also where they used different parameters.
+A member of the queue (a bucket, or a unit of FSDP) is complete when every trainable parameter in it has its gradient.
+It is sent when it and all members before it are complete; members that this rank's backward did not reach are sent
+when the backward has ended. So all ranks send the same collectives, even if they used different parameters.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,11 +12,11 @@ from torch import nn
 
 
 class Reducible(Protocol):
-    """What a queue asks of its members."""
+    """What a queue needs of its members."""
 
     @property
     def params(self) -> Iterable[nn.Parameter]:
-        """Whose gradients travel together."""
+        """The parameters whose gradients are sent together."""
 
 
 Member = TypeVar("Member", bound=Reducible)
@@ -26,9 +26,9 @@ class ReductionQueue(Generic[Member]):
     """Sends its members in one order, each once in a backward.
 
     Args:
-        members: all there are, in the order in which they are sent unless ``begin`` is given another.
-        is_due: whether some rank may have a gradient of a parameter; what has none that is due is not sent.
-        send: begins the reduction of one.
+        members: all of them, in the order in which they are sent unless ``begin`` gets another.
+        is_due: whether any rank may have a gradient of a parameter; a member without such a parameter is not sent.
+        send: begins the reduction of a member.
     """
 
     def __init__(
@@ -41,7 +41,8 @@ class ReductionQueue(Generic[Member]):
         self.reset()
 
     def reset(self) -> None:
-        """No backward has begun; ``send_rest`` sends everything that is due."""
+        """Go back to before the backward, when everything is still to send."""
+        # All members and not none: a rank that calls no backward must still join what the others send.
         self._to_send = list(reversed(self._members))  # the next one is the last
         self._missing: dict[Member, set[nn.Parameter]] = {}
         self._in_parts: set[Member] = set()
@@ -51,19 +52,20 @@ class ReductionQueue(Generic[Member]):
         """A backward begins: expect a gradient from every parameter that is trainable now.
 
         Args:
-            order: all members, in the same order on every rank; None for that of the members.
+            order: all members, in the same order on every rank; None for the order they were given in.
         """
+        # Anew for each backward: the one before may have raised halfway, or sent nothing inside no_sync().
         self.reset()
         self._missing = {member: {param for param in member.params if param.requires_grad} for member in self._members}
         if order is not None:
             self._to_send = list(reversed(order))
 
     def is_sent(self, member: Member) -> bool:
-        """Whether its reduction has begun, so that a further gradient comes too late."""
+        """Whether its reduction has begun, so that another gradient comes too late."""
         return member in self._sent
 
     def is_complete(self, member: Member) -> bool:
-        """Whether every gradient of it that this backward owed has come, at least in part."""
+        """Whether all its gradients have arrived in this backward, at least in part."""
         return not self._missing[member]
 
     def comes_in_parts(self, member: Member) -> bool:
@@ -71,10 +73,10 @@ class ReductionQueue(Generic[Member]):
         return member in self._in_parts
 
     def note(self, member: Member, param: nn.Parameter, *, in_part: bool) -> bool:
-        """A gradient has come; whether ``member`` waits for no other.
+        """Note that a gradient has arrived, and return whether ``member`` is waiting for no other.
 
         Args:
-            member: which holds the parameter.
+            member: the one that holds the parameter.
             param: whose gradient it is.
             in_part: more may be added to it before the backward ends, so ``member`` must not be sent until then.
         """
@@ -84,7 +86,9 @@ class ReductionQueue(Generic[Member]):
         return not self._missing[member]
 
     def send_complete(self) -> None:
-        """Send what is complete, up to the first that is not."""
+        """Send what is complete, up to the first member that is not."""
+        # One that is complete waits behind one that is not: another rank may complete them the other way round, and
+        # two ranks that send different collectives wait for each other for ever.
         while self._to_send and not self._missing[self._to_send[-1]] and self._to_send[-1] not in self._in_parts:
             self._send_next()
 
@@ -96,5 +100,6 @@ class ReductionQueue(Generic[Member]):
     def _send_next(self) -> None:
         member = self._to_send.pop()
         self._sent.add(member)
+        # Skip only what no rank has a gradient for: what has arrived on this rank must not decide.
         if any(self._is_due(param) for param in member.params):
             self._send(member)

@@ -1,9 +1,9 @@
-"""Any torch optimizer with its state sharded over ranks: usable alone, around gradients that are means already.
+"""Any torch optimizer with its state sharded over ranks: usable alone, if gradients are already means.
 
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, comm=mesh.data, lr=3e-4)
     loss.backward(); average_gradients_somehow(); optimizer.step()
 
-Parameters and gradients stay whole on every rank; each rank steps its pieces, keeps state for those only, and an
+Parameters and gradients stay whole on every rank. Each rank steps its pieces and keeps state for those only; an
 all-gather puts the parameters together. Per rank for P fp32 parameters and Adam: 4P / 4P / 8P/N.
 """
 
@@ -31,17 +31,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ``param_groups`` and ``state`` are the inner optimizer's, over pieces; set learning rates there, or use a scheduler.
 
     Args:
-        params: what any torch optimizer takes: parameters, pairs of name and parameter, or groups. On every rank the
-            same, with equal values.
+        params: what any torch optimizer takes: parameters, pairs of name and parameter, or groups. The same on every
+            rank, with equal values.
         optimizer_cls: the class of the optimizer that steps the pieces.
         comm: the ranks to shard over.
         partition: 'elements' cuts buckets into equal chunks; 'round_robin', 'contiguous' and 'balanced' give whole
-            parameters to ranks, which optimizers need that look at whole tensors.
+            parameters to ranks, for optimizers that look at whole tensors.
         bucket_bytes: parameters gathered in one message, in bytes.
         defaults: arguments of ``optimizer_cls``.
 
     Raises:
-        ValueError: an unknown partition, or one that the optimizer cannot bear; on all ranks, who agree on it.
+        ValueError: an unknown partition, or one that does not fit the optimizer; on all ranks together.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         shapes = {name: tuple(param.shape) for name, param in self._named.items()}
         stepped, cut = Stepped(self.shards.tensors, shapes, device), Cut(self.partition, comm.num_ranks)
         self.inner = all_or_none((comm,), device, lambda: fitting_optimizer(make, stepped, cut))
-        # The same objects, so that a scheduler or a user who sets a learning rate reaches the inner optimizer.
+        # The same objects, so that a learning rate set here, by a scheduler or a user, is the inner optimizer's.
         self.param_groups, self.state, self.defaults = self.inner.param_groups, self.inner.state, self.inner.defaults
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -84,13 +84,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._take_gradients()
         self.inner.step()
         self._drop_gradients()
+        # Without grad mode, since it writes into parameters; every rank joins, also one that stepped nothing.
         with torch.no_grad():
             self.shards.gather(lambda param: param.requires_grad or param.grad is not None)
         self.num_steps += 1
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget (or zero) the gradients of the parameters."""
+        """Clear (or zero) the gradients of the parameters."""
         for param in self._named.values():
             if set_to_none or param.grad is None:
                 param.grad = None
@@ -98,7 +99,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 param.grad.detach().zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while it is built: afterwards the layout is fixed.
+        """Add a group while the optimizer is being built; afterwards the layout is fixed.
 
         Raises:
             RuntimeError: called later.
@@ -114,7 +115,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return owners_in(self._divisions(), self._named, self.shards.comm.num_ranks)
 
     def owned(self) -> dict[str, tuple[int, int]]:
-        """The elements (start, stop) of each flattened parameter that this rank steps; only what it does step."""
+        """The elements (start, stop) that this rank steps of each flattened parameter it steps anything of."""
         return owned_in(self._divisions(), self._named)
 
     def _divisions(self) -> list[Division]:
@@ -127,7 +128,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.shards.tensors.by_name(name).grad = None if gradient is None else self.shards.slice_of(name, gradient)
 
     def _drop_gradients(self) -> None:
-        # Or the slices would keep the full gradients alive after the caller's zero_grad().
+        # Or these views would keep the full gradients in memory after the caller's zero_grad().
         for tensor in self.shards.tensors:
             tensor.grad = None
 

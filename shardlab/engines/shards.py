@@ -1,11 +1,11 @@
-"""Replicated parameters whose optimizer is sharded: who steps what, and how the steps come together again.
+"""Replicated parameters with a sharded optimizer: which piece each rank steps, and how the pieces are gathered again.
 
 Each bucket's parameters are moved into one flat buffer (the module's tensors become views of it), so that the piece a
-rank steps is a slice of that buffer, and one all-gather per bucket puts all pieces back in place with no copy.
+rank steps is a slice of that buffer, and one all-gather per bucket puts all pieces back in place without a copy.
 
-With a 16-bit precision the flat buffers are rounded ones, and of each this rank keeps its chunk unrounded: the master
+With a 16-bit precision the flat buffers are rounded, and this rank keeps its chunk of each unrounded: the master
 weights, which are stepped. After the step the chunk is rounded into its place and the chunks of all ranks are gathered,
-so the wire carries the few bits too.
+so that the wire carries 16 bits too.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class ParameterShards:
 
     @property
     def tensors(self) -> StepTensors:
-        """What this rank steps: slices of the flat buffers, empty where it holds nothing of a parameter."""
+        """What this rank steps: slices of the flat buffers, empty for parameters it holds nothing of."""
         return self._tensors
 
     def slice_of(self, name: str, full: Tensor) -> Tensor:
@@ -59,22 +59,23 @@ class ParameterShards:
         """Put the pieces of all ranks back into the parameters; blocking.
 
         Args:
-            is_due: whether some rank may have stepped a parameter; buckets that have none such are not sent.
+            is_due: whether any rank may have stepped a parameter; a bucket without such a parameter is not sent.
         """
+        # All are issued, in the order of the buckets on every rank, before the first is waited for.
         pending: list[Pending] = []
         for bucket, flat in zip(self.buckets, self.flat, strict=True):
             if any(is_due(param) for param in bucket.params):
                 tag = f"parameters of bucket {bucket.index}"
                 pending.append(self.comm.all_gather(flat, self._chunk(bucket), bounds=bucket.layout.bounds, tag=tag))
         wait_all(pending)
-        # They were written through the buffers, which autograd does not see: it is to refuse a backward that needs the
-        # former values.
+        # The parameters were written through the buffers, unseen by autograd. With a new version it refuses a backward
+        # that saved the old values; without one it would compute with the new ones.
         for bucket in self.buckets:
             if any(is_due(param) for param in bucket.params):
                 increment_version(bucket.params)
 
     def held(self) -> Iterator[Held]:
-        """Whole parameters, and the padding of the flat buffers."""
+        """The whole parameters, and the flat buffers with their padding."""
         yield from (Held(Role.PARAMETER, flat) for flat in self.flat)
         for name, param in self.params.items():
             yield Held(Role.PARAMETER, param, name, (0, param.numel()))
@@ -82,11 +83,12 @@ class ParameterShards:
     def _piece_tensor(self, name: str) -> Tensor:
         param = self.params[name]
         if name not in self.pieces:
-            # Keeps the number of dimensions (at least one), so that an optimizer that asks for matrices is content.
+            # With the parameter's number of dims (at least one), since some optimizers accept only matrices.
             return param.detach().reshape(param.shape or (1,))[:0].requires_grad_(param.requires_grad)
         bucket, piece = self.pieces[name]
         chunk = self._chunk(bucket)
         offset = bucket.layout.chunk(self.comm.rank)[0]
+        # Without masters the piece is a view of the parameter, so that a step needs no copy back.
         if chunk is None:
             chunk, offset = self.flat[bucket.index], 0
         tensor = chunk[piece.flat_start - offset : piece.flat_stop - offset]
@@ -99,22 +101,23 @@ class ParameterShards:
         flat = bucket.new_buffer()
         for view, param in zip(bucket.slots_of(flat), bucket.params, strict=True):
             view.copy_(param.detach())
+        # This drops the last references to the parameters' own storages, so no second copy stays.
         bucket.show(flat)
         return flat
 
     def _chunk(self, bucket: Bucket) -> Tensor | None:  # noqa: ARG002
-        """What this rank steps of a bucket, [chunk]; None where that lies in its place in the flat buffer."""
+        """What this rank steps of a bucket, [chunk]; None if it is the slice of the flat buffer itself."""
         return None
 
 
 class MasterShards(ParameterShards):
-    """As ``ParameterShards``; what is stepped are master weights, in the dtype the model came with.
+    """As ``ParameterShards``, but steps master weights, in the dtype the model came with.
 
     Args:
         params: parameters by name, in the module's order.
         buckets: their layout, with one chunk per rank.
         comm: the ranks.
-        precision: ``compute`` is the dtype of the parameters that the module gets.
+        precision: the module's parameters get its ``compute`` dtype.
     """
 
     def __init__(
@@ -122,7 +125,7 @@ class MasterShards(ParameterShards):
     ) -> None:
         self._precision = precision
         self._dtypes = {name: param.dtype for name, param in params.items()}
-        self._masters: list[Tensor | None] = []  # [chunk] by bucket; None where nothing is rounded
+        self._masters: list[Tensor | None] = []  # [chunk] by bucket; None if nothing is rounded
         self._stored: dict[int, Tensor] = {}  # bucket index -> all master weights, [padded_numel], while held
         self._num_holders = self._num_keeping = 0
         super().__init__(params, buckets, comm)
@@ -135,7 +138,8 @@ class MasterShards(ParameterShards):
         return self._num_holders > 0
 
     def held(self) -> Iterator[Held]:
-        """As the base, with this rank's chunks of the master weights; all of them, while held, count as gathered."""
+        """As the base, with this rank's chunks of the master weights; while all are held, they count as gathered."""
+        # Before the base, since the parameters are views of them meanwhile, and a storage counts in its first role.
         yield from (Held(Role.GATHERED_PARAMETER, stored) for stored in self._stored.values())
         yield from super().held()
         for bucket, master in zip(self.buckets, self._masters, strict=True):
@@ -146,15 +150,18 @@ class MasterShards(ParameterShards):
                     yield Held(Role.MASTER_WEIGHT, self.tensors.by_name(piece.name), piece.name, span)
 
     def gather(self, is_due: Callable[[nn.Parameter], bool]) -> None:
-        """Round what this rank has stepped and gather what all have; who holds the master weights gets those anew."""
+        """Round what this rank has stepped and gather all chunks; master weights that are held are gathered again."""
         super().gather(is_due)
+        # Or the user would read the values from before the step.
         if self.is_held:
             self._gather_masters()
+        # Last: the gather raises versions too, and is not a write of the user's.
         self._note_versions()
 
     @contextlib.contextmanager
     def whole(self, *, keep_changes: bool) -> Iterator[None]:
         """Inside, the module has all master weights; see ``Engine.full_params``."""
+        # First: what was written into rounded parameters would disappear behind the master weights.
         self.check_unwritten()
         if not self.is_held:
             self._gather_masters()
@@ -162,47 +169,51 @@ class MasterShards(ParameterShards):
         self._num_keeping += keep_changes
         try:
             yield
+            # Not after an error: half of a change must not reach the master weights.
             if keep_changes:
                 self.keep_changes()
         finally:
             self._num_holders -= 1
             self._num_keeping -= keep_changes
+            # These contexts may be nested: only the outermost frees what the others still use.
             if not self.is_held:
                 self._show_rounded()
 
     def keep_changes(self) -> None:
-        """Take what was written into the master weights, if whoever holds them said that it counts."""
+        """Take over what was written into the master weights, if they are held with ``keep_changes``."""
         if not self._num_keeping:
             return
         for index, stored in self._stored.items():
             start, stop = self.buckets[index].layout.chunk(self.comm.rank)
             self._master(index).copy_(stored[start:stop])
+            # The whole buffer and not only the chunk: every rank wrote the same, so there is nothing to gather.
             self.flat[index].copy_(stored)
 
     def give_back(self) -> None:
         """Leave the module with all master weights; collective."""
         if not self.is_held:
             self._gather_masters()
+        # Held for good, since the module keeps them.
         self._num_holders = 1
 
     def check_unwritten(self) -> None:
-        """Find out whether somebody has written into rounded parameters, which nobody would step from.
+        """Find out whether rounded parameters were written to, which would never reach the master weights.
 
         Raises:
-            RuntimeError: somebody has.
+            RuntimeError: they were.
         """
         if self.is_held:
             return
         for name, version in self._versions.items():
             if self.params[name]._version != version:
                 raise RuntimeError(
-                    f"parameter {name!r}: it was written into in place, but with precision it is a rounded copy of the "
-                    "master weights, which this does not reach; write inside 'with engine.full_params(keep_changes="
+                    f"parameter {name!r}: it was written into in place, but with precision it is a rounded copy, and "
+                    "the master weights do not change with it; write inside 'with engine.full_params(keep_changes="
                     "True):', or use engine.load_full_state_dict(state)"
                 )
 
     def forget_writes(self) -> None:
-        """All parameters are about to be replaced, so what was written into them does not matter."""
+        """Accept what was written into parameters, which are about to be replaced."""
         self._note_versions()
 
     def _gather_masters(self) -> None:
@@ -211,6 +222,7 @@ class MasterShards(ParameterShards):
             if master is None:
                 continue
             bucket = self.buckets[index]
+            # While held, the same buffers are filled again: the user's parameters are views of them.
             if index not in self._stored:
                 self._stored[index] = torch.empty(bucket.layout.padded_numel, dtype=master.dtype, device=master.device)
             tag, bounds = f"parameters of bucket {index}", bucket.layout.bounds
@@ -222,6 +234,7 @@ class MasterShards(ParameterShards):
     def _show_rounded(self) -> None:
         for index in self._stored:
             self.buckets[index].show(self.flat[index])
+        # Last: now no parameter is a view of them, and their memory is free.
         self._stored = {}
         self._note_versions()
 
@@ -239,6 +252,7 @@ class MasterShards(ParameterShards):
             self._masters.append(None)
             return stored
         start, stop = bucket.layout.chunk(self.comm.rank)
+        # A clone: a view would keep the unrounded chunks of all ranks in memory.
         self._masters.append(stored[start:stop].clone())
         rounded = stored.to(dtype)
         bucket.show(rounded)
@@ -254,5 +268,5 @@ class MasterShards(ParameterShards):
 
     def _piece_tensor(self, name: str) -> Tensor:
         piece = super()._piece_tensor(name)
-        # An empty one is cut from the rounded parameter; what is stepped has one dtype on all ranks.
+        # An empty piece is cut from the rounded parameter, but the optimizer must see one dtype on all ranks.
         return piece.detach().to(self._dtypes[name]).requires_grad_(piece.requires_grad)

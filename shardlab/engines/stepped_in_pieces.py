@@ -1,9 +1,9 @@
-"""What changes for the user where parameters are whole and stepped in pieces, as under ZeRO-1 and ZeRO-2.
+"""What changes for the user where parameters are whole but stepped in pieces, as in ZeRO-1 and ZeRO-2.
 
-The mean of a gradient lies in pieces, so ``param.grad`` has a placeholder that refuses to be used. With ``precision``
-the module's parameters are rounded copies, and the model is what the master weights say: state dicts, checkpoints and
-``full_params()`` are theirs, in the dtype that the model came with, as with ``zero3`` and ``fsdp``; and what is written
-into a rounded parameter is refused.
+The mean of a gradient is in pieces, so ``param.grad`` is a placeholder that refuses to be used. With ``precision`` the
+module's parameters are rounded copies, and the master weights are the model: state dicts, checkpoints and
+``full_params()`` have those, in the dtype that the model came with, as with ``zero3`` and ``fsdp``. Writing into a
+rounded parameter is refused.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from shardlab.vocabulary import Role
 
 
 class SteppedInPieces(MixedPrecision):
-    """An engine with ``buckets`` of whole parameters that steps ``shards`` of them."""
+    """An engine that has ``buckets`` of whole parameters and steps ``shards`` of them."""
 
     shards: ParameterShards
     buckets: list[Bucket]
@@ -32,30 +32,31 @@ class SteppedInPieces(MixedPrecision):
 
     @contextlib.contextmanager
     def full_params(self, *, keep_changes: bool = False) -> Iterator[nn.Module]:
-        """As the base; rounded parameters are replaced by the master weights inside, which is collective.
+        """As the base; inside, the master weights replace rounded parameters, which is collective.
 
         Args:
-            keep_changes: copy what was written into them in place into the master weights; else it is undone where
-                parameters are rounded. Every rank must write the same, for nobody compares them.
+            keep_changes: copy changes in place back into the master weights; without it they are lost where
+                parameters are rounded. Every rank must write the same values; nothing checks that.
         """
         masters = self._masters
         with contextlib.nullcontext() if masters is None else masters.whole(keep_changes=keep_changes):
             yield self.module
 
     def full_state_dict(self) -> dict[str, Any]:
-        """As the base: the master weights, where there are such."""
+        """As the base; the master weights, if there are any."""
         with self.full_params():
             return super().full_state_dict()
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As the base; each rank keeps its part of the master weights. Collective where there are such."""
+        """As the base; each rank keeps its part of the master weights. Collective if there are any."""
         if self._masters is not None:
+            # Or full_params() would refuse writes that are about to be replaced anyway.
             self._masters.forget_writes()
         with self.full_params(keep_changes=True):
             super().load_full_state_dict(state)
 
     def save(self, directory: str | Path, *, extra: Any = None, **objects: Stateful) -> None:
-        """As the base: the master weights, where there are such."""
+        """As the base; the master weights, if there are any."""
         self._update_masters()
         super().save(directory, extra=extra, **objects)
 
@@ -63,17 +64,19 @@ class SteppedInPieces(MixedPrecision):
         """As the base; what each rank has read is then rounded and gathered.
 
         Raises:
-            ValueError: also inside ``full_params()``, where parameters are rounded outside, on all ranks.
+            ValueError: also inside ``full_params()`` if parameters are rounded outside it, on all ranks.
         """
         if self._masters is not None and self._masters.is_held:
-            raise ValueError("load: leave 'with engine.full_params():' first: what is held would stay as it was")
+            raise ValueError("load: leave 'with engine.full_params():' first; what it holds would be stale")
         extra = super().load(directory, **objects)
         if self._masters is not None:
+            # Each rank has read only its own chunks. All buckets, since frozen parameters were loaded too.
             self._masters.gather(lambda _: True)
         return extra
 
     def close(self) -> None:
         """As the base."""
+        # Or plain training would meet their hooks and a placeholder at ``.grad``.
         self._placeholders.close()
         super().close()
 
@@ -87,13 +90,14 @@ class SteppedInPieces(MixedPrecision):
         return tensors
 
     def _begin_backward(self) -> None:
-        # Before autograd accumulates: it would add to a placeholder, which has no memory.
+        # Before autograd accumulates, since a placeholder has no memory to add to; checked while they are still there.
         self._placeholders.check()
         self._placeholders.take_away()
         super()._begin_backward()
 
     def _finish_gradients(self) -> None:
         super()._finish_gradients()
+        # Last: until everything is sent, whatever is at ``.grad`` counts as a gradient.
         self._placeholders.place()
 
     def _forget_gradients(self) -> None:
@@ -117,7 +121,7 @@ class SteppedInPieces(MixedPrecision):
         )  # fmt: skip
 
     def _gradients_of(self, bucket: Bucket) -> Iterator[Held]:
-        """What this rank has of the gradients of a bucket, by parameter."""
+        """What this rank holds of the gradients of a bucket, by parameter."""
         if bucket.buffer is not None:
             for name, view in zip(bucket.names, bucket.views, strict=True):
                 yield Held(Role.GRADIENT, view, name, (0, view.numel()))
@@ -127,7 +131,7 @@ class SteppedInPieces(MixedPrecision):
         return self._masters is not None
 
     def _shards_of_parameters(self, buckets: Sequence[Bucket]) -> ParameterShards:
-        """What is stepped, with master weights where parameters have another dtype than is computed in."""
+        """The shards to step, with master weights if parameters do not have the dtype to compute in."""
         self._cast_buffers()
         if any(self.precision.compute_dtype_of(param) != param.dtype for param in self.params.values()):
             shards: ParameterShards = MasterShards(self.params, buckets, self.comm, self.precision)
@@ -137,18 +141,18 @@ class SteppedInPieces(MixedPrecision):
         return shards
 
     def _take_changes(self) -> None:
-        """Before a step: take what the user has written into parameters, or refuse what a step would pass over."""
+        """Before a step: take over what the user has written into parameters, or refuse what the step would miss."""
         self._placeholders.check()
         self._update_masters()
 
     def _update_masters(self) -> None:
-        """Before they are stepped or saved: take what the user has written, or refuse it."""
+        """Before they are stepped or saved: take over what the user has written, or refuse it."""
         if self._masters is not None:
             self._masters.check_unwritten()
             self._masters.keep_changes()
 
     def _give_back(self) -> None:
-        """Put the master weights into the module; collective where there are such."""
+        """Put the master weights into the module; collective if there are any."""
         if self._masters is not None:
             self._masters.give_back()
 

@@ -1,24 +1,25 @@
-"""Telling "no rank used this parameter" from "the gradient is zero", without a message.
+"""Telling "no rank used this parameter" from "the gradient is zero", without an extra message.
 
-One process leaves ``p.grad`` None for a parameter no micro-batch used, and the optimizer skips it: no weight decay, no
-momentum. Several ranks must agree on that, and a rank alone cannot know. Here the sum itself carries the answer, in
-the sign of zero (IEEE 754, section 6.3): a sum is -0 only if every term is -0.
+One process leaves ``p.grad`` None for a parameter that no micro-batch used, and the optimizer skips it: no weight
+decay, no momentum. Several ranks must agree on that, and no rank knows alone. Here the sum itself carries the answer,
+in the sign of zero (IEEE 754, section 6.3): a sum is -0 only if every term is -0.
 
 * A rank that did not use the parameter sends -0 in each of its elements.
-* A rank that used it sends no -0, at least not in the elements that somebody will look at: +0 is added to them.
+* A rank that used it sends no -0, at least not in the elements that some rank will look at: it adds +0 to them.
 
-After the reduction such an element is -0 if and only if no rank used the parameter; any one tells. For that to hold,
+After the reduction such an element is -0 if and only if no rank used the parameter; one element is enough. This needs:
 
-* +0 is added last, to what is sent as it is sent: in the dtype of the reduction, after the cast to it and after the
-  factor 1/N, since either can make a small negative number -0;
+* +0 is added last, to exactly what is sent: in the dtype of the reduction, after the cast to it and after the factor
+  1/N, since either can turn a small negative number into -0;
 * the sum must not round to -0. It does not: a sum of numbers of one dtype is a multiple of its smallest subnormal, so
-  it is 0 exactly or not 0 at all, and what is 0 exactly by cancelling is +0. Summing 16-bit numbers in float32 and
-  rounding the result changes nothing in that; nor does a second axis that sums the sums;
-* the answer is read off before the sum is cast or divided.
+  it is exactly 0 or not 0 at all, and a sum that cancels to exactly 0 is +0. Summing 16-bit numbers in float32 and
+  rounding the result does not change that; nor does a second axis that sums the sums;
+* the answer is read before the sum is cast or divided.
 
-``torch.set_flush_denormal(True)`` breaks the second: a subnormal result becomes 0 with the result's sign. There, terms
-below ``smallest_normal / eps`` are sent as +0 (1e-31 in float32, and only in the elements that are looked at). What is
-left are multiples of the smallest normal number, and so are their sums. float16 needs nothing: no processor flushes it.
+``torch.set_flush_denormal(True)`` breaks the second: a subnormal result becomes 0 with the result's sign. In that mode,
+terms below ``smallest_normal / eps`` are sent as +0 (1e-31 in float32, and only in the elements that are looked at).
+The other terms are multiples of the smallest normal number, and so are their sums. float16 needs nothing: no processor
+flushes it.
 """
 
 import sys
@@ -30,14 +31,14 @@ from torch import Tensor
 
 
 def mark_used(element: Tensor) -> None:
-    """Say of a gradient that lies where it is reduced that it is one; only this element will be looked at."""
+    """Mark a gradient as used, where it is reduced; ``element`` is the only element that will be looked at."""
     element.add_(0.0)
     if floor := _floor(element.dtype):
         element.masked_fill_(element.abs() < floor, 0.0)
 
 
 def mark_all_used(buffer: Tensor, places: Sequence[int]) -> None:
-    """The same for gradients that lie in a one-dimensional buffer, of which only these elements will be looked at."""
+    """Mark gradients in a one-dimensional buffer as used; ``places`` are the elements that will be looked at."""
     indices = torch.tensor(places, dtype=torch.int64, device=buffer.device)
     buffer.index_add_(0, indices, buffer.new_zeros(1).expand(len(places)))
     if floor := _floor(buffer.dtype):
@@ -46,7 +47,7 @@ def mark_all_used(buffer: Tensor, places: Sequence[int]) -> None:
 
 
 def write_unused(slot: Tensor) -> None:
-    """Fill the slot with -0."""
+    """Fill a slot with -0: this rank did not use the parameter."""
     slot.fill_(-0.0)
 
 
@@ -59,7 +60,7 @@ def nobody_used(reduced: Tensor) -> bool:
 
 
 def _floor(dtype: torch.dtype) -> float:
-    """The smallest term whose sums cannot be flushed to zero; 0 where nothing is."""
-    flushes = sys.float_info.min / 2 == 0.0  # torch only sets this mode; a division of this thread tells
+    """The smallest term whose sums cannot be flushed to zero; 0 if nothing is flushed."""
+    flushes = sys.float_info.min / 2 == 0.0  # torch can set this mode but not report it; a division shows it
     limits = torch.finfo(dtype)
     return limits.smallest_normal / limits.eps if flushes and dtype is not torch.float16 else 0.0

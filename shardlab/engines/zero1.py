@@ -1,14 +1,14 @@
 """ZeRO-1: the optimizer state is sharded; parameters and gradients are whole on every rank.
 
 What changes against ``bucketed``: the verb. A bucket is reduce-scattered instead of all-reduced, so each rank receives
-the mean of its own chunk only; it steps that chunk, keeps optimizer state for it alone, and all-gathers the parameters
+the mean of its own chunk only. It steps that chunk, keeps optimizer state for it alone, and all-gathers the parameters
 after the step. An all-reduce is a reduce-scatter and an all-gather, so the wire carries the same 2P(N-1)/N elements.
 
 Per rank for P fp32 parameters with Adam: 4P parameters, 4P gradients, 8P/N state (P with the padding of each bucket to
 a multiple of N). The chunk is reduced inside the bucket, where it is a slice; the rest of the bucket then holds this
-rank's own, stale gradients, so the means are the ``.grad`` of ``step_tensors()``, and what stands at ``param.grad``
-after backward refuses to be used (``stepped_in_pieces.py``). With a 16-bit ``precision`` parameters are 2P, beside 4P/N
-master weights, and both messages have fewer bytes; the table is in ``precision.py``.
+rank's own, stale gradients. So the means are the ``.grad`` of ``step_tensors()``, and ``param.grad`` after backward is
+a placeholder that refuses to be used (``stepped_in_pieces.py``). With a 16-bit ``precision`` parameters are 2P, with
+4P/N master weights, and both messages have fewer bytes; ``precision.py`` has the table.
 Source: Rajbhandari et al., arXiv 1910.02054, section 5.1.
 """
 
@@ -38,7 +38,7 @@ class ZeRO1(SteppedInPieces, Bucketed):
         bucket_bytes: capacity of a bucket in bytes.
         partition: how a bucket is divided over the ranks, see ``ShardedOptimizer``.
         precision: 'full', 'bf16', 'fp16' or a ``Precision``. The optimizer steps master weights; gradients add up in
-            the dtype they are reduced in, inside ``no_sync()`` too, unless they are computed in one of more bits.
+            the dtype they are reduced in, also inside ``no_sync()``, unless they are computed in one with more bits.
     """
 
     name = "zero1"
@@ -60,6 +60,7 @@ class ZeRO1(SteppedInPieces, Bucketed):
         """Step this rank's pieces, then gather the parameters."""
         self._take_changes()
         super().step()
+        # Decided by what is due, which all ranks know: one that stepped nothing of a bucket must join its gather too.
         self.shards.gather(self._is_due)
 
     def _prepare(self) -> StepTensors:
@@ -79,20 +80,21 @@ class ZeRO1(SteppedInPieces, Bucketed):
     def _take_means(self, bucket: Bucket) -> None:
         sums, places = self._chunk(bucket), bucket.places_in_chunk(self.comm.rank)
         unused_here = {bucket.names[slot] for slot in bucket.unused}
-        # Before the sums become means: a tiny one may be -0 then.
+        # Read before the sums become means: dividing a tiny one may give -0.
         unused = {name for name, place in places.items() if name in unused_here and nobody_used(sums[place])}
         means = self._means_of(bucket)
         for name, place in places.items():
             tensor = self.step_tensors().by_name(name)
             gradient = means[place].view(tensor.shape)
-            if tensor.grad is not None:  # means of an earlier backward
+            if tensor.grad is not None:  # means of an earlier backward, see _keep_means
                 gradient.add_(tensor.grad)
             elif name in unused:
                 continue
+            # In full precision a view of the bucket, whose buffer stays for it; the other chunks are stale.
             tensor.grad = gradient
 
     def _keep_means(self, bucket: Bucket) -> None:
-        # They lie in the bucket, which will be filled with this rank's new gradients.
+        # Copied out of the bucket, which is about to be filled with this rank's new gradients.
         for name in bucket.places_in_chunk(self.comm.rank):
             tensor = self.step_tensors().by_name(name)
             tensor.grad = None if tensor.grad is None else tensor.grad.clone()

@@ -1,12 +1,12 @@
 """ZeRO-2: gradients are sharded too; only the parameters are whole on every rank.
 
-What changes against ``zero1``: where the reduce-scatter puts the mean. A bucket's buffer is made when backward reaches
-it and freed when it has been reduced; what stays is this rank's chunk. No full-size gradient is alive between backward
-and step, and during backward only the buckets being filled and at most two being reduced.
+What changes against ``zero1``: where the reduce-scatter puts the mean. A bucket's buffer is allocated when backward
+reaches it and freed when it has been reduced; what stays is this rank's chunk. No full-size gradient is alive between
+backward and step, and during backward only those of the buckets being filled and of at most two being reduced.
 
 Per rank for P fp32 parameters with Adam: 4P parameters, 4P/N gradients, 8P/N state (P with the padding of each bucket
 to a multiple of N); on the wire 2P(N-1)/N elements, as before. Inside ``no_sync()`` nothing is sent, so full gradients
-accumulate there until the backward that communicates. With ``precision='bf16'``: 2P parameters, 4P/N master weights,
+accumulate there until a backward communicates. With ``precision='bf16'``: 2P parameters, 4P/N master weights,
 4P/N gradients, 8P/N state; the paper's 2P + 14P/N keeps 16-bit gradients, and torch's optimizers take those of the
 master weights' dtype. Source: Rajbhandari et al., arXiv 1910.02054, section 5.2.
 """
@@ -34,6 +34,7 @@ class ZeRO2(ZeRO1):
         super()._forget_gradients()
         self._gradient_shards.clear()
         for bucket in self.buckets:
+            # A buffer that is still here has what no_sync() accumulated and no backward has sent.
             bucket.release()
 
     def _prepare(self) -> StepTensors:
@@ -41,7 +42,7 @@ class ZeRO2(ZeRO1):
         return super()._prepare()
 
     def _send(self, bucket: Bucket) -> None:
-        # A bound that does not depend on timing: a slow link must not let all of the gradients pile up.
+        # A bound that does not depend on timing: behind a slow link all of the gradients would pile up.
         for earlier in self.buckets[: max(0, bucket.index - BUCKETS_IN_FLIGHT + 1)]:
             self._complete(earlier)
         super()._send(bucket)
@@ -49,12 +50,14 @@ class ZeRO2(ZeRO1):
     def _reduce(self, bucket: Bucket) -> Pending:
         assert bucket.buffer is not None
         shard = bucket.buffer.new_empty(bucket.layout.chunk_sizes[self.comm.rank])
+        # Replaces the chunk of an earlier backward, which lives on in the pieces' ``.grad`` until it is added.
         self._gradient_shards[bucket.index] = shard
         tag = f"gradients of bucket {bucket.index}"
         return self.comm.reduce_scatter(bucket.buffer, shard, bounds=bucket.layout.bounds, tag=tag)
 
     def _take_means(self, bucket: Bucket) -> None:
         super()._take_means(bucket)
+        # The means are in the chunk: nothing refers to the buffer any more.
         bucket.release()
 
     def _means_of(self, bucket: Bucket) -> Tensor:
@@ -62,7 +65,7 @@ class ZeRO2(ZeRO1):
         return means
 
     def _keep_means(self, bucket: Bucket) -> None:
-        """They stay where they are: the next reduction makes a tensor of its own."""
+        """They can stay where they are: the next reduction allocates a new chunk."""
 
     def _chunk(self, bucket: Bucket) -> Tensor:
         return self._gradient_shards[bucket.index]
