@@ -1,4 +1,4 @@
-"""CPU offload: shards that live in host memory and visit the device only while they are needed.
+"""CPU offload: shards stay in host memory and are on the device only while they are needed.
 
 ===========  ==============================  ==========================================================
 offload      in host memory between steps    crosses the bus in a step, for P parameters on N ranks
@@ -9,7 +9,7 @@ all          parameters, gradients, state    every gather's chunk up, the gradie
 ===========  ==============================  ==========================================================
 
 With ``all`` the optimizer steps on the CPU. On CUDA the host's copies are pinned. On CPU ranks host and device are the
-same memory; the same copies are made and the same tensors let go, so that records show what a device would hold.
+same memory; the same copies are made and the same tensors freed, so that records show what a device would hold.
 Source: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 5.
 """
 
@@ -48,16 +48,16 @@ def check_host_memory(needed_bytes: int, num_ranks: int) -> None:
     """Refuse what does not fit, before anything is moved.
 
     Args:
-        needed_bytes: of one rank.
-        num_ranks: on the mesh; of them those of this host share its memory.
+        needed_bytes: what one rank needs.
+        num_ranks: on the mesh; those on this host share its memory.
 
     Raises:
         ValueError: the host has less free memory than its ranks need.
     """
-    neighbours = min(num_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))  # torchrun tells
+    neighbours = min(num_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))  # set by torchrun
     available = psutil.virtual_memory().available
     if needed_bytes * neighbours > available:
         raise ValueError(
-            f"offload: {neighbours} ranks of this host would keep {needed_bytes * neighbours / 1e9:.3g} GB and more in "
-            f"its memory, of which {available / 1e9:.3g} GB are free; use offload='none', or more hosts"
+            f"offload: the {neighbours} ranks of this host need at least {needed_bytes * neighbours / 1e9:.3g} GB of "
+            f"its memory, and {available / 1e9:.3g} GB are free; use offload='none', or more hosts"
         )

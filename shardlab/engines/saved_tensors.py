@@ -1,12 +1,12 @@
 """What autograd saves for backward, without the weights.
 
-A linear layer saves its weight for the gradient of its input. Were that the gathered tensor, a unit that reshards after
-forward would free nothing. So a saved tensor that lies in a gathered parameter is saved as "these strides of that
-parameter of that bucket", and when backward asks for it the unit is gathered again, unless a prefetch has done so.
+A linear layer saves its weight for the gradient of its input. If that were the gathered tensor, resharding after
+forward would free nothing. So a saved tensor that is part of a gathered parameter is saved as "these strides of that
+parameter of that bucket". When backward asks for it the bucket is gathered again, unless a prefetch has done so.
 
-With hooks on what is saved, torch no longer looks whether it has been overwritten since. So that is done here, by the
-same counter: every tensor has a version, which views share and operations in place raise. A parameter keeps its version
-when it is gathered anew; a unit raises it when its values change otherwise (``ShardedBucket.values_changed``).
+With hooks on saved tensors, torch no longer checks whether they have been overwritten since. So the check is done here,
+with the same counter: every tensor has a version, which views share and in-place operations raise. A parameter keeps
+its version when it is gathered again; its bucket raises it when the values change (``ShardedBucket.values_changed``).
 """
 
 import contextlib
@@ -39,20 +39,21 @@ class _Reference:
 def saved_by_reference(buckets: Sequence[ShardedBucket]) -> Iterator[None]:
     """Inside, autograd saves gathered parameters of ``buckets`` by reference.
 
-    Backward raises a RuntimeError for what has been changed since, as it does without this.
+    Backward raises a RuntimeError for a tensor that has changed since, as it does without this.
     """
 
     def pack(saved: Tensor) -> _Kept | _Reference:
         address = saved.untyped_storage().data_ptr()
         for bucket in buckets:
             if address in bucket.addresses:
+                # In a flat layout all parameters of a bucket share a storage: the place in it tells them apart.
                 for name, full in bucket.full.items():
                     if full.untyped_storage().data_ptr() == address and _inside(saved, full):
                         offset = int(saved.storage_offset() - full.storage_offset())
                         version = bucket.params[name]._version
                         return _Reference(bucket, name, saved.size(), saved.stride(), offset, version)
         # Not ``saved`` itself: an operation that saves its own output would hold itself, and a graph that never runs
-        # backward would keep its activations for ever. What is detached shares the version.
+        # backward would keep its activations for ever. A detached tensor shares the version.
         return _Kept(saved.detach(), saved._version)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
@@ -64,6 +65,7 @@ def _unpack(packed: _Kept | _Reference) -> Tensor:
         if packed.tensor._version != packed.version:
             raise _overwritten(packed)
         return packed.tensor
+    # Before the gather: the versions are the same on all ranks, so all refuse and none waits in it.
     if packed.bucket.params[packed.name]._version != packed.version:
         raise _changed(packed)
     packed.bucket.unshard()

@@ -4,14 +4,14 @@ Tensors of a bucket, for a layout of N chunks:
 
 * ``shard``: this rank's chunk of the parameters, [chunk], always there; ``pieces`` are its parts by parameter, which
   the optimizer steps;
-* ``full``: the parameters while gathered, from a buffer of all chunks, [N x chunk]. Where the layout keeps a parameter
-  in one stretch (flat) it is a view of the buffer, else (dim-0) a copy and the buffer is dropped at once; of one chunk
-  it is the shard;
+* ``full``: the parameters while gathered, from a buffer of all chunks, [N x chunk]. If the layout keeps a parameter in
+  one stretch (flat) it is a view of the buffer, otherwise (dim-0) a copy, and the buffer is dropped at once; with a
+  single chunk it is the shard;
 * gradients: ``param.grad`` of each full parameter until backward has made them all, then one flat buffer that is
   reduce-scattered, then this rank's chunk, whose parts are the ``.grad`` of the pieces.
 
-A bucket is SHARDED, GATHERING or UNSHARDED. Freeing is dropping references: the autograd graph holds none
-(``saved_tensors.py``), so what is resharded is free, and what is needed is never pulled away under a computation.
+A bucket is SHARDED, GATHERING or UNSHARDED. To reshard is to drop references. The autograd graph holds none
+(``saved_tensors.py``), so the memory is free at once, and no computation loses a tensor that it still uses.
 """
 
 from collections.abc import Iterator, Mapping
@@ -41,7 +41,7 @@ class BucketState(Enum):
 
 
 class ShardedBucket:
-    """Shards parameters at once and lets go of the full ones.
+    """Shards parameters when it is built, and frees the full ones.
 
     Args:
         name: in the tags of its collectives.
@@ -65,8 +65,8 @@ class ShardedBucket:
         self.layout, self.comm = layout, comm
         self.device = next(iter(self.params.values())).device
         self.state = BucketState.UNSHARDED
-        self.held_by_hand = False  # gathered by the user, until he lets it go
-        self.num_holders = 0  # of the full parameters as they are stored
+        self.held_by_hand = False  # gathered by the user, who will reshard it
+        self.num_holders = 0  # open full_params(), which show parameters in their stored dtype
         self.full: dict[str, Tensor] = {}  # gathered parameters, while UNSHARDED
         self.addresses: set[int] = set()  # of their storages
         self.gradient_shard: Tensor | None = None  # [chunk], means
@@ -75,7 +75,7 @@ class ShardedBucket:
         self._reducing: tuple[Tensor, Tensor, Pending] | None = None
         self._unused: set[str] = set()
         self._tensors = LayoutOfTensors(layout, comm.rank, {key: tuple(param.shape) for key, param in params.items()})
-        self._looked_at = first_elements(layout)  # by some rank, for "unused"
+        self._looked_at = first_elements(layout)  # by some rank, to detect unused parameters
         self.shard = self._keep_shard(self._tensors.cut(self.params))
         self._compute_dtype = precision.compute_dtype_of(self.shard)
         self._reduce_dtype = precision.reduce_dtype_of(self.shard)
@@ -83,7 +83,7 @@ class ShardedBucket:
             key: self._tensors.piece_of(key, self.shard).requires_grad_(param.requires_grad)
             for key, param in params.items()
         }
-        self.release()
+        self.release()  # the full parameters that the model came with
 
     @property
     def is_whole(self) -> bool:
@@ -97,7 +97,7 @@ class ShardedBucket:
 
     @property
     def is_held_as_stored(self) -> bool:
-        """Whether the user holds them in another dtype than they are computed with."""
+        """Whether the user holds them in a dtype other than the one to compute in."""
         return self.num_holders > 0 and self.shard.dtype != self._compute_dtype
 
     @property
@@ -108,11 +108,11 @@ class ShardedBucket:
     # Gathering: sharded -> gathering -> unsharded -> sharded.
 
     def start_unshard(self, *, as_stored: bool = False) -> None:
-        """Begin to gather, unless it has begun or is done; ``as_stored``: in the shard's dtype, not the compute one."""
+        """Begin to gather unless that has begun; ``as_stored``: in the shard's dtype, not the compute dtype."""
         if self.state is BucketState.SHARDED:
             dtype = self.shard.dtype if as_stored else self._compute_dtype
             if self._is_full(dtype):
-                self._gathering = (self.shard, Pending())
+                self._gathering = (self.shard, Pending())  # no copy: the full parameters will be views of the shard
             else:
                 buffer = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
                 tag = f"parameters of {self.name}"
@@ -121,7 +121,7 @@ class ShardedBucket:
             self.state = BucketState.GATHERING
 
     def unshard(self, *, as_stored: bool = False) -> None:
-        """Have the full parameters in the module."""
+        """Gather, and put the full parameters into the module."""
         self.start_unshard(as_stored=as_stored)
         if self.state is BucketState.GATHERING:
             assert self._gathering is not None
@@ -130,61 +130,61 @@ class ShardedBucket:
             self.full = {name: self._tensors.read(name, buffer) for name in self.params}
             self.addresses = {full.untyped_storage().data_ptr() for full in self.full.values()}
             for name, param in self.params.items():
-                param.data = self.full[name]
+                param.data = self.full[name]  # the same parameter object, with its hooks and its version
                 self.sites[name].put_parameter()
             self._versions = self._versions_now()
             self.state = BucketState.UNSHARDED
 
     def reshard(self) -> None:
-        """Let go of the full parameters unless the user holds them.
+        """Free the full parameters unless the user holds them.
 
         Raises:
-            RuntimeError: something has written into them, which would be lost.
+            RuntimeError: they were written to, which would be lost.
         """
         if self.is_held:
             return
         changed = [] if self.state is not BucketState.UNSHARDED else self._written_to()
-        self.release()
+        self.release()  # before the error, which must not leave them in memory
         if changed:
             raise RuntimeError(
-                f"parameter {changed[0]!r}: it was written to while it was gathered, which does not reach the shards; "
-                "write inside 'with engine.full_params(keep_changes=True):', or keep in a buffer what forward changes"
+                f"parameter {changed[0]!r}: it was written to while it was gathered, which does not change the shards; "
+                "write inside 'with engine.full_params(keep_changes=True):', or use a buffer for what forward changes"
             )
 
     def release(self) -> None:
-        """Let go of the full parameters; what was gathered ahead and not used is waited for and dropped."""
+        """Free the full parameters; a prefetch that was not used is waited for and dropped."""
         if self._gathering is not None:
             self._gathering[1].wait()  # a transport may still write into the buffer
             self._gathering = None
         for name, param in self.params.items():
             if self.state is BucketState.UNSHARDED:
                 self.sites[name].put_placeholder()
-            # One element seen as the whole shape: autograd may ask for the shape, nobody for the values.
+            # One element expanded to the whole shape: autograd may ask for the shape, and nothing reads the values.
             stub = torch.zeros((), dtype=self.shard.dtype, device=self.device)
             param.data = stub.expand(self.sites[name].shape)
         self.full, self.addresses = {}, set()
         self.state = BucketState.SHARDED
 
-    # What the user holds, and what he writes.
+    # What the user holds, and what the user writes.
 
     def hold(self) -> None:
-        """Have the full parameters as they are stored, and let nothing take them away until ``let_go``."""
+        """Gather the full parameters in their stored dtype, and keep them until ``let_go``."""
         if self.num_holders == 0:
-            self.reshard()
-            self.release()  # also what is held by hand: for compute it may have fewer bits
+            self.reshard()  # first: it refuses what was written before, which would be lost unseen
+            self.release()  # what is held by hand too: in the compute dtype it may have fewer bits
             self.unshard(as_stored=True)
         self.num_holders += 1
 
     def let_go(self) -> None:
-        """The end of a ``hold``."""
+        """End a ``hold``."""
         self.num_holders -= 1
         if self.num_holders == 0:
-            self.release()
+            self.release()  # and not reshard: changes that are not kept may be lost here
             if self.held_by_hand:
                 self.unshard()
 
     def refresh(self) -> None:
-        """The shard has changed: what the user holds is gathered anew."""
+        """Gather again what the user holds, since the shard has changed."""
         if self.is_held:
             self.release()
             self.unshard(as_stored=self.num_holders > 0)
@@ -194,13 +194,13 @@ class ShardedBucket:
         assert self.state is BucketState.UNSHARDED
         for name, piece in self._tensors.own.items():
             self.pieces[name].detach().view(-1).copy_(self.full[name].reshape(-1)[piece.param_start : piece.param_stop])
-        # Whoever wrote in place has raised the version of what he wrote to; the rest may still go backward.
+        # Writing has raised the versions of what was written to; a backward through the rest is still right.
         self._versions = self._versions_now()
 
     def values_changed(self) -> None:
-        """The shard has other values now: a backward that needs the former ones is refused, see ``saved_tensors.py``.
+        """Refuse backwards that need the shard's former values, see ``saved_tensors.py``.
 
-        Every rank calls it alike, whatever it holds of the bucket, so that all refuse.
+        Every rank calls it, even if it holds nothing of the bucket, so that all of them refuse.
         """
         increment_version(self.params.values())
         self._versions = self._versions_now()
@@ -208,26 +208,26 @@ class ShardedBucket:
     # Gradients: in the parameters -> in a buffer that is reduced -> in this rank's chunk.
 
     def start_reduce(self) -> None:
-        """Begin to sum the gradients that have accumulated in the parameters over the ranks."""
+        """Begin to sum over the ranks the gradients that have accumulated in the parameters."""
         buffer = torch.empty(self.layout.padded_numel, dtype=self._reduce_dtype, device=self.device)
         if self.layout.padding_numel:
-            buffer.zero_()  # what no gradient is written to goes into the shard's padding: 0, and not old memory
+            buffer.zero_()  # no gradient is written to the padding, which must be 0 and not old memory
         self._unused = {name for name, param in self.params.items() if param.grad is None}
         for name, param in self.params.items():
             self._tensors.write(name, param.grad, buffer)
-            param.grad = None  # or autograd would add the next micro-batch to what has been sent
-        # Now that they have the dtype they are reduced in: the cast may have made a tiny one -0, which says "unused".
+            param.grad = None  # or the next micro-batch would be added to it, and this one sent twice
+        # After the cast to the dtype of the reduction, which may round a tiny gradient to -0, the sign of "unused".
         mark_all_used(buffer, [place for name, place in self._looked_at if name not in self._unused])
-        self._reducing = (buffer, *self._reduce(buffer))
+        self._reducing = (buffer, *self._reduce(buffer))  # the buffer too: it is read until the reduction has ended
 
     def finish_reduce(self) -> None:
-        """Have the means in ``gradient_shard``, added to those that are there, and in the ``.grad`` of the pieces."""
+        """Add the means to ``gradient_shard``, and make its parts the ``.grad`` of the pieces."""
         if self._reducing is None:
             return
         (_, sums, pending), self._reducing = self._reducing, None
         pending.wait()
         num_ranks = self._sum_over_replicas(sums)
-        # Read off before the sums become means: a tiny one may be -0 then.
+        # Read before the sums become means: casting or dividing a tiny one may give -0.
         unused = {
             name
             for name in self._unused & self._tensors.own.keys()
@@ -236,15 +236,15 @@ class ShardedBucket:
         self._accept(sums.to(self.shard.dtype).div_(num_ranks), unused)
 
     def drop_gradients(self) -> None:
-        """Forget the means."""
-        self.gradient_shard = None
+        """Clear the means."""
+        self.gradient_shard = None  # and the pieces' views of it, which would keep it in memory
         for piece in self.pieces.values():
             piece.grad = None
 
     # Accounting.
 
     def held_parameters(self) -> Iterator[Held]:
-        """The shard, and full parameters that are there beside it."""
+        """The shard, and the full parameters while they are gathered."""
         yield Held(Role.PARAMETER, self.shard)
         for name, piece in self._tensors.own.items():
             yield Held(Role.PARAMETER, self.pieces[name], name, (piece.param_start, piece.param_stop))
@@ -252,7 +252,7 @@ class ShardedBucket:
         yield from (Held(Role.GATHERED_PARAMETER, tensor) for tensor in gathered)
 
     def held_gradients(self) -> Iterator[Held]:
-        """Everything that holds gradients now."""
+        """Everything that holds gradients at this moment."""
         whole = [param.grad for param in self.params.values() if param.grad is not None]
         chunk = [self.gradient_shard] if self.gradient_shard is not None else []
         in_flight = self._reducing[:2] if self._reducing is not None else ()
@@ -261,18 +261,18 @@ class ShardedBucket:
             if (gradient := self.pieces[name].grad) is not None:
                 yield Held(Role.GRADIENT, gradient, name, (piece.param_start, piece.param_stop))
 
-    # What FSDP's buckets do otherwise.
+    # What FSDP's buckets do differently.
 
     def _keep_shard(self, shard: Tensor) -> Tensor:
-        """The shard where it lives between steps."""
+        """The shard, in the memory where it stays between steps."""
         return shard
 
     def _is_full(self, dtype: torch.dtype) -> bool:
-        """Whether the shard itself is what a gather in ``dtype`` would give."""
+        """Whether the shard itself is what a gather in ``dtype`` would return."""
         return self.is_whole and dtype == self.shard.dtype
 
     def _reduce(self, buffer: Tensor) -> tuple[Tensor, Pending]:
-        """Begin to sum a buffer of gradients over the ranks; where this rank's sums will be, [chunk]."""
+        """Begin to sum a buffer of gradients over the ranks; return where this rank's sums will be, [chunk]."""
         if self.is_whole:
             return buffer, Pending()
         sums = torch.empty(self.shard.shape, dtype=buffer.dtype, device=self.device)
@@ -280,7 +280,7 @@ class ShardedBucket:
         return sums, self.comm.reduce_scatter(buffer, sums, bounds=self.layout.bounds, tag=tag)
 
     def _sum_over_replicas(self, sums: Tensor) -> int:  # noqa: ARG002
-        """Add what the holders of the same chunk have; of how many ranks the sums are then."""
+        """Add the sums of the ranks that hold the same chunk; return how many ranks are summed then."""
         return self.comm.num_ranks
 
     def _accept(self, means: Tensor, unused: set[str]) -> None:
@@ -300,7 +300,7 @@ class ShardedBucket:
         return {name: param._version for name, param in self.params.items()}
 
     def _written_to(self) -> list[str]:
-        """Names of gathered parameters that somebody has written to since; where they are the shard itself none."""
+        """Gathered parameters that were written to since; none if they are the shard itself, which has the change."""
         if self.shard.untyped_storage().data_ptr() in self.addresses:
             return []
         return [name for name, version in self._versions_now().items() if version != self._versions[name]]

@@ -1,4 +1,4 @@
-"""What strategies share whose parameters live as shards: ownership, full parameters on demand, state dicts."""
+"""What strategies with sharded parameters share: ownership, full parameters on demand, state dicts."""
 
 import contextlib
 from abc import abstractmethod
@@ -17,25 +17,28 @@ from shardlab.engines.step_tensors import StepTensors
 
 
 class ShardedEngine(MixedPrecision):
-    """An engine whose parameters belong to sharded buckets; ``partition`` says what a piece of a parameter is."""
+    """An engine whose parameters are in sharded buckets; ``partition`` says how they are cut."""
 
     buckets: Sequence[ShardedBucket]
-    _num_keeping: int  # full_params(keep_changes=True) that are open
+    _num_keeping: int  # open full_params(keep_changes=True)
 
     def _forget_gradients(self) -> None:
         super()._forget_gradients()
         for bucket in self.buckets:
+            # First: means that arrive later would not be cleared.
             bucket.finish_reduce()
             bucket.drop_gradients()
 
     def step(self) -> None:
-        """One optimizer step on the shards; what the user holds in full is gathered anew, all else let go."""
+        """One optimizer step on the shards; what the user holds in full is gathered again, the rest is resharded."""
+        # Before the step: what the user wrote must be in the shards, and nothing gathered may outlive its values.
         for bucket in self.buckets:
             if self._num_keeping:
                 bucket.keep_changes()
             bucket.reshard()
         super().step()
         for bucket in self.buckets:
+            # A reduction leaves a chunk on every rank, so all ranks raise the versions or none does.
             if bucket.gradient_shard is not None:
                 bucket.values_changed()
             bucket.refresh()
@@ -51,14 +54,15 @@ class ShardedEngine(MixedPrecision):
         Of a tensor-parallel model these are this rank's slices; ``full_state_dict()`` has the whole ones.
 
         Args:
-            keep_changes: copy what was written into them in place back into the shards; else it is undone. Every rank
-                must write the same, for nobody compares them.
+            keep_changes: copy changes in place back into the shards; without it they are lost. Every rank must write
+                the same values; nothing checks that.
         """
         for bucket in self.buckets:
             bucket.hold()
         self._num_keeping += keep_changes
         try:
             yield self.module
+            # Not after an error: half of a change must not reach the shards.
             if keep_changes:
                 for bucket in self.buckets:
                     bucket.keep_changes()
@@ -68,25 +72,25 @@ class ShardedEngine(MixedPrecision):
                 bucket.let_go()
 
     def full_state_dict(self) -> dict[str, Any]:
-        """As the base; collective in any case."""
+        """As the base; always collective."""
         with self.full_params():
             return super().full_state_dict()
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a full state; each rank keeps its shards of it. Collective."""
+        """Load a full state dict; each rank keeps its shards of it. Collective."""
         with self.full_params(keep_changes=True):
             super().load_full_state_dict(state)
 
     def load(self, directory: str | Path, **objects: Stateful) -> Any:
-        """As the base. What is gathered is let go first, since it would be stale.
+        """As the base. What is gathered is resharded first, since it would be stale.
 
         Raises:
-            ValueError: also where the user holds full parameters, on all ranks.
+            ValueError: also if the user holds full parameters, on all ranks.
         """
         if any(bucket.is_held for bucket in self.buckets):
             raise ValueError(
-                "load: leave 'with engine.full_params():' first, and let go of units by engine.reshard(unit): what is "
-                "held would stay as it was"
+                "load: leave 'with engine.full_params():' first, and call engine.reshard(unit) for units gathered by "
+                "hand; what they hold would be stale"
             )
         for bucket in self.buckets:
             bucket.reshard()
@@ -101,6 +105,7 @@ class ShardedEngine(MixedPrecision):
         self._cast_buffers()
         pieces = {name: piece for bucket in self.buckets for name, piece in bucket.pieces.items()}
         are_parts = self.sharded_over is not None or bool(self.slices)
+        # In the module's order, not by bucket: every strategy must number an optimizer's parameters alike.
         return StepTensors({name: pieces[name] for name in self.params}, are_parts=are_parts)
 
     def _held_parameters(self) -> Iterator[Held]:
@@ -116,6 +121,7 @@ class ShardedEngine(MixedPrecision):
     def _give_back(self) -> None:
         """Put the full parameters back into the module; collective."""
         for bucket in self.buckets:
+            # First: what is gathered to compute with may have fewer bits.
             bucket.release()
             bucket.unshard(as_stored=True)
 

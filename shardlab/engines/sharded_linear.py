@@ -1,10 +1,10 @@
-"""The whole idea of fully sharded data parallel in one autograd function: gather, multiply, drop; and back.
+"""The idea of fully sharded data parallel in one autograd function: gather, multiply, free, and the same backward.
 
     y = sharded_linear(x, weight_shard, bias_shard, comm)
 
 Read it before the hooks of ``fsdp``. Each rank holds 1/N of the rows of the weight and of the bias, and its own rows of
-x. Forward gathers both and drops them; backward gathers the weight again (it was not kept), and reduce-scatters the
-gradients, so that each rank receives the mean over ranks for its own rows.
+x. Forward gathers both and frees them; backward gathers the weight again, since it was not kept, and reduce-scatters
+the gradients, so that each rank receives the mean over ranks for its own rows.
 
 Legend: B rows of x on this rank, I in features, O out features, N ranks; O is a multiple of N.
 """
@@ -18,7 +18,7 @@ from shardlab.comm import Communicator
 
 
 def sharded_linear(x: Tensor, weight_shard: Tensor, bias_shard: Tensor, comm: Communicator) -> Tensor:
-    """``x @ weight.T + bias`` of which this rank holds shards.
+    """``x @ weight.T + bias``, where this rank holds shards of weight and bias.
 
     Communicated: O x I + O elements gathered in forward, O x I in backward, O x I + O reduced.
 
@@ -38,6 +38,7 @@ def sharded_linear(x: Tensor, weight_shard: Tensor, bias_shard: Tensor, comm: Co
 class _ShardedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_shard: Tensor, bias_shard: Tensor, comm: Communicator) -> Tensor:
+        # The shard: the gathered weight is freed when forward returns.
         ctx.save_for_backward(x, weight_shard)
         ctx.comm = comm
         return x @ _gather(weight_shard, comm, "weight").t() + _gather(bias_shard, comm, "bias")
@@ -45,6 +46,7 @@ class _ShardedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x, weight_shard = ctx.saved_tensors
+        # Three collectives in this order on every rank; another order on one of them would hang.
         grad_x = grad_y @ _gather(weight_shard, ctx.comm, "weight")
         grad_weight = _reduce_scatter(grad_y.t() @ x, ctx.comm, "weight")
         return grad_x, grad_weight, _reduce_scatter(grad_y.sum(0), ctx.comm, "bias"), None

@@ -1,15 +1,16 @@
 """ZeRO-3, explicit: parameters, gradients and optimizer state are sharded; nothing is whole between two steps.
 
-What changes against ``zero2``: the parameters too live as shards, from construction on. They are gathered for forward,
-released, gathered again for backward, released; the gradients are reduce-scattered; the step works on shards and needs
-no gather after it. Everything is synchronous and for the whole model at once, bucket after bucket: the version to read
-before ``fsdp``, which does the same bucket by bucket and ahead of time.
+What changes against ``zero2``: the parameters are sharded too, from construction on. They are gathered for forward,
+resharded, gathered again for backward, and resharded; the gradients are reduce-scattered; the step works on shards and
+needs no gather after it. All of this is synchronous and for the whole model at once, bucket after bucket: read it
+before ``fsdp``, which does the same unit by unit and ahead of time.
 
 Per rank for P fp32 parameters with Adam: at rest 4P/N parameters, 4P/N gradients, 8P/N state (P with the padding of
-each bucket to a multiple of N); in forward and backward 4P gathered parameters more. On the wire P(N-1)/N for each
-gather and for the reduce-scatter: 3P(N-1)/N elements a step. With ``precision='bf16'`` what is gathered has 2 bytes an
-element and nothing else changes, for the shards are the master weights: 16P/N at rest, as in the paper, which counts
-2 + 2 for parameters and gradients and 12 for the rest. Source: Rajbhandari et al., arXiv 1910.02054, section 5.3.
+each bucket to a multiple of N); in forward and backward another 4P of gathered parameters. On the wire P(N-1)/N for
+each gather and for the reduce-scatter: 3P(N-1)/N elements a step. With ``precision='bf16'`` gathered parameters have 2
+bytes an element and nothing else changes, since the shards are the master weights: 16P/N at rest, as in the paper,
+which counts 2 + 2 for parameters and gradients and 12 for the rest.
+Source: Rajbhandari et al., arXiv 1910.02054, section 5.3.
 """
 
 import contextlib
@@ -43,7 +44,7 @@ class ZeRO3(ShardedEngine):
         bucket_bytes: parameters gathered in one message, in bytes.
         partition: 'elements', or whole parameters by 'round_robin', 'contiguous', 'balanced'.
         precision: 'full', 'bf16', 'fp16' or a ``Precision``. The shards are the master weights; inside ``no_sync()``
-            gradients add up in the dtype that is computed in.
+            gradients add up in the compute dtype.
     """
 
     name = "zero3"
@@ -63,29 +64,29 @@ class ZeRO3(ShardedEngine):
         super().__init__(model, optimizer_fn, mesh)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Gather, the module's forward, release."""
+        """Gather, run the module's forward, reshard."""
         with self._gathered(), saved_by_reference(self.buckets):
             output = without_parameters(super().__call__(*args, **kwargs), set(self.params.values()))
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                # For a plain loss.backward(): all ranks gather everything, whatever each of them used.
+                # For a plain loss.backward(): all ranks gather everything, so it does not matter what each has used.
                 tensor.register_hook(lambda _: self.gather_full_params())
         return output
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Gather, backward, reduce-scatter (unless inside ``no_sync()``), release."""
+        """Gather, run backward, reduce-scatter (unless inside ``no_sync()``), reshard."""
         with self._gathered():
             super().backward(loss, retain_graph)
 
     @untraced
     def gather_full_params(self) -> None:
-        """Put the full parameters into the module, bucket after bucket."""
+        """Gather the full parameters into the module, bucket after bucket."""
         for bucket in self.buckets:
             bucket.unshard()
 
     @untraced
     def release_params(self) -> None:
-        """Let go of them again; a computation with them then raises an error that names the parameter."""
+        """Reshard them; a computation with one then raises an error that names it."""
         for bucket in self.buckets:
             bucket.reshard()
 
@@ -104,6 +105,7 @@ class ZeRO3(ShardedEngine):
         ]
 
     def _finish_gradients(self) -> None:
+        # Each is reduced and resharded before the next, so that only one buffer of a reduction is in memory at a time.
         for bucket in self.buckets:
             if any(self._is_due(param) for param in bucket.params.values()):
                 bucket.start_reduce()
@@ -115,7 +117,8 @@ class ZeRO3(ShardedEngine):
 
     @contextlib.contextmanager
     def _gathered(self) -> Iterator[None]:
-        """Gathered inside; released afterwards, unless a backward runs that computes forward again."""
+        """Inside, the parameters are gathered; at the end they are resharded by whoever gathered them."""
+        # A forward that checkpointing computes again finds them gathered, and must leave them for the backward.
         is_outermost = any(bucket.state is not BucketState.UNSHARDED for bucket in self.buckets)
         self.gather_full_params()
         try:

@@ -1,4 +1,4 @@
-"""FSDP's bucket: the one of ZeRO-3, with shards that may be replicated and may live in host memory."""
+"""FSDP's bucket: that of ZeRO-3, with shards that may be replicated and may be in host memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -17,7 +17,7 @@ from shardlab.vocabulary import Role
 
 
 class UnitBucket(ShardedBucket):
-    """Parameters of a unit that are alike.
+    """Parameters of a unit that share dtype, device, requires_grad and sharding.
 
     Args:
         name: see ``ShardedBucket``.
@@ -27,7 +27,7 @@ class UnitBucket(ShardedBucket):
         comm: see ``ShardedBucket``.
         precision: see ``ShardedBucket``.
         replicas: axes whose ranks hold the same chunk, in the order in which gradients are summed over them.
-        offload: what lives in host memory.
+        offload: what stays in host memory.
     """
 
     def __init__(
@@ -49,13 +49,15 @@ class UnitBucket(ShardedBucket):
     def visit_device(self) -> None:
         """Bring an offloaded shard to the device, for an optimizer that steps there."""
         if self._offload.parameters and not self._offload.gradients_and_state and self._visiting is None:
+            # On the device for the step alone, beside the shard in host memory.
             self._visiting = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
             self._visiting.copy_(self.shard)
             self._point_pieces_at(self._visiting)
 
     def return_to_host(self) -> None:
-        """Take what has been stepped back into host memory."""
+        """Copy what has been stepped back into host memory."""
         if self._visiting is not None:
+            # Copied first: then nothing refers to the device's copy any more, and its memory is free.
             self.shard.copy_(self._visiting)
             self._visiting = None
             self._point_pieces_at(self.shard)
@@ -75,7 +77,7 @@ class UnitBucket(ShardedBucket):
         yield from super().held_gradients()
 
     def _point_pieces_at(self, shard: Tensor) -> None:
-        # The optimizer's tensors stay the same objects, since its state belongs to them.
+        # By ``.data``: the optimizer finds its state by these very tensor objects.
         for name, piece in self.pieces.items():
             piece.data = self._tensors.piece_of(name, shard)
 
@@ -86,14 +88,16 @@ class UnitBucket(ShardedBucket):
         return super()._is_full(dtype) and not self._offload.parameters
 
     def _reduce(self, buffer: Tensor) -> tuple[Tensor, Pending]:
+        # Nothing to scatter: the first sum over replicas is issued here, to overlap with backward.
         if self.is_whole and self._replicas:
             return buffer, self._replicas[0].all_reduce(buffer, tag=f"gradients of {self.name}")
         return super()._reduce(buffer)
 
     def _sum_over_replicas(self, sums: Tensor) -> int:
         num_ranks = super()._sum_over_replicas(sums)
+        # Blocking, each sum over what the one before has summed, and in the same order on all ranks.
         for number, replicas in enumerate(self._replicas):
-            if number > 0 or not self.is_whole:  # a whole bucket has been summed over the first already
+            if number > 0 or not self.is_whole:  # a whole bucket has already been summed over the first
                 replicas.all_reduce(sums, tag=f"gradients of {self.name}").wait()
             num_ranks *= replicas.num_ranks
         return num_ranks
@@ -102,7 +106,7 @@ class UnitBucket(ShardedBucket):
         super()._accept(in_host_memory(means) if self._offload.gradients_and_state else means, unused)
 
     def _set_gradient(self, piece: Tensor, gradient: Tensor) -> None:
-        # A piece in host memory may get a gradient on the device, which torch refuses while it looks at the data.
+        # Torch refuses a gradient on another device than the piece's data, which is in host memory outside a step.
         home, piece.data = piece.data, gradient
         piece.grad = gradient
         piece.data = home

@@ -1,10 +1,10 @@
-"""From a plain module to the units of FSDP: each is made, initialised and sharded before the next, one after another.
+"""From a plain module to the units of FSDP: each is allocated, initialized and sharded before the next.
 
-Parameters of a unit are in one bucket if they have one dtype, all train or none does, and all are sharded or all are
-too small to be worth it (``replicate_below``): such a bucket is one chunk, which every rank holds.
+Parameters of a unit share a bucket if they have the same dtype and device, if all or none are trainable, and if all or
+none are sharded. Those too small to be sharded (``replicate_below``) are a bucket of one chunk, which every rank holds.
 
-With whole parameters (``partition``) the owners are chosen over the whole model and not unit by unit: else the same
-ranks would own the largest parameter of every block.
+With whole parameters (``partition``) the owners are chosen over the whole model and not unit by unit, or the same ranks
+would own the largest parameter of every block.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -35,20 +35,21 @@ def build_units(
     init_fn: InitFn,
     equalise: Equalise,
 ) -> list[Unit]:
-    """Shard a module unit by unit, so that no rank needs memory for more than one unit that was on the meta device.
+    """Shard a module unit by unit, so that no rank needs memory for more than one unit of a model on the meta device.
 
     Args:
-        module: as it came.
+        module: the user's.
         params: by name; those on the meta device are replaced.
         options: how to divide it.
         init_fn: fills parameters that were on the meta device.
-        equalise: makes tensors those of the first data rank; called with them and a tag.
+        equalise: called with tensors and a tag; makes them those of the first data rank.
     """
     wrapped = wrapped_modules(module, options.wrap)
     owners = _owners(params, options)
     units = []
     for name, members in owners_of_parameters(module, wrapped, params, ROOT).items():
         if members:
+            # In the same order on every rank, since equalise communicates; sharding frees this unit before the next.
             if materialize(module, members, params, options.mesh.device, init_fn):
                 equalise([params[member] for member in members], f"parameters of {name} from rank 0")
             buckets = _buckets(name, module, {member: params[member] for member in members}, options, owners)
@@ -57,7 +58,7 @@ def build_units(
 
 
 def _owners(params: Params, options: ShardingOptions) -> Mapping[str, int]:
-    """The rank of the shard group that holds each parameter; none of those that are cut or replicated."""
+    """The rank of the shard group that owns each parameter; without those that are cut or replicated."""
     if options.shard_axis is None or options.partition is Partition.ELEMENTS:
         return {}
     specs = [_spec(name, param) for name, param in params.items() if options.is_sharded(param)]
@@ -67,7 +68,7 @@ def _owners(params: Params, options: ShardingOptions) -> Mapping[str, int]:
 def _buckets(
     unit: str, module: nn.Module, params: Params, options: ShardingOptions, owners: Mapping[str, int]
 ) -> list[UnitBucket]:
-    """The buckets of one unit, which is all that is ever there in full."""
+    """The buckets of one unit, sharded."""
     sites = sites_of(module, params)
     kinds: dict[Hashable, dict[str, nn.Parameter]] = {}
     for name, param in params.items():
@@ -87,10 +88,10 @@ def _buckets(
 
 
 def _axes(param: nn.Parameter, options: ShardingOptions) -> tuple[Communicator, Sequence[Communicator]]:
-    """The ranks that a parameter is divided over, and the axes over which its shards are replicated."""
+    """The ranks a parameter is divided over, and the axes its shards are replicated over."""
     if options.shard_axis is not None and options.is_sharded(param):
         return options.shard_axis, [axis for axis in options.data_axes if axis is not options.shard_axis]
-    # Whole on every rank: inner axis first, as gradients of shards are summed over the shard group before replicas.
+    # Whole on every rank. Inner axis first, as the gradients of shards are summed: over the shard group, then replicas.
     return Communicator(None, None, (0,), 0, MeshAxis.SHARD), options.data_axes[::-1]
 
 

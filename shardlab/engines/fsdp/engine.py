@@ -1,12 +1,12 @@
 """Fully sharded data parallel: parameters are gathered unit by unit, just before they are needed.
 
-What changes against ``zero3``: hooks. A unit (by default a block) is gathered before its forward and let go after it,
-gathered again before its backward, and reduce-scattered and let go when its last gradient is there; the next
-``prefetch`` units are gathered ahead, behind the compute of this one. So the full parameters that are there at once are
-those of the root, of one unit and of the prefetched ones, not of the model.
+What changes against ``zero3``: hooks. A unit (by default a block) is gathered before its forward and resharded after
+it, gathered again before its backward, and reduce-scattered and resharded when its last gradient is there. The next
+``prefetch`` units are gathered during the compute of this one. So the full parameters in memory at any time are those
+of the root, of one unit and of the prefetched ones, not of the model.
 
 Per rank for P fp32 parameters with Adam, S ranks in the shard group: at rest 4P/S parameters, 4P/S gradients, 8P/S
-state (P with padding); in flight 4 x (root + (1 + prefetch) units) more. On the wire, elements a step:
+state (P with padding); another 4 x (root + (1 + prefetch) units) during a step. On the wire, elements a step:
 
 =============  ====================  =================================================
 sharding       mesh axes             what travels
@@ -17,8 +17,8 @@ no_shard       data                  2P(N-1)/N: one all-reduce per unit
 hybrid_shard   replica, shard        3P(S-1)/S, and an all-reduce of P/S over replicas
 =============  ====================  =================================================
 
-Every rank must run the same units in the same order, since all of them gather: where ranks may skip a module, give it
-to a larger unit by ``wrap``. Within a unit ranks may use different parameters.
+Every rank must run the same units in the same order, since all of them join each gather. If ranks may skip a module,
+make it part of a larger unit with ``wrap``: within a unit, ranks may use different parameters.
 Source: Zhao et al., arXiv 2304.11277, sections 3 and 4.
 """
 
@@ -61,15 +61,15 @@ class FSDP(ShardedEngine):
         mesh: with the axes that ``sharding`` names.
         sharding: full_shard, shard_grad_op, no_shard or hybrid_shard.
         wrap: which modules are units, see ``wrapped_modules``.
-        prefetch: units gathered ahead, in forward and in backward; 0 gathers when needed.
+        prefetch: units to gather ahead, in forward and in backward; 0 gathers each when it is needed.
         layout: 'flat' (end to end, padded at the end of the unit) or 'dim0' (each parameter by rows).
         partition: 'elements' cuts parameters as ``layout`` says; 'round_robin', 'contiguous' and 'balanced' give whole
-            parameters to ranks, which optimizers need that look at whole tensors.
+            parameters to ranks, for optimizers that look at whole tensors.
         precision: 'full', 'bf16', 'fp16' or a ``Precision``.
-        offload: what lives in host memory: 'none', 'parameters' or 'all' (gradients and optimizer state too).
-        replicate_below: parameters of fewer elements are replicated instead of sharded; 0 shards all.
-        init_fn: for parameters on the meta device: called as (name, module) for each module that holds some, unit by
-            unit, to fill them; None calls ``module.reset_parameters()``.
+        offload: what stays in host memory: 'none', 'parameters' or 'all' (gradients and optimizer state too).
+        replicate_below: parameters with fewer elements are replicated instead of sharded; 0 shards all.
+        init_fn: initializes parameters on the meta device: called as (name, module) for each module that holds some,
+            unit by unit; None calls ``module.reset_parameters()``.
     """
 
     name = "fsdp"
@@ -93,7 +93,7 @@ class FSDP(ShardedEngine):
         init_fn: InitFn | None = None,
     ) -> None:
         if prefetch < 0:
-            raise ValueError(f"prefetch: {prefetch} is below 0")
+            raise ValueError(f"prefetch: {prefetch} is below 0; give the number of units to gather ahead")
         self.sharding, self.wrap, self.prefetch, self.layout = sharding, wrap, prefetch, layout
         self.precision, self.offload, self.replicate_below = parse_precision(precision), offload, replicate_below
         self.partition, self._pieces_are_rows = parse_partition(partition), layout == "dim0"
@@ -102,6 +102,7 @@ class FSDP(ShardedEngine):
             mesh, sharding, wrap, layout, self.partition, self.precision, offload, replicate_below
         )
         self._init_fn = init_fn or reset_parameters
+        # After the options, from which the base's construction makes the axes and the units.
         super().__init__(model, optimizer_fn, mesh)
         self._hooks += self._schedule.watch() + self._cast_inputs_of_units()
 
@@ -113,13 +114,14 @@ class FSDP(ShardedEngine):
             with saved_by_reference(self.buckets):
                 output = super().__call__(*args, **kwargs)
         except BaseException:
+            # The hooks that would reshard the unit that failed, and what was prefetched, will not run.
             self._schedule.let_go()
             raise
         self._schedule.end_pass()
         return output
 
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """As in ``Engine``; the root's parameters stay until ``function`` has ended, also where it calls the module."""
+        """As in ``Engine``; the root's parameters stay until ``function`` has ended, even if it calls the module."""
         with self._schedule.holding_root():
             return super().call(function, *args, **kwargs)
 
@@ -128,29 +130,30 @@ class FSDP(ShardedEngine):
         self._schedule.forget()
 
     def unshard(self, unit: str) -> None:
-        """Gather a unit by hand and hold it until ``reshard(unit)``; collective.
+        """Gather a unit by hand and keep it until ``reshard(unit)``; collective.
 
         Raises:
-            ValueError: there is no unit of that name; the message lists them.
+            ValueError: there is no unit with that name; the message lists the units.
         """
         held = self._unit(unit)
         held.unshard()
         held.hold(by_hand=True)
 
     def reshard(self, unit: str) -> None:
-        """Let a unit go that was gathered by hand."""
+        """Reshard a unit that was gathered by hand."""
         held = self._unit(unit)
+        # First, since a unit that is held is not resharded.
         held.hold(by_hand=False)
         held.reshard()
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """Inside, shards whose optimizer state is on the device are there too."""
+        """Inside, shards whose optimizer state is on the device are on it too."""
         for bucket in self.buckets:
             bucket.visit_device()
         try:
             yield
-        finally:
+        finally:  # after an error too, or the next gather would send the host's old values
             for bucket in self.buckets:
                 bucket.return_to_host()
 
@@ -182,18 +185,18 @@ class FSDP(ShardedEngine):
             all_or_none(self.comms, self.mesh.device, lambda: check_host_memory(num_bytes // shards, num_ranks))
 
     def _cast_inputs_of_units(self) -> list[RemovableHandle]:
-        """What reaches a unit may have been promoted on its way, by a float32 buffer for example."""
+        """Cast the inputs of units: a float32 buffer, for example, may have promoted them on their way."""
         dtype = self.precision.compute
         modules = [unit.module for unit in self.units if unit.module is not self.module]
         hook = ModuleHook(lambda _, args, kwargs: cast_floating((args, kwargs), dtype))
         return [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules if dtype is not None]
 
     def _check_model(self) -> None:
-        # Parameters without memory are made unit by unit; buffers are not.
+        # Parameters on the meta device are allocated unit by unit; buffers are not.
         check_params(self.params, self.mesh.device)
         check_max_norm(self.module, self.num_data_ranks)
         if meta := [name for name, buffer in self.module.named_buffers() if buffer.is_meta]:
-            raise ValueError(f"model: buffer {meta[0]!r} is on the meta device; make buffers on the device")
+            raise ValueError(f"model: buffer {meta[0]!r} is on the meta device; create buffers on the mesh's device")
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         super()._on_gradient(param)

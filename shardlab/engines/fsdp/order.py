@@ -1,7 +1,8 @@
-"""In which order units compute, learnt from the last forward, so that the next ones can be gathered ahead.
+"""The order in which units compute, learned from the last forward, so that the next ones can be prefetched.
 
-A wrong guess costs a gather that nobody uses; it never changes a result. The order in which gradients are reduced must
-be the same on every rank. The order of use need not be, but that of the gathers is, or they would not have met.
+A wrong guess costs a gather that is not used; it never changes a result. The order in which gradients are reduced must
+be the same on every rank. So it follows the gathers and not the uses: ranks may use units in different orders, but they
+have gathered them in one order, or the gathers would not have matched.
 """
 
 from collections.abc import Sequence
@@ -14,14 +15,14 @@ class Order:
 
     Args:
         units: in the module's order, the guess before the first forward.
-        root: the unit round all others, whose use spans theirs: it has no place among them.
+        root: the unit around all others. Its use spans theirs, so it has no place among them.
     """
 
     def __init__(self, units: Sequence[Unit], root: Unit | None) -> None:
         self._units, self._root = units, root
         self._guess = [unit for unit in units if unit is not root]
         self._place = 0  # in the guess, of the next unit of this pass
-        self._pass: list[Unit] | None = None  # units of this pass, where a backward may follow
+        self._pass: list[Unit] | None = None  # units of this pass, if a backward may follow
         self._used: list[Unit] = []  # units of all passes since the last backward
         self._gathered: dict[Unit, None] = {}  # in this order, by forwards since the last backward
         self._back = 0  # uses whose backward has begun
@@ -30,17 +31,19 @@ class Order:
         """A forward begins; ``is_taped``: a backward may follow."""
         self._place = 0
         self._pass = [] if is_taped else None
+        # A backward has begun on the passes so far: they are over, and a new count begins.
         if is_taped and self._back:
             self.forget()
 
     def end_pass(self) -> None:
-        """A forward has ended; one that may be followed by a backward is the next guess."""
+        """A forward has ended; if a backward may follow it, it is the next guess."""
+        # An evaluation, which is not taped, may stop early or go another way: it does not change the guess.
         if self._pass:
             self._guess = self._pass
         self._pass = None
 
     def forget(self) -> None:
-        """No backward of the passes so far will come."""
+        """Forget the passes so far: no backward of them will come."""
         self._used, self._back = [], 0
         self._gathered.clear()
 
@@ -50,7 +53,7 @@ class Order:
             self._gathered.setdefault(unit)
 
     def forward_of(self, unit: Unit, ahead: int) -> list[Unit]:
-        """Note that ``unit`` computes forward; the next ``ahead`` units, none where the guess was wrong."""
+        """Note that ``unit`` computes forward; return the next ``ahead`` units, none if the guess was wrong."""
         if unit is self._root:
             return self._guess[:ahead]
         if self._pass is not None:
@@ -62,20 +65,22 @@ class Order:
         return self._guess[self._place : self._place + ahead]
 
     def backward_of(self, unit: Unit, ahead: int) -> list[Unit]:
-        """Note that ``unit`` computes backward; the next ``ahead`` units, which are the previous ones of forward."""
+        """Note that ``unit`` computes backward; return the next ``ahead`` units, the previous ones of forward."""
         if unit is self._root:
             place = len(self._used) - self._back
             return self._used[max(0, place - ahead) : place][::-1]
+        # The latest use that backward has not passed: a unit that was used twice comes twice.
         place = len(self._used) - 1 - self._back
         while place >= 0 and self._used[place] is not unit:
             place -= 1
-        if place < 0:  # another output of a unit that backward has reached already
+        if place < 0:  # another output of a unit that backward has already reached
             return []
         self._back = len(self._used) - place
         return self._used[max(0, place - ahead) : place][::-1]
 
     def of_reduction(self) -> list[Unit]:
         """All units in the order in which gradients are reduced: last gathered first; the root last."""
+        # The root last, since its parameters may be used first in forward: it would hold up every unit behind it.
         known = [unit for unit in self._gathered if unit is not self._root]
         return known[::-1] + [
             unit for unit in reversed(self._units) if unit not in self._gathered or unit is self._root

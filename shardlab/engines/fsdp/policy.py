@@ -1,6 +1,6 @@
-"""Which modules are units: the parameters that are gathered together.
+"""Which modules are units: the parameters of a unit are gathered together.
 
-More, smaller units: less memory for gathered parameters, more messages. Fewer, larger ones: the other way round.
+Many small units need less memory for gathered parameters and more messages; few large ones the other way round.
 """
 
 from collections.abc import Callable
@@ -13,16 +13,16 @@ ROOT = "root"
 
 
 def wrapped_modules(module: nn.Module, policy: WrapPolicy) -> dict[str, nn.Module]:
-    """The modules that become units, by name, outer before inner; the root, which holds the rest, is not among them.
+    """The modules that become units, by name, outer before inner; without the root, which holds the rest.
 
-    Only modules with a forward of their own: a ``ModuleList`` or ``ParameterDict`` is never called, so what it holds
-    itself belongs to the module around it.
+    Only modules with a forward of their own: a ``ModuleList`` or ``ParameterDict`` is never called, so parameters it
+    holds itself belong to the module around it.
 
     Args:
         module: the user's module.
         policy: 'block' takes every entry of a ``ModuleList`` (the blocks of a transformer) or, where there is none,
             every child with parameters; 'root' takes nothing, so that the whole module is one unit; a number takes
-            the innermost modules of at least that many parameters; a function of (name, module) decides itself.
+            the innermost modules with at least that many parameters; a function of (name, module) decides itself.
 
     Raises:
         ValueError: an unknown name, or a number below 1.
@@ -43,7 +43,7 @@ def wrapped_modules(module: nn.Module, policy: WrapPolicy) -> dict[str, nn.Modul
 
 
 def parse_wrap(text: str) -> str | int:
-    """A policy as it is written in a terminal: a name or a number of parameters, for example '100000'.
+    """A policy as typed in a terminal: a name or a number of parameters, for example '100000'.
 
     Raises:
         ValueError: it is neither.
@@ -57,7 +57,7 @@ def parse_wrap(text: str) -> str | int:
 
 def _by_size(candidates: dict[str, nn.Module], least: int) -> dict[str, nn.Module]:
     if least < 1:
-        raise ValueError(f"wrap: {least} parameters is below 1")
+        raise ValueError(f"wrap: {least} parameters is below 1; give the least number of parameters of a unit")
     large = {name: child for name, child in candidates.items() if _numel(child) >= least}
     return {
         name: child for name, child in large.items() if not any(other.startswith(f"{name}.") for other in large)
@@ -70,7 +70,7 @@ def _in_list(module: nn.Module, name: str) -> bool:
 
 
 def _can_be_unit(module: nn.Module) -> bool:
-    """It has parameters, and a forward of its own to gather them for: a list or dict is never called."""
+    """Whether it has parameters, and a forward to gather them for: a list or dict is never called."""
     return next(module.parameters(), None) is not None and type(module).forward is not nn.Module.forward
 
 

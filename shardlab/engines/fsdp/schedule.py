@@ -1,7 +1,7 @@
-"""When units are gathered, let go and reduced: what hooks on the wrapped modules and on the parameters do.
+"""When units are gathered, resharded and reduced: what hooks on the wrapped modules and on the parameters do.
 
-Forward gathers a unit before it computes and lets it go after; backward gathers it again, and reduces and lets it go
-when its last gradient is there. Both gather the next ``prefetch`` units ahead, in the order of the last forward.
+Forward gathers a unit before it computes and reshards it after; backward gathers it again, and reduces and reshards it
+when its last gradient is there. Both prefetch the next ``prefetch`` units, in the order of the last forward.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ class Schedule:
 
     Args:
         units: in the module's order; every rank makes the same.
-        prefetch: units gathered ahead.
-        reshard_after_forward: whether a unit is let go between its forward and its backward.
-        is_due: whether some rank may have a gradient of a parameter.
+        prefetch: how many units to gather ahead.
+        reshard_after_forward: whether a unit is resharded between its forward and its backward.
+        is_due: whether any rank may have a gradient of a parameter.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class Schedule:
         self._units, self._prefetch, self._is_due = units, prefetch, is_due
         self._reshard_after_forward = reshard_after_forward
         self._reshard_in_this_pass = True
-        self._root_stays = False  # whatever forwards of the whole model end meanwhile
+        self._root_stays = False  # gathered, even when a forward of the whole model ends
         self._root = next((unit for unit in units if unit.name == ROOT), None)
         self._order = Order(units, self._root)
         self._queue = ReductionQueue(units, is_due, self._reduce)
         self._unit_of = {param: unit for unit in units for param in unit.params}
         self._in_backward = False
-        self._recomputed: set[Unit] = set()  # as a whole, in this backward
+        self._recomputed: set[Unit] = set()  # units whose whole forward ran again in this backward
 
     def watch(self) -> list[RemovableHandle]:
         """Put the hooks on the units' modules."""
@@ -56,36 +56,39 @@ class Schedule:
 
     def begin_pass(self) -> None:
         """A forward of the whole model begins."""
-        if self._in_backward:  # it is computed again, in the order of backward
+        # Checkpointing computes it again, in the order of backward.
+        if self._in_backward:
             return
         is_taped = torch.is_grad_enabled()
         self._reshard_in_this_pass = self._reshard_after_forward or not is_taped
         self._order.begin_pass(is_taped=is_taped)
 
     def end_pass(self) -> None:
-        """It has ended: let go of what was gathered ahead in vain."""
+        """It has ended: drop prefetches that were not used."""
         if self._in_backward:
             return
         self._order.end_pass()
+        # The guess was wrong, after an early exit for example: nothing else would free these buffers.
         for unit in self._units:
             unit.drop_gather()
 
     def begin_backward(self) -> None:
-        """A backward begins: expect every gradient anew."""
+        """A backward begins: expect every gradient again."""
         self._in_backward = True
         self._recomputed.clear()
+        # In the order of the gathers so far, which is one order on all ranks; that of the uses need not be.
         self._queue.begin(self._order.of_reduction())
         if self._root is not None:
-            # The last unit's output may be the model's: then its hook comes before the root's. One order for both.
+            # The last unit's output may be the model's own: then its hook comes before the root's. One order for both.
             self._root.start_unshard()
 
     def end_backward(self) -> None:
-        """It has ended, or raised: let go of whatever is still gathered."""
+        """It has ended, or raised: reshard what is still gathered."""
         self._in_backward = False
         self.let_go()
 
     def forget(self) -> None:
-        """The gradients are forgotten, and with them the passes that no backward has followed."""
+        """The gradients are cleared: forget the passes that no backward has followed."""
         self._order.forget()
         self._queue.reset()
 
@@ -94,38 +97,40 @@ class Schedule:
         return self._queue.is_sent(self._unit_of[param])
 
     def gradient_came(self, param: nn.Parameter, *, in_part: bool, reduce: bool) -> None:
-        """Let the parameter's unit go when this was its last gradient; with ``reduce``, reduce what is complete.
+        """Reshard the parameter's unit if this was its last gradient; with ``reduce``, reduce what is complete.
 
         Args:
             param: whose gradient it is.
             in_part: more may be added to it before backward ends, see ``ReductionQueue``.
-            reduce: not inside ``no_sync()``.
+            reduce: False inside ``no_sync()``.
         """
         unit = self._unit_of[param]
         was_complete = self._queue.is_complete(unit)
         is_complete = self._queue.note(unit, param, in_part=in_part)
-        # In parts: what has not been computed again as a whole will be, piece by piece, with no hook to gather it.
+        # In parts: unless the whole unit was recomputed, more pieces of it may be, and no hook would gather it again.
         comes_in_parts = self._queue.comes_in_parts(unit)
         if is_complete and not was_complete and (not comes_in_parts or unit in self._recomputed):
+            # Before the reduction, so that its buffer does not come on top of the full parameters.
             unit.reshard()
         if reduce:
             self._queue.send_complete()
 
     def finish(self) -> None:
-        """Reduce what has not been, and return when all gradients are means."""
+        """Reduce what is left, and return when all gradients are means."""
+        # Units that this rank's backward did not reach too: other ranks have gradients of them, and send them.
         self._queue.send_rest()
         for unit in self._units:
             unit.finish_reduce()
         self.let_go()
 
     def let_go(self) -> None:
-        """Reshard whatever is still gathered: unused, prefetched in vain, or left by an error."""
+        """Reshard what is still gathered: not used, prefetched for nothing, or left by an error."""
         for unit in self._units:
             unit.reshard()
 
     @contextlib.contextmanager
     def holding_root(self) -> Iterator[None]:
-        """Inside, no forward lets the root go; at the end it is let go as after a forward."""
+        """Inside, no forward reshards the root; at the end it is resharded as after a forward."""
         self._root_stays = True
         try:
             yield
@@ -142,11 +147,12 @@ class Schedule:
 
     def _before_forward(self, unit: Unit) -> None:
         if self._in_backward:
-            self._recomputed.add(unit)  # it follows backward's order
+            self._recomputed.add(unit)  # prefetches follow the order of backward, not of this forward
             unit.unshard()
             return
         self._gather_for_forward(unit)
         unit.unshard()
+        # Only after the wait: what is prefetched now travels while this unit computes, and not in front of it.
         for following in self._order.forward_of(unit, self._prefetch):
             self._gather_for_forward(following)
 
@@ -157,6 +163,7 @@ class Schedule:
     def _after_forward(self, unit: Unit, output: Any) -> Any:
         if self._in_backward:
             return output
+        # Before the reshard: an output that is a parameter is copied while its values are there.
         output = without_parameters(output, self._unit_of)
         if self._reshard_in_this_pass and not (self._root_stays and unit is self._root):
             unit.reshard()
@@ -172,5 +179,5 @@ class Schedule:
 
     def _reduce(self, unit: Unit) -> None:
         for earlier in self._units:
-            earlier.finish_reduce()  # one reduction at a time, behind the backward of the next unit
+            earlier.finish_reduce()  # one reduction at a time, during the backward of the next unit: bounds the memory
         unit.start_reduce(self._is_due)

@@ -1,4 +1,4 @@
-"""How FSDP divides a model: shardings are rows of a table over mesh axes, not classes; and the options beside them."""
+"""How FSDP divides a model: shardings are rows of a table over mesh axes, not classes; with the other options."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class Sharding(NamedTuple):
     """A row of the table.
 
     Attributes:
-        shard_axis: over which parameters are sharded; None for not at all.
-        replica_axis: over which shards are replicated; None for not at all.
-        reshard_after_forward: whether full parameters are let go between forward and backward.
+        shard_axis: the axis to shard parameters over; None if they are not sharded.
+        replica_axis: the axis to replicate shards over; None if they are not replicated.
+        reshard_after_forward: whether full parameters are freed between forward and backward.
     """
 
     shard_axis: str | None
@@ -46,17 +46,17 @@ LAYOUTS: Mapping[str, Callable[[list[ParamSpec], int], Layout]] = {
 
 @dataclass(frozen=True)
 class ShardingOptions:
-    """The options of ``FSDP`` that say how parameters are divided; checked.
+    """The checked options of ``FSDP`` that say how parameters are divided.
 
     Attributes:
         mesh: with the axes that ``sharding`` names.
-        sharding: see ``FSDP``, as all others.
+        sharding: see ``FSDP``, as for all others.
         wrap: which modules are units.
         layout: how a parameter is cut.
         partition: whether it is cut at all.
         precision: dtypes.
-        offload: what lives in host memory.
-        replicate_below: elements below which a parameter is not worth cutting.
+        offload: what stays in host memory.
+        replicate_below: parameters with fewer elements are not sharded.
     """
 
     mesh: BaseMesh
@@ -69,7 +69,7 @@ class ShardingOptions:
     replicate_below: int
 
     def __post_init__(self) -> None:
-        """Check what a user can get wrong."""
+        """Check the values, and which of them go together."""
         for field, value, allowed in (
             ("sharding", self.sharding, SHARDINGS),
             ("layout", self.layout, LAYOUTS),
@@ -78,7 +78,7 @@ class ShardingOptions:
             if value not in allowed:
                 raise ValueError(f"{field}: {value!r} is not one of {', '.join(allowed)}")
         if self.replicate_below < 0:
-            raise ValueError(f"replicate_below: {self.replicate_below} elements is below 0")
+            raise ValueError(f"replicate_below: {self.replicate_below} elements is below 0; 0 shards all parameters")
         if self.replicate_below and self.sharding == "no_shard":
             raise ValueError("replicate_below: with sharding='no_shard' every parameter is replicated; leave it out")
         if self.partition is not Partition.ELEMENTS and self.sharding == "no_shard":
@@ -91,19 +91,19 @@ class ShardingOptions:
 
     @property
     def data_axes(self) -> tuple[Communicator, ...]:
-        """The axes gradients are averaged over, outer first."""
+        """The axes that gradients are averaged over, outer first."""
         row = SHARDINGS[self.sharding]
         return tuple(self.mesh[axis] for axis in (row.replica_axis, row.shard_axis) if axis is not None)
 
     @property
     def shard_axis(self) -> Communicator | None:
-        """The ranks of a shard group; None where nothing is sharded."""
+        """The ranks of a shard group; None if nothing is sharded."""
         axis = SHARDINGS[self.sharding].shard_axis
         return None if axis is None else self.mesh[axis]
 
     @property
     def reshard_after_forward(self) -> bool:
-        """Whether full parameters are let go between forward and backward."""
+        """Whether full parameters are freed between forward and backward."""
         return SHARDINGS[self.sharding].reshard_after_forward
 
     def is_sharded(self, param: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """A wrapped module and the parameters that are gathered for it.
 
-Parameters of one dtype that all train (or all do not) make one ``UnitBucket``; a module that mixes them has several, so
-that frozen parameters never travel in a reduce-scatter.
+Parameters of one dtype that are all trainable, or all frozen, make one ``UnitBucket``. A module that mixes them has
+several, so that frozen parameters are never reduce-scattered.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +17,8 @@ class Unit:
 
     Args:
         name: of the module, or 'root'.
-        module: whose forward and backward need the parameters.
-        buckets: of this module alone, without those of units inside it.
+        module: the one whose forward and backward need the parameters.
+        buckets: its own, without those of units inside it.
     """
 
     def __init__(self, name: str, module: nn.Module, buckets: Sequence[UnitBucket]) -> None:
@@ -31,42 +31,43 @@ class Unit:
         return any(not bucket.is_whole for bucket in self.buckets)
 
     def start_unshard(self) -> bool:
-        """Begin to gather; whether anything was left to gather."""
+        """Begin to gather, and return whether anything was left to gather."""
         was_sharded = any(bucket.state is BucketState.SHARDED for bucket in self.buckets)
         for bucket in self.buckets:
             bucket.start_unshard()
         return was_sharded
 
     def unshard(self) -> None:
-        """Have the full parameters; all gathers are issued before the first is waited for."""
+        """Gather the full parameters."""
+        # The gathers of all buckets are issued before the first is waited for.
         self.start_unshard()
         for bucket in self.buckets:
             bucket.unshard()
 
     def reshard(self) -> None:
-        """Let the full parameters go, unless the user holds them."""
+        """Free the full parameters, unless the user holds them."""
         for bucket in self.buckets:
             bucket.reshard()
 
     def drop_gather(self) -> None:
-        """Let go of what has been gathered ahead and not been used."""
+        """Drop a prefetch that was not used."""
         for bucket in self.buckets:
             if bucket.state is BucketState.GATHERING:
                 bucket.reshard()
 
     def hold(self, *, by_hand: bool) -> None:
-        """Whether the user has gathered it by hand, so that nothing lets it go."""
+        """Set whether the user gathered it by hand, so that nothing reshards it."""
         for bucket in self.buckets:
             bucket.held_by_hand = by_hand
 
     def start_reduce(self, is_due: Callable[[nn.Parameter], bool]) -> None:
-        """Begin to reduce the gradients; a bucket that none of is due stays out, as frozen ones do."""
+        """Begin to reduce the gradients; buckets where none is due are skipped, such as frozen ones."""
         for bucket in self.buckets:
             if any(is_due(param) for param in bucket.params.values()):
                 bucket.start_reduce()
 
     def finish_reduce(self) -> None:
-        """Have the means."""
+        """Wait for the means."""
         for bucket in self.buckets:
             bucket.finish_reduce()
 
@@ -74,12 +75,13 @@ class Unit:
 def owners_of_parameters(
     module: nn.Module, wrapped: Mapping[str, nn.Module], params: Mapping[str, nn.Parameter], root: str
 ) -> dict[str, list[str]]:
-    """Parameter names by unit: the innermost wrapped module that holds every use of the parameter, else the root."""
+    """Parameter names by unit: the innermost wrapped module that contains all uses of a parameter, else the root."""
     units: dict[str, list[str]] = {root: [], **{name: [] for name in wrapped}}
     uses: dict[nn.Parameter, set[str]] = {param: set() for param in params.values()}
     for name, param in module.named_parameters(remove_duplicate=False):
         uses[param].add(_innermost(name, wrapped, root))
     for name, param in params.items():
+        # Used in two units: the root has it, as the only one that is gathered while either of them computes.
         homes = uses[param]
         units[homes.pop() if len(homes) == 1 else root].append(name)
     return units
