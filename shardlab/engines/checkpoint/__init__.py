@@ -1,7 +1,7 @@
-"""Checkpoints and full state dicts, as functions of what ``engines.state.Checkpointed`` asks of an engine.
+"""Checkpoints and full state dicts, as functions over ``engines.state.Checkpointed``.
 
 Read shards, manifest, directory, save, files, load; then gather, module_state, optimizer_state. No engine imports
-this package: it is handed to them, see ``shardlab.engines``.
+this package; ``shardlab.engines`` gives it to them.
 """
 
 from shardlab.engines.checkpoint.gather import full_gradients

@@ -1,13 +1,13 @@
-"""A checkpoint's folder: the old version stays whole until the new one is.
+"""A checkpoint's folder: the old version stays until the new one is complete.
 
     directory/
-      latest                       one line, the name of the version that counts
+      latest                       one line, the name of the current version
       version-000002/              manifest.json, rank-00000.safetensors, rank-00001.safetensors, ...
       version-000003.partial/      being written, or left by a run that was killed
 
-A rename is atomic, a folder full of files is not. So a version is written under another name, brought to the disk,
-renamed, and only then does ``latest``, one small file that is replaced in one go, name it. Wherever a run is killed,
-``latest`` names a complete version; the next save clears away what was left.
+A rename is atomic, writing a folder of files is not. So a version is written under another name, synced to disk and
+renamed; only then is ``latest``, one small file that is replaced atomically, set to its name. Wherever a run is killed,
+``latest`` names a complete version; the next save removes what was left.
 """
 
 import json
@@ -27,7 +27,7 @@ _VERSION = re.compile(r"version-(\d+)(\.partial)?")
 
 
 def begin(directory: Path) -> str:
-    """Make the folder of a new version, and clear away versions that were never finished.
+    """Make the folder of a new version, and remove versions that were never finished.
 
     Returns:
         The new version's name.
@@ -36,13 +36,13 @@ def begin(directory: Path) -> str:
         ValueError: ``directory`` is a file.
     """
     if directory.exists() and not directory.is_dir():
-        raise ValueError(f"directory: {directory} is not a directory")
+        raise ValueError(f"directory: {directory} is a file; give a directory")
     directory.mkdir(parents=True, exist_ok=True)
     numbers = [0]
     for entry in directory.iterdir():
         if found := _VERSION.fullmatch(entry.name):
             numbers.append(int(found[1]))
-            if found[2]:  # of a run that was killed: all ranks of this one have just agreed, so none writes here
+            if found[2]:  # left by a run that was killed; all ranks of this one are here, so none writes
                 shutil.rmtree(entry)
     version = f"version-{max(numbers) + 1:06d}"
     partial_folder(directory, version).mkdir()
@@ -50,14 +50,14 @@ def begin(directory: Path) -> str:
 
 
 def partial_folder(directory: Path, version: str) -> Path:
-    """Where a version is written."""
+    """The folder in which a version is written."""
     return directory / (version + _PARTIAL)
 
 
 def publish(directory: Path, version: str) -> None:
-    """Make a version that is completely written the one that counts, then remove the others."""
+    """Make a completely written version the current one, then remove the others."""
     partial = partial_folder(directory, version)
-    # A rename may reach the disk before what it names, so each is preceded by a sync of what it names.
+    # A rename may reach the disk before the data it names, so each rename comes after a sync of that data.
     sync(partial)
     partial.rename(directory / version)
     sync(directory)
@@ -65,17 +65,17 @@ def publish(directory: Path, version: str) -> None:
     _write_text(note, version + "\n")
     note.replace(directory / LATEST)
     sync(directory)
-    # Only now does no name lead to the older versions.
+    # Only now, when ``latest`` on the disk no longer names an older version.
     for entry in directory.iterdir():
         if _VERSION.fullmatch(entry.name) and entry.name != version:
             shutil.rmtree(entry)
 
 
 def latest(directory: Path) -> Path:
-    """The folder of the version that counts.
+    """The folder of the current version.
 
     Raises:
-        ValueError: there is no such directory, or no complete checkpoint in it.
+        ValueError: the directory does not exist, or holds no complete checkpoint.
     """
     if not directory.is_dir():
         raise ValueError(f"directory: {directory} does not exist")
@@ -88,20 +88,20 @@ def latest(directory: Path) -> Path:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON file, one line for an entry of a list, and bring it to the disk."""
+    """Write a JSON file, with one line per list entry, and sync it to disk."""
     lines = [f"{json.dumps(key)}: {_on_lines(entry)}" for key, entry in value.items()]
     _write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file and bring it to the disk."""
+    """Write a safetensors file and sync it to disk."""
     save_file(dict(tensors), path)
     sync(path)
 
 
 def sync(path: Path) -> None:
-    """Bring a file's contents, or a folder's entries, to the disk."""
-    # A folder has entries of its own to sync, and can be opened only by descriptor.
+    """Sync a file's contents, or a folder's entries, to disk."""
+    # By descriptor, since a folder cannot be opened as a file and its entries need a sync of their own.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

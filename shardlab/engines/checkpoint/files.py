@@ -1,8 +1,8 @@
-"""Reading element ranges out of the files of a checkpoint: a rank reads what it needs, not what others need.
+"""Reading element ranges out of the files of a checkpoint: a rank reads only what it needs.
 
-A file holds a stretch of a flattened parameter or, of a tensor-parallel model, of a slice of one; whoever loads needs a
-stretch of another slice, or of the whole. So a checkpoint can change its tensor axis: elements go from their place in
-the slice that is wanted to their place in the full parameter, and from there to their place in the slice that was
+A file holds a stretch of a flattened parameter or, of a tensor-parallel model, of a slice of one. A rank that loads may
+need a stretch of another slice, or of the whole. So a checkpoint can be loaded at another tensor-parallel size: places
+in the slice that is wanted are turned into places in the full parameter, and those into places in the slice that was
 saved.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from shardlab.engines.checkpoint.manifest import Row
 from shardlab.partition.slices import TensorSlice
 
-_AT_ONCE = 2**20  # elements read across slices; each needs several int64 places
+_AT_ONCE = 2**20  # elements read across slices at a time; each needs several int64 indices
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class IndexRanges:
 
     @classmethod
     def of_row(cls, row: Row) -> "IndexRanges":
-        """Those of the slice in which a row's ``start`` and ``stop`` count."""
+        """Those of the slice that a row's ``start`` and ``stop`` refer to."""
         if row.ranges is None:
             return cls.of(row.shape, None)
         return cls(tuple(row.shape), row.dim, tuple((start, stop) for start, stop in row.ranges))
@@ -52,7 +52,7 @@ class IndexRanges:
         return (outer * self._size + indices[along]) * self._inner + inner
 
     def own_place(self, full: Tensor) -> Tensor:
-        """Where elements of the flattened full parameter are in the flattened slice, int64; -1 for none of it."""
+        """Where elements of the flattened full parameter are in the flattened slice, int64; -1 if not in it."""
         width = sum(stop - start for start, stop in self.ranges)
         indices = torch.full((self._size,), -1)
         begin = 0
@@ -63,7 +63,7 @@ class IndexRanges:
         return torch.where(indices[along] < 0, -1, (outer * width + indices[along]) * self._inner + inner)
 
     def _split(self, place: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Indices before ``dim`` (flattened), along it, and behind it (flattened)."""
+        """Indices before ``dim`` (flattened), along it, and after it (flattened)."""
         inner = place % self._inner
         rest = place // self._inner
         return rest // size, rest % size, inner
@@ -86,18 +86,18 @@ class ShardFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        # Open until __exit__: a rank reads many ranges of few files, and opening one parses its whole header.
+        # Kept open until __exit__: a rank reads many ranges of few files, and opening a file parses its whole header.
         self._open: dict[str, Any] = {}
         self._stack = ExitStack()
 
     def read(self, rows: Sequence[Row], start: int, stop: int, slice_: TensorSlice | None = None) -> Tensor:
-        """Elements ``start`` to ``stop`` of the flattened tensor that ``rows`` divide among files, [stop - start].
+        """Elements ``start`` to ``stop`` of the flattened tensor that ``rows`` place in files, [stop - start].
 
         Args:
             rows: of one tensor, all of them.
             start: first element.
             stop: one past the last.
-            slice_: in which these elements count; None for the whole tensor.
+            slice_: the slice that start and stop refer to; None for the whole tensor.
 
         Raises:
             ValueError: an element is in no file, or a file cannot be read.
@@ -105,13 +105,13 @@ class ShardFiles:
         wanted = IndexRanges.of(rows[0].shape, slice_)
         if alike := [row for row in rows if IndexRanges.of_row(row) == wanted]:
             return self._read_stretch(alike, start, stop)
-        # In steps, since the places of many elements at once would take more memory than the elements.
+        # In steps, since the indices of many elements at once would take more memory than the elements.
         steps = range(start, stop, _AT_ONCE)
         parts = [self._read_across(rows, wanted, begin, min(begin + _AT_ONCE, stop)) for begin in steps]
         return torch.cat(parts) if parts else torch.empty(0, dtype=getattr(torch, rows[0].dtype))
 
     def _read_stretch(self, rows: Sequence[Row], start: int, stop: int) -> Tensor:
-        """Read from rows that were saved in the slice that is wanted."""
+        """Read from rows that were saved as the same slice."""
         first = rows[0]
         result = torch.empty(stop - start, dtype=getattr(torch, first.dtype))
         place = start
@@ -125,7 +125,7 @@ class ShardFiles:
         return result
 
     def _read_across(self, rows: Sequence[Row], wanted: IndexRanges, start: int, stop: int) -> Tensor:
-        """Read from rows that were saved in other slices."""
+        """Read from rows that were saved as other slices."""
         result = torch.empty(stop - start, dtype=getattr(torch, rows[0].dtype))
         missing = torch.ones(stop - start, dtype=torch.bool)
         full = wanted.full_place(torch.arange(start, stop))
@@ -142,14 +142,14 @@ class ShardFiles:
         return result
 
     def slice(self, row: Row, start: int, stop: int) -> Tensor:
-        """Elements ``start`` to ``stop`` of what one file holds of a tensor; nothing else is read from the disk."""
+        """Elements ``start`` to ``stop`` of what one file holds of a tensor; nothing else is read from disk."""
         path = self._folder / row.file
         try:
             if row.file not in self._open:
                 opened = safe_open(path, framework="pt")
                 self._open[row.file] = self._stack.enter_context(opened)
             part: Tensor = self._open[row.file].get_slice(row.tensor_name)[start:stop]
-        except Exception as error:  # safetensors raises an error of its own, which is not a ValueError
+        except Exception as error:  # safetensors has its own error class, which is not a ValueError
             raise ValueError(f"file: {row.tensor_name!r} cannot be read from {path}: {error}") from error
         if part.numel() != stop - start:
             raise ValueError(f"file: {path} has fewer elements of {row.tensor_name!r} than it should")
@@ -159,6 +159,6 @@ class ShardFiles:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        # What read() gave are copies, so no file need stay mapped for them.
+        # What read() returned are copies, so no file need stay mapped for them.
         self._stack.close()
         self._open.clear()

@@ -1,7 +1,7 @@
-"""Full tensors from stretches that lie on several ranks, in few large messages.
+"""Full tensors from stretches on several ranks, in a few large messages.
 
-Every rank tells what it has (names, shapes, ranges); then a message carries the stretches of many tensors of one dtype:
-rank by rank, and of each rank one tensor after another. So no tensor needs a collective of its own.
+First every rank announces what it has (names, shapes, ranges). Then each message carries the stretches of many tensors
+of one dtype, rank by rank, and one tensor after another for each rank. So no tensor needs a collective of its own.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ class Stretch(NamedTuple):
     key: str
     shape: list[int]
     dtype: str
-    device: str  # kind of device: step counters stay on the CPU
+    device: str  # type of device: step counters stay on the CPU
     start: int
     stop: int
 
@@ -42,25 +42,26 @@ class Stretch(NamedTuple):
 
 
 def gather_whole(engine: Checkpointed, shards: Iterable[TensorShard], *, tag: str) -> dict[Key, Tensor]:
-    """Tensors of the whole model by name and key, the same on every rank, copies.
+    """Copies of tensors of the whole model by name and key, the same on every rank; collective.
 
     Args:
-        engine: whose parameters they belong to.
+        engine: the one whose parameters they belong to.
         shards: what this rank has of them.
-        tag: what they are.
+        tag: of the collectives.
     """
     sharded_over, spread = engine.sharded_over, engine.spread_over()
     first = sharded_over is None or sharded_over.rank == 0
-    # Each tensor once; of a tensor-parallel model each slice once.
+    # Each tensor once, from the first of the ranks that hold it alike; of a tensor-parallel model each slice once.
     mine = [shard for shard in shards if first or sharded_over in spread[shard.name]]
     full = gather_shards(mine, sharded_over, engine.mesh.device, tag=tag)
+    # In the order of the messages, the same on all ranks: merging slices is collective too.
     return {
         (name, key): _merged(engine, name, value, tag=f"{tag}: {key} of {name}") for (name, key), value in full.items()
     }
 
 
 def full_gradients(engine: Checkpointed) -> dict[str, Tensor | None]:
-    """See ``Engine.full_gradients``; they are means already."""
+    """See ``Engine.full_gradients``; the gradients must already be means."""
     full = gather_whole(engine, gradient_shards(engine), tag="full gradients")
     by_name = {name: gradient for (name, _), gradient in full.items()}
     return {name: by_name.get(name) for name in engine.params}
@@ -69,13 +70,13 @@ def full_gradients(engine: Checkpointed) -> dict[str, Tensor | None]:
 def gather_shards(
     mine: Sequence[TensorShard], comm: Communicator | None, device: torch.device, *, tag: str
 ) -> dict[Key, Tensor]:
-    """Full tensors by name and key, the same on every rank, copies.
+    """Copies of full tensors by name and key, the same on every rank; collective.
 
     Args:
         mine: what this rank has, each tensor once.
-        comm: ranks that have the rest; None where this rank has everything.
-        device: where tensors of ``comm`` live.
-        tag: what they are.
+        comm: the ranks that have the rest; None if this rank has everything.
+        device: where tensors of ``comm`` are.
+        tag: of the collectives.
     """
     if comm is None:
         return {(shard.name, shard.key): shard.tensor.clone().view(shard.shape) for shard in mine}
@@ -102,7 +103,8 @@ def _describe(shard: TensorShard) -> Stretch:
 
 
 def _messages(by_rank: Sequence[Mapping[Key, Stretch]]) -> Iterator[list[Key]]:
-    """Keys that travel together; the same on every rank."""
+    """Keys that are sent together, message by message."""
+    # From what all ranks announced, in the order of the ranks: so every rank makes the same messages.
     known = {key: stretch for described in by_rank for key, stretch in described.items()}
     by_dtype: dict[str, list[Key]] = {}
     for key, stretch in known.items():
@@ -135,7 +137,7 @@ def _gather_message(
     parts = [own[key].to(device) for key in keys if key in own]
     chunk = torch.cat(parts) if parts else buffer[:0]
     comm.all_gather(buffer, chunk, bounds=bounds, tag=tag).wait()
-    # Copied out of the buffer, which may be up to MESSAGE_BYTES and would live as long as any view into it.
+    # Copied out of the buffer: it may have MESSAGE_BYTES, and any view of it would keep all of it in memory.
     full: dict[Key, Tensor] = {}
     place = 0
     for stretch in (stretch for held in stretches for stretch in held):

@@ -1,11 +1,11 @@
-"""Going on from a checkpoint, whichever strategy and number of ranks wrote it: ``engine.load(directory)``.
+"""Continuing from a checkpoint, whatever strategy and number of ranks wrote it: ``engine.load(directory)``.
 
 A rank reads the element ranges it needs and nothing else. What the checkpoint must have in common with the engine
-(names, shapes, dtypes, the class of optimizer) is checked before the first tensor changes; each difference is an error
-that names it.
+(names, shapes, dtypes, the class of optimizer) is checked before the first tensor changes; the error names the first
+difference.
 
-Bytes read per rank for P fp32 parameters with Adam: ZeRO-3 and FSDP 12P/N, ZeRO-1 and ZeRO-2 4P + 8P/N, else 12P. On
-the wire only a few words.
+Bytes read per rank for P fp32 parameters with Adam: ZeRO-3 and FSDP 12P/N, ZeRO-1 and ZeRO-2 4P + 8P/N, the others 12P.
+The wire carries only a few words.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,9 +30,9 @@ from shardlab.engines.state import Checkpointed, Stateful
 def load_checkpoint(engine: Checkpointed, directory: Path, objects: Mapping[str, Stateful]) -> Any:
     """See ``Engine.load``."""
     comms, device = engine.comms, engine.mesh.device
-    # All is checked, on every rank, before the first tensor of any rank changes.
+    # Every rank has checked everything before the first tensor changes on any rank.
     folder, manifest = all_or_none(comms, device, lambda: _found(engine, directory, objects))
-    # Also a barrier: no rank may save, and clear this version away, while another still reads it.
+    # This is a barrier too: no rank may save, and so remove this version, while another still reads it.
     all_or_none(comms, device, lambda: _restore(engine, folder, manifest, objects))
     return manifest.extra
 
@@ -65,7 +65,7 @@ def _restore(engine: Checkpointed, folder: Path, manifest: Manifest, objects: Ma
     for name, thing in objects.items():
         thing.load_state_dict(manifest.objects[name])
     engine.num_steps = manifest.num_steps
-    # Last: what the user's own load_state_dict() draws must not move the generators on.
+    # Last: the load_state_dict() of a user's object may draw numbers, which would advance the generators.
     if engine.data_rank < len(manifest.rng):
         set_rng_state(manifest.rng[engine.data_rank], engine.mesh.device)
 
@@ -82,20 +82,20 @@ def _restore_optimizer(engine: Checkpointed, files: ShardFiles, manifest: Manife
         return state
 
     own = named_groups(engine)
-    # The order within a group is this model's; the options are the checkpoint's.
+    # The order within a group is this model's, the options are the checkpoint's.
     groups = [{**saved, "params": group["params"]} for saved, group in zip(manifest.groups, own, strict=True)]
     install_state(engine, groups, state_of)
 
 
 def _check_files(folder: Path, manifest: Manifest) -> None:
-    """Every file the manifest names is there."""
+    """Check that every file in the manifest exists."""
     for file in manifest.files:
         if not (folder / file).is_file():
             raise ValueError(f"file: {folder / file} is missing")
 
 
 def _check_model(engine: Checkpointed, manifest: Manifest) -> None:
-    """Parameters and buffers have the same names and shapes, parameters the same dtypes."""
+    """Check that parameters and buffers have the same names and shapes, and parameters the same dtypes."""
     tensors = engine.step_tensors()
     _check_names("parameters", manifest.parameters, engine.params)
     for name, saved in manifest.parameters.items():
@@ -103,13 +103,13 @@ def _check_model(engine: Checkpointed, manifest: Manifest) -> None:
     buffers = persistent_buffers(engine.module)
     _check_names("buffers", manifest.buffers, buffers)
     for name, saved in manifest.buffers.items():
-        # Another dtype is fine: mixed precision keeps buffers in fewer bits.
+        # Buffers may have another dtype: mixed precision may keep them in fewer bits.
         _check_same(f"buffers: {name!r}", saved, {"shape": list(buffers[name].shape), "dtype": saved["dtype"]})
     _check_names("module state", manifest.module_state, with_extra_state(engine.module))
 
 
 def _check_optimizer(engine: Checkpointed, manifest: Manifest) -> None:
-    """The same class of optimizer, the same parameters in each group, and state this engine can cut."""
+    """Check the optimizer's class, the parameters in each group, and that this engine can cut the state."""
     kind = type(engine.optimizer).__name__
     if manifest.optimizer != kind:
         raise ValueError(f"optimizer: the checkpoint is of {manifest.optimizer}, the engine has {kind}")
@@ -130,7 +130,7 @@ def _check_optimizer(engine: Checkpointed, manifest: Manifest) -> None:
 
 
 def _check_objects(wanted: Iterable[str], manifest: Manifest) -> None:
-    """What is to be loaded was saved."""
+    """Check that every object to load was saved."""
     if missing := [name for name in wanted if name not in manifest.objects]:
         known = _listed(list(manifest.objects)) or "none"
         raise ValueError(f"objects: the checkpoint has {known}, and no {_listed(missing)}")
@@ -140,7 +140,7 @@ def _check_names(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) ->
     if missing := [name for name in own if name not in saved]:
         raise ValueError(f"{what}: the checkpoint, of another model, has no {_listed(missing)}")
     if unknown := [name for name in saved if name not in own]:
-        raise ValueError(f"{what}: the checkpoint, of another model, has {_listed(unknown)}, and this model has not")
+        raise ValueError(f"{what}: the checkpoint, of another model, has {_listed(unknown)}, which this model has not")
 
 
 def _check_same(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:

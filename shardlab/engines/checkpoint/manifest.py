@@ -1,11 +1,11 @@
 """The manifest: one JSON file that says what a checkpoint holds and which file holds which elements of which tensor.
 
 It names no rank, bucket or unit, only parameters and element ranges, so that any strategy at any number of ranks finds
-what it needs. Ranges of a tensor-parallel model's parameter count in a slice of it, which is named by dim and indices.
+what it needs. For a tensor-parallel model, ranges refer to a slice of the parameter, given by its dim and indices.
 
-JSON has no tuple, no key but text, no infinity and no tensor. Schedulers, random generators and parameter groups have;
-each is written as an object with one key that begins with '!'. So the manifest stays a file that a person can read and
-a program can trust: reading it runs no code.
+JSON has no tuples, no infinity, no tensors, and only text as keys. Schedulers, random generators and parameter groups
+need them; each is written as an object with a key that begins with '!'. So a person can read the manifest and a program
+can trust it: reading it runs no code.
 """
 
 import base64
@@ -24,17 +24,17 @@ from torch import Tensor
 from shardlab.engines.checkpoint.shards import Kind, TensorShard
 from shardlab.vocabulary import dtype_name
 
-FORMAT = 2  # 1 knew no slices
+FORMAT = 2  # 1 had no slices
 MANIFEST = "manifest.json"
 _MARK = "!"
 
 
 @dataclass(frozen=True)
 class Row:
-    """Elements ``start`` to ``stop`` of a flattened tensor, or of its slice, lie in ``file``.
+    """Elements ``start`` to ``stop`` of a flattened tensor, or of a slice of it, are in ``file``.
 
-    ``shape`` is the whole tensor's; a slice has the indices ``ranges`` along ``dim``, None is all of it. The other
-    fields are as in ``TensorShard``.
+    ``shape`` is the whole tensor's; a slice has the indices ``ranges`` along ``dim``, and None means all of it. The
+    other fields are as in ``TensorShard``.
     """
 
     kind: str
@@ -59,7 +59,7 @@ class Row:
         return cls(shard.kind, shard.name, shard.key, list(slice_.full_shape), dtype, *where, slice_.dim, ranges)
 
     def to_json(self) -> dict[str, Any]:
-        """As it is written."""
+        """The form that is written."""
         return asdict(self)
 
     @property
@@ -73,16 +73,16 @@ class Manifest:
     """What a checkpoint holds.
 
     Attributes:
-        strategy: that wrote it.
-        num_ranks: that wrote it.
+        strategy: the one that wrote it.
+        num_ranks: how many wrote it.
         num_steps: steps taken.
         optimizer: name of the optimizer's class.
         groups: parameter groups, with ``params`` as names.
         parameters: shape and dtype of every parameter by name.
-        buffers: likewise of the buffers that a state dict has.
-        values: the optimizer's state that is not tensors, by parameter.
-        module_state: what ``get_extra_state()`` of submodules gave, by module.
-        objects: state dicts of what was saved beside the engine.
+        buffers: likewise for the buffers in a state dict.
+        values: optimizer state that is not tensors, by parameter.
+        module_state: what ``get_extra_state()`` of submodules returned, by module.
+        objects: state dicts of the objects saved with the engine.
         rng: random generators, by rank.
         extra: the user's own.
         rows: where the tensors are.
@@ -119,7 +119,7 @@ class Manifest:
         return sorted({row.file for row in self.rows})
 
     def to_json(self) -> dict[str, Any]:
-        """As it is written; floats, tuples and tensors inside are encoded."""
+        """The form that is written, with floats, tuples and tensors encoded."""
         whole = {field.name: getattr(self, field.name) for field in fields(self)}
         whole["rows"] = [row.to_json() for row in self.rows]
         return {"format": FORMAT, **{key: encode(value, key) for key, value in whole.items()}}
@@ -149,11 +149,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def encode(value: Any, where: str) -> Any:
-    """``value`` as something ``json.dumps`` takes.
+    """Turn ``value`` into something ``json.dumps`` takes.
 
     Args:
         value: None, numbers, text, tensors, and lists, tuples and mappings of them.
-        where: begins the error's text, for example 'scheduler'.
+        where: the beginning of the error text, for example 'scheduler'.
 
     Raises:
         ValueError: it holds anything else; the message says where and what.
@@ -176,7 +176,7 @@ def encode(value: Any, where: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What ``encode`` was given."""
+    """The value that ``encode`` was given."""
     if isinstance(value, list):
         return [decode(entry) for entry in value]
     if not isinstance(value, dict):
@@ -189,7 +189,7 @@ def decode(value: Any) -> Any:
         return _decode_tensor(value)
     if "!dict" in value:
         return {decode(key): decode(entry) for key, entry in value["!dict"]}
-    if "!counter" in value:  # what MultiStepLR keeps its milestones in
+    if "!counter" in value:  # MultiStepLR keeps its milestones in one
         return Counter({decode(key): count for key, count in value["!counter"]})
     return {key: decode(entry) for key, entry in value.items()}
 

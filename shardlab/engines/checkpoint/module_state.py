@@ -1,6 +1,6 @@
-"""The module's full state dict out of any engine, the same on every rank, and into any engine.
+"""The module's full state dict, the same on every rank: from any engine, and into any engine.
 
-Parameters are equal on all ranks; buffers and extra state need not be, so the first data rank's are sent to the others.
+Parameters are equal on all ranks. Buffers and extra state need not be, so the first data rank's are sent to the others.
 """
 
 import base64
@@ -17,26 +17,26 @@ from shardlab.comm.slices import cut_state, merge_state
 from shardlab.engines.agreement import all_or_none, share_texts
 from shardlab.engines.state import Checkpointed
 
-_EXTRA_STATE = "_extra_state"  # how torch ends the name of what get_extra_state() returned; of any type, and any size
+_EXTRA_STATE = "_extra_state"  # torch's suffix for what get_extra_state() returned: any type, of any size
 
 
 def full_state_dict(engine: Checkpointed) -> dict[str, Any]:
-    """See ``Engine.full_state_dict``; the module has its full parameters already, or its slices of them."""
+    """See ``Engine.full_state_dict``; the module must have its full parameters, or its slices of them."""
     state = engine.module.state_dict()
     if engine.tensor_comm is not None:
         return first_ranks_own(engine, merge_state(state, engine.slices, engine.tensor_comm))
-    # Copies: the module's own tensors change with the next step, and would be written to below.
+    # Copies: the module's own tensors change with the next step, and the broadcast would write to them.
     copies = {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in state.items()}
     return first_ranks_own(engine, copies)
 
 
 def load_full_state_dict(engine: Checkpointed, state: Mapping[str, Any]) -> None:
-    """See ``Engine.load_full_state_dict``; the module has room for full parameters, or for its slices of them."""
+    """See ``Engine.load_full_state_dict``; the module must have full parameters, or its slices of them."""
     given = cut_state(state, engine.slices)
     own = engine.module.state_dict()
     misfits = {name for name in own.keys() | given.keys() if not _fits(own.get(name), given.get(name))}
     if misfits:
-        # What fits is replaced by what is there already: torch would copy it before it refuses the rest.
+        # Torch copies what fits before it refuses the rest, so what fits becomes what is already there.
         given = {name: value if name in misfits else own[name] for name, value in given.items()}
     engine.module.load_state_dict(given, strict=True)
 
@@ -45,13 +45,13 @@ def first_ranks_own(engine: Checkpointed, state: dict[str, Any]) -> dict[str, An
     """``state`` with the buffers and the extra state of the first data rank, the same on every rank; collective.
 
     Args:
-        engine: whose state it is; its parameters are equal on all ranks already.
-        state: copies, by name; the tensors among them are written to.
+        engine: the owner of the state; its parameters are equal on all ranks.
+        state: copies, by name; the broadcast writes to tensors among them.
 
     Raises:
         RuntimeError: the first rank's extra state cannot be pickled; on all ranks.
     """
-    # Parameters are not sent: every engine keeps them equal, and they are the most of the bytes.
+    # Parameters are not sent: every engine keeps them equal, and they are most of the bytes.
     parameters = {name for name, _ in engine.module.named_parameters(remove_duplicate=False)}
     others = {name: value for name, value in state.items() if name not in parameters}
     extra = {name for name, value in others.items() if name.endswith(_EXTRA_STATE) or not isinstance(value, Tensor)}
@@ -86,5 +86,5 @@ def _pickled(values: dict[str, Any]) -> str:
 
 
 def _unpickled(text: str) -> Any:
-    # Any class of the user's own may be in it, and a rank of this very run has written it, so it can be trusted.
+    # It may hold any class of the user's. A rank of this very run wrote it, so it can be trusted.
     return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=False)

@@ -1,7 +1,7 @@
-"""An optimizer's state in the plain torch format, full tensors, out of any engine and into any engine.
+"""An optimizer's state in the plain torch format, with full tensors: from any engine, and into any engine.
 
-Parameters are numbered through the groups, as torch does it. Every rank makes the same groups (see ``step_tensors``),
-so the numbers are the same everywhere, and the same as those of a plain optimizer with these groups.
+Parameters are numbered through the groups, as in torch. Every rank makes the same groups (see ``step_tensors``), so the
+numbers are the same on all ranks, and the same as those of a plain optimizer with these groups.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from shardlab.engines.state import Checkpointed
 
 
 def named_groups(engine: Checkpointed) -> list[dict[str, Any]]:
-    """The optimizer's parameter groups with names in the place of tensors.
+    """The optimizer's parameter groups, with names in place of tensors.
 
     Raises:
         ValueError: the optimizer steps a tensor that the engine does not know.
@@ -40,7 +40,7 @@ def full_optimizer_state_dict(engine: Checkpointed) -> dict[str, Any]:
     numbers = _numbers(groups)
     sharded_over = engine.sharded_over
     comms = () if sharded_over is None else (sharded_over,)
-    # Numbers and text go as JSON, tensors in few large messages.
+    # Numbers and text are sent as JSON, tensors in a few large messages.
     shared = share_json(comms, engine.mesh.device, encode(state_values(engine), "optimizer state"))
     state: dict[int, dict[str, Any]] = {}
     for values in decode(shared):
@@ -83,7 +83,7 @@ def load_full_optimizer_state_dict(engine: Checkpointed, state: Mapping[str, Any
         for group, other in zip(groups, given, strict=True)
         for name, number in zip(group["params"], other["params"], strict=True)
     }
-    # Before the first piece is cut: what is refused changes nothing.
+    # Before the first piece is cut, so that a refusal changes nothing.
     for name, found in by_name.items():
         for key, value in found.items():
             if isinstance(value, Tensor):
@@ -99,12 +99,12 @@ def load_full_optimizer_state_dict(engine: Checkpointed, state: Mapping[str, Any
 def install_state(
     engine: Checkpointed, groups: list[dict[str, Any]], state_of: Callable[[str, Tensor, int, int], dict[str, Any]]
 ) -> None:
-    """Load into the optimizer what this rank holds.
+    """Load what this rank holds into the optimizer.
 
     Args:
-        engine: whose optimizer.
+        engine: the owner of the optimizer.
         groups: options of the parameter groups, and names in the order of the engine's own.
-        state_of: called with name, piece, start and stop for each piece; empty for a parameter that has no state.
+        state_of: called with name, piece, start and stop for each piece; returns {} for a parameter without state.
     """
     numbers = _numbers(named_groups(engine))
     tensors = engine.step_tensors()
@@ -112,7 +112,7 @@ def install_state(
     owned = {name: span for name, span in engine.owned().items() if name in numbers}
     pieces = {name: state_of(name, tensors.by_name(name), *span) for name, span in owned.items()}
     state = {numbers[name]: found for name, found in pieces.items() if found}
-    # Torch moves the state to where the tensors are, which in host memory is not where they are stepped.
+    # Torch moves the state to the device of the tensors; inside, those are where they are stepped, not in host memory.
     with engine.stepping():
         engine.optimizer.load_state_dict(
             {"state": state, "param_groups": [_numbered(group, numbers) for group in groups]}
@@ -120,7 +120,7 @@ def install_state(
 
 
 def check_state_shape(engine: Checkpointed, name: str, key: str, shape: tuple[int, ...]) -> None:
-    """Refuse state that cannot be cut as its parameter is; every rank decides alike.
+    """Refuse state that cannot be cut as its parameter is; all ranks decide alike.
 
     Raises:
         ValueError: the parameter is in pieces, and the state has neither its shape nor a single element.
@@ -129,8 +129,8 @@ def check_state_shape(engine: Checkpointed, name: str, key: str, shape: tuple[in
     is_cut = name in engine.slices or (engine.spread_over()[name] and len(engine.owners()[name]) > 1)
     if is_cut and shape != full and prod(shape) != 1:
         raise ValueError(
-            f"optimizer state: {key!r} of parameter {name!r} has shape {shape} and the parameter {full}, and this "
-            "engine cuts the parameter in pieces; use a partition of whole parameters"
+            f"optimizer state: {key!r} of parameter {name!r} has shape {shape} and the parameter {full}, but this "
+            "engine cuts the parameter into pieces; use a partition of whole parameters"
         )
 
 
@@ -141,7 +141,7 @@ def _cut(engine: Checkpointed, name: str, value: Any, piece: Tensor, start: int,
         return value.detach().clone()
     if name in engine.slices:
         value = cut(value, engine.slices[name])
-    # A copy: a view would keep the full tensor alive, N times what this rank needs.
+    # A copy: a view would keep the full tensor in memory, N times what this rank needs.
     return value.detach().reshape(-1)[start:stop].clone().view(piece.shape)
 
 

@@ -1,11 +1,11 @@
 """Writing a checkpoint that any strategy at any number of ranks can load: ``engine.save(directory)``.
 
-Each rank writes the pieces it steps and their optimizer state into a file of its own, by parameter name and element
-range. What several ranks hold alike they divide among themselves, so every element is written once. Replicated things
-(buffers, schedulers) are written by the first rank.
+Each rank writes the pieces it steps and their optimizer state into its own file, by parameter name and element range.
+Ranks that hold the same elements divide them, so that every element is written once. The first rank writes what is
+replicated (buffers, schedulers).
 
-Bytes on disk for P fp32 parameters with Adam: 12P over all ranks, whatever the strategy, 12P/N per rank. On the wire
-only a few words and the manifest's rows. The directory is shared by all ranks.
+Bytes on disk for P fp32 parameters with Adam: 12P over all ranks, whatever the strategy, 12P/N per rank. The wire
+carries only a few words and the manifest's rows. All ranks share the directory.
 """
 
 from collections.abc import Mapping
@@ -35,14 +35,14 @@ from shardlab.engines.state import Checkpointed, Stateful
 def save_checkpoint(engine: Checkpointed, directory: Path, extra: Any, objects: Mapping[str, Stateful]) -> None:
     """See ``Engine.save``."""
     comms, device, is_first = engine.comms, engine.mesh.device, number_among(engine.comms)[0] == 0
-    # What can be refused is refused before anything is written.
+    # Everything that can be refused is refused before anything is written.
     head, shards = all_or_none(comms, device, lambda: (_head(engine, extra, objects), _own_shards(engine)))
-    # One rank makes the folder and chooses its name; the others must not write before it is there.
+    # The first rank chooses the folder's name and makes it; the others must not write before it exists.
     begun = all_or_none(comms, device, lambda: begin(directory) if is_first else "")
     version = share_texts(comms, device, begun)[0]
     folder = partial_folder(directory, version)
     part = all_or_none(comms, device, lambda: _write_part(engine, folder, shards))
-    # Every rank's file is on the disk now; only then may the version count.
+    # Every rank's file is on disk now; only then may the first rank publish the version.
     parts = share_json(comms, device, part)
     all_or_none(comms, device, lambda: _finish(directory, version, head, parts) if is_first else None)
 
@@ -51,13 +51,13 @@ def check_mesh(engine: Checkpointed) -> None:
     """Refuse a mesh with ranks that do not train this model together."""
     if prod(engine.mesh.axes.values()) != prod(comm.num_ranks for comm in engine.comms):
         raise ValueError(
-            f"mesh: a checkpoint is written over the data axes and the tensor axis, and {engine.mesh.axes} has others, "
-            "of which nobody says what their ranks hold"
+            f"mesh: {engine.mesh.axes} has axes other than data and tensor, and a checkpoint does not know what their "
+            "ranks hold; use a mesh with these axes only"
         )
 
 
 def _head(engine: Checkpointed, extra: Any, objects: Mapping[str, Stateful]) -> dict[str, Any]:
-    """The manifest without what each rank adds, encoded."""
+    """The encoded manifest, without what each rank adds."""
     check_mesh(engine)
     tensors = engine.step_tensors()
     parameters = {name: described(whole_shape_of(engine, name), tensors.by_name(name)) for name in engine.params}
@@ -80,9 +80,9 @@ def _head(engine: Checkpointed, extra: Any, objects: Mapping[str, Stateful]) -> 
 
 
 def _own_shards(engine: Checkpointed) -> list[TensorShard]:
-    """What this rank writes: its part of what several ranks hold alike, and on the first rank the buffers."""
+    """What this rank writes: its part of what several ranks hold, and on the first rank the buffers."""
     spread = engine.spread_over()
-    # Ranks of the axes that a parameter is not spread over have copies of the same piece.
+    # Along axes that a parameter is not spread over, ranks have copies of the same piece.
     copies = {name: number_among([comm for comm in engine.comms if comm not in axes]) for name, axes in spread.items()}
     held = [*parameter_shards(engine), *state_shards(engine)]
     parts = [part for shard in held if (part := shard.part(*copies[shard.name])) is not None]
@@ -91,7 +91,7 @@ def _own_shards(engine: Checkpointed) -> list[TensorShard]:
 
 
 def _write_part(engine: Checkpointed, folder: Path, shards: list[TensorShard]) -> dict[str, Any]:
-    """Write this rank's file; what it adds to the manifest, encoded."""
+    """Write this rank's file, and return what it adds to the manifest, encoded."""
     file = f"rank-{number_among(engine.comms)[0]:05d}.safetensors"
     rows = [Row.of(shard, file) for shard in shards]
     if shards:
@@ -100,7 +100,7 @@ def _write_part(engine: Checkpointed, folder: Path, shards: list[TensorShard]) -
     part = {
         "rows": [row.to_json() for row in rows],
         "values": state_values(engine),
-        # The ranks of a tensor axis draw alike, so theirs count once.
+        # The ranks of a tensor axis draw the same numbers, so one state is enough for them.
         "rng": rng_state(engine.mesh.device) if engine.tensor_comm is None or engine.tensor_comm.rank == 0 else None,
     }
     encoded: dict[str, Any] = encode(part, "rank")
@@ -108,13 +108,13 @@ def _write_part(engine: Checkpointed, folder: Path, shards: list[TensorShard]) -
 
 
 def _finish(directory: Path, version: str, head: dict[str, Any], parts: list[dict[str, Any]]) -> None:
-    """Write the manifest and let the new version count."""
+    """Write the manifest and publish the version."""
     whole = {
         **head,
         "values": {name: values for part in parts for name, values in part["values"].items()},
         "rng": [part["rng"] for part in parts if part["rng"] is not None],
         "rows": [row for part in parts for row in part["rows"]],
     }
-    # The manifest is the last file of a version, and published after it is on the disk: it names only what is there.
+    # The manifest is the last file of a version, so it names only files that are on disk.
     write_json(partial_folder(directory, version) / MANIFEST, whole)
     publish(directory, version)

@@ -1,11 +1,10 @@
 """What one rank holds of a run: stretches of flattened tensors, under the names of the plain module.
 
-Of a tensor-parallel model the flattened tensor is this rank's slice of the parameter; ``slice_`` says which.
+In a tensor-parallel model the flattened tensor is this rank's slice of the parameter; ``slice_`` says which.
 
-This is where all strategies become alike. A tensor of the optimizer state that has the shape of the piece it belongs to
-goes by elements, like the piece. Any other (a step counter, a factored second moment) goes as a whole, with the rank
-that holds the parameter's first element: every holder has the same counter, and state is factored only where one rank
-holds the whole parameter.
+From here on, all strategies are alike. Optimizer state in the shape of its piece is saved by elements, like the piece.
+Any other tensor (a step counter, a factored second moment) is saved whole, by the rank that holds the parameter's first
+element: every holder has the same counter, and state is factored only where one rank holds the whole parameter.
 """
 
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ class Kind(StrEnum):
     PARAMETER = "parameter"
     STATE = "state"
     BUFFER = "buffer"
-    GRADIENT = "gradient"  # in no checkpoint, but gathered as the others are
+    GRADIENT = "gradient"  # in no checkpoint, but gathered like the others
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class TensorShard:
     Attributes:
         kind: what it is.
         name: of the parameter or buffer.
-        key: in the optimizer's state of that parameter, for example 'exp_avg'; empty for other kinds.
+        key: in the parameter's optimizer state, for example 'exp_avg'; empty for other kinds.
         shape: of the tensor before it was flattened.
         start: first element.
         stop: one past the last.
@@ -55,7 +54,7 @@ class TensorShard:
     slice_: TensorSlice | None = None
 
     def part(self, index: int, number: int) -> "TensorShard | None":
-        """One of ``number`` nearly equal parts; None where it has no element."""
+        """One of ``number`` nearly equal parts; None if it has no element."""
         bounds = chunk_bounds(self.stop - self.start, number)
         first, last = bounds[index], bounds[index + 1]
         if first == last:
@@ -64,14 +63,14 @@ class TensorShard:
 
 
 def parameter_shards(engine: Checkpointed) -> Iterator[TensorShard]:
-    """The pieces this rank steps: master weights, where there are such."""
+    """The pieces this rank steps: master weights, if there are any."""
     for name, piece, start, stop in _pieces(engine):
         shape = shape_of(engine, name)
         yield TensorShard(Kind.PARAMETER, name, "", shape, start, stop, _flat(piece), engine.slices.get(name))
 
 
 def gradient_shards(engine: Checkpointed) -> Iterator[TensorShard]:
-    """The gradients of the pieces this rank steps; none for a parameter that no rank used."""
+    """The gradients of the pieces this rank steps; nothing for a parameter that no rank used."""
     for name, piece, start, stop in _pieces(engine):
         if (gradient := piece.grad) is not None:
             dense = gradient.to_dense() if gradient.is_sparse else gradient
@@ -82,10 +81,10 @@ def gradient_shards(engine: Checkpointed) -> Iterator[TensorShard]:
 
 
 def state_shards(engine: Checkpointed) -> Iterator[TensorShard]:
-    """The tensors of the optimizer's state of those pieces; none for a parameter that was never stepped.
+    """The tensors in the optimizer state of those pieces; nothing for a parameter that was never stepped.
 
     Raises:
-        ValueError: state of a slice that is neither of its shape nor a single element.
+        ValueError: state of a slice has neither the slice's shape nor a single element.
     """
     for name, piece, start, stop in _pieces(engine):
         slice_ = engine.slices.get(name)
@@ -96,15 +95,16 @@ def state_shards(engine: Checkpointed) -> Iterator[TensorShard]:
                 yield TensorShard(Kind.STATE, name, key, shape_of(engine, name), start, stop, _flat(value), slice_)
             elif slice_ is not None and value.numel() != 1:
                 raise ValueError(
-                    f"optimizer state: {key!r} of parameter {name!r} has shape {tuple(value.shape)}, which is not that "
-                    f"of the slice {slice_.shape}; the whole model's state cannot be made of it"
+                    f"optimizer state: {key!r} of parameter {name!r} has shape {tuple(value.shape)} and its slice "
+                    f"{slice_.shape}, so the whole model's state cannot be made from it; use an optimizer that steps "
+                    "element by element, such as AdamW"
                 )
             elif start == 0:
                 yield TensorShard(Kind.STATE, name, key, tuple(value.shape), 0, value.numel(), _flat(value).clone())
 
 
 def state_values(engine: Checkpointed) -> dict[str, dict[str, Any]]:
-    """What else the optimizer's state has for the parameters whose first element this rank holds."""
+    """Optimizer state that is not tensors, for the parameters whose first element this rank holds."""
     states = {name: engine.optimizer.state.get(piece, {}) for name, piece, start, _ in _pieces(engine) if start == 0}
     values = {
         name: {key: value for key, value in state.items() if not isinstance(value, Tensor)}
@@ -114,7 +114,7 @@ def state_values(engine: Checkpointed) -> dict[str, dict[str, Any]]:
 
 
 def buffer_shards(module: nn.Module) -> Iterator[TensorShard]:
-    """The buffers that a state dict has."""
+    """The buffers in a state dict."""
     for name, value in persistent_buffers(module).items():
         yield TensorShard(Kind.BUFFER, name, "", tuple(value.shape), 0, value.numel(), _flat(value))
 
@@ -122,7 +122,7 @@ def buffer_shards(module: nn.Module) -> Iterator[TensorShard]:
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Buffers by name, without those that a state dict leaves out.
 
-    Reads a private set of ``nn.Module``: its public way, ``state_dict()``, touches the parameters too, and they may be
+    Reads a private set of ``nn.Module``: the public way, ``state_dict()``, touches the parameters too, which may be
     placeholders without memory.
     """
     return {
@@ -134,7 +134,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def shape_of(engine: Checkpointed, name: str) -> tuple[int, ...]:
-    """The shape of a parameter, also of one that is a placeholder; of a tensor-parallel model that of the slice."""
+    """The shape of a parameter, even if it is a placeholder; in a tensor-parallel model, of the slice."""
     return tuple(engine.params[name].shape)
 
 
@@ -144,18 +144,18 @@ def whole_shape_of(engine: Checkpointed, name: str) -> tuple[int, ...]:
 
 
 def described(shape: tuple[int, ...], tensor: Tensor) -> dict[str, Any]:
-    """What the manifest says of a parameter or buffer of this shape, of which ``tensor`` is a part."""
+    """What the manifest says about a parameter or buffer of this shape; ``tensor`` is a part of it."""
     return {"shape": list(shape), "dtype": dtype_name(tensor.dtype)}
 
 
 def with_extra_state(module: nn.Module) -> dict[str, nn.Module]:
-    """Submodules that have state of their own in a state dict."""
+    """Submodules that add extra state to a state dict."""
     plain = nn.Module.get_extra_state
     return {name: part for name, part in module.named_modules() if type(part).get_extra_state is not plain}
 
 
 def _pieces(engine: Checkpointed) -> Iterator[tuple[str, Tensor, int, int]]:
-    """Name, piece and elements of what this rank steps; a parameter without elements has nothing to keep."""
+    """Name, piece and elements of what this rank steps, without parameters that have no elements."""
     tensors = engine.step_tensors()
     for name, (start, stop) in engine.owned().items():
         if start < stop:
