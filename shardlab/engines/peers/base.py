@@ -1,8 +1,8 @@
 """Torch's own engines behind the interface of ours: the same loop, the same tables, the same tests.
 
-What they send passes a group that tells the observers of the mesh's axis (``comm.torch_groups``), so their collectives
-are recorded like ours. Their reduction is their own: gradients are means when ``loss.backward()`` returns. Torch's
-parts are imported when one of these is built, since that takes half a second.
+They send through a group that notifies the observers of the mesh's axis (``comm.torch_groups``), so their collectives
+are recorded like ours. Torch reduces the gradients: they are means when ``loss.backward()`` returns. Torch's parts are
+imported when one of these engines is built, since that takes half a second.
 """
 
 import contextlib
@@ -20,20 +20,20 @@ from shardlab.engines.base import Engine, OptimizerFn
 from shardlab.vocabulary import Collective, MeshAxis
 
 STATE_IS_TORCHS = (
-    "keeps its state as torch's own engine does; use full_state_dict() for the parameters, "
+    "keeps its optimizer state in torch's own form; use full_state_dict() for the parameters and "
     "torch.distributed.checkpoint for the rest, or a strategy of shardlab"
 )
 """``no_checkpoints`` of a peer whose optimizer state is in torch's own form."""
 
 
 class Peer(Engine):
-    """An engine of torch.
+    """One of torch's own engines.
 
     Args:
         model: see ``Engine``.
         optimizer_fn: see ``Engine``.
         mesh: over all ranks of the default group; not None.
-        observed: whether observers are told of its collectives; False hands torch its plain group, to be timed.
+        observed: whether observers are told about its collectives; False gives torch its plain group, to time it.
 
     Raises:
         ValueError: the mesh leaves ranks out, emulates a link, or has several ranks on a GPU.
@@ -41,7 +41,7 @@ class Peer(Engine):
 
     axis: ClassVar[str] = MeshAxis.DATA
     sends: ClassVar[Mapping[Collective, str]]
-    """What each collective of a training step is for; its number in the step follows in the tag."""
+    """What each collective of a training step is for; in the tag, its number in the step follows."""
 
     def __init__(
         self, model: nn.Module, optimizer_fn: OptimizerFn, mesh: BaseMesh | None, *, observed: bool = True
@@ -50,7 +50,7 @@ class Peer(Engine):
             raise ValueError(f"mesh: {self.name!r} needs one, over all ranks of a RankPool, launch or torchrun")
         self._occasion = "setup"
         self._counts: Counter[Collective] = Counter()
-        # Weakly: torch holds its groups where Python cannot look for cycles, and the engine holds its group.
+        # Weakly: the engine holds its group, and torch holds groups in C++, where Python's collector sees no cycles.
         engine = weakref.proxy(self)
         self._group = torch_group(mesh, self.axis, (lambda op: engine._tag(op)) if observed else None)
         super().__init__(model, optimizer_fn, mesh)
@@ -58,6 +58,7 @@ class Peer(Engine):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, through torch's engine."""
+        # The numbers in the tags begin again with each forward.
         self._counts.clear()
         return self._forward(*args, **kwargs)
 
@@ -73,17 +74,17 @@ class Peer(Engine):
         return {name: None if param.grad is None else param.grad.clone() for name, param in self.params.items()}
 
     def _finish_gradients(self) -> None:
-        """They are means already, and C++ has waited for them."""
+        """The gradients are already means, and torch's C++ code has waited for them: record when it did."""
         if isinstance(self._group, TorchGroup):
             self._group.end_waits()
 
     def _watch(self, param: nn.Parameter) -> RemovableHandle | None:  # noqa: ARG002
-        """Torch's engines have hooks of their own."""
+        """No hook: torch's engines have their own."""
         return None
 
     @contextlib.contextmanager
     def _for(self, occasion: str) -> Iterator[None]:
-        """What is sent inside is tagged with the occasion."""
+        """Inside, collectives are tagged with the occasion."""
         before, self._occasion = self._occasion, occasion
         try:
             yield

@@ -1,4 +1,4 @@
-"""What torch's two engines have in common that keep parameters as ``DTensor``: ``torch_fsdp2`` and ``torch_tp``."""
+"""What the two engines of torch that keep parameters as ``DTensor`` share: ``torch_fsdp2`` and ``torch_tp``."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
@@ -13,7 +13,7 @@ from shardlab.vocabulary import Role
 class DTensorPeer(Peer):
     """A peer whose parameters, gradients and optimizer state are distributed tensors.
 
-    The module is changed by torch and stays so: ``close()`` cannot give the plain one back, ``full_state_dict()`` can.
+    Torch changes the module for good: ``close()`` cannot give the plain one back, ``full_state_dict()`` has its values.
     """
 
     no_checkpoints = STATE_IS_TORCHS
@@ -27,7 +27,7 @@ class DTensorPeer(Peer):
             return clip_mixed_(self.step_tensors(), max_norm, norm_type)
 
     def full_state_dict(self) -> dict[str, Any]:
-        """As in ``Engine``; collective in any case."""
+        """As in ``Engine``; always collective."""
         from shardlab.engines.peers.dtensors import whole
 
         with self._for("full parameters"):
@@ -38,7 +38,7 @@ class DTensorPeer(Peer):
         return self.checkpointer.first_ranks_own(self, state)
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what ``full_state_dict()`` or the plain module's ``state_dict()`` gave; communicates nothing."""
+        """Load what ``full_state_dict()`` or the plain module's ``state_dict()`` returned; communicates nothing."""
         from shardlab.engines.peers.dtensors import distributed_like
 
         own = self.module.state_dict()
@@ -52,17 +52,17 @@ class DTensorPeer(Peer):
             return {name: None if param.grad is None else whole(param.grad) for name, param in self.params.items()}
 
     def owned(self) -> dict[str, tuple[int, int]]:
-        """Always refused: a piece may be many ranges; see ``shard_map()``."""
+        """Always refused: a piece may be many ranges; use ``shard_map()``."""
         self._refuse_ranges("owned")
 
     def resident_params(self) -> dict[str, tuple[Tensor, int, int]]:
-        """Always refused: a piece may be many ranges; see ``shard_map()``."""
+        """Always refused: a piece may be many ranges; use ``shard_map()``."""
         self._refuse_ranges("resident_params")
 
     def _tensor_axis(self) -> None:
         """Torch cuts the model itself."""
         if self.slices:
-            raise ValueError(f"model: it is sliced by parallelize_module already, and {self.name!r} takes a whole one")
+            raise ValueError(f"model: parallelize_module has already sliced it; give {self.name!r} a whole one")
 
     def _refuse_ranges(self, method: str) -> NoReturn:
         raise NotImplementedError(f"{method}: a piece of strategy {self.name!r} may be many ranges; use shard_map()")
@@ -84,7 +84,7 @@ class DTensorPeer(Peer):
 
 
 def _pieces(role: Role, tensor: Tensor, param: Tensor, name: str) -> Iterator[Held]:
-    """What this rank has of a tensor that is distributed as its parameter is: one piece for each range of elements."""
+    """What this rank has of a tensor that is distributed like its parameter: one piece for each range of elements."""
     from shardlab.engines.peers.dtensors import local, ranges
 
     held = local(tensor)

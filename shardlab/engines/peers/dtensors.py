@@ -1,8 +1,8 @@
-"""What this rank holds of torch's distributed tensors, in our words: pieces, ranges, whole tensors.
+"""What this rank holds of torch's distributed tensors, in our terms: pieces, ranges, whole tensors.
 
-A ``DTensor`` is cut along one dim into blocks of ceil(size / N), like ``partition.dim0``, or is replicated. Only a cut
-along dim 0 is one range of the flattened parameter; along another dim it is one range for each index before that dim.
-Everything here also takes a plain tensor, which is a whole one.
+A ``DTensor`` is replicated, or cut along one dim into blocks of ceil(size / N), like ``partition.dim0``. A block along
+dim 0 is one range of the flattened parameter; along another dim it is one range for each index before that dim. All
+functions here also take a plain tensor, as a whole one.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,25 +22,25 @@ from shardlab.engines.clip import NORM_TYPES
 def device_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
     """Torch's mesh of one axis over a group.
 
-    The axis is named after the group: torch takes meshes of the same ranks and names for one and keeps what it has
-    learned of their operations, with the groups, so a later engine would send through groups that are long gone.
+    The axis is named after the group. Torch takes meshes with the same ranks and names for equal, and caches their
+    operations together with their groups; without a new name, a later engine would send through groups that are gone.
     """
     return DeviceMesh.from_group(group, device_type, mesh_dim_names=(f"group {group.group_name}",))
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of it; no copy."""
+    """What this rank holds of a tensor; no copy."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A copy of all of it; collective for a distributed tensor."""
+    """A copy of the whole tensor; collective for a distributed one."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def distributed_like(value: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor that every rank has, cut as ``like`` is; communicates nothing."""
+    """A whole tensor that every rank has, cut like ``like``; communicates nothing."""
     if not isinstance(like, DTensor):
         return value
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
@@ -52,7 +52,7 @@ def local_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ranges(tensor: Tensor) -> list[tuple[int, int]]:
-    """The elements (start, stop) of the flattened parameter that this rank holds, equally long; none for none."""
+    """The ranges (start, stop) of the flattened parameter that this rank holds, all of one length; may be empty."""
     if not isinstance(tensor, DTensor) or isinstance(tensor.placements[0], Replicate):
         return [(0, tensor.numel())]
     (placement,) = tensor.placements
@@ -66,7 +66,7 @@ def ranges(tensor: Tensor) -> list[tuple[int, int]]:
 
 
 def clip_mixed_(tensors: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` over distributed and plain tensors together, which torch refuses.
+    """``torch.nn.utils.clip_grad_norm_`` over distributed and plain tensors together, which torch's refuses.
 
     Returns:
         The norm before clipping, 0-d, a plain tensor, equal on all ranks.
@@ -75,6 +75,7 @@ def clip_mixed_(tensors: Iterable[Tensor], max_norm: float, norm_type: float) ->
         raise ValueError(f"norm_type: {norm_type} is not one of 1, 2, inf")
     if not max_norm > 0:
         raise ValueError(f"max_norm: {max_norm} is not greater than 0")
+    # By kind, since torch takes one kind in a call; a distributed norm is reduced, which all ranks do in this order.
     kinds: dict[bool, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.grad is not None:

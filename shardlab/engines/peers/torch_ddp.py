@@ -1,8 +1,9 @@
 """Torch's ``DistributedDataParallel``: the counterpart of ``bucketed``.
 
-Replicated: everything. Gradients are views of DDP's buckets, which stay for ever, so between ``zero_grad()`` and the
-next backward they are communication buffers. Per rank for P fp32 parameters with Adam: 4P parameters, 4P gradients, 8P
-state; on the wire 2P(N-1)/N elements a step. After the first backward DDP orders its buckets anew, as gradients came.
+Everything is replicated. Gradients are views of DDP's buckets, which are never freed, so between ``zero_grad()`` and
+the next backward they count as communication buffers. Per rank for P fp32 parameters with Adam: 4P parameters, 4P
+gradients, 8P state; on the wire 2P(N-1)/N elements a step. After the first backward DDP rebuilds its buckets in the
+order in which gradients arrived.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ class TorchDDP(Peer):
         mesh: see ``Peer``.
         observed: see ``Peer``.
         bucket_bytes: capacity of a bucket in bytes.
-        find_unused_parameters: needed where a rank may leave a parameter unused; costs a walk over the graph.
+        find_unused_parameters: needed if a rank may leave a parameter unused; costs a walk over the graph.
     """
 
     name = "torch_ddp"
@@ -55,7 +56,7 @@ class TorchDDP(Peer):
             raise ValueError(f"bucket_bytes: {bucket_bytes} is below 1")
         self.bucket_bytes, self.find_unused_parameters = bucket_bytes, find_unused_parameters
         self._ddp: Any = None
-        # Weak: DDP frees its first buckets when it orders them anew.
+        # Weak references: DDP frees its first buckets when it rebuilds them.
         self._buckets: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         super().__init__(model, optimizer_fn, mesh, observed=observed)
 
@@ -63,12 +64,12 @@ class TorchDDP(Peer):
         """As in ``Engine``, once for each forward.
 
         Raises:
-            ValueError: with ``retain_graph``: DDP expects one backward of a forward and would not reduce another's.
+            ValueError: with ``retain_graph``: DDP expects one backward per forward, and would not reduce a second one.
         """
         if retain_graph:
             raise ValueError(
-                f"retain_graph: strategy {self.name!r} reduces the gradients of a forward once, and those of another "
-                "backward stay this rank's own; call backward on the sum of the losses, or use 'bucketed'"
+                f"retain_graph: strategy {self.name!r} reduces the gradients of a forward once, and would not average "
+                "those of a second backward; call backward on the sum of the losses, or use 'bucketed'"
             )
         super().backward(loss)
 
@@ -79,17 +80,19 @@ class TorchDDP(Peer):
             yield
 
     def held(self) -> Iterator[Held]:
-        """As the base, and DDP's buckets where no gradient lies in them; known from the first backward on."""
+        """As the base, and DDP's buckets while no gradient is in them; known from the first backward on."""
+        # After the gradients: a bucket that has some is their storage, and counts as theirs.
         yield from super().held()
         yield from (Held(Role.COMMUNICATION_BUFFER, _bytes_of(storage)) for storage in self._buckets)
 
     def close(self) -> None:
-        """Let DDP go: the module trains alone again."""
+        """Drop DDP, so that the module trains alone again."""
+        # The last reference: DDP takes its hooks off the parameters when it is destroyed.
         self._ddp = None
         super().close()
 
     def _equalise(self, tensors: list[Tensor], tag: str) -> None:
-        """DDP does it itself."""
+        """Nothing to do: DDP broadcasts them itself."""
 
     def _prepare(self) -> StepTensors:
         self._ddp = DistributedDataParallel(

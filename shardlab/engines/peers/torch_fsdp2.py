@@ -1,9 +1,9 @@
 """Torch's ``fully_shard`` (FSDP2): the counterpart of ``fsdp`` with the layout dim0.
 
-Sharded: parameters, gradients and optimizer state, each parameter by rows. A unit is gathered before its forward, let
-go, gathered again for its backward, and its gradients are reduce-scattered. Per rank for P fp32 parameters with Adam at
-rest 4P/N + 4P/N + 8P/N, with every parameter's rows padded to a multiple of N; on the wire 3P(N-1)/N elements a step,
-in 2 all-gathers and 1 reduce-scatter a unit.
+Parameters, gradients and optimizer state are sharded, each parameter by rows. A unit is gathered before its forward,
+resharded, gathered again for its backward, and its gradients are reduce-scattered. Per rank for P fp32 parameters with
+Adam at rest 4P/N + 4P/N + 8P/N, with every parameter's rows padded to a multiple of N; on the wire 3P(N-1)/N elements a
+step, in 2 all-gathers and 1 reduce-scatter per unit.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ class TorchFSDP2(DTensorPeer):
         mesh: see ``Peer``.
         observed: see ``Peer``.
         wrap: which modules are units, see ``wrapped_modules``.
-        reshard_after_forward: let units go after forward and gather them again for backward, the root's too (torch by
-            default keeps the root's); False keeps all until backward has passed.
+        reshard_after_forward: reshard units after forward and gather them again for backward, the root too (torch's
+            default keeps the root gathered); False keeps all gathered until backward.
     """
 
     name = "torch_fsdp2"
@@ -61,10 +61,10 @@ class TorchFSDP2(DTensorPeer):
 
     @contextlib.contextmanager
     def full_params(self, *, keep_changes: bool = False) -> Iterator[nn.Module]:
-        """Inside, the module has its full parameters on every rank, plain tensors; collective. To be read only.
+        """Inside, the module has its full parameters on every rank, as plain tensors to read; collective.
 
         Raises:
-            ValueError: with ``keep_changes``; torch copies nothing back.
+            ValueError: with ``keep_changes``, since torch copies nothing back.
         """
         if keep_changes:
             raise ValueError(f"keep_changes: strategy {self.name!r} copies nothing back; use load_full_state_dict()")
@@ -78,12 +78,12 @@ class TorchFSDP2(DTensorPeer):
                 unit.reshard()  # type: ignore[operator]
 
     def held(self) -> Iterator[Held]:
-        """As in ``Engine``, and the gathered parameters: torch keeps the tensors and takes their storage away."""
+        """As in ``Engine``, and the gathered parameters: torch keeps their tensors and frees the storages."""
         yield from super().held()
         yield from (Held(Role.GATHERED_PARAMETER, tensor) for tensor in self._gathered)
 
     def close(self) -> None:
-        """Take the hooks off that this engine added; the module stays torch's."""
+        """Remove the hooks that this engine added; the module stays as torch has changed it."""
         for hook in self._first_forward.values():
             hook.remove()
         self._gathered = []
@@ -95,7 +95,7 @@ class TorchFSDP2(DTensorPeer):
         from shardlab.engines.peers.dtensors import device_mesh
 
         over = device_mesh(self._group, self.mesh.device.type)
-        # Inner before outer.
+        # Inner units before outer ones: each fully_shard takes the parameters that are not yet in a unit.
         self._units = [*reversed(wrapped_modules(self.module, self.wrap).values()), self.module]
         for unit in self._units:
             fully_shard(unit, mesh=over, reshard_after_forward=self.reshard_after_forward)
@@ -104,7 +104,7 @@ class TorchFSDP2(DTensorPeer):
         return super()._prepare()
 
     def _keep_gathered(self, unit: nn.Module, _: Any) -> None:
-        """In its first forward, after torch's hook, a unit's own parameters are gathered: plain, not distributed."""
+        """Note a unit's gathered parameters in its first forward: after torch's hook they are plain tensors."""
         from torch.distributed.tensor import DTensor
 
         self._first_forward.pop(unit).remove()

@@ -1,9 +1,9 @@
 """Torch's tensor parallelism: ``parallelize_module`` with column and row styles on DTensor; for our GPT by default.
 
-Sharded over the axis ``tensor``: the weights of the named linear layers, column-wise by output features, row-wise by
-input features. Replicated: everything else, and the batch, which is the same on all ranks. Per block of the GPT, each
-over B x S x H elements: 2 all-reduces in forward behind the row-wise layers, and in backward 4 (the inputs of q, k, v
-and fc1, each reduced by itself). Source of the method: Shoeybi et al., arXiv 1909.08053.
+The weights of the named linear layers are sharded over the axis ``tensor``, column-wise by output features, row-wise by
+input features. Everything else is replicated, and the batch is the same on all ranks. Per block of the GPT, each over
+B x S x H elements: 2 all-reduces in forward, after the row-wise layers, and 4 in backward (the inputs of q, k, v and
+fc1, each reduced separately). Source of the method: Shoeybi et al., arXiv 1909.08053.
 """
 
 from collections.abc import Mapping
@@ -40,10 +40,10 @@ class TorchTP(DTensorPeer):
         optimizer_fn: see ``Engine``.
         mesh: with axes ``data``, of size 1, and ``tensor``.
         observed: see ``Peer``.
-        plan: 'column' or 'row' by the name of a linear layer; ``*`` stands for any one part of the name.
+        plan: 'column' or 'row' by the name of a linear layer; ``*`` matches any one part of the name.
 
     Raises:
-        ValueError: a data axis of more than 1, a plan that matches nothing, or sizes that the ranks do not divide.
+        ValueError: a data axis of more than 1, a plan that matches nothing, or sizes that do not divide by the ranks.
     """
 
     name = "torch_tp"
@@ -61,7 +61,8 @@ class TorchTP(DTensorPeer):
     ) -> None:
         if mesh is not None and mesh.axes.get(MeshAxis.DATA) != 1:
             raise ValueError(
-                f"mesh: 'torch_tp' cuts the model over the axis 'tensor' beside an axis 'data' of 1, not {mesh.axes}"
+                f"mesh: it has {mesh.axes}; 'torch_tp' needs an axis 'tensor' to cut the model over, and an axis "
+                "'data' of size 1"
             )
         self.plan = dict(plan)
         super().__init__(model, optimizer_fn, mesh, observed=observed)
@@ -84,14 +85,14 @@ class TorchTP(DTensorPeer):
         styles = {"column": ColwiseParallel, "row": RowwiseParallel}
         over = device_mesh(self._group, self.mesh.device.type)
         plan: dict[str, Any] = {name: styles[style]() for name, style in self.plan.items()}
-        # The ranks' weights are equal already, so each takes its piece and nothing is sent.
+        # The ranks' weights are already equal, so each cuts out its piece and nothing is sent.
         parallelize_module(self.module, over, plan, src_data_rank=None)
         self.params = dict(self.module.named_parameters())
         return super()._prepare()
 
     def _make_optimizer(self, optimizer_fn: OptimizerFn) -> torch.optim.Optimizer:
         optimizer = super()._make_optimizer(optimizer_fn)
-        # Those that step many tensors in one kernel refuse distributed and plain ones together.
+        # Kernels that step many tensors at once refuse distributed and plain ones together.
         for group in optimizer.param_groups:
             if self.mesh.device.type == "cuda" and "foreach" in group:
                 group["foreach"] = False

@@ -1,9 +1,9 @@
 """Torch's ``ZeroRedundancyOptimizer`` behind DDP: the counterpart of ``zero1``.
 
 What changes against ``torch_ddp``: each parameter has one owner, which alone keeps its optimizer state and steps it;
-after the step every parameter is broadcast from its owner. Gradients are still all-reduced, so of what travels a third
-is not needed: per rank 2P(N-1)/N elements for gradients and P(N-1)/N for parameters, in as many messages as there are
-parameters. Per rank for P fp32 parameters with Adam: 4P parameters, 4P gradients, about 8P/N state.
+after the step every parameter is broadcast from its owner. Gradients are still all-reduced, so a third of what is sent
+is not needed: per rank 2P(N-1)/N elements for gradients and P(N-1)/N for parameters, in one message per parameter.
+Per rank for P fp32 parameters with Adam: 4P parameters, 4P gradients, about 8P/N state.
 """
 
 import inspect
@@ -28,7 +28,7 @@ class TorchZeRO1(TorchDDP):
 
     Args:
         model: see ``Engine``.
-        optimizer_fn: see ``Engine``; torch makes the same class of optimizer over the parameters of each owner.
+        optimizer_fn: see ``Engine``; torch builds the same class of optimizer over the parameters of each owner.
         mesh: see ``Peer``.
         observed: see ``Peer``.
         bucket_bytes: see ``TorchDDP``.
@@ -59,31 +59,31 @@ class TorchZeRO1(TorchDDP):
 
     def owners(self) -> dict[str, tuple[int, ...]]:
         """The rank that steps each parameter, in the module's order."""
-        # Private, but the only way to know the others' parts.
+        # Private: there is no public way to ask for the other ranks' parts.
         parts = self.optimizer._partition_parameters()  # type: ignore[attr-defined]
         owner = {param: rank for rank, groups in enumerate(parts) for group in groups for param in group["params"]}
         return {name: (owner[param],) for name, param in self.params.items()}
 
     def owned(self) -> dict[str, tuple[int, int]]:
-        """Whole parameters, those this rank steps."""
+        """The parameters that this rank steps, each whole."""
         mine = [name for name, (rank,) in self.owners().items() if rank == self.comm.rank]
         return {name: (0, self.params[name].numel()) for name in mine}
 
     def _held_state(self) -> Iterator[Held]:
-        """That of torch's optimizer inside."""
+        """The state of the optimizer inside torch's."""
         for name, param in self.params.items():
             for key, value in self._state().get(param, {}).items():
                 if isinstance(value, Tensor):
                     yield of_state(key, value, name, (0, param.numel()))
 
     def _zero(self, plain: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The same optimizer, made by torch over each owner's parameters."""
+        """The same optimizer, built by torch over each owner's parameters."""
         with warnings.catch_warnings():
-            # Torch's own module is built with torch.jit.script, which torch 2.13 deprecates when it is imported.
+            # Torch's own module uses torch.jit.script, which warns in torch 2.13 when the module is imported.
             warnings.simplefilter("ignore", DeprecationWarning)
             from torch.distributed.optim import ZeroRedundancyOptimizer
         kind = type(plain)
-        known = inspect.signature(kind).parameters  # AdamW's own defaults have an entry that AdamW does not take
+        known = inspect.signature(kind).parameters  # AdamW's defaults have an entry that AdamW does not take
         groups = [
             {key: value for key, value in group.items() if key == "params" or key in known}
             for group in plain.param_groups
