@@ -42,9 +42,9 @@ class PlaceholderParameter(nn.Parameter):
         made: PlaceholderParameter = cls(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
         made.refusal = (
             f"parameter {name!r} is sharded: this rank holds only its shard; compute inside engine(...), by "
-            "engine.call(function, ...) for what is not forward, or inside 'with engine.full_params():'; a weight that is "
-            "used both inside activation checkpointing and outside needs use_reentrant=False there; "
-            "engine.full_state_dict() returns a copy of all parameters"
+            "engine.call(function, ...) for what is not forward, or inside 'with engine.full_params():'; "
+            "engine.full_state_dict() returns a copy of all parameters; a weight used both inside and outside "
+            "activation checkpointing needs use_reentrant=False there"
         )
         made.refused_gradient = sharded_gradient(name)
         return made

@@ -372,7 +372,7 @@ def looked_at(rank, setup):
         backward(engine, 0)
         held = bytes_by_role(engine.live_tensors())[Role.GRADIENT]
         for look in LOOKS.values():
-            with pytest.raises(RuntimeError, match=r"gradient of .*Write engine\.clip_grad_norm_\(max_norm\)"):
+            with pytest.raises(RuntimeError, match=r"gradient of .*write engine\.clip_grad_norm_\(max_norm\)"):
                 look(engine.module)
         tensors = engine.step_tensors()
         for some in (tensors, tensors[:2], tensors.where(lambda name: name.endswith("bias"))):
