@@ -91,6 +91,17 @@ def test_a_loaded_state_is_read_back(pools, strategy):
     assert pools(2).run(load_and_read, strategy) == [True, True]
 
 
+def clip_without_gradients(rank, strategy):
+    axes = {"data": 1, "tensor": 2} if strategy == "torch_tp" else {"data": 2}
+    with Mesh(axes) as mesh, build_engine(strategy, build("WideGPT", seed=rank), sgd, mesh) as engine:
+        return float(engine.clip_grad_norm_(1.0))
+
+
+@pytest.mark.parametrize("strategy", KINDS)
+def test_without_gradients_their_norm_is_zero(pools, strategy):
+    assert pools(2).run(clip_without_gradients, strategy) == [0.0, 0.0]
+
+
 def train_alone_afterwards(rank):
     """After ``close`` each rank's module has the gradients of its own rows."""
     model = cases.build("MLP")

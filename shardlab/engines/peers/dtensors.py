@@ -84,6 +84,8 @@ def clip_mixed_(tensors: Iterable[Tensor], max_norm: float, norm_type: float) ->
         whole(get_total_norm([tensor.grad for tensor in same if tensor.grad is not None], norm_type))
         for same in kinds.values()
     ]
+    if not norms:
+        return torch.zeros(())  # as torch.nn.utils.clip_grad_norm_ does
     norm = torch.linalg.vector_norm(torch.stack(norms), norm_type) if len(norms) > 1 else norms[0]
     for same in kinds.values():
         clip_grads_with_norm_(same, max_norm, norm)
