@@ -68,7 +68,6 @@ class Load(Operation):
         if self.into is not None:
             training = world.plain.models[0].training
             ours.move(self.into, world.meshes.of(self.into), world.plain.scale)
-            world.held.clear()
         if not ours.is_member:
             return {}
         if self.into is not None:
@@ -81,10 +80,7 @@ class Load(Operation):
         plain = world.plain
         plain.losses.clear()
         if self.into is not None:
-            plain.thaw()
             plain.resize(self.into.num_data_ranks)
-            world.held.clear()
-            world.ours.spec = self.into  # also where this rank takes no part, before or after
         plain.load(world.saved["state"])
         plain.optimizer.load_state_dict(copied(world.saved["optimizer"]))
         plain.scheduler.load_state_dict(copied(world.saved["scheduler"]))
@@ -94,3 +90,7 @@ class Load(Operation):
 
     def after(self, world: World) -> None:
         world.gradients, world.unfinished, world.gathered = "means", False, False
+        if self.into is not None:
+            world.plain.thaw()
+            world.ours.spec = self.into  # also where this rank takes no part, before or after
+            world.held.clear()

@@ -62,12 +62,10 @@ def local_checks(world: World) -> Iterator[str]:
 def deep_checks(world: World) -> Iterator[str]:
     """The whole state, put together from all ranks; collective."""
     state = world.ours.engine.full_state_dict()
-    wanted = world.plain.state(world.rank)
-    names = world.plain.params if world.ours.spec.name not in PEERS else wanted.keys()
-    for name in (name for name in state if name in names):
-        if text := difference(state[name], wanted[name], world.tolerance):
-            yield f"full_state_dict() {name}: {text}"
-        elif state[name].dtype != wanted[name].dtype:
+    wanted = world.plain.state(0)  # the first rank's buffers
+    yield from (f"full_state_dict() {text}" for text in differences(state, wanted, world.tolerance))
+    for name in state.keys() & world.plain.params.keys():
+        if state[name].dtype != wanted[name].dtype:
             yield f"full_state_dict() {name}: {state[name].dtype}"
 
 

@@ -5,6 +5,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def _begin(meshes: Meshes, scenario: Scenario, directory: str | None) -> World |
     mesh, refused = meshes.of(scenario.engine), ""
     try:
         ours = Ours(scenario.engine, scenario.module, scenario.optimizer, mesh)
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         if scenario.engine.name not in PEERS and not is_about_optimizer(error, scenario.optimizer.kind):
             raise
         refused = f"refused: {first_line(error)}"
@@ -99,7 +100,7 @@ def _do(world: World, operation: Operation, deep: bool) -> str:
     """Do an operation on both sides and look; what came of it."""
     if not operation.applies(world):
         return "skipped"
-    before = world.snapshot()
+    before, num_ranks = world.snapshot(), len(world.plain.models)
     operation.prepare(world)
     takes_part = operation.takes_part(world)
     ours = _attempt(operation.ours, world) if takes_part else {}
@@ -117,15 +118,15 @@ def _do(world: World, operation: Operation, deep: bool) -> str:
     if isinstance(ours, Exception):
         if takes_part and not is_documented(ours, world):
             raise Different(f"{operation}: refused, as plain torch does not: {type(ours).__name__}: {first_line(ours)}")
+        world.plain.resize(num_ranks)
         world.plain.load(before)
         world.has_met = has_met(ours)
         if not world.has_met:
             world.recover()
         return f"refused: {first_line(ours)}"
     operation.after(world)
-    if world.ours.is_member:
-        _raise_first(operation, differences(ours, plain, world.tolerance))
-    _raise_first(operation, _looks(world, deep))
+    seen = differences(ours, plain, world.tolerance) if world.ours.is_member else ()
+    _raise_first(operation, chain(seen, _looks(world, deep)))  # to the end: other ranks are in the same collectives
     return "equal"
 
 

@@ -37,6 +37,8 @@ def is_documented(error: Exception, world: World) -> bool:
         return world.may_clash
     if "is sharded: " in str(error):  # its text says use_reentrant=False
         return any("reentrant" in block.checkpoint for block in world.ours.module_spec.blocks)
+    if "leave 'with engine.full_params():' before engine(...)" in str(error):
+        return world.ours.spec.rounds
     if world.left_alone and _matches(error, (MEET,)):
         return True
     return is_about_optimizer(error, world.ours.optimizer_spec.kind) or _matches(error, DOCUMENTED)

@@ -70,8 +70,9 @@ class Verdict:
     @property
     def signature(self) -> tuple[str, str]:
         """What two verdicts of one fault have in common, roughly."""
-        words = re.sub(r"[-+]?\d[\d.e+-]*|'[^']*'|\b(enter|leave|blocks|spare)[\w.]*", "", self.text.splitlines()[0])
-        return self.kind, words[:60]
+        text = re.sub(r"\([^()]*\)", "", self.text.splitlines()[0])  # an operation's fields
+        words = re.sub(r"[-+]?\d[\d.e+-]*|'[^']*'|\b(enter|leave|blocks|spare)[\w.]*", "", text)
+        return self.kind, words[:90]
 
 
 def run_scenario(pool: RankPool, scenario: Scenario) -> Verdict:

@@ -234,7 +234,8 @@ class FailsAlone(Operation):
     peers: ClassVar[bool] = False
 
     def applies(self, world: World) -> bool:
-        return not (world.ours.spec.gathers and world.ours.spec.transport == "gloo")
+        raises = any(block.kind == "overwrite" for block in world.ours.module_spec.blocks)  # on the other ranks too
+        return not (world.ours.spec.gathers and (raises or world.ours.spec.transport == "gloo"))
 
     def ours(self, world: World) -> Seen:
         ours, fails = world.ours, world.rank == self.on % world.ours.spec.num_data_ranks
