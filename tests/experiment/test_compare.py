@@ -192,7 +192,7 @@ def test_a_directory_that_holds_something_is_refused(pools, tmp_path):
 
 def test_a_pool_of_another_size_is_refused(pools, tmp_path):
     config = CompareConfig(strategies=("ddp",), ranks=3, text="grammar", device="cpu")
-    with pytest.raises(ValueError, match=r"pool: it has 2 ranks, but config\.ranks is 3"):
+    with pytest.raises(ValueError, match=r"pool: 2 ranks, but config\.ranks is 3"):
         compare(config, tmp_path / "out", pool=pools(2))
 
 

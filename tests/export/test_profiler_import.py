@@ -225,7 +225,7 @@ def test_damaged_traces_are_named(tmp_path, content, message):
 
 
 def test_what_is_no_trace_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no \*\.json"):
+    with pytest.raises(ValueError, match=r"has no \*\.json"):
         import_profiler_trace(tmp_path)
     with pytest.raises(ValueError, match=r"nowhere\.json cannot be read"):
         import_profiler_trace(tmp_path / "nowhere.json")
