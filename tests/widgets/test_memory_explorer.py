@@ -54,7 +54,7 @@ def test_costs_say_saving_and_bytes_sent():
     ("wrong", "message"),
     [
         ({"model": "gpt-9z"}, "model: 'gpt-9z' is not one of"),
-        ({"model": 0.5}, "model: 0.5 parameters"),
+        ({"model": 0.5}, "model: 0.5 is not a whole number"),
         ({"ranks": 0}, "ranks"),
         ({"precision": "fp8"}, "precision: 'fp8' is not one of mixed, fp32"),
         ({"optimizer": "lamb"}, "optimizer: 'lamb' is not one of adamw"),

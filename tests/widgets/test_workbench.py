@@ -71,7 +71,7 @@ def test_earlier_runs_are_found_again(bench):
         ({"ranks": 0}, "ranks: 0 is below 1"),
         ({"steps": -3}, "steps: -3 is below 1"),
         ({"link": "fast"}, "link: 'fast' is not understood; write bandwidth,latency"),
-        ({"bucket_mib": 0.0}, "bucket_mib: 0.0 is not a finite number greater than 0"),
+        ({"bucket_mib": 0.0}, "bucket_mib: 0.0 is not a finite number above 0"),
     ],
 )
 def test_bad_input_is_said_beside_the_controls(wrong, message, tmp_path):
