@@ -23,6 +23,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.coalesced import broadcast_coalesced
@@ -93,6 +94,7 @@ class Engine(Accounting, Gradients, EngineState):
         return prod(comm.num_ranks for comm in self.data_comms)
 
     @property
+    @override
     def data_rank(self) -> int:
         """This rank's number among them, from 0."""
         number = 0
@@ -101,6 +103,7 @@ class Engine(Accounting, Gradients, EngineState):
         return number
 
     @property
+    @override
     def comms(self) -> tuple[Communicator, ...]:
         """All axes whose ranks train this model together: the data axes, outer first, then the tensor axis."""
         return self.data_comms if self.tensor_comm is None else (*self.data_comms, self.tensor_comm)
@@ -171,6 +174,7 @@ class Engine(Accounting, Gradients, EngineState):
         for group in self.optimizer.param_groups:
             group["lr"] = value
 
+    @override
     def stepping(self) -> contextlib.AbstractContextManager[None]:
         """Inside, ``step_tensors()`` are where the optimizer keeps its state."""
         return contextlib.nullcontext()

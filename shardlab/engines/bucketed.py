@@ -12,6 +12,7 @@ before it. A parameter that this rank did not use is sent as unused when backwar
 from collections.abc import Iterator
 
 from torch import nn
+from typing_extensions import override
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.events import Pending
@@ -48,20 +49,24 @@ class Bucketed(Engine):
         self.bucket_bytes = bucket_bytes
         super().__init__(model, optimizer_fn, mesh)
 
+    @override
     def _forget_gradients(self) -> None:
         super()._forget_gradients()
         for bucket in self.buckets:
             bucket.forget()
         self._queue.reset()
 
+    @override
     def divisions(self) -> list[Division]:
         """Bucket by bucket."""
         return [Division(bucket.layout, self.comm, bucket.params[0].element_size()) for bucket in self.buckets]
 
+    @override
     def _held_gradients(self) -> Iterator[Held]:
         yield from super()._held_gradients()
         yield from (Held(Role.GRADIENT, bucket.buffer) for bucket in self.buckets if bucket.buffer is not None)
 
+    @override
     def _prepare(self) -> StepTensors:
         self.buckets = self._build_buckets()
         self._place = {
@@ -74,6 +79,7 @@ class Bucketed(Engine):
     def _build_buckets(self) -> list[Bucket]:
         return build_buckets(self.params, num_ranks=1, capacity_bytes=self.bucket_bytes)
 
+    @override
     def _begin_backward(self) -> None:
         super()._begin_backward()
         for bucket in self.buckets:
@@ -86,6 +92,7 @@ class Bucketed(Engine):
     def _keep_means(self, bucket: Bucket) -> None:
         """Called before a bucket is filled again. Its means are the parameters' ``.grad``, to which autograd adds."""
 
+    @override
     def _on_gradient(self, param: nn.Parameter) -> None:
         super()._on_gradient(param)
         bucket, slot = self._place[param]
@@ -110,6 +117,7 @@ class Bucketed(Engine):
         assert bucket.buffer is not None
         return self.comm.all_reduce(bucket.buffer, tag=f"gradients of bucket {bucket.index}")
 
+    @override
     def _finish_gradients(self) -> None:
         # Send all before waiting for the first, so that their transfers overlap.
         self._queue.send_rest()

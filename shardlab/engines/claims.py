@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 _CLAIM = "_shardlab_claim"
 _KEPT = "_shardlab_engine"
@@ -58,6 +59,7 @@ class EngineReference:
     def __deepcopy__(self, memo: dict[int, Any]) -> "EngineReference":
         return EngineReference(None)
 
+    @override
     def __reduce__(self) -> tuple[Any, ...]:
         # An empty dict, since torch.load(weights_only=True) accepts it: parameters are saved with their marks.
         return OrderedDict, ()

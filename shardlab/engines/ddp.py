@@ -7,6 +7,7 @@ Everything is replicated. Per rank for P fp32 parameters with Adam: 4P parameter
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from shardlab.comm import Pending
 from shardlab.engines.base import Engine
@@ -18,6 +19,7 @@ class DDP(Engine):
 
     name = "ddp"
 
+    @override
     def _finish_gradients(self) -> None:
         due = [(name, param) for name, param in self.params.items() if self._is_due(param)]
         # Noted before anything is sent: sending gives unused parameters a gradient too, of -0.

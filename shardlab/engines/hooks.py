@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -44,6 +45,7 @@ class ModuleHook:
         """Call the hook."""
         return self._hook(*args, **kwargs)
 
+    @override
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _no_hook, ()
 

@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from shardlab.engines.base import Engine
 from shardlab.engines.precision import Precision, advise, cast_floating
@@ -18,6 +19,7 @@ class MixedPrecision(Engine):
 
     precision: Precision
 
+    @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, on inputs and with outputs in the dtypes of ``precision``.
 
@@ -32,6 +34,7 @@ class MixedPrecision(Engine):
             advise(error, self.precision, self.module)
             raise
 
+    @override
     def step(self) -> None:
         """One optimizer step, in the dtype the parameters are stored in."""
         if self.precision.compute is torch.float16 and not self.loss_is_scaled:
@@ -47,6 +50,7 @@ class MixedPrecision(Engine):
         """Whether the module's parameters have their stored dtype, inside ``full_params()``, and cannot compute now."""
         return False
 
+    @override
     def _begin_backward(self) -> None:
         self._refuse_stored_params()
         super()._begin_backward()

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from shardlab.comm.trees import map_tensors
 from shardlab.engines.checks import sharded_gradient
@@ -49,7 +50,8 @@ class PlaceholderParameter(nn.Parameter):
         made.refused_gradient = sharded_gradient(name)
         return made
 
-    @property
+    @property  # type: ignore[explicit-override]  # mypy misses @override on a property with a setter
+    @override
     def grad(self) -> NoReturn:
         """Always refused: torch's clipping would take None for "has no gradient" and clip nothing."""
         raise RuntimeError(self.refused_gradient)
@@ -59,6 +61,7 @@ class PlaceholderParameter(nn.Parameter):
         raise RuntimeError(self.refused_gradient if value is None else self.refusal)
 
     @classmethod
+    @override
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
@@ -68,6 +71,7 @@ class PlaceholderParameter(nn.Parameter):
         used = next((value for value in args if isinstance(value, PlaceholderParameter)), None)
         raise RuntimeError(used.refusal if used is not None else "a sharded parameter was used")
 
+    @override
     def __repr__(self) -> str:  # type: ignore[override]
         return f"sharded parameter {tuple(self.shape)}"
 
@@ -134,6 +138,7 @@ class PlaceholderGradient(Tensor):
         return made
 
     @classmethod
+    @override
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
@@ -144,6 +149,7 @@ class PlaceholderGradient(Tensor):
         refusals = (getattr(value, "refusal", None) for value in given if isinstance(value, PlaceholderGradient))
         raise RuntimeError(next((text for text in refusals if text), sharded_gradient("a parameter")))
 
+    @override
     def __repr__(self) -> str:  # type: ignore[override]
         return f"sharded gradient {tuple(self.shape)}"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from typing_extensions import override
 
 from shardlab.engines.accounting import Division, Held
 from shardlab.engines.mixed_precision import MixedPrecision
@@ -22,6 +23,7 @@ class ShardedEngine(MixedPrecision):
     buckets: Sequence[ShardedBucket]
     _num_keeping: int  # open full_params(keep_changes=True)
 
+    @override
     def _forget_gradients(self) -> None:
         super()._forget_gradients()
         for bucket in self.buckets:
@@ -29,6 +31,7 @@ class ShardedEngine(MixedPrecision):
             bucket.finish_reduce()
             bucket.drop_gradients()
 
+    @override
     def step(self) -> None:
         """One optimizer step on the shards; what the user holds in full is gathered again, the rest is resharded."""
         # Before the step: what the user wrote must be in the shards, and nothing gathered may outlive its values.
@@ -43,11 +46,13 @@ class ShardedEngine(MixedPrecision):
                 bucket.values_changed()
             bucket.refresh()
 
+    @override
     def divisions(self) -> list[Division]:
         """Bucket by bucket."""
         return [bucket.division for bucket in self.buckets]
 
     @contextlib.contextmanager
+    @override
     def full_params(self, *, keep_changes: bool = False) -> Iterator[nn.Module]:
         """Inside, the module has its full parameters on every rank, in the dtype they are stored in; collective.
 
@@ -71,16 +76,19 @@ class ShardedEngine(MixedPrecision):
             for bucket in self.buckets:
                 bucket.let_go()
 
+    @override
     def full_state_dict(self) -> dict[str, Any]:
         """As the base; always collective."""
         with self.full_params():
             return super().full_state_dict()
 
+    @override
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a full state dict; each rank keeps its shards of it. Collective."""
         with self.full_params(keep_changes=True):
             super().load_full_state_dict(state)
 
+    @override
     def load(self, directory: str | Path, **objects: Stateful) -> Any:
         """As the base. What is gathered is resharded first, since it would be stale.
 
@@ -99,6 +107,7 @@ class ShardedEngine(MixedPrecision):
             bucket.values_changed()
         return extra
 
+    @override
     def _prepare(self) -> StepTensors:
         self._num_keeping = 0
         self.buckets = self._make_buckets()
@@ -108,16 +117,20 @@ class ShardedEngine(MixedPrecision):
         # In the module's order, not by bucket: every strategy must number an optimizer's parameters alike.
         return StepTensors({name: pieces[name] for name in self.params}, are_parts=are_parts)
 
+    @override
     def _held_parameters(self) -> Iterator[Held]:
         return chain.from_iterable(bucket.held_parameters() for bucket in self.buckets)
 
+    @override
     def _held_gradients(self) -> Iterator[Held]:
         return chain.from_iterable(bucket.held_gradients() for bucket in self.buckets)
 
     @property
+    @override
     def _keeps_pieces(self) -> bool:
         return True
 
+    @override
     def _give_back(self) -> None:
         """Put the full parameters back into the module; collective."""
         for bucket in self.buckets:
@@ -126,6 +139,7 @@ class ShardedEngine(MixedPrecision):
             bucket.unshard(as_stored=True)
 
     @property
+    @override
     def _has_stored_params(self) -> bool:
         return any(bucket.is_held_as_stored for bucket in self.buckets)
 

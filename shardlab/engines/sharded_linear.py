@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from shardlab.comm import Communicator
 
@@ -37,6 +38,7 @@ def sharded_linear(x: Tensor, weight_shard: Tensor, bias_shard: Tensor, comm: Co
 
 class _ShardedLinear(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, x: Tensor, weight_shard: Tensor, bias_shard: Tensor, comm: Communicator) -> Tensor:
         # The shard: the gathered weight is freed when forward returns.
         ctx.save_for_backward(x, weight_shard)
@@ -44,6 +46,7 @@ class _ShardedLinear(torch.autograd.Function):
         return x @ _gather(weight_shard, comm, "weight").t() + _gather(bias_shard, comm, "bias")
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x, weight_shard = ctx.saved_tensors
         # Three collectives in this order on every rank; another order on one of them would hang.

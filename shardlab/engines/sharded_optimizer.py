@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.accounting import Division, owned_in, owners_in
@@ -71,6 +72,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # The same objects, so that a learning rate set here, by a scheduler or a user, is the inner optimizer's.
         self.param_groups, self.state, self.defaults = self.inner.param_groups, self.inner.state, self.inner.defaults
 
+    @override
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Step this rank's pieces with the gradients of the parameters, then gather the parameters.
 
@@ -90,6 +92,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.num_steps += 1
         return loss
 
+    @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear (or zero) the gradients of the parameters."""
         for param in self._named.values():
@@ -98,6 +101,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             else:
                 param.grad.detach().zero_()
 
+    @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group while the optimizer is being built; afterwards the layout is fixed.
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from typing_extensions import override
 
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending, wait_all
@@ -137,6 +138,7 @@ class MasterShards(ParameterShards):
         """Whether the module has all master weights now."""
         return self._num_holders > 0
 
+    @override
     def held(self) -> Iterator[Held]:
         """As the base, with this rank's chunks of the master weights; while all are held, they count as gathered."""
         # Before the base, since the parameters are views of them meanwhile, and a storage counts in its first role.
@@ -149,6 +151,7 @@ class MasterShards(ParameterShards):
                     span = (piece.param_start, piece.param_stop)
                     yield Held(Role.MASTER_WEIGHT, self.tensors.by_name(piece.name), piece.name, span)
 
+    @override
     def gather(self, is_due: Callable[[nn.Parameter], bool]) -> None:
         """Round what this rank has stepped and gather all chunks; master weights that are held are gathered again."""
         super().gather(is_due)
@@ -245,6 +248,7 @@ class MasterShards(ParameterShards):
         )  # fmt: skip
         self._versions = {name: self.params[name]._version for name in rounded}
 
+    @override
     def _flatten(self, bucket: Bucket) -> Tensor:
         stored = super()._flatten(bucket)
         dtype = self._precision.compute_dtype_of(stored)
@@ -258,6 +262,7 @@ class MasterShards(ParameterShards):
         bucket.show(rounded)
         return rounded
 
+    @override
     def _chunk(self, bucket: Bucket) -> Tensor | None:
         return self._masters[bucket.index]
 
@@ -266,6 +271,7 @@ class MasterShards(ParameterShards):
         assert master is not None
         return master
 
+    @override
     def _piece_tensor(self, name: str) -> Tensor:
         piece = super()._piece_tensor(name)
         # An empty piece is cut from the rounded parameter, but the optimizer must see one dtype on all ranks.

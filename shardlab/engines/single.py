@@ -3,6 +3,8 @@
 Nothing is sharded, nothing is sent. Bytes for P fp32 parameters with Adam: 4P parameters, 4P gradients, 8P state.
 """
 
+from typing_extensions import override
+
 from shardlab.engines.base import Engine
 from shardlab.engines.step_tensors import StepTensors
 
@@ -16,6 +18,7 @@ class Single(Engine):
 
     name = "single"
 
+    @override
     def _prepare(self) -> StepTensors:
         if self.comm.num_ranks > 1:
             raise ValueError(

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import overload
 
 from torch import Tensor
+from typing_extensions import override
 
 
 class StepTensors(Sequence[Tensor]):
@@ -31,6 +32,7 @@ class StepTensors(Sequence[Tensor]):
     def __init__(self, tensors: Mapping[str, Tensor], *, are_parts: bool = False) -> None:
         self._tensors, self.are_parts = dict(tensors), are_parts
 
+    @override
     def __iter__(self) -> Iterator[Tensor]:
         """The tensors.
 
@@ -66,11 +68,13 @@ class StepTensors(Sequence[Tensor]):
     def __getitem__(self, index: int) -> Tensor: ...
     @overload
     def __getitem__(self, index: slice) -> "StepTensors": ...
+    @override
     def __getitem__(self, index: int | slice) -> "Tensor | StepTensors":
         if isinstance(index, slice):
             return StepTensors(dict(list(self._tensors.items())[index]), are_parts=self.are_parts)
         return list(self._tensors.values())[index]
 
+    @override
     def __len__(self) -> int:
         return len(self._tensors)
 

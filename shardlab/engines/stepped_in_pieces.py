@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from typing_extensions import override
 
 from shardlab.engines.accounting import Held
 from shardlab.engines.buckets import Bucket
@@ -31,6 +32,7 @@ class SteppedInPieces(MixedPrecision):
     _scale: float
 
     @contextlib.contextmanager
+    @override
     def full_params(self, *, keep_changes: bool = False) -> Iterator[nn.Module]:
         """As the base; inside, the master weights replace rounded parameters, which is collective.
 
@@ -42,11 +44,13 @@ class SteppedInPieces(MixedPrecision):
         with contextlib.nullcontext() if masters is None else masters.whole(keep_changes=keep_changes):
             yield self.module
 
+    @override
     def full_state_dict(self) -> dict[str, Any]:
         """As the base; the master weights, if there are any."""
         with self.full_params():
             return super().full_state_dict()
 
+    @override
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """As the base; each rank keeps its part of the master weights. Collective if there are any."""
         if self._masters is not None:
@@ -55,11 +59,13 @@ class SteppedInPieces(MixedPrecision):
         with self.full_params(keep_changes=True):
             super().load_full_state_dict(state)
 
+    @override
     def save(self, directory: str | Path, *, extra: Any = None, **objects: Stateful) -> None:
         """As the base; the master weights, if there are any."""
         self._update_masters()
         super().save(directory, extra=extra, **objects)
 
+    @override
     def load(self, directory: str | Path, **objects: Stateful) -> Any:
         """As the base; what each rank has read is then rounded and gathered.
 
@@ -74,12 +80,14 @@ class SteppedInPieces(MixedPrecision):
             self._masters.gather(lambda _: True)
         return extra
 
+    @override
     def close(self) -> None:
         """As the base."""
         # Or plain training would meet their hooks and a placeholder at ``.grad``.
         self._placeholders.close()
         super().close()
 
+    @override
     def _prepare(self) -> StepTensors:
         tensors = super()._prepare()
         for bucket in self.buckets:
@@ -89,26 +97,31 @@ class SteppedInPieces(MixedPrecision):
         self._placeholders = PlaceholderGradients(self.params)
         return tensors
 
+    @override
     def _begin_backward(self) -> None:
         # Before autograd accumulates, since a placeholder has no memory to add to; checked while they are still there.
         self._placeholders.check()
         self._placeholders.take_away()
         super()._begin_backward()
 
+    @override
     def _finish_gradients(self) -> None:
         super()._finish_gradients()
         # Last: until everything is sent, whatever is at ``.grad`` counts as a gradient.
         self._placeholders.place()
 
+    @override
     def _forget_gradients(self) -> None:
         super()._forget_gradients()
         for tensor in self.step_tensors():
             tensor.grad = None
         self._placeholders.take_away()
 
+    @override
     def _held_parameters(self) -> Iterator[Held]:
         return self.shards.held()
 
+    @override
     def _held_gradients(self) -> Iterator[Held]:
         for bucket in self.buckets:
             yield from self._gradients_of(bucket)
@@ -127,6 +140,7 @@ class SteppedInPieces(MixedPrecision):
                 yield Held(Role.GRADIENT, view, name, (0, view.numel()))
 
     @property
+    @override
     def _keeps_pieces(self) -> bool:
         return self._masters is not None
 
@@ -151,12 +165,14 @@ class SteppedInPieces(MixedPrecision):
             self._masters.check_unwritten()
             self._masters.keep_changes()
 
+    @override
     def _give_back(self) -> None:
         """Put the master weights into the module; collective if there are any."""
         if self._masters is not None:
             self._masters.give_back()
 
     @property
+    @override
     def _has_stored_params(self) -> bool:
         return self._masters is not None and self._masters.is_held
 

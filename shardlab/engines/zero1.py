@@ -13,6 +13,7 @@ Source: Rajbhandari et al., arXiv 1910.02054, section 5.1.
 """
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.events import Pending
@@ -56,6 +57,7 @@ class ZeRO1(SteppedInPieces, Bucketed):
         self.partition, self.precision = parse_partition(partition), parse_precision(precision)
         super().__init__(model, optimizer_fn, mesh, bucket_bytes=bucket_bytes)
 
+    @override
     def step(self) -> None:
         """Step this rank's pieces, then gather the parameters."""
         self._take_changes()
@@ -63,20 +65,24 @@ class ZeRO1(SteppedInPieces, Bucketed):
         # Decided by what is due, which all ranks know: one that stepped nothing of a bucket must join its gather too.
         self.shards.gather(self._is_due)
 
+    @override
     def _prepare(self) -> StepTensors:
         super()._prepare()
         self.shards = self._shards_of_parameters(self.buckets)
         return self.shards.tensors
 
+    @override
     def _build_buckets(self) -> list[Bucket]:
         return build_buckets(self.params, self.comm.num_ranks, self.bucket_bytes, self.partition)
 
+    @override
     def _reduce(self, bucket: Bucket) -> Pending:
         assert bucket.buffer is not None
         return self.comm.reduce_scatter(
             bucket.buffer, bounds=bucket.layout.bounds, tag=f"gradients of bucket {bucket.index}"
         )
 
+    @override
     def _take_means(self, bucket: Bucket) -> None:
         sums, places = self._chunk(bucket), bucket.places_in_chunk(self.comm.rank)
         unused_here = {bucket.names[slot] for slot in bucket.unused}
@@ -93,6 +99,7 @@ class ZeRO1(SteppedInPieces, Bucketed):
             # In full precision a view of the bucket, whose buffer stays for it; the other chunks are stale.
             tensor.grad = gradient
 
+    @override
     def _keep_means(self, bucket: Bucket) -> None:
         # Copied out of the bucket, which is about to be filled with this rank's new gradients.
         for name in bucket.places_in_chunk(self.comm.rank):

@@ -14,6 +14,7 @@ master weights' dtype. Source: Rajbhandari et al., arXiv 1910.02054, section 5.2
 from collections.abc import Iterator
 
 from torch import Tensor
+from typing_extensions import override
 
 from shardlab.comm.events import Pending
 from shardlab.engines.accounting import Held
@@ -30,6 +31,7 @@ class ZeRO2(ZeRO1):
 
     name = "zero2"
 
+    @override
     def _forget_gradients(self) -> None:
         super()._forget_gradients()
         self._gradient_shards.clear()
@@ -37,16 +39,19 @@ class ZeRO2(ZeRO1):
             # A buffer that is still here has what no_sync() accumulated and no backward has sent.
             bucket.release()
 
+    @override
     def _prepare(self) -> StepTensors:
         self._gradient_shards: dict[int, Tensor] = {}  # bucket index -> [chunk]
         return super()._prepare()
 
+    @override
     def _send(self, bucket: Bucket) -> None:
         # A bound that does not depend on timing: behind a slow link all of the gradients would pile up.
         for earlier in self.buckets[: max(0, bucket.index - BUCKETS_IN_FLIGHT + 1)]:
             self._complete(earlier)
         super()._send(bucket)
 
+    @override
     def _reduce(self, bucket: Bucket) -> Pending:
         assert bucket.buffer is not None
         shard = bucket.buffer.new_empty(bucket.layout.chunk_sizes[self.comm.rank])
@@ -55,21 +60,26 @@ class ZeRO2(ZeRO1):
         tag = f"gradients of bucket {bucket.index}"
         return self.comm.reduce_scatter(bucket.buffer, shard, bounds=bucket.layout.bounds, tag=tag)
 
+    @override
     def _take_means(self, bucket: Bucket) -> None:
         super()._take_means(bucket)
         # The means are in the chunk: nothing refers to the buffer any more.
         bucket.release()
 
+    @override
     def _means_of(self, bucket: Bucket) -> Tensor:
         means = self._gradient_shards[bucket.index] = super()._means_of(bucket)
         return means
 
+    @override
     def _keep_means(self, bucket: Bucket) -> None:
         """They can stay where they are: the next reduction allocates a new chunk."""
 
+    @override
     def _chunk(self, bucket: Bucket) -> Tensor:
         return self._gradient_shards[bucket.index]
 
+    @override
     def _gradients_of(self, bucket: Bucket) -> Iterator[Held]:
         if (shard := self._gradient_shards.get(bucket.index)) is not None:
             yield Held(Role.GRADIENT, shard)

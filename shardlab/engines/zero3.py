@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.trees import tensors_in
@@ -63,6 +64,7 @@ class ZeRO3(ShardedEngine):
         self.partition, self.precision = parse_partition(partition), parse_precision(precision)
         super().__init__(model, optimizer_fn, mesh)
 
+    @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Gather, run the module's forward, reshard."""
         with self._gathered(), saved_by_reference(self.buckets):
@@ -73,6 +75,7 @@ class ZeRO3(ShardedEngine):
                 tensor.register_hook(lambda _: self.gather_full_params())
         return output
 
+    @override
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Gather, run backward, reduce-scatter (unless inside ``no_sync()``), reshard."""
         with self._gathered():
@@ -90,6 +93,7 @@ class ZeRO3(ShardedEngine):
         for bucket in self.buckets:
             bucket.reshard()
 
+    @override
     def _make_buckets(self) -> list[ShardedBucket]:
         sites = sites_of(self.module, self.params)
         return [
@@ -104,6 +108,7 @@ class ZeRO3(ShardedEngine):
             for bucket in build_buckets(self.params, self.comm.num_ranks, self.bucket_bytes, self.partition)
         ]
 
+    @override
     def _finish_gradients(self) -> None:
         # Each is reduced and resharded before the next, so that only one buffer of a reduction is in memory at a time.
         for bucket in self.buckets:
@@ -112,6 +117,7 @@ class ZeRO3(ShardedEngine):
                 bucket.finish_reduce()
             bucket.reshard()
 
+    @override
     def _leave_backward(self) -> None:
         self.release_params()
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending
@@ -62,6 +63,7 @@ class UnitBucket(ShardedBucket):
             self._visiting = None
             self._point_pieces_at(self.shard)
 
+    @override
     def held_parameters(self) -> Iterator[Held]:
         """As the base; a shard in host memory is ``Role.OFFLOADED``, which comes first and so counts."""
         if self._offload.parameters:
@@ -70,6 +72,7 @@ class UnitBucket(ShardedBucket):
         if self._visiting is not None:
             yield Held(Role.PARAMETER, self._visiting)
 
+    @override
     def held_gradients(self) -> Iterator[Held]:
         """As the base; means in host memory are ``Role.OFFLOADED``."""
         if self._offload.gradients_and_state and self.gradient_shard is not None:
@@ -81,18 +84,22 @@ class UnitBucket(ShardedBucket):
         for name, piece in self.pieces.items():
             piece.data = self._tensors.piece_of(name, shard)
 
+    @override
     def _keep_shard(self, shard: Tensor) -> Tensor:
         return in_host_memory(shard) if self._offload.parameters else shard
 
+    @override
     def _is_full(self, dtype: torch.dtype) -> bool:
         return super()._is_full(dtype) and not self._offload.parameters
 
+    @override
     def _reduce(self, buffer: Tensor) -> tuple[Tensor, Pending]:
         # Nothing to scatter: the first sum over replicas is issued here, to overlap with backward.
         if self.is_whole and self._replicas:
             return buffer, self._replicas[0].all_reduce(buffer, tag=f"gradients of {self.name}")
         return super()._reduce(buffer)
 
+    @override
     def _sum_over_replicas(self, sums: Tensor) -> int:
         num_ranks = super()._sum_over_replicas(sums)
         # Blocking, each sum over what the one before has summed, and in the same order on all ranks.
@@ -102,9 +109,11 @@ class UnitBucket(ShardedBucket):
             num_ranks *= replicas.num_ranks
         return num_ranks
 
+    @override
     def _accept(self, means: Tensor, unused: set[str]) -> None:
         super()._accept(in_host_memory(means) if self._offload.gradients_and_state else means, unused)
 
+    @override
     def _set_gradient(self, piece: Tensor, gradient: Tensor) -> None:
         # Torch refuses a gradient on another device than the piece's data, which is in host memory outside a step.
         home, piece.data = piece.data, gradient

@@ -29,6 +29,7 @@ from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.communicator import Communicator
@@ -106,6 +107,7 @@ class FSDP(ShardedEngine):
         super().__init__(model, optimizer_fn, mesh)
         self._hooks += self._schedule.watch() + self._cast_inputs_of_units()
 
+    @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; units are gathered as it reaches them."""
         self._notice_failure()
@@ -120,11 +122,13 @@ class FSDP(ShardedEngine):
         self._schedule.end_pass()
         return output
 
+    @override
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """As in ``Engine``; the root's parameters stay until ``function`` has ended, even if it calls the module."""
         with self._schedule.holding_root():
             return super().call(function, *args, **kwargs)
 
+    @override
     def _forget_gradients(self) -> None:
         super()._forget_gradients()
         self._schedule.forget()
@@ -147,6 +151,7 @@ class FSDP(ShardedEngine):
         held.reshard()
 
     @contextlib.contextmanager
+    @override
     def stepping(self) -> Iterator[None]:
         """Inside, shards whose optimizer state is on the device are on it too."""
         for bucket in self.buckets:
@@ -157,15 +162,18 @@ class FSDP(ShardedEngine):
             for bucket in self.buckets:
                 bucket.return_to_host()
 
+    @override
     def _held_state(self) -> Iterator[Held]:
         for held in super()._held_state():
             if held.role is Role.OPTIMIZER_STATE and OFFLOADS[self.offload].gradients_and_state:
                 yield Held(Role.OFFLOADED, held.tensor)
             yield held
 
+    @override
     def _data_axes(self) -> tuple[Communicator, ...]:
         return self._options.data_axes
 
+    @override
     def _make_buckets(self) -> list[UnitBucket]:
         self._check_host_memory()
         self.units = build_units(self.module, self.params, self._options, self._init_fn, self._equalise)
@@ -191,6 +199,7 @@ class FSDP(ShardedEngine):
         hook = ModuleHook(lambda _, args, kwargs: cast_floating((args, kwargs), dtype))
         return [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules if dtype is not None]
 
+    @override
     def _check_model(self) -> None:
         # Parameters on the meta device are allocated unit by unit; buffers are not.
         check_params(self.params, self.mesh.device)
@@ -198,19 +207,23 @@ class FSDP(ShardedEngine):
         if meta := [name for name, buffer in self.module.named_buffers() if buffer.is_meta]:
             raise ValueError(f"model: buffer {meta[0]!r} is on the meta device; create buffers on the mesh's device")
 
+    @override
     def _on_gradient(self, param: nn.Parameter) -> None:
         super()._on_gradient(param)
         if self._sync and self._schedule.comes_too_late(param):
             raise second_gradient(self._name_of(param))
         self._schedule.gradient_came(param, in_part=self._backward_watch.is_nested, reduce=self._sync)
 
+    @override
     def _begin_backward(self) -> None:
         super()._begin_backward()
         self._schedule.begin_backward()
 
+    @override
     def _leave_backward(self) -> None:
         self._schedule.end_backward()
 
+    @override
     def _finish_gradients(self) -> None:
         self._schedule.finish()
 

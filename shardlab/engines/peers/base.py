@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.torch_groups import TorchGroup, torch_group
@@ -56,12 +57,14 @@ class Peer(Engine):
         super().__init__(model, optimizer_fn, mesh)
         self._occasion = ""
 
+    @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, through torch's engine."""
         # The numbers in the tags begin again with each forward.
         self._counts.clear()
         return self._forward(*args, **kwargs)
 
+    @override
     def step(self) -> None:
         """One optimizer step; afterwards the parameters are equal on all ranks."""
         self._counts.clear()
@@ -70,15 +73,18 @@ class Peer(Engine):
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
+    @override
     def _gather_gradients(self) -> dict[str, Tensor | None]:
         return {name: None if param.grad is None else param.grad.clone() for name, param in self.params.items()}
 
+    @override
     def _finish_gradients(self) -> None:
         """The gradients are already means, and torch's C++ code has waited for them: record when it did."""
         if isinstance(self._group, TorchGroup):
             self._group.end_waits()
 
-    def _watch(self, param: nn.Parameter) -> RemovableHandle | None:  # noqa: ARG002
+    @override
+    def _watch(self, param: nn.Parameter) -> RemovableHandle | None:
         """No hook: torch's engines have their own."""
         return None
 

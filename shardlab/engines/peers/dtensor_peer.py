@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor
+from typing_extensions import override
 
 from shardlab.engines.accounting import Held
 from shardlab.engines.peers.base import STATE_IS_TORCHS, Peer
@@ -18,6 +19,7 @@ class DTensorPeer(Peer):
 
     no_checkpoints = STATE_IS_TORCHS
 
+    @override
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As in ``Engine``; torch reduces the norm."""
         from shardlab.engines.peers.dtensors import clip_mixed_
@@ -26,6 +28,7 @@ class DTensorPeer(Peer):
         with self._for("gradient norm"):
             return clip_mixed_(self.step_tensors(), max_norm, norm_type)
 
+    @override
     def full_state_dict(self) -> dict[str, Any]:
         """As in ``Engine``; always collective."""
         from shardlab.engines.peers.dtensors import whole
@@ -37,6 +40,7 @@ class DTensorPeer(Peer):
             }
         return self.checkpointer.first_ranks_own(self, state)
 
+    @override
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what ``full_state_dict()`` or the plain module's ``state_dict()`` returned; communicates nothing."""
         from shardlab.engines.peers.dtensors import distributed_like
@@ -45,20 +49,24 @@ class DTensorPeer(Peer):
         cut = {name: distributed_like(value, own[name]) if name in own else value for name, value in state.items()}
         self.module.load_state_dict(cut, strict=True)
 
+    @override
     def _gather_gradients(self) -> dict[str, Tensor | None]:
         from shardlab.engines.peers.dtensors import whole
 
         with self._for("full gradients"):
             return {name: None if param.grad is None else whole(param.grad) for name, param in self.params.items()}
 
+    @override
     def owned(self) -> dict[str, tuple[int, int]]:
         """Always refused: a piece may be many ranges; use ``shard_map()``."""
         self._refuse_ranges("owned")
 
+    @override
     def resident_params(self) -> dict[str, tuple[Tensor, int, int]]:
         """Always refused: a piece may be many ranges; use ``shard_map()``."""
         self._refuse_ranges("resident_params")
 
+    @override
     def _tensor_axis(self) -> None:
         """Torch cuts the model itself."""
         if self.slices:
@@ -67,15 +75,18 @@ class DTensorPeer(Peer):
     def _refuse_ranges(self, method: str) -> NoReturn:
         raise NotImplementedError(f"{method}: a piece of strategy {self.name!r} may be many ranges; use shard_map()")
 
+    @override
     def _held_parameters(self) -> Iterator[Held]:
         for name, param in self.params.items():
             yield from _pieces(Role.PARAMETER, param, param, name)
 
+    @override
     def _held_gradients(self) -> Iterator[Held]:
         for name, param in self.params.items():
             if param.grad is not None:
                 yield from _pieces(Role.GRADIENT, param.grad, param, name)
 
+    @override
     def _held_state(self) -> Iterator[Held]:
         for name, param in self.params.items():
             for key, value in self.optimizer.state.get(param, {}).items():

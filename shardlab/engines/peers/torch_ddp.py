@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from shardlab.comm import BaseMesh
 from shardlab.engines.accounting import Held
@@ -60,6 +61,7 @@ class TorchDDP(Peer):
         self._buckets: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         super().__init__(model, optimizer_fn, mesh, observed=observed)
 
+    @override
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """As in ``Engine``, once for each forward.
 
@@ -74,26 +76,31 @@ class TorchDDP(Peer):
         super().backward(loss)
 
     @contextlib.contextmanager
+    @override
     def no_sync(self) -> Iterator[None]:
         """Inside, forward and backward only accumulate on this rank."""
         with super().no_sync(), self._ddp.no_sync():
             yield
 
+    @override
     def held(self) -> Iterator[Held]:
         """As the base, and DDP's buckets while no gradient is in them; known from the first backward on."""
         # After the gradients: a bucket that has some is their storage, and counts as theirs.
         yield from super().held()
         yield from (Held(Role.COMMUNICATION_BUFFER, _bytes_of(storage)) for storage in self._buckets)
 
+    @override
     def close(self) -> None:
         """Drop DDP, so that the module trains alone again."""
         # The last reference: DDP takes its hooks off the parameters when it is destroyed.
         self._ddp = None
         super().close()
 
+    @override
     def _equalise(self, tensors: list[Tensor], tag: str) -> None:
         """Nothing to do: DDP broadcasts them itself."""
 
+    @override
     def _prepare(self) -> StepTensors:
         self._ddp = DistributedDataParallel(
             self.module,
@@ -104,9 +111,11 @@ class TorchDDP(Peer):
         )
         return super()._prepare()
 
+    @override
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._ddp(*args, **kwargs)
 
+    @override
     def _finish_gradients(self) -> None:
         super()._finish_gradients()
         for param in self.params.values():

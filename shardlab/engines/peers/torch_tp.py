@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from shardlab.comm import BaseMesh, broadcast_coalesced
 from shardlab.engines.base import OptimizerFn
@@ -67,15 +68,18 @@ class TorchTP(DTensorPeer):
         self.plan = dict(plan)
         super().__init__(model, optimizer_fn, mesh, observed=observed)
 
+    @override
     def full_params(self, *, keep_changes: bool = False) -> NoReturn:
         """Always refused: the module keeps distributed tensors."""
         raise NotImplementedError(
             f"full_params: strategy {self.name!r} keeps distributed tensors in the module; use full_state_dict()"
         )
 
+    @override
     def _equalise(self, tensors: list[Tensor], tag: str) -> None:
         broadcast_coalesced(self.mesh[MeshAxis.TENSOR], tensors, tag=tag)
 
+    @override
     def _prepare(self) -> StepTensors:
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -90,6 +94,7 @@ class TorchTP(DTensorPeer):
         self.params = dict(self.module.named_parameters())
         return super()._prepare()
 
+    @override
     def _make_optimizer(self, optimizer_fn: OptimizerFn) -> torch.optim.Optimizer:
         optimizer = super()._make_optimizer(optimizer_fn)
         # Kernels that step many tensors at once refuse distributed and plain ones together.

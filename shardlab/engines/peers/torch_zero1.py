@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from shardlab.comm import BaseMesh
 from shardlab.engines.accounting import Held, of_state
@@ -57,6 +58,7 @@ class TorchZeRO1(TorchDDP):
             bucket_bytes=bucket_bytes, find_unused_parameters=find_unused_parameters,
         )  # fmt: skip
 
+    @override
     def owners(self) -> dict[str, tuple[int, ...]]:
         """The rank that steps each parameter, in the module's order."""
         # Private: there is no public way to ask for the other ranks' parts.
@@ -64,11 +66,13 @@ class TorchZeRO1(TorchDDP):
         owner = {param: rank for rank, groups in enumerate(parts) for group in groups for param in group["params"]}
         return {name: (owner[param],) for name, param in self.params.items()}
 
+    @override
     def owned(self) -> dict[str, tuple[int, int]]:
         """The parameters that this rank steps, each whole."""
         mine = [name for name, (rank,) in self.owners().items() if rank == self.comm.rank]
         return {name: (0, self.params[name].numel()) for name in mine}
 
+    @override
     def _held_state(self) -> Iterator[Held]:
         """The state of the optimizer inside torch's."""
         for name, param in self.params.items():
