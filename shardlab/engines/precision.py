@@ -4,7 +4,7 @@ The shard stays in the model's own dtype (float32): it is the master weight. Wha
 gather moves half the bytes and the gathered parameters take half the memory. Gradients are 16-bit, are summed over the
 ranks in ``reduce``, and are cast to the master's dtype before the mean is taken, so that the optimizer sees float32.
 
-Bytes at rest per rank for P fp32 parameters, Adam, N ranks and 16-bit parameters, beside those of the ZeRO paper, which
+Bytes at rest per rank for P fp32 parameters, Adam, N ranks and 16-bit parameters, and those of the ZeRO paper, which
 keeps 16-bit gradients (arXiv 1910.02054, section 5, K = 12). ``g`` is the itemsize of ``reduce``, 4 in 'bf16':
 
 ===========  ==========  ==================  =============  =====  ==============  ================

@@ -54,7 +54,7 @@ class ReductionQueue(Generic[Member]):
         Args:
             order: all members, in the same order on every rank; None for the order they were given in.
         """
-        # Anew for each backward: the one before may have raised halfway, or sent nothing inside no_sync().
+        # Start over in each backward: the previous one may have raised halfway, or sent nothing inside no_sync().
         self.reset()
         self._missing = {member: {param for param in member.params if param.requires_grad} for member in self._members}
         if order is not None:

@@ -123,7 +123,7 @@ class ZeRO3(ShardedEngine):
 
     @contextlib.contextmanager
     def _gathered(self) -> Iterator[None]:
-        """Inside, the parameters are gathered; at the end they are resharded by whoever gathered them."""
+        """Inside, the parameters are gathered; at the end they are resharded, unless they were gathered before."""
         # A forward that checkpointing computes again finds them gathered, and must leave them for the backward.
         is_outermost = any(bucket.state is not BucketState.UNSHARDED for bucket in self.buckets)
         self.gather_full_params()
