@@ -134,7 +134,7 @@ def too_little_memory(rank):
 
 def test_too_little_host_memory_is_refused_by_all_ranks_together(pools):
     for message in pools(2).run(too_little_memory):
-        assert "offload: 2 ranks of this host would keep" in message
+        assert "offload: the 2 ranks of this host need at least" in message
         assert "(on rank 1)" in message
 
 
