@@ -234,7 +234,7 @@ def refusals(rank):
 def test_what_a_peer_cannot_do_is_an_error_that_names_it(pools):
     starts = (
         "link: ", "mesh: 'torch_ddp' needs one", "mesh: torch's own engines need a mesh over all ranks",
-        "mesh: 'torch_tp' cuts the model over the axis 'tensor'", "save: strategy 'torch_fsdp2'",
+        "mesh: it has {'data': 2}; 'torch_tp' needs an axis 'tensor'", "save: strategy 'torch_fsdp2'",
         "load: strategy", "full_optimizer_state_dict: ", "load_full_optimizer_state_dict: ", "owned: ",
         "resident_params: ", "plan: 'nothing' matches no module", "plan: 'diagonal' of '0' is not one of column, row",
         "plan: '1' is a Tanh", "plan: 5 features of '4' do not divide among 2 ranks",
