@@ -189,7 +189,8 @@ def _weakly(engine: Gradients) -> Callable[[nn.Parameter], None]:
     reference = weakref.ref(engine)
 
     def on_gradient(param: nn.Parameter) -> None:
-        if (known := reference()) is not None:
+        # One that was frozen after the forward has been given no gradient, though autograd calls its hook all the same.
+        if (known := reference()) is not None and param.requires_grad:
             known._on_gradient(param)
 
     return on_gradient

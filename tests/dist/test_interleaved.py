@@ -206,6 +206,19 @@ def freeze_between_micro_batches(trainer):
     return []
 
 
+def freeze_between_forward_and_backward(trainer):
+    """Autograd calls the hooks of what was frozen meanwhile, and accumulates nothing."""
+    for step, names in enumerate((["blocks.1"], ["leave", "enter"], [])):
+        loss = loss_of(trainer(trainer.rows(step)))
+        for name in names:
+            trainer.module.get_submodule(name).requires_grad_(False)
+        trainer.backward(loss)
+        trainer.step()
+        trainer.zero_grad()
+        trainer.module.requires_grad_(True)
+    return []
+
+
 def plain_backwards(trainer):
     """``loss.backward()`` of two forwards, of their sum, and one more before ``zero_grad()``."""
     first, second = loss_of(trainer(trainer.rows(0))), loss_of(trainer(trainer.rows(1), depth=2))
@@ -243,6 +256,7 @@ def test_interleaved_stories_equal_one_process(pools, setup, num_ranks):
         unused_in_no_sync,
         thaw_between_steps,
         freeze_between_micro_batches,
+        freeze_between_forward_and_backward,
         plain_backwards,
         penalise_the_gradient,
     ):
