@@ -8,11 +8,12 @@ one from each inner backward, so a gradient that arrives in an inner backward ma
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from shardlab.comm.trees import tensors_in
@@ -28,13 +29,18 @@ class BackwardWatch:
         params: the engine's parameters.
         began: called before the first gradient is accumulated; if the output hides its tensors in custom objects,
             right after it.
+        entered: called by the first hook of the backward, while autograd runs; ``unreached`` can be asked from there.
         ended: called at the end of a backward that does not run inside ``expected()``, unless it raised.
     """
 
     def __init__(
-        self, params: Mapping[str, nn.Parameter], began: Callable[[], None], ended: Callable[[], None]
+        self,
+        params: Mapping[str, nn.Parameter],
+        began: Callable[[], None],
+        entered: Callable[[], None],
+        ended: Callable[[], None],
     ) -> None:
-        self._params, self._began, self._ended = params, began, ended
+        self._params, self._began, self._entered, self._ended = params, began, entered, ended
         self._expected = False
         self._task: int | None = None  # autograd's number of the outermost backward
 
@@ -69,11 +75,26 @@ class BackwardWatch:
             # Private: there is no public way to be called at the end of a backward.
             torch.autograd.Variable._execution_engine.queue_callback(self._leave)
             self._began()
+        self._entered()
 
     @property
     def is_nested(self) -> bool:
         """Whether the current hook was called by a backward inside the backward."""
         return _current_task() != self._task
+
+    def unreached(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Those of ``params`` that the current backward gives no gradient, as this rank's graph says.
+
+        None of them where this cannot be told: where a backward may run inside it, as under reentrant checkpointing,
+        whose graph is not made yet, and where nobody saw the backward before its first gradient.
+        """
+        # Private: there is no public way to ask which nodes a backward will run.
+        missing = [
+            param
+            for param in params
+            if param.requires_grad and not torch._C._will_engine_execute_node(get_gradient_edge(param).node)
+        ]
+        return [] if missing and _may_nest(torch._C._current_autograd_node()) else missing
 
     def take_unended(self) -> bool:
         """Whether a backward began and never ended because it raised; True only once for each."""
@@ -101,6 +122,22 @@ class BackwardWatch:
     def _leave(self) -> None:
         self._task = None
         self._ended()
+
+
+def _may_nest(node: Any) -> bool:
+    """Whether a Python function is among the nodes below: it may run a backward of its own, as checkpointing does."""
+    if not node.next_functions:  # the first hook was a parameter's, so nothing is known of the graph
+        return True
+    seen, ahead = set(), [node]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(node, BackwardCFunction):
+            return True
+        seen.add(node)
+        ahead += [following for following, _ in node.next_functions]
+    return False
 
 
 def _current_task() -> int:

@@ -32,7 +32,9 @@ class Gradients:
         self._are_means = False  # the gradients, over the data axes
         self._has_failed = False  # a backward outside no_sync() raised, and zero_grad() has not been called since
         self._were_trainable: set[nn.Parameter] = set()  # in a backward since zero_grad(); may be frozen by now
-        self._backward_watch = BackwardWatch(self.params, self._begin_backward, self._end_backward)
+        self._backward_watch = BackwardWatch(
+            self.params, self._begin_backward, self._enter_backward, self._end_backward
+        )
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Gradients of ``loss``, averaged over the data axis unless inside ``no_sync()``.
@@ -109,6 +111,10 @@ class Gradients:
         # Noted on every rank: a parameter frozen before the reduction still has a gradient to send, here or elsewhere.
         self._were_trainable.update(param for param in self.params.values() if param.requires_grad)
         self._are_means = False
+
+    def _enter_backward(self) -> None:
+        """Autograd runs the backward now, so it can be asked which parameters it reaches."""
+        return
 
     def _is_due(self, param: nn.Parameter) -> bool:
         """Whether any rank may have a gradient of it; the same answer on all ranks."""

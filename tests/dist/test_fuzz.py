@@ -38,6 +38,24 @@ def test_what_users_do_at_random_trains_as_one_process_or_is_refused(pools, num_
     assert seen.count("refused") <= 0.15 * len(seen)
 
 
+@pytest.mark.parametrize("how", ["engine", "plain"])
+@pytest.mark.parametrize("sharding", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize(("num_ranks", "transport"), [(2, "gloo"), (3, "gloo"), (3, "shared_memory"), (4, "gloo")])
+def test_ranks_may_use_other_parameters_of_a_unit(pools, num_ranks, transport, sharding, how):
+    """A unit of which a rank leaves something out is reduced before the next gather all the same, as on the others."""
+    blocks = (BlockSpec(), BlockSpec(), BlockSpec(kind="sometimes"), BlockSpec(kind="sometimes"))
+    for prefetch in (0, 1, 2):
+        options = (("sharding", sharding), ("prefetch", prefetch))
+        scenario = Scenario(
+            ModuleSpec(blocks=blocks, path=(0, 1, 2, 3), enter="embedding"),
+            EngineSpec("fsdp", options, (("data", num_ranks),), transport=transport),
+            operations=tuple(one for seed in range(6) for one in (Forward(seed), Backward(how), Clip(0.1), Step())),
+        )
+        verdict = run_scenario(pools(num_ranks), scenario)
+        assert verdict.kind == "equal", f"\n{script_of(scenario, verdict)}"
+    close_meshes(pools(num_ranks))
+
+
 def _clipped_before_the_reduction(engine):
     engine.finish_gradients = lambda: None
     return engine

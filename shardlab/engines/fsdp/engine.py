@@ -220,6 +220,10 @@ class FSDP(ShardedEngine):
         self._schedule.begin_backward()
 
     @override
+    def _enter_backward(self) -> None:
+        self._schedule.expect_none_of(self._backward_watch.unreached(self.params.values()))
+
+    @override
     def _leave_backward(self) -> None:
         self._schedule.end_backward()
 

@@ -5,7 +5,7 @@ when its last gradient is there. Both prefetch the next ``prefetch`` units, in t
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +81,15 @@ class Schedule:
         if self._root is not None:
             # The last unit's output may be the model's own: then its hook comes before the root's. One order for both.
             self._root.start_unshard()
+
+    def expect_none_of(self, params: Iterable[nn.Parameter]) -> None:
+        """This rank's backward gives these no gradient.
+
+        Else a rank that left out a parameter would reduce its unit when backward has ended, and a rank that used it
+        before the next gather: both travel on one axis, so their order must be the same on all ranks.
+        """
+        for param in params:
+            self._queue.note(self._unit_of[param], param, in_part=False)
 
     def end_backward(self) -> None:
         """It has ended, or raised: reshard what is still gathered."""
