@@ -61,7 +61,7 @@ CASES = {
     "half a use": (["--ranks"], ["--ranks"]),
 }
 if not torch.cuda.is_available():
-    CASES["no gpu"] = (["--device", "cuda"], ["device='cuda'", "no GPU", "auto, cpu"])
+    CASES["no gpu"] = (["--device", "cuda"], ["device: 'cuda'", "no GPU", "auto, cpu"])
 
 
 @pytest.fixture(scope="module")
