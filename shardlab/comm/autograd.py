@@ -96,6 +96,8 @@ def _cross(tensor: Tensor, there: Move, back: Move, comm: Communicator, dim: int
 class _Border(torch.autograd.Function):
     """``there`` in forward, ``back`` in backward."""
 
+    runs_no_backward = True  # for engines that ask what a backward will reach
+
     @staticmethod
     @override
     def forward(ctx: Any, tensor: Tensor, there: Move, back: Move, comm: Communicator, dim: int, tag: str) -> Tensor:

@@ -94,7 +94,14 @@ class BackwardWatch:
             for param in params
             if param.requires_grad and not torch._C._will_engine_execute_node(get_gradient_edge(param).node)
         ]
-        return [] if missing and _may_nest(torch._C._current_autograd_node()) else missing
+        if not missing:  # as a rule; the walk below takes time
+            return []
+        below = _nodes_below(torch._C._current_autograd_node())
+        if any(_may_nest(node) for node in below):
+            return []
+        # A parameter that had another dtype since the forward, inside full_params(), has another node by now.
+        reached = {node.variable for node in below if hasattr(node, "variable")}
+        return [param for param in missing if below and param not in reached]
 
     def take_unended(self) -> bool:
         """Whether a backward began and never ended because it raised; True only once for each."""
@@ -124,20 +131,21 @@ class BackwardWatch:
         self._ended()
 
 
-def _may_nest(node: Any) -> bool:
-    """Whether a Python function is among the nodes below: it may run a backward of its own, as checkpointing does."""
-    if not node.next_functions:  # the first hook was a parameter's, so nothing is known of the graph
-        return True
-    seen, ahead = set(), [node]
+def _nodes_below(node: Any) -> set[Any]:
+    """The node and all that a backward reaches from it; none if it is a parameter's own, which says nothing of others."""
+    seen: set[Any] = set()
+    ahead = [node] if node.next_functions else []
     while ahead:
         node = ahead.pop()
-        if node is None or node in seen:
-            continue
-        if isinstance(node, BackwardCFunction):
-            return True
-        seen.add(node)
-        ahead += [following for following, _ in node.next_functions]
-    return False
+        if node is not None and node not in seen:
+            seen.add(node)
+            ahead += [following for following, _ in node.next_functions]
+    return seen
+
+
+def _may_nest(node: Any) -> bool:
+    """Whether it may run a backward of its own, as reentrant checkpointing does: any function in Python may."""
+    return isinstance(node, BackwardCFunction) and not getattr(node._forward_cls, "runs_no_backward", False)
 
 
 def _current_task() -> int:

@@ -159,8 +159,9 @@ class ShardedBucket:
         for name, param in self.params.items():
             if self.state is BucketState.UNSHARDED:
                 self.sites[name].put_placeholder()
-            # One element expanded to the whole shape: autograd may ask for the shape, and nothing reads the values.
-            stub = torch.zeros((), dtype=self.shard.dtype, device=self.device)
+            # One element expanded to the whole shape: autograd may ask for the shape, and nothing reads the values. In
+            # the dtype it is gathered in, or autograd would accumulate the next use's gradient as another parameter's.
+            stub = torch.zeros((), dtype=self._compute_dtype, device=self.device)
             param.data = stub.expand(self.sites[name].shape)
         self.full, self.addresses = {}, set()
         self.state = BucketState.SHARDED

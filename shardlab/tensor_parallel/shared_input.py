@@ -105,6 +105,8 @@ def linear_of_gathered(
 
 
 class _LinearOfGathered(torch.autograd.Function):
+    runs_no_backward = True  # for engines that ask what a backward will reach
+
     @staticmethod
     @override
     def forward(

@@ -1,0 +1,100 @@
+"""Ranks leave other parameters of a unit out, where it is hard to tell what a backward will reach.
+
+Each unit is reduced at one place between the gathers all the same: a rank that left a parameter out waits for none.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from shardlab.comm.mesh import Mesh
+from shardlab.engines import build_engine
+from shardlab.engines.precision import Precision
+
+
+class Double(torch.autograd.Function):
+    """A function in Python that runs no backward inside its own."""
+
+    runs_no_backward = True
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+class Skips(nn.Module):
+    """Blocks that are used twice in a forward, and layers of the root that some ranks skip."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.sometimes, self.leave = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x, skip):
+        x = self.enter(x)
+        for block in (*self.blocks, *self.blocks):
+            x = Double.apply(torch.tanh(block(x)))
+        return self.leave(x if skip else self.sometimes(x))
+
+
+def built():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Skips().double()
+
+
+def loss_on(rank, module):
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(3, 4, dtype=torch.float64, generator=generator)
+    return module(x, rank % 2 == 1).double().square().sum()
+
+
+def stepped(rank, num_ranks, options, between, how):
+    mesh = Mesh({"data": num_ranks})
+    with mesh, build_engine("fsdp", built(), lambda params: torch.optim.SGD(params, lr=0.1), mesh, **options) as engine:
+        for _ in range(2):
+            loss = loss_on(rank, engine)
+            if between:
+                with engine.full_params():  # in another dtype than the forward's, under mixed precision
+                    pass
+            loss.backward() if how == "plain" else engine.backward(loss)
+            engine.step()
+            engine.zero_grad()
+        return engine.full_state_dict()
+
+
+def expected(num_ranks, dtype):
+    """One process that rounds where mixed precision does: a copy in ``dtype`` computes, float64 is stepped."""
+    master = built()
+    optimizer = torch.optim.SGD(master.parameters(), lr=0.1)
+    for _ in range(2):
+        for param in master.parameters():
+            param.grad = torch.zeros_like(param)
+        for rank in range(num_ranks):
+            replica = copy.deepcopy(master).to(dtype)
+            replica.zero_grad()
+            loss_on(rank, lambda x, skip, replica=replica: replica(x.to(dtype), skip)).backward()
+            for param, own in zip(master.parameters(), replica.parameters(), strict=True):
+                param.grad += 0 if own.grad is None else own.grad.double() / num_ranks
+        optimizer.step()
+    return master.state_dict()
+
+
+@pytest.mark.parametrize("how", ["engine", "plain"])
+@pytest.mark.parametrize("between", [False, True])
+@pytest.mark.parametrize("compute", [torch.float64, torch.float32])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_equals_one_process(pools, num_ranks, compute, between, how):
+    precision = Precision(compute, torch.float64, torch.float64)
+    for wrap in ("block", "root"):
+        options = {"wrap": wrap, "precision": precision}
+        for state in pools(num_ranks).run(stepped, num_ranks, options, between, how):
+            for name, value in expected(num_ranks, compute).items():
+                torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
