@@ -4,7 +4,6 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import Field, fields
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,7 +51,10 @@ def _options() -> Iterator[inspect.Parameter]:
 
 def _on_command_line(field: "Field[Any]") -> tuple[Any, Any]:
     """Type and default of an option; several values are one text with commas."""
-    return (str, ",".join(field.default)) if isinstance(field.default, tuple) else (field.type, field.default)
+    if isinstance(field.default, tuple):
+        return str, ",".join(field.default)
+    # Python takes an object there, the command line its place.
+    return (str | None if field.type is Any else field.type), field.default
 
 
 def _helps(docstring: str) -> dict[str, str]:
@@ -67,7 +69,7 @@ def compare(out: Out = None, **chosen: Any) -> None:
     """Train one model with several strategies on real ranks; compare losses, memory, communication and time."""
     from shardlab import experiment  # here, because it imports torch, which takes 1.5 s and --help does not need
 
-    directory = out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
+    directory = out or experiment.new_directory()
     with bad_input():
         chosen["strategies"] = tuple(name.strip() for name in chosen["strategies"].split(",") if name.strip())
         config = experiment.CompareConfig(**chosen)
@@ -121,7 +123,7 @@ def _with_progress(config: "CompareConfig", directory: Path) -> "Comparison":
 
     console = Console(stderr=True, quiet=not experiment.is_reporter(), highlight=False)
     console.print(
-        f"{count(config.ranks, 'rank')}, {count(config.steps, 'step')} of {config.model} each; "
+        f"{count(config.ranks, 'rank')}, {count(config.steps, 'step')} of {config.title} each; "
         f"records go to {directory}",
         soft_wrap=True,
     )

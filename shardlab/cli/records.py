@@ -114,7 +114,7 @@ def _result_table(comparison: "Comparison", config: "CompareConfig", console: Co
     from shardlab.experiment.summary import TERMINAL, readable_summary
 
     steps = int(comparison.summary["steps"].max())
-    title = f"{config.model}, {count(config.ranks, 'rank')}, {count(steps, 'step')}"
+    title = f"{config.title}, {count(config.ranks, 'rank')}, {count(steps, 'step')}"
     gap = 2 if console.width >= ROOMY else 0  # besides the one space between columns
     columns, left_out = dict(TERMINAL), list[str]()
     table = _table(readable_summary(comparison.summary, columns), title, gap)

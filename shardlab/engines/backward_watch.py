@@ -132,7 +132,7 @@ class BackwardWatch:
 
 
 def _nodes_below(node: Any) -> set[Any]:
-    """The node and all that a backward reaches from it; none if it is a parameter's own, which says nothing of others."""
+    """The node and all that a backward reaches from it; none if it is a parameter's own and shows no others."""
     seen: set[Any] = set()
     ahead = [node] if node.next_functions else []
     while ahead:
@@ -145,7 +145,10 @@ def _nodes_below(node: Any) -> set[Any]:
 
 def _may_nest(node: Any) -> bool:
     """Whether it may run a backward of its own, as reentrant checkpointing does: any function in Python may."""
-    return isinstance(node, BackwardCFunction) and not getattr(node._forward_cls, "runs_no_backward", False)
+    if not isinstance(node, BackwardCFunction):
+        return False
+    function: Any = node._forward_cls  # type: ignore[attr-defined]
+    return not getattr(function, "runs_no_backward", False)
 
 
 def _current_task() -> int:

@@ -8,18 +8,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardlab.experiment.comparison import Comparison, claim, compare, is_reporter
+    from shardlab.experiment.comparison import Comparison, claim, compare, is_reporter, new_directory
     from shardlab.experiment.config import CompareConfig
     from shardlab.experiment.report import write_report
     from shardlab.experiment.saved import load_comparison, load_saved
     from shardlab.experiment.step import StepResult, TrainStep
+    from shardlab.experiment.workload import Workload
 
 _FILES = {
-    "comparison": ("Comparison", "claim", "compare", "is_reporter"),
+    "comparison": ("Comparison", "claim", "compare", "is_reporter", "new_directory"),
     "config": ("CompareConfig",),
     "report": ("write_report",),
     "saved": ("load_comparison", "load_saved"),
     "step": ("StepResult", "TrainStep"),
+    "workload": ("Workload",),
 }
 _FILE_OF = {name: file for file, names in _FILES.items() for name in names}
 
@@ -28,11 +30,13 @@ __all__ = [
     "Comparison",
     "StepResult",
     "TrainStep",
+    "Workload",
     "claim",
     "compare",
     "is_reporter",
     "load_comparison",
     "load_saved",
+    "new_directory",
     "write_report",
 ]
 

@@ -1,6 +1,6 @@
 """The main job: train one model with several strategies on the same ranks and data, and record each of them.
 
-    comparison = compare(CompareConfig(ranks=4, steps=20), Path("runs/first"))
+    comparison = compare(workload, "runs/mine", strategies=("single", "bucketed", "fsdp"), ranks=4, steps=20)
     comparison.summary                      # one row per strategy
     collective_timeline(comparison.records.collectives, comparison.records.spans, run="bucketed", step=5)
 
@@ -11,18 +11,22 @@ only rank 0 writes the rest.
 import json
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from datetime import datetime
 from math import isnan
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
+from torch import nn
 
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.planned import against_plan, plan_run
 from shardlab.experiment.run import Progress, RankReport, now_ns, run_strategy
 from shardlab.experiment.summary import summarise
+from shardlab.experiment.trained import description
+from shardlab.experiment.workload import Workload
 from shardlab.installed import __version__
 from shardlab.launch import RankPool
 from shardlab.launch.placement import torchrun_env
@@ -55,21 +59,37 @@ class Comparison:
 
 
 def compare(
-    config: CompareConfig, directory: Path | str, *, pool: RankPool | None = None, on_progress: OnProgress | None = None
+    what: CompareConfig | Workload | Callable[[], nn.Module],
+    *rest: Any,
+    directory: Path | str | None = None,
+    pool: RankPool | None = None,
+    on_progress: OnProgress | None = None,
+    **options: Any,
 ) -> Comparison:
     """Run every strategy, and write records and a summary.
 
+        compare(make_model, data, loss)                               # the rest has defaults
+        compare(workload, "runs/mine", strategies="fsdp", ranks=2)    # options are the fields of CompareConfig
+        compare(CompareConfig(model="gpt-3m"), "runs/builtin")        # a built-in model
+
     Args:
-        config: what to run.
-        directory: a new or an empty directory.
+        what: a workload, a function that makes the model (data and loss follow), or a whole configuration.
+        rest: data and loss, if ``what`` makes the model; then the directory.
+        directory: a new or an empty directory; by default runs/DATE.
         pool: warm ranks; None starts ranks and ends them.
         on_progress: called in this process after every step of rank 0.
+        options: fields of ``CompareConfig``; none beside a configuration.
 
     Raises:
-        ValueError: ``directory`` is not empty, or ``pool`` and ``config`` have different numbers of ranks.
+        ValueError: ``directory`` is not empty, ``pool`` and ``config`` have different numbers of ranks, or an option
+            has an invalid value.
+        TypeError: an unknown option, or an argument of the wrong type.
         RankError: a rank failed; see ``launch``. The records so far stay on disk.
     """
-    directory = Path(directory)
+    config, rest = _configured(what, rest, options)
+    if len(rest) > 1 or (rest and directory is not None):
+        raise TypeError(f"compare: {len(rest)} arguments follow what is trained; one may, the directory")
+    directory = Path(directory or (rest[0] if rest else new_directory()))
     if is_reporter():
         claim(directory)
     if pool is None:
@@ -78,6 +98,30 @@ def compare(
     if pool.world_size != config.ranks:
         raise ValueError(f"pool: {pool.world_size} ranks, but config.ranks is {config.ranks}")
     return _compare(config, directory, pool, on_progress)
+
+
+def new_directory() -> Path:
+    """Where a comparison goes that names no directory."""
+    return Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
+
+
+def _configured(what: Any, rest: tuple[Any, ...], options: dict[str, Any]) -> tuple[CompareConfig, tuple[Any, ...]]:
+    """The configuration, and what is left of the arguments."""
+    if isinstance(what, CompareConfig):
+        if options:
+            raise TypeError(f"compare: the configuration holds all options; set {', '.join(options)} there")
+        return what, rest
+    if not isinstance(what, Workload):
+        if what is None or isinstance(what, str) or len(rest) < 2:
+            raise TypeError(
+                f"compare: {what!r:.60} and {len(rest)} more arguments were given; give a Workload, a CompareConfig, "
+                "or model, data and loss"
+            )
+        what, rest = Workload(what, *rest[:2]), rest[2:]
+    if unknown := sorted(options.keys() - {field.name for field in fields(CompareConfig)}):
+        known = ", ".join(field.name for field in fields(CompareConfig))
+        raise TypeError(f"compare: {', '.join(unknown)} is not an option; the options are {known}")
+    return CompareConfig(workload=what, **options), rest
 
 
 def claim(directory: Path) -> None:
@@ -157,6 +201,7 @@ def _manifest(config: CompareConfig, strategy: str, pool: RankPool) -> dict[str,
         "devices": pool.placement.devices,
         "backend": pool.placement.backend,
         "config": config.as_dict(strategy),
+        "workload": description(config),
         "padding_bytes": 0,
         "recorder_share": None,
     }  # fmt: skip

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,18 +12,25 @@ from shardlab.comm.transports.choice import check_transport
 from shardlab.data_sets import load_text
 from shardlab.engines import STRATEGIES, engine_options
 from shardlab.engines.fsdp import LAYOUTS, SHARDINGS, parse_wrap
+from shardlab.engines.fsdp.policy import WrapPolicy
 from shardlab.engines.offload import OFFLOADS
 from shardlab.engines.optimizer_fit import parse_partition
 from shardlab.engines.precision import parse_precision
+from shardlab.experiment.builtin import builtin
+from shardlab.experiment.named import workload_at
 from shardlab.experiment.options import CompareOptions
 from shardlab.experiment.tensor import TORCH_TP, check_tensor_axis
+from shardlab.experiment.workload import Workload
 from shardlab.launch import place
 from shardlab.launch.placement import torchrun_env
 from shardlab.models import MODELS, GPTConfig
 from shardlab.partition.wire import Link
+from shardlab.vocabulary import dtype_name
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 SEQUENCES_PER_RANK = 4
+# What a workload of one's own says itself.
+BUILTIN_FIELDS = ("model", "text", "seq_len", "learning_rate", "sequence_parallel")
 # Fields that only some strategies take -> the option of the engine.
 ENGINE_FIELDS = {
     "bucket_mib": "bucket_bytes", "partition": "partition", "sharding": "sharding", "shard_group": "sharding",
@@ -43,22 +51,20 @@ class CompareConfig(CompareOptions):
 
     def __post_init__(self) -> None:
         """Check every field."""
-        _one_of("model", self.model, MODELS)
-        _one_of("dtype", self.dtype, DTYPES)
-        if not self.strategies:
-            raise ValueError(f"strategies: none given; at least one is needed of {', '.join(STRATEGIES)}")
-        for strategy in self.strategies:
-            _one_of("strategies", strategy, STRATEGIES)
-        if len(set(self.strategies)) != len(self.strategies):
-            raise ValueError(f"strategies: {', '.join(self.strategies)} repeats one; name each once")
+        self._check_strategies()
+        if self.workload is None:
+            _one_of("model", self.model, MODELS)
+            _one_of("dtype", self.dtype, DTYPES)
+        else:
+            self._check_workload()
         for field in ("ranks", "steps", "seq_len", "accumulation", "shard_group", "tp"):
             if (number := getattr(self, field)) is not None and number < 1:
                 raise ValueError(f"{field}: {number} is below 1")
         for field in ("learning_rate", "bucket_mib", "timeout_s", "clip"):
             if (value := getattr(self, field)) is not None and not 0 < value < math.inf:
                 raise ValueError(f"{field}: {value} is not a finite number above 0")
-        check_tensor_axis(self)
         self._check_batch()
+        check_tensor_axis(self, self.trained)
         self._check_taken()
         self._check_fsdp()
         parse_partition(self.partition)
@@ -71,7 +77,40 @@ class CompareConfig(CompareOptions):
                 f"ranks: {self.ranks}, but torchrun started {env.world_size} processes; the numbers must be equal"
             )
         check_transport(place(self.ranks, self.device).backend, self.transport, self.link)
-        load_text(self.text, self.seq_len)
+        if self.workload is None:
+            load_text(self.text, self.seq_len)
+
+    def _check_strategies(self) -> None:
+        if isinstance(self.strategies, str):
+            object.__setattr__(self, "strategies", (self.strategies,))
+        if not self.strategies:
+            raise ValueError(f"strategies: none given; at least one is needed of {', '.join(STRATEGIES)}")
+        for strategy in self.strategies:
+            _one_of("strategies", strategy, STRATEGIES)
+        if len(set(self.strategies)) != len(self.strategies):
+            raise ValueError(f"strategies: {', '.join(self.strategies)} repeats one; name each once")
+
+    def _check_workload(self) -> None:
+        """Find the workload, if its place was given, and refuse what it says itself."""
+        if isinstance(self.workload, str):
+            object.__setattr__(self, "workload", workload_at(self.workload))
+        if not isinstance(self.workload, Workload):
+            raise ValueError(f"workload: {self.workload!r:.80} is no Workload, nor the place of one, FILE.py:NAME")
+        for field in BUILTIN_FIELDS:
+            if getattr(self, field) != _default(field):
+                raise ValueError(f"{field}: only for the built-in models; {self.workload} says it itself; leave it out")
+        dtypes = [
+            dtype_name(param.dtype) for param in self.workload.on_meta().parameters() if param.is_floating_point()
+        ]
+        if self.dtype not in (_default("dtype"), dtypes[0]):
+            raise ValueError(
+                f"dtype: {self.dtype!r}, but the parameters of {self.workload} are {dtypes[0]}; leave it out"
+            )
+        object.__setattr__(self, "dtype", dtypes[0])
+        if self.batch is not None and not self.workload.is_dataset:
+            raise ValueError(f"batch: the data of {self.workload} comes in batches already; leave it out")
+        if TORCH_TP in self.strategies:
+            raise ValueError(f"strategies: {TORCH_TP!r} cuts a built-in GPT, not {self.workload}; leave it out")
 
     def _check_batch(self) -> None:
         parts = self.data_ranks * self.accumulation
@@ -136,6 +175,21 @@ class CompareConfig(CompareOptions):
                     f"divide among {self.ranks} ranks"
                 )
 
+    @cached_property
+    def trained(self) -> Workload:
+        """What is trained: the workload, or that of the built-in model."""
+        return self.workload or builtin(self, self.global_batch // self.accumulation)
+
+    @property
+    def title(self) -> str:
+        """What is trained, in a word."""
+        return self.model if self.workload is None else str(self.workload)
+
+    @property
+    def wrap_policy(self) -> WrapPolicy:
+        """Which modules are units: what was chosen here, or else by the workload."""
+        return self.trained.wrap if self.wrap == _default("wrap") else parse_wrap(self.wrap)
+
     @property
     def data_ranks(self) -> int:
         """Number of ranks that train on different rows."""
@@ -173,7 +227,7 @@ class CompareConfig(CompareOptions):
         """The engine options among ``allowed`` that a strategy takes."""
         known = {
             "bucket_bytes": self.bucket_bytes, "partition": self.partition, "sharding": self.sharding,
-            "wrap": parse_wrap(self.wrap), "prefetch": self.prefetch, "layout": self.layout,
+            "wrap": self.wrap_policy, "prefetch": self.prefetch, "layout": self.layout,
             "precision": self.precision, "offload": self.offload, "replicate_below": self.replicate_below,
         }  # fmt: skip
         return {name: value for name, value in known.items() if name in allowed}
@@ -181,7 +235,10 @@ class CompareConfig(CompareOptions):
     def as_dict(self, strategy: str) -> dict[str, Any]:
         """The fields for the manifest of one strategy, without options it does not take."""
         ignored = {field for field, option in ENGINE_FIELDS.items() if not takes(option)(strategy)}
-        return {field: value for field, value in asdict(self).items() if field not in ignored}
+        if self.workload is not None:
+            ignored |= set(BUILTIN_FIELDS)
+        known = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ignored}
+        return {**known, "workload": None if self.workload is None else str(self.workload)}
 
 
 def takes(option: str) -> Callable[[str], bool]:

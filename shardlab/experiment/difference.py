@@ -8,7 +8,7 @@ import pandas as pd
 from shardlab.analysis.difference import Pair, differences, loss_differences, pairs_of
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.summary import COLUMNS, JUDGED_STEPS, LOSS_TOLERANCE, not_finite
+from shardlab.experiment.summary import COLUMNS, JUDGED_STEPS, not_finite, tolerance_of
 
 Saved = tuple[Comparison, CompareConfig]
 WITHOUT_EFFECT = {"strategies", "timeout_s"}  # fields that change no number of a strategy
@@ -56,7 +56,7 @@ class Difference:
     @property
     def tolerance(self) -> float:
         """How far equal losses may differ: the tolerance of the coarser element type."""
-        return max(LOSS_TOLERANCE[config.dtype] for _, config in (self.first, self.second))
+        return max(tolerance_of(config.dtype) for _, config in (self.first, self.second))
 
     @property
     def losses_equal(self) -> bool:

@@ -1,6 +1,7 @@
 """The options of a comparison and their defaults. No torch: the command line shows them before it imports that."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -14,10 +15,12 @@ class CompareOptions:
             fsdp, and torch's own: torch_ddp, torch_zero1, torch_fsdp2, torch_tp.
         ranks: number of ranks.
         steps: number of optimizer steps.
-        model: name of a model: mlp, or gpt-1m, -3m, -10m, -30m, -60m, -120m.
+        workload: your own model and data: a ``Workload``, or where one is: FILE.py:NAME or PACKAGE.MODULE:NAME. Then
+            model, text, seq_len, dtype, learning_rate and sequence_parallel have no meaning and are refused.
+        model: name of a built-in model: mlp, or gpt-1m, -3m, -10m, -30m, -60m, -120m.
         text: what to train on: 'stdlib' (the source of Python's standard library), 'grammar' (generated, of known
             entropy), or the path of a file.
-        batch: sequences of the global batch; by default 4 for each data rank and micro-batch.
+        batch: sequences, or samples of a Dataset, in the global batch; by default 4 for each data rank and micro-batch.
         seq_len: bytes of a sequence.
         accumulation: micro-batches of a step.
         dtype: 'float32' or 'float64'.
@@ -48,6 +51,7 @@ class CompareOptions:
     strategies: tuple[str, ...] = ("single", "ddp", "bucketed", "zero1")
     ranks: int = 4
     steps: int = 20
+    workload: Any = None
     model: str = "gpt-1m"
     text: str = "stdlib"
     batch: int | None = None

@@ -10,15 +10,18 @@ import pandas as pd
 import torch
 from torch import nn
 
+from shardlab.comm.trees import map_tensors
 from shardlab.engines.fsdp import wrapped_modules
-from shardlab.engines.fsdp.policy import ROOT, parse_wrap
+from shardlab.engines.fsdp.policy import ROOT, WrapPolicy
 from shardlab.engines.fsdp.unit import owners_of_parameters
 from shardlab.engines.precision import parse_precision
-from shardlab.experiment.config import DTYPES, CompareConfig, takes
+from shardlab.experiment.batches import batches_of
+from shardlab.experiment.config import CompareConfig, takes
+from shardlab.experiment.workload import Workload
 from shardlab.launch import place
-from shardlab.models import MODELS, GPTConfig, build_model
+from shardlab.models import MODELS, GPTConfig
 from shardlab.planner import Setup, described, predicted_collectives, predicted_memory
-from shardlab.planner.setup import ADAM, STRATEGIES
+from shardlab.planner.setup import ADAM, STRATEGIES, Optimizer
 from shardlab.planner.tensor import TensorSetup, divided, on_tensor_ranks, predicted_tensor_collectives
 from shardlab.trace.store import Records
 from shardlab.vocabulary import MeshAxis, Phase, Role, dtype_name
@@ -39,13 +42,20 @@ class Plan:
 
 
 def plan_run(config: CompareConfig, strategy: str) -> Plan | None:
-    """The plan of a strategy; None for torch's own, which the planner does not know."""
-    if strategy not in STRATEGIES:
+    """The plan of a strategy; None where the planner knows too little.
+
+    It knows nothing of torch's own strategies, of the messages of a tensor axis unless it divides a built-in model, and
+    of optimizers whose state is not made of tensors of the parameter's shape and of counters.
+    """
+    divides = config.tp > 1 and strategy != "single"
+    if strategy not in STRATEGIES or (divides and config.workload is not None):
         return None
-    with torch.device("meta"):
-        module = build_model(config.model, config.seq_len, DTYPES[config.dtype])
-    model, setup = described(module), setup_of(config, strategy, module)
-    if config.tp == 1 or strategy == "single":
+    module = config.trained.on_meta()
+    optimizer = optimizer_of(config.trained)
+    if optimizer is None:
+        return None
+    model, setup = described(module, unused=unused_by(config, module)), setup_of(config, strategy, module, optimizer)
+    if not divides:
         return Plan(predicted_memory(model, setup), predicted_collectives(model, setup))
     model = divided(model, config.tp)
     over_tensor = predicted_tensor_collectives(tensor_setup_of(config, strategy))
@@ -55,8 +65,8 @@ def plan_run(config: CompareConfig, strategy: str) -> Plan | None:
     return Plan(on_tensor_ranks(predicted_memory(model, setup), config.tp), pd.concat([over_tensor, over_data]))
 
 
-def setup_of(config: CompareConfig, strategy: str, module: nn.Module) -> Setup:
-    """The planner's description of a strategy as ``compare`` runs it, with AdamW."""
+def setup_of(config: CompareConfig, strategy: str, module: nn.Module, optimizer: Optimizer = ADAM) -> Setup:
+    """The planner's description of a strategy as ``compare`` runs it."""
     options: dict[str, Any] = {"num_ranks": 1 if strategy == "single" else config.data_ranks}
     if takes("precision")(strategy):
         precision = parse_precision(config.precision)
@@ -66,15 +76,15 @@ def setup_of(config: CompareConfig, strategy: str, module: nn.Module) -> Setup:
         }  # fmt: skip
     if strategy == "fsdp":
         options |= {
-            "units": units_of(module, parse_wrap(config.wrap)), "layout": config.layout, "sharding": config.sharding,
+            "units": units_of(module, config.wrap_policy), "layout": config.layout, "sharding": config.sharding,
             "prefetch": config.prefetch, "offload": config.offload, "replicate_below": config.replicate_below,
             "shard_group_size": config.shards if config.sharding == "hybrid_shard" else None,
         }  # fmt: skip
     if place(config.ranks, config.device).device_type == "cuda":
-        options["optimizer"] = replace(ADAM, counter_bytes=0)  # torch keeps step counters in host memory
+        optimizer = replace(optimizer, counter_bytes=0)  # torch keeps step counters in host memory
     return Setup(
         strategy, bucket_bytes=config.bucket_bytes, partition=config.partition, micro_batches=config.accumulation,
-        clip=config.clip is not None, **options,
+        clip=config.clip is not None, optimizer=optimizer, **options,
     )  # fmt: skip
 
 
@@ -91,7 +101,52 @@ def tensor_setup_of(config: CompareConfig, strategy: str) -> TensorSetup:
     )  # fmt: skip
 
 
-def units_of(module: nn.Module, wrap: str | int) -> dict[str, list[str]]:
+def optimizer_of(workload: Workload) -> Optimizer | None:
+    """What the workload's optimizer keeps for each element, seen on a small matrix; None if that cannot be planned."""
+    param = nn.Parameter(torch.zeros(5, 7))
+    optimizer = workload.optimizer([param])
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    tensors = [value for value in optimizer.state[param].values() if isinstance(value, torch.Tensor)]
+    values = [tensor for tensor in tensors if tensor.shape == param.shape and tensor.dtype == param.dtype]
+    counters = [tensor for tensor in tensors if tensor.numel() == 1]
+    if len(values) + len(counters) < len(tensors):
+        return None
+    return Optimizer(len(values), sum(tensor.nbytes for tensor in counters))
+
+
+def unused_by(config: CompareConfig, module: nn.Module) -> list[str]:
+    """Parameters that the loss of the first batch does not depend on, by shapes alone; none where that cannot be told.
+
+    Args:
+        config: whose data and loss.
+        module: the model; it may be on the meta device.
+    """
+    if config.workload is None:
+        return []
+    rows = config.global_batch // config.accumulation
+    batch = next(batches_of(config.trained, 0, 1, config.seed, rows)).batch
+    try:
+        loss = config.trained.loss(module, map_tensors(lambda tensor: tensor.to("meta"), batch))
+        reached = _leaves_below(loss.grad_fn)
+    except (NotImplementedError, RuntimeError, AttributeError, TypeError, ValueError):
+        return []  # what it computes depends on values
+    return [name for name, param in module.named_parameters() if param.requires_grad and param not in reached]
+
+
+def _leaves_below(node: Any) -> set[torch.Tensor]:
+    """The tensors that a backward from ``node`` gives gradients."""
+    seen, ahead, leaves = set(), [node], set()
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            leaves |= {node.variable} if hasattr(node, "variable") else set()
+            ahead += [following for following, _ in node.next_functions]
+    return leaves
+
+
+def units_of(module: nn.Module, wrap: WrapPolicy) -> dict[str, list[str]]:
     """Names of the parameters of each FSDP unit except the root, by the name of the unit."""
     members = owners_of_parameters(module, wrapped_modules(module, wrap), dict(module.named_parameters()), ROOT)
     return {name: names for name, names in members.items() if name != ROOT}

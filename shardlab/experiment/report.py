@@ -4,6 +4,7 @@ Besides the summary there are tables that say why: where in the model memory pea
 what the length of a step consists of.
 """
 
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ PATH = (
 def write_report(comparison: Comparison, config: CompareConfig) -> Path:
     """Write ``report.html`` beside the records and return its path."""
     path = comparison.directory / "report.html"
-    title = f"{config.model} on {config.ranks} {'rank' if config.ranks == 1 else 'ranks'}"
+    title = f"{config.title} on {config.ranks} {'rank' if config.ranks == 1 else 'ranks'}"
     path.write_text(report_page(title, _lead(comparison, config), _tables(comparison), _figures(comparison)))
     return path
 
@@ -59,10 +60,17 @@ def write_report(comparison: Comparison, config: CompareConfig) -> Path:
 def _lead(comparison: Comparison, config: CompareConfig) -> str:
     manifest = next(iter(comparison.records.manifests.values()))
     return (
-        f"{config.steps} steps on {config.text}, {config.global_batch} sequences of {config.seq_len} bytes a step, "
+        f"{config.steps} steps on {_data_of(config, manifest)}, "
         f"{config.dtype} on {manifest['devices'][0]}{_sent_by(comparison, config.link)}, "
         f"torch {manifest['versions']['torch']}{_chosen(config)}. " + " ".join(verdicts(comparison))
     )
+
+
+def _data_of(config: CompareConfig, manifest: Mapping[str, Any]) -> str:
+    if config.workload is None:
+        return f"{config.text}, {config.global_batch} sequences of {config.seq_len} bytes a step"
+    trained = manifest["workload"]
+    return f"{trained['data']}, {trained['parameters']:,} parameters in {trained['module']}"
 
 
 def _sent_by(comparison: Comparison, link: str | None) -> str:
@@ -74,8 +82,8 @@ def _sent_by(comparison: Comparison, link: str | None) -> str:
 def _chosen(config: CompareConfig) -> str:
     """The options that differ from their default and were not mentioned yet."""
     said = {
-        "strategies", "ranks", "steps", "model", "text", "batch", "seq_len", "dtype", "device", "link", "transport",
-        "timeout_s",
+        "strategies", "ranks", "steps", "workload", "model", "text", "batch", "seq_len", "dtype", "device", "link",
+        "transport", "timeout_s",
     }  # fmt: skip
     chosen = {
         field.name: getattr(config, field.name)
@@ -112,7 +120,7 @@ def _figures(comparison: Comparison) -> dict[str, go.Figure]:
     traffic = records.collectives[records.collectives["phase"] != Phase.METRICS]
     timed = timed_steps(records.steps)
     figures = {"Every strategy trains on the same rows.": loss_curves(records.steps)}
-    reference = reference_of(records.steps["run"].unique())
+    reference = reference_of(records)
     if reference is not None and records.steps["run"].nunique() > 1:
         figures["Only the order of summation differs."] = loss_difference(records.steps, reference)
     figures["What each rank holds between two steps."] = memory_by_role(records.memory)

@@ -10,13 +10,14 @@ import torch
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.mesh import Mesh
-from shardlab.data_sets import batch, load_text
-from shardlab.engines import Engine, GradScaler, StepTensors, build_engine, engine_options
-from shardlab.experiment.config import DTYPES, CompareConfig
+from shardlab.comm.trees import map_tensors
+from shardlab.engines import Engine, GradScaler, build_engine, engine_options
+from shardlab.experiment.batches import batches_of, size_of
+from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.step import StepResult, TrainStep
 from shardlab.experiment.tensor import divided, loss_of
+from shardlab.experiment.workload import seeded
 from shardlab.launch import current
-from shardlab.models import build_model
 from shardlab.partition.wire import Link
 from shardlab.trace.clock import clock_for
 from shardlab.trace.recorder import Recorder
@@ -59,40 +60,34 @@ class RankRun:
 
     def __init__(self, config: CompareConfig, engine: Engine, recorder: Recorder) -> None:
         self.engine, self.recorder = engine, recorder
-        self._config = config
-        self._data = load_text(config.text, config.seq_len)
+        self._config, workload = config, config.trained
+        self._batches = batches_of(
+            workload, engine.data_rank, engine.num_data_ranks, config.seed, config.global_batch // config.accumulation
+        )
+        schedule = workload.scheduler
         self._train_step = TrainStep(
-            engine, loss_of(config, engine.name, engine.mesh), accumulation=config.accumulation, max_norm=config.clip,
+            engine, loss_of(config, workload, engine.name, engine.mesh), accumulation=config.accumulation,
+            max_norm=config.clip, scheduler=None if schedule is None else schedule(engine.optimizer),
             scaler=GradScaler() if config.scales_loss(engine.name) else None, recorder=recorder,
         )  # fmt: skip
-        num_rows = self._micro_batch_rows // engine.num_data_ranks
-        self._rows = range(engine.data_rank * num_rows, (engine.data_rank + 1) * num_rows)
 
     def step(self, step: int, *, trace_memory: bool = False) -> StepResult:
         """Train and record step number ``step``; ``trace_memory`` finds its peak by role, and slows it."""
         with self.recorder.step(step, trace_memory=trace_memory):
-            result = self._train(step)
-        num_tokens = len(self._rows) * self._config.accumulation * self._config.seq_len
+            result, num_tokens = self._train()
         self.recorder.finish_step(result.loss, result.grad_norm, result.learning_rate, num_tokens)
         return result
 
-    def _train(self, step: int) -> StepResult:
-        config, result = self._config, None
-        for micro_batch in range(config.accumulation):
+    def _train(self) -> tuple[StepResult, int]:
+        result, num_tokens = None, 0
+        for _ in range(self._config.accumulation):
             with self.recorder.phase(Phase.DATA, SpanKind.DATA):
-                inputs, targets = batch(
-                    self._data, step, micro_batch, self._rows, self._micro_batch_rows, config.seq_len, config.seed
-                )
-                device = self.engine.mesh.device
-                inputs, targets = inputs.to(device), targets.to(device)
-            result = self._train_step(inputs, targets)
+                share = next(self._batches)
+                batch = map_tensors(lambda tensor: tensor.to(self.engine.mesh.device), share.batch)
+                num_tokens += size_of(batch)
+            result = self._train_step(batch, share.weight)
         assert result is not None
-        return result
-
-    @property
-    def _micro_batch_rows(self) -> int:
-        """Sequences of one micro-batch over all ranks."""
-        return self._config.global_batch // self._config.accumulation
+        return result, num_tokens
 
 
 @contextlib.contextmanager
@@ -134,6 +129,7 @@ def run_strategy(rank: int, config: CompareConfig, strategy: str, directory: Pat
         if alone:
             stack.enter_context(_threads(torch.get_num_threads() * config.ranks))
         mesh = stack.enter_context(_mesh(config, strategy))
+        stack.enter_context(seeded(f"{config.seed}/{rank}"))  # dropout, for example, draws the same in every run
         writer = RunWriter(directory, rank, strategy, source_of(mesh))
         run = stack.enter_context(recorded_run(config, strategy, mesh, writer, origin_ns))
         traced = min(
@@ -166,14 +162,16 @@ def _mesh(config: CompareConfig, strategy: str) -> BaseMesh:
 
 
 def _engine(config: CompareConfig, strategy: str, mesh: BaseMesh) -> Engine:
-    model = build_model(config.model, config.seq_len, DTYPES[config.dtype], config.seed).to(mesh.device)
-    model = divided(model, config, strategy, mesh)
-    options = config.engine_options(engine_options(strategy))
-
-    def optimizer_fn(tensors: StepTensors) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(tensors, lr=config.learning_rate)
-
-    return build_engine(strategy, model, optimizer_fn, mesh, **options)
+    workload, options = config.trained, config.engine_options(engine_options(strategy))
+    model = workload.build(config.seed)
+    if "init_fn" in engine_options(strategy) and config.tp == 1:
+        # It makes what is on the meta device itself, unit by unit, so that no rank ever holds all of it.
+        options["init_fn"] = workload.initialiser(config.seed)
+        model = model if any(param.is_meta for param in model.parameters()) else model.to(mesh.device)
+    else:
+        model = workload.made(model, mesh.device, config.seed)
+    model = divided(model, config, workload, strategy, mesh)
+    return build_engine(strategy, model, workload.optimizer, mesh, **options)
 
 
 def _shard_rows(engine: Engine) -> list[Row]:

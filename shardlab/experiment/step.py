@@ -1,10 +1,13 @@
 """The training step, the same for every strategy."""
 
 import contextlib
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from math import nan
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +16,7 @@ from shardlab.engines import Engine, GradScaler
 from shardlab.trace.recorder import Recorder
 from shardlab.vocabulary import Phase, SpanKind
 
-LossFn = Callable[[Tensor, Tensor], Tensor]
+LossFn = Callable[[Any, Any], Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,12 @@ class StepResult:
 class TrainStep:
     """Called once per micro-batch; every ``accumulation``-th call ends with an optimizer step.
 
-        train_step = TrainStep(engine, next_token_loss, accumulation=4, max_norm=1.0)
-        result = train_step(inputs, targets)      # None while accumulating, then a StepResult
+        train_step = TrainStep(engine, next_token, accumulation=4, max_norm=1.0)
+        result = train_step((inputs, targets))      # None while accumulating, then a StepResult
 
     Args:
         engine: any strategy.
-        loss_fn: loss of (output, targets), a mean over the micro-batch.
+        loss: (model, batch) -> the mean loss of a micro-batch; ``model`` is called as the module is.
         accumulation: micro-batches of a step, at least 1.
         max_norm: clip the global gradient norm to this; None for no clipping.
         scheduler: an LR scheduler, stepped after each optimizer step.
@@ -55,7 +58,7 @@ class TrainStep:
     def __init__(
         self,
         engine: Engine,
-        loss_fn: LossFn,
+        loss: LossFn,
         *,
         accumulation: int = 1,
         max_norm: float | None = None,
@@ -65,21 +68,31 @@ class TrainStep:
     ) -> None:
         if accumulation < 1:
             raise ValueError(f"accumulation: {accumulation} is below 1")
-        self.engine, self.loss_fn = engine, loss_fn
+        self.engine, self.loss, self._model = engine, loss, _Model(engine)
         self.accumulation, self.max_norm = accumulation, max_norm
         self.scheduler, self.scaler, self.recorder = scheduler, scaler, recorder
         self._losses: list[Tensor] = []
 
-    def __call__(self, inputs: Tensor, targets: Tensor) -> StepResult | None:
-        """Train on one micro-batch of this rank's rows."""
+    def __call__(self, batch: Any, weight: float = 1.0) -> StepResult | None:
+        """Train on one micro-batch of this rank's rows.
+
+        Args:
+            batch: what ``loss`` takes.
+            weight: of its loss in the mean over ranks: 1, unless ranks have different numbers of rows.
+
+        Raises:
+            ValueError: the loss is not a scalar that depends on parameters.
+        """
         last = len(self._losses) == self.accumulation - 1
         with contextlib.nullcontext() if last else self.engine.no_sync():
-            self._losses.append(self._forward_backward(inputs, targets))
+            self._losses.append(self._forward_backward(batch, weight))
         return self._update() if last else None
 
-    def _forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _forward_backward(self, batch: Any, weight: float) -> Tensor:
         with self._phase(Phase.FORWARD, SpanKind.FORWARD):
-            loss = self.loss_fn(self.engine(inputs), targets) / self.accumulation
+            loss = _scalar(self.loss(self._model, batch)) / self.accumulation
+            if weight != 1.0:
+                loss = loss * weight
         with self._phase(Phase.BACKWARD, SpanKind.BACKWARD):
             self.engine.backward(loss if self.scaler is None else self.scaler.scale(loss))
         return loss.detach()
@@ -114,3 +127,31 @@ class TrainStep:
 
     def _phase(self, phase: Phase, kind: SpanKind | None = None) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self.recorder is None else self.recorder.phase(phase, kind)
+
+
+class _Model:
+    """What a loss takes for the module: it is called through the engine, and has the module's attributes."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._engine(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._engine.module, name)
+        # A method may compute with parameters that only the engine can gather.
+        return partial(self._engine.call, value) if inspect.ismethod(value) else value
+
+
+def _scalar(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise ValueError(f"loss: returned {type(loss).__name__}; it must return the mean loss as a tensor")
+    if loss.numel() != 1 or not loss.is_floating_point():
+        raise ValueError(
+            f"loss: returned a tensor of shape {list(loss.shape)} and {loss.dtype}; it must return one floating-point "
+            "number, the mean over the rows"
+        )
+    if not loss.requires_grad:
+        raise ValueError("loss: it does not depend on any parameter that trains; compute it from model(...)")
+    return loss.reshape(())

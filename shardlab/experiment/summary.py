@@ -1,6 +1,6 @@
 """One row per strategy: what it cost, whether it trained the same model, and how to print that."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
@@ -82,12 +82,22 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     ]
 
 
-def reference_of(runs: Iterable[str]) -> str | None:
-    """The run that the losses of the others are compared with: 'single', else the first of several."""
-    names = list(runs)
-    if REFERENCE in names:
+def reference_of(records: Records) -> str | None:
+    """The run that the losses of the others are compared with: 'single', else the first of several.
+
+    Not 'single' where ranks that share a batch compute something else than one process, such as BatchNorm's statistics.
+    """
+    names = [str(run) for run in records.steps["run"].unique()]
+    if REFERENCE in names and not differs_by_rank(records):
         return REFERENCE
+    names = [name for name in names if name != REFERENCE]
     return names[0] if len(names) > 1 else None
+
+
+def differs_by_rank(records: Records) -> list[str]:
+    """Why ranks that share a batch differ from one process although all is right; empty if they do not."""
+    manifest: Mapping[str, Any] = next(iter(records.manifests.values()), {})
+    return list((manifest.get("workload") or {}).get("differs_by_rank", []))
 
 
 def not_finite(steps: pd.DataFrame) -> dict[str, int]:
@@ -123,11 +133,13 @@ def readable_summary(summary: pd.DataFrame, columns: Mapping[str, tuple[str, flo
 
 
 def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: str) -> dict[str, Any]:
-    own, reference = losses[run], reference_of(losses)
+    own, reference = losses[run], reference_of(records)
+    if run == REFERENCE != reference:
+        reference = None
     differences = None if reference is None else (own - losses[reference]).abs()
     difference = None if differences is None else float(differences[differences.index < JUDGED_STEPS].max())
     rounds = any(_rounds(name, records) for name in (run, reference) if name is not None)
-    tolerance = ROUNDED_LOSS_TOLERANCE if rounds else LOSS_TOLERANCE[dtype]
+    tolerance = ROUNDED_LOSS_TOLERANCE if rounds else tolerance_of(dtype)
     failed = not not_finite(records.steps).keys().isdisjoint({run, reference})
     equal = None if difference is None else difference <= tolerance
     return {
@@ -141,6 +153,11 @@ def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: s
         "judged_loss_difference": None if failed else difference,
         "losses_equal": False if failed else equal,
     }
+
+
+def tolerance_of(dtype: str) -> float:
+    """How far losses of a model of this dtype may differ and be called equal."""
+    return LOSS_TOLERANCE.get(dtype, ROUNDED_LOSS_TOLERANCE)
 
 
 def _rounds(run: str, records: Records) -> bool:

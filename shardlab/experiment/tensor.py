@@ -1,27 +1,22 @@
 """The tensor axis of a comparison: what can be divided over it, the divided model, and its loss.
 
-Data ranks are ``ranks / tp``. The ranks of a tensor group train on the same rows; logits stay in parts along the
-vocabulary, so that no rank ever has all of them.
+Data ranks are ``ranks / tp``. The ranks of a tensor group train on the same rows.
 """
 
-from dataclasses import replace
-from functools import partial
-
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardlab.comm import BaseMesh
 from shardlab.experiment.options import CompareOptions
-from shardlab.experiment.step import LossFn
-from shardlab.models import MODELS, GPTConfig, build_model, next_token_loss
-from shardlab.tensor_parallel import Plan, gpt_plan, parallelize_module, vocab_parallel_cross_entropy
+from shardlab.experiment.workload import LossFn, Workload
+from shardlab.models import MODELS, GPTConfig
+from shardlab.tensor_parallel import Plan, parallelize_module
 from shardlab.tensor_parallel.plan import matched
 from shardlab.vocabulary import MeshAxis
 
 TORCH_TP = "torch_tp"
 
 
-def check_tensor_axis(options: CompareOptions) -> None:
+def check_tensor_axis(options: CompareOptions, workload: Workload) -> None:
     """Check that the tensor axis can divide what the options say; an error names the field.
 
     Raises:
@@ -41,35 +36,44 @@ def check_tensor_axis(options: CompareOptions) -> None:
         raise ValueError(
             f"seq_len: {options.seq_len} does not divide over tp={options.tp} ranks, which sequence_parallel needs"
         )
-    plan = _plan(options)
-    with torch.device("meta"):
-        model = build_model(options.model, options.seq_len)
-    for name, style in matched(plan, model).items():
+    model = workload.on_meta()
+    for name, style in matched(_plan(workload, options), model).items():
         try:
             style.check(name, model.get_submodule(name), options.tp)
         except ValueError as error:
             raise ValueError(f"tp: {error}") from None
 
 
-def divided(model: nn.Module, options: CompareOptions, strategy: str, mesh: BaseMesh) -> nn.Module:
+def divided(model: nn.Module, options: CompareOptions, workload: Workload, strategy: str, mesh: BaseMesh) -> nn.Module:
     """The model with its layers divided over the mesh's tensor axis; unchanged if nothing is divided. Collective."""
-    return parallelize_module(model, _plan(options), mesh[MeshAxis.TENSOR]) if _divides(options, strategy) else model
+    if not _divides(options, strategy):
+        return model
+    return parallelize_module(model, _plan(workload, options), mesh[MeshAxis.TENSOR])
 
 
-def loss_of(options: CompareOptions, strategy: str, mesh: BaseMesh) -> LossFn:
-    """The mean loss of the next token, from whole logits or from logits divided over the mesh's tensor axis."""
-    if _divides(options, strategy):
-        return partial(vocab_parallel_cross_entropy, comm=mesh[MeshAxis.TENSOR])
-    return next_token_loss
+def loss_of(options: CompareOptions, workload: Workload, strategy: str, mesh: BaseMesh) -> LossFn:
+    """The loss of the whole or of the divided model."""
+    of_parts = workload.tp_loss
+    if of_parts is None or not _divides(options, strategy):
+        return workload.loss
+    axis = mesh[MeshAxis.TENSOR]
+
+    def loss(model: object, batch: object) -> Tensor:
+        return of_parts(model, batch, axis)
+
+    return loss
 
 
-def _plan(options: CompareOptions) -> Plan:
-    sizes = MODELS[options.model]
-    if not isinstance(sizes, GPTConfig):
-        gpts = ", ".join(name for name, known in MODELS.items() if isinstance(known, GPTConfig))
-        raise ValueError(f"model: there is no plan that divides {options.model!r} over tp={options.tp}; take {gpts}")
-    sizes = replace(sizes, seq_len=options.seq_len)
-    return gpt_plan(sizes, sequence_parallel=options.sequence_parallel, gather_logits=False)
+def _plan(workload: Workload, options: CompareOptions) -> Plan:
+    if workload.tp_plan is not None:
+        return workload.tp_plan
+    if options.workload is not None:
+        raise ValueError(
+            f"tp: there is no plan that divides {workload} over {options.tp} ranks; give Workload(tp_plan={{'blocks.*."
+            "up': Column(), 'blocks.*.down': Row(), ...}), see shardlab.tensor_parallel"
+        )
+    gpts = ", ".join(name for name, known in MODELS.items() if isinstance(known, GPTConfig))
+    raise ValueError(f"model: there is no plan that divides {options.model!r} over tp={options.tp}; take {gpts}")
 
 
 def _check_peers(options: CompareOptions) -> None:

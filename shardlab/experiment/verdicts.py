@@ -3,13 +3,13 @@
 import pandas as pd
 
 from shardlab.experiment.comparison import Comparison
-from shardlab.experiment.summary import JUDGED_STEPS, REFERENCE, not_finite
+from shardlab.experiment.summary import JUDGED_STEPS, REFERENCE, differs_by_rank, not_finite, reference_of
 from shardlab.vocabulary import HostTransport, Phase
 
 
 def verdicts(comparison: Comparison) -> list[str]:
     """What a comparison shows, in sentences."""
-    said = (verdict(comparison), plan_verdict(comparison), transport_verdict(comparison))
+    said = (verdict(comparison), alone_verdict(comparison), plan_verdict(comparison), transport_verdict(comparison))
     return [sentence for sentence in said if sentence]
 
 
@@ -21,7 +21,7 @@ def verdict(comparison: Comparison) -> str:
     judged = comparison.summary["judged_loss_difference"].max()
     if pd.isna(judged) or len(comparison.summary) == 1:
         return "Losses were not compared: only one strategy ran."
-    reference = str(comparison.summary["loss_reference"].iloc[0])
+    reference = reference_of(comparison.records)
     origin = "the single process" if reference == REFERENCE else f"{reference}, the first strategy,"
     rounded = {run: precision for run in comparison.summary["strategy"] if (precision := _rounded(run, comparison))}
     equal = "equal" if comparison.losses_equal else "NOT equal"
@@ -34,6 +34,14 @@ def verdict(comparison: Comparison) -> str:
         f"Losses are {equal}: the largest difference from {origin} in the first {JUDGED_STEPS} steps is "
         f"{judged:.1e}; over all {steps} steps, in which training amplifies every rounding, it is {largest:.1e}."
     )
+
+
+def alone_verdict(comparison: Comparison) -> str:
+    """One sentence if losses were not compared with the single process, although there is one; else empty."""
+    reasons = differs_by_rank(comparison.records)
+    if not reasons or REFERENCE not in set(comparison.summary["strategy"]):
+        return ""
+    return f"They were not compared with the single process, which rightly differs: {', and '.join(reasons)}."
 
 
 def _rounded(run: str, comparison: Comparison) -> str | None:
@@ -51,7 +59,7 @@ def plan_verdict(comparison: Comparison) -> str:
     if len(wrong):
         return f"Bytes at rest or messages of {', '.join(wrong)} are NOT those of the plan."
     unplanned = comparison.summary.loc[comparison.summary["as_planned"].isna(), "strategy"]
-    besides = f" ({', '.join(unplanned)}: not ours, not planned)" if len(unplanned) else ""
+    besides = f" ({', '.join(unplanned)}: not planned)" if len(unplanned) else ""
     return f"Bytes at rest of every role and rank, and every message of a step, are those of the plan{besides}."
 
 

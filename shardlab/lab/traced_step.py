@@ -2,7 +2,7 @@
 
     def on_rank(rank):
         with Mesh({"data": 2}, device=current().device) as mesh, build_engine(...) as engine:
-            return trace_step(rank, "mine", engine, next_token_loss, inputs, targets)
+            return trace_step(rank, "mine", engine, loss, batch)
 
     records = pool.run(on_rank)[0]
     show(memory_over_step(records.memory))
@@ -11,15 +11,15 @@ If a configuration is enough, ``compare`` and ``run_interleaved`` do the same fo
 """
 
 import tempfile
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
-
-from torch import Tensor
+from typing import Any
 
 from shardlab.engines import Engine
+from shardlab.experiment.batches import size_of
 from shardlab.experiment.run import source_of
 from shardlab.experiment.step import TrainStep
+from shardlab.experiment.workload import LossFn
 from shardlab.trace.clock import clock_for
 from shardlab.trace.recorder import Recorder
 from shardlab.trace.store import Records, RunWriter, load_run, write_manifest
@@ -32,9 +32,8 @@ def trace_step(
     rank: int,
     run: str,
     engine: Engine,
-    loss_fn: Callable[[Tensor, Tensor], Tensor],
-    inputs: Tensor,
-    targets: Tensor,
+    loss: LossFn,
+    batch: Any,
 ) -> Records:
     """Train two steps on one batch and record both; memory is traced by role in the second.
 
@@ -44,9 +43,8 @@ def trace_step(
         rank: rank of this process, for the tables.
         run: name of the run in the tables.
         engine: any strategy.
-        loss_fn: loss of (output, targets), a mean over the rows.
-        inputs: inputs of this rank.
-        targets: targets of this rank.
+        loss: (model, batch) -> the mean loss over the rows.
+        batch: of this rank.
 
     Returns:
         The tables of this rank. Times count from the boot, so those of all ranks of a host are comparable.
@@ -59,11 +57,11 @@ def trace_step(
         stack.enter_context(engine.mesh.observed_by(recorder))
         for hook in watch_units(engine.module, recorder):
             stack.callback(hook.remove)
-        train_step = TrainStep(engine, loss_fn, recorder=recorder)
+        train_step = TrainStep(engine, loss, recorder=recorder)
         for step in (0, 1):
             with recorder.step(step, trace_memory=step == 1):
-                result = train_step(inputs, targets)
+                result = train_step(batch)
             assert result is not None, "no accumulation, so every call is a step"
-            recorder.finish_step(result.loss, result.grad_norm, result.learning_rate, inputs.numel())
+            recorder.finish_step(result.loss, result.grad_norm, result.learning_rate, size_of(batch))
         writer.close()  # turns the journal into tables, and the folder is gone after the return
         return load_run(folder)

@@ -10,6 +10,7 @@ Ainslie et al., arXiv 2305.13245.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -180,3 +181,9 @@ def next_token_loss(logits_bsv: torch.Tensor, targets_bs: torch.Tensor) -> torch
     if logits_bsv.dtype in (torch.float16, torch.bfloat16):
         logits_bsv = logits_bsv.float()
     return functional.cross_entropy(logits_bsv.flatten(0, -2), targets_bs.flatten())
+
+
+def next_token(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """A workload's loss: ``next_token_loss`` of what ``model`` returns for (inputs, targets), int64 (B, S) each."""
+    inputs_bs, targets_bs = batch
+    return next_token_loss(model(inputs_bs), targets_bs)

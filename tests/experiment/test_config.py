@@ -51,7 +51,7 @@ def test_the_message_lists_what_is_allowed(field, value, allowed):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_without_a_gpu():
-    with pytest.raises(ValueError, match="device='cuda', but torch sees no GPU"):
+    with pytest.raises(ValueError, match="device: 'cuda' is given, but torch sees no GPU"):
         CompareConfig(text="grammar", device="cuda")
 
 

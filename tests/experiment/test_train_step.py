@@ -29,20 +29,24 @@ def rows(seed, count=2):
     return x, torch.randn(count, 2, generator=generator, dtype=torch.float64)
 
 
+def mse(model, batch):
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
 def engine_of(plain):
     return build_engine("single", plain, sgd, Mesh.alone())
 
 
 def test_nothing_is_returned_while_it_accumulates():
     with engine_of(model()) as engine:
-        train_step = TrainStep(engine, nn.functional.mse_loss, accumulation=MICRO_BATCHES)
+        train_step = TrainStep(engine, mse, accumulation=MICRO_BATCHES)
         for step in (1, 2):
             before = [param.clone() for param in engine.params.values()]
             for micro_batch in range(MICRO_BATCHES - 1):
-                assert train_step(*rows(micro_batch)) is None
+                assert train_step(rows(micro_batch)) is None
                 assert engine.num_steps == step - 1
                 assert all(torch.equal(a, b) for a, b in zip(before, engine.params.values(), strict=True))
-            result = train_step(*rows(9))
+            result = train_step(rows(9))
             assert result.step == engine.num_steps == step
             assert not all(torch.equal(a, b) for a, b in zip(before, engine.params.values(), strict=True))
 
@@ -56,8 +60,8 @@ def test_accumulated_micro_batches_are_one_batch():
     norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
     optimizer.step()
     with engine_of(model()) as engine:
-        train_step = TrainStep(engine, nn.functional.mse_loss, accumulation=MICRO_BATCHES, max_norm=0.01)
-        *nothing, result = [train_step(x, y) for x, y in batches]
+        train_step = TrainStep(engine, mse, accumulation=MICRO_BATCHES, max_norm=0.01)
+        *nothing, result = [train_step(batch) for batch in batches]
         assert nothing == [None] * (MICRO_BATCHES - 1)
         assert result.loss == pytest.approx(float(loss.detach()), abs=1e-12)
         assert result.grad_norm == pytest.approx(float(norm), abs=1e-12)
@@ -68,7 +72,7 @@ def test_accumulated_micro_batches_are_one_batch():
 
 def test_without_clipping_nobody_asked_for_a_norm():
     with engine_of(model()) as engine:
-        result = TrainStep(engine, nn.functional.mse_loss)(*rows(0))
+        result = TrainStep(engine, mse)(rows(0))
         assert math.isnan(result.grad_norm)
         assert (result.step, result.learning_rate) == (1, 0.5)
 
@@ -76,8 +80,8 @@ def test_without_clipping_nobody_asked_for_a_norm():
 def test_the_learning_rate_is_the_one_of_the_step():
     with engine_of(model()) as engine:
         scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, step_size=1, gamma=0.1)
-        train_step = TrainStep(engine, nn.functional.mse_loss, accumulation=2, scheduler=scheduler)
-        rates = [result.learning_rate for seed in range(6) if (result := train_step(*rows(seed))) is not None]
+        train_step = TrainStep(engine, mse, accumulation=2, scheduler=scheduler)
+        rates = [result.learning_rate for seed in range(6) if (result := train_step(rows(seed))) is not None]
         assert rates == pytest.approx([0.5, 0.05, 0.005])  # once a step, not once a micro-batch
         assert engine.learning_rate == pytest.approx(0.0005)
 
@@ -85,13 +89,13 @@ def test_the_learning_rate_is_the_one_of_the_step():
 @pytest.mark.parametrize("accumulation", [0, -1])
 def test_accumulation_below_one_is_refused(accumulation):
     with engine_of(model()) as engine, pytest.raises(ValueError, match=f"accumulation: {accumulation} is below 1"):
-        TrainStep(engine, nn.functional.mse_loss, accumulation=accumulation)
+        TrainStep(engine, mse, accumulation=accumulation)
 
 
 def two_ranks(rank):
     with Mesh({"data": 2}) as mesh, build_engine("bucketed", model(), sgd, mesh) as engine:
-        train_step = TrainStep(engine, nn.functional.mse_loss, accumulation=2, max_norm=1e9)
-        results = [train_step(*rows(10 * seed + rank)) for seed in range(4)]
+        train_step = TrainStep(engine, mse, accumulation=2, max_norm=1e9)
+        results = [train_step(rows(10 * seed + rank)) for seed in range(4)]
         return [(result.loss, result.grad_norm) for result in results if result is not None]
 
 

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from shardlab import Mesh, build_engine
 from shardlab.analysis import memory_over_step, peak
 from shardlab.lab.traced_step import trace_step
-from shardlab.models import GPT, GPTConfig, next_token_loss
+from shardlab.models import GPT, GPTConfig, next_token
 from shardlab.vocabulary import Role, SpanKind
 
 ROWS, SEQ, HIDDEN = 4, 16, 32
@@ -24,7 +24,7 @@ def traced(rank, recompute):
         Mesh({"data": 2}) as mesh,
         build_engine("fsdp", model, lambda tensors: torch.optim.AdamW(tensors, lr=1e-3), mesh) as engine,
     ):
-        return trace_step(rank, "hand made", engine, next_token_loss, tokens[:, :-1], tokens[:, 1:])
+        return trace_step(rank, "hand made", engine, next_token, (tokens[:, :-1], tokens[:, 1:]))
 
 
 def block_growth(records):

@@ -25,7 +25,7 @@ from shardlab.trace.clock import clock_for
 from shardlab.trace.recorder import Recorder
 from shardlab.trace.store import RunWriter, load_run, write_manifest
 from shardlab.vocabulary import Collective, HostTransport, Phase, Role
-from tests.trace.training import CPU, MLP, Setting, adamw, train
+from tests.trace.training import CPU, MLP, Setting, adamw, mse, train
 
 STRATEGIES = ("ddp", "bucketed", "zero1")
 EXCHANGES = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
@@ -336,11 +336,11 @@ def train_with(writer, steps, after_step=None):
     with closing(writer), build_engine("bucketed", MLP(), adamw, mesh) as engine:
         recorder = Recorder(writer, clock_for(CPU), perf_counter_ns(), device=CPU)
         recorder.live_tensors = engine.live_tensors
-        train_step = TrainStep(engine, nn.functional.mse_loss, recorder=recorder)
+        train_step = TrainStep(engine, mse, recorder=recorder)
         x, y = torch.ones(4, 6), torch.ones(4, 5)
         for step in range(steps):
             with recorder.step(step):
-                result = train_step(x, y)
+                result = train_step((x, y))
             recorder.finish_step(result.loss, result.grad_norm, result.learning_rate, 4)
             if after_step is not None:
                 after_step(step)

@@ -85,7 +85,7 @@ def train(rank: int, setting: Setting) -> Outcome:
             stack.enter_context(mesh.observed_by(recorder))
         options = setting.options if setting.strategy in ("bucketed", "zero1") else {}
         engine = stack.enter_context(build_engine(setting.strategy, setting.model(), adamw, mesh, **options))
-        train_step = TrainStep(engine, nn.functional.mse_loss, max_norm=1.0, recorder=recorder)
+        train_step = TrainStep(engine, mse, max_norm=1.0, recorder=recorder)
         if recorder is not None:
             recorder.live_tensors = engine.live_tensors
             for hook in watch_units(engine.module, recorder):
@@ -98,14 +98,18 @@ def train(rank: int, setting: Setting) -> Outcome:
     return outcome
 
 
+def mse(model, batch):
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
 def _step(recorder: Recorder | None, train_step: TrainStep, rank: int, step: int, setting: Setting) -> float:
     generator = torch.Generator().manual_seed(100 * step + rank)
     x, y = torch.randn(4, 6, generator=generator), torch.randn(4, 5, generator=generator)
     if recorder is None:
-        result = train_step(x, y)
+        result = train_step((x, y))
     else:
         with recorder.step(step, trace_memory=step == setting.traced):
-            result = train_step(x, y)
+            result = train_step((x, y))
         recorder.finish_step(result.loss, result.grad_norm, result.learning_rate, num_tokens=4)
     assert result is not None
     return result.loss

@@ -1,0 +1,161 @@
+"""Which rows each rank trains on: one global batch under every strategy, divided among the data ranks.
+
+One process that takes all rows sees exactly what N ranks see together; this is what losses are compared on. Where the
+rows of a batch do not divide evenly, ranks get one row more or less, and their mean losses are weighted by their rows,
+so that the mean over ranks stays the mean over rows.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, default_collate
+
+from shardlab.comm.trees import map_tensors, tensors_in
+from shardlab.experiment.workload import Workload, seeded
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's part of a batch.
+
+    Attributes:
+        batch: its rows, in the nest that the data came in.
+        weight: of its mean loss in the mean over ranks: 1, unless ranks have different numbers of rows.
+    """
+
+    batch: Any
+    weight: float = 1.0
+
+
+def batches_of(workload: Workload, rank: int, ranks: int, seed: int, rows: int) -> Iterator[Share]:
+    """What one data rank trains on, one item for each micro-batch.
+
+    Args:
+        workload: whose data it is.
+        rank: of the data ranks.
+        ranks: number of data ranks.
+        seed: of shuffling; the same on all ranks.
+        rows: of a global micro-batch; used for a ``Dataset`` only.
+
+    Raises:
+        ValueError: the data has ended, or a batch cannot be divided.
+    """
+    data: Any = workload.data
+    if callable(data) and not isinstance(data, Dataset):
+        return (Share(batch) for batch in _apart(lambda: iter(data(rank, ranks, seed)), seed))
+    source = _batches_of_samples(data, rows, seed) if isinstance(data, Dataset) else _repeated(data)
+    return (divide(batch, rank, ranks) for batch in _apart(lambda: source, seed))
+
+
+def divide(batch: Any, rank: int, ranks: int) -> Share:
+    """The rows of a rank.
+
+    Tensors are cut along their first dim, and lists that have as many entries as there are rows; the rest is handed to
+    every rank.
+
+    Raises:
+        ValueError: tensors have different numbers of rows, or there are fewer rows than ranks.
+    """
+    if ranks == 1:
+        return Share(batch)
+    rows = rows_of(batch)
+    if rows < ranks:
+        raise ValueError(f"data: a batch has {rows} rows, too few for {ranks} data ranks; give at least {ranks}")
+    least, more = divmod(rows, ranks)
+    start = rank * least + min(rank, more)
+    own = slice(start, start + least + (rank < more))
+    return Share(_cut(batch, own, rows), (own.stop - own.start) * ranks / rows)
+
+
+def rows_of(batch: Any) -> int:
+    """The size of the first dim of all tensors in a batch.
+
+    Raises:
+        ValueError: they differ, or there is none.
+    """
+    sizes = {tensor.shape[0]: tuple(tensor.shape) for tensor in tensors_in(batch) if tensor.dim()}
+    if not sizes:
+        raise ValueError("data: a batch has no tensor with rows; a batch is a nest of tensors of shape (rows, ...)")
+    if len(sizes) > 1:
+        first, second = list(sizes.values())[:2]
+        raise ValueError(
+            f"data: a batch has tensors of {first[0]} and of {second[0]} rows (shapes {first} and {second}); the first "
+            "dim must be the row in all of them. Let data be a function of (rank, ranks, seed) to divide it yourself"
+        )
+    return next(iter(sizes))
+
+
+def size_of(batch: Any) -> int:
+    """Tokens of a batch, if its first tensor is a matrix of whole numbers, else its rows."""
+    first = next((tensor for tensor in tensors_in(batch) if tensor.dim()), None)
+    if first is None:
+        return 0
+    is_tokens = first.dim() == 2 and not first.is_floating_point() and not first.is_complex()
+    return first.numel() if is_tokens else first.shape[0]
+
+
+def _cut(batch: Any, own: slice, rows: int) -> Any:
+    if isinstance(batch, list) and len(batch) == rows and not any(True for _ in tensors_in(batch)):
+        return batch[own]
+    if isinstance(batch, dict) and type(batch) is dict:
+        return {key: _cut(value, own, rows) for key, value in batch.items()}
+    # A copy, or the rows of all ranks would stay in memory.
+    return map_tensors(lambda tensor: tensor[own].clone() if tensor.dim() else tensor, batch)
+
+
+def _batches_of_samples(data: Dataset[Any], rows: int, seed: int) -> Iterator[Any]:
+    """Global batches; what is left over at the end of an epoch is dropped, as ``DistributedSampler`` can do."""
+    for epoch in count():
+        num_batches = 0
+        samples = iter(data) if isinstance(data, IterableDataset) else _shuffled(data, f"{seed}/{epoch}")
+        while len(chunk := list(islice(samples, rows))) == rows:
+            num_batches += 1
+            yield default_collate(chunk)
+        if not num_batches:
+            raise ValueError(f"data: it has {len(chunk)} samples, too few for a batch of {rows}; set batch")
+
+
+def _shuffled(data: Any, seed: str) -> Iterator[Any]:
+    order = list(range(len(data)))
+    random.Random(seed).shuffle(order)
+    return (data[place] for place in order)
+
+
+def _repeated(data: Any) -> Iterator[Any]:
+    for epoch in count():
+        num_batches = 0
+        for batch in data:
+            num_batches += 1
+            yield batch
+        if not num_batches:
+            raise ValueError("data: it yields no batch" + (" the second time it is read" if epoch else ""))
+
+
+def _apart(source: Callable[[], Iterator[Any]], seed: int) -> Iterator[Any]:
+    """The batches of ``source``, with random numbers of their own: those of training do not depend on the data.
+
+    The other way round too: dropout on a rank changes neither the order of a shuffled ``DataLoader`` nor augmentation,
+    so that all ranks and strategies see the same batches.
+    """
+    with seeded(seed):
+        batches, states, number = source(), _random_states(), 0
+    while True:
+        with seeded(0):
+            torch.set_rng_state(states[0])
+            random.setstate(states[1])
+            try:
+                batch = next(batches)
+            except StopIteration:
+                break
+            states, number = _random_states(), number + 1
+        yield batch
+    raise ValueError(f"data: it ended after {number} batches; yield more of them, or take fewer steps")
+
+
+def _random_states() -> tuple[Tensor, Any]:
+    return torch.get_rng_state(), random.getstate()

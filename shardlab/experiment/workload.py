@@ -1,0 +1,186 @@
+"""What is trained: a model, its data, its loss and its optimizer. The built-in models are workloads too.
+
+    workload = Workload(
+        model=lambda: Net(),
+        data=Digits(),                                              # a Dataset, batches, or a function
+        loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
+    )
+    compare(workload, "runs/mine", ranks=4)
+
+Every rank makes the model and the data itself, from the same seed, so what a workload holds must be picklable by
+cloudpickle: functions, lambdas and classes of a notebook are, open files and generators are not.
+"""
+
+import inspect
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from shardlab.comm.communicator import Communicator
+from shardlab.engines.fsdp.policy import WrapPolicy
+from shardlab.meta import InitFn, materialize, reset_parameters
+from shardlab.tensor_parallel import Plan
+
+LossFn = Callable[[Any, Any], Tensor]
+Batches = Iterable[Any]
+Data = Dataset[Any] | Batches | Callable[[int, int, int], Batches]
+OptimizerFn = Callable[[Any], torch.optim.Optimizer]
+SchedulerFn = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+def adamw(tensors: Any) -> torch.optim.Optimizer:
+    """AdamW with a learning rate of 1e-3."""
+    return torch.optim.AdamW(tensors, lr=1e-3)
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """A model and how it is trained, for ``compare`` under any strategy.
+
+    Attributes:
+        model: makes the module; called on each rank with the same seed. Parameters on the meta device are made there
+            and initialised by ``init_fn``.
+        data: a map-style ``Dataset`` of samples, which is shuffled and collated as a ``DataLoader`` does; an iterable
+            of batches such as a ``DataLoader``, read again from the start when it ends; or a function of (rank, ranks,
+            seed) that returns the batches of one rank. A batch is any nest of tensors whose first dim is the row.
+            Ranks train on different rows of each batch, except a function's, which divides them itself.
+        loss: (model, batch) -> scalar, the mean over the rows of the batch. ``model`` is called as the module is.
+        optimizer: (tensors) -> a torch optimizer of them.
+        scheduler: (optimizer) -> a learning rate scheduler, stepped after each optimizer step.
+        wrap: which modules are units, see ``wrapped_modules``.
+        tp_plan: how layers are divided over tensor-parallel ranks, by name pattern; needed only with ``tp``.
+        tp_loss: (model, batch, axis) -> scalar, in place of ``loss`` where the model is divided and its output stays
+            divided over the tensor axis.
+        init_fn: initialises what is on the meta device, as (name, module); by default ``module.reset_parameters()``.
+        name: in titles and manifests; by default the name of the module's class.
+
+    Raises:
+        TypeError: a field is of the wrong type; the message names it.
+        ValueError: ``data`` can be read only once.
+    """
+
+    model: Callable[[], nn.Module]
+    data: Data
+    loss: LossFn
+    optimizer: OptimizerFn = adamw
+    scheduler: SchedulerFn | None = None
+    wrap: WrapPolicy = "block"
+    tp_plan: Plan | None = None
+    tp_loss: Callable[[Any, Any, Communicator], Tensor] | None = None
+    init_fn: InitFn = reset_parameters
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        """Check the types: an error on a rank, after everything has started, would say less."""
+        if isinstance(self.model, nn.Module):
+            raise TypeError(
+                f"model: a {type(self.model).__name__} was given; give a function that makes one, such as lambda: "
+                f"{type(self.model).__name__}(...), because every rank and every strategy needs its own"
+            )
+        _require_function("model", self.model, "that takes nothing and returns a module", 0)
+        _require_function("loss", self.loss, "of (model, batch) that returns the mean loss", 2)
+        _require_function("optimizer", self.optimizer, "of (tensors) that returns a torch optimizer", 1)
+        if self.scheduler is not None:
+            _require_function("scheduler", self.scheduler, "of (optimizer) that returns a scheduler", 1)
+        if self.tp_loss is not None:
+            _require_function("tp_loss", self.tp_loss, "of (model, batch, axis) that returns the mean loss", 3)
+        _check_data(self.data)
+
+    def __str__(self) -> str:
+        return self.name or _name_of(self.model)
+
+    @property
+    def is_dataset(self) -> bool:
+        """Whether ``data`` holds samples that are yet to be put into batches."""
+        return isinstance(self.data, Dataset)
+
+    def build(self, seed: int) -> nn.Module:
+        """The module, with parameters drawn from ``seed``; those on the meta device stay there.
+
+        Raises:
+            TypeError: ``model`` returned something else.
+            ValueError: the module has no parameters.
+        """
+        with seeded(seed):
+            module = self.model()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"model: returned {type(module).__name__}; it must return a torch.nn.Module")
+        if next(module.parameters(), None) is None:
+            raise ValueError(f"model: {type(module).__name__} has no parameters, so there is nothing to train")
+        return module
+
+    def on_meta(self) -> nn.Module:
+        """The module without memory for its parameters, where that can be had: planning needs names and shapes only."""
+        try:
+            with torch.device("meta"):
+                return self.build(0)
+        except (NotImplementedError, RuntimeError):  # its construction computes with values
+            return self.build(0)
+
+    def initialiser(self, seed: int) -> InitFn:
+        """``init_fn`` with a seed for each module, so that values do not depend on the order in which they are made."""
+
+        def initialise(name: str, module: nn.Module) -> None:
+            with seeded(f"{seed}/{name}"):
+                self.init_fn(name, module)
+
+        return initialise
+
+    def made(self, module: nn.Module, device: torch.device, seed: int) -> nn.Module:
+        """``module`` on ``device``, with memory and values for what was on the meta device."""
+        params = dict(module.named_parameters())
+        materialize(module, list(params), params, device, self.initialiser(seed))
+        return module.to(device)
+
+
+@contextmanager
+def seeded(seed: int | str) -> Iterator[None]:
+    """Inside, torch and ``random`` draw from ``seed``; outside they go on as if nothing had been drawn."""
+    number = seed if isinstance(seed, int) else random.Random(seed).getrandbits(63)
+    before = random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        # Not torch.manual_seed: that seeds CUDA too, which fork_rng(devices=[]) does not restore.
+        torch.default_generator.manual_seed(number)
+        random.seed(number)
+        try:
+            yield
+        finally:
+            random.setstate(before)
+
+
+def _check_data(data: Any) -> None:
+    if isinstance(data, Dataset) or not callable(data):
+        if isinstance(data, str | bytes) or not (isinstance(data, Dataset) or hasattr(data, "__iter__")):
+            raise TypeError(
+                f"data: {data!r:.80} is neither a Dataset, nor an iterable of batches, nor a function of (rank, ranks, "
+                "seed) that returns one"
+            )
+        if hasattr(data, "__next__"):
+            raise ValueError(
+                "data: an iterator can be read only once, and each strategy reads it; give the function that makes it, "
+                "of (rank, ranks, seed)"
+            )
+        return
+    _require_function("data", data, "of (rank, ranks, seed) that returns batches", 3)
+
+
+def _require_function(field: str, function: Any, what: str, num_args: int) -> None:
+    if not callable(function):
+        raise TypeError(f"{field}: {function!r:.80} was given; it must be a function {what}")
+    try:
+        inspect.signature(function).bind(*range(num_args))
+    except TypeError:
+        raise TypeError(f"{field}: it takes {inspect.signature(function)}; it must be a function {what}") from None
+    except ValueError:  # a function without a signature, in C
+        return
+
+
+def _name_of(model: Callable[[], nn.Module]) -> str:
+    """The class that is made, if the function is the class itself or says so; else the function's name."""
+    return getattr(model, "__name__", type(model).__name__).replace("<lambda>", "model")
