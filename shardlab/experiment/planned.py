@@ -17,7 +17,7 @@ from shardlab.engines.fsdp.unit import owners_of_parameters
 from shardlab.engines.precision import parse_precision
 from shardlab.experiment.batches import batches_of
 from shardlab.experiment.config import CompareConfig, takes
-from shardlab.experiment.workload import Workload
+from shardlab.experiment.workload import Workload, seeded
 from shardlab.launch import place
 from shardlab.models import MODELS, GPTConfig
 from shardlab.planner import Setup, described, predicted_collectives, predicted_memory
@@ -116,7 +116,7 @@ def optimizer_of(workload: Workload) -> Optimizer | None:
 
 
 def unused_by(config: CompareConfig, module: nn.Module) -> list[str]:
-    """Parameters that the loss of the first batch does not depend on, by shapes alone; none where that cannot be told.
+    """Parameters that the loss of the first batch does not depend on; none where that cannot be told.
 
     Args:
         config: whose data and loss.
@@ -124,14 +124,22 @@ def unused_by(config: CompareConfig, module: nn.Module) -> list[str]:
     """
     if config.workload is None:
         return []
-    rows = config.global_batch // config.accumulation
-    batch = next(batches_of(config.trained, 0, 1, config.seed, rows)).batch
+    rows, workload = config.global_batch // config.accumulation, config.trained
+    batch = next(batches_of(workload, 0, 1, config.seed, rows)).batch
     try:
-        loss = config.trained.loss(module, map_tensors(lambda tensor: tensor.to("meta"), batch))
-        reached = _leaves_below(loss.grad_fn)
-    except (NotImplementedError, RuntimeError, AttributeError, TypeError, ValueError):
-        return []  # what it computes depends on values
+        reached = _reached(workload, module.to("meta"), map_tensors(lambda tensor: tensor.to("meta"), batch))
+    except Exception:  # what it computes depends on values: which expert a row takes, for example
+        try:
+            module = workload.made(workload.build(config.seed), torch.device("cpu"), config.seed)
+            reached = _reached(workload, module, batch)
+        except Exception:
+            return []  # the ranks will raise the same, with the rank and the line
     return [name for name, param in module.named_parameters() if param.requires_grad and param not in reached]
+
+
+def _reached(workload: Workload, module: nn.Module, batch: Any) -> set[torch.Tensor]:
+    with seeded(0):
+        return _leaves_below(workload.loss(module, batch).grad_fn)
 
 
 def _leaves_below(node: Any) -> set[torch.Tensor]:

@@ -1,0 +1,381 @@
+"""A model, data and loss that the project has never seen, under every strategy, against one process."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from shardlab import CompareConfig, Workload, compare
+from shardlab.experiment.batches import batches_of, divide, rows_of
+from shardlab.experiment.planned import optimizer_of
+from shardlab.trace.store import load_run
+
+OURS = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
+PEERS = ("torch_ddp", "torch_zero1", "torch_fsdp2")
+
+
+class Labelled(Dataset):
+    """Samples as dicts, a number of them that no batch divides."""
+
+    def __init__(self, num_samples=29, features=6, classes=3):
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(num_samples, features, generator=generator, dtype=torch.float64)
+        self.y = torch.randint(0, classes, (num_samples,), generator=generator)
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, place):
+        return {"x": self.x[place], "y": self.y[place]}
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    loss: torch.Tensor | None = None
+
+
+class Residual(nn.Module):
+    """Dict of blocks, keyword inputs, a dataclass as output, and a method that is not forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(6, 10)
+        self.blocks = nn.ModuleDict({str(place): nn.Linear(10, 10) for place in range(3)})
+        self.leave = nn.Linear(10, 3)
+        self.double()
+
+    def forward(self, *, x, y=None):
+        x = self.enter(x)
+        for block in self.blocks.values():
+            x = x + torch.tanh(block(x))
+        logits = self.leave(x)
+        return Output(logits, None if y is None else functional.cross_entropy(logits, y))
+
+
+class Experts(nn.Module):
+    """A mixture of experts: which of them a rank uses depends on its rows; one is used by nobody."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(6, 3)
+        self.experts = nn.ModuleList(nn.Linear(6, 3) for _ in range(4))
+        self.double()
+
+    def forward(self, x):
+        weights = self.gate(x).softmax(-1)
+        chosen = x[:, 0].gt(0).long()
+        out = weights * 0
+        for place in range(2):
+            if (rows := chosen == place).any():
+                out = out.index_add(0, rows.nonzero()[:, 0], self.experts[place](x[rows]) * weights[rows])
+        return out + self.experts[2](x)
+
+
+class Adapted(nn.Module):
+    """Low-rank adapters on frozen layers, and a buffer that forward changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(6, 40).requires_grad_(False)
+        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 40, bias=False)
+        self.leave = nn.Linear(40, 3).requires_grad_(False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.double()
+
+    def forward(self, x):
+        self.calls += 1
+        return self.leave(torch.tanh(self.frozen(x) + self.up(self.down(x))))
+
+
+class Convolutions(nn.Module):
+    """A small U-Net with a skip connection, on pictures of two channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.ModuleList([nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, stride=2, padding=1)])
+        self.up = nn.ModuleList([nn.ConvTranspose2d(4, 4, 2, stride=2), nn.Conv2d(8, 2, 3, padding=1)])
+        self.double()
+
+    def forward(self, x):
+        first = functional.silu(self.down[0](x))
+        up = self.up[0](functional.silu(self.down[1](first)))
+        return self.up[1](torch.cat([first, up], 1))
+
+
+class Normed(nn.Module):
+    """BatchNorm, whose statistics are those of a rank's own rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+        self.double()
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def keyword_loss(model, batch):
+    return model(**batch).loss
+
+
+def labelled_loss(model, batch):
+    return functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def noise_loss(model, batch):
+    return functional.mse_loss(model(batch), batch.flip(1))
+
+
+def pictures(rank, ranks, seed):
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randn(4, 2, 8, 8, generator=generator, dtype=torch.float64)[rank::ranks]
+
+
+def workloads():
+    return {
+        "dict blocks": Workload(Residual, Labelled(), keyword_loss),
+        "uneven batches": Workload(Residual, DataLoader(Labelled(), batch_size=10, shuffle=True), keyword_loss),
+        "experts": Workload(Experts, Labelled(), labelled_loss),
+        "adapters": Workload(Adapted, DataLoader(Labelled(), batch_size=8, shuffle=True), labelled_loss),
+        "pictures": Workload(Convolutions, pictures, noise_loss),
+        "momentum": Workload(
+            Residual, Labelled(), keyword_loss,
+            optimizer=lambda tensors: torch.optim.SGD(tensors, lr=0.1, momentum=0.9),
+            scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", workloads())
+def test_every_strategy_trains_it_as_one_process_does_and_as_planned(pools, tmp_path, name):
+    found = compare(workloads()[name], tmp_path / "run", strategies=OURS, ranks=2, steps=5, pool=pools(2)).summary
+    assert (found["max_loss_difference"].dropna() < 1e-10).all(), found
+    assert found["loss_last"].nunique() > 0
+    assert found["as_planned"].all(), found[["strategy", "as_planned"]]
+
+
+@pytest.mark.parametrize("options", [{"accumulation": 2, "clip": 0.1}, {"sharding": "shard_grad_op", "prefetch": 2}])
+def test_options_hold_for_it_too(pools, tmp_path, options):
+    workload = Workload(Residual, Labelled(), keyword_loss)
+    strategies = ("single", "bucketed", "fsdp", *PEERS)
+    found = compare(workload, tmp_path / "run", strategies=strategies, ranks=3, steps=4, pool=pools(3), **options)
+    assert (found.summary["max_loss_difference"] < 1e-10).all()
+    assert found.summary["as_planned"].dropna().all()
+
+
+def test_the_manifest_says_what_was_trained(pools, tmp_path):
+    workload = Workload(Residual, Labelled(), keyword_loss)
+    compare(workload, tmp_path / "run", strategies="bucketed", ranks=2, steps=2, seed=7, pool=pools(2))
+    trained = load_run(tmp_path / "run" / "records" / "bucketed").manifests["bucketed"]["workload"]
+    params = sum(param.numel() for param in Residual().parameters())
+    assert trained["name"] == "Residual"
+    assert trained["module"].endswith("test_workload.Residual")
+    assert (trained["parameters"], trained["trainable"], trained["dtypes"]) == (params, params, ["float64"])
+    assert (trained["data"], trained["seed"]) == ("Labelled", 7)
+    assert trained["loss"].endswith("keyword_loss")
+    assert trained["optimizer"].endswith("adamw")
+    assert trained["differs_by_rank"] == []
+
+
+def test_local_statistics_are_said_and_not_called_a_difference(pools, tmp_path):
+    workload = Workload(Normed, Labelled(), labelled_loss)
+    strategies = ("single", "ddp", "zero1", "fsdp")
+    found = compare(workload, tmp_path / "run", strategies=strategies, ranks=2, steps=4, pool=pools(2))
+    by_strategy = found.summary.set_index("strategy")
+    assert by_strategy.loc["single", "losses_equal"] is None
+    assert set(by_strategy["loss_reference"].dropna()) == {"ddp"}
+    assert (by_strategy["max_loss_difference"].dropna() < 1e-10).all()
+    assert by_strategy.loc["single", "loss_last"] != by_strategy.loc["ddp", "loss_last"]
+    assert found.losses_equal
+
+
+def made_on_meta():
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(6, 8, dtype=torch.float64), nn.Tanh(), nn.Linear(8, 3, dtype=torch.float64))
+
+
+def test_a_model_on_the_meta_device_is_the_same_under_every_strategy(pools, tmp_path):
+    workload = Workload(made_on_meta, Labelled(), labelled_loss)
+    found = compare(workload, tmp_path / "run", strategies=OURS, ranks=2, steps=3, pool=pools(2)).summary
+    assert (found["max_loss_difference"] < 1e-10).all()
+    assert found["as_planned"].all()
+
+
+def test_five_lines_are_enough(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = compare(Residual, Labelled(), keyword_loss, ranks=2, steps=2, strategies="zero1")
+    assert found.directory.parent.name == "runs"
+    assert list(found.summary["strategy"]) == ["zero1"]
+
+
+# Rows.
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_rows_of_all_ranks_are_the_batch_and_weights_make_the_mean(ranks):
+    batch = {"x": torch.arange(14.0).view(7, 2), "names": list("abcdefg"), "scale": torch.tensor(2.0), "n": 3}
+    shares = [divide(batch, rank, ranks) for rank in range(ranks)]
+    torch.testing.assert_close(torch.cat([share.batch["x"] for share in shares]), batch["x"])
+    assert sum((share.batch["names"] for share in shares), []) == batch["names"]
+    assert all(share.batch["n"] == 3 and share.batch["scale"] == 2 for share in shares)
+    means = [share.weight * share.batch["x"].mean(0) for share in shares]
+    torch.testing.assert_close(torch.stack(means).mean(0), batch["x"].mean(0))
+
+
+def test_a_batch_without_rows_or_with_several_is_refused():
+    with pytest.raises(ValueError, match="data: a batch has tensors of 3 and of 4 rows"):
+        rows_of((torch.zeros(3, 2), torch.zeros(4)))
+    with pytest.raises(ValueError, match="data: a batch has no tensor with rows"):
+        rows_of({"scale": torch.tensor(1.0)})
+    with pytest.raises(ValueError, match="data: a batch has 2 rows, too few for 3 data ranks"):
+        divide(torch.zeros(2, 1), 0, 3)
+
+
+class Stream(IterableDataset):
+    """Without a length."""
+
+    def __iter__(self):
+        return iter(torch.arange(10.0).view(10, 1))
+
+
+@pytest.mark.parametrize("data", [Labelled(), Stream(), [torch.zeros(4, 1)], DataLoader(Labelled(), 8, shuffle=True)])
+def test_all_ranks_see_one_order_whatever_they_draw_themselves(data):
+    def first(noise):
+        torch.manual_seed(noise)
+        stream = batches_of(Workload(Residual, data, keyword_loss), 0, 1, seed=3, rows=4)
+        seen = []
+        for _ in range(12):  # more than one epoch
+            torch.rand(noise)  # as dropout draws
+            seen.append(next(stream).batch)
+        return seen
+
+    for one, other in zip(first(1), first(2), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_reading_data_leaves_the_random_numbers_of_training_alone():
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    stream = batches_of(Workload(Residual, DataLoader(Labelled(), 4, shuffle=True), keyword_loss), 0, 1, 0, 4)
+    drawn = []
+    for _ in range(3):
+        next(stream)
+        drawn.append(torch.rand(1))
+    torch.testing.assert_close(torch.cat(drawn), expected)
+
+
+def test_data_that_ends_says_after_how_many_batches():
+    def three(rank, ranks, seed):
+        return iter([torch.zeros(2, 1)] * 3)
+
+    stream = batches_of(Workload(Residual, three, keyword_loss), 0, 1, 0, 2)
+    for _ in range(3):
+        next(stream)
+    with pytest.raises(ValueError, match="data: it ended after 3 batches"):
+        next(stream)
+    with pytest.raises(ValueError, match="data: it has 29 samples, too few for a batch of 30"):
+        next(batches_of(Workload(Residual, Labelled(), keyword_loss), 0, 1, 0, 30))
+    with pytest.raises(ValueError, match="data: it yields no batch"):
+        next(batches_of(Workload(Residual, [], keyword_loss), 0, 1, 0, 2))
+
+
+# The plan.
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kept"),
+    [
+        (torch.optim.SGD, (0, 0)),
+        (lambda tensors: torch.optim.SGD(tensors, lr=1, momentum=0.9), (1, 0)),
+        (torch.optim.AdamW, (2, 4)),
+        (lambda tensors: torch.optim.Adam(tensors, amsgrad=True), (3, 4)),
+        (torch.optim.Adagrad, (1, 4)),
+    ],
+)
+def test_the_plan_asks_the_optimizer_what_it_keeps(optimizer, kept):
+    found = optimizer_of(Workload(Residual, Labelled(), keyword_loss, optimizer))
+    assert (found.values_per_element, found.counter_bytes) == kept
+
+
+def test_an_optimizer_whose_state_is_no_copy_of_the_parameter_is_not_planned():
+    assert optimizer_of(Workload(Residual, Labelled(), keyword_loss, torch.optim.Adafactor)) is None
+
+
+# Bad input, refused before ranks start.
+
+
+def workload(**changes):
+    return Workload(**{"model": Residual, "data": Labelled(), "loss": keyword_loss, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "said"),
+    [
+        ({"model": nn.Linear(2, 2)}, TypeError, "model: a Linear was given; give a function"),
+        ({"model": None}, TypeError, "model: None was given"),
+        ({"model": lambda size: nn.Linear(size, 2)}, TypeError, r"model: it takes \(size\)"),
+        ({"loss": lambda batch: batch}, TypeError, r"loss: it takes \(batch\)"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, TypeError, "optimizer: SGD"),
+        ({"scheduler": 3}, TypeError, "scheduler: 3 was given"),
+        ({"data": 3}, TypeError, "data: 3 is neither"),
+        ({"data": "train.txt"}, TypeError, "data: 'train.txt' is neither"),
+        ({"data": (x for x in ())}, ValueError, "data: an iterator can be read only once"),
+        ({"data": lambda rank: []}, TypeError, r"data: it takes \(rank\)"),
+    ],
+)
+def test_a_wrong_field_is_named(changes, kind, said):
+    with pytest.raises(kind, match=said):
+        workload(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "kind", "said"),
+    [
+        ({"model": lambda: 3}, {}, TypeError, "model: returned int"),
+        ({"model": nn.Tanh}, {}, ValueError, "model: Tanh has no parameters"),
+        ({}, {"model": "mlp"}, ValueError, "model: only for the built-in models; Residual says it itself"),
+        ({}, {"learning_rate": 1.0}, ValueError, "learning_rate: only for the built-in models"),
+        ({}, {"dtype": "float64", "tp": 2}, ValueError, "tp: there is no plan that divides Residual over 2 ranks"),
+        (
+            {"model": lambda: Residual().float()},
+            {"dtype": "float64"},
+            ValueError,
+            "dtype: 'float64', but the parameters",
+        ),
+        ({"data": [1]}, {"batch": 4}, ValueError, "batch: the data of Residual comes in batches already"),
+        ({}, {"batch": 3}, ValueError, "batch: 3 sequences do not divide"),
+        ({}, {"strategies": ("torch_tp",)}, ValueError, "strategies: 'torch_tp' cuts a built-in GPT"),
+        ({}, {"stepz": 4}, TypeError, "compare: stepz is not an option"),
+    ],
+)
+def test_a_wrong_option_is_named(tmp_path, changes, options, kind, said):
+    with pytest.raises(kind, match=said):
+        compare(workload(**changes), tmp_path / "run", **{"ranks": 2, **options})
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_no_workload_is_refused(tmp_path):
+    for wrong in (None, "gpt-1m", Residual):
+        with pytest.raises(TypeError, match="give a Workload, a CompareConfig, or model, data and loss"):
+            compare(wrong, tmp_path / "run")
+    with pytest.raises(ValueError, match="workload: 3 is no Workload"):
+        CompareConfig(workload=3)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda model, batch: 3.0, "loss: returned float"),
+        (lambda model, batch: model(**batch).logits, r"loss: returned a tensor of shape \[4, 3\]"),
+        (lambda model, batch: model(**batch).loss.detach(), "loss: it does not depend on any parameter"),
+    ],
+)
+def test_a_loss_that_is_none_is_refused_in_the_first_step(pools, tmp_path, loss, said):
+    with pytest.raises(RuntimeError, match=said):
+        compare(workload(loss=loss), tmp_path / "run", strategies="ddp", ranks=2, steps=2, pool=pools(2))
