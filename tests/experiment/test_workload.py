@@ -140,7 +140,8 @@ def workloads():
     return {
         "dict blocks": Workload(Residual, Labelled(), keyword_loss),
         "uneven batches": Workload(Residual, DataLoader(Labelled(), batch_size=10, shuffle=True), keyword_loss),
-        "experts": Workload(Experts, Labelled(), labelled_loss),
+        # One unit: ranks may leave out what is inside a unit, but not a unit.
+        "experts": Workload(Experts, Labelled(), labelled_loss, wrap="root"),
         "adapters": Workload(Adapted, DataLoader(Labelled(), batch_size=8, shuffle=True), labelled_loss),
         "pictures": Workload(Convolutions, pictures, noise_loss),
         "momentum": Workload(
@@ -221,7 +222,7 @@ def test_rows_of_all_ranks_are_the_batch_and_weights_make_the_mean(ranks):
     batch = {"x": torch.arange(14.0).view(7, 2), "names": list("abcdefg"), "scale": torch.tensor(2.0), "n": 3}
     shares = [divide(batch, rank, ranks) for rank in range(ranks)]
     torch.testing.assert_close(torch.cat([share.batch["x"] for share in shares]), batch["x"])
-    assert sum((share.batch["names"] for share in shares), []) == batch["names"]
+    assert [name for share in shares for name in share.batch["names"]] == batch["names"]
     assert all(share.batch["n"] == 3 and share.batch["scale"] == 2 for share in shares)
     means = [share.weight * share.batch["x"].mean(0) for share in shares]
     torch.testing.assert_close(torch.stack(means).mean(0), batch["x"].mean(0))
