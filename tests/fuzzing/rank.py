@@ -18,6 +18,7 @@ from tests.fuzzing.meshes import Meshes
 from tests.fuzzing.operation import Operation
 from tests.fuzzing.refusals import Different, check_refusal, first_line, has_met, is_about_optimizer, is_documented
 from tests.fuzzing.run import Scenario
+from tests.fuzzing.training import Backward
 from tests.fuzzing.world import Ours, Plain, World
 
 ROUNDED = 1e-4  # float32 beside float64, over some steps
@@ -120,6 +121,8 @@ def _do(world: World, operation: Operation, deep: bool) -> str:
             raise Different(f"{operation}: refused, as plain torch does not: {type(ours).__name__}: {first_line(ours)}")
         world.plain.resize(num_ranks)
         world.plain.load(before)
+        if isinstance(operation, Backward):
+            world.restore_buffers()
         world.has_met = has_met(ours)
         if not world.has_met:
             world.recover()

@@ -255,6 +255,13 @@ class World:
         self.plain.zero_grad()
         self.gradients, self.unfinished = "means", False
 
+    def restore_buffers(self) -> None:
+        """Undo what a recomputation has written into buffers before its backward was refused."""
+        if self.ours.is_member:
+            known = dict(self.plain.models[self.rank].named_buffers())
+            for name, buffer in self.ours.engine.module.named_buffers():
+                buffer.copy_(known[name])
+
     def snapshot(self) -> dict[str, Tensor]:
         """The one process's state before an operation, which a refusal must leave as it is."""
         return self.plain.state(self.rank)
