@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         ZeRO3,
         build_engine,
     )
-    from shardlab.experiment import CompareConfig, TrainStep, Workload, compare, load_comparison
+    from shardlab.experiment import CompareConfig, TrainStep, Workload, compare, load_comparison, plan
     from shardlab.launch import RankPool, launch
     from shardlab.models import build_model
     from shardlab.partition import Link
@@ -48,7 +48,7 @@ _ROOMS = {
         "ZeRO3",
         "build_engine",
     ),
-    "shardlab.experiment": ("CompareConfig", "TrainStep", "Workload", "compare", "load_comparison"),
+    "shardlab.experiment": ("CompareConfig", "TrainStep", "Workload", "compare", "load_comparison", "plan"),
     "shardlab.launch": ("RankPool", "launch"),
     "shardlab.models": ("build_model",),
     "shardlab.partition": ("Link",),
@@ -81,6 +81,7 @@ __all__ = [
     "load_comparison",
     "load_run",
     "load_text",
+    "plan",
     "show",
 ]
 

@@ -22,7 +22,7 @@ CELLS = [block for block in PYTHON if not block.startswith("# ")]
 
 def test_every_block_is_of_a_kind_that_is_tested():
     assert README.count("```") == 2 * (len(PYTHON) + len(SHELL))
-    assert (len(CELLS), list(SCRIPTS)) == (5, ["train.py"])
+    assert (len(CELLS), list(SCRIPTS)) == (6, ["train.py"])
 
 
 def test_the_cells_run_one_after_another(tmp_path, monkeypatch, capsys):
@@ -31,7 +31,9 @@ def test_the_cells_run_one_after_another(tmp_path, monkeypatch, capsys):
     for number, cell in enumerate(CELLS):
         exec(compile(cell, f"README.md, Python block {number}", "exec"), namespace)
     printed = capsys.readouterr().out
-    owned = eval(printed.splitlines()[0])
+    assert namespace["comparison"].losses_equal
+    assert namespace["comparison"].summary["as_planned"].dropna().all()
+    owned = eval(next(line for line in printed.splitlines() if line.startswith("[")))
     numel = sum(param.numel() for param in namespace["build_model"]("gpt-1m").parameters())
     assert (len(owned), sum(owned)) == (2, numel)
     assert str([({"epoch": 1}, 1)] * 3) in printed
@@ -59,7 +61,7 @@ def test_commands_are_those_that_exist():
     assert ".venv/bin/shardlab compare" in SHELL[0]
     assert ".venv/bin/pytest" in SHELL[1]
     wide = {"COLUMNS": "200", "TERM": "dumb"}
-    commands = ("compare", "plan", "report", "trace", "diff", "bench", "doctor")
+    commands = ("compare", "template", "plan", "report", "trace", "diff", "bench", "doctor")
     helped = "".join(CliRunner().invoke(app, [command, "--help"], env=wide).output for command in commands)
     prose = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
     named = set(re.findall(r"`(--[a-z-]+)", prose))

@@ -1,4 +1,4 @@
-"""The command line: ``shardlab compare``, ``plan``, ``bench``, ``report``, ``trace``, ``diff`` and ``doctor``.
+"""The command line: compare, template, plan, bench, report, trace, diff and doctor.
 
 Exit codes: 0 done; 1 a rank failed, or losses differ or are not finite; 2 bad input, said in one line; 130 interrupted.
 Under torchrun every process runs this, and only rank 0 prints.
@@ -41,7 +41,15 @@ def options(
     """Sharded training, hand-written and measured."""
 
 
+def template() -> None:
+    """Print a workload to begin with: shardlab template > train.py."""
+    from shardlab.data_sets import data_path  # here, because it imports torch
+
+    typer.echo(data_path("train.py").read_text(), nl=False)
+
+
 app.command()(compare)
+app.command()(template)
 for _command in (plan, bench, report, trace, diff):
     app.command()(bad_input()(_command))
 

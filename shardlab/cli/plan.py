@@ -1,10 +1,10 @@
-"""``shardlab plan``: memory of the model states for a number of parameters, without running anything."""
+"""``shardlab plan``: what strategies cost, without running: of a number of parameters, or of a workload."""
 
 import json as json_text
 from dataclasses import asdict
 from decimal import Decimal, InvalidOperation
 from math import floor, log10
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -13,18 +13,38 @@ from rich.table import Table
 
 from shardlab.planner.model_states import ModelStates, model_states, precision_named
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 FACTORS = {"K": 3, "M": 6, "B": 9, "T": 12}  # powers of ten
 UNITS = {"GB": 9, "MB": 6, "kB": 3}
 
 
 def plan(
-    params: Annotated[str, typer.Option(help="Parameters of the model, for example 7.5B, 350M or 7.5e9.")],
     ranks: Annotated[int, typer.Option(help="Number of ranks.")],
-    precision: Annotated[str, typer.Option(help="mixed (16 bit, fp32 master weights) or fp32.")] = "mixed",
+    params: Annotated[str, typer.Option(help="Parameters of the model, for example 7.5B, 350M or 7.5e9.")] = "",
+    workload: Annotated[str, typer.Option(help="Instead: FILE.py:NAME or PACKAGE.MODULE:NAME.")] = "",
+    precision: Annotated[
+        str,
+        typer.Option(help="Of --params: mixed (16 bit, fp32 master weights) or fp32; of --workload: as in compare."),
+    ] = "",
+    strategies: Annotated[str, typer.Option(help="Of --workload: comma-separated; by default all of ours.")] = "",
+    tp: Annotated[int, typer.Option(help="Of --workload: tensor-parallel ranks; checks the plan of layers.")] = 1,
+    sharding: Annotated[str, typer.Option(help="Of --workload: FSDP's, as in compare.")] = "full_shard",
+    wrap: Annotated[str, typer.Option(help="Of --workload: FSDP's units, as in compare.")] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
-    """Predict bytes per rank of parameters, gradients and Adam's state under ddp, zero1, zero2 and zero3."""
-    number = _number_of_params(params)
+    """Predict bytes per rank, and what is sent, without running; nothing is trained and no rank starts."""
+    if bool(params) == bool(workload):
+        raise ValueError("params, workload: give one of them: --params 7.5B, or --workload train.py:workload")
+    if workload:
+        chosen: dict[str, Any] = {"sharding": sharding, "precision": precision or "full", "tp": tp}
+        chosen |= {"wrap": wrap} if wrap else {}
+        _plan_workload(workload, ranks, strategies, chosen, json)
+        return
+    if strategies or wrap or tp != 1 or sharding != "full_shard":
+        raise ValueError("strategies, tp, sharding, wrap: only for --workload; leave them out with --params")
+    number, precision = _number_of_params(params), precision or "mixed"
     rows = model_states(number, ranks, precision)
     if json:
         typer.echo(json_text.dumps([asdict(row) for row in rows], indent=2))
@@ -32,6 +52,39 @@ def plan(
     console = Console(highlight=False)
     console.print(_table(rows, f"{number:,.0f} parameters, {ranks} ranks, {precision} precision, Adam"))
     console.print(_note(precision, rows[0]))
+
+
+def _plan_workload(place: str, ranks: int, strategies: str, options: dict[str, Any], json: bool) -> None:
+    from shardlab.experiment import plan as planned  # here, because it imports torch
+    from shardlab.planner.setup import STRATEGIES
+
+    names = tuple(name.strip() for name in strategies.split(",") if name.strip())
+    rows = planned(place, ranks, names or STRATEGIES, **options)
+    if json:
+        typer.echo(rows.to_json(orient="records", indent=2))
+        return
+    console = Console(highlight=False)
+    console.print(_table_of(rows, f"{place}, {ranks} ranks"))
+    console.print(
+        "Per rank, the largest of all ranks; at rest, between two steps. Sent: bytes and messages of one step. "
+        "Activations and temporaries come on top."
+    )
+
+
+def _table_of(rows: "pd.DataFrame", title: str) -> Table:
+    """In MB of 10^6 bytes; without a column that is zero everywhere."""
+    names = {
+        "parameter_bytes": "parameters\nMB", "gradient_bytes": "gradients\nMB", "optimizer_bytes": "optimizer\nMB",
+        "offloaded_bytes": "host\nMB", "rest_bytes": "at rest\nMB", "wire_bytes_per_step": "sent\nMB/step",
+    }  # fmt: skip
+    shown = [name for name in names if rows[name].any()]
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("strategy", no_wrap=True)
+    for name in (*(names[name] for name in shown), "messages\n/step"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for _, row in rows.iterrows():
+        table.add_row(row["strategy"], *(f"{row[name] / 1e6:,.2f}" for name in shown), str(row["messages_per_step"]))
+    return table
 
 
 def _number_of_params(text: str) -> float:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardlab.experiment.comparison import Comparison, claim, compare, is_reporter, new_directory
     from shardlab.experiment.config import CompareConfig
+    from shardlab.experiment.plan_table import plan
     from shardlab.experiment.report import write_report
     from shardlab.experiment.saved import load_comparison, load_saved
     from shardlab.experiment.step import StepResult, TrainStep
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _FILES = {
     "comparison": ("Comparison", "claim", "compare", "is_reporter", "new_directory"),
     "config": ("CompareConfig",),
+    "plan_table": ("plan",),
     "report": ("write_report",),
     "saved": ("load_comparison", "load_saved"),
     "step": ("StepResult", "TrainStep"),
@@ -37,6 +39,7 @@ __all__ = [
     "load_comparison",
     "load_saved",
     "new_directory",
+    "plan",
     "write_report",
 ]
 

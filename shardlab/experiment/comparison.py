@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.planned import against_plan, plan_run
+from shardlab.experiment.planned import against_plan, plan_runs
 from shardlab.experiment.run import Progress, RankReport, now_ns, run_strategy
 from shardlab.experiment.summary import summarise
 from shardlab.experiment.trained import description
@@ -167,8 +167,9 @@ def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress
         _write_manifest(where, {**manifest, **_costs([report for report in reports if report is not None])})
     pool.run(_meet)  # under torchrun the others may read only what rank 0 has finished writing
     records = load_runs(run_directory(directory, strategy) for strategy in config.strategies)
+    plans = plan_runs(config)
     summary = [
-        {**row, **against_plan(row["strategy"], records, plan_run(config, row["strategy"]))}
+        {**row, **against_plan(row["strategy"], records, plans[row["strategy"]])}
         for row in summarise(records, config.dtype)
     ]
     if is_reporter():

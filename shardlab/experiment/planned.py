@@ -10,17 +10,15 @@ import pandas as pd
 import torch
 from torch import nn
 
-from shardlab.comm.trees import map_tensors
 from shardlab.engines.fsdp import wrapped_modules
 from shardlab.engines.fsdp.policy import ROOT, WrapPolicy
 from shardlab.engines.fsdp.unit import owners_of_parameters
 from shardlab.engines.precision import parse_precision
-from shardlab.experiment.batches import batches_of
 from shardlab.experiment.config import CompareConfig, takes
-from shardlab.experiment.workload import Workload, seeded
+from shardlab.experiment.planned_workload import PlannedWorkload
 from shardlab.launch import place
 from shardlab.models import MODELS, GPTConfig
-from shardlab.planner import Setup, described, predicted_collectives, predicted_memory
+from shardlab.planner import Setup, predicted_collectives, predicted_memory
 from shardlab.planner.setup import ADAM, STRATEGIES, Optimizer
 from shardlab.planner.tensor import TensorSetup, divided, on_tensor_ranks, predicted_tensor_collectives
 from shardlab.trace.store import Records
@@ -41,20 +39,23 @@ class Plan:
     collectives: pd.DataFrame
 
 
-def plan_run(config: CompareConfig, strategy: str) -> Plan | None:
-    """The plan of a strategy; None where the planner knows too little.
+def plan_runs(config: CompareConfig) -> dict[str, Plan | None]:
+    """The plan of each strategy; None where the planner knows too little.
 
     It knows nothing of torch's own strategies, of the messages of a tensor axis unless it divides a built-in model, and
     of optimizers whose state is not made of tensors of the parameter's shape and of counters.
     """
+    if set(STRATEGIES).isdisjoint(config.strategies):
+        return dict.fromkeys(config.strategies)
+    known = PlannedWorkload.of(config)
+    return {strategy: _plan_run(config, strategy, known) for strategy in config.strategies}
+
+
+def _plan_run(config: CompareConfig, strategy: str, known: PlannedWorkload) -> Plan | None:
     divides = config.tp > 1 and strategy != "single"
-    if strategy not in STRATEGIES or (divides and config.workload is not None):
+    if strategy not in STRATEGIES or known.optimizer is None or (divides and config.workload is not None):
         return None
-    module = config.trained.on_meta()
-    optimizer = optimizer_of(config.trained)
-    if optimizer is None:
-        return None
-    model, setup = described(module, unused=unused_by(config, module)), setup_of(config, strategy, module, optimizer)
+    model, setup = known.model, setup_of(config, strategy, known.module, known.optimizer)
     if not divides:
         return Plan(predicted_memory(model, setup), predicted_collectives(model, setup))
     model = divided(model, config.tp)
@@ -99,59 +100,6 @@ def tensor_setup_of(config: CompareConfig, strategy: str) -> TensorSetup:
         sequence_parallel=config.sequence_parallel, gather_logits=False, data_ranks=config.data_ranks,
         dtype=_name(precision.compute) or config.dtype,
     )  # fmt: skip
-
-
-def optimizer_of(workload: Workload) -> Optimizer | None:
-    """What the workload's optimizer keeps for each element, seen on a small matrix; None if that cannot be planned."""
-    param = nn.Parameter(torch.zeros(5, 7))
-    optimizer = workload.optimizer([param])
-    param.grad = torch.zeros_like(param)
-    optimizer.step()
-    tensors = [value for value in optimizer.state[param].values() if isinstance(value, torch.Tensor)]
-    values = [tensor for tensor in tensors if tensor.shape == param.shape and tensor.dtype == param.dtype]
-    counters = [tensor for tensor in tensors if tensor.numel() == 1]
-    if len(values) + len(counters) < len(tensors):
-        return None
-    return Optimizer(len(values), sum(tensor.nbytes for tensor in counters))
-
-
-def unused_by(config: CompareConfig, module: nn.Module) -> list[str]:
-    """Parameters that the loss of the first batch does not depend on; none where that cannot be told.
-
-    Args:
-        config: whose data and loss.
-        module: the model; it may be on the meta device.
-    """
-    if config.workload is None:
-        return []
-    rows, workload = config.global_batch // config.accumulation, config.trained
-    batch = next(batches_of(workload, 0, 1, config.seed, rows)).batch
-    try:
-        reached = _reached(workload, module.to("meta"), map_tensors(lambda tensor: tensor.to("meta"), batch))
-    except Exception:  # what it computes depends on values: which expert a row takes, for example
-        try:
-            module = workload.made(workload.build(config.seed), torch.device("cpu"), config.seed)
-            reached = _reached(workload, module, batch)
-        except Exception:
-            return []  # the ranks will raise the same, with the rank and the line
-    return [name for name, param in module.named_parameters() if param.requires_grad and param not in reached]
-
-
-def _reached(workload: Workload, module: nn.Module, batch: Any) -> set[torch.Tensor]:
-    with seeded(0):
-        return _leaves_below(workload.loss(module, batch).grad_fn)
-
-
-def _leaves_below(node: Any) -> set[torch.Tensor]:
-    """The tensors that a backward from ``node`` gives gradients."""
-    seen, ahead, leaves = set(), [node], set()
-    while ahead:
-        node = ahead.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            leaves |= {node.variable} if hasattr(node, "variable") else set()
-            ahead += [following for following, _ in node.next_functions]
-    return leaves
 
 
 def units_of(module: nn.Module, wrap: WrapPolicy) -> dict[str, list[str]]:

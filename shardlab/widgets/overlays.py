@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 
 from shardlab.analysis import overlap
 from shardlab.experiment import CompareConfig
-from shardlab.experiment.planned import plan_run
+from shardlab.experiment.planned import plan_runs
 from shardlab.experiment.summary import timed_steps
 from shardlab.plots import (
     collective_timeline,
@@ -105,7 +105,9 @@ def _course(history: RunHistory, label: str) -> go.Figure:
     """Memory over the traced step, with the planned bytes at rest."""
     number, _, strategy = label.partition(" ")
     memory = history.records().memory
-    plan = plan_run(CompareConfig(**_fields(history.config_of(int(number)))), strategy)
+    config = _fields(history.config_of(int(number)))
+    # What a workload of one's own needs to be planned is not in a manifest.
+    plan = plan_runs(CompareConfig(**config))[strategy] if config.get("workload") is None else None
     if plan is not None:
         memory = pd.concat([memory, plan.memory.assign(run=label)], ignore_index=True)
     return memory_over_step(memory, run=label)

@@ -6,7 +6,7 @@ processes, as always. Errors in the choices are shown beside the controls, never
 
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,11 @@ class Workbench(Panel):
         """
         said = {name: control.value for name, control in self.inputs.items() if not control.disabled}
         said |= {"strategies": (said["strategies"],), "link": said["link"].strip() or None}
-        kept = {name: value for name, value in asdict(self._base).items() if name not in self.inputs}
+        kept = {
+            field.name: getattr(self._base, field.name)
+            for field in fields(CompareConfig)
+            if field.name not in self.inputs
+        }
         return CompareConfig(**(kept | said))
 
     def start(self) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from shardlab.experiment import CompareConfig, compare
-from shardlab.experiment.planned import against_plan, plan_run
+from shardlab.experiment.planned import against_plan, plan_runs
 from shardlab.experiment.verdicts import plan_verdict, verdict
 from tests.conftest import Pools
 
@@ -44,7 +44,7 @@ def test_losses_in_16_bits_are_judged_as_rounded(pools: Pools, tmp_path) -> None
 def test_a_byte_or_a_message_that_was_not_planned_is_told(pools: Pools, tmp_path) -> None:
     config = CompareConfig(**BASE, strategies=("zero1",))
     records = compare(config, tmp_path / "run", pool=pools(2)).records
-    plan = plan_run(config, "zero1")
+    plan = plan_runs(config)["zero1"]
     assert plan is not None
     assert against_plan("zero1", records, plan)["as_planned"]
     more_bytes = records.memory.assign(

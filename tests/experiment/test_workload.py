@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shardlab import CompareConfig, Workload, compare
 from shardlab.experiment.batches import batches_of, divide, rows_of
-from shardlab.experiment.planned import optimizer_of
+from shardlab.experiment.planned_workload import optimizer_of
 from shardlab.trace.store import load_run
 
 OURS = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")

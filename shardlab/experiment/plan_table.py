@@ -1,0 +1,69 @@
+"""What each strategy will cost a workload, without running it: bytes at rest, bytes and messages of a step.
+
+    plan(workload, ranks=8)                               # one row per strategy
+    plan(workload, ranks=64, strategies="fsdp", precision="bf16", prefetch=2)
+
+The figures are those that ``compare`` checks its records against. The model is built on the meta device where that is
+possible, so a model of 7 billion parameters needs neither time nor memory.
+"""
+
+from typing import Any
+
+import pandas as pd
+
+from shardlab.engines import engine_options
+from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.planned import Plan, plan_runs
+from shardlab.experiment.workload import Workload
+from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
+from shardlab.planner.setup import STRATEGIES
+from shardlab.vocabulary import Role
+
+_ROLES = {
+    "parameter_bytes": (Role.PARAMETER,),
+    "gradient_bytes": (Role.GRADIENT,),
+    "optimizer_bytes": (Role.OPTIMIZER_STATE, Role.MASTER_WEIGHT),
+    "offloaded_bytes": (Role.OFFLOADED,),
+}
+
+
+def plan(
+    workload: Workload | str, ranks: int, strategies: tuple[str, ...] | str = STRATEGIES, **options: Any
+) -> pd.DataFrame:
+    """One row per strategy: maxima over ranks of bytes at rest by role, of bytes sent and of messages in a step.
+
+    Args:
+        workload: what is trained, or the place of it, FILE.py:NAME.
+        ranks: number of ranks; they need not fit on this machine.
+        strategies: names of ours; those of torch are not planned.
+        options: other fields of ``CompareConfig``; buckets have the engines' 25 MiB unless ``bucket_mib`` is given.
+
+    Raises:
+        ValueError: an option has an invalid value, or a strategy cannot be planned.
+    """
+    names = (strategies,) if isinstance(strategies, str) else strategies
+    if any("bucket_bytes" in engine_options(name) for name in names):  # else the option would be refused
+        options = {"bucket_mib": DEFAULT_BUCKET_BYTES / 2**20, **options}
+    config = CompareConfig(workload=workload, ranks=ranks, strategies=names, **options)
+    return pd.DataFrame([_row(strategy, found) for strategy, found in plan_runs(config).items()])
+
+
+def _row(strategy: str, planned: Plan | None) -> dict[str, Any]:
+    if planned is None:
+        raise ValueError(
+            f"strategies: {strategy!r} cannot be planned here: it is not ours, a tensor axis divides its layers, or "
+            "the optimizer's state has other shapes than the parameters"
+        )
+    held, sent = planned.memory.groupby(["role", "rank"])["bytes"].sum(), planned.collectives.groupby("rank")
+    return {
+        "strategy": strategy,
+        **{name: _largest(held[held.index.isin(roles, level="role")]) for name, roles in _ROLES.items()},
+        "rest_bytes": _largest(held),
+        "wire_bytes_per_step": float(sent["wire_bytes"].sum().max()) if len(sent) else 0.0,
+        "messages_per_step": int(sent.size().max()) if len(sent) else 0,
+    }
+
+
+def _largest(held: "pd.Series[int]") -> int:
+    """Of the ranks' sums."""
+    return int(held.groupby("rank").sum().max()) if len(held) else 0
