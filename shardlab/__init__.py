@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from shardlab.partition import Link
     from shardlab.plots.show import show
     from shardlab.trace.store import load_run
+    from shardlab.units.table import show_units
 
 _ROOMS = {
     "shardlab.comm.communicator": ("Communicator",),
@@ -54,6 +55,7 @@ _ROOMS = {
     "shardlab.partition": ("Link",),
     "shardlab.plots.show": ("show",),
     "shardlab.trace.store": ("load_run",),
+    "shardlab.units.table": ("show_units",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
@@ -83,6 +85,7 @@ __all__ = [
     "load_text",
     "plan",
     "show",
+    "show_units",
 ]
 
 

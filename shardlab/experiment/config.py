@@ -11,8 +11,7 @@ import torch
 from shardlab.comm.transports.choice import check_transport
 from shardlab.data_sets import load_text
 from shardlab.engines import STRATEGIES, engine_options
-from shardlab.engines.fsdp import LAYOUTS, SHARDINGS, parse_wrap
-from shardlab.engines.fsdp.policy import WrapPolicy
+from shardlab.engines.fsdp import LAYOUTS, SHARDINGS
 from shardlab.engines.offload import OFFLOADS
 from shardlab.engines.optimizer_fit import parse_partition
 from shardlab.engines.precision import parse_precision
@@ -25,6 +24,7 @@ from shardlab.launch import place
 from shardlab.launch.placement import torchrun_env
 from shardlab.models import MODELS, GPTConfig
 from shardlab.partition.wire import Link
+from shardlab.units import AUTO, WrapPolicy, parse_wrap, wrapped_modules
 from shardlab.vocabulary import dtype_name
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -134,7 +134,8 @@ class CompareConfig(CompareOptions):
         _one_of("sharding", self.sharding, SHARDINGS)
         _one_of("layout", self.layout, LAYOUTS)
         _one_of("offload", self.offload, OFFLOADS)
-        parse_wrap(self.wrap)
+        if self.wrap_policy != AUTO:
+            wrapped_modules(self.trained.on_meta(), self.wrap_policy)  # here, since on a rank it would be too late
         parse_precision(self.precision)
         for field in ("prefetch", "replicate_below"):
             if getattr(self, field) < 0:

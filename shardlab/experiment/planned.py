@@ -10,9 +10,6 @@ import pandas as pd
 import torch
 from torch import nn
 
-from shardlab.engines.fsdp import wrapped_modules
-from shardlab.engines.fsdp.policy import ROOT, WrapPolicy
-from shardlab.engines.fsdp.unit import owners_of_parameters
 from shardlab.engines.precision import parse_precision
 from shardlab.experiment.config import CompareConfig, takes
 from shardlab.experiment.planned_workload import PlannedWorkload
@@ -22,6 +19,7 @@ from shardlab.planner import Setup, predicted_collectives, predicted_memory
 from shardlab.planner.setup import ADAM, STRATEGIES, Optimizer
 from shardlab.planner.tensor import TensorSetup, divided, on_tensor_ranks, predicted_tensor_collectives
 from shardlab.trace.store import Records
+from shardlab.units import units_of
 from shardlab.vocabulary import MeshAxis, Phase, Role, dtype_name
 
 MESSAGE = ["op", "axis", "tag", "dtype", "numel", "bytes", "wire_bytes", "group_size"]
@@ -100,12 +98,6 @@ def tensor_setup_of(config: CompareConfig, strategy: str) -> TensorSetup:
         sequence_parallel=config.sequence_parallel, gather_logits=False, data_ranks=config.data_ranks,
         dtype=_name(precision.compute) or config.dtype,
     )  # fmt: skip
-
-
-def units_of(module: nn.Module, wrap: WrapPolicy) -> dict[str, list[str]]:
-    """Names of the parameters of each FSDP unit except the root, by the name of the unit."""
-    members = owners_of_parameters(module, wrapped_modules(module, wrap), dict(module.named_parameters()), ROOT)
-    return {name: names for name, names in members.items() if name != ROOT}
 
 
 def against_plan(run: str, records: Records, plan: Plan | None) -> dict[str, Any]:

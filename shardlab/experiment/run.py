@@ -112,7 +112,7 @@ def recorded_run(
         stack.enter_context(mesh.observed_by(recorder))
         engine = stack.enter_context(_engine(config, strategy, mesh))
         recorder.live_tensors = engine.live_tensors
-        for hook in watch_units(engine.module, recorder):
+        for hook in watch_units(engine.module, recorder, config.wrap_policy):
             stack.callback(hook.remove)
         yield RankRun(config, engine, recorder)
 

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from shardlab.comm.communicator import Communicator
-from shardlab.engines.fsdp.policy import WrapPolicy
 from shardlab.meta import InitFn, materialize, reset_parameters
 from shardlab.tensor_parallel import Plan
+from shardlab.units import AUTO, WrapPolicy
 
 LossFn = Callable[[Any, Any], Tensor]
 Batches = Iterable[Any]
@@ -70,7 +70,7 @@ class Workload:
     loss: LossFn
     optimizer: OptimizerFn = adamw
     scheduler: SchedulerFn | None = None
-    wrap: WrapPolicy = "block"
+    wrap: WrapPolicy = AUTO
     tp_plan: Plan | None = None
     tp_loss: Callable[[Any, Any, Communicator], Tensor] | None = None
     init_fn: InitFn = reset_parameters

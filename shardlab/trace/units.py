@@ -1,6 +1,6 @@
-"""Which modules are units, and hooks that mark when each computes.
+"""Hooks that mark when each unit of a module computes; units are chosen as for FSDP.
 
-A unit is a child of the root module; lists of modules are opened, so the blocks of a GPT are units of their own.
+What computes beside the units, such as the embedding and the head of a GPT, is marked too, under its own name.
 Backward of a unit lasts from the gradient of its output to the gradient of its input. Both are seen by tensor hooks,
 which change nothing in the graph; module backward hooks would insert a node and refuse in-place operations.
 Recomputation (activation checkpointing) leaves a forward as soon as it has what backward needs, by an exception: the
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm.trees import tensors_in
+from shardlab.units.policy import AUTO, WrapPolicy, wrapped_modules
+from shardlab.units.structure import is_called
 from shardlab.vocabulary import SpanKind
 
 
@@ -31,20 +33,43 @@ class SpanSink(Protocol):
         """Count the time from ``since_ns`` until now as time spent recording."""
 
 
-def units(module: nn.Module) -> dict[str, nn.Module]:
-    """The units of a module by name."""
-    found: dict[str, nn.Module] = {}
-    for name, child in module.named_children():
-        if isinstance(child, nn.ModuleList):
-            found |= {f"{name}.{index}": entry for index, entry in child.named_children()}
-        else:
-            found[name] = child
-    return found
+def watched_modules(module: nn.Module, wrap: WrapPolicy = AUTO) -> dict[str, nn.Module]:
+    """The units of a module and, beside them, the largest modules without a unit inside; by name.
+
+    None is inside another, so that no time counts twice: of nested units only the inner ones are here, and what is
+    beside them in the outer one.
+
+    Raises:
+        ValueError: see ``wrapped_modules``.
+    """
+    units = set(wrapped_modules(module, wrap).values())
+    innermost = {unit for unit in units if units.isdisjoint(_inside(unit))}
+    covered = {inner for unit in innermost for inner in _inside(unit)}
+    watched: dict[nn.Module, str] = {}
+    for name, child in module.named_modules():  # each once, though it may stand at several places
+        is_free = is_called(child) and child not in covered and _inside(child).isdisjoint(innermost | watched.keys())
+        if child in innermost or (is_free and child is not module):
+            watched[child] = name
+            covered |= _inside(child)
+    return {name: child for child, name in watched.items()}
 
 
-def watch_units(module: nn.Module, sink: SpanSink) -> list[RemovableHandle]:
-    """Hooks that tell ``sink`` of every unit's forward and backward; remove them to stop."""
-    return [hook for name, unit in units(module).items() for hook in _watch(name, unit, sink)]
+def _inside(module: nn.Module) -> set[nn.Module]:
+    return set(module.modules()) - {module}
+
+
+def watch_units(module: nn.Module, sink: SpanSink, wrap: WrapPolicy = AUTO) -> list[RemovableHandle]:
+    """Hooks that tell ``sink`` of every unit's forward and backward; remove them to stop.
+
+    Args:
+        module: the module whose units are watched.
+        sink: is told.
+        wrap: which modules are units, as for FSDP.
+
+    Raises:
+        ValueError: see ``wrapped_modules``.
+    """
+    return [hook for name, unit in watched_modules(module, wrap).items() for hook in _watch(name, unit, sink)]
 
 
 def _watch(name: str, unit: nn.Module, sink: SpanSink) -> Iterator[RemovableHandle]:

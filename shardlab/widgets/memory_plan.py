@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import pandas as pd
 import torch
 
-from shardlab.engines.fsdp import wrapped_modules
 from shardlab.models import MODELS, build_model
 from shardlab.partition.chunks import require_count
 from shardlab.partition.flat import ParamSpec
@@ -29,6 +28,7 @@ from shardlab.planner import (
 )
 from shardlab.plots.text import byte_scale
 from shardlab.tables import MEMORY
+from shardlab.units import units_of
 from shardlab.vocabulary import Sharding
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp")
@@ -147,11 +147,7 @@ def _described(model: str | float) -> tuple[PlannedModel, dict[str, list[str]]]:
     if isinstance(model, str):
         with torch.device("meta"):
             module = build_model(model)
-        units = {
-            name: [f"{name}.{inner}" for inner, _ in child.named_parameters()]
-            for name, child in wrapped_modules(module, "block").items()
-        }
-        return described(module), units
+        return described(module), units_of(module)
     if not 1 <= model <= MAX_PARAMS or model != int(model):
         raise ValueError(
             f"model: {model:g} is not a whole number from 1 to {MAX_PARAMS:g}, nor one of {', '.join(MODELS)}"

@@ -93,7 +93,7 @@ def expected(num_ranks, dtype):
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_equals_one_process(pools, num_ranks, compute, between, how):
     precision = Precision(compute, torch.float64, torch.float64)
-    for wrap in ("block", "root"):
+    for wrap in ("auto", "root"):
         options = {"wrap": wrap, "precision": precision}
         for state in pools(num_ranks).run(stepped, num_ranks, options, between, how):
             for name, value in expected(num_ranks, compute).items():

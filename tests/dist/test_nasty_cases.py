@@ -7,7 +7,7 @@ import pytest
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
-from shardlab.engines.fsdp import wrapped_modules
+from shardlab.units import wrapped_modules
 from tests.dist import nasty
 
 SETUPS = {
@@ -73,7 +73,6 @@ def test_every_case_equals_one_process(pools, setup, num_ranks):
 
 def test_containers_are_never_units():
     """A list of modules or parameters is not called, so no hook would gather for it."""
-    for policy in ("block", 1, 100, lambda name, module: True):
-        units = wrapped_modules(nasty.CASES["used twice"].build(), policy)
-        assert "blocks" not in units
-        assert wrapped_modules(nasty.CASES["parameters in containers"].build(), policy) == {}
+    for policy in ("auto", 1, 72, lambda name, module: True):
+        assert "blocks" not in wrapped_modules(nasty.CASES["used twice"].build(), policy)
+    assert wrapped_modules(nasty.CASES["parameters in containers"].build()) == {}

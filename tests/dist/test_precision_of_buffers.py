@@ -58,7 +58,7 @@ def rows(rank, step):
     return (cases.own_rows(part, rank).float() for part in cases.rows("MLP", step, 0, 2))
 
 
-def train(rank, kind, precision, steps, wrap="block"):
+def train(rank, kind, precision, steps, wrap="auto"):
     with Mesh({"data": 2}) as mesh:
         engine = build_engine("fsdp", build(kind), adamw, mesh, precision=precision, wrap=wrap)
         for step in range(steps):
@@ -116,7 +116,7 @@ def told(rank, kind, wrap):
 
 @pytest.mark.parametrize(("kind", "wrap", "buffer"), [
     ("PromotesInside", "root", "'positions' (torch.float32)"),
-    ("BatchNorm", "block", "'1.running_mean' (torch.float32), '1.running_var' (torch.float32)"),
+    ("BatchNorm", "auto", "'1.running_mean' (torch.float32), '1.running_var' (torch.float32)"),
 ])
 def test_inside_a_unit_the_error_names_the_buffers_and_the_way_out(pools, kind, wrap, buffer):
     for (note,) in pools(2).run(told, kind, wrap):

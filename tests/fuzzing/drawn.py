@@ -116,7 +116,7 @@ def _engine(draw: st.DrawFn, name: str, num_data_ranks: int, num_tensor_ranks: i
     if name in ("torch_ddp", "torch_zero1"):
         options = {"bucket_bytes": 400, "find_unused_parameters": True}
     if name == "torch_fsdp2":
-        options = {"wrap": draw(st.sampled_from(["block", "root"]))}
+        options = {"wrap": draw(st.sampled_from(["auto", "root"]))}
     if num_tensor_ranks > 1:
         axes = (*axes, ("tensor", num_tensor_ranks))
     transport = "gloo" if name in PEERS else draw(st.sampled_from(["shared_memory"] * 7 + ["gloo"]))
@@ -127,7 +127,7 @@ def _fsdp_options(draw: st.DrawFn, options: dict[str, Any], num_ranks: int) -> t
     """Draw FSDP's options; the axes that belong to them."""
     kinds = ["full_shard", "full_shard", "shard_grad_op", "no_shard", "hybrid_shard"]
     options["sharding"] = sharding = draw(st.sampled_from(kinds))
-    options["wrap"] = draw(st.sampled_from(["block", "block", "root", 20, "every"]))
+    options["wrap"] = draw(st.sampled_from(["auto", "auto", "root", 20, "every"]))
     options["prefetch"] = draw(st.sampled_from([1, 0, 2]))
     options["layout"] = draw(st.sampled_from(["flat", "dim0"]))
     if options["layout"] == "flat" and sharding != "no_shard" and draw(seldom):

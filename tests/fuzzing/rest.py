@@ -6,12 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardlab.engines.fsdp.policy import ROOT, wrapped_modules
-from shardlab.engines.fsdp.unit import owners_of_parameters
 from shardlab.planner import SGD, Setup, described
 from shardlab.planner.groups import Group, groups_of
 from shardlab.planner.memory import bytes_at_rest
 from shardlab.trace.memory import bytes_by_role
+from shardlab.units import units_of
 from shardlab.vocabulary import Role
 from tests.fuzzing.engines import NAMED, OURS, EngineSpec
 
@@ -80,15 +79,9 @@ def _thawed(group: Group) -> Group:
 
 def _setup(model: nn.Module, spec: EngineSpec) -> Setup:
     options = {name: NAMED.get(name, {}).get(value, value) for name, value in spec.options}
-    units = _units(model, options.pop("wrap", "block")) if spec.name == "fsdp" else {}
+    units = units_of(model, options.pop("wrap", "auto")) if spec.name == "fsdp" else {}
     precision = options.pop("precision", None)
     dtypes = {"compute_dtype": precision and precision.compute, "reduce_dtype": precision and precision.reduce}
     named = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items() if dtype is not None}
     size = dict(spec.axes).get("shard") if options.get("sharding") == "hybrid_shard" else None
     return Setup(spec.name, spec.num_data_ranks, units=units, optimizer=SGD, shard_group_size=size, **named, **options)
-
-
-def _units(model: nn.Module, wrap: Any) -> dict[str, list[str]]:
-    """Names of the parameters of every unit but the root."""
-    members = owners_of_parameters(model, wrapped_modules(model, wrap), dict(model.named_parameters()), ROOT)
-    return {name: names for name, names in members.items() if name != ROOT and names}

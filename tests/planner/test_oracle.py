@@ -11,12 +11,11 @@ import torch
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.buckets import build_buckets
-from shardlab.engines.fsdp.policy import ROOT, wrapped_modules
-from shardlab.engines.fsdp.unit import owners_of_parameters
 from shardlab.engines.precision import PRECISIONS
 from shardlab.planner import ADAM, SGD, SGD_MOMENTUM, Setup, described, predicted_collectives, predicted_memory
 from shardlab.planner.groups import groups_of
 from shardlab.trace.memory import bytes_by_role
+from shardlab.units import units_of
 from shardlab.vocabulary import Partition, Role
 from tests.comm.test_communicator import Log
 from tests.dist import cases
@@ -41,7 +40,7 @@ class Case:
     clip: bool = False
     optimizer: str = "adamw"
     dtype: torch.dtype = torch.float64
-    wrap: str = "block"
+    wrap: str = "auto"
     shard_group_size: int | None = None
     precision: str | None = None
 
@@ -88,10 +87,7 @@ class Case:
 
     def units_of(self, kind: str) -> dict[str, list[str]]:
         """Names of the parameters of every unit but the root."""
-        model = cases.build(kind)
-        wrapped = wrapped_modules(model, self.wrap_of(kind))
-        members = owners_of_parameters(model, wrapped, dict(model.named_parameters()), ROOT)
-        return {name: names for name, names in members.items() if name != ROOT}
+        return units_of(cases.build(kind), self.wrap_of(kind))
 
 
 SMALL = {"bucket_bytes": BUCKET_BYTES}

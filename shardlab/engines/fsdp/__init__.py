@@ -1,7 +1,6 @@
-"""Fully sharded data parallel. Read sharding, policy, bucket, unit, build, order, schedule, engine."""
+"""Fully sharded data parallel. Read ``units``, then bucket, sharding, unit, build, order, schedule, engine."""
 
 from shardlab.engines.fsdp.engine import FSDP
-from shardlab.engines.fsdp.policy import NAMED_POLICIES, parse_wrap, wrapped_modules
 from shardlab.engines.fsdp.sharding import LAYOUTS, SHARDINGS
 
-__all__ = ["FSDP", "LAYOUTS", "NAMED_POLICIES", "SHARDINGS", "parse_wrap", "wrapped_modules"]
+__all__ = ["FSDP", "LAYOUTS", "SHARDINGS"]

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 from shardlab.comm import Communicator
 from shardlab.engines.fsdp.bucket import UnitBucket
-from shardlab.engines.fsdp.policy import ROOT, wrapped_modules
 from shardlab.engines.fsdp.sharding import LAYOUTS, ShardingOptions
-from shardlab.engines.fsdp.unit import Unit, owners_of_parameters
+from shardlab.engines.fsdp.unit import Unit
 from shardlab.engines.offload import OFFLOADS
 from shardlab.engines.placeholder import sites_of
 from shardlab.meta import InitFn, materialize
 from shardlab.partition.flat import ParamSpec, owned_layout, owned_order
 from shardlab.partition.layout import Layout
 from shardlab.partition.owners import Ownership
+from shardlab.units.policy import ROOT, owners_of_parameters, wrapped_modules
 from shardlab.vocabulary import MeshAxis, Partition
 
 Equalise = Callable[[list[Tensor], str], None]

@@ -42,7 +42,6 @@ from shardlab.engines.base import OptimizerFn
 from shardlab.engines.checks import check_max_norm, check_params, second_gradient
 from shardlab.engines.fsdp.bucket import UnitBucket
 from shardlab.engines.fsdp.build import build_units
-from shardlab.engines.fsdp.policy import WrapPolicy
 from shardlab.engines.fsdp.schedule import Schedule
 from shardlab.engines.fsdp.sharding import ShardingOptions
 from shardlab.engines.fsdp.unit import Unit
@@ -53,6 +52,7 @@ from shardlab.engines.precision import Precision, cast_floating, parse_precision
 from shardlab.engines.saved_tensors import saved_by_reference
 from shardlab.engines.sharded_engine import ShardedEngine
 from shardlab.meta import InitFn, reset_parameters
+from shardlab.units.policy import AUTO, WrapPolicy
 from shardlab.vocabulary import Partition, Role
 
 
@@ -87,7 +87,7 @@ class FSDP(ShardedEngine):
         mesh: BaseMesh | None = None,
         *,
         sharding: str = "full_shard",
-        wrap: WrapPolicy = "block",
+        wrap: WrapPolicy = AUTO,
         prefetch: int = 1,
         layout: str = "flat",
         partition: Partition | str = Partition.ELEMENTS,

@@ -14,11 +14,11 @@ from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm.trees import tensors_in
 from shardlab.engines.fsdp.order import Order
-from shardlab.engines.fsdp.policy import ROOT
 from shardlab.engines.fsdp.unit import Unit
 from shardlab.engines.hooks import ModuleHook
 from shardlab.engines.placeholder import without_parameters
 from shardlab.engines.reduction_queue import ReductionQueue
+from shardlab.units.policy import ROOT
 
 
 class Schedule:

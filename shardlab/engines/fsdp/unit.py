@@ -4,7 +4,7 @@ Parameters of one dtype that are all trainable, or all frozen, make one ``UnitBu
 several, so that frozen parameters are never reduce-scattered.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
@@ -70,23 +70,3 @@ class Unit:
         """Wait for the means."""
         for bucket in self.buckets:
             bucket.finish_reduce()
-
-
-def owners_of_parameters(
-    module: nn.Module, wrapped: Mapping[str, nn.Module], params: Mapping[str, nn.Parameter], root: str
-) -> dict[str, list[str]]:
-    """Parameter names by unit: the innermost wrapped module that contains all uses of a parameter, else the root."""
-    units: dict[str, list[str]] = {root: [], **{name: [] for name in wrapped}}
-    uses: dict[nn.Parameter, set[str]] = {param: set() for param in params.values()}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        uses[param].add(_innermost(name, wrapped, root))
-    for name, param in params.items():
-        # Used in two units: the root has it, as the only one that is gathered while either of them computes.
-        homes = uses[param]
-        units[homes.pop() if len(homes) == 1 else root].append(name)
-    return units
-
-
-def _innermost(parameter: str, wrapped: Mapping[str, nn.Module], root: str) -> str:
-    holders = [name for name in wrapped if parameter.startswith(f"{name}.")]
-    return max(holders, key=len, default=root)

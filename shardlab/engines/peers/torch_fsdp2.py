@@ -16,9 +16,9 @@ from typing_extensions import override
 from shardlab.comm import BaseMesh
 from shardlab.engines.accounting import Held
 from shardlab.engines.base import OptimizerFn
-from shardlab.engines.fsdp.policy import WrapPolicy, wrapped_modules
 from shardlab.engines.peers.dtensor_peer import DTensorPeer
 from shardlab.engines.step_tensors import StepTensors
+from shardlab.units.policy import AUTO, WrapPolicy, wrapped_modules
 from shardlab.vocabulary import Collective, Role
 
 
@@ -48,7 +48,7 @@ class TorchFSDP2(DTensorPeer):
         mesh: BaseMesh | None = None,
         *,
         observed: bool = True,
-        wrap: WrapPolicy = "block",
+        wrap: WrapPolicy = AUTO,
         reshard_after_forward: bool = True,
     ) -> None:
         self.wrap, self.reshard_after_forward = wrap, reshard_after_forward
