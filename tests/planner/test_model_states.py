@@ -73,7 +73,7 @@ def test_bad_input_names_the_field(arguments, message):
     with pytest.raises(ValueError, match=message):
         model_states(*arguments)
     with pytest.raises(ValueError, match=message):
-        plan(str(arguments[0]), *arguments[1:])
+        plan(**dict(zip(("params", "ranks", "precision"), (str(arguments[0]), *arguments[1:]), strict=False)))
     with pytest.raises(ValueError, match="precision: gradient: 0 is too small; it must be at least 1"):
         Precision(2, 0, 4, 4, 4)
 
@@ -114,8 +114,8 @@ def test_plan_reads_counts_as_papers_write_them_and_shows_a_unit_that_fits():
     assert shown.splitlines()[0].startswith("1,100,000 parameters")
     assert "in MB of 10^6 bytes" in " ".join(shown.split())
     for text in ("7.5Q", "B", "many"):
-        with pytest.raises(ValueError, match=f"params: '{text}' is not a number, with K, M, B, T or without"):
-            plan(text, 4)
+        with pytest.raises(ValueError, match=f"params: '{text}' is not a number, optionally followed by K, M, B, T"):
+            plan(4, text)
 
 
 def test_planning_needs_no_torch():
