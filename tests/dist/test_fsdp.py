@@ -1,6 +1,7 @@
 """What is special about FSDP: collectives by unit, how much is gathered at once, hybrid meshes, nasty modules."""
 
 from dataclasses import dataclass
+from types import MethodType
 
 import pytest
 import torch
@@ -71,9 +72,9 @@ def assert_states(states, expected):
             torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0, msg=lambda m: f"{name}: {m}")  # noqa: B023
 
 
-def collectives(rank, options, micro_batches):
+def collectives(rank, options, micro_batches, kind=Blocks):
     log = Log()
-    with Mesh({"data": 2}) as mesh, build_engine("fsdp", build(), adamw, mesh, **options) as engine:
+    with Mesh({"data": 2}) as mesh, build_engine("fsdp", build(kind), adamw, mesh, **options) as engine:
         with mesh.observed_by(log):
             for micro_batch in range(micro_batches):
                 x, y = batch(rank, 2)
@@ -97,6 +98,52 @@ def test_collectives_of_full_shard_in_order(pools):
             assert gathers == forward + backward
             assert [tag for op, tag, _ in events if op == "reduce_scatter"] == reduced
             assert sum(numel for _, _, numel in events) == 3 * padded
+
+
+class Biased(nn.Module):
+    """The first block makes a bias, which all blocks add and pass on, as relative positions are in T5."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(7, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.leave = nn.Linear(8, 5)
+        for place, block in enumerate(self.blocks):
+            block.bias = nn.Parameter(torch.ones(8)) if place == 0 else None
+            block.forward = MethodType(with_bias, block)
+
+    def forward(self, x):
+        x, bias = self.enter(x), None
+        for block in self.blocks:
+            x, bias = block(x, bias=bias)
+        return self.leave(x)
+
+
+def with_bias(block, x, bias):
+    bias = block.bias * 2 if bias is None else bias
+    return type(block).forward(block, x + bias), bias
+
+
+def train_biased(rank, num_ranks, sharding):
+    mesh = Mesh({"data": num_ranks})
+    with mesh, build_engine("fsdp", build(Biased), adamw, mesh, sharding=sharding) as engine:
+        for step in range(3):
+            x, y = batch(rank, num_ranks, step)
+            engine.backward(cases.loss_of(engine(x), y))
+            engine.step()
+            engine.zero_grad()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("sharding", ["full_shard", "shard_grad_op"])
+def test_what_a_unit_passes_through_does_not_gather_it_again(pools, sharding):
+    gathers = 2 * len(UNITS) if sharding == "full_shard" else len(UNITS)
+    for events, _ in pools(2).run(collectives, {"sharding": sharding}, 1, Biased):
+        ops = [op for op, _, _ in events]
+        assert (ops.count("all_gather"), ops.count("reduce_scatter")) == (gathers, len(UNITS))
+    for num_ranks in (2, 3):
+        states = pools(num_ranks).run(train_biased, num_ranks, sharding)
+        assert_states(states, reference(Biased, num_ranks, 3))
 
 
 def test_micro_batches_gather_twice_and_reduce_once(pools):

@@ -48,6 +48,7 @@ class Schedule:
         self._queue = ReductionQueue(units, is_due, self._reduce)
         self._unit_of = {param: unit for unit in units for param in unit.params}
         self._in_backward = False
+        self._came_with: dict[Unit, set[Any]] = {}  # autograd's nodes of the inputs, while the unit computes
         self._recomputed: set[Unit] = set()  # units whose whole forward ran again in this backward
 
     def watch(self) -> list[RemovableHandle]:
@@ -65,6 +66,7 @@ class Schedule:
 
     def end_pass(self) -> None:
         """It has ended: drop prefetches that were not used."""
+        self._came_with.clear()  # of units whose forward was left by an exception that somebody caught
         if self._in_backward:
             return
         self._order.end_pass()
@@ -150,15 +152,18 @@ class Schedule:
 
     def _watch(self, unit: Unit) -> list[RemovableHandle]:
         return [
-            unit.module.register_forward_pre_hook(ModuleHook(lambda *_: self._before_forward(unit))),
+            unit.module.register_forward_pre_hook(
+                ModuleHook(lambda _, args, kwargs: self._before_forward(unit, (args, kwargs))), with_kwargs=True
+            ),
             unit.module.register_forward_hook(ModuleHook(lambda _, __, output: self._after_forward(unit, output))),
         ]
 
-    def _before_forward(self, unit: Unit) -> None:
+    def _before_forward(self, unit: Unit, inputs: Any) -> None:
         if self._in_backward:
             self._recomputed.add(unit)  # prefetches follow the order of backward, not of this forward
             unit.unshard()
             return
+        self._came_with[unit] = {tensor.grad_fn for tensor in tensors_in(inputs)}
         self._gather_for_forward(unit)
         unit.unshard()
         # Only after the wait: what is prefetched now travels while this unit computes, and not in front of it.
@@ -176,8 +181,10 @@ class Schedule:
         output = without_parameters(output, self._unit_of)
         if self._reshard_in_this_pass and not (self._root_stays and unit is self._root):
             unit.reshard()
+        came_with = self._came_with.pop(unit, set())
         for tensor in tensors_in(output):
-            if tensor.grad_fn is not None:
+            # What the unit has passed through gets its gradient when an earlier unit runs backward, not this one.
+            if tensor.grad_fn is not None and tensor.grad_fn not in came_with:
                 tensor.register_hook(lambda _: self._before_backward(unit))
         return output
 
