@@ -73,9 +73,13 @@ def watch_units(module: nn.Module, sink: SpanSink, wrap: WrapPolicy = AUTO) -> l
 
 
 def _watch(name: str, unit: nn.Module, sink: SpanSink) -> Iterator[RemovableHandle]:
-    def before(_: nn.Module, args: tuple[Any, ...]) -> None:
+    came_with: list[set[Any]] = []  # autograd's nodes of the inputs, for each call that has not ended
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         began_ns = perf_counter_ns()
-        for tensor in tensors_in(args):
+        inputs = list(tensors_in((args, kwargs)))
+        came_with.append({tensor.grad_fn for tensor in inputs})
+        for tensor in inputs:
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(has_gradient_of_input)
         sink.begin_span(name, SpanKind.FORWARD)
@@ -84,14 +88,16 @@ def _watch(name: str, unit: nn.Module, sink: SpanSink) -> Iterator[RemovableHand
     def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         began_ns = perf_counter_ns()
         sink.end_span(name, SpanKind.FORWARD)
+        known = came_with.pop()
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
+            # Not what it has passed through: that gets its gradient when an earlier unit runs backward.
+            if tensor.grad_fn is not None and tensor.grad_fn not in known:
                 tensor.register_hook(has_gradient_of_output)
         sink.spent(began_ns)
 
     has_gradient_of_output = _mark(sink.begin_span, name, sink)
     has_gradient_of_input = _mark(sink.end_span, name, sink)
-    yield unit.register_forward_pre_hook(before)
+    yield unit.register_forward_pre_hook(before, with_kwargs=True)
     yield unit.register_forward_hook(after, always_call=True)
 
 
