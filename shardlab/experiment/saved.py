@@ -1,6 +1,7 @@
 """Loading what ``compare`` has written: a finished comparison, one that was cut off, or one run of it."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -75,12 +76,18 @@ def config_of(records: Records) -> CompareConfig:
                 f"run: the manifest of {run} has no {', '.join(missing)}, so 'compare' did not write it; "
                 "load_run reads it"
             )
-        known |= manifest["config"]
+        known |= fields_of(manifest)
     config = object.__new__(CompareConfig)
     for field in fields(CompareConfig):
         value = known.get(field.name, field.default)
         object.__setattr__(config, field.name, tuple(value) if isinstance(value, list) else value)
     return config
+
+
+def fields_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration in a manifest, in today's words: older records say 'block' for the repeated blocks."""
+    config = dict(manifest["config"])
+    return config | {"wrap": "auto"} if config.get("wrap") == "block" else config
 
 
 def _whole_steps(records: Records) -> Records:

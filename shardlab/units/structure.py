@@ -5,7 +5,8 @@ if they are
 
 - the entries of a ``ModuleList``;
 - blocks of one class in a ``Sequential``;
-- blocks whose names differ only in a number, such as ``down1`` and ``down2``, if at least two are of one class;
+- blocks whose names differ only in a number, such as ``down1`` and ``down2``, if at least two are of one class; in a
+  ``ModuleDict`` layers too;
 - blocks of one class in a ``ModuleDict`` inside which nothing repeats: two towers with layers are not two blocks.
 
 The outermost repetition counts: a transformer gives its layers, and not the heads or experts inside them. A list, a
@@ -78,9 +79,10 @@ def _repeated(module: nn.Module) -> set[str]:
     """Names of the children that repeat by their place, their name and their class."""
     if isinstance(module, nn.ModuleList) and not is_called(module):
         return {name for name, child in module.named_children() if _has_params(child)}
-    classes = _classes(_blocks_among(module))
     if isinstance(module, nn.Sequential):
-        return _several(classes)
+        return _several(_classes(_blocks_among(module)))
+    could_be = dict(module.named_children()) if isinstance(module, nn.ModuleDict) else _blocks_among(module)
+    classes = _classes({name: child for name, child in could_be.items() if _has_params(child)})
     return {name for alike in _numbered(classes) if _several(alike) for name in alike}
 
 

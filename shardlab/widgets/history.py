@@ -18,6 +18,7 @@ import pandas as pd
 from shardlab.experiment import CompareConfig, Comparison, compare, load_comparison
 from shardlab.experiment.comparison import PRELOAD
 from shardlab.experiment.run import Progress
+from shardlab.experiment.saved import fields_of
 from shardlab.experiment.summary import COLUMNS, readable_summary
 from shardlab.launch import RankPool
 from shardlab.trace.store import Records
@@ -101,7 +102,7 @@ class RunHistory:
 
     def config_of(self, number: int) -> dict[str, Any]:
         """The configuration of a run, from its manifest."""
-        return dict(next(iter(self.comparisons[number].records.manifests.values()))["config"])
+        return fields_of(next(iter(self.comparisons[number].records.manifests.values())))
 
     def labels(self) -> list[str]:
         """Every run and strategy as the tables of ``records()`` name them: '2 zero1'."""

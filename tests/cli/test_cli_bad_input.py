@@ -54,6 +54,8 @@ CASES = {
     "short text": (["--text", "short.txt", "--seq-len", "64"], ["text", "short.txt has 10 bytes", "need 65"]),
     "used directory": (["--out", "used"], ["out", "used holds another run", "new or an empty directory"]),
     "a file": (["--out", "empty.txt"], ["out", "is a file"]),
+    "no such units": (["--strategies", "fsdp", "--wrap", "layers.*"], ["wrap", "'layers.*' matches no", "'blocks.*'"]),
+    "no units": (["--strategies", "fsdp", "--wrap", "0"], ["wrap", "'0'", "auto, root", "encoder.*,decoder.*"]),
     "not a number": (["--ranks", "x"], ["--ranks", "integer"]),
     "not a rate": (["--learning-rate", "fast"], ["--learning-rate"]),
     "unknown option": (["--rank", "2"], ["No such option", "--rank"]),

@@ -185,6 +185,10 @@ CASES = {
         lambda: Wrapper(nn.ModuleDict({"layer_0": Experts(), "layer_1": Experts()})),
         ["module.layer_0", "module.layer_1"],
     ),
+    "layers in a dict": (
+        lambda: Wrapper(nn.ModuleDict({"0": nn.Linear(3, 3), "1": nn.Linear(3, 3), "out": nn.Linear(9, 9)})),
+        ["module.0", "module.1"],
+    ),
     "blocks in a dict with words": (
         lambda: Wrapper(nn.ModuleDict({"north": Residual(), "south": Residual(), "one": nn.Linear(99, 99)})),
         ["module.north", "module.south"],
