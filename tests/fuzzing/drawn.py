@@ -127,7 +127,7 @@ def _fsdp_options(draw: st.DrawFn, options: dict[str, Any], num_ranks: int) -> t
     """Draw FSDP's options; the axes that belong to them."""
     kinds = ["full_shard", "full_shard", "shard_grad_op", "no_shard", "hybrid_shard"]
     options["sharding"] = sharding = draw(st.sampled_from(kinds))
-    options["wrap"] = draw(st.sampled_from(["auto", "auto", "root", 20, "every"]))
+    options["wrap"] = draw(st.sampled_from(["auto", "auto", "root", 5, "every"]))
     options["prefetch"] = draw(st.sampled_from([1, 0, 2]))
     options["layout"] = draw(st.sampled_from(["flat", "dim0"]))
     if options["layout"] == "flat" and sharding != "no_shard" and draw(seldom):

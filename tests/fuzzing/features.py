@@ -127,7 +127,7 @@ def _step_before_backward(scenario: Scenario) -> Scenario:
 def _units_differ(scenario: Scenario) -> Scenario:
     """Where units are replicated each rank may use others."""
     options = [dict(engine.options) for engine in scenario.engines]
-    if not any(some.get("wrap") in (20, "every") and some.get("sharding") != "no_shard" for some in options):
+    if not any(some.get("wrap") in (5, "every") and some.get("sharding") != "no_shard" for some in options):
         return scenario
     return _with_blocks(scenario, lambda b: replace(b, kind="linear") if b.kind in BRANCH_KINDS else b)
 
