@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from tests.fuzzing.drawn import Menu
 from tests.fuzzing.engines import OURS
 from tests.fuzzing.features import ON
-from tests.fuzzing.replay import Backward, BlockSpec, Clip, EngineSpec, Forward, ModuleSpec, Scenario, Step
+from tests.fuzzing.replay import Backward, BlockSpec, Clip, EngineSpec, Evaluate, Forward, ModuleSpec, Scenario, Step
 from tests.fuzzing.run import close_meshes, run_scenario
 from tests.fuzzing.scenarios import scenarios
 from tests.fuzzing.script import script_of
@@ -78,11 +78,23 @@ def _zeroed_too_early(engine):
     return engine
 
 
+def _never_reshards(engine):
+    engine._schedule._after_forward = lambda unit, output: output
+    return engine
+
+
 FAULTS = {
     "clipped before the reduction": _clipped_before_the_reduction,
     "dropped buffer": _dropped_buffer,
     "never stepped": _never_stepped,
     "zeroed too early": _zeroed_too_early,
+    "evaluation leaves units gathered": _never_reshards,
+}
+EVERYWHERE = ("clipped before the reduction", "dropped buffer", "never stepped", "zeroed too early")
+SOMEWHERE = {
+    "evaluation leaves units gathered": Scenario(
+        ModuleSpec(blocks=(BlockSpec(),), path=(0,)), EngineSpec("fsdp"), operations=(Evaluate(1),)
+    ),
 }
 
 
@@ -100,11 +112,19 @@ def with_fault(rank, scenario, fault):
         return on_rank(rank, scenario, None)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", EVERYWHERE)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 def test_a_planted_fault_is_found(pools, strategy, fault):
     module = ModuleSpec(blocks=(BlockSpec("counter"),), path=(0,))
-    scenario = Scenario(module, EngineSpec(strategy), operations=TRAINING)
+    assert_found(pools, Scenario(module, EngineSpec(strategy), operations=TRAINING), fault)
+
+
+@pytest.mark.parametrize("fault", SOMEWHERE)
+def test_a_planted_fault_of_some_scenarios_is_found(pools, fault):
+    assert_found(pools, SOMEWHERE[fault], fault)
+
+
+def assert_found(pools, scenario, fault):
     assert run_scenario(pools(2), scenario).kind == "equal"
     for steps in pools(2).run(with_fault, scenario, fault):
         assert steps[-1][1].startswith(("different", "crash"))

@@ -33,9 +33,6 @@ class Evaluate(Operation):
             loss, output = world.plain.forward(self.seed, world.rank, depth=self.depth)
         return {"output": output, "loss needs a gradient": loss[world.rank].requires_grad}
 
-    def after(self, world: World) -> None:
-        world.gathered = True
-
 
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module, mode: bool) -> Iterator[None]:
