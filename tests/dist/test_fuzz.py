@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
+from shardlab.engines.backward_watch import BackwardWatch
 from tests.fuzzing.drawn import Menu
 from tests.fuzzing.engines import OURS
 from tests.fuzzing.features import ON
@@ -83,17 +84,34 @@ def _never_reshards(engine):
     return engine
 
 
+class SeesNoParts(BackwardWatch):
+    """Takes a part of a gradient for all of it."""
+
+    is_nested = False
+
+
+def _sees_no_parts(engine):
+    engine._backward_watch.__class__ = SeesNoParts
+    return engine
+
+
 FAULTS = {
     "clipped before the reduction": _clipped_before_the_reduction,
     "dropped buffer": _dropped_buffer,
     "never stepped": _never_stepped,
     "zeroed too early": _zeroed_too_early,
     "evaluation leaves units gathered": _never_reshards,
+    "parts of gradients taken for whole": _sees_no_parts,
 }
 EVERYWHERE = ("clipped before the reduction", "dropped buffer", "never stepped", "zeroed too early")
 SOMEWHERE = {
     "evaluation leaves units gathered": Scenario(
         ModuleSpec(blocks=(BlockSpec(),), path=(0,)), EngineSpec("fsdp"), operations=(Evaluate(1),)
+    ),
+    "parts of gradients taken for whole": Scenario(
+        ModuleSpec(blocks=(BlockSpec(checkpoint="whole reentrant"),), path=(0, 0)),
+        EngineSpec("bucketed", (("bucket_bytes", 1),)),
+        operations=TRAINING,
     ),
 }
 
