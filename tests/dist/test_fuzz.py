@@ -10,6 +10,7 @@ from shardlab.engines.backward_watch import BackwardWatch
 from tests.fuzzing.drawn import Menu
 from tests.fuzzing.engines import OURS
 from tests.fuzzing.features import ON
+from tests.fuzzing.modules import build
 from tests.fuzzing.replay import Backward, BlockSpec, Clip, EngineSpec, Evaluate, Forward, ModuleSpec, Scenario, Step
 from tests.fuzzing.run import close_meshes, run_scenario
 from tests.fuzzing.scenarios import scenarios
@@ -95,6 +96,12 @@ def _sees_no_parts(engine):
     return engine
 
 
+def _own_buffer(engine):
+    mean = engine.module.blocks[0].mean
+    mean.copy_(build(engine.module.spec, 1 + engine.data_rank).blocks[0].mean)
+    return engine
+
+
 FAULTS = {
     "clipped before the reduction": _clipped_before_the_reduction,
     "dropped buffer": _dropped_buffer,
@@ -102,6 +109,7 @@ FAULTS = {
     "zeroed too early": _zeroed_too_early,
     "evaluation leaves units gathered": _never_reshards,
     "parts of gradients taken for whole": _sees_no_parts,
+    "a buffer of its own on each rank": _own_buffer,
 }
 EVERYWHERE = ("clipped before the reduction", "dropped buffer", "never stepped", "zeroed too early")
 SOMEWHERE = {
@@ -112,6 +120,9 @@ SOMEWHERE = {
         ModuleSpec(blocks=(BlockSpec(checkpoint="whole reentrant"),), path=(0, 0)),
         EngineSpec("bucketed", (("bucket_bytes", 1),)),
         operations=TRAINING,
+    ),
+    "a buffer of its own on each rank": Scenario(
+        ModuleSpec(blocks=(BlockSpec("running"),), path=(0,)), EngineSpec("ddp"), operations=(Forward(1),)
     ),
 }
 

@@ -117,7 +117,7 @@ class Block(nn.Module):
         elif spec.kind == "counter":
             self.register_buffer("count", torch.zeros(()))
         elif spec.kind == "running":
-            self.register_buffer("mean", torch.zeros(width))
+            self.register_buffer("mean", torch.randn(width))  # another on each rank, before the engine
         self.requires_grad_(not spec.frozen)
 
     def forward(self, x: Tensor) -> Any:
