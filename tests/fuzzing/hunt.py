@@ -1,5 +1,6 @@
 """Rounds of random scenarios until the time is up; what fails is made small and kept."""
 
+import contextlib
 import sys
 import time
 from collections import Counter
@@ -24,6 +25,10 @@ SHRINK_S = 25.0  # for Hypothesis, and as long again for the rest
 
 class Found(AssertionError):  # noqa: N818 - nothing has gone wrong in here
     """A scenario that is neither equal nor refused as documented."""
+
+
+class SmallEnough(BaseException):
+    """The time to make a find small is up. No ``Exception``, after which Hypothesis would go on for minutes."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,9 @@ class Hunt:
         self.finds: list[tuple[Scenario, Verdict]] = []
         self._pools: dict[int, RankPool] = {}
         self._known: set[tuple[str, str, str]] = set()
-        self._until = time.monotonic() + 60 * config.minutes
+        self._seconds: list[float] = []  # from the beginning to each find, before it was made small
+        self._began = time.monotonic()
+        self._until = self._began + 60 * config.minutes
         self._bar: Any = None
 
     def run(self) -> None:
@@ -101,6 +108,7 @@ class Hunt:
         if find is not None:
             find = session.reduced(find[0])
             self.finds.append(find)
+            self._seconds.append(session.found_at - self._began)
             self._known.add(_key(*find))
             tqdm.write(f"\n# seed {seed}, {num_ranks} ranks\n{script_of(*find)}", file=sys.stdout)
 
@@ -135,8 +143,8 @@ class Hunt:
             "refused": dict(done.refused),
             "finds": [
                 {"strategy": scenario.engine.name, "kind": verdict.kind, "text": verdict.text,
-                 "script": script_of(scenario, verdict)}
-                for scenario, verdict in self.finds
+                 "seconds": seconds, "script": script_of(scenario, verdict)}
+                for (scenario, verdict), seconds in zip(self.finds, self._seconds, strict=True)
             ],
         }  # fmt: skip
 
@@ -151,7 +159,7 @@ class _Session:
         self._seen: dict[Scenario, Verdict] = {}
         self._wanted: tuple[str, str, str] | None = None
         self._last: tuple[Scenario, Verdict] | None = None
-        self._shrink_until = 0.0
+        self._shrink_until = self.found_at = 0.0
 
     def search(self, menu: Menu, seed: int, number: int) -> tuple[Scenario, Verdict] | None:
         """The smallest find, or None."""
@@ -172,27 +180,31 @@ class _Session:
 
         try:
             check()
-        except Found:
+        except (Found, SmallEnough):
             return self._last
         return None
 
     def reduced(self, scenario: Scenario) -> tuple[Scenario, Verdict]:
         """A find, with whatever else can be left out."""
         self._shrink_until = time.monotonic() + SHRINK_S
-        smallest = reduced(scenario, self._fails)
-        return smallest, self._seen[smallest]
+        with contextlib.suppress(SmallEnough):
+            reduced(scenario, self._fails)
+        assert self._last is not None
+        return self._last
 
     def _fails(self, scenario: Scenario) -> bool:
+        if self._wanted is not None and time.monotonic() > self._shrink_until:
+            raise SmallEnough
         verdict = self._seen.get(scenario)
         if verdict is None:
-            over = self._is_over() if self._wanted is None else time.monotonic() > self._shrink_until
-            if over:
+            if self._wanted is None and self._is_over():
                 return False
             verdict = self._seen[scenario] = self._judge(scenario)
         if not verdict.is_find or _key(scenario, verdict) in self._known:
             return False
         if self._wanted is None:
-            self._wanted, self._shrink_until = _key(scenario, verdict), time.monotonic() + SHRINK_S
+            self._wanted, self.found_at = _key(scenario, verdict), time.monotonic()
+            self._shrink_until = self.found_at + SHRINK_S
         if _key(scenario, verdict) != self._wanted:
             return False
         self._last = (scenario, verdict)
