@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
+from types import NoneType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from shardlab.engines.offload import OFFLOADS
 from shardlab.engines.optimizer_fit import parse_partition
 from shardlab.engines.precision import parse_precision
 from shardlab.experiment.builtin import builtin
+from shardlab.experiment.field_types import check_types
 from shardlab.experiment.named import workload_at
 from shardlab.experiment.options import CompareOptions
 from shardlab.experiment.tensor import TORCH_TP, check_tensor_axis
@@ -51,6 +53,7 @@ class CompareConfig(CompareOptions):
 
     def __post_init__(self) -> None:
         """Check every field."""
+        check_types(self)
         self._check_strategies()
         if self.workload is None:
             _one_of("model", self.model, MODELS)
@@ -81,8 +84,10 @@ class CompareConfig(CompareOptions):
             load_text(self.text, self.seq_len)
 
     def _check_strategies(self) -> None:
-        if isinstance(self.strategies, str):
-            object.__setattr__(self, "strategies", (self.strategies,))
+        given: Any = self.strategies
+        if not isinstance(given, str | list | tuple | NoneType):
+            raise ValueError(f"strategies: {given!r:.60} was given; give one or several of {', '.join(STRATEGIES)}")
+        object.__setattr__(self, "strategies", (given,) if isinstance(given, str) else tuple(given or ()))
         if not self.strategies:
             raise ValueError(f"strategies: none given; at least one is needed of {', '.join(STRATEGIES)}")
         for strategy in self.strategies:
@@ -189,7 +194,9 @@ class CompareConfig(CompareOptions):
     @property
     def wrap_policy(self) -> WrapPolicy:
         """Which modules are units: what was chosen here, or else by the workload."""
-        return self.trained.wrap if self.wrap == _default("wrap") else parse_wrap(self.wrap)
+        if self.wrap == _default("wrap"):
+            return self.trained.wrap
+        return parse_wrap(self.wrap) if isinstance(self.wrap, str) else self.wrap
 
     @property
     def data_ranks(self) -> int:
@@ -239,7 +246,9 @@ class CompareConfig(CompareOptions):
         if self.workload is not None:
             ignored |= set(BUILTIN_FIELDS)
         known = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ignored}
-        return {**known, "workload": None if self.workload is None else str(self.workload)}
+        # What is not of JSON: a workload, a class or a function.
+        plain = (str, int, float, bool, tuple, NoneType)
+        return {field: value if isinstance(value, plain) else _word(value) for field, value in known.items()}
 
 
 def takes(option: str) -> Callable[[str], bool]:
@@ -249,6 +258,10 @@ def takes(option: str) -> Callable[[str], bool]:
 
 def _default(name: str) -> Any:
     return next(field.default for field in fields(CompareConfig) if field.name == name)
+
+
+def _word(value: Any) -> str:
+    return str(value) if isinstance(value, Workload) else getattr(value, "__name__", type(value).__name__)
 
 
 def _largest_divisor(number: int) -> int:

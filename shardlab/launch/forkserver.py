@@ -16,7 +16,12 @@ from types import ModuleType
 _ALWAYS = ("torch", "shardlab.launch.worker")
 # Each rank would import these alone when it builds an optimizer or a table: half a second to two seconds of a core.
 # They are shared where the parent uses them too; where it does not, the first start stays one import of torch.
-_IF_PARENT_HAS = ("torch._dynamo", "pandas")
+_IF_PARENT_HAS = {
+    "torch._dynamo": ("torch._dynamo",),
+    "pandas": ("pandas",),
+    "shardlab.engines": ("shardlab.engines", "torch._dynamo"),  # which torch imports with the first optimizer
+    "shardlab.experiment.comparison": ("shardlab.experiment.run", "torch._dynamo"),
+}
 
 
 def context(preload: Sequence[str] = ()) -> ForkServerContext:
@@ -26,7 +31,7 @@ def context(preload: Sequence[str] = ()) -> ForkServerContext:
         preload: more modules for it to import; without effect once it runs.
     """
     forkserver = multiprocessing.get_context("forkserver")
-    shared = (name for name in _IF_PARENT_HAS if name in sys.modules)
+    shared = (name for known, names in _IF_PARENT_HAS.items() if known in sys.modules for name in names)
     forkserver.set_forkserver_preload(list(dict.fromkeys((*_ALWAYS, *shared, *preload))))
     multiprocessing.resource_tracker.ensure_running()  # on its way up it would unblock what is blocked next
     # Started here, where Ctrl-C is blocked, and not at the first process, which would start it unprotected.

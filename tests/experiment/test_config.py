@@ -1,7 +1,11 @@
 """Every field of ``CompareConfig`` that a user can get wrong is refused by name, with what it may be."""
 
+import json
+import re
+
 import pytest
 import torch
+from torch import nn
 
 from shardlab.engines import STRATEGIES
 from shardlab.experiment import CompareConfig
@@ -122,3 +126,37 @@ def test_torchrun_must_have_started_as_many(monkeypatch):
     with pytest.raises(ValueError, match="ranks: 4, but torchrun started 2 processes"):
         CompareConfig(ranks=4, text="grammar")
     assert CompareConfig(ranks=2, text="grammar").ranks == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("strategies", 3, "strategies: 3 was given; give one or several of"),
+        ("ranks", "2", "ranks: '2' was given; it must be a whole number"),
+        ("ranks", 2.5, "ranks: 2.5 was given; it must be a whole number"),
+        ("steps", True, "steps: True was given; it must be a whole number"),
+        ("steps", None, "steps: None was given; it must be a whole number"),
+        ("batch", "8", "batch: '8' was given; it must be a whole number or None"),
+        ("clip", "1", "clip: '1' was given; it must be a number or None"),
+        ("timeout_s", "x", "timeout_s: 'x' was given; it must be a number"),
+        ("text", None, "text: None was given; it must be a text"),
+        ("link", 3, "link: 3 was given; it must be a text or None"),
+        ("sequence_parallel", 1, "sequence_parallel: 1 was given; it must be True or False"),
+        ("seed", 2**64, "seed: 18446744073709551616 was given; it must be a whole number of 64 bits"),
+    ],
+)
+def test_a_wrong_type_is_named(field, value, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        CompareConfig(**{field: value})
+
+
+def test_one_strategy_needs_no_tuple():
+    assert CompareConfig(strategies="zero2").strategies == ("zero2",)
+    assert CompareConfig(strategies=["zero2", "ddp"]).strategies == ("zero2", "ddp")
+
+
+def test_units_are_chosen_as_for_the_engine():
+    for wrap in (nn.LayerNorm, 100_000, lambda name, module: name.endswith("mlp")):
+        config = CompareConfig(strategies="fsdp", wrap=wrap)
+        assert config.engine_options(("wrap",)) == {"wrap": wrap}
+        assert json.dumps(config.as_dict("fsdp"))
