@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from types import NoneType
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from shardlab.launch import place
 from shardlab.launch.placement import torchrun_env
 from shardlab.models import MODELS, GPTConfig
 from shardlab.partition.wire import Link
-from shardlab.units import AUTO, WrapPolicy, parse_wrap, wrapped_modules
+from shardlab.units import AUTO, WrapPolicy, parse_wrap, wrap_text, wrapped_modules
 from shardlab.vocabulary import dtype_name
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -36,7 +35,7 @@ BUILTIN_FIELDS = ("model", "text", "seq_len", "learning_rate", "sequence_paralle
 # Fields that only some strategies take -> the option of the engine.
 ENGINE_FIELDS = {
     "bucket_mib": "bucket_bytes", "partition": "partition", "sharding": "sharding", "shard_group": "sharding",
-    "wrap": "wrap", "prefetch": "prefetch", "layout": "layout", "precision": "precision", "offload": "offload",
+    "prefetch": "prefetch", "layout": "layout", "precision": "precision", "offload": "offload",
     "replicate_below": "replicate_below",
 }  # fmt: skip
 
@@ -246,9 +245,8 @@ class CompareConfig(CompareOptions):
         if self.workload is not None:
             ignored |= set(BUILTIN_FIELDS)
         known = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ignored}
-        # What is not of JSON: a workload, a class or a function.
-        plain = (str, int, float, bool, tuple, NoneType)
-        return {field: value if isinstance(value, plain) else _word(value) for field, value in known.items()}
+        wrap = wrap_text(self.wrap_policy)  # the workload's, if it was not chosen here
+        return {**known, "wrap": wrap, "workload": None if self.workload is None else str(self.workload)}
 
 
 def takes(option: str) -> Callable[[str], bool]:
@@ -258,10 +256,6 @@ def takes(option: str) -> Callable[[str], bool]:
 
 def _default(name: str) -> Any:
     return next(field.default for field in fields(CompareConfig) if field.name == name)
-
-
-def _word(value: Any) -> str:
-    return str(value) if isinstance(value, Workload) else getattr(value, "__name__", type(value).__name__)
 
 
 def _largest_divisor(number: int) -> int:

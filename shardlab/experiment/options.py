@@ -34,8 +34,8 @@ class CompareOptions:
         sharding: FSDP: 'full_shard', 'shard_grad_op', 'no_shard' or 'hybrid_shard'.
         shard_group: FSDP with hybrid_shard: ranks of a shard group; by default the largest divisor of the data ranks
             below their number.
-        wrap: FSDP: what a unit is: 'auto' (the repeated blocks), 'root' (one unit), a number of parameters, or patterns
-            of names: 'encoder.*,decoder.*'.
+        wrap: what a unit is, for FSDP and in every timeline: 'auto' (the repeated blocks), 'root' (one unit), a number
+            of parameters, or patterns of names: 'encoder.*,decoder.*'.
         prefetch: FSDP: units that are gathered ahead.
         layout: FSDP: 'flat' or 'dim0'.
         precision: ZeRO and FSDP: 'full', 'bf16', or 'fp16' with a gradient scaler.

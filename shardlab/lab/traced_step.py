@@ -24,6 +24,7 @@ from shardlab.trace.clock import clock_for
 from shardlab.trace.recorder import Recorder
 from shardlab.trace.store import Records, RunWriter, load_run, write_manifest
 from shardlab.trace.units import watch_units
+from shardlab.units import AUTO
 
 SINCE_BOOT_NS = 0
 
@@ -55,7 +56,7 @@ def trace_step(
         recorder = Recorder(writer, clock_for(engine.mesh.device), SINCE_BOOT_NS, device=engine.mesh.device)
         recorder.live_tensors = engine.live_tensors
         stack.enter_context(engine.mesh.observed_by(recorder))
-        for hook in watch_units(engine.module, recorder):
+        for hook in watch_units(engine.module, recorder, getattr(engine, "wrap", AUTO)):
             stack.callback(hook.remove)
         train_step = TrainStep(engine, loss, recorder=recorder)
         for step in (0, 1):

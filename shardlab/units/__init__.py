@@ -4,6 +4,6 @@
 module with their bytes. No pandas here: engines import this.
 """
 
-from shardlab.units.policy import AUTO, WrapPolicy, parse_wrap, units_of, wrapped_modules
+from shardlab.units.policy import AUTO, WrapPolicy, parse_wrap, units_of, wrap_text, wrapped_modules
 
-__all__ = ["AUTO", "WrapPolicy", "parse_wrap", "units_of", "wrapped_modules"]
+__all__ = ["AUTO", "WrapPolicy", "parse_wrap", "units_of", "wrap_text", "wrapped_modules"]

@@ -85,6 +85,13 @@ def parse_wrap(text: str) -> str | int | tuple[str, ...]:
     )
 
 
+def wrap_text(wrap: WrapPolicy) -> str:
+    """What a record says of it: as it is typed in a terminal, and of classes and functions the name."""
+    if isinstance(wrap, tuple):
+        return ",".join(map(wrap_text, wrap))
+    return str(wrap) if isinstance(wrap, str | int) else getattr(wrap, "__qualname__", type(wrap).__qualname__)
+
+
 def units_of(module: nn.Module, wrap: WrapPolicy = AUTO) -> dict[str, list[str]]:
     """Names of the parameters of each unit except the root, by the name of the unit; without units that are empty."""
     params = dict(module.named_parameters())

@@ -88,7 +88,7 @@ def test_an_option_that_no_strategy_takes_is_refused(field, value, takers):
 
 def test_a_manifest_has_only_what_its_strategy_took():
     config = CompareConfig(("single", "zero1", "fsdp"), text="grammar", offload="all", partition="balanced")
-    assert {"partition", "offload", "wrap"}.isdisjoint(config.as_dict("single"))
+    assert {"partition", "offload"}.isdisjoint(config.as_dict("single"))
     assert config.as_dict("zero1")["partition"] == "balanced"
     assert "offload" not in config.as_dict("zero1")
     assert config.as_dict("fsdp")["offload"] == "all"

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from shardlab import CompareConfig, Workload, compare
 from shardlab.experiment.saved import load_saved
+from shardlab.units import wrap_text
 from shardlab.widgets.history import RunHistory
 from tests.units.look_alikes import GPT2, Residual
 
@@ -33,6 +34,7 @@ def test_of_a_model_of_dicts_the_blocks_are_gathered_timed_measured_and_planned(
     assert found.summary["as_planned"].tolist() == [True, True, None]
     assert found.losses_equal
     records = found.records
+    assert {manifest["config"]["wrap"] for manifest in records.manifests.values()} == {wrap_text(wrap)}
     gathered = records.collectives[(records.collectives["run"] == "fsdp") & (records.collectives["op"] == "all_gather")]
     last = gathered[gathered["step"] == 2]
     assert set(last["tag"]) == {f"parameters of {unit}" for unit in (*units, "root")}

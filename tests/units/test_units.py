@@ -10,7 +10,7 @@ from torch import nn
 from shardlab import show_units
 from shardlab.models import MODELS, GPTConfig, build_model
 from shardlab.trace.units import watched_modules
-from shardlab.units import parse_wrap, units_of, wrapped_modules
+from shardlab.units import parse_wrap, units_of, wrap_text, wrapped_modules
 from shardlab.units.structure import called_modules
 from tests.units import look_alikes
 from tests.units.look_alikes import CASES, GPT2, Experts, Residual
@@ -92,6 +92,14 @@ def test_what_matches_nothing_is_refused_with_what_there_is(wrap, words):
 ])  # fmt: skip
 def test_what_is_typed_in_a_terminal(text, wrap):
     assert parse_wrap(text) == wrap
+
+
+@pytest.mark.parametrize(("wrap", "text"), [
+    ("auto", "auto"), (20_000, "20000"), (("a.*", "b.*"), "a.*,b.*"), (Residual, "Residual"),
+    (("a.*", Residual), "a.*,Residual"), (build_model, "build_model"),
+])  # fmt: skip
+def test_a_record_says_it_as_it_is_typed(wrap, text):
+    assert wrap_text(wrap) == text
 
 
 @pytest.mark.parametrize("text", ["", "0", "-5", "1.5", "1e5", "a..b", "blocks.", ".blocks", "a,", "a b", "100k"])
