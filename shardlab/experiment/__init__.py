@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shardlab.experiment.report import write_report
     from shardlab.experiment.saved import load_comparison, load_saved
     from shardlab.experiment.step import StepResult, TrainStep
+    from shardlab.experiment.summary import readable_summary
     from shardlab.experiment.workload import Workload
 
 _FILES = {
@@ -23,6 +24,7 @@ _FILES = {
     "report": ("write_report",),
     "saved": ("load_comparison", "load_saved"),
     "step": ("StepResult", "TrainStep"),
+    "summary": ("readable_summary",),
     "workload": ("Workload",),
 }
 _FILE_OF = {name: file for file, names in _FILES.items() for name in names}
@@ -40,6 +42,7 @@ __all__ = [
     "load_saved",
     "new_directory",
     "plan",
+    "readable_summary",
     "write_report",
 ]
 

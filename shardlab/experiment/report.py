@@ -18,6 +18,7 @@ from shardlab.analysis.memory import allocator_items, peak
 from shardlab.analysis.overlap import COMPUTE_KINDS, overlap
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.saved import config_of
 from shardlab.experiment.summary import PLANNED, readable_summary, reference_of, timed_steps
 from shardlab.experiment.verdicts import transports_of, verdicts
 from shardlab.plots import (
@@ -49,8 +50,9 @@ PATH = (
 )
 
 
-def write_report(comparison: Comparison, config: CompareConfig) -> Path:
-    """Write ``report.html`` beside the records and return its path."""
+def write_report(comparison: Comparison, config: CompareConfig | None = None) -> Path:
+    """Write ``report.html`` beside the records and return its path; without ``config`` the records say it."""
+    config = config_of(comparison.records) if config is None else config
     path = comparison.directory / "report.html"
     title = f"{config.title} on {config.ranks} {'rank' if config.ranks == 1 else 'ranks'}"
     path.write_text(report_page(title, _lead(comparison, config), _tables(comparison), _figures(comparison)))
