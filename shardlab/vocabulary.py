@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Collective(StrEnum):
-    """A verb of the communicator."""
+    """A verb of the communicator, or (reduce, gather, scatter) one that only recorded scripts use."""
 
     ALL_REDUCE = "all_reduce"
     REDUCE_SCATTER = "reduce_scatter"
@@ -16,6 +16,9 @@ class Collective(StrEnum):
     ALL_TO_ALL = "all_to_all"
     SEND = "send"
     RECV = "recv"
+    REDUCE = "reduce"
+    GATHER = "gather"
+    SCATTER = "scatter"
     BARRIER = "barrier"
 
 
@@ -43,6 +46,7 @@ class Role(StrEnum):
     ACTIVATION = "activation"
     OFFLOADED = "offloaded"  # in host memory, not on the device
     OTHER = "other"
+    UNATTRIBUTED = "unattributed"  # a live tensor of a recorded script that nothing known refers to
     WORKSPACE = "workspace"  # in the CUDA allocator but in no tensor: library workspaces, and rounding to blocks
 
 

@@ -1,21 +1,25 @@
 """Bytes and time of a collective on a ring: what one rank sends, and how long that takes on a given link.
 
-===============  ============================  ==================================
+===============  ============================  ============================================
 collective       bytes one rank sends          time on a link
-===============  ============================  ==================================
+===============  ============================  ============================================
 all-reduce       2 (N - 1) / N * S             2 (N - 1) latency + bytes / bandwidth
 reduce-scatter   (N - 1) / N * S               (N - 1) latency + bytes / bandwidth
 all-gather       (N - 1) / N * S               (N - 1) latency + bytes / bandwidth
 all-to-all       (N - 1) / N * S               (N - 1) latency + bytes / bandwidth
 broadcast        (N - 1) / N * S on average    (N - 1) latency + S / bandwidth
+reduce           (N - 1) / N * S on average    (N - 1) latency + S / bandwidth
+gather, scatter  (N - 1) / N * S / N, average  (N - 1) latency + (N - 1) / N * S / bandwidth
 send, recv       S, 0                          latency + S / bandwidth
 barrier          0                             2 ceil(log2 N) latency
-===============  ============================  ==================================
+===============  ============================  ============================================
 
 Legend: N ranks in the group, S bytes of the whole (unsharded) buffer. The root of a broadcast sends all of S down a
 pipelined ring and the last rank sends nothing: the average over ranks is (N - 1) / N * S, yet the time is that of S.
-A group of one moves nothing and takes no time. Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
-clusters of workstations", 2009; the factors are those of nccl-tests' bus bandwidth.
+A reduce runs the same way backwards. In a gather every rank but the root sends its chunk of S / N, in a scatter the root
+sends all of them, over its own link. A group of one moves nothing and takes no time. Source: Patarasuk and Yuan,
+"Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009; the factors are those of nccl-tests' bus
+bandwidth.
 """
 
 import math
@@ -26,6 +30,7 @@ from shardlab.partition.chunks import require_count
 from shardlab.vocabulary import Collective
 
 _SHARED = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.ALL_TO_ALL)
+_ONE_CHUNK = (Collective.GATHER, Collective.SCATTER)
 _GBPS = {"kbps": 1e-6, "mbps": 1e-3, "gbps": 1.0, "tbps": 1e3, "kb/s": 8e-6, "mb/s": 8e-3, "gb/s": 8.0}
 _US = {"ns": 1e-3, "us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6}
 _QUANTITY = re.compile(r"([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-zµ/]+)")
@@ -54,6 +59,8 @@ def ring_wire_bytes(op: Collective, num_bytes: int, group_size: int, own_chunk_b
         return float(num_bytes)
     if own_chunk_bytes is not None and op in _SHARED:
         return float(own_chunk_bytes * (group_size - 1) if op == Collective.ALL_GATHER else num_bytes - own_chunk_bytes)
+    if op in _ONE_CHUNK:
+        return num_bytes * (group_size - 1) / group_size**2
     rounds = 2 if op == Collective.ALL_REDUCE else 1
     return rounds * num_bytes * (group_size - 1) / group_size
 
@@ -106,8 +113,10 @@ class Link:
         wire_bytes = ring_wire_bytes(op, num_bytes, group_size)
         if group_size == 1:
             return 0.0
-        if op in (Collective.BROADCAST, Collective.RECV):
+        if op in (Collective.BROADCAST, Collective.REDUCE, Collective.RECV):
             wire_bytes = num_bytes
+        elif op in _ONE_CHUNK:  # the root's link carries all of them
+            wire_bytes *= group_size
         return _num_messages(op, group_size) * self.latency_us + self.transfer_us(wire_bytes)
 
 

@@ -38,6 +38,7 @@ ROLE_COLOURS = {
     Role.ACTIVATION: SAND,
     Role.OFFLOADED: WINE,
     Role.OTHER: GREY,
+    Role.UNATTRIBUTED: "#a0705a",
     Role.WORKSPACE: "#805080",
 }
 
@@ -49,6 +50,9 @@ COLLECTIVE_COLOURS = {
     Collective.ALL_TO_ALL: PINK,
     Collective.SEND: SAND,
     Collective.RECV: BROWN,
+    Collective.REDUCE: WINE,
+    Collective.GATHER: "#8904fb",
+    Collective.SCATTER: "#a0705a",
     Collective.BARRIER: GREY,
 }
 

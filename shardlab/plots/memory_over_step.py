@@ -17,7 +17,7 @@ TITLE = "Memory over a step"
 # From the bottom up: what stays for the whole step lies below what comes and goes.
 ORDER = (
     Role.PARAMETER, Role.MASTER_WEIGHT, Role.OPTIMIZER_STATE, Role.OFFLOADED, Role.GRADIENT, Role.GATHERED_PARAMETER,
-    Role.COMMUNICATION_BUFFER, Role.ACTIVATION, Role.OTHER, Role.WORKSPACE,
+    Role.COMMUNICATION_BUFFER, Role.ACTIVATION, Role.OTHER, Role.UNATTRIBUTED, Role.WORKSPACE,
 )  # fmt: skip
 DARK = "#23272e"
 HEADROOM = 1.16  # above the peak, for its label

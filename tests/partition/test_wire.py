@@ -13,6 +13,8 @@ SHARED = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.ALL_TO_AL
 def test_formulas_by_hand():
     assert ring_wire_bytes(Collective.ALL_REDUCE, 1000, 4) == 1500
     assert [ring_wire_bytes(op, 1000, 4) for op in (*SHARED, Collective.BROADCAST)] == [750] * 4
+    assert ring_wire_bytes(Collective.REDUCE, 1000, 4) == 750
+    assert [ring_wire_bytes(op, 1000, 4) for op in (Collective.GATHER, Collective.SCATTER)] == [187.5] * 2
     assert ring_wire_bytes(Collective.SEND, 1000, 4) == 1000
     assert ring_wire_bytes(Collective.RECV, 1000, 4) == 0
     assert ring_wire_bytes(Collective.BARRIER, 0, 4) == 0
@@ -43,6 +45,9 @@ def test_link_times_by_hand():
     assert link.ring_time_us(Collective.ALL_REDUCE, 1_000_000, 4) == 6 * 50 + 1500
     assert [link.ring_time_us(op, 1_000_000, 4) for op in SHARED] == [3 * 50 + 750] * 3
     assert link.ring_time_us(Collective.BROADCAST, 1_000_000, 4) == 3 * 50 + 1000
+    assert link.ring_time_us(Collective.REDUCE, 1_000_000, 4) == 3 * 50 + 1000
+    assert link.ring_time_us(Collective.GATHER, 1_000_000, 4) == 3 * 50 + 750
+    assert link.ring_time_us(Collective.SCATTER, 1_000_000, 4) == 3 * 50 + 750
     assert link.ring_time_us(Collective.SEND, 1_000_000, 4) == 50 + 1000
     assert link.ring_time_us(Collective.RECV, 1_000_000, 4) == 50 + 1000
     assert link.ring_time_us(Collective.BARRIER, 0, 5) == 2 * 3 * 50
