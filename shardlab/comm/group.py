@@ -15,7 +15,10 @@ from shardlab.partition.wire import ring_wire_bytes
 from shardlab.vocabulary import Collective, dtype_name
 
 _LIBRARY = (
-    *(str(Path(__file__).parent.parent / room) for room in ("comm", "engines", "tensor_parallel")),
+    *(
+        str(Path(__file__).parent.parent / room)
+        for room in ("comm", "engines", "recording", "tensor_parallel", "trace")
+    ),
     str(Path(torch.__file__).parent),
 )
 
@@ -79,8 +82,9 @@ class ObservedGroup:
         own_chunk_bytes: int | None = None,
         scratch_bytes: int = 0,
         transport: str | None = None,
+        parts: int = 1,
     ) -> CollectiveEvent:
-        """Tell the observers of a collective that is issued now, by a verb or by torch itself (``torch_groups``).
+        """Tell the observers of a collective that is issued now, by a verb or by torch itself (``torch_calls``).
 
         Args:
             op: the collective.
@@ -89,16 +93,17 @@ class ObservedGroup:
             own_chunk_bytes: bytes of this rank's chunk where chunks are uneven.
             scratch_bytes: what the transport holds meanwhile.
             transport: what sends it, if not this communicator's transport.
+            parts: how many such buffers make the whole, where a rank has only its part.
         """
         assert self._transport is not None
-        num_bytes = sum(buffer.nbytes for buffer in buffers)
+        num_bytes = parts * sum(buffer.nbytes for buffer in buffers)
         event = CollectiveEvent(
             seq=self._seq,
             op=op,
             axis=self.axis,
             tag=tag,
             dtype=dtype_name(buffers[0].dtype) if buffers else "",
-            numel=sum(buffer.numel() for buffer in buffers),
+            numel=parts * sum(buffer.numel() for buffer in buffers),
             num_bytes=num_bytes,
             wire_bytes=ring_wire_bytes(op, num_bytes, self.num_ranks, own_chunk_bytes),
             group_size=self.num_ranks,

@@ -24,12 +24,11 @@ from shardlab.comm.base_mesh import BaseMesh, groups_along
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.process import Process, retire
-from shardlab.comm.torch_times import HostTimes, StreamTimes, Times
+from shardlab.comm.torch_times import GLOO_THREADS, HostTimes, StreamTimes, Times
 from shardlab.comm.trees import tensors_in
 from shardlab.vocabulary import Collective
 
 BACKEND = "observed"
-GLOO_THREADS = 2  # torch gives a gloo group two threads: a third collective waits until one of them is free
 TagOf = Callable[[Collective], str]
 
 

@@ -1,4 +1,8 @@
-"""When a collective of torch's own engines began and ended: ``HostTimes`` for gloo, ``StreamTimes`` for NCCL."""
+"""When a collective of torch's own groups began and ended: ``HostTimes`` for gloo, the others for NCCL.
+
+``StreamTimes`` waits for the work itself, so it is for callers that get a ``Work`` of ours. ``FutureTimes`` leaves the
+caller's ``Work`` alone.
+"""
 
 import contextlib
 import threading
@@ -12,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 from shardlab.comm.events import CollectiveEvent, Observer
+
+GLOO_THREADS = 2  # torch gives a gloo group two threads: a third collective waits until one of them is free
 
 
 class Times(Protocol):
@@ -92,6 +98,33 @@ class StreamTimes:
         with torch.cuda.stream(self._stream):
             work.wait()
             end.record()
+        event.device_times = (begin, end)
+        for observer in observers:
+            observer.started(event)
+        return work
+
+    def ended(self, event: CollectiveEvent, observers: tuple[Observer, ...]) -> None:
+        """The current stream waits for it."""
+        for observer in observers:
+            observer.completed(event)
+
+
+class FutureTimes:
+    """NCCL: its future calls back, as soon as the work is enqueued, on a stream that waits for the end of the work."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+
+    def follow(
+        self, call: Callable[[], dist.Work], event: CollectiveEvent, observers: tuple[Observer, ...]
+    ) -> dist.Work:
+        """Issue it between two CUDA events."""
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        # NCCL's stream waits for the current one too, so both begin at the same moment.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        begin.record(self._stream)
+        work = call()
+        work.get_future().add_done_callback(lambda _: end.record())
         event.device_times = (begin, end)
         for observer in observers:
             observer.started(event)

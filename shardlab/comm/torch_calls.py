@@ -1,0 +1,246 @@
+"""Every collective that torch.distributed sends in this process, told to an observer, whoever called it.
+
+Each is an operation of torch's dispatcher (``c10d::allreduce_`` and so on): a script's own ``dist.all_reduce``, those
+of FSDP2 and DTensor, and those that DDP sends from C++. Inside ``TorchCalls`` a kernel of ours stands at the key
+BackendSelect, which a call passes last before the group's own kernel: it notes the call and passes it on. So groups,
+their ``Work`` and what travels stay torch's own; groups made before are seen too, and at the end all is as it was.
+
+Waits are seen where Python waits (``Work.wait``) and where a functional collective is waited for. Where C++ waits (DDP,
+in forward for its buffers and at the end of backward) ``end_waits`` infers them. Not seen: collectives in a group of
+one, which moves nothing, and those that a group does without the dispatcher (a coalescing group of NCCL).
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from math import isnan
+from time import perf_counter_ns
+from typing import Any, NamedTuple, Self, cast
+
+import torch
+import torch.distributed as dist
+
+from shardlab.comm.events import CollectiveEvent, Observer
+from shardlab.comm.group import ObservedGroup
+from shardlab.comm.torch_names import Caller, axis_of, backend_of, caller_of
+from shardlab.comm.torch_times import GLOO_THREADS, FutureTimes, HostTimes, Times
+from shardlab.comm.transports.base import Transport
+from shardlab.comm.trees import tensors_in
+from shardlab.vocabulary import Collective
+
+# Private: there is no public way to see the calls that DDP makes from C++.
+_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+TagOf = Callable[[Collective, Caller], str]
+
+
+class _Verb(NamedTuple):
+    op: Collective
+    place: int  # of the whole (unsharded) tensors among the arguments
+    gloo_copies: bool = False  # whether torch's gloo group holds a copy of the whole buffer meanwhile
+    of_parts: bool = False  # the tensors there are one rank's part of the whole
+
+
+_VERBS = {
+    "allreduce_": _Verb(Collective.ALL_REDUCE, 0),
+    "allreduce_coalesced_": _Verb(Collective.ALL_REDUCE, 0),
+    "broadcast_": _Verb(Collective.BROADCAST, 0),
+    "reduce_": _Verb(Collective.REDUCE, 0),
+    "allgather_": _Verb(Collective.ALL_GATHER, 0),
+    "allgather_coalesced_": _Verb(Collective.ALL_GATHER, 0),
+    "_allgather_base_": _Verb(Collective.ALL_GATHER, 0, gloo_copies=True),
+    "allgather_into_tensor_coalesced_": _Verb(Collective.ALL_GATHER, 0),
+    "reduce_scatter_": _Verb(Collective.REDUCE_SCATTER, 1),
+    "_reduce_scatter_base_": _Verb(Collective.REDUCE_SCATTER, 1, gloo_copies=True),
+    "reduce_scatter_tensor_coalesced_": _Verb(Collective.REDUCE_SCATTER, 1),
+    "alltoall_": _Verb(Collective.ALL_TO_ALL, 1),
+    "alltoall_base_": _Verb(Collective.ALL_TO_ALL, 1),
+    "gather_": _Verb(Collective.GATHER, 1, of_parts=True),
+    "scatter_": _Verb(Collective.SCATTER, 0, of_parts=True),
+    "send": _Verb(Collective.SEND, 0),
+    "recv_": _Verb(Collective.RECV, 0),
+    "recv_any_source_": _Verb(Collective.RECV, 0),
+    "barrier": _Verb(Collective.BARRIER, 0),
+}
+
+
+class _Sent(NamedTuple):
+    event: CollectiveEvent
+    observers: tuple[Observer, ...]
+    times: Times
+    output: int  # identity of the storage that has the result
+    waits_in_cpp: bool
+
+
+class _Sender(NamedTuple):
+    """Torch's group for one type of device, as events name it."""
+
+    group: ObservedGroup
+    backend: str
+    times: Times
+
+
+class TorchCalls:
+    """Inside, ``observer`` is told of every collective of torch.distributed.
+
+    Args:
+        observer: gets the events, see ``Observer``.
+        tag_of: what a collective is for.
+    """
+
+    def __init__(self, observer: Observer, tag_of: TagOf) -> None:
+        self._observer, self._tag_of = observer, tag_of
+        self._senders: dict[tuple[str, str], _Sender] = {}
+        # The Work itself is the key: as long as it is here, torch hands the caller this very object.
+        self._sent: dict[dist.Work, _Sent] = {}
+        self._work_of: dict[int, dist.Work] = {}  # by the storage of its result
+        self._stack = contextlib.ExitStack()
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes seen so far and the ranks along each; of groups of several sizes the largest."""
+        found: dict[str, int] = {}
+        for sender in self._senders.values():
+            axis = sender.group.axis
+            found[axis] = max(found.get(axis, 0), sender.group.num_ranks)
+        return found
+
+    @property
+    def backends(self) -> list[str]:
+        """What has sent so far, for example 'gloo'."""
+        return sorted({sender.backend for sender in self._senders.values()})
+
+    def __enter__(self) -> Self:
+        """Begin to tell."""
+        kernels = self._stack.enter_context(_kernels("c10d"))
+        for name, verb in _VERBS.items():
+            kernels.impl(
+                name, self._kernel(getattr(torch.ops.c10d, name).default, verb), "BackendSelect", with_keyset=True
+            )
+        functional = self._stack.enter_context(_kernels("_c10d_functional"))
+        functional.impl("wait_tensor", self._wait_tensor, "BackendSelect", with_keyset=True)
+        plain, calls = dist.Work.wait, self
+
+        def wait(work: dist.Work, *args: Any, **kwargs: Any) -> bool:
+            began_ns = perf_counter_ns()
+            done: bool = plain(work, *args, **kwargs)
+            calls._waited(work, began_ns)
+            return done
+
+        setattr(dist.Work, "wait", wait)  # noqa: B010  (as an assignment it has no type)
+        self._stack.callback(setattr, dist.Work, "wait", plain)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Tell no more."""
+        self._stack.close()
+        self._sent.clear()
+        self._work_of.clear()
+
+    def end_waits(self) -> None:
+        """Complete the events of the collectives that C++ has waited for by now.
+
+        C++ begins to wait when it has nothing more to send, and waits for one after another in the order of issue. So a
+        collective that had ended by then was not waited for.
+        """
+        left = {work: sent for work, sent in self._sent.items() if sent.waits_in_cpp}
+        now_ns = max((sent.event.issue_ns for sent in left.values()), default=0)
+        for work, (event, observers, times, *_) in left.items():
+            self._forget(work)
+            times.ended(event, observers)
+            if event.device_times is None and event.end_ns > now_ns:
+                event.wait_start_ns, event.wait_end_ns = now_ns, event.end_ns
+                now_ns = event.end_ns
+            for observer in observers:
+                observer.waited(event)
+
+    def forget_ended(self) -> None:
+        """Hold collectives no longer that have ended and that nobody has waited for."""
+        for work in [work for work, sent in self._sent.items() if not isnan(sent.event.end_ns)]:
+            self._forget(work)
+
+    def _kernel(self, op: Any, verb: _Verb) -> Callable[..., Any]:
+        def call(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+            tensors = list(tensors_in(args[verb.place]))
+            group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+            caller = caller_of(sys._getframe(1))
+            sender = self._sender(dist.ProcessGroup.unbox(group), tensors, caller)
+            if sender is None:
+                return op.redispatch(keys & _BELOW, *args, **kwargs)
+            # A barrier has a tensor only so that torch can tell the device.
+            event = self._announce(sender, verb, [] if verb.op is Collective.BARRIER else tensors, caller)
+            observers, result = sender.group.observers, None
+
+            def send() -> dist.Work:
+                nonlocal result
+                result = op.redispatch(keys & _BELOW, *args, **kwargs)
+                return dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
+
+            work = sender.times.follow(send, event, observers)
+            output = next(tensors_in(args[0]), None)
+            key = 0 if output is None else output.untyped_storage()._cdata
+            self._sent[work] = _Sent(event, observers, sender.times, key, caller.waits_in_cpp)
+            self._work_of[key] = work
+            return result
+
+        return call
+
+    def _announce(self, sender: _Sender, verb: _Verb, tensors: list[torch.Tensor], caller: Caller) -> CollectiveEvent:
+        scratch_bytes = sum(tensor.nbytes for tensor in tensors) if verb.gloo_copies and sender.backend == "gloo" else 0
+        parts = sender.group.num_ranks if verb.of_parts else 1
+        tag = self._tag_of(verb.op, caller)
+        return sender.group.announce(
+            verb.op, tensors, tag, scratch_bytes=scratch_bytes, transport=sender.backend, parts=parts
+        )
+
+    def _sender(self, group: dist.ProcessGroup, tensors: list[torch.Tensor], caller: Caller) -> _Sender | None:
+        """How events name the group; None for a group of one, and for tensors without data."""
+        device = tensors[0].device if tensors else torch.device("cpu")
+        if group.size() == 1 or device.type == "meta":
+            return None
+        key = (group.group_name, device.type)
+        if key not in self._senders:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            observed = ObservedGroup(cast(Transport, _Torchs()), ranks, group.rank(), axis_of(group, caller))
+            self._stack.enter_context(observed.observed_by(self._observer))
+            times: Times = FutureTimes() if device.type == "cuda" else HostTimes(GLOO_THREADS)
+            self._senders[key] = _Sender(observed, backend_of(group, device), times)
+        return self._senders[key]
+
+    def _wait_tensor(self, keys: torch._C.DispatchKeySet, tensor: torch.Tensor) -> torch.Tensor:
+        began_ns = perf_counter_ns()
+        result: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default.redispatch(keys & _BELOW, tensor)
+        work = self._work_of.get(tensor.untyped_storage()._cdata) if tensor.device.type != "meta" else None
+        if work is not None:
+            self._waited(work, began_ns)
+        return result
+
+    def _waited(self, work: dist.Work, began_ns: int) -> None:
+        if (sent := self._sent.get(work)) is None:  # waited for before, or sent before anyone observed
+            return
+        self._forget(work)
+        event = sent.event
+        sent.times.ended(event, sent.observers)
+        event.wait_start_ns, event.wait_end_ns = began_ns, perf_counter_ns()
+        for observer in sent.observers:
+            observer.waited(event)
+
+    def _forget(self, work: dist.Work) -> None:
+        sent = self._sent.pop(work)
+        if self._work_of.get(sent.output) is work:
+            del self._work_of[sent.output]
+
+
+class _Torchs:
+    """Stands for a transport: torch's own group sends."""
+
+    name, emulated = "torch", False
+
+
+@contextlib.contextmanager
+def _kernels(namespace: str) -> Iterator[torch.library.Library]:
+    """Kernels of ours for torch's operations; they go when the context is left."""
+    library = torch.library.Library(namespace, "IMPL")
+    try:
+        yield library
+    finally:
+        library._destroy()

@@ -1,0 +1,85 @@
+"""How events name what torch itself sends: along which axis, by which backend, and for which part of torch."""
+
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from shardlab.vocabulary import MeshAxis
+
+_TORCH, _SHARDLAB = str(torch.__path__[0]), str(Path(__file__).parent.parent)
+# Frames of torch between C++ and a dispatch mode that traces memory.
+_DISPATCHER = ("/_ops.py", "/_dynamo/eval_frame.py", "/_compile.py")
+_NAMED_MESH = "mesh_"  # begins the description of a group that a DeviceMesh has made for one of its named dimensions
+_WORDS = {
+    MeshAxis.DATA: ("data", "dp", "ddp", "batch"),
+    MeshAxis.SHARD: ("shard", "fsdp", "dp_shard"),
+    MeshAxis.REPLICA: ("replica", "replicate", "ddp_replicate", "dp_replicate"),
+    MeshAxis.TENSOR: ("tensor", "tp", "mp", "model"),
+}
+_AXIS_OF = {word: axis for axis, words in _WORDS.items() for word in words}
+
+
+class Caller(NamedTuple):
+    """Which part of torch sent a collective.
+
+    Attributes:
+        name: 'ddp', 'fsdp', 'zero', 'dtensor', 'autograd' (C++ in a backward: DDP, or a part of DTensor), or '' for the
+            script itself.
+        waits_in_cpp: it waits where Python cannot see it.
+    """
+
+    name: str
+    waits_in_cpp: bool = False
+
+
+SCRIPT, AUTOGRAD = Caller(""), Caller("autograd", waits_in_cpp=True)
+_CALLERS = {
+    "/distributed/fsdp/": Caller("fsdp"),
+    "/distributed/optim/zero_redundancy_optimizer.py": Caller("zero"),
+    "/distributed/tensor/": Caller("dtensor"),
+    "/nn/parallel/distributed.py": Caller("ddp", waits_in_cpp=True),
+    "/distributed/algorithms/ddp_comm_hooks/": Caller("ddp", waits_in_cpp=True),
+}
+
+
+def caller_of(frame: FrameType | None) -> Caller:
+    """The part of torch that a call comes from.
+
+    Args:
+        frame: that of the call; the frames of torch above it are looked at.
+    """
+    is_first = True
+    while frame is not None and (path := frame.f_code.co_filename).startswith((_TORCH, _SHARDLAB)):
+        place = path.removeprefix(_TORCH)
+        if is_first and place == "/autograd/graph.py":
+            return AUTOGRAD
+        for part, caller in _CALLERS.items():
+            if place.startswith(part):
+                return caller
+        is_first = is_first and place in (path, *_DISPATCHER)
+        frame = frame.f_back
+    return SCRIPT
+
+
+def axis_of(group: dist.ProcessGroup, caller: Caller) -> str:
+    """The axis of a group: its dimension's name in a DeviceMesh, in our words where we have one.
+
+    A group without a name over all ranks is the data axis, unless DTensor is the first to use it: then it divides
+    tensors. Any other is named after its ranks.
+    """
+    word = group.group_desc
+    if word.startswith(_NAMED_MESH) and not word.startswith("mesh_dim"):
+        word = word.removeprefix(_NAMED_MESH)
+        return _AXIS_OF.get(word, word)
+    if group.size() == dist.get_world_size():
+        return MeshAxis.TENSOR if caller.name == "dtensor" else MeshAxis.DATA
+    return f"ranks {','.join(map(str, dist.get_process_group_ranks(group)))}"
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that sends tensors of a device's type, for example 'gloo'."""
+    # Private: the public get_backend() names only one of a group with a backend for each type of device.
+    return str(group._get_backend(device).name())
