@@ -17,6 +17,15 @@ NAMES = {"loss_first": "first loss", "other_bytes": "other (kB)", "padding_bytes
 DIVISORS = {"loss_first": 1, "other_bytes": 1e3, "padding_bytes": 1e3, "recorder_share": 0.01}
 
 
+def readable(table: pd.DataFrame) -> pd.DataFrame:
+    """Rows of ``analysis.difference.differences`` in readable units, without quantities that neither run has."""
+    rows = table[table[["first", "second"]].fillna(0).any(axis=1)]
+    labels = {name: label for name, (label, _) in COLUMNS.items()} | NAMES
+    divisor = rows["quantity"].map({name: size for name, (_, size) in COLUMNS.items()} | DIVISORS).astype("float64")
+    shown = {name: rows[name] / divisor for name in ("first", "second", "difference")}
+    return rows.assign(quantity=rows["quantity"].map(labels), **shown)
+
+
 @dataclass(frozen=True)
 class Difference:
     """The differences between two comparisons, from the first to the second.
@@ -42,11 +51,7 @@ class Difference:
     @property
     def readable(self) -> pd.DataFrame:
         """The same in readable units, without quantities that neither run has."""
-        rows = self.table[self.table[["first", "second"]].fillna(0).any(axis=1)]
-        labels = {name: label for name, (label, _) in COLUMNS.items()} | NAMES
-        divisor = rows["quantity"].map({name: size for name, (_, size) in COLUMNS.items()} | DIVISORS).astype("float64")
-        shown = {name: rows[name] / divisor for name in ("first", "second", "difference")}
-        return rows.assign(quantity=rows["quantity"].map(labels), **shown)
+        return readable(self.table)
 
     @property
     def losses(self) -> pd.DataFrame:

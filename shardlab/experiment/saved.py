@@ -12,8 +12,7 @@ from shardlab.experiment.comparison import Comparison, run_directory
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.planned import against_plan
 from shardlab.experiment.summary import COLUMNS, summarise
-from shardlab.tables import TABLES
-from shardlab.trace.store import Records, load_runs, run_directories
+from shardlab.trace.store import Records, load_runs, run_directories, whole_steps
 
 NEEDED = ("config", "versions", "devices", "backend")
 
@@ -53,7 +52,7 @@ def load_saved(directory: Path | str) -> tuple[Comparison, CompareConfig]:
                 "the file, and the summary is computed again from the records"
             )
         return comparison, config_of(comparison.records)
-    records = _whole_steps(load_runs(run_directories(directory)))
+    records = whole_steps(load_runs(run_directories(directory)))
     config = config_of(records)
     if not len(records.steps):
         raise ValueError(f"run: in {directory} no rank has finished a step, so there is nothing to report")
@@ -88,16 +87,3 @@ def fields_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration in a manifest, in today's words: older records say 'block' for the repeated blocks."""
     config = dict(manifest["config"])
     return config | {"wrap": "auto"} if config.get("wrap") == "block" else config
-
-
-def _whole_steps(records: Records) -> Records:
-    """The records without steps that only some ranks have finished."""
-    steps = records.steps
-    ranks = steps.groupby("run")["rank"].transform("nunique")
-    whole = steps[steps.groupby(["run", "step"])["rank"].transform("nunique") == ranks]
-    last = whole.groupby("run")["step"].max()
-    tables = {}
-    for name in TABLES:
-        table = getattr(records, name)
-        tables[name] = table[table["step"] <= table["run"].map(last)]  # a run without whole steps keeps no rows
-    return Records(**tables, manifests=records.manifests)

@@ -38,6 +38,11 @@ ALWAYS_AT_REST = 2
 EVERY_AT_REST = 16
 
 
+def sampled_at_rest(step: int) -> bool:
+    """Whether what is held after a step is read."""
+    return step < ALWAYS_AT_REST or step % EVERY_AT_REST == 0
+
+
 class Recorder:
     """Turns what happens on one rank into entries of its stream.
 
@@ -54,13 +59,22 @@ class Recorder:
         clock: of the compute.
         origin_ns: ``time.perf_counter_ns`` at the start of the run, the same on all ranks.
         device: of the compute; on CUDA peaks are the allocator's, and what it holds beside tensors is recorded too.
+        samples: whether what is held after a step is read; of every rank the same.
     """
 
-    def __init__(self, writer: RunWriter, clock: Clock, origin_ns: int, *, device: torch.device) -> None:
+    def __init__(
+        self,
+        writer: RunWriter,
+        clock: Clock,
+        origin_ns: int,
+        *,
+        device: torch.device,
+        samples: Callable[[int], bool] = sampled_at_rest,
+    ) -> None:
         self.live_tensors: Callable[[], LiveTensors] = dict
         """The engine's tensors by role, asked at the end of a step."""
         self._writer, self._clock, self._origin_ns = writer, clock, origin_ns
-        self._device, self._on_cuda = device, device.type == "cuda"
+        self._device, self._on_cuda, self._samples = device, device.type == "cuda", samples
         self._phase = Phase.SETUP
         self._step = BEFORE_TRAINING
         self._seq = 0
@@ -76,13 +90,14 @@ class Recorder:
         self._cost_share_ns = [0, 0]  # of recording and of the steps themselves
 
     @contextlib.contextmanager
-    def step(self, step: int, *, trace_memory: bool = False) -> Iterator[None]:
+    def step(self, step: int, *, trace_memory: bool = False, since: Mark | None = None) -> Iterator[None]:
         """One training step.
 
         Args:
             step: its number.
             trace_memory: find its peak by role, which slows it; on CUDA the allocator knows every step's peak, but not
                 the roles.
+            since: when it began; None for now.
         """
         if self._step == BEFORE_TRAINING:
             self._write_setup()
@@ -92,7 +107,7 @@ class Recorder:
         if self._on_cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
         self.spent(began_ns)
-        self._begin, self._end = self._clock.mark(), None
+        self._begin, self._end = self._clock.mark() if since is None else since, None
         try:
             with self._ledger or contextlib.nullcontext():
                 yield
@@ -138,11 +153,18 @@ class Recorder:
         """Count the time from ``since_ns`` until now as time spent recording."""
         self._cost_ns += perf_counter_ns() - since_ns
 
-    def at_rest(self) -> None:
-        """The optimizer has stepped: stop the step's clock, and sample what is held before gradients are forgotten."""
+    def at_rest(self) -> Mark:
+        """The optimizer has stepped: stop the step's clock, and sample what is held before gradients are forgotten.
+
+        If it is called again, for another optimizer of the same step, the later time and sample count.
+
+        Returns:
+            When the clock was stopped.
+        """
         self._end = self._clock.mark()
         began_ns = perf_counter_ns()
-        if self._ledger is not None or self._step < ALWAYS_AT_REST or self._step % EVERY_AT_REST == 0:
+        self._memory.clear()  # so far it has the sample of an earlier call
+        if self._ledger is not None or self._samples(self._step):
             live = self._live()
             # Now, while gradients are still held: afterwards nobody knows what their storages were.
             if self._ledger is not None:
@@ -150,6 +172,7 @@ class Recorder:
             allocator = Allocator.now(self._device) if self._on_cuda else Allocator()
             self._sample(REST, bytes_by_role(live), began_ns, self._phase, allocator)
         self.spent(began_ns)
+        return self._end
 
     def issued(self, event: CollectiveEvent) -> None:
         """Remember the event, with the phase it was issued in."""
@@ -172,7 +195,7 @@ class Recorder:
     def waited(self, event: CollectiveEvent) -> None:
         """Nothing to do: its times are in the event."""
 
-    def finish_step(self, loss: float, grad_norm: float, learning_rate: float, num_tokens: int) -> None:
+    def finish_step(self, loss: float, grad_norm: float, learning_rate: float, num_tokens: int | None) -> None:
         """Write the step that has ended in one append: a killed run has a step whole or not at all."""
         began_ns = perf_counter_ns()
         # The step is over, so waiting for the device here disturbs nothing that was measured.

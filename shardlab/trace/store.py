@@ -153,6 +153,19 @@ def run_directories(directory: Path | str) -> list[Path]:
     return found
 
 
+def whole_steps(records: Records) -> Records:
+    """The records without steps that only some ranks have finished."""
+    steps = records.steps
+    ranks = steps.groupby("run")["rank"].transform("nunique")
+    whole = steps[steps.groupby(["run", "step"])["rank"].transform("nunique") == ranks]
+    last = whole.groupby("run")["step"].max()
+    tables = {}
+    for name in TABLES:
+        table = getattr(records, name)
+        tables[name] = table[table["step"] <= table["run"].map(last)]  # a run without whole steps keeps no rows
+    return Records(**tables, manifests=records.manifests)
+
+
 def _manifest(directory: Path) -> dict[str, Any]:
     path = directory / "manifest.json"
     if not path.is_file():
