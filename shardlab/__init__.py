@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shardlab.models import build_model
     from shardlab.partition import Link
     from shardlab.plots.show import show
+    from shardlab.recording.record import record
     from shardlab.trace.store import load_run
     from shardlab.units.table import show_units
 
@@ -54,6 +55,7 @@ _ROOMS = {
     "shardlab.models": ("build_model",),
     "shardlab.partition": ("Link",),
     "shardlab.plots.show": ("show",),
+    "shardlab.recording.record": ("record",),
     "shardlab.trace.store": ("load_run",),
     "shardlab.units.table": ("show_units",),
 }
@@ -84,6 +86,7 @@ __all__ = [
     "load_run",
     "load_text",
     "plan",
+    "record",
     "show",
     "show_units",
 ]

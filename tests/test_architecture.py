@@ -36,13 +36,14 @@ MAY_IMPORT = {
 }
 LOWER = set(MAY_IMPORT)
 MAY_IMPORT["experiment"] = LOWER
+MAY_IMPORT["recording"] = LOWER | {"experiment"}
 MAY_IMPORT["exercises"] = LOWER | {"experiment"}
 MAY_IMPORT["lab"] = LOWER | {"experiment"}
 MAY_IMPORT["bench"] = LOWER
 MAY_IMPORT["widgets"] = LOWER | {"experiment", "exercises", "lab"}
-MAY_IMPORT["cli"] = LOWER | {"bench", "exercises", "experiment", "lab", "widgets"}
+MAY_IMPORT["cli"] = LOWER | {"bench", "exercises", "experiment", "lab", "recording", "widgets"}
 MAY_IMPORT["__main__"] = {"cli"}
-MAY_IMPORT["__init__"] = LOWER | {"experiment"}
+MAY_IMPORT["__init__"] = LOWER | {"experiment", "recording"}
 
 WITHOUT_TORCH = ("analysis", "export", "plots", "planner", "partition", "tables", "vocabulary")
 # torch.distributed without sending anything: groups begin and end, and are asked who they are.

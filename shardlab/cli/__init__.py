@@ -15,6 +15,7 @@ from shardlab.cli.bench import bench
 from shardlab.cli.compare import compare
 from shardlab.cli.console import BAD_INPUT, bad_input, complain
 from shardlab.cli.plan import plan
+from shardlab.cli.record import SCRIPT_ARGUMENTS, record
 from shardlab.cli.records import diff, report, trace
 from shardlab.installed import __version__
 
@@ -50,6 +51,7 @@ def template() -> None:
 
 app.command()(compare)
 app.command()(template)
+app.command(context_settings=SCRIPT_ARGUMENTS)(bad_input()(record))
 for _command in (plan, bench, report, trace, diff):
     app.command()(bad_input()(_command))
 
@@ -68,7 +70,7 @@ def doctor() -> None:
 def main() -> None:
     """Entry point: one line for bad input, the rank's traceback if a rank failed, else Python's own traceback."""
     try:
-        sys.exit(app(standalone_mode=False) or 0)
+        done = app(standalone_mode=False)
     except Exception as error:
         if (
             usage := getattr(error, "format_message", None)
@@ -79,6 +81,8 @@ def main() -> None:
             raise
         complain(str(error))
         sys.exit(1)
+    # The script of 'record' runs out here, since its exceptions are none of a command.
+    sys.exit(done() if callable(done) else done or 0)
 
 
 def _with_commands(message: str) -> str:

@@ -45,7 +45,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")]
 def report(directory: Directory, json: AsJson = False) -> None:
     """Write report.html again from existing records, and print its table; also for a run that was cut off."""
     from shardlab.experiment import load_saved, write_report  # torch takes 1.5 s to import
+    from shardlab.recording.report import is_recorded
 
+    if is_recorded(directory):
+        _report_recorded(directory, json)
+        return
     comparison, config = load_saved(directory)
     path = write_report(comparison, config)
     if json:
@@ -85,7 +89,11 @@ def diff(
     """Compare two comparisons or runs: every number of each strategy, and whether the losses are equal."""
     from shardlab.experiment import load_saved
     from shardlab.experiment.difference import Difference
+    from shardlab.recording.report import is_recorded
 
+    if is_recorded(first) or is_recorded(second):
+        _diff_recorded(first, second, json)
+        return
     difference = Difference(load_saved(first), load_saved(second))
     if json:
         _print_json(difference.table)
@@ -109,6 +117,44 @@ def print_result(comparison: "Comparison", config: "CompareConfig", report: Path
     console.print(f"Report: {report}", soft_wrap=True)
 
 
+def _report_recorded(directory: Path, json: bool) -> None:
+    """Write and print the report of a script recorded from outside."""
+    from shardlab.experiment.summary import readable_summary
+    from shardlab.plots.text import column_text
+    from shardlab.recording.report import COLUMNS, lead, load_recorded, write_report
+
+    recorded = load_recorded(directory)
+    path = write_report(recorded)
+    if json:
+        _print_json(recorded.summary)
+        return
+    console = Console(highlight=False)
+    shown = readable_summary(recorded.summary, COLUMNS)
+    upright = shown.T.reset_index().set_axis(["quantity", "value"], axis=1)
+    texts = upright.assign(value=[column_text(shown[name])[0] for name in shown.columns])
+    console.print(_table(texts, "", 2, right=("value",)))
+    console.print(lead(recorded), soft_wrap=True)
+    console.print(f"Report: {path}", soft_wrap=True)
+
+
+def _diff_recorded(first: Path, second: Path, json: bool) -> None:
+    """Print the numbers of two runs of which a script has made one or both: their losses are not comparable."""
+    from shardlab.analysis.difference import differences, pairs_of
+    from shardlab.experiment import load_saved
+    from shardlab.experiment.difference import readable
+    from shardlab.recording.report import is_recorded, load_recorded
+
+    one, other = (
+        load_recorded(path).summary if is_recorded(path) else load_saved(path)[0].summary for path in (first, second)
+    )
+    table = differences(one, other, pairs_of(list(one["strategy"]), list(other["strategy"])))
+    if json:
+        _print_json(table)
+        return
+    _print_quantities(readable(table))
+    Console(highlight=False).print("Losses were not compared: a script was recorded, and its data are not known.")
+
+
 def _result_table(comparison: "Comparison", config: "CompareConfig", console: Console) -> tuple[Table, list[str]]:
     """The table, and the names of the columns that do not fit into the terminal."""
     from shardlab.experiment.summary import TERMINAL, readable_summary
@@ -127,12 +173,17 @@ def _result_table(comparison: "Comparison", config: "CompareConfig", console: Co
 
 
 def _print_difference(difference: "Difference") -> None:
+    _print_quantities(difference.readable)
     console = Console(highlight=False)
-    for strategy, rows in difference.readable.groupby("strategy", sort=False):
-        texts = pd.DataFrame([_texts(row) for row in rows.to_dict("records")])
-        console.print(_table(texts, str(strategy), 2, right=("first", "second", "difference", "ratio")))
     for line in (*difference.settings, *difference.verdicts):
         console.print(line, soft_wrap=True)
+
+
+def _print_quantities(readable: pd.DataFrame) -> None:
+    console = Console(highlight=False)
+    for strategy, rows in readable.groupby("strategy", sort=False):
+        texts = pd.DataFrame([_texts(row) for row in rows.to_dict("records")])
+        console.print(_table(texts, str(strategy), 2, right=("first", "second", "difference", "ratio")))
 
 
 def _texts(row: Mapping[Hashable, Any]) -> dict[str, str]:

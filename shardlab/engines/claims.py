@@ -185,6 +185,11 @@ def _refuse_direct_steps(claim: Claim) -> RemovableHandle:
         return RemovableHandle(OrderedDict())
 
 
+def engine_of(module: nn.Module) -> Claimant | None:
+    """The engine that trains a module; None if none does."""
+    return _owner(module)
+
+
 def _owner(thing: object) -> Claimant | None:
     return _engine_behind(getattr(thing, _CLAIM, None))
 

@@ -16,8 +16,8 @@ barrier          0                             2 ceil(log2 N) latency
 
 Legend: N ranks in the group, S bytes of the whole (unsharded) buffer. The root of a broadcast sends all of S down a
 pipelined ring and the last rank sends nothing: the average over ranks is (N - 1) / N * S, yet the time is that of S.
-A reduce runs the same way backwards. In a gather every rank but the root sends its chunk of S / N, in a scatter the root
-sends all of them, over its own link. A group of one moves nothing and takes no time. Source: Patarasuk and Yuan,
+A reduce runs the same way backwards. In a gather every rank but the root sends its chunk of S / N, in a scatter the
+root sends all of them, over its own link. A group of one moves nothing and takes no time. Source: Patarasuk and Yuan,
 "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009; the factors are those of nccl-tests' bus
 bandwidth.
 """

@@ -1,0 +1,26 @@
+"""``shardlab record``: run a script as Python would, and record what it trains."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+Out = Annotated[Path | None, typer.Option(help="A new or empty directory; by default runs/DATE.")]
+SCRIPT_ARGUMENTS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+"""What follows the script is the script's, also what looks like an option."""
+
+
+def record(
+    script: Annotated[Path, typer.Argument(help="A Python script.", show_default=False)],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Its own arguments.", show_default=False)] = None,
+    out: Out = None,
+) -> Any:
+    """Run a script that knows nothing of shardlab, and record it; under torchrun every rank of it.
+
+    Nothing is printed: the output, the errors and the exit code are the script's own. Then: shardlab report DIR.
+    """
+    from shardlab.recording.place import directory_by_date
+    from shardlab.recording.script import Script
+
+    # Called by main, when the command line has been dealt with: what the script raises is no error of an option.
+    return Script(script, tuple(arguments or ()), out or directory_by_date())

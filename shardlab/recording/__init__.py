@@ -1,0 +1,14 @@
+"""Records of a script that knows nothing of shardlab: its collectives, spans, memory and steps, and nothing changed.
+
+    with shardlab.record("runs/mine"):      # in a script or a cell, on every rank
+        train()
+
+    torchrun --nproc-per-node 2 -m shardlab record train.py --its --arguments
+
+``record`` opens and closes a record, ``loop`` infers steps and phases from what the script calls, ``hooks`` listens
+to those calls, ``holdings`` says what the process holds, ``script`` runs a file as Python would, ``report`` reads it.
+"""
+
+from shardlab.recording.record import record
+
+__all__ = ["record"]

@@ -1,0 +1,90 @@
+"""What a recorded script holds, by role, as far as its modules and optimizers tell.
+
+Parameters, buffers and gradients are those of the modules that were called and of the optimizers that stepped; state is
+that of the optimizers. What DDP has reduced in a step are its buckets. All other tensors that
+Python's garbage collector knows are unattributed: the batch, saved metrics, whole models that did not train. Tensors
+that only C++ refers to are not found.
+"""
+
+import gc
+import weakref
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from shardlab.vocabulary import Role
+
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+
+
+class Holdings:
+    """The modules and optimizers of a script, seen so far; none of them is kept alive."""
+
+    def __init__(self) -> None:
+        self.roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.buckets: set[int] = set()
+        """Identities of the storages that DDP has reduced in this step."""
+
+    def live_tensors(self) -> dict[Role, list[Tensor]]:
+        """Every tensor this process holds, under each role that it may have; the first role that names it counts."""
+        params = list({id(param): param for param in self._params()}.values())
+        state = [entry for optimizer in self.optimizers for entry in _state_of(optimizer)]
+        buffers = [buffer for root in self.roots for buffer in root.buffers()]
+        counters = [value for key, value in state if key == "step"]
+        return {
+            Role.PARAMETER: list(_local(params)),
+            Role.GRADIENT: list(_local(param.grad for param in params if param.grad is not None)),
+            Role.OPTIMIZER_STATE: list(_local(value for key, value in state if key != "step")),
+            Role.OTHER: list(_local((*buffers, *counters))),
+            **self._found(),
+        }
+
+    def _found(self) -> dict[Role, list[Tensor]]:
+        """All tensors that Python knows."""
+        found: dict[Role, list[Tensor]] = {Role.COMMUNICATION_BUFFER: [], Role.UNATTRIBUTED: []}
+        for thing in gc.get_objects():
+            if type(thing) in _PLAIN and _has_storage(thing):
+                is_bucket = thing.untyped_storage()._cdata in self.buckets
+                found[Role.COMMUNICATION_BUFFER if is_bucket else Role.UNATTRIBUTED].append(thing)
+        return found
+
+    @property
+    def has_ddp(self) -> bool:
+        """Whether DistributedDataParallel reduces gradients."""
+        return any(isinstance(root, nn.parallel.DistributedDataParallel) for root in self.roots)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first module computes; the CPU if none was called."""
+        params = (param for root in self.roots for param in root.parameters())
+        return next((param.device for param in params), torch.device("cpu"))
+
+    def _params(self) -> Iterator[nn.Parameter]:
+        for root in self.roots:
+            yield from root.parameters()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    for state in optimizer.state.values():
+        if isinstance(state, dict):
+            yield from ((key, value) for key, value in state.items() if isinstance(value, Tensor))
+
+
+def _local(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The tensors, those of this rank in place of DTensors."""
+    for tensor in tensors:
+        # Private: the public to_local() makes a node of autograd, and may wait for a collective.
+        local = getattr(tensor, "_local_tensor", tensor)
+        if type(local) in _PLAIN and _has_storage(local):
+            yield local
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    # Private: a tensor inside torch.func.vmap or grad looks plain, and there is no public way to tell.
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return tensor.layout is torch.strided and tensor.device.type != "meta" and not is_wrapped

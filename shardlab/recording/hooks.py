@@ -1,0 +1,199 @@
+"""Where a script is listened to: torch's own global hooks, and three functions of torch that are replaced meanwhile.
+
+Modules: the outermost module that is called under gradients and has trainable parameters is a root. To find roots,
+every call of a module is looked at (``register_module_forward_pre_hook``), but only until a step has shown no new
+optimizer: from then on only the roots themselves are, since a look at every call costs microseconds each.
+Optimizers: ``register_optimizer_step_pre_hook`` and its counterpart.
+Backward and the scaler have no global hook, so ``torch.autograd.backward`` (which ``loss.backward()`` calls),
+``GradScaler.scale`` and ``GradScaler.update`` are replaced. Not seen: ``torch.autograd.grad``.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from math import nan
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from shardlab.engines.claims import engine_of
+from shardlab.engines.hooks import nothing
+from shardlab.recording.holdings import Holdings
+from shardlab.recording.loop import Loop, scalars
+from shardlab.trace.units import SpanSink, watch_units
+
+_UNSCALED = "_shardlab_unscaled"  # on a scaled loss: the loss itself
+
+
+class Hooks:
+    """Tells ``loop`` what the script does, and ``holdings`` which modules and optimizers it has.
+
+    Args:
+        loop: of this rank.
+        holdings: gets them.
+        sink: gets the spans of the units.
+    """
+
+    def __init__(self, loop: Loop, holdings: Holdings, sink: SpanSink) -> None:
+        self._loop, self._holdings, self._sink = loop, holdings, sink
+        self._stack = contextlib.ExitStack()
+        self._outermost: nn.Module | None = None
+        self._call: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # of the outermost module
+        self._stepping: list[torch.optim.Optimizer] = []
+        self._in_backward = False
+        self._looking: RemovableHandle | None = None
+        self._saw_new_optimizer = False
+
+    def __enter__(self) -> "Hooks":
+        """Begin to listen."""
+        self._look()
+        for hook in (
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ):
+            self._stack.callback(hook.remove)
+        scaler = torch.amp.GradScaler
+        self._stack.enter_context(_replaced(torch.autograd, "backward", self._around_backward))
+        self._stack.enter_context(_replaced(scaler, "scale", _around_scale))
+        self._stack.enter_context(_replaced(scaler, "update", self._around_update))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Take all hooks away."""
+        self._stack.close()
+
+    def _look(self) -> None:
+        if self._looking is None:
+            self._looking = register_module_forward_pre_hook(self._found)
+            self._stack.callback(self._looking.remove)
+
+    def _look_no_longer(self) -> None:
+        if self._looking is not None:
+            self._looking.remove()
+            self._looking = None
+
+    def _found(self, module: nn.Module, args: Any) -> None:
+        # First: inside torch.compile the hook is traced, and must leave nothing behind.
+        if torch.compiler.is_compiling() or self._outermost is not None or not torch.is_grad_enabled():
+            return
+        if module in self._holdings.roots or not any(param.requires_grad for param in module.parameters()):
+            return
+        if (engine := engine_of(module)) is not None:
+            raise ValueError(
+                f"record: shardlab's engine {engine.name!r} trains the module, which has a recorder of its own; write "
+                "the loop with shardlab.TrainStep and that recorder, or use shardlab compare"
+            )
+        self._watch(module)
+        self._before_forward(module, args)  # torch has listed the hooks of this call already
+
+    def _watch(self, root: nn.Module) -> None:
+        self._holdings.roots.add(root)
+        hooks = [
+            root.register_forward_pre_hook(self._before_forward, prepend=True),
+            root.register_forward_hook(self._after_forward, always_call=True),
+        ]
+        if not any(_is_compiled(module) for module in root.modules()):
+            hooks += watch_units(_inside(root), self._sink)
+        for hook in hooks:
+            table: Any = hook.hooks_dict_ref()  # of the module that has the hook
+            table[hook.id] = _OwnHook(table[hook.id])
+            self._stack.callback(hook.remove)
+
+    def _before_forward(self, root: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling() or self._outermost is not None:
+            return
+        self._outermost = root
+        self._call = self._loop.forward() if torch.is_grad_enabled() else self._loop.evaluation()
+        self._call.__enter__()
+
+    def _after_forward(self, root: nn.Module, *_: Any) -> None:
+        if self._outermost is root and not torch.compiler.is_compiling():
+            self._outermost = None
+            self._call.__exit__(None, None, None)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._stepping:
+            rate = optimizer.param_groups[0].get("lr", nan)
+            on_host = not isinstance(rate, Tensor) or rate.device.type == "cpu"  # reading another would wait for it
+            trains = len(args) > 1 or kwargs.get("closure") is not None
+            self._loop.optimizer_begins(float(rate) if on_host else nan, trains=trains)
+        self._stepping.append(optimizer)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._saw_new_optimizer |= optimizer not in self._holdings.optimizers
+        self._holdings.optimizers.add(optimizer)
+        while self._stepping and self._stepping.pop() is not optimizer:
+            pass  # one inside it that raised
+        if not self._stepping:
+            self._loop.optimizer_ends()
+            # A new optimizer may step modules that have not been seen: look at the next step too.
+            (self._look if self._saw_new_optimizer else self._look_no_longer)()
+            self._saw_new_optimizer = False
+
+    def _around_backward(self, plain: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if self._in_backward:  # reentrant checkpointing calls it inside a backward
+            return plain(tensors, *args, **kwargs)
+        self._in_backward = True
+        try:
+            with self._loop.backward(scalars(getattr(tensors, _UNSCALED, tensors))):
+                return plain(tensors, *args, **kwargs)
+        finally:
+            self._in_backward = False
+
+    def _around_update(self, plain: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        plain(*args, **kwargs)
+        self._loop.scaler_updated()
+
+
+class _OwnHook:
+    """A hook that copies of the module, and files, do not have."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the hook."""
+        return self._hook(*args)
+
+    @override
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return partial, (nothing,)
+
+
+def _around_scale(plain: Callable[..., Any], scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+    scaled = plain(scaler, outputs)
+    if isinstance(outputs, Tensor) and scaled is not outputs:
+        setattr(scaled, _UNSCALED, outputs.detach())
+    return scaled
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
+    """Inside, ``owner.name(...)`` is ``around(owner.name, ...)``."""
+    plain = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return around(plain, *args, **kwargs)
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        setattr(owner, name, plain)
+
+
+def _inside(root: nn.Module) -> nn.Module:
+    """The user's module inside DistributedDataParallel and the like."""
+    while isinstance(root, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        root = root.module
+    return root
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile traces it: then hooks in it would cut its graph."""
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")

@@ -1,0 +1,203 @@
+"""The training loop of a script, inferred from what it calls: forward, backward, ``optimizer.step()``.
+
+    ... | forward | loss | backward | clipping | optimizer step | data, logging, evaluation | forward | ...
+        `---------------- one step ---------------------------'`-------- next step ------------------
+
+A step ends with ``optimizer.step()``. Several optimizers that step one after another end one step together; that is
+known only when the next forward (or backward) comes, so a step is written then. Several backwards before it are
+gradient accumulation. If a GradScaler skips the optimizer, the step ends with ``scaler.update()``.
+The next step begins where the last has ended, so fetching data and logging count; an evaluation in between does not:
+after it the step begins anew, and so it does after a step whose memory was read. An evaluation is a forward, without
+gradients, of a module that trains. Its collectives have the phase 'metrics', all others between two steps 'data', those
+between backward and the optimizer 'clip'.
+
+The loss of a step is the sum of the scalars on this rank whose backward was called: what was differentiated.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from math import nan
+
+import torch
+from torch import Tensor
+
+from shardlab.comm import CollectiveEvent
+from shardlab.trace.clock import Clock, Mark
+from shardlab.trace.recorder import BEFORE_TRAINING, Recorder
+from shardlab.vocabulary import WHOLE_MODEL, Phase, SpanKind
+
+
+class Loop:
+    """Turns the calls of a script into steps, phases and spans of a recorder.
+
+    Args:
+        open_recorder: called at the first step, when it is known on which device the script computes.
+        traces: whether the memory of a step is traced.
+        reads: whether reading what is held after a step takes so long that the next begins anew.
+        end_waits: called where C++ code of torch has waited for collectives.
+    """
+
+    def __init__(
+        self,
+        open_recorder: Callable[[], tuple[Recorder, Clock]],
+        traces: Callable[[int], bool],
+        reads: Callable[[int], bool],
+        end_waits: Callable[[], None],
+    ) -> None:
+        self._open_recorder, self._end_waits = open_recorder, end_waits
+        self._traces, self._reads = traces, reads
+        self._opened: tuple[Recorder, Clock] | None = None
+        self.num_steps = 0
+        """Steps that were written."""
+        self._step = BEFORE_TRAINING
+        self._in_step = contextlib.ExitStack()
+        self._in_phase = contextlib.ExitStack()
+        self._phase = Phase.SETUP
+        self._stepped = False
+        self._since: Mark | None = None
+        self._losses: list[Tensor] = []
+        self._learning_rate = nan
+        self._late: list[tuple[CollectiveEvent, Phase]] = []
+
+    @property
+    def step(self) -> int:
+        """The step that runs or has ended last; -1 before the first."""
+        return self._step
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """The forward of a module that trains, under gradients."""
+        self._begin()
+        self._enter(Phase.FORWARD, SpanKind.FORWARD)
+        try:
+            yield
+        finally:
+            self._end_waits()
+            self._enter(Phase.FORWARD)
+            # The loss, if a backward follows; otherwise the next forward begins this span anew.
+            self._recorder.begin_span(WHOLE_MODEL, SpanKind.FORWARD)
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """A forward without gradients of a module that trains."""
+        before = self._phase
+        self._enter(Phase.METRICS)
+        try:
+            yield
+        finally:
+            self._end_waits()
+            self._enter(before)
+            if self._stepped:
+                self._since = self._opened[1].mark() if self._opened is not None else None
+
+    @contextlib.contextmanager
+    def backward(self, losses: list[Tensor]) -> Iterator[None]:
+        """A backward of ``losses``, one number each."""
+        self._begin()
+        self._losses += losses
+        self._recorder.end_span(WHOLE_MODEL, SpanKind.FORWARD)
+        self._enter(Phase.BACKWARD, SpanKind.BACKWARD)
+        try:
+            yield
+        finally:
+            self._end_waits()
+            self._enter(Phase.CLIP)
+
+    def optimizer_begins(self, learning_rate: float, *, trains: bool) -> None:
+        """The outermost ``optimizer.step()`` is called; it ``trains`` if it was given a closure, as LBFGS is."""
+        if self._stepped and trains:
+            self._begin()
+        elif self._stepped:  # one optimizer of several: the step goes on
+            self._stepped = False
+            self._pass_late()
+        self._learning_rate = learning_rate
+        self._enter(Phase.STEP, SpanKind.OPTIMIZER)
+
+    def optimizer_ends(self) -> None:
+        """It has returned."""
+        self._enter(Phase.DATA)
+        if self._step == BEFORE_TRAINING:  # an optimizer that steps before any forward or backward
+            return
+        self._since = self._recorder.at_rest()
+        self._in_step.close()
+        self._stepped = True
+
+    def scaler_updated(self) -> None:
+        """A GradScaler has ended its step; if no optimizer stepped since the backward, it has skipped it."""
+        if self._phase is Phase.CLIP:
+            self.optimizer_ends()
+
+    def issued(self, event: CollectiveEvent) -> None:
+        """Record a collective: in this step, or in the next if this one has ended."""
+        if self._stepped or self._opened is None:
+            self._late.append((event, self._phase))
+        else:
+            self._recorder.issued(event)
+
+    def begin_span(self, unit: str, kind: SpanKind) -> None:
+        """A unit starts to compute; it is recorded while the module trains."""
+        if self._phase in (Phase.FORWARD, Phase.BACKWARD):
+            self._recorder.begin_span(unit, kind)
+
+    def end_span(self, unit: str, kind: SpanKind) -> None:
+        """A unit has ended."""
+        if self._phase in (Phase.FORWARD, Phase.BACKWARD):
+            self._recorder.end_span(unit, kind)
+
+    def spent(self, since_ns: int) -> None:
+        """Count the time from ``since_ns`` until now as time spent recording."""
+        if self._opened is not None:
+            self._recorder.spent(since_ns)
+
+    def finish(self) -> None:
+        """Write the last step, if it has ended."""
+        self._in_phase.close()
+        if self._stepped:
+            self._cut()
+        self._in_step.close()
+
+    def _begin(self) -> None:
+        """Begin the next step if the last one has ended, or the first."""
+        if self._stepped:
+            self._cut()
+        elif self._step != BEFORE_TRAINING:
+            return
+        self._in_phase.close()
+        if self._opened is None:
+            self._opened = self._open_recorder()
+            self._pass_late()  # what came before training
+        since = None if self._reads(self._step) else self._since
+        self._step += 1
+        self._in_step.enter_context(self._recorder.step(self._step, trace_memory=self._traces(self._step), since=since))
+        self._pass_late()
+
+    def _pass_late(self) -> None:
+        for event, phase in self._late:
+            with self._recorder.phase(phase):
+                self._recorder.issued(event)
+        self._late.clear()
+
+    def _cut(self) -> None:
+        losses, self._losses, self._stepped = self._losses, [], False
+        # Read here, where the recorder waits for the device anyway: earlier it would have to wait for it.
+        loss = sum(float(loss) for loss in losses) if losses else nan
+        self._recorder.finish_step(loss, nan, self._learning_rate, None)
+        self.num_steps += 1
+
+    def _enter(self, phase: Phase, kind: SpanKind | None = None) -> None:
+        self._in_phase.close()
+        self._phase = phase
+        if self._opened is not None:
+            self._in_phase.enter_context(self._recorder.phase(phase, kind))
+
+    @property
+    def _recorder(self) -> Recorder:
+        assert self._opened is not None, "a step has begun"
+        return self._opened[0]
+
+
+def scalars(tensors: object) -> list[Tensor]:
+    """Copies of the tensors of one number that a backward is called on; other kinds might communicate when read."""
+    given = tensors if isinstance(tensors, list | tuple) else [tensors]
+    # Copies, since scripts go on to average their loss over the ranks in place.
+    return [tensor.detach().clone() for tensor in given if type(tensor) is torch.Tensor and tensor.numel() == 1]

@@ -1,0 +1,212 @@
+"""``record``: opens a directory, listens while the block runs, and closes the record, also after an error."""
+
+import contextlib
+import os
+import platform
+import sys
+import warnings
+import weakref
+from collections.abc import Iterator
+from functools import partial
+from math import isnan, nan, prod
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any, Self
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode  # no public way to see whether one is active
+
+from shardlab.comm import CollectiveEvent
+from shardlab.comm.torch_calls import TorchCalls
+from shardlab.installed import __version__
+from shardlab.recording.holdings import Holdings
+from shardlab.recording.hooks import Hooks
+from shardlab.recording.loop import Loop
+from shardlab.recording.place import Place, claim, origin_ns
+from shardlab.recording.tags import BUCKET, Tags
+from shardlab.trace.clock import Clock, clock_for
+from shardlab.trace.recorder import ALWAYS_AT_REST, Recorder
+from shardlab.trace.store import RunWriter, write_manifest
+
+TRACED_STEP = 2  # not the first steps, in which optimizer state is still being allocated
+RARELY_FROM = 64
+
+
+@contextlib.contextmanager
+def record(directory: Path | str, *, trace_memory: int | None = TRACED_STEP) -> Iterator[Path]:
+    """Inside, what this rank trains with plain torch is recorded, on every rank into the same directory.
+
+    It communicates nothing and changes no number. On a CPU it costs tens of microseconds for each collective and each
+    unit, and tens of milliseconds where all memory is read, between two steps; on a GPU it also waits for the device
+    once a step, at the beginning of the next forward. The traced step takes several times as long and is left out of
+    timings. At the end all hooks are gone; the records are there up to the last finished step, also after an error or a
+    kill. What a step is, and its loss: see ``recording.loop``. Unknown, and missing in the tables: gradient norms,
+    numbers of tokens, who holds which shard.
+
+    Processes that the script starts itself are not recorded. If it does, begin to record in each of them, after
+    ``init_process_group`` (or under torchrun), which says which rank this is.
+
+    Args:
+        directory: new or empty; of several hosts each sees its own or all see one.
+        trace_memory: the step of which every allocation is traced, for its peak by role; None for none. A step is not
+            traced while another dispatch mode of torch is active, or once torch.compile has compiled anything.
+
+    Yields:
+        The directory.
+
+    Raises:
+        ValueError: ``directory`` is not empty, this process records already, or (from the forward) a module belongs to
+            one of shardlab's engines.
+    """
+    directory = Path(directory)
+    place = Place.here()
+    if _Process.directory is not None:
+        raise ValueError(f"record: this process records into {_Process.directory} already; leave that block first")
+    check_step(trace_memory)
+    claim(directory, place.rank)
+    recording = Recording(directory, place, trace_memory)
+    _Process.directory = directory
+    try:
+        with recording:
+            yield directory
+    finally:
+        _Process.directory = None
+
+
+class _Process:
+    """A process records into one directory at a time."""
+
+    directory: Path | None = None
+
+
+def check_step(trace_memory: int | None) -> None:
+    """Raise ValueError unless it is the number of a step."""
+    if trace_memory is not None and (isinstance(trace_memory, bool) or trace_memory < 0):
+        raise ValueError(f"trace_memory: {trace_memory} is given; it must be the number of a step, from 0, or None")
+
+
+class Recording:
+    """One rank's record, open while it is entered.
+
+    Args:
+        directory: claimed.
+        place: this rank among all.
+        trace_memory: see ``record``.
+    """
+
+    def __init__(self, directory: Path, place: Place, trace_memory: int | None) -> None:
+        self._directory, self._place, self._trace_memory = directory, place, trace_memory
+        self._holdings = Holdings()
+        self._loop = Loop(self._open, self._traces, self._reads, lambda: self._calls.end_waits())
+        self._calls = TorchCalls(self, Tags(self._loop, self._holdings))
+        self._recorder: Recorder | None = None
+        self._device = torch.device("cpu")
+        self._origin_ns = origin_ns(place.num_ranks)
+        self._listening = self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        """Begin to listen."""
+        with contextlib.ExitStack() as stack:
+            self._writer = stack.enter_context(
+                contextlib.closing(RunWriter(self._directory, self._place.rank, self._directory.name, "measured"))
+            )
+            self._write_manifest()
+            stack.callback(self._finish)
+            self._listening = stack.enter_context(contextlib.ExitStack())
+            self._listening.enter_context(self._calls)
+            self._listening.enter_context(Hooks(self._loop, self._holdings, self._loop))
+            # Forked children (workers of a DataLoader) share the journal's memory, and must not write into it.
+            os.register_at_fork(after_in_child=partial(_forget, weakref.ref(self)))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Listen no more, and write what is left."""
+        self._stack.close()
+        if self._loop.num_steps == 0 and error[0] is None and self._place.rank == 0:
+            warnings.warn(
+                "record: no training step was seen in this process, so there is nothing to report. Processes that a "
+                "script starts itself (mp.spawn) are not seen: start it with torchrun, or call shardlab.record in them",
+                stacklevel=2,
+            )
+
+    def stop_listening(self) -> None:
+        """Take all hooks away."""
+        self._listening.close()
+
+    def issued(self, event: CollectiveEvent) -> None:
+        """Record a collective."""
+        began_ns = perf_counter_ns()
+        if event.tag.startswith(BUCKET):
+            self._holdings.buckets.add(event.storage)
+        self._loop.issued(event)
+        self._loop.spent(began_ns)
+
+    def started(self, event: CollectiveEvent) -> None:
+        """It has begun."""
+        if self._recorder is not None:
+            self._recorder.started(event)
+
+    def completed(self, event: CollectiveEvent) -> None:
+        """It has ended."""
+        if self._recorder is not None:
+            self._recorder.completed(event)
+
+    def waited(self, event: CollectiveEvent) -> None:
+        """Nothing to do: its times are in the event."""
+
+    def _open(self) -> tuple[Recorder, Clock]:
+        self._device = self._holdings.device
+        clock = clock_for(self._device)
+        self._recorder = Recorder(self._writer, clock, self._origin_ns, device=self._device, samples=samples_at_rest)
+        self._recorder.live_tensors = self._holdings.live_tensors
+        return self._recorder, clock
+
+    def _traces(self, step: int) -> bool:
+        return step == self._trace_memory and not _has_compiled() and _get_current_dispatch_mode() is None
+
+    def _reads(self, step: int) -> bool:
+        return samples_at_rest(step) or step == self._trace_memory
+
+    def _finish(self) -> None:
+        self._loop.finish()
+        self._write_manifest()
+
+    def _write_manifest(self) -> None:
+        if self._place.rank == 0:
+            write_manifest(self._directory, self._manifest())
+
+    def _manifest(self) -> dict[str, Any]:
+        share = nan if self._recorder is None else self._recorder.cost_share
+        axes = self._calls.axes
+        return {
+            "run": self._directory.name,
+            "recorded": sys.argv,
+            "ranks": self._place.num_ranks,
+            "mesh": axes if prod(axes.values()) == self._place.num_ranks else None,
+            "versions": {
+                "shardlab": __version__, "torch": torch.__version__, "python": platform.python_version(),
+            },
+            "devices": [str(self._device)] * self._place.num_ranks,
+            "backend": ",".join(self._calls.backends),
+            "config": {},
+            "padding_bytes": 0,
+            "recorder_share": None if isnan(share) else share,
+        }  # fmt: skip
+
+
+def _has_compiled() -> bool:
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0
+
+
+def samples_at_rest(step: int) -> bool:
+    """Whether what is held after a step is read, which looks at every object of Python: tens of milliseconds."""
+    is_power_of_four = step.bit_count() == 1 and step.bit_length() % 2 == 1
+    return step < ALWAYS_AT_REST or (step >= RARELY_FROM and is_power_of_four)
+
+
+def _forget(recording: "weakref.ref[Recording]") -> None:
+    """In a forked child: listen no more."""
+    if (known := recording()) is not None:
+        known.stop_listening()

@@ -1,0 +1,157 @@
+"""What ``record`` has left, read and shown: a summary of one row, a page of tables and figures."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from shardlab.analysis.memory import at_rest
+from shardlab.analysis.overlap import overlap
+from shardlab.experiment.report import ALLOCATOR, HIDDEN, PATH, PEAK, allocator_table, path_table, peak_table
+from shardlab.experiment.summary import MB, readable_summary, summarise, timed_steps
+from shardlab.plots import (
+    collective_timeline,
+    loss_curves,
+    memory_by_role,
+    overlap_bars,
+    report_page,
+    step_times,
+    wire_volume,
+)
+from shardlab.trace.store import Records, load_run, whole_steps
+from shardlab.vocabulary import Phase, Role
+
+COLUMNS = {
+    "strategy": ("record", 1),
+    "ranks": ("ranks", 1),
+    "steps": ("steps", 1),
+    "loss_last": ("last loss", 1),
+    "step_ms": ("step (ms)", 1),
+    "exposed_comm_ms": ("exposed (ms)", 1),
+    "overlap": ("hidden (%)", 0.01),
+    "parameter_bytes": ("parameters (MB)", MB),
+    "gradient_bytes": ("gradients (MB)", MB),
+    "optimizer_bytes": ("optimizer (MB)", MB),
+    "buffer_bytes": ("buckets (MB)", MB),
+    "unattributed_bytes": ("unattributed (MB)", MB),
+    "peak_bytes": ("peak (MB)", MB),
+    "wire_bytes_per_step": ("sent (MB/step)", MB),
+    "recorder_share": ("recording (%)", 0.01),
+}  # fmt: skip
+CAPTION = (
+    "Times are medians over steps and ranks, without the first step; exposed and hidden refer to communication. Bytes "
+    "are maxima over ranks, at rest; the peak is that of one traced step; unattributed are tensors that belong to no "
+    "module that trains and to no optimizer. The loss is what the script called backward on, the mean over ranks. "
+    "Recording is what it took rank 0, reading all memory (steps 0, 1, 64, 256 and so on) included. 1 MB is "
+    "1,000,000 bytes."
+)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A record.
+
+    Attributes:
+        summary: one row, with the columns that ``summary.json`` of a comparison has for a strategy, and more.
+        records: the tables, of the steps that all ranks have finished.
+        directory: where it is.
+    """
+
+    summary: pd.DataFrame
+    records: Records
+    directory: Path
+
+
+def is_recorded(directory: Path) -> bool:
+    """Whether ``record`` wrote the directory."""
+    try:
+        return "recorded" in json.loads((directory / "manifest.json").read_text())
+    except (OSError, ValueError):
+        return False
+
+
+def load_recorded(directory: Path) -> Recorded:
+    """What ``record`` has left in a directory, also if the script was killed.
+
+    Raises:
+        ValueError: a record is damaged, or no step was finished.
+    """
+    records = whole_steps(load_run(directory))
+    if not len(records.steps):
+        raise ValueError(f"run: in {directory} no rank has finished a step, so there is nothing to report")
+    mean = records.steps.groupby("step")["loss"].transform("mean")
+    records = Records(**{**vars(records), "steps": records.steps.assign(loss=mean)})
+    (row,) = summarise(records, "float32")
+    # It has no reference: nothing is said of its losses.
+    return Recorded(pd.DataFrame([row | _bytes(records) | {"losses_equal": None}]), records, directory)
+
+
+def write_report(recorded: Recorded) -> Path:
+    """Write ``report.html`` beside the records and return its path."""
+    path = recorded.directory / "report.html"
+    ranks = int(recorded.summary["ranks"].iloc[0])
+    title = f"{recorded.records.steps['run'].iloc[0]} on {ranks} {'rank' if ranks == 1 else 'ranks'}"
+    path.write_text(report_page(title, lead(recorded), _tables(recorded), _figures(recorded)))
+    return path
+
+
+def lead(recorded: Recorded) -> str:
+    """What ran, in one or two sentences."""
+    (manifest,) = recorded.records.manifests.values()
+    sent = f", messages by {manifest['backend']}" if manifest["backend"] else ""
+    steps = int(recorded.summary["steps"].iloc[0])
+    missing = "" if manifest["mesh"] else " The critical path is left out: the groups of ranks are not one mesh."
+    return (
+        f"{' '.join(manifest['recorded'])}: {steps} steps on {manifest['devices'][0]}{sent}, "
+        f"torch {manifest['versions']['torch']}.{missing}"
+    )
+
+
+def _bytes(records: Records) -> dict[str, Any]:
+    held = at_rest(records.memory).set_index("role")["bytes"]
+    return {
+        "buffer_bytes": int(held.get(Role.COMMUNICATION_BUFFER, 0)),
+        "unattributed_bytes": int(held.get(Role.UNATTRIBUTED, 0)),
+    }
+
+
+def _tables(recorded: Recorded) -> dict[str, pd.DataFrame]:
+    records = recorded.records
+    (name, manifest), *_ = records.manifests.items()
+    tables = {CAPTION: readable_summary(recorded.summary, COLUMNS)}
+    if (records.memory["where"] == "peak").any():
+        tables[PEAK] = peak_table(records)
+    if len(held := allocator_table(records)):
+        tables[ALLOCATOR] = held
+    if manifest["mesh"] and len(path := path_table(records, {name: _middle_step(timed_steps(records.steps))})):
+        tables[PATH] = path
+    return tables
+
+
+def _figures(recorded: Recorded) -> dict[str, go.Figure]:
+    records, timed = recorded.records, timed_steps(recorded.records.steps)
+    traffic = records.collectives[records.collectives["phase"] != Phase.METRICS]
+    figures = {"The scalar that backward was called on.": loss_curves(records.steps)}
+    figures["What each rank holds between two steps."] = memory_by_role(records.memory)
+    if (records.memory["where"] == "peak").any():
+        figures["The peak of a step, on the rank where it is highest."] = memory_by_role(records.memory, where="peak")
+    figures["When it computes and when it communicates."] = collective_timeline(
+        traffic, records.spans, step=_middle_step(timed)
+    )
+    figures[HIDDEN] = overlap_bars(overlap(_in_steps(traffic, timed), _in_steps(records.spans, timed)))
+    figures["Bytes sent by one rank in one step, by the ring formula."] = wire_volume(traffic)
+    figures["Without the first step, which allocates, and without memory-traced steps."] = step_times(timed)
+    return figures
+
+
+def _in_steps(table: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    return table.merge(steps[["run", "source", "rank", "step"]], on=["run", "source", "rank", "step"])
+
+
+def _middle_step(steps: pd.DataFrame) -> int:
+    """The step of median length on the first rank."""
+    own = steps[steps["rank"] == steps["rank"].min()].sort_values("step_us", kind="stable")
+    return int(own["step"].iloc[len(own) // 2])

@@ -1,0 +1,41 @@
+"""A Python script, run as ``python SCRIPT ARGS`` would run it, inside ``record``."""
+
+import runpy
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardlab.recording.place import Place, claim
+from shardlab.recording.record import record
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script and where its record goes.
+
+    Args:
+        path: of the script.
+        arguments: its own.
+        directory: new or empty.
+
+    Raises:
+        ValueError: there is no such script, or the directory is not empty.
+    """
+
+    path: Path
+    arguments: Sequence[str]
+    directory: Path
+
+    def __post_init__(self) -> None:
+        """Check before anything runs."""
+        if not self.path.is_file():
+            raise ValueError(f"script: {self.path} is not a file; name a Python script, then its arguments")
+        claim(self.directory, Place.here().rank)
+
+    def __call__(self) -> None:
+        """Run it as ``__main__``. What it raises, also ``SystemExit``, leaves as it is."""
+        sys.argv = [str(self.path), *self.arguments]
+        sys.path[0] = str(self.path.resolve().parent)  # where ``python SCRIPT`` finds the script's own modules
+        with record(self.directory):
+            runpy.run_path(str(self.path), run_name="__main__")

@@ -1,0 +1,40 @@
+"""What a recorded collective is for, as far as the part of torch that sends it tells."""
+
+from collections import Counter
+
+from shardlab.comm.torch_names import Caller
+from shardlab.recording.holdings import Holdings
+from shardlab.recording.loop import Loop
+from shardlab.vocabulary import Collective
+
+BUCKET = "gradients of bucket"
+WORDS = {
+    ("ddp", Collective.ALL_REDUCE): BUCKET,
+    ("ddp", Collective.BROADCAST): "parameters or buffers",
+    ("ddp", Collective.ALL_GATHER): "shapes of parameters",
+    ("fsdp", Collective.ALL_GATHER): "parameters of unit",
+    ("fsdp", Collective.REDUCE_SCATTER): "gradients of unit",
+    ("fsdp", Collective.ALL_REDUCE): "gradients over replicas",
+    ("zero", Collective.BROADCAST): "parameters",
+}
+PARTS = {"ddp": "DDP", "fsdp": "FSDP", "zero": "ZeroRedundancyOptimizer", "dtensor": "DTensor", "autograd": "DTensor"}
+
+
+class Tags:
+    """What a collective is for, as far as its caller tells, with its number in the step."""
+
+    def __init__(self, loop: Loop, holdings: Holdings) -> None:
+        self._loop, self._holdings = loop, holdings
+        self._counts: Counter[str] = Counter()
+        self._step = loop.step
+
+    def __call__(self, op: Collective, caller: Caller) -> str:
+        """For example 'gradients of bucket 0'."""
+        if self._loop.step != self._step:
+            self._step = self._loop.step
+            self._counts.clear()
+            self._holdings.buckets.clear()
+        name = "ddp" if caller.name == "autograd" and self._holdings.has_ddp else caller.name
+        words = WORDS.get((name, op)) or f"{op} of {PARTS.get(name, 'the script')}"
+        number, self._counts[words] = self._counts[words], self._counts[words] + 1
+        return f"{words} {number}"

@@ -1,0 +1,173 @@
+"""Scripts as torch's own pages write them, recorded from outside: the numbers are the same, and the tables are true."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from shardlab.cli import app
+from shardlab.trace.store import load_run
+from tests.export.trace_format import check
+from tests.launch.helpers import script_env
+
+SCRIPTS = Path(__file__).parent / "scripts"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+RECORD = ["-m", "shardlab", "record", "--out"]
+STEPS = 4
+
+
+def run(*words, code=0):
+    done = subprocess.run(
+        [str(word) for word in words], capture_output=True, text=True, env=script_env(), timeout=120, check=False
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp2", "zero", "tensor_parallel"])
+def recorded(request, tmp_path_factory):
+    """Name, output without a recorder, output with it, records, their directory."""
+    script, directory = SCRIPTS / f"{request.param}.py", tmp_path_factory.mktemp(request.param) / "run"
+    plain = run(*TORCHRUN, script).stdout
+    return request.param, plain, run(*TORCHRUN, *RECORD, directory, script).stdout, load_run(directory), directory
+
+
+def sent(records, name):
+    """(tag without number, op, phase) of each collective of a step in rank 0's order."""
+    rows = records.collectives[(records.collectives["rank"] == 0) & (records.collectives["step"] == name)]
+    return [
+        (tag.rpartition(" ")[0], op, phase)
+        for tag, op, phase in zip(rows["tag"], rows["op"], rows["phase"], strict=True)
+    ]
+
+
+def at_rest(records, step):
+    rows = records.memory[(records.memory["where"] == "rest") & (records.memory["step"] == step)]
+    return {rank: dict(zip(own["role"], own["bytes"], strict=True)) for rank, own in rows.groupby("rank")}
+
+
+def test_losses_are_bit_identical_and_so_is_all_output(recorded):
+    _, plain, with_recorder, *_ = recorded
+    assert plain.count("loss") == STEPS
+    assert with_recorder == plain
+
+
+def test_every_step_of_every_rank_is_there(recorded):
+    *_, records, _ = recorded
+    assert sorted(zip(records.steps["rank"], records.steps["step"], strict=True)) == [
+        (rank, step) for rank in range(2) for step in range(STEPS)
+    ]
+    assert (records.steps["step_us"] > 0).all()
+    assert records.steps["grad_norm"].isna().all()
+    assert records.steps["num_tokens"].isna().all()
+    assert records.steps.loc[records.steps["traced_memory"], "step"].unique().tolist() == [2]
+
+
+def test_the_loss_is_what_backward_was_called_on(recorded):
+    name, plain, _, records, _ = recorded
+    printed = [float.fromhex(line.split()[1]) for line in plain.splitlines()]
+    own = records.steps.sort_values("step").groupby("rank")["loss"].apply(list)
+    # The DDP script prints the mean over ranks, into which it reduces its loss in place; the others print rank 0's.
+    found = [sum(losses) / 2 for losses in zip(*own, strict=True)] if name == "ddp" else own[0]
+    assert found == pytest.approx(printed, rel=1e-6)
+
+
+def test_collectives_are_named_by_what_torch_sends_them_for(recorded):
+    name, *_, records, _ = recorded
+    units = 4  # three blocks and the root
+    gradients = ("gradients of bucket", "all_reduce", "backward")
+    expected = {
+        "ddp": [("all_reduce of the script", "all_reduce", "data"), gradients],
+        "fsdp2": [
+            *[("parameters of unit", "all_gather", "forward")] * units,
+            *[("parameters of unit", "all_gather", "backward"), ("gradients of unit", "reduce_scatter", "backward")]
+            * 3,
+            ("gradients of unit", "reduce_scatter", "backward"),
+            ("all_reduce of DTensor", "all_reduce", "clip"),
+        ],
+        "zero": [gradients, *[("parameters", "broadcast", "step")] * 12],
+        "tensor_parallel": [("all_reduce of DTensor", "all_reduce", "forward")],
+    }[name]
+    for step in (2, 3):
+        assert sorted(sent(records, step)) == sorted(expected)
+    assert set(records.collectives["axis"]) == {"tensor" if name == "tensor_parallel" else "data"}
+
+
+def test_every_collective_has_its_times_in_order(recorded):
+    *_, records, _ = recorded
+    rows = records.collectives
+    assert len(rows)
+    assert (rows["issue_us"] <= rows["start_us"]).all()
+    assert (rows["start_us"] <= rows["end_us"]).all()
+    waited = rows.dropna(subset="wait_start_us")
+    assert (waited["wait_start_us"] <= waited["wait_end_us"]).all()
+    # Both ranks count from the same moment, so a collective of all cannot end on one before it began on the other.
+    for _, pair in rows[rows["op"] == "all_reduce"].groupby("seq"):
+        assert pair["issue_us"].max() <= pair["end_us"].min() + 1e3
+
+
+def test_units_are_timed_forward_and_backward(recorded):
+    name, *_, records, _ = recorded
+    spans = records.spans[(records.spans["rank"] == 0) & (records.spans["step"] == 3)]
+    units = {
+        "ddp": {"net1", "relu", "net2"},
+        "fsdp2": {"tok_embeddings", "pos_embeddings", "layers.0", "layers.1", "layers.2", "norm", "output"},
+        "zero": set("012345"),
+        "tensor_parallel": {"in_proj", "relu", "out_proj"},
+    }[name]
+    assert units <= set(spans.loc[spans["kind"] == "forward", "unit"])
+    whole = spans[spans["unit"] == "model"]
+    assert {"forward", "backward", "optimizer"} == set(whole["kind"])
+
+
+def test_memory_at_rest_is_known_by_role(recorded):
+    name, *_, records, _ = recorded
+    for rank, held in at_rest(records, 1).items():
+        if name == "ddp":
+            numel = 10 * 10 + 10 + 10 * 5 + 5
+            assert (held["parameter"], held["gradient"], held["optimizer_state"]) == (4 * numel,) * 3
+            assert held["communication_buffer"] == 4 * numel  # DDP's bucket: gradients are no views of it by default
+        if name == "fsdp2":
+            assert held["optimizer_state"] == 2 * held["parameter"] == 2 * held["gradient"]
+        if name == "zero":
+            numel = 6 * (64 * 64 + 64)
+            assert (held["parameter"], held["gradient"], held["communication_buffer"]) == (4 * numel, 4 * numel, 0)
+            assert held["optimizer_state"] == 4 * numel  # Adam's two moments, of the half that this rank owns
+        if name == "tensor_parallel":
+            numel = 16 * 10 + 16 + 5 * 16 + 5
+            assert (held["parameter"], held["gradient"], held["optimizer_state"]) == (4 * numel, 4 * numel, 8 * numel)
+        assert held["unattributed"] < 20_000, rank  # the batch and the loss
+
+
+def test_the_traced_step_has_a_peak_by_role(recorded):
+    *_, records, _ = recorded
+    peak = records.memory[records.memory["where"] == "peak"]
+    assert set(peak["step"]) == {2}
+    total = peak.groupby("rank")["bytes"].sum()
+    assert (total == records.steps[records.steps["step"] == 2].set_index("rank")["peak_bytes"]).all()
+
+
+def test_report_trace_and_diff_read_it(recorded, tmp_path):
+    *_, directory = recorded
+    done = shardlab("report", directory)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[-1] == f"Report: {directory / 'report.html'}"
+    page = (directory / "report.html").read_text()
+    for words in ("Timeline of step", "Where the peak", "consists of", "on 2 ranks", "unattributed"):
+        assert words in page, words
+    (row,) = json.loads(shardlab("report", directory, "--json").stdout)
+    assert (row["ranks"], row["steps"], row["losses_equal"]) == (2, STEPS, None)
+    assert shardlab("trace", directory, "-o", tmp_path / "timeline.json").exit_code == 0
+    check(json.loads((tmp_path / "timeline.json").read_text()))
+    done = shardlab("diff", directory, directory)
+    assert done.exit_code == 0
+    assert "Losses were not compared" in done.stdout
+    rows = json.loads(shardlab("diff", directory, directory, "--json").stdout)
+    assert {row["difference"] for row in rows} <= {0.0, None}
+
+
+def shardlab(*words):
+    return CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
