@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -58,7 +57,8 @@ def stand_ins(
         for tensor in group["params"]:
             by_dims.setdefault(len(shapes[names[id(tensor)]]), []).append(tensor)
         for alike in by_dims.values():
-            shape = _small(max((shapes[names[id(tensor)]] for tensor in alike), key=prod))
+            # The longest of each dim: in a matrix of one column, what looks at rows looks at elements.
+            shape = _small(tuple(map(max, zip(*(shapes[names[id(tensor)]] for tensor in alike), strict=True))))
             place.update({id(tensor): len(found) + index % 2 for index, tensor in enumerate(alike)})
             for tensor in alike[:2]:
                 state = optimizer.state.get(tensor, {})

@@ -12,7 +12,7 @@ An optimizer that does not fit is refused when the engine is built, before its f
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -107,6 +107,9 @@ def check_sliced(optimizer: torch.optim.Optimizer, stepped: Stepped, slices: Map
     """
     if not any(found.num_ranks > 1 for found in slices.values()):
         return
+    # Tried on tensors shaped like the whole parameters: a slice may be a single row or column.
+    whole = {name: found.full_shape for name, found in slices.items()}
+    stepped = replace(stepped, shapes={**stepped.shapes, **whole})
     if looks_at(optimizer, stepped, (pieces_along(0), pieces_along(1))) is not LooksAt.ELEMENT:
         raise ValueError(
             f"optimizer: {type(optimizer).__name__} looks at more than one element at a time, and the model's "

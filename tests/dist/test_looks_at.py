@@ -9,7 +9,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardlab.engines.looks_at import LooksAt, Stepped, flat_pieces, looks_at, pieces_along
+from shardlab.engines.optimizer_fit import check_sliced
 from shardlab.engines.step_tensors import StepTensors
+from shardlab.partition.slices import TensorSlice
 from tests.dist import whole_optimizers as own
 
 SHAPES = {"weight": (24, 20), "bias": (24,), "filter": (6, 4, 3, 3), "scale": (), "small": (1,)}
@@ -117,6 +119,20 @@ def test_what_rows_leave_whole():
     assert tried(own.Centred, ROWS, COLUMNS) is TENSOR
     assert tried(own.DecaysMatrices, FLAT) is TENSOR
     assert tried(own.DecaysMatrices, ROWS) is ELEMENT
+
+
+def test_a_column_hides_nothing():
+    """The largest matrix has one column, where what looks at rows looks at elements."""
+    for shapes in ({"column": (40, 1), "other": (2, 3)}, {"column": (3, 1), "other": (1, 40)}):
+        assert tried(own.Centred, COLUMNS, shapes=shapes) is TENSOR
+
+
+def test_slices_are_tried_as_the_parameters_they_are_of():
+    given = stepped({"weight": (5, 1)})
+    whole = {"weight": TensorSlice((5, 3), 1, ((0, 1),), 0, 3)}
+    with pytest.raises(ValueError, match="Centred looks at more than one element at a time"):
+        check_sliced(own.Centred(given.tensors), given, whole)
+    check_sliced(optim.AdamW(given.tensors), given, whole)
 
 
 @pytest.mark.parametrize("cuts", [(FLAT,), (ROWS,), ()])
