@@ -14,7 +14,7 @@ import torch.distributed as dist
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.transports import shared_buffers
 from shardlab.comm.transports.gloo import GlooTransport
-from shardlab.comm.transports.shared_buffers import SharedBuffers, share_buffers
+from shardlab.comm.transports.shared_buffers import MismatchError, SharedBuffers, share_buffers
 from shardlab.comm.transports.shared_memory import SharedMemoryTransport
 from shardlab.launch import RankDied, RankError, RankPool
 
@@ -199,6 +199,29 @@ def test_two_collectives_do_not_meet(dtype, other):
     assert f"{own} on rank 0 of the group meets {other} on rank 1" in text or (
         f"{other} on rank 1 of the group meets {own} on rank 0" in text
     )
+
+
+def going_on_after_a_mismatch(rank):
+    shared, errors = transport(), []
+    for _ in range(2):
+        try:
+            meet(shared, rank)
+        except MismatchError as error:
+            errors.append(str(error))
+    return errors
+
+
+def meet(shared, rank):
+    if rank == 0:
+        shared.all_reduce(torch.ones(8), "sum")
+    else:
+        shared.all_gather(torch.ones(8), (0, 4, 8))
+
+
+def test_after_a_mismatch_nobody_waits_for_more(pools):
+    for first, again in pools(2).run(going_on_after_a_mismatch):
+        assert first == again
+        assert "meets" in first
 
 
 def leaving(rank):

@@ -101,7 +101,7 @@ def _do(world: World, operation: Operation, deep: bool) -> str:
     """Do an operation on both sides and look; what came of it."""
     if not operation.applies(world):
         return "skipped"
-    before, num_ranks = world.snapshot(), len(world.plain.models)
+    before = world.plain.states()
     operation.prepare(world)
     takes_part = operation.takes_part(world)
     ours = _attempt(operation.ours, world) if takes_part else {}
@@ -119,8 +119,7 @@ def _do(world: World, operation: Operation, deep: bool) -> str:
     if isinstance(ours, Exception):
         if takes_part and not is_documented(ours, world):
             raise Different(f"{operation}: refused, as plain torch does not: {type(ours).__name__}: {first_line(ours)}")
-        world.plain.resize(num_ranks)
-        world.plain.load(before)
+        world.plain.restore(before)  # as it was: a refusal must leave everything so
         if isinstance(operation, Backward):
             world.restore_buffers()
         world.has_met = has_met(ours)

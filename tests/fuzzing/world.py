@@ -174,6 +174,16 @@ class Plain:
         for model in self.models:
             model.load_state_dict(state, strict=True)
 
+    def states(self) -> list[dict[str, Tensor]]:
+        """Copies of the state of every rank's module; the buffers differ."""
+        return [self.state(rank) for rank in range(len(self.models))]
+
+    def restore(self, states: list[dict[str, Tensor]]) -> None:
+        """Undo what has happened since ``states()``."""
+        self.resize(len(states))
+        for model, state in zip(self.models, states, strict=True):
+            model.load_state_dict(state, strict=True)
+
     def resize(self, num_ranks: int) -> None:
         """As if there were so many data ranks."""
         self.models = modules.replicas(self.models, num_ranks)
@@ -261,10 +271,6 @@ class World:
             known = dict(self.plain.models[self.rank].named_buffers())
             for name, buffer in self.ours.engine.module.named_buffers():
                 buffer.copy_(known[name])
-
-    def snapshot(self) -> dict[str, Tensor]:
-        """The one process's state before an operation, which a refusal must leave as it is."""
-        return self.plain.state(self.rank)
 
 
 @contextlib.contextmanager

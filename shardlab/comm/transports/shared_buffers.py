@@ -96,6 +96,7 @@ class SharedBuffers:
         self._memory, self._sockets = dict(memory), dict(sockets)
         self._timeout_s = timeout.total_seconds()
         self._half = 0  # the one that this rank writes
+        self._mismatch = ""  # what has met; from then on nobody can say who is where
         self._half_bytes = len(memory[rank]) // 2
         for peer in self._sockets.values():
             peer.settimeout(self._timeout_s)
@@ -116,9 +117,12 @@ class SharedBuffers:
         """Return when all ranks have come here; then ``of`` is what they had written before.
 
         Raises:
-            MismatchError: another rank is in something else.
+            MismatchError: another rank is in something else, or was before.
             RuntimeError: one has ended, or does not come within the timeout.
         """
+        # Before anything is sent: all ranks have this error, so nobody would answer, and cleaning up would hang.
+        if self._mismatch:
+            raise MismatchError(self._mismatch)
         message = call.packed()
         # All sends before any receive: otherwise each rank's wait would come on top of the last one's.
         for rank, peer in self._sockets.items():
@@ -130,7 +134,8 @@ class SharedBuffers:
             theirs = self._receive(rank, peer, call)
             if theirs != message:
                 other = Call.unpacked(theirs)
-                raise MismatchError(f"{call} on rank {self.rank} of the group meets {other} on rank {rank}")
+                self._mismatch = f"{call} on rank {self.rank} of the group meets {other} on rank {rank}"
+                raise MismatchError(self._mismatch)
         # Every rank read the other half before it sent the message that has come: it may be overwritten now.
         self._half = 1 - self._half
 
