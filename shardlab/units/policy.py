@@ -3,23 +3,23 @@
 The parameters of an FSDP unit are gathered together: many small units need less memory for gathered parameters and more
 messages; few large ones the other way round.
 
-====================================  =============================================================================
-wrap                                  units
-====================================  =============================================================================
-``"auto"``                            the repeated blocks of the module, wherever they stand, see ``structure``
-``"root"``                            none: the whole module is one unit
-``"blocks.*"``                        the modules whose full name fits; ``*`` stands for one name between two dots
-``Block``                             the modules of this class
-``("encoder.*", "decoder.*", Block)``  what fits any of these patterns and classes
-``100_000``                           the innermost modules with at least so many parameters
-``lambda name, module: ...``          the modules for which the function is true
-====================================  =============================================================================
+=======================================  ============================================================================
+wrap                                     units
+=======================================  ============================================================================
+``"auto"``                               the blocks that repeat, wherever they stand, see ``structure``
+``"root"``                               none: the whole module is one unit
+``"blocks.*"``                           modules whose full name fits; ``*`` stands for one name between two dots
+``Block``                                modules of this class
+``("encoder.*", "decoder.*", Block)``    modules that fit any of these
+``100_000``                              the innermost modules with at least so many parameters
+``lambda name, module: ...``             modules for which the function is true
+=======================================  ============================================================================
 
-The module itself is the last unit, ``root``, with the parameters of no other.
+The module itself is a unit too, ``root``, with the parameters of no other unit and those that several units use.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -27,7 +27,7 @@ from torch import nn
 from shardlab.units.structure import Modules, called_modules, numel, repeated_modules
 
 Selector = str | type[nn.Module]
-WrapPolicy = Selector | int | tuple[Selector, ...] | Callable[[str, nn.Module], bool]
+WrapPolicy = Selector | int | Sequence[Selector] | Callable[[str, nn.Module], bool]
 AUTO, ROOT = "auto", "root"
 WORDS = (AUTO, ROOT)
 NUM_SUGGESTED = 8
@@ -53,7 +53,7 @@ def wrapped_modules(module: nn.Module, wrap: WrapPolicy = AUTO) -> Modules:
     if wrap == AUTO:
         chosen = set(repeated_modules(module))
         return {name: child for name, child in called.items() if child in chosen}
-    if isinstance(wrap, tuple) and wrap and all(isinstance(selector, str | type) for selector in wrap):
+    if isinstance(wrap, tuple | list) and wrap and all(isinstance(selector, str | type) for selector in wrap):
         fitting = {name for selector in wrap for name in _selected(module, called, selector)}
         return {name: child for name, child in called.items() if name in fitting}
     if isinstance(wrap, int) and not isinstance(wrap, bool):
@@ -87,7 +87,7 @@ def parse_wrap(text: str) -> str | int | tuple[str, ...]:
 
 def wrap_text(wrap: WrapPolicy) -> str:
     """What a record says of it: as it is typed in a terminal, and of classes and functions the name."""
-    if isinstance(wrap, tuple):
+    if isinstance(wrap, tuple | list):
         return ",".join(map(wrap_text, wrap))
     return str(wrap) if isinstance(wrap, str | int) else getattr(wrap, "__qualname__", type(wrap).__qualname__)
 

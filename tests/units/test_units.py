@@ -46,6 +46,7 @@ def test_a_block_that_stands_at_two_places_is_one_unit():
     ("transformer.*.*.up", [f"transformer.h.{place}.up" for place in range(3)]),
     ("transformer.w?e", ["transformer.wte", "transformer.wpe"]),
     (("transformer.h.0", "lm_head"), ["transformer.h.0", "lm_head"]),
+    (["transformer.h.0", "lm_head"], ["transformer.h.0", "lm_head"]),
     (("lm_head", "transformer.h.0", nn.LayerNorm), ["transformer.h.0", "transformer.ln_f", "lm_head"]),
     (Residual, ["transformer.h.0", "transformer.h.1", "transformer.h.2"]),
     (nn.Embedding, ["transformer.wte", "transformer.wpe"]),
