@@ -1,5 +1,7 @@
 """How events name what torch itself sends: along which axis, by which backend, and for which part of torch."""
 
+from enum import Enum
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -52,16 +54,32 @@ def caller_of(frame: FrameType | None) -> Caller:
         frame: that of the call; the frames of torch above it are looked at.
     """
     is_first = True
-    while frame is not None and (path := frame.f_code.co_filename).startswith((_TORCH, _SHARDLAB)):
-        place = path.removeprefix(_TORCH)
-        if is_first and place == "/autograd/graph.py":
-            return AUTOGRAD
-        for part, caller in _CALLERS.items():
-            if place.startswith(part):
-                return caller
-        is_first = is_first and place in (path, *_DISPATCHER)
+    while frame is not None:
+        part = _part_of(frame.f_code.co_filename)
+        if isinstance(part, Caller) and (is_first or part is not AUTOGRAD):
+            return part
+        is_first = is_first and part is _Frame.BETWEEN
         frame = frame.f_back
     return SCRIPT
+
+
+class _Frame(Enum):
+    BETWEEN = 0  # C++ and the part of torch that sends
+    OF_TORCH = 1
+
+
+@cache
+def _part_of(path: str) -> Caller | _Frame:
+    """What a frame of a file says: who sends, or that a frame further up will say it."""
+    if path.startswith(_SHARDLAB):
+        return _Frame.BETWEEN
+    if not path.startswith(_TORCH):
+        return SCRIPT
+    place = path.removeprefix(_TORCH)
+    if place == "/autograd/graph.py":
+        return AUTOGRAD
+    found = [caller for part, caller in _CALLERS.items() if place.startswith(part)]
+    return found[0] if found else _Frame.BETWEEN if place in _DISPATCHER else _Frame.OF_TORCH
 
 
 def axis_of(group: dist.ProcessGroup, caller: Caller) -> str:

@@ -12,14 +12,25 @@ from typing import Any
 
 from torch import Tensor
 
+_PLAIN = frozenset((tuple, list, dict))
+
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Every tensor in ``value``, in order."""
     if isinstance(value, Tensor):
         yield value
         return
-    for entry in chain(_entries(value), _attributes(value).values()):
-        yield from tensors_in(entry)
+    # The plain containers first: a recorder asks for the tensors of every call of a unit.
+    kind = type(value)
+    if kind in _PLAIN:
+        entries: Iterable[Any] = value.values() if kind is dict else value
+    else:
+        entries = chain(_entries(value), _attributes(value).values())
+    for entry in entries:
+        if isinstance(entry, Tensor):
+            yield entry
+        else:
+            yield from tensors_in(entry)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -8,8 +8,8 @@ known only when the next forward (or backward) comes, so a step is written then.
 gradient accumulation. If a GradScaler skips the optimizer, the step ends with ``scaler.update()``.
 The next step begins where the last has ended, so fetching data and logging count; an evaluation in between does not:
 after it the step begins anew, and so it does after a step whose memory was read. An evaluation is a forward, without
-gradients, of a module that trains. Its collectives have the phase 'metrics', all others between two steps 'data', those
-between backward and the optimizer 'clip'.
+gradients, of a module that trains. Collectives between two steps have the phase 'metrics' if there was an evaluation,
+else 'data'; those between backward and the optimizer 'clip'.
 
 The loss of a step is the sum of the scalars on this rank whose backward was called: what was differentiated.
 """
@@ -46,7 +46,9 @@ class Loop:
     ) -> None:
         self._open_recorder, self._end_waits = open_recorder, end_waits
         self._traces, self._reads = traces, reads
-        self._opened: tuple[Recorder, Clock] | None = None
+        self._is_open = False
+        self._recorder: Recorder  # from the first step on
+        self._clock: Clock
         self.num_steps = 0
         """Steps that were written."""
         self._step = BEFORE_TRAINING
@@ -86,9 +88,11 @@ class Loop:
             yield
         finally:
             self._end_waits()
-            self._enter(before)
-            if self._stepped:
-                self._since = self._opened[1].mark() if self._opened is not None else None
+            if not self._stepped:  # before training, or inside a step
+                self._enter(before)
+            else:  # what follows gathers its results, until the next step begins
+                self._since = self._clock.mark()
+                self._late = [(event, Phase.METRICS) for event, _ in self._late]
 
     @contextlib.contextmanager
     def backward(self, losses: list[Tensor]) -> Iterator[None]:
@@ -129,7 +133,7 @@ class Loop:
 
     def issued(self, event: CollectiveEvent) -> None:
         """Record a collective: in this step, or in the next if this one has ended."""
-        if self._stepped or self._opened is None:
+        if self._stepped or not self._is_open:
             self._late.append((event, self._phase))
         else:
             self._recorder.issued(event)
@@ -146,7 +150,7 @@ class Loop:
 
     def spent(self, since_ns: int) -> None:
         """Count the time from ``since_ns`` until now as time spent recording."""
-        if self._opened is not None:
+        if self._is_open:
             self._recorder.spent(since_ns)
 
     def finish(self) -> None:
@@ -163,8 +167,9 @@ class Loop:
         elif self._step != BEFORE_TRAINING:
             return
         self._in_phase.close()
-        if self._opened is None:
-            self._opened = self._open_recorder()
+        if not self._is_open:
+            self._recorder, self._clock = self._open_recorder()
+            self._is_open = True
             self._pass_late()  # what came before training
         since = None if self._reads(self._step) else self._since
         self._step += 1
@@ -187,13 +192,8 @@ class Loop:
     def _enter(self, phase: Phase, kind: SpanKind | None = None) -> None:
         self._in_phase.close()
         self._phase = phase
-        if self._opened is not None:
+        if self._is_open:
             self._in_phase.enter_context(self._recorder.phase(phase, kind))
-
-    @property
-    def _recorder(self) -> Recorder:
-        assert self._opened is not None, "a step has begun"
-        return self._opened[0]
 
 
 def scalars(tensors: object) -> list[Tensor]:

@@ -1,0 +1,100 @@
+"""``shardlab record SCRIPT``: what Python would have done with the script, and a record of it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from shardlab.cli import app
+from shardlab.trace.store import load_run
+from tests.launch.helpers import script_env
+
+TRAIN = """
+import sys, torch, helper
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+"""
+SAY = """
+class Own: pass
+print(__name__, sys.argv, sys.path[0], helper.WORD, sys.modules["__main__"].Own is Own)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Writes a script beside a module of its own; a function of its last lines."""
+
+    def write(ending):
+        (tmp_path / "code").mkdir()
+        (tmp_path / "code" / "helper.py").write_text("WORD = 'helped'\n")
+        (tmp_path / "code" / "mine.py").write_text(TRAIN + ending)
+        return tmp_path / "code" / "mine.py"
+
+    return write
+
+
+def start(*words, cwd, **options):
+    command = [sys.executable, *map(str, words)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=cwd, env=script_env(), **options)
+
+
+def test_the_script_sees_what_python_would_show_it(script, tmp_path):
+    words = ["code/mine.py", "--help", "x", "--out", "y"]
+    script(SAY)
+    plain, recorded = (
+        start(*begin, *words, cwd=tmp_path).communicate(timeout=120)
+        for begin in ((), ("-m", "shardlab", "record", "--out", "run"))
+    )
+    assert plain[1] == ""
+    assert "--out" in plain[0]
+    assert recorded == plain
+    assert len(load_run(tmp_path / "run").steps) == 3
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "words"),
+    [
+        ("raise SystemExit(7)", 7, ""),
+        ("raise ValueError('mine')", 1, "ValueError: mine"),  # one of ours would be said in a line, with code 2
+    ],
+)
+def test_errors_and_exit_codes_are_the_scripts_own(script, tmp_path, ending, code, words):
+    done = start("-m", "shardlab", "record", "--out", "run", script(ending), cwd=tmp_path)
+    error = done.communicate(timeout=120)[1]
+    assert done.returncode == code
+    assert words in error
+    assert bool(words) == ("Traceback" in error)
+    assert len(load_run(tmp_path / "run").steps) == 3
+
+
+def test_a_killed_script_leaves_its_finished_steps(script, tmp_path):
+    path = script("print('now', flush=True)\nimport time\ntime.sleep(100)\n")
+    running = start("-m", "shardlab", "record", "--out", "run", path, cwd=tmp_path)
+    assert running.stdout.readline() == "now\n"
+    time.sleep(0.1)
+    os.kill(running.pid, signal.SIGKILL)
+    running.communicate(timeout=20)
+    # The third step is written when it is known that no further optimizer belongs to it.
+    assert load_run(tmp_path / "run").steps["step"].tolist() == [0, 1]
+    assert CliRunner().invoke(app, ["report", str(tmp_path / "run")]).exit_code == 0
+
+
+def test_bad_input_is_said_in_a_line(script, tmp_path):
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "notes.txt").touch()
+    for words, said in (
+        ([tmp_path / "none.py"], "none.py is not a file"),
+        (["--out", full, script("")], "holds another run"),
+    ):
+        done = CliRunner().invoke(app, ["record", *map(str, words)])
+        assert done.exit_code == 2
+        assert said in done.stderr
