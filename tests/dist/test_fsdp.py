@@ -163,11 +163,12 @@ def test_shard_grad_op_and_no_shard(pools):
         ]
 
 
-def gathered_peak(rank, prefetch):
+def gathered_peak(rank, prefetch, freeze):
     """Sampled wherever a unit computes, forward and backward."""
     samples = []
     with Mesh({"data": 2}) as mesh:
         model = build()
+        model.blocks.requires_grad_(not freeze)
         engine = build_engine("fsdp", model, adamw, mesh, prefetch=prefetch)
 
         def sample(*_):
@@ -184,9 +185,10 @@ def gathered_peak(rank, prefetch):
         return samples, root_bytes, block_bytes, after
 
 
-def test_gathered_parameters_stay_within_root_and_prefetch_and_one(pools):
+@pytest.mark.parametrize("freeze", [False, True])
+def test_gathered_parameters_stay_within_root_and_prefetch_and_one(pools, freeze):
     for prefetch in (0, 1, 2):
-        for samples, root_bytes, block_bytes, after in pools(2).run(gathered_peak, prefetch):
+        for samples, root_bytes, block_bytes, after in pools(2).run(gathered_peak, prefetch, freeze):
             assert len(samples) == 6
             assert max(samples) <= root_bytes + (1 + prefetch) * block_bytes
             assert max(samples) >= root_bytes + block_bytes
@@ -321,6 +323,44 @@ def test_units_by_hand_errors_and_close(pools):
         assert torch.equal(direct, model.blocks[1](torch.ones(1, 8).double()).detach())
         assert left == 0
         torch.testing.assert_close(alone, model(torch.ones(1, 7).double()).detach(), atol=1e-12, rtol=0)
+
+
+class Scaled(nn.Module):
+    """Blocks whose scales belong to the root, are recomputed in backward, and are frozen in the first block."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(7, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        for place, block in enumerate(self.blocks):
+            block.scale = nn.Parameter(torch.full((8,), 1.5), requires_grad=place > 0)
+        self.leave = nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.enter(x)
+        for block in self.blocks:
+            x = checkpoint(lambda x, block=block: block(x) * block.scale, x, use_reentrant=False)
+        return self.leave(x)
+
+
+def train_scaled(rank, num_ranks, sharding):
+    def wrap(name, module):
+        return isinstance(module, nn.Linear)
+
+    mesh = Mesh({"data": num_ranks})
+    with mesh, build_engine("fsdp", build(Scaled), adamw, mesh, sharding=sharding, wrap=wrap) as engine:
+        for step in range(3):
+            one_step(engine, rank, step=step)
+            engine.zero_grad()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("sharding", ["full_shard", "shard_grad_op"])
+def test_what_is_frozen_stays_until_its_own_backward(pools, sharding):
+    """All gradients of the root are there before the first block, whose frozen scale is the root's, runs backward."""
+    for num_ranks in (2, 3):
+        states = pools(num_ranks).run(train_scaled, num_ranks, sharding)
+        assert_states(states, reference(Scaled, num_ranks, 3))
 
 
 def frozen_part(rank, options):

@@ -47,7 +47,9 @@ class Schedule:
         self._order = Order(units, self._root)
         self._queue = ReductionQueue(units, is_due, self._reduce)
         self._unit_of = {param: unit for unit in units for param in unit.params}
+        self._inside = {unit: _units_inside(unit, units) for unit in units}
         self._in_backward = False
+        self._begun: set[Unit] = set()  # units whose backward has begun, and that have not been resharded since
         self._came_with: dict[Unit, set[Any]] = {}  # autograd's nodes of the inputs, while the unit computes
         self._recomputed: set[Unit] = set()  # units whose whole forward ran again in this backward
 
@@ -77,6 +79,7 @@ class Schedule:
     def begin_backward(self) -> None:
         """A backward begins: expect every gradient again."""
         self._in_backward = True
+        self._begun.clear()
         self._recomputed.clear()
         # In the order of the gathers so far, which is one order on all ranks; that of the uses need not be.
         self._queue.begin(self._order.of_reduction())
@@ -117,10 +120,9 @@ class Schedule:
         """
         unit = self._unit_of[param]
         was_complete = self._queue.is_complete(unit)
-        is_complete = self._queue.note(unit, param, in_part=in_part)
-        # In parts: unless the whole unit was recomputed, more pieces of it may be, and no hook would gather it again.
-        comes_in_parts = self._queue.comes_in_parts(unit)
-        if is_complete and not was_complete and (not comes_in_parts or unit in self._recomputed):
+        self._queue.note(unit, param, in_part=in_part)
+        # A part that is frozen may still be needed: its backward, which has no gradient of its own, may come later.
+        if not was_complete and self._is_over(unit) and not unit.is_partly_frozen:
             # Before the reduction, so that its buffer does not come on top of the full parameters.
             unit.reshard()
         if reduce:
@@ -188,7 +190,20 @@ class Schedule:
                 tensor.register_hook(lambda _: self._before_backward(unit))
         return output
 
+    def _is_over(self, unit: Unit) -> bool:
+        """Whether all gradients of a unit are there, so that this backward needs its trainable parameters no more."""
+        # In parts: unless the whole unit was recomputed, more pieces of it may be, and no hook would gather it again.
+        comes_in_parts = self._queue.comes_in_parts(unit)
+        return self._queue.is_complete(unit) and (not comes_in_parts or unit in self._recomputed)
+
     def _before_backward(self, unit: Unit) -> None:
+        if self._in_backward:  # and not in torch.autograd.grad, which accumulates nothing
+            # The gradient of this unit's output has passed through the units before it in backward: what is frozen in
+            # them is needed no more. A unit around this one has more to do.
+            over = {begun for begun in self._begun - {unit} if unit not in self._inside[begun] and self._is_over(begun)}
+            for begun in over:
+                begun.reshard()
+            self._begun = self._begun - over | {unit}
         unit.unshard()
         for following in self._order.backward_of(unit, self._prefetch):
             following.start_unshard()
@@ -197,3 +212,8 @@ class Schedule:
         for earlier in self._units:
             earlier.finish_reduce()  # one reduction at a time, during the backward of the next unit: bounds the memory
         unit.start_reduce(self._is_due)
+
+
+def _units_inside(unit: Unit, units: Sequence[Unit]) -> set[Unit]:
+    modules = set(unit.module.modules()) - {unit.module}
+    return {other for other in units if other.module in modules}

@@ -30,6 +30,11 @@ class Unit:
         """Whether ranks hold different elements, so that gathering it communicates."""
         return any(not bucket.is_whole for bucket in self.buckets)
 
+    @property
+    def is_partly_frozen(self) -> bool:
+        """Whether some of its parameters do not train now."""
+        return not all(param.requires_grad for param in self.params)
+
     def start_unshard(self) -> bool:
         """Begin to gather, and return whether anything was left to gather."""
         was_sharded = any(bucket.state is BucketState.SHARDED for bucket in self.buckets)
