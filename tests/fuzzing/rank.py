@@ -21,7 +21,7 @@ from tests.fuzzing.run import Scenario
 from tests.fuzzing.training import Backward
 from tests.fuzzing.world import Ours, Plain, World
 
-ROUNDED = 1e-4  # float32 beside float64, over some steps
+ROUNDED = 1e-3  # float32 beside float64, over some steps and through BatchNorm of few rows
 EXACT = 1e-10
 BAD = 2
 
