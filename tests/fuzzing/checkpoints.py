@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from tests.fuzzing.engines import EngineSpec
 from tests.fuzzing.operation import Operation
+from tests.fuzzing.optimizers import WHOLE
 from tests.fuzzing.world import Seen, World, copied
 
 
@@ -47,7 +48,7 @@ class Load(Operation):
     peers: ClassVar[bool] = False
 
     def applies(self, world: World) -> bool:
-        if not world.saved or (self.into is not None and self.into.num_ranks > world.meshes.num_ranks):
+        if not world.saved or (self.into is not None and not _can_begin(self.into, world)):
             return False
         now = world.plain.fresh_groups if self.into is not None else len(world.plain.optimizer.param_groups)
         return len(world.saved["optimizer"]["param_groups"]) == now == len(world.plain.optimizer.param_groups)
@@ -94,3 +95,10 @@ class Load(Operation):
             world.plain.thaw()
             world.ours.spec = self.into  # also where this rank takes no part, before or after
             world.held.clear()
+
+
+def _can_begin(engine: EngineSpec, world: World) -> bool:
+    """Whether there are ranks for another engine, and none leaves if it may refuse the optimizer: it would not hear."""
+    leaves_out = engine.leaves_out(world.meshes.num_ranks)
+    may_be_refused = world.ours.optimizer_spec.kind in WHOLE
+    return engine.num_ranks <= world.meshes.num_ranks and not (leaves_out and may_be_refused)
