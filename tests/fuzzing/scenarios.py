@@ -73,7 +73,8 @@ def _training_step(draw: st.DrawFn) -> list[Operation]:
         operations.append(Evaluate(draw(_seeds)))
     if draw(seldom) and draw(seldom):
         operations.append(Backward(draw(_how), retain=True))
-    operations.append(Backward(draw(_how)))
+    # Rarely inside no_sync() too, so that clip or step must reduce.
+    operations.append(Backward(draw(_how), quiet=draw(seldom) and draw(seldom)))
     if draw(seldom):
         operations.append(Evaluate(draw(_seeds), draw(_depths)))
     if draw(st.booleans()):
