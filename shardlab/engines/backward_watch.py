@@ -43,6 +43,7 @@ class BackwardWatch:
         self._params, self._began, self._entered, self._ended = params, began, entered, ended
         self._expected = False
         self._task: int | None = None  # autograd's number of the outermost backward
+        self._num_followed = 0  # outputs since the last backward
 
     @untraced
     def follow(self, output: Any) -> None:
@@ -50,6 +51,7 @@ class BackwardWatch:
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:  # a hook on a leaf would outlive the graph
                 tensor.register_hook(self._reached)
+                self._num_followed += 1
 
     @contextlib.contextmanager
     def expected(self, loss: Tensor) -> Iterator[None]:
@@ -86,8 +88,12 @@ class BackwardWatch:
         """Those of ``params`` that the current backward gives no gradient, as this rank's graph says.
 
         None of them where this cannot be told: where a backward may run inside it, as under reentrant checkpointing,
-        whose graph is not made yet, and where nobody saw the backward before its first gradient.
+        whose graph is not made yet; where nobody saw the backward before its first gradient; and where a plain
+        ``loss.backward()`` may go through several outputs, of which only the first is known.
         """
+        num_followed, self._num_followed = self._num_followed, 0
+        if not self._expected and num_followed != 1:
+            return []
         # Private: there is no public way to ask which nodes a backward will run.
         missing = [
             param

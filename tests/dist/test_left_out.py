@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
@@ -98,3 +99,45 @@ def test_equals_one_process(pools, num_ranks, compute, between, how):
         for state in pools(num_ranks).run(stepped, num_ranks, options, between, how):
             for name, value in expected(num_ranks, compute).items():
                 torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+
+
+class Recomputed(nn.Module):
+    """Blocks under reentrant checkpointing, of which a forward may use the first one only."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, depth):
+        x = self.enter(x)
+        for place, block in enumerate(self.blocks[:depth]):
+            x = torch.tanh(checkpoint(block, x, use_reentrant=True) if place else block(x))
+        return x
+
+
+def backward_of_two(rank, num_ranks):
+    """The hook that sees a plain backward first is on the output without checkpoints."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Recomputed().double()
+    mesh = Mesh({"data": num_ranks})
+    with mesh, build_engine("fsdp", model, lambda params: torch.optim.SGD(params, lr=0.1), mesh) as engine:
+        x = torch.ones(2, 4, dtype=torch.float64) * (rank + 1)
+        (engine(x, 3).square().sum() + engine(x, 1).square().sum()).backward()
+        engine.step()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_plain_backward_through_two_outputs(pools, num_ranks):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Recomputed().double()
+    for rank in range(num_ranks):
+        x = torch.ones(2, 4, dtype=torch.float64) * (rank + 1)
+        ((model(x, 3).square().sum() + model(x, 1).square().sum()) / num_ranks).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for state in pools(num_ranks).run(backward_of_two, num_ranks):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
