@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 Out = Annotated[Path | None, typer.Option(help="A new or empty directory; by default runs/DATE.")]
 SCRIPT_ARGUMENTS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -17,10 +18,14 @@ def record(
 ) -> Any:
     """Run a script that knows nothing of shardlab, and record it; under torchrun every rank of it.
 
-    Nothing is printed: the output, the errors and the exit code are the script's own. Then: shardlab report DIR.
+    The output, the errors and the exit code are the script's own. Then: shardlab report DIR.
     """
+    from shardlab.experiment import is_reporter
     from shardlab.recording.place import directory_by_date
     from shardlab.recording.script import Script
 
     # Called by main, when the command line has been dealt with: what the script raises is no error of an option.
-    return Script(script, tuple(arguments or ()), out or directory_by_date())
+    prepared = Script(script, tuple(arguments or ()), out or directory_by_date())
+    if out is None and is_reporter():
+        Console(stderr=True, highlight=False).print(f"records go to {prepared.directory}", soft_wrap=True)
+    return prepared

@@ -35,6 +35,7 @@ class Loop:
         traces: whether the memory of a step is traced.
         reads: whether reading what is held after a step takes so long that the next begins anew.
         end_waits: called where C++ code of torch has waited for collectives.
+        forget_ended: called when a step is written.
     """
 
     def __init__(
@@ -43,8 +44,9 @@ class Loop:
         traces: Callable[[int], bool],
         reads: Callable[[int], bool],
         end_waits: Callable[[], None],
+        forget_ended: Callable[[], None],
     ) -> None:
-        self._open_recorder, self._end_waits = open_recorder, end_waits
+        self._open_recorder, self._end_waits, self._forget_ended = open_recorder, end_waits, forget_ended
         self._traces, self._reads = traces, reads
         self._is_open = False
         self._recorder: Recorder  # from the first step on
@@ -187,6 +189,7 @@ class Loop:
         # Read here, where the recorder waits for the device anyway: earlier it would have to wait for it.
         loss = sum(float(loss) for loss in losses) if losses else nan
         self._recorder.finish_step(loss, nan, self._learning_rate, None)
+        self._forget_ended()
         self.num_steps += 1
 
     def _enter(self, phase: Phase, kind: SpanKind | None = None) -> None:

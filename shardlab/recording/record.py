@@ -43,6 +43,9 @@ def record(directory: Path | str, *, trace_memory: int | None = TRACED_STEP) -> 
     kill. What a step is, and its loss: see ``recording.loop``. Unknown, and missing in the tables: gradient norms,
     numbers of tokens, who holds which shard.
 
+    A module that torch.compile compiles is one unit. Until its root is known (in the first two steps) torch warns that
+    there are global hooks on modules, and afterwards it may compile once more.
+
     Processes that the script starts itself are not recorded. If it does, begin to record in each of them, after
     ``init_process_group`` (or under torchrun), which says which rank this is.
 
@@ -97,7 +100,13 @@ class Recording:
     def __init__(self, directory: Path, place: Place, trace_memory: int | None) -> None:
         self._directory, self._place, self._trace_memory = directory, place, trace_memory
         self._holdings = Holdings()
-        self._loop = Loop(self._open, self._traces, self._reads, lambda: self._calls.end_waits())
+        self._loop = Loop(
+            self._open,
+            self._traces,
+            self._reads,
+            end_waits=lambda: self._calls.end_waits(),
+            forget_ended=lambda: self._calls.forget_ended(),
+        )
         self._calls = TorchCalls(self, Tags(self._loop, self._holdings))
         self._recorder: Recorder | None = None
         self._device = torch.device("cpu")

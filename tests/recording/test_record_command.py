@@ -87,6 +87,13 @@ def test_a_killed_script_leaves_its_finished_steps(script, tmp_path):
     assert CliRunner().invoke(app, ["report", str(tmp_path / "run")]).exit_code == 0
 
 
+def test_a_directory_that_nobody_named_is_said(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["record", str(script(""))])
+    (directory,) = (tmp_path / "runs").iterdir()
+    assert done.stderr == f"records go to runs/{directory.name}\n"
+
+
 def test_bad_input_is_said_in_a_line(script, tmp_path):
     full = tmp_path / "full"
     full.mkdir()

@@ -186,7 +186,7 @@ class Told:
 
 def test_a_collective_belongs_to_the_step_and_phase_it_is_sent_in():
     told = Told()
-    loop = Loop(lambda: (told, HostClock()), lambda step: False, lambda step: False, lambda: None)
+    loop = Loop(lambda: (told, HostClock()), lambda step: False, lambda step: False, lambda: None, lambda: None)
     loop.issued("setup")
     for step in range(2):
         with loop.forward():
