@@ -108,12 +108,13 @@ class Recomputed(nn.Module):
         super().__init__()
         self.enter = nn.Linear(4, 4)
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.early = nn.Linear(4, 4)
 
     def forward(self, x, depth):
         x = self.enter(x)
         for place, block in enumerate(self.blocks[:depth]):
             x = torch.tanh(checkpoint(block, x, use_reentrant=True) if place else block(x))
-        return x
+        return x if depth > 1 else self.early(x)
 
 
 def backward_of_two(rank, num_ranks):
