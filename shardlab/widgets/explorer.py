@@ -6,6 +6,7 @@ from typing import Any
 import plotly.graph_objects as go
 from ipywidgets import Dropdown, FloatLogSlider, HBox, Layout, SelectionSlider, ToggleButtons, VBox
 
+from shardlab.experiment import Workload
 from shardlab.models import MODELS
 from shardlab.planner import PRECISIONS
 from shardlab.plots import memory_by_role
@@ -94,13 +95,15 @@ class Inputs:
     @classmethod
     def of(cls, plan: MemoryPlan) -> "Inputs":
         """Controls with the values of ``plan``."""
-        preset = isinstance(plan.model, str)
+        is_number = isinstance(plan.model, int | float)
+        models = [(name, name) for name in (*MODELS, ANY_NUMBER)]
+        own = [] if isinstance(plan.model, str | int | float) else [(_name(plan.model), plan.model)]
         sizes = sorted({*RANKS, plan.ranks})
         inputs = cls(
             view=ToggleButtons(options=VIEWS, style={"button_width": "auto"}),
-            model=_choice("model", (*MODELS, ANY_NUMBER), plan.model if preset else ANY_NUMBER),
+            model=_choice("model", (*own, *models), ANY_NUMBER if is_number else plan.model),
             num_params=FloatLogSlider(
-                value=7.5e9 if preset else plan.model, min=6, max=13, step=0.05, readout_format=".2s",
+                value=plan.model if is_number else 7.5e9, min=6, max=13, step=0.05, readout_format=".2s",
                 description="parameters", style=STYLE, continuous_update=True,
             ),
             ranks=SelectionSlider(options=sizes, value=plan.ranks, description="ranks", style=STYLE),
@@ -148,13 +151,17 @@ class Inputs:
         """
         hybrid = self.sharding.value == Sharding.HYBRID_SHARD
         return MemoryPlan(
-            model=float(round(self.num_params.value)) if self.model.value == ANY_NUMBER else str(self.model.value),
+            model=float(round(self.num_params.value)) if self.model.value == ANY_NUMBER else self.model.value,
             ranks=int(self.ranks.value),
             precision=str(self.precision.value),
             optimizer=str(self.optimizer.value),
             sharding=str(self.sharding.value),
             shard_group=int(self.shard_group.value) if hybrid else None,
         )
+
+
+def _name(model: Any) -> str:
+    return str(model) if isinstance(model, Workload) else type(model).__name__
 
 
 def _choice(name: str, options: tuple[Any, ...], value: Any) -> Dropdown:

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 import torch
+from torch import nn
 
+from shardlab.experiment import Workload
 from shardlab.models import MODELS, build_model
 from shardlab.partition.chunks import require_count
 from shardlab.partition.flat import ParamSpec
@@ -43,7 +45,8 @@ class MemoryPlan:
     """A model and a setup to plan.
 
     Attributes:
-        model: a name from ``models.MODELS``, or a number of parameters, for example 7.5e9.
+        model: a name from ``models.MODELS``, a number of parameters, for example 7.5e9, or a model of your own: a
+            ``Workload``, or a module, for which the meta device will do.
         ranks: number of ranks.
         precision: 'fp32', or 'mixed' as in the ZeRO paper: 16-bit parameters and gradients, fp32 master weights.
         optimizer: 'adamw', 'sgd with momentum' or 'sgd'.
@@ -54,7 +57,7 @@ class MemoryPlan:
         ValueError: a field has an invalid value; the message names the field and the allowed values.
     """
 
-    model: str | float = "gpt-30m"
+    model: str | float | nn.Module | Workload = "gpt-30m"
     ranks: int = 8
     precision: str = "fp32"
     optimizer: str = "adamw"
@@ -142,12 +145,21 @@ class MemoryPlan:
         )
 
 
-def _described(model: str | float) -> tuple[PlannedModel, dict[str, list[str]]]:
-    """The planner's model and the parameters of each unit, for a preset or for a single tensor of so many elements."""
+def _described(model: str | float | nn.Module | Workload) -> tuple[PlannedModel, dict[str, list[str]]]:
+    """The planner's model and the parameters of each unit, for a module or for a single tensor of so many elements."""
+    if isinstance(model, Workload):
+        module = model.on_meta()
+        return described(module), units_of(module, model.wrap)
     if isinstance(model, str):
         with torch.device("meta"):
-            module = build_model(model)
-        return described(module), units_of(module)
+            model = build_model(model)
+    if isinstance(model, nn.Module):
+        return described(model), units_of(model)
+    if not isinstance(model, int | float):
+        raise ValueError(
+            f"model: a {type(model).__name__} was given; give a module, a Workload, a number of parameters, or one of "
+            f"{', '.join(MODELS)}"
+        )
     if not 1 <= model <= MAX_PARAMS or model != int(model):
         raise ValueError(
             f"model: {model:g} is not a whole number from 1 to {MAX_PARAMS:g}, nor one of {', '.join(MODELS)}"

@@ -1,5 +1,8 @@
 import pytest
+import torch
+from torch import nn
 
+from shardlab import Workload
 from shardlab.models import build_model
 from shardlab.planner import model_states
 from shardlab.plots import summary_of
@@ -8,6 +11,41 @@ from shardlab.widgets import MemoryPlan, memory_explorer
 
 def total(memory, run):
     return int(memory.loc[memory["run"] == run, "bytes"].sum())
+
+
+class Convolutional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stages = nn.ModuleList(nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)) for _ in range(3))
+        self.head = nn.Linear(8, 10)
+
+
+def own_models():
+    with torch.device("meta"):
+        on_meta = Convolutional()
+    return [Convolutional(), on_meta, Workload(Convolutional, [], lambda model, batch: batch)]
+
+
+@pytest.mark.parametrize("model", own_models(), ids=["module", "meta", "workload"])
+def test_a_model_of_ones_own_is_planned_and_shown_under_its_name(model):
+    numel = sum(param.numel() for param in Convolutional().parameters())
+    plan = MemoryPlan(model, ranks=4)
+    assert plan.num_params == numel
+    held = plan.by_strategy().query("run == 'ddp'").groupby("role")["bytes"].sum()
+    assert held["parameter"] == 4 * numel
+    panel = memory_explorer(plan)
+    assert panel.inputs.model.label == "Convolutional"
+    panel.inputs.ranks.value = 8
+    assert (panel.plan.num_params, panel.plan.ranks) == (numel, 8)
+    panel.inputs.model.value = "gpt-1m"
+    assert panel.plan.num_params != numel
+    panel.inputs.model.value = model
+    assert panel.plan.num_params == numel
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(ValueError, match="model: a list was given; give a module, a Workload, a number"):
+        MemoryPlan([1])
 
 
 @pytest.mark.parametrize("precision", ["mixed", "fp32"])
