@@ -331,12 +331,21 @@ class TiedReentrantFirst(TiedReentrant):
         self.blocks[0] = Block()  # with a weight of its own
 
 
-def released(rank, setup):
-    strategy, options = SETUPS[setup]
-    with (
-        Mesh({"data": 2}) as mesh,
-        build_engine(strategy, build(TiedReentrantFirst), sgd, mesh, **options) as engine,
-    ):
+@EVERY_SETUP
+@RANKS
+def test_a_unit_that_is_partly_frozen_stays_to_be_computed_again(pools, setup, num_ranks):
+    assert_story_equals_one_process(pools, setup, num_ranks, two_forwards_one_backward, TiedReentrantFirst)
+
+
+def released(rank, sharding):
+    """Nothing is frozen, and the root has the tied weight alone, whose first part is there before the recomputation."""
+
+    def wrap(name, module):
+        return isinstance(module, Block | CheckpointedBlock) or name in ("enter", "leave")
+
+    model = build(TiedReentrantFirst)
+    model.requires_grad_(True)
+    with Mesh({"data": 2}) as mesh, build_engine("fsdp", model, sgd, mesh, sharding=sharding, wrap=wrap) as engine:
         own = slice(2 * rank, 2 * rank + 2)
         with pytest.raises(RuntimeError, match=r"inner\.weight' is sharded: .*use_reentrant=False"):
             engine.backward(loss_of(engine(rows(0, 2)[own])))
@@ -345,9 +354,9 @@ def released(rank, setup):
             engine(rows(1, 2)[own])
 
 
-@pytest.mark.parametrize("setup", ["full_shard", "shard_grad_op", "no_shard"])
-def test_a_unit_that_is_computed_again_when_it_has_been_let_go_is_refused(pools, setup):
-    pools(2).run(released, setup)
+@pytest.mark.parametrize("sharding", ["full_shard", "shard_grad_op", "no_shard"])
+def test_a_unit_that_is_computed_again_when_it_has_been_let_go_is_refused(pools, sharding):
+    pools(2).run(released, sharding)
 
 
 class InsideAndOutside(Deep):
