@@ -6,6 +6,10 @@ from tests.dist import cases
 from tests.dist.every_engine import PEERS, PLACES, assert_states, engine_of, kinds_of, options_of
 
 STEPS = 4
+# Torch's two refuse it, see below; four ranks only where there are groups.
+RETAINED = [
+    (key, size) for key, size in PLACES if key not in ("torch_ddp", "torch_zero1") and (size < 4 or "hybrid" in key)
+]
 
 
 def zeroed(rank, key, kind, optimizer, num_ranks):
@@ -89,7 +93,7 @@ def retained_in_one_process(kind, num_ranks):
     return model.state_dict()
 
 
-@pytest.mark.parametrize(("key", "num_ranks"), [place for place in PLACES if place[0] not in ("torch_ddp", "torch_zero1")])
+@pytest.mark.parametrize(("key", "num_ranks"), RETAINED)
 def test_two_backwards_through_one_graph_add(pools, key, num_ranks):
     for kind in kinds_of(key, num_ranks):
         assert_states(pools(num_ranks).run(retained, key, kind, num_ranks), retained_in_one_process(kind, num_ranks))

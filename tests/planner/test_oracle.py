@@ -189,7 +189,7 @@ def check(pools, case, num_ranks):
             assert events
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3])  # an even and an odd number; four ranks are those of the hybrids
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_recorded_equals_predicted(pools, case, num_ranks):
     check(pools, case, num_ranks)
