@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from shardlab.comm.events import CollectiveEvent, Observer
 
@@ -95,42 +96,26 @@ class StreamTimes:
         self._stream.wait_stream(torch.cuda.current_stream())
         begin.record(self._stream)
         work = call()
+        self._record_end(work, end)
+        event.device_times = (begin, end)
+        for observer in observers:
+            observer.started(event)
+        return work
+
+    def ended(self, event: CollectiveEvent, observers: tuple[Observer, ...]) -> None:
+        """The current stream waits for it."""
+        for observer in observers:
+            observer.completed(event)
+
+    def _record_end(self, work: dist.Work, end: torch.cuda.Event) -> None:
         with torch.cuda.stream(self._stream):
             work.wait()
             end.record()
-        event.device_times = (begin, end)
-        for observer in observers:
-            observer.started(event)
-        return work
-
-    def ended(self, event: CollectiveEvent, observers: tuple[Observer, ...]) -> None:
-        """The current stream waits for it."""
-        for observer in observers:
-            observer.completed(event)
 
 
-class FutureTimes:
+class FutureTimes(StreamTimes):
     """NCCL: its future calls back, as soon as the work is enqueued, on a stream that waits for the end of the work."""
 
-    def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
-
-    def follow(
-        self, call: Callable[[], dist.Work], event: CollectiveEvent, observers: tuple[Observer, ...]
-    ) -> dist.Work:
-        """Issue it between two CUDA events."""
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        # NCCL's stream waits for the current one too, so both begin at the same moment.
-        self._stream.wait_stream(torch.cuda.current_stream())
-        begin.record(self._stream)
-        work = call()
+    @override
+    def _record_end(self, work: dist.Work, end: torch.cuda.Event) -> None:
         work.get_future().add_done_callback(lambda _: end.record())
-        event.device_times = (begin, end)
-        for observer in observers:
-            observer.started(event)
-        return work
-
-    def ended(self, event: CollectiveEvent, observers: tuple[Observer, ...]) -> None:
-        """The current stream waits for it."""
-        for observer in observers:
-            observer.completed(event)

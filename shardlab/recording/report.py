@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 from shardlab.analysis.memory import at_rest
 from shardlab.analysis.overlap import overlap
 from shardlab.experiment.report import ALLOCATOR, HIDDEN, PATH, PEAK, allocator_table, path_table, peak_table
+from shardlab.experiment.summary import COLUMNS as COMPARED
 from shardlab.experiment.summary import MB, readable_summary, summarise, timed_steps
 from shardlab.plots import (
     collective_timeline,
@@ -24,23 +25,19 @@ from shardlab.plots import (
 from shardlab.trace.store import Records, load_run, whole_steps
 from shardlab.vocabulary import Phase, Role
 
+_FIRST = (
+    "ranks", "loss_last", "step_ms", "exposed_comm_ms", "overlap",
+    "parameter_bytes", "gradient_bytes", "optimizer_bytes",
+)  # fmt: skip
 COLUMNS = {
     "strategy": ("record", 1),
-    "ranks": ("ranks", 1),
     "steps": ("steps", 1),
-    "loss_last": ("last loss", 1),
-    "step_ms": ("step (ms)", 1),
-    "exposed_comm_ms": ("exposed (ms)", 1),
-    "overlap": ("hidden (%)", 0.01),
-    "parameter_bytes": ("parameters (MB)", MB),
-    "gradient_bytes": ("gradients (MB)", MB),
-    "optimizer_bytes": ("optimizer (MB)", MB),
+    **{name: COMPARED[name] for name in _FIRST},
     "buffer_bytes": ("buckets (MB)", MB),
     "unattributed_bytes": ("unattributed (MB)", MB),
-    "peak_bytes": ("peak (MB)", MB),
-    "wire_bytes_per_step": ("sent (MB/step)", MB),
+    **{name: COMPARED[name] for name in ("peak_bytes", "wire_bytes_per_step")},
     "recorder_share": ("recording (%)", 0.01),
-}  # fmt: skip
+}
 CAPTION = (
     "Times are medians over steps and ranks, without the first step; exposed and hidden refer to communication. Bytes "
     "are maxima over ranks, at rest; the peak is that of one traced step; unattributed are tensors that belong to no "
