@@ -19,6 +19,7 @@ and ``state`` (what outlives the process).
 import contextlib
 from collections.abc import Callable
 from math import prod
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -75,6 +76,7 @@ class Engine(Accounting, Gradients, EngineState):
         self.params: dict[str, nn.Parameter] = dict(model.named_parameters())  # tied weights appear once
         self._check_model()
         self.num_steps = 0
+        self.own_checkpoints: dict[Path, tuple[int, int]] = {}
         self.loss_is_scaled = False  # a GradScaler has said so
         super().__init__()
         # Before anything is laid out, since all ranks must cut their shards from the same model.

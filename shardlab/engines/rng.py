@@ -20,6 +20,21 @@ def rng_state(device: torch.device) -> dict[str, Any]:
     return state
 
 
+def check_rng_state(state: dict[str, Any]) -> None:
+    """Refuse what ``set_rng_state`` could not set; no generator changes.
+
+    Raises:
+        ValueError: it is no state of these generators.
+    """
+    try:
+        torch.Generator().set_state(state["torch"])
+        random.Random().setstate(state["python"])
+        kind, keys, place, has_gauss, cached = state["numpy"]
+        np.random.RandomState().set_state((kind, keys.numpy().astype(np.uint32), place, has_gauss, cached))
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"rng: the states of the random generators are damaged: {error}") from None
+
+
 def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
     """Set every generator to what ``rng_state`` gave; a generator that is not in it keeps its state."""
     torch.set_rng_state(state["torch"])

@@ -28,7 +28,7 @@ class Stateful(Protocol):
 
 
 class Checkpointed(Protocol):
-    """What checkpoint code needs of an engine; it sets nothing but ``num_steps``.
+    """What checkpoint code needs of an engine; it sets nothing but ``num_steps`` and ``own_checkpoints``.
 
     Attributes:
         name: of the strategy.
@@ -40,6 +40,8 @@ class Checkpointed(Protocol):
         data_comms: the axes whose ranks train on different rows, outer first.
         tensor_comm: the axis over which the model is sliced.
         num_steps: taken so far.
+        own_checkpoints: folders that this engine wrote or loaded, which its next save there replaces; with what tells
+            each from a later one of that name.
     """
 
     name: ClassVar[str]
@@ -51,6 +53,7 @@ class Checkpointed(Protocol):
     data_comms: tuple[Communicator, ...]
     tensor_comm: Communicator | None
     num_steps: int
+    own_checkpoints: dict[Path, tuple[int, int]]
 
     @property
     @abstractmethod
@@ -217,7 +220,8 @@ class EngineState(Checkpointed, ABC):
         ``step()``. If the run is killed while it saves, the previous checkpoint stays intact.
 
         Args:
-            directory: a directory all ranks share; it keeps one checkpoint, the last complete one.
+            directory: a directory all ranks share. It keeps the last complete checkpoint of this engine; what another
+                run has written there stays beside it.
             extra: numbers, text, lists, dicts and small tensors of your own; the first rank's are saved.
             objects: what else to save, by a name of your choice: ``scheduler=scheduler, scaler=scaler``. Each must be
                 the same on all ranks.
@@ -232,17 +236,20 @@ class EngineState(Checkpointed, ABC):
         """Continue from a checkpoint; collective. Each rank reads what it holds. Gradients are cleared.
 
         Each rank restores the random generators of the rank with its number; if there was none, it keeps its own.
+        The ranks first read all files to compare their checksums, each rank its share of them.
 
         Args:
-            directory: where a checkpoint was saved.
+            directory: where a checkpoint was saved: its last one is loaded. Or the folder of one version in it.
             objects: which of the objects saved with it to load.
 
         Returns:
             The ``extra`` it was saved with.
 
         Raises:
-            ValueError: something is missing, damaged, or of another model or optimizer; on all ranks. Nothing has
-                changed, unless a file turned out to be damaged while it was read.
+            ValueError: something is missing, damaged, or of another model or optimizer; on all ranks. Nothing of the
+                engine has changed.
+            RuntimeError: one of ``objects``, or a module's ``set_extra_state``, raised; on all ranks. No tensor of the
+                engine has changed, but objects before that one have.
         """
         extra = self._checkpointer_for("load").load_checkpoint(self, Path(directory), objects)
         # The gradients belong to the values that were just replaced.

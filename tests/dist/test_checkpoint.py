@@ -4,16 +4,19 @@ Every rank count trains the same global batch of 12 rows, so a run that changes 
 where one process ends.
 """
 
+import contextlib
 import json
 import os
 import random
 import re
 import signal
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardlab.comm.mesh import Mesh
@@ -471,18 +474,18 @@ KILLS = {
     "before the manifest": (save_module, "write_json", 0, 2),
     "manifest written, not renamed": (save_module, "publish", 0, 2),
     "half of a file written": (directory_module, "save_file", 1, 2),
-    "renamed, not yet latest": (directory_module, "_write_text", 0, 2),
+    "renamed, not yet latest": (directory_module, "sync", 0, 2),
     "latest, old one not yet removed": (directory_module.shutil, "rmtree", 0, 4),
 }
 
 
 def saved_twice(rank, directory, kill=None):
-    def die(*args):
+    def die(*args, **kwargs):
         if kill[1] == "save_file":
             args[1].write_bytes(b"half")
-        if kill[1] != "_write_text" or args[0].name.startswith("latest"):
+        if kill[1] != "sync" or (args[0] / "version-000002").exists():
             os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args)
+        return original(*args, **kwargs)
 
     with Mesh({"data": 2}) as mesh, build("zero1", "MLP", mesh) as engine:
         train(engine, "MLP", range(2))
@@ -511,7 +514,9 @@ def test_a_kill_leaves_a_whole_checkpoint(pools, tmp_path, point):
     for state, num_steps in pools(2).run(loaded, tmp_path):
         assert num_steps == steps
         assert_same_model(state, model)
-    assert len(list(tmp_path.iterdir())) == 2, "the next save clears away what was left: 'latest' and one version"
+    # The next save clears away what was left, but no complete version that its engine has neither written nor loaded.
+    is_complete = point in ("renamed, not yet latest", "latest, old one not yet removed")
+    assert len(list(tmp_path.iterdir())) == 2 + is_complete, "'latest' and one version"
 
 
 def fails_to_write(rank, directory):
@@ -564,8 +569,43 @@ class OtherShape(cases.MLP):
 
 
 def edit_manifest(folder, **changes):
+    """As another program would, with a checksum that fits."""
+    written = directory_module.read_json(folder / "manifest.json")
+    del written["checksum"]
+    directory_module.write_json(folder / "manifest.json", {**written, **changes})
+
+
+def edit_rows(folder, **changes):
+    rows = directory_module.read_json(folder / "manifest.json")["rows"]
+    edit_manifest(folder, rows=[{**row, **changes} if row["kind"] == "state" else row for row in rows])
+
+
+def flip(path, place):
+    raw = bytearray(path.read_bytes())
+    raw[place] ^= 1
+    path.write_bytes(raw)
+
+
+def flip_digit_of_steps(folder):
     path = folder / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    flip(path, path.read_bytes().index(b'"num_steps": ') + len('"num_steps": '))
+
+
+def rewrite_file(folder, change):
+    """Another file, whose checksum the manifest knows."""
+    path = folder / "rank-00001.safetensors"
+    save_file({name: change(name, tensor) for name, tensor in load_file(path).items()}, path)
+    checksums = directory_module.read_json(folder / "manifest.json")["checksums"]
+    edit_manifest(folder, checksums={**checksums, path.name: directory_module.checksum(path)})
+
+
+def far_steps(name, tensor):
+    return torch.full_like(tensor, 1e30) if "/step/" in name else tensor
+
+
+def out_of_the_folder(folder):
+    (folder.parent / "rank-00001.safetensors").write_bytes((folder / "rank-00001.safetensors").read_bytes())
+    edit_rows(folder, file="../rank-00001.safetensors")
 
 
 def truncate(path):
@@ -580,7 +620,19 @@ SPOILED = {
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), {}, r"manifest: .*manifest\.json is missing"),
     "damaged manifest": (lambda folder: truncate(folder / "manifest.json"), {}, "manifest: .* is damaged"),
     "unknown field": (lambda folder: edit_manifest(folder, colour=1), {}, "manifest: .* is damaged: .*colour"),
-    "newer format": (lambda folder: edit_manifest(folder, format=3), {}, "manifest: .* has format 3"),
+    "newer format": (lambda folder: edit_manifest(folder, format=4), {}, "manifest: .* has format 4"),
+    "flipped digit": (flip_digit_of_steps, {}, "manifest: .* is damaged: its checksum"),
+    "flipped bit": (lambda folder: flip(folder / "rank-00001.safetensors", -3), {}, "file: .*00001.* checksum"),
+    "truncated": (lambda folder: truncate(folder / "rank-00001.safetensors"), {}, "file: .*00001.* checksum"),
+    "no step count": (lambda folder: edit_manifest(folder, num_steps=10**15), {}, "manifest: num_steps is 10{15}"),
+    "negative": (lambda folder: edit_manifest(folder, num_steps=-1), {}, "manifest: num_steps is -1"),
+    "far steps": (lambda folder: rewrite_file(folder, far_steps), {}, "file: 'state/step/.* no step counter"),
+    "other dtype": (lambda folder: rewrite_file(folder, lambda _, part: part.float()), {}, "file: .*float32, and the"),
+    "no dtype": (lambda folder: edit_rows(folder, dtype="save"), {}, "manifest: 'state/.* has dtype 'save'"),
+    "half of state": (lambda folder: edit_rows(folder, stop=1), {}, "manifest: the rows of state/"),
+    "elsewhere": (out_of_the_folder, {}, "manifest: '../rank-00001.safetensors' is no file of a checkpoint"),
+    "other folder": (lambda folder: (folder.parent / "latest").write_text("../c/x"), {}, "directory: .* damaged"),
+    "no generators": (lambda folder: edit_manifest(folder, rng=[{}, {}]), {}, "rng: "),
     "no file": (lambda folder: (folder / "rank-00001.safetensors").unlink(), {}, "file: .*rank-00001.* is missing"),
     "missing": (None, {"kind": "Uneven"}, "parameters: .*another model, has no 'scale', 'first.weight'"),
     "shape": (None, {"kind": "OtherShape"}, r"parameters: '4\.bias' has shape \[5\] .* \[5, 1\]"),
@@ -605,13 +657,60 @@ def test_what_cannot_be_loaded_is_named_on_all_ranks_and_changes_nothing(pools, 
         assert re.search(words, first), f"{name}: {first}"
 
 
-def test_a_damaged_file_is_named_on_all_ranks(pools, tmp_path):
-    run_on(pools, 3, first_half, "zero3", "MLP", tmp_path)
-    truncate(directory_module.latest(tmp_path) / "rank-00001.safetensors")
-    wanted = {"kind": "MLP", "optimizer_fn": ADAMW, "dtype": torch.float64, "objects": []}
-    (first, _), (second, _) = pools(2).run(errors, tmp_path, "zero3", *wanted.values())
-    assert first == second
-    assert re.match(r"file: '.*' cannot be read from .*rank-00001\.safetensors", first)
+def test_a_version_of_a_format_without_checksums_is_read(pools, tmp_path):
+    run_on(pools, 2, first_half, "zero3", "MLP", tmp_path)
+    folder = directory_module.latest(tmp_path)
+    written = json.loads((folder / "manifest.json").read_text())
+    del written["checksum"], written["checksums"]
+    (folder / "manifest.json").write_text(json.dumps({**written, "format": 2}))
+    model, _ = plain("MLP")
+    for state, _ in run_on(pools, 2, second_half, "zero1", "MLP", tmp_path):
+        assert_same_model(state, model)
+
+
+def saves_in_turn(rank, directory):
+    """Two engines that do not know of each other, each on its own ranks, and one that reads the whole time."""
+    with Mesh({"data": 2}) as mesh, build("zero1", "MLP", mesh) as mine, build("zero2", "MLP", mesh, seed=1) as other:
+        train(mine, "MLP", range(1))
+        mine.save(directory)
+        train(other, "MLP", range(2))
+        other.save(directory)
+        names = [sorted(path.name for path in directory.iterdir())]
+        held = directory_module.reading(directory / "version-000001") if rank == 0 else contextlib.nullcontext()
+        with held:
+            mine.save(directory)
+        names.append(sorted(path.name for path in directory.iterdir()))
+        mine.save(directory)
+        names.append(sorted(path.name for path in directory.iterdir()))
+        mine.load(directory / "version-000002")
+        return names, mine.num_steps
+
+
+def test_a_run_removes_only_its_own_versions_and_none_that_is_read(pools, tmp_path):
+    first, second, third, fourth, fifth = "latest", *(f"version-00000{number}" for number in (1, 2, 3, 4))
+    for names, num_steps in pools(2).run(saves_in_turn, tmp_path):
+        assert names == [[first, second, third], [first, second, third, fourth], [first, third, fifth]]
+        assert num_steps == 2, "what the other engine wrote can be loaded"
+
+
+def test_two_writers_at_once_lose_nothing(tmp_path):
+    """Each finds its own names, and takes no folder that another still writes for a left one."""
+
+    def write(number):
+        for step in range(40):
+            with directory_module.begun(tmp_path) as version:
+                folder = directory_module.partial_folder(tmp_path, version)
+                (folder / "manifest.json").write_text(f"{number} {step}")
+                directory_module.publish(tmp_path, version, written[number])
+                written[number].append(tmp_path.resolve() / version)
+
+    written = {number: [] for number in range(3)}
+    with ThreadPoolExecutor(3) as threads:
+        for done in [threads.submit(write, number) for number in written]:
+            done.result()
+    left = {path.name: (path / "manifest.json").read_text() for path in tmp_path.glob("version-*")}
+    assert sorted(left.values()) == ["0 39", "1 39", "2 39"], "the last of each"
+    assert directory_module.latest(tmp_path).name in left
 
 
 def refused_full_states(rank, factored):

@@ -1,6 +1,6 @@
 """Checkpoints and full state dicts, as functions over ``engines.state.Checkpointed``.
 
-Read shards, manifest, directory, save, files, load; then gather, module_state, optimizer_state. No engine imports
+Read shards, directory, manifest, save, files, load; then gather, module_state, optimizer_state. No engine imports
 this package; ``shardlab.engines`` gives it to them.
 """
 

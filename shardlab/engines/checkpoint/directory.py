@@ -1,4 +1,4 @@
-"""A checkpoint's folder: the old version stays until the new one is complete.
+"""A checkpoint's folder: the old version stays until the new one is complete, and nobody removes what another wrote.
 
     directory/
       latest                       one line, the name of the current version
@@ -8,13 +8,22 @@
 A rename is atomic, writing a folder of files is not. So a version is written under another name, synced to disk and
 renamed; only then is ``latest``, one small file that is replaced atomically, set to its name. Wherever a run is killed,
 ``latest`` names a complete version; the next save removes what was left.
+
+Several runs may write into one directory, by mistake or not. Each then has its own versions, and ``latest`` names the
+one that was completed last. A run replaces only versions that it wrote or loaded. Whoever uses a version holds a lock
+on its folder: exclusive to write it, shared to read it. It is the kernel's lock, gone with its process; so a partial
+folder that can be locked is one that nobody writes any more, and a version that cannot be locked is left in place.
 """
 
+import contextlib
+import errno
+import fcntl
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +31,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 LATEST = "latest"
+MANIFEST = "manifest.json"
 _PARTIAL = ".partial"
+_SEAL = ',\n"checksum": '  # of all that stands before it in a JSON file
+_CHUNK_BYTES = 1 << 20
 _VERSION = re.compile(r"version-(\d+)(\.partial)?")
 
 
-def begin(directory: Path) -> str:
-    """Make the folder of a new version, and remove versions that were never finished.
+@contextlib.contextmanager
+def begun(directory: Path) -> Iterator[str]:
+    """Make the folder of a new version, and remove versions that were never finished; inside, the version is locked.
 
-    Returns:
+    Yields:
         The new version's name.
 
     Raises:
@@ -42,11 +55,14 @@ def begin(directory: Path) -> str:
     for entry in directory.iterdir():
         if found := _VERSION.fullmatch(entry.name):
             numbers.append(int(found[1]))
-            if found[2]:  # left by a run that was killed; all ranks of this one are here, so none writes
-                shutil.rmtree(entry)
-    version = f"version-{max(numbers) + 1:06d}"
-    partial_folder(directory, version).mkdir()
-    return version
+            if found[2]:
+                _remove_unless_used(entry, if_unknown=False)
+    with contextlib.ExitStack() as stack:
+        version = ""
+        while not version:
+            numbers.append(max(numbers) + 1)
+            version = _claimed(directory, f"version-{numbers[-1]:06d}", stack)
+        yield version
 
 
 def partial_folder(directory: Path, version: str) -> Path:
@@ -54,43 +70,154 @@ def partial_folder(directory: Path, version: str) -> Path:
     return directory / (version + _PARTIAL)
 
 
-def publish(directory: Path, version: str) -> None:
-    """Make a completely written version the current one, then remove the others."""
+def publish(directory: Path, version: str, replaced: Iterable[Path] = ()) -> None:
+    """Make a completely written version the current one, then remove those that it replaces.
+
+    Args:
+        directory: of the checkpoint.
+        version: what ``begun`` gave.
+        replaced: folders of versions; one that is read at this moment, or is in another directory, stays.
+    """
     partial = partial_folder(directory, version)
+    note = partial / LATEST  # in a folder of its own until it is renamed: another run may publish at the same time
+    _write_text(note, version + "\n")
     # A rename may reach the disk before the data it names, so each rename comes after a sync of that data.
     sync(partial)
     partial.rename(directory / version)
     sync(directory)
-    note = directory / (LATEST + _PARTIAL)
-    _write_text(note, version + "\n")
-    note.replace(directory / LATEST)
+    (directory / version / LATEST).replace(directory / LATEST)
     sync(directory)
     # Only now, when ``latest`` on the disk no longer names an older version.
-    for entry in directory.iterdir():
-        if _VERSION.fullmatch(entry.name) and entry.name != version:
-            shutil.rmtree(entry)
+    for folder in replaced:
+        if folder.parent == directory.resolve() and folder.name != version and folder.is_dir():
+            _remove_unless_used(folder, if_unknown=True)
 
 
 def latest(directory: Path) -> Path:
-    """The folder of the current version.
+    """The folder of the current version, or ``directory`` itself if that is the folder of a version.
 
     Raises:
         ValueError: the directory does not exist, or holds no complete checkpoint.
     """
     if not directory.is_dir():
         raise ValueError(f"directory: {directory} does not exist")
+    if (directory / MANIFEST).is_file():
+        return directory
     if not (directory / LATEST).is_file():
         raise ValueError(f"directory: {directory} holds no complete checkpoint (it has no file '{LATEST}')")
-    folder = directory / (directory / LATEST).read_text().strip()
-    if not folder.is_dir():
-        raise ValueError(f"directory: {folder}, which '{LATEST}' names, does not exist")
-    return folder
+    name = (directory / LATEST).read_bytes().decode(errors="replace").strip()
+    found = _VERSION.fullmatch(name)
+    if not found or found[2]:
+        raise ValueError(f"directory: {directory / LATEST} is damaged: it holds {name[:80]!r}, which names no version")
+    if not (directory / name).is_dir():
+        raise ValueError(f"directory: {directory / name}, which '{LATEST}' names, does not exist")
+    return directory / name
+
+
+@contextlib.contextmanager
+def reading(directory: Path) -> Iterator[Path]:
+    """The folder of the current version; inside, no other run removes it.
+
+    Raises:
+        ValueError: as of ``latest``.
+    """
+    while True:
+        folder = latest(directory)
+        with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
+            # Not locked means that its run removes it just now; then ``latest`` names a newer one.
+            if _locked(folder, fcntl.LOCK_SH, stack) is not False:
+                stack = stack.pop_all()
+                break
+    with stack:
+        yield folder
+
+
+def identity(folder: Path) -> tuple[int, int]:
+    """What tells a version from a later one under its name, in a directory that was emptied in between."""
+    status = (folder / MANIFEST).stat()
+    return status.st_ino, status.st_mtime_ns
+
+
+def _claimed(directory: Path, version: str, stack: contextlib.ExitStack) -> str:
+    """Make the version's partial folder and lock it; empty if another run has it."""
+    folder = partial_folder(directory, version)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return ""
+    try:
+        if _locked(folder, fcntl.LOCK_EX, stack) is False:
+            return ""
+    except FileNotFoundError:
+        return ""  # before it was locked, another run has taken it for a left one
+    if (directory / version).exists():  # completed by another run since ``begun`` looked
+        folder.rmdir()
+        return ""
+    return version
+
+
+def _remove_unless_used(folder: Path, *, if_unknown: bool) -> None:
+    """Remove the folder of a version unless somebody writes or reads it.
+
+    Args:
+        folder: of the version.
+        if_unknown: remove it also where the file system has no locks.
+    """
+    with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
+        is_free = _locked(folder, fcntl.LOCK_EX, stack)
+        if is_free or (is_free is None and if_unknown):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _locked(folder: Path, kind: int, stack: contextlib.ExitStack) -> bool | None:
+    """Lock a folder without waiting, until ``stack`` ends.
+
+    Returns:
+        False if another process holds it; None if the file system cannot tell (NFS locks no folders).
+
+    Raises:
+        FileNotFoundError: it is gone.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    stack.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return False if error.errno == errno.EWOULDBLOCK else None
+    # It may have been removed, and made anew by another run, between the two calls.
+    return os.path.samestat(os.fstat(descriptor), folder.stat())
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON file, with one line per list entry, and sync it to disk."""
+    """Write a JSON file, with one line per list entry and a checksum at its end, and sync it to disk."""
     lines = [f"{json.dumps(key)}: {_on_lines(entry)}" for key, entry in value.items()]
-    _write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
+    body = "{\n" + ",\n".join(lines)
+    _write_text(path, f'{body}{_SEAL}"{zlib.crc32(body.encode()):08x}"\n}}\n')
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What ``write_json`` wrote, with its checksum under ``checksum``; without that key if the file has none.
+
+    Raises:
+        ValueError: it is not JSON, or not what was written.
+    """
+    raw = path.read_bytes()
+    written = json.loads(raw)
+    if not isinstance(written, dict):
+        raise ValueError(f"it holds {type(written).__name__}, not an object")
+    body = raw.rpartition(_SEAL.encode())[0]
+    if "checksum" in written and written["checksum"] != f"{zlib.crc32(body):08x}":
+        raise ValueError("its checksum says that it was changed after it was written")
+    return written
+
+
+def checksum(path: Path) -> str:
+    """The CRC-32 of a file, as eight hexadecimal digits. (It finds damage, not forgery.)"""
+    found = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            found = zlib.crc32(chunk, found)
+    return f"{found:08x}"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

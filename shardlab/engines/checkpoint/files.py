@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardlab.engines.checkpoint.manifest import Row
 from shardlab.partition.slices import TensorSlice
+from shardlab.vocabulary import dtype_name
 
 _AT_ONCE = 2**20  # elements read across slices at a time; each needs several int64 indices
 
@@ -61,6 +62,12 @@ class IndexRanges:
             begin += stop - start
         outer, along, inner = self._split(full, self._size)
         return torch.where(indices[along] < 0, -1, (outer * width + indices[along]) * self._inner + inner)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the slice."""
+        width = sum(stop - start for start, stop in self.ranges)
+        return prod(self.full_shape[: self.dim]) * width * self._inner
 
     def _split(self, place: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
         """Indices before ``dim`` (flattened), along it, and after it (flattened)."""
@@ -143,6 +150,28 @@ class ShardFiles:
 
     def slice(self, row: Row, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop`` of what one file holds of a tensor; nothing else is read from disk."""
+        part = self._part(row, start, stop)
+        if part.numel() != stop - start:
+            raise ValueError(
+                f"file: {self._folder / row.file} has fewer elements of {row.tensor_name!r} than it should"
+            )
+        return part
+
+    def check(self, row: Row) -> None:
+        """Check that the file has the row's tensor, of its size and dtype; reads only the file's head.
+
+        Raises:
+            ValueError: it has not.
+        """
+        dtype = dtype_name(self._part(row, 0, 0).dtype)
+        shape = self._open[row.file].get_slice(row.tensor_name).get_shape()
+        if (dtype, shape) != (row.dtype, [row.stop - row.start]):
+            raise ValueError(
+                f"file: {self._folder / row.file} has {row.tensor_name!r} as {shape} {dtype}, and the manifest as "
+                f"[{row.stop - row.start}] {row.dtype}"
+            )
+
+    def _part(self, row: Row, start: int, stop: int) -> Tensor:
         path = self._folder / row.file
         try:
             if row.file not in self._open:
@@ -151,8 +180,6 @@ class ShardFiles:
             part: Tensor = self._open[row.file].get_slice(row.tensor_name)[start:stop]
         except Exception as error:  # safetensors has its own error class, which is not a ValueError
             raise ValueError(f"file: {row.tensor_name!r} cannot be read from {path}: {error}") from error
-        if part.numel() != stop - start:
-            raise ValueError(f"file: {path} has fewer elements of {row.tensor_name!r} than it should")
         return part
 
     def __enter__(self) -> Self:

@@ -1,14 +1,15 @@
 """Continuing from a checkpoint, whatever strategy and number of ranks wrote it: ``engine.load(directory)``.
 
-A rank reads the element ranges it needs and nothing else. What the checkpoint must have in common with the engine
-(names, shapes, dtypes, the class of optimizer) is checked before the first tensor changes; the error names the first
-difference.
+A rank reads the element ranges it needs and nothing else. Before the first tensor changes, all ranks have checked what
+the checkpoint must have in common with the engine (names, shapes, dtypes, the class of optimizer), and that its files
+are as they were written (``verify``); the error names the first difference.
 
-Bytes read per rank for P fp32 parameters with Adam: ZeRO-3 and FSDP 12P/N, ZeRO-1 and ZeRO-2 4P + 8P/N, the others 12P.
-The wire carries only a few words.
+Bytes read per rank for P fp32 parameters with Adam: ZeRO-3 and FSDP 12P/N, ZeRO-1 and ZeRO-2 4P + 8P/N, the others 12P;
+before that 12P/N for the checksums. The wire carries only a few words.
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,39 +17,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlab.engines.agreement import all_or_none
-from shardlab.engines.checkpoint.directory import latest
+from shardlab.engines.agreement import all_or_none, number_among, share_texts
+from shardlab.engines.checkpoint.directory import identity, reading
 from shardlab.engines.checkpoint.files import ShardFiles
 from shardlab.engines.checkpoint.manifest import Manifest, read_manifest
 from shardlab.engines.checkpoint.optimizer_state import check_state_shape, install_state, named_groups
 from shardlab.engines.checkpoint.save import check_mesh
 from shardlab.engines.checkpoint.shards import Kind, described, persistent_buffers, whole_shape_of, with_extra_state
-from shardlab.engines.rng import set_rng_state
+from shardlab.engines.checkpoint.verify import check_files, check_manifest, check_present
+from shardlab.engines.rng import check_rng_state, set_rng_state
 from shardlab.engines.state import Checkpointed, Stateful
 
 
 def load_checkpoint(engine: Checkpointed, directory: Path, objects: Mapping[str, Stateful]) -> Any:
     """See ``Engine.load``."""
     comms, device = engine.comms, engine.mesh.device
-    # Every rank has checked everything before the first tensor changes on any rank.
-    folder, manifest = all_or_none(comms, device, lambda: _found(engine, directory, objects))
-    # This is a barrier too: no rank may save, and so remove this version, while another still reads it.
-    all_or_none(comms, device, lambda: _restore(engine, folder, manifest, objects))
+    number, num_ranks = number_among(comms)
+    with ExitStack() as held:
+        # The first rank looks which version is the current one: another run may save meanwhile, and all must read the
+        # same. It holds that version until all have read.
+        chosen = all_or_none(comms, device, lambda: str(held.enter_context(reading(directory))) if number == 0 else "")
+        folder = Path(share_texts(comms, device, chosen)[0])
+        manifest = all_or_none(comms, device, lambda: _fitting(engine, folder, objects))
+        # Every rank has checked everything before the first tensor changes on any rank. The user's own code comes
+        # before the tensors, since nobody else can tell what it refuses.
+        all_or_none(comms, device, lambda: check_files(folder, manifest, number, num_ranks))
+        all_or_none(comms, device, lambda: _restore_objects(engine, manifest, objects))
+        all_or_none(comms, device, lambda: _restore(engine, folder, manifest))
     return manifest.extra
 
 
-def _found(engine: Checkpointed, directory: Path, objects: Mapping[str, Stateful]) -> tuple[Path, Manifest]:
+def _fitting(engine: Checkpointed, folder: Path, objects: Mapping[str, Stateful]) -> Manifest:
+    """The manifest, if this engine can load it."""
     check_mesh(engine)
-    folder = latest(directory)
     manifest = read_manifest(folder)
-    _check_files(folder, manifest)
     _check_model(engine, manifest)
+    check_manifest(manifest)
+    check_present(folder, manifest)
     _check_optimizer(engine, manifest)
     _check_objects(objects, manifest)
-    return folder, manifest
+    if engine.data_rank < len(manifest.rng):
+        check_rng_state(manifest.rng[engine.data_rank])
+    return manifest
 
 
-def _restore(engine: Checkpointed, folder: Path, manifest: Manifest, objects: Mapping[str, Stateful]) -> None:
+def _restore_objects(engine: Checkpointed, manifest: Manifest, objects: Mapping[str, Stateful]) -> None:
+    for name, module in with_extra_state(engine.module).items():
+        module.set_extra_state(manifest.module_state[name])
+    for name, thing in objects.items():
+        thing.load_state_dict(manifest.objects[name])
+
+
+def _restore(engine: Checkpointed, folder: Path, manifest: Manifest) -> None:
     with ShardFiles(folder) as files, torch.no_grad():
         for name, (tensor, start, stop) in engine.resident_params().items():
             if start < stop:
@@ -60,12 +80,9 @@ def _restore(engine: Checkpointed, folder: Path, manifest: Manifest, objects: Ma
                 rows = manifest.tensors_of(Kind.BUFFER, name).get("", [])
                 buffer.copy_(files.read(rows, 0, buffer.numel()).view(buffer.shape))
         _restore_optimizer(engine, files, manifest)
-    for name, module in with_extra_state(engine.module).items():
-        module.set_extra_state(manifest.module_state[name])
-    for name, thing in objects.items():
-        thing.load_state_dict(manifest.objects[name])
     engine.num_steps = manifest.num_steps
-    # Last: the load_state_dict() of a user's object may draw numbers, which would advance the generators.
+    engine.own_checkpoints[folder.resolve()] = identity(folder)
+    # Last: the load_state_dict() of a user's optimizer may draw numbers, which would advance the generators.
     if engine.data_rank < len(manifest.rng):
         set_rng_state(manifest.rng[engine.data_rank], engine.mesh.device)
 
@@ -85,13 +102,6 @@ def _restore_optimizer(engine: Checkpointed, files: ShardFiles, manifest: Manife
     # The order within a group is this model's, the options are the checkpoint's.
     groups = [{**saved, "params": group["params"]} for saved, group in zip(manifest.groups, own, strict=True)]
     install_state(engine, groups, state_of)
-
-
-def _check_files(folder: Path, manifest: Manifest) -> None:
-    """Check that every file in the manifest exists."""
-    for file in manifest.files:
-        if not (folder / file).is_file():
-            raise ValueError(f"file: {folder / file} is missing")
 
 
 def _check_model(engine: Checkpointed, manifest: Manifest) -> None:

@@ -9,7 +9,6 @@ can trust it: reading it runs no code.
 """
 
 import base64
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -21,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlab.engines.checkpoint.directory import MANIFEST, read_json
 from shardlab.engines.checkpoint.shards import Kind, TensorShard
 from shardlab.vocabulary import dtype_name
 
-FORMAT = 2  # 1 had no slices
-MANIFEST = "manifest.json"
+FORMAT = 3  # 1 had no slices, 2 no checksums
 _MARK = "!"
 
 
@@ -86,6 +85,7 @@ class Manifest:
         rng: random generators, by rank.
         extra: the user's own.
         rows: where the tensors are.
+        checksums: of the files that hold them, by name (``directory.checksum``); empty text in formats 1 and 2.
     """
 
     strategy: str
@@ -101,6 +101,7 @@ class Manifest:
     rng: list[dict[str, Any]]
     extra: Any
     rows: list[Row]
+    checksums: dict[str, str]
 
     @cached_property
     def _index(self) -> dict[tuple[str, str], dict[str, list[Row]]]:
@@ -112,11 +113,6 @@ class Manifest:
     def tensors_of(self, kind: Kind, name: str) -> Mapping[str, list[Row]]:
         """The rows of one parameter's (or buffer's) tensors, by key."""
         return self._index.get((kind, name), {})
-
-    @property
-    def files(self) -> list[str]:
-        """Every file that holds tensors."""
-        return sorted({row.file for row in self.rows})
 
     def to_json(self) -> dict[str, Any]:
         """The form that is written, with floats, tuples and tensors encoded."""
@@ -135,16 +131,20 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.is_file():
         raise ValueError(f"manifest: {path} is missing")
     try:
-        written = json.loads(path.read_text())
+        written = read_json(path)
         format_number = int(written.pop("format"))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        if format_number == FORMAT:
+            del written["checksum"]  # which ``read_json`` has checked
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"manifest: {path} is damaged: {error}") from None
     if format_number > FORMAT:
         raise ValueError(f"manifest: {path} has format {format_number}; this version of shardlab reads up to {FORMAT}")
     try:
         rows = [Row(**row) for row in written.pop("rows")]
+        if format_number < FORMAT:
+            written["checksums"] = {row.file: "" for row in rows}
         return Manifest(**{key: decode(value) for key, value in written.items()}, rows=rows)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise ValueError(f"manifest: {path} is damaged: {error}") from None
 
 

@@ -9,13 +9,23 @@ carries only a few words and the manifest's rows. All ranks share the directory.
 """
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from shardlab.engines.agreement import all_or_none, number_among, share_json, share_texts
-from shardlab.engines.checkpoint.directory import begin, partial_folder, publish, write_json, write_tensors
-from shardlab.engines.checkpoint.manifest import MANIFEST, Manifest, Row, encode
+from shardlab.engines.checkpoint.directory import (
+    MANIFEST,
+    begun,
+    checksum,
+    identity,
+    partial_folder,
+    publish,
+    write_json,
+    write_tensors,
+)
+from shardlab.engines.checkpoint.manifest import Manifest, Row, encode
 from shardlab.engines.checkpoint.optimizer_state import named_groups
 from shardlab.engines.checkpoint.shards import (
     TensorShard,
@@ -37,14 +47,15 @@ def save_checkpoint(engine: Checkpointed, directory: Path, extra: Any, objects: 
     comms, device, is_first = engine.comms, engine.mesh.device, number_among(engine.comms)[0] == 0
     # Everything that can be refused is refused before anything is written.
     head, shards = all_or_none(comms, device, lambda: (_head(engine, extra, objects), _own_shards(engine)))
-    # The first rank chooses the folder's name and makes it; the others must not write before it exists.
-    begun = all_or_none(comms, device, lambda: begin(directory) if is_first else "")
-    version = share_texts(comms, device, begun)[0]
-    folder = partial_folder(directory, version)
-    part = all_or_none(comms, device, lambda: _write_part(engine, folder, shards))
-    # Every rank's file is on disk now; only then may the first rank publish the version.
-    parts = share_json(comms, device, part)
-    all_or_none(comms, device, lambda: _finish(directory, version, head, parts) if is_first else None)
+    with ExitStack() as held:
+        # The first rank chooses the folder's name and makes it; the others must not write before it exists.
+        name = all_or_none(comms, device, lambda: held.enter_context(begun(directory)) if is_first else "")
+        version = share_texts(comms, device, name)[0]
+        folder = partial_folder(directory, version)
+        part = all_or_none(comms, device, lambda: _write_part(engine, folder, shards))
+        # Every rank's file is on disk now; only then may the first rank publish the version.
+        parts = share_json(comms, device, part)
+        all_or_none(comms, device, lambda: _finish(engine, directory, version, head, parts) if is_first else None)
 
 
 def check_mesh(engine: Checkpointed) -> None:
@@ -76,6 +87,7 @@ def _head(engine: Checkpointed, extra: Any, objects: Mapping[str, Stateful]) -> 
         rng=[],
         extra=extra,
         rows=[],
+        checksums={},
     ).to_json()
 
 
@@ -94,10 +106,13 @@ def _write_part(engine: Checkpointed, folder: Path, shards: list[TensorShard]) -
     """Write this rank's file, and return what it adds to the manifest, encoded."""
     file = f"rank-{number_among(engine.comms)[0]:05d}.safetensors"
     rows = [Row.of(shard, file) for shard in shards]
+    checksums = {}
     if shards:
         tensors = {row.tensor_name: shard.tensor for row, shard in zip(rows, shards, strict=True)}
         write_tensors(folder / file, tensors)
+        checksums[file] = checksum(folder / file)
     part = {
+        "checksums": checksums,
         "rows": [row.to_json() for row in rows],
         "values": state_values(engine),
         # The ranks of a tensor axis draw the same numbers, so one state is enough for them.
@@ -107,14 +122,22 @@ def _write_part(engine: Checkpointed, folder: Path, shards: list[TensorShard]) -
     return encoded
 
 
-def _finish(directory: Path, version: str, head: dict[str, Any], parts: list[dict[str, Any]]) -> None:
-    """Write the manifest and publish the version."""
+def _finish(
+    engine: Checkpointed, directory: Path, version: str, head: dict[str, Any], parts: list[dict[str, Any]]
+) -> None:
+    """Write the manifest and publish the version; it replaces those that this engine wrote or loaded."""
     whole = {
         **head,
         "values": {name: values for part in parts for name, values in part["values"].items()},
         "rng": [part["rng"] for part in parts if part["rng"] is not None],
         "rows": [row for part in parts for row in part["rows"]],
+        "checksums": {file: found for part in parts for file, found in part["checksums"].items()},
     }
     # The manifest is the last file of a version, so it names only files that are on disk.
     write_json(partial_folder(directory, version) / MANIFEST, whole)
-    publish(directory, version)
+    known = engine.own_checkpoints
+    publish(directory, version, [folder for folder in known if folder.is_dir() and identity(folder) == known[folder]])
+    for folder in [folder for folder in known if not folder.is_dir()]:
+        del known[folder]
+    folder = (directory / version).resolve()
+    known[folder] = identity(folder)
