@@ -3,11 +3,16 @@
 Autograd has no hook for either moment. A backward that the engine did not start is noticed by a hook on the output of
 the module's forward, which runs before any gradient below it is accumulated, or else by the first gradient.
 
-Reentrant activation checkpointing runs a backward inside the backward. A parameter may then get its gradient in parts,
-one from each inner backward, so a gradient that arrives in an inner backward may be incomplete.
+A parameter may get its gradient in parts, so that what has arrived may be incomplete:
+
+* reentrant activation checkpointing runs a backward inside the backward, and each inner one brings a part;
+* if a parameter had another dtype for a while between two forwards, autograd takes it for another parameter in the
+  second one, and a backward through both brings a part from each.
 """
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -43,27 +48,31 @@ class BackwardWatch:
         self._params, self._began, self._entered, self._ended = params, began, entered, ended
         self._expected = False
         self._task: int | None = None  # autograd's number of the outermost backward
-        self._num_followed = 0  # outputs since the last backward
+        self._to_run: weakref.WeakSet[_Graph] = weakref.WeakSet()  # those of outputs that no backward has reached
+        self._is_retained = False  # the graph of the current backward
+        self._knows_twice = False  # some parameter, in graphs that are still to run
 
     @untraced
     def follow(self, output: Any) -> None:
         """Notice a backward through any tensor of ``output``."""
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:  # a hook on a leaf would outlive the graph
-                tensor.register_hook(self._reached)
-                self._num_followed += 1
+                graph = _Graph()
+                self._to_run.add(graph)
+                tensor.register_hook(functools.partial(self._reached, graph))  # lives as long as the graph
 
     @contextlib.contextmanager
-    def expected(self, loss: Tensor) -> Iterator[None]:
+    def expected(self, loss: Tensor, *, retain_graph: bool) -> Iterator[None]:
         """Wraps a backward of ``loss`` whose end the caller sees itself."""
         self._began()
-        self._expected = True
+        self._expected, self._is_retained = True, retain_graph
         # On the loss, since the first gradient may come from a backward nested in this one, with a number of its own.
         hook = loss.register_hook(lambda _: self.enter()) if loss.grad_fn is not None else None
         try:
             yield
         finally:
-            self._expected, self._task = False, None
+            self._expected = False
+            self._forget()
             if hook is not None:
                 # Or it would run again in a later backward through a retained graph.
                 hook.remove()
@@ -80,9 +89,19 @@ class BackwardWatch:
         self._entered()
 
     @property
-    def is_nested(self) -> bool:
-        """Whether the current hook was called by a backward inside the backward."""
-        return _current_task() != self._task
+    def is_inside(self) -> bool:
+        """Whether autograd calls from inside some backward, as for a forward that checkpointing computes again."""
+        return _current_task() != _OUTSIDE
+
+    @property
+    def brings_parts(self) -> bool:
+        """Whether more may be added to the gradient that has just arrived, before the backward ends."""
+        return self._knows_twice or _current_task() != self._task
+
+    def note_other_dtypes(self) -> None:
+        """Parameters have another dtype for a while."""
+        # Only if some graph has them by now: what comes in parts is reduced at the end of backward, and hides nothing.
+        self._knows_twice = self._knows_twice or len(self._to_run) > 0
 
     def unreached(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Those of ``params`` that the current backward gives no gradient, as this rank's graph says.
@@ -91,8 +110,7 @@ class BackwardWatch:
         whose graph is not made yet; where nobody saw the backward before its first gradient; and where a plain
         ``loss.backward()`` may go through several outputs, of which only the first is known.
         """
-        num_followed, self._num_followed = self._num_followed, 0
-        if not self._expected and num_followed != 1:
+        if not self._expected and len(self._to_run) != 1:
             return []
         # Private: there is no public way to ask which nodes a backward will run.
         missing = [
@@ -112,14 +130,16 @@ class BackwardWatch:
     def take_unended(self) -> bool:
         """Whether a backward began and never ended because it raised; True only once for each."""
         # Inside a backward there is no answer yet: a forward that checkpointing computes again asks from there.
-        if self._task is None or _current_task() != _OUTSIDE:
+        if self._task is None or self.is_inside:
             return False
-        self._task = None
+        self._forget()
         return True
 
-    def _reached(self, _: Tensor) -> None:
+    def _reached(self, graph: "_Graph", _: Tensor) -> None:
         if self._task is None and self._accumulates():
             self.enter()
+        if self._task is not None and not self._is_retained:
+            self._to_run.discard(graph)
 
     def _accumulates(self) -> bool:
         """Whether parameters will get gradients: ``torch.autograd.grad`` calls the same hooks and gives them none."""
@@ -133,8 +153,16 @@ class BackwardWatch:
             return False
 
     def _leave(self) -> None:
-        self._task = None
+        self._forget()
         self._ended()
+
+    def _forget(self) -> None:
+        self._task, self._is_retained = None, False
+        self._knows_twice = self._knows_twice and len(self._to_run) > 0
+
+
+class _Graph:
+    """Stands for the graph of an output, which frees it; nothing else tells whether a graph is still there."""
 
 
 def _nodes_below(node: Any) -> set[Any]:

@@ -105,7 +105,7 @@ class Bucketed(Engine):
         if self._queue.is_sent(bucket):
             raise second_gradient(self._name_of(param))
         bucket.seal(slot, gradient, self._scale)
-        self._queue.note(bucket, param, in_part=self._backward_watch.is_nested)
+        self._queue.note(bucket, param, in_part=self._backward_watch.brings_parts)
         self._queue.send_complete()
 
     def _send(self, bucket: Bucket) -> None:

@@ -114,11 +114,13 @@ def check_optimizer_fn(optimizer_fn: object) -> None:
 def second_gradient(name: str) -> RuntimeError:
     """The error for a gradient of ``name`` that arrives after this backward has already sent an earlier one.
 
-    A gradient arrives in parts only if a backward runs inside the backward; a part from outside it looked complete.
+    A gradient arrives in parts if a backward runs inside the backward, or through graphs from before and after a
+    change of dtype; a part that was not recognised as one looked complete.
     """
     return RuntimeError(
-        f"gradient of {name!r}: it comes in parts, some from inside reentrant activation checkpointing and some from "
-        "outside, and the first part has already been sent; use checkpoint(..., use_reentrant=False)"
+        f"gradient of {name!r}: it comes in parts, and the first part has already been sent; with reentrant activation "
+        "checkpointing, write checkpoint(..., use_reentrant=False); with a precision, where a graph is retained over "
+        "full_params() or a state dict, write engine.backward(loss, retain_graph=True)"
     )
 
 

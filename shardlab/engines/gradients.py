@@ -46,7 +46,7 @@ class Gradients:
         Raises:
             RuntimeError: the previous backward raised, and ``zero_grad()`` has not been called since.
         """
-        with self._backward_watch.expected(loss):
+        with self._backward_watch.expected(loss, retain_graph=retain_graph):
             try:
                 loss.backward(retain_graph=retain_graph)
             except BaseException:

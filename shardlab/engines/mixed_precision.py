@@ -55,6 +55,10 @@ class MixedPrecision(Engine):
         self._refuse_stored_params()
         super()._begin_backward()
 
+    def _note_stored_params(self) -> None:
+        if self._has_stored_params:
+            self._backward_watch.note_other_dtypes()
+
     def _refuse_stored_params(self) -> None:
         if self._has_stored_params:
             raise RuntimeError(

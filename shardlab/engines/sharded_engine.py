@@ -65,6 +65,7 @@ class ShardedEngine(MixedPrecision):
         for bucket in self.buckets:
             bucket.hold()
         self._num_keeping += keep_changes
+        self._note_stored_params()
         try:
             yield self.module
             # Not after an error: half of a change must not reach the shards.

@@ -42,6 +42,7 @@ class SteppedInPieces(MixedPrecision):
         """
         masters = self._masters
         with contextlib.nullcontext() if masters is None else masters.whole(keep_changes=keep_changes):
+            self._note_stored_params()
             yield self.module
 
     @override

@@ -29,7 +29,7 @@ from shardlab.engines.optimizer_fit import parse_partition
 from shardlab.engines.placeholder import sites_of, without_parameters
 from shardlab.engines.precision import Precision, parse_precision
 from shardlab.engines.saved_tensors import saved_by_reference
-from shardlab.engines.sharded_bucket import BucketState, ShardedBucket
+from shardlab.engines.sharded_bucket import ShardedBucket
 from shardlab.engines.sharded_engine import ShardedEngine
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.vocabulary import Partition
@@ -67,6 +67,8 @@ class ZeRO3(ShardedEngine):
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Gather, run the module's forward, reshard."""
+        # First: what a backward that raised has left is resharded, and not in the middle of this forward.
+        self._notice_failure()
         with self._gathered(), saved_by_reference(self.buckets):
             output = without_parameters(super().__call__(*args, **kwargs), set(self.params.values()))
         for tensor in tensors_in(output):
@@ -123,9 +125,9 @@ class ZeRO3(ShardedEngine):
 
     @contextlib.contextmanager
     def _gathered(self) -> Iterator[None]:
-        """Inside, the parameters are gathered; at the end they are resharded, unless they were gathered before."""
-        # A forward that checkpointing computes again finds them gathered, and must leave them for the backward.
-        is_outermost = any(bucket.state is not BucketState.UNSHARDED for bucket in self.buckets)
+        """Inside, the parameters are gathered; at the end they are resharded, except inside a backward."""
+        # A forward that checkpointing computes again must leave them for the rest of the backward.
+        is_outermost = not self._backward_watch.is_inside
         self.gather_full_params()
         try:
             yield

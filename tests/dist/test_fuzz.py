@@ -88,7 +88,7 @@ def _never_reshards(engine):
 class SeesNoParts(BackwardWatch):
     """Takes a part of a gradient for all of it."""
 
-    is_nested = False
+    brings_parts = False
 
 
 def _sees_no_parts(engine):

@@ -142,3 +142,102 @@ def test_a_plain_backward_through_two_outputs(pools, num_ranks):
     for state in pools(num_ranks).run(backward_of_two, num_ranks):
         for name, value in model.state_dict().items():
             torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+
+
+SETUPS = {
+    "zero1": {},
+    "zero2": {},
+    "zero3": {},
+    "fsdp": {},
+    "fsdp shard_grad_op": {"sharding": "shard_grad_op"},
+}
+
+
+def around_full_params(rank, num_ranks, setup, how):
+    """Parameters have their stored dtype between two forwards, and one backward goes through both."""
+    options = SETUPS[setup] | {"precision": Precision(compute=torch.float32, reduce=torch.float64)}
+    with (
+        Mesh({"data": num_ranks}) as mesh,
+        build_engine(setup.split()[0], built(), lambda params: torch.optim.SGD(params, lr=0.1), mesh, **options) as engine,
+    ):
+        for _ in range(2):
+            loss = loss_on(rank, engine)
+            engine.full_state_dict()
+            loss = loss + loss_on(rank + num_ranks, engine)
+            if how == "engine":
+                engine.backward(loss)
+            else:
+                loss.backward()
+            engine.step()
+            engine.zero_grad()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("how", ["engine", "plain"])
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_backward_through_forwards_before_and_after_full_params(pools, num_ranks, setup, how):
+    module = built()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        sum(loss_on(rank, module) + loss_on(rank + num_ranks, module) for rank in range(num_ranks)).div(
+            num_ranks
+        ).backward()
+        optimizer.step()
+    for state in pools(num_ranks).run(around_full_params, num_ranks, setup, how):
+        for name, tensor in module.state_dict().items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+class Passed(nn.Module):
+    """The last block is frozen, recomputes a part of itself, and its output is an output of the model too."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(Part() for _ in range(2)).requires_grad_(False)
+
+    def forward(self, x):
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return x, x.square()
+
+
+class Part(nn.Module):
+    """A part of it is under reentrant checkpointing, where no hook of the unit would gather it again."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.tanh(checkpoint(self.inner, x, use_reentrant=True))
+
+
+def of_both_outputs(rank, num_ranks, module):
+    generator = torch.Generator().manual_seed(rank)
+    first, second = module(torch.randn(3, 4, dtype=torch.float64, generator=generator))
+    return (first + second).square().sum() / num_ranks
+
+
+def passed(rank, num_ranks):
+    torch.manual_seed(0)
+    mesh = Mesh({"data": num_ranks})
+    with mesh, build_engine("fsdp", Passed().double(), lambda params: torch.optim.SGD(params, lr=0.1), mesh) as engine:
+        engine.backward(num_ranks * of_both_outputs(rank, num_ranks, engine))
+        engine.step()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_frozen_unit_whose_output_is_the_models_too(pools, num_ranks):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Passed().double()
+    sum(of_both_outputs(rank, num_ranks, model) for rank in range(num_ranks)).backward()
+    torch.optim.SGD([model.enter.weight, model.enter.bias], lr=0.1).step()
+    for state in pools(num_ranks).run(passed, num_ranks):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)

@@ -104,3 +104,34 @@ def fails_in_forward(rank):
 
 def test_after_an_error_in_forward_nothing_stays_gathered(pools):
     assert pools(2).run(fails_in_forward) == [0, 0]
+
+
+class Failing(torch.autograd.Function):
+    """Its backward raises."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ArithmeticError("planted")
+
+
+def after_other_backwards(rank):
+    """A plain backward that raised, and ``torch.autograd.grad``: neither has an end that the engine sees."""
+    with Mesh({"data": 2}) as mesh, build_engine("zero3", cases.build("MLP"), adamw, mesh) as engine:
+        x = cases.own_rows(cases.rows("MLP", 0, 0, 2)[0], rank)
+        with pytest.raises(ArithmeticError):
+            Failing.apply(engine(x)).sum().backward()
+        engine(x)
+        gathered = [bytes_by_role(engine.live_tensors())[Role.GATHERED_PARAMETER]]
+        engine.zero_grad()
+        x = x.clone().requires_grad_()
+        torch.autograd.grad(engine(x).sum(), x)
+        engine(x)
+        return [*gathered, bytes_by_role(engine.live_tensors())[Role.GATHERED_PARAMETER]]
+
+
+def test_a_forward_reshards_what_a_backward_without_an_end_has_left(pools):
+    assert pools(2).run(after_other_backwards) == [[0, 0]] * 2

@@ -56,6 +56,7 @@ _seeds = st.integers(0, 9)
 _depths = st.sampled_from([None, None, None, 1, 0, 2])
 _which = st.sampled_from(["all", "all", "last", "first"])
 _how = st.sampled_from(["engine", "engine", "plain"])
+_parts = st.sampled_from(["enter", "blocks", "leave", "blocks.0", "blocks.1", "spare"])
 
 
 @st.composite
@@ -66,6 +67,8 @@ def _training_step(draw: st.DrawFn) -> list[Operation]:
         for _ in range(draw(st.sampled_from([0, 0, 0, 1, 2])))
         for part in (Forward(draw(_seeds), draw(_depths), quiet=True), Backward(quiet=True))
     ]
+    if operations and draw(seldom):
+        operations.append(Freeze(draw(_parts)))  # what has a gradient that is still to be reduced
     operations.append(Forward(draw(_seeds), draw(_depths)))
     if draw(seldom):
         operations.append(Forward(draw(_seeds), draw(_depths)))
@@ -96,7 +99,6 @@ def _moved(draw: st.DrawFn, menu: Menu) -> list[Operation]:
 
 def _single(menu: Menu) -> st.SearchStrategy[list[Operation]]:
     """Any one operation."""
-    parts = st.sampled_from(["enter", "blocks", "leave", "blocks.0", "blocks.1", "spare"])
     into = st.one_of(st.none(), engines(menu))
     faults = st.sampled_from(["none", "none", "none", "forward", "backward"])
     kinds: list[st.SearchStrategy[Any]] = [
@@ -107,7 +109,7 @@ def _single(menu: Menu) -> st.SearchStrategy[list[Operation]]:
         st.builds(Step, st.sampled_from([True, True, False])),
         st.builds(ZeroGrad),
         st.builds(Finish),
-        st.builds(Freeze, parts, st.booleans()),
+        st.builds(Freeze, _parts, st.booleans()),
         st.builds(LearningRate, st.sampled_from([None, 0.02])),
         st.builds(Mode, st.booleans()),
         st.builds(ScaledStep, _seeds, seldom),

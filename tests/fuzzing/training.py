@@ -85,6 +85,7 @@ class Backward(Operation):
         finished = self.how == "engine" and not self.quiet
         world.gradients = "means" if finished else "local"
         world.unfinished = not finished and not self.quiet
+        world.has_retained = world.has_retained or (self.retain and self.how == "plain")
         world.gathered = self.how == "plain" or (bool(world.plain.losses) and world.ours.spec.keeps_gathered)
 
 
@@ -235,7 +236,7 @@ class FailsAlone(Operation):
 
     def applies(self, world: World) -> bool:
         raises = any(block.kind == "overwrite" for block in world.ours.module_spec.blocks)  # on the other ranks too
-        return not (world.ours.spec.gathers and (raises or world.ours.spec.transport == "gloo"))
+        return not (raises or (world.ours.spec.gathers and world.ours.spec.transport == "gloo"))
 
     def ours(self, world: World) -> Seen:
         ours, fails = world.ours, world.rank == self.on % world.ours.spec.num_data_ranks

@@ -220,6 +220,7 @@ class World:
         saved: what ``Save`` has written.
         left_alone: an error on one rank has left the others alone where they gather parameters.
         has_met: two different collectives have met, so that the engine is of no use any more.
+        has_retained: a plain ``loss.backward(retain_graph=True)`` has kept a graph, which no engine can see.
     """
 
     ours: Ours
@@ -235,6 +236,7 @@ class World:
     saved: dict[str, Any] = field(default_factory=dict)
     left_alone: bool = False
     has_met: bool = False
+    has_retained: bool = False
 
     @property
     def rank(self) -> int:

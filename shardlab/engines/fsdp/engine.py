@@ -216,7 +216,7 @@ class FSDP(ShardedEngine):
         super()._on_gradient(param)
         if self._sync and self._schedule.comes_too_late(param):
             raise second_gradient(self._name_of(param))
-        self._schedule.gradient_came(param, in_part=self._backward_watch.is_nested, reduce=self._sync)
+        self._schedule.gradient_came(param, in_part=self._backward_watch.brings_parts, reduce=self._sync)
 
     @override
     def _begin_backward(self) -> None:

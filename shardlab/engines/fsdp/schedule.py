@@ -199,8 +199,10 @@ class Schedule:
     def _before_backward(self, unit: Unit) -> None:
         if self._in_backward:  # and not in torch.autograd.grad, which accumulates nothing
             # The gradient of this unit's output has passed through the units before it in backward: what is frozen in
-            # them is needed no more. A unit around this one has more to do.
-            over = {begun for begun in self._begun - {unit} if unit not in self._inside[begun] and self._is_over(begun)}
+            # them is needed no more. A unit around this one has more to do; one inside it may just be about to begin,
+            # where its output is the output of both.
+            others = {begun for begun in self._begun - self._inside[unit] - {unit} if unit not in self._inside[begun]}
+            over = {begun for begun in others if self._is_over(begun)}
             for begun in over:
                 begun.reshard()
             self._begun = self._begun - over | {unit}
