@@ -27,6 +27,7 @@ class CollectiveEvent:
         scratch_bytes: bytes the transport holds between start and end beside the caller's buffers.
         storage: identity of the buffer's storage while it is alive, so that a memory ledger can tell what it is.
         source_line: ``file:line`` of the caller outside the library.
+        ranks: the global ranks of the group.
         device_times: CUDA events at begin and end, where a stream ran it: whoever records resolves them after the step.
     """
 
@@ -44,6 +45,7 @@ class CollectiveEvent:
     source_line: str
     scratch_bytes: int = 0
     storage: int = 0
+    ranks: tuple[int, ...] = ()
     issue_ns: float = field(default_factory=perf_counter_ns)
     start_ns: float = nan
     end_ns: float = nan

@@ -113,6 +113,7 @@ class ObservedGroup:
             source_line=_line_of_caller(),
             scratch_bytes=scratch_bytes,
             storage=buffers[0].untyped_storage()._cdata if buffers else 0,
+            ranks=self.ranks,
         )
         self._seq += 1
         for observer in self._observers:

@@ -4,9 +4,9 @@ A rank writes its slot when a collective is issued and when it is completed; the
 also when a rank hangs or is dead. Of several collectives in flight the slot shows the oldest, since all others wait
 for it; with none in flight it shows the last.
 
-A slot is 512 bytes: version (odd while it is being written), seq, since_ns, numel, state, then op, axis, dtype, tag and
-source line as UTF-8 padded with zeros. Nothing is locked between processes: the reader repeats a read that met a new
-version.
+A slot is 512 bytes: version (odd while it is being written), seq, since_ns, numel, state, then op, axis, dtype, tag,
+ranks of the group and source line as UTF-8 padded with zeros. Nothing is locked between processes: the reader repeats a
+read that met a new version.
 """
 
 import linecache
@@ -24,9 +24,9 @@ from shardlab.launch.stack import SeenCall
 from shardlab.vocabulary import Collective
 
 _VERSION = struct.Struct("=Q")
-_BODY = struct.Struct("=qqqB32s24s16s144s256s")
+_BODY = struct.Struct("=qqqB32s24s16s120s24s256s")
 SLOT_BYTES = 512
-_TEXT_BYTES = (32, 24, 16, 144, 256)
+_TEXT_BYTES = (32, 24, 16, 120, 24, 256)
 _WAITS = ("wait", "wait_all")  # of ``shardlab.comm.events``, as ``stack.py`` names them
 assert _VERSION.size + _BODY.size <= SLOT_BYTES
 # A send meets a receive, and every rank may have parts of other sizes for an all-to-all.
@@ -47,7 +47,8 @@ class BoardRow:
     """One slot as read. ``since_ns`` is when the collective was issued, by ``time.perf_counter_ns``.
 
     ``numel`` and ``dtype`` are those of the whole buffer; 0 and empty where the collective has none, or where it was
-    called past the communicator.
+    called past the communicator. ``group`` begins with the ranks of the group, which is enough to tell it from the
+    other groups of its axis: no rank is in two of them.
     """
 
     rank: int
@@ -59,6 +60,7 @@ class BoardRow:
     axis: str
     dtype: str
     tag: str
+    group: str
     source_line: str
 
     @property
@@ -148,7 +150,8 @@ class BoardWriter:
 
     def _write(self, call: CollectiveEvent | SeenCall, state: CallState) -> None:
         self._shown = call
-        texts = (call.op, call.axis, call.dtype, call.tag, call.source_line[-_TEXT_BYTES[-1] :])
+        group = ",".join(map(str, call.ranks))
+        texts = (call.op, call.axis, call.dtype, call.tag, group, call.source_line[-_TEXT_BYTES[-1] :])
         packed = (text.encode()[:size] for text, size in zip(texts, _TEXT_BYTES, strict=True))
         self._put(_BODY.pack(call.seq, int(call.issue_ns), call.numel, state, *packed))
 
@@ -186,28 +189,31 @@ class Board:
             if version % 2 == 0 and _VERSION.unpack_from(self._map, start) == (version,):
                 break
         seq, since_ns, numel, state, *texts = body
-        op, axis, dtype, tag, source = (text.rstrip(b"\0").decode(errors="ignore") for text in texts)
-        return BoardRow(rank, seq, since_ns, numel, CallState(state), op, axis, dtype, tag, source)
+        op, axis, dtype, tag, group, source = (text.rstrip(b"\0").decode(errors="ignore") for text in texts)
+        return BoardRow(rank, seq, since_ns, numel, CallState(state), op, axis, dtype, tag, group, source)
 
 
 def describe(rows: Sequence[BoardRow], processes: Sequence[str]) -> str:
-    """The board as a text table: rank, process, collective, tag, state, since (seconds), elements, source line.
+    """The board as a text table: rank, process, seq, collective, tag, state, since (seconds), elements, source line.
 
     Args:
         rows: what ``Board.read`` gave.
-        processes: what each rank's process is doing, in the same order: running, returned, raised, dead.
+        processes: what each rank's process is doing, in the same order: running, stopped, returned, raised, dead.
     """
     now_ns = perf_counter_ns()
-    lines = [("rank", "process", "collective", "tag", "state", "since (s)", "elements", "source line")]
+    lines = [("rank", "process", "seq", "collective", "tag", "state", "since (s)", "elements", "source line")]
     for row, process in zip(rows, processes, strict=True):
         if row.state is CallState.NONE:
-            lines.append((str(row.rank), process, "-", "-", "no collective yet", "-", "-", "-"))
+            lines.append((str(row.rank), process, "-", "-", "-", "no collective yet", "-", "-", "-"))
             continue
         collective = f"{row.op} ({row.axis})" if row.axis else row.op
         since = f"{(now_ns - row.since_ns) / 1e9:.1f}"
         state = "waiting" if row.state is CallState.ISSUED else row.state.name.lower()
         source = _with_text(row.source_line)
-        lines.append((str(row.rank), process, collective, row.tag or "-", state, since, row.elements or "-", source))
+        seq = str(row.seq) if row.seq >= 0 else "-"
+        lines.append(
+            (str(row.rank), process, seq, collective, row.tag or "-", state, since, row.elements or "-", source)
+        )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
@@ -217,7 +223,8 @@ def mismatch(rows: Sequence[BoardRow]) -> str:
 
     The collectives of a communicator are numbered alike on all its ranks, so two ranks at the same number on the same
     axis should be in the same collective. Where operation, elements or dtype differ, they wait for each other for ever.
-    Ranks of several groups along one axis may rightly differ; then the sentence is a hint and no proof.
+    Otherwise a rank whose last collective has a lower number than one that others of its group wait in has not come to
+    it: it skipped one, or is late.
 
     Args:
         rows: what ``Board.read`` gave.
@@ -225,11 +232,27 @@ def mismatch(rows: Sequence[BoardRow]) -> str:
     known = [row for row in rows if row.state is not CallState.NONE and row.seq >= 0 and row.op not in _MAY_DIFFER]
     # Who sends too much may be through before the receiver dies of it, so one unfinished rank is enough.
     for stuck in (row for row in known if row.state is not CallState.COMPLETED):
-        same = [row for row in known if (row.axis, row.seq) == (stuck.axis, stuck.seq)]
+        same = [row for row in known if (row.axis, row.group, row.seq) == (stuck.axis, stuck.group, stuck.seq)]
         if len({(row.op, row.numel, row.dtype) for row in same}) > 1:
             places = ", ".join(f"rank {row.rank} in {row.call}" for row in same)
             return f"Collective {stuck.seq} of axis {stuck.axis!r} differs between ranks: {places}"
+    return _behind(known)
+
+
+def _behind(known: Sequence[BoardRow]) -> str:
+    for stuck in sorted(known, key=lambda row: -row.seq):
+        group = [row for row in known if (row.axis, row.group) == (stuck.axis, stuck.group)]
+        if stuck.state is CallState.ISSUED and (late := [row for row in group if row.seq < stuck.seq]):
+            ahead = [row.rank for row in group if row.seq == stuck.seq]
+            places = ", ".join(f"rank {row.rank} has come to {row.seq}, {row.call}" for row in late)
+            return (
+                f"Not all are in the same collective of axis {stuck.axis!r}: {_ranks(ahead)} in {stuck.seq}, {places}"
+            )
     return ""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _with_text(source_line: str) -> str:

@@ -1,6 +1,7 @@
 """Waits until every rank has answered, or finds out why one never will, all in the caller's thread."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from threading import Event
@@ -11,6 +12,7 @@ from shardlab.launch.board import BoardRow, CallState, describe, mismatch
 from shardlab.launch.errors import RankDied, RankError, RankHang, describe_exit
 from shardlab.launch.messages import Answer, Failure, Note, Payload, unpack
 from shardlab.launch.processes import RankProcess, RankProcesses
+from shardlab.launch.silence import Silence, is_stopped, stack_of, state_of
 
 _LOOK_EVERY_S = 0.1
 _GRACE_S = 0.3
@@ -35,12 +37,27 @@ class Death:
     exit_code: int | None
 
 
+@dataclass(frozen=True)
+class Patience:
+    """How long to wait for ranks, in seconds; None for ever.
+
+    Attributes:
+        timeout_s: for a rank that waits in one collective.
+        limit_s: for all answers.
+        notice_s: in silence, until a notice says what each rank does.
+    """
+
+    timeout_s: float | None = None
+    limit_s: float | None = None
+    notice_s: float | None = None
+
+
 class Collector:
     """One answer from every rank, once.
 
     Args:
         processes: the ranks that were given a task.
-        timeout_s: how long a rank may wait in one collective; None never looks.
+        patience: how long to wait for them.
         on_message: called with (rank, message) for what ranks emit.
         interrupted: set from another thread to interrupt this one.
     """
@@ -48,12 +65,15 @@ class Collector:
     def __init__(
         self,
         processes: RankProcesses,
-        timeout_s: float | None = None,
+        patience: Patience,
         on_message: Callable[[int, object], None] | None = None,
         interrupted: Event | None = None,
     ) -> None:
         self._processes = processes
-        self._timeout_s = timeout_s
+        self._patience = patience
+        self._began = monotonic()
+        self._silence = Silence(patience.notice_s)
+        self._num_messages = 0
         self._on_message = on_message
         self._interrupted = interrupted
         self._answers: dict[int, Payload] = {}
@@ -68,7 +88,7 @@ class Collector:
         Raises:
             RankError: a rank's function raised; the first one that did.
             RankDied: a rank's process is gone.
-            RankHang: a rank has waited in a collective for longer than the timeout.
+            RankHang: a rank has waited in a collective for longer than the timeout, or all took longer than the limit.
             KeyboardInterrupt: ``interrupted`` was set.
         """
         while len(self._answers) < len(self._processes.ranks):
@@ -78,7 +98,9 @@ class Collector:
             if self._failures or self._deaths:
                 self._wait_for_others()
                 raise self._first_failure()
-            self._look_at_board()
+            if monotonic() >= self._next_look:
+                self._next_look = monotonic() + _LOOK_EVERY_S
+                self._look()
         # A rank flushes its output before it answers, so all of it is in the pipes now.
         self._finish_output()
         return [self._answers[rank.rank] for rank in self._processes.ranks]
@@ -102,6 +124,7 @@ class Collector:
         except (EOFError, OSError):
             self._closed.add(rank.rank)  # the sentinel will tell with what exit code
             return
+        self._num_messages += 1
         match message:
             case Note():
                 if self._on_message is not None:
@@ -145,27 +168,53 @@ class Collector:
         error.__cause__ = _original(first)
         return error
 
-    def _look_at_board(self) -> None:
-        if self._timeout_s is None or monotonic() < self._next_look:
-            return
-        self._next_look = monotonic() + _LOOK_EVERY_S
+    def _look(self) -> None:
         rows = self._processes.board.read()
-        now_ns = perf_counter_ns()
-        waiting = [row for row in rows if row.rank not in self._answers and row.state is CallState.ISSUED]
-        if any(row.waited_s(now_ns) > self._timeout_s for row in waiting):
+        in_one = [row for row in rows if row.rank not in self._answers and row.state is CallState.ISSUED]
+        now_ns, timeout_s, limit_s = perf_counter_ns(), self._patience.timeout_s, self._patience.limit_s
+        if timeout_s is not None and any(row.waited_s(now_ns) > timeout_s for row in in_one):
             self._finish_output()
-            raise self._hang(rows, waiting)
+            raise self._hang(rows, in_one)
+        if limit_s is not None and monotonic() - self._began > limit_s:
+            self._finish_output()
+            waiting = tuple(row.rank for row in in_one)
+            summary = f"the run took longer than limit_s={limit_s:g} s\n{self._places()}"
+            raise RankHang(summary, waiting, self._table(rows))
+        heard = (rows, self._num_messages, [rank.output.num_bytes for rank in self._processes.ranks])
+        if silent_s := self._silence.due(heard):
+            sys.stderr.write(
+                f"shardlab: for {silent_s:.0f} s no rank has printed, sent a message, or begun or ended a collective:\n"
+                f"{self._places()}\n"
+            )
 
-    def _hang(self, rows: list[BoardRow], waiting: list[BoardRow]) -> RankHang:
-        assert self._timeout_s is not None
+    def _hang(self, rows: list[BoardRow], in_one: list[BoardRow]) -> RankHang:
+        # A stopped rank may have a collective in flight, but it is not what the others wait in: it comes no further.
+        waiting = [row for row in in_one if not is_stopped(self._pid(row.rank))]
         places = "; ".join(f"rank {row.rank} in {row.call} at {row.source_line or '?'}" for row in waiting)
-        summary = f"ranks waited in a collective for more than timeout_s={self._timeout_s:g} s: {places}"
+        summary = (
+            f"ranks waited in a collective for more than timeout_s={self._patience.timeout_s:g} s: {places or '-'}"
+        )
         absent = [row for row in rows if row not in waiting]
         if absent:
             summary += ". Not in it: " + ", ".join(f"rank {row.rank} ({self._process(row.rank)})" for row in absent)
         if difference := mismatch(rows):
             summary += f". {difference}"
-        return RankHang(summary, tuple(row.rank for row in waiting), self._table(rows))
+        running = [row.rank for row in absent if row.rank not in self._answers]
+        where = f"\n{self._places(running)}" if running else ""
+        return RankHang(summary + where, tuple(row.rank for row in waiting), self._table(rows))
+
+    def _places(self, ranks: Sequence[int] | None = None) -> str:
+        """What each rank does, and where, in lines."""
+        lines = []
+        for rank in range(len(self._processes.ranks)) if ranks is None else ranks:
+            is_running = self._process(rank) == "running"
+            lines.append(f"  rank {rank}: {state_of(self._pid(rank)) if is_running else self._process(rank)}")
+            frames = stack_of(self._processes.directory, rank, self._pid(rank)) if is_running else []
+            lines += [f"    {'at' if number == 0 else 'by'} {frame}" for number, frame in enumerate(frames)]
+        return "\n".join(lines)
+
+    def _pid(self, rank: int) -> int | None:
+        return self._processes.ranks[rank].process.pid
 
     def _table(self, rows: list[BoardRow]) -> str:
         return describe(rows, [self._process(row.rank) for row in rows])
@@ -175,7 +224,9 @@ class Collector:
             return f"dead: {describe_exit(self._deaths[rank].exit_code).partition(' (')[0]}"
         if rank in self._failures:
             return f"raised {self._failures[rank].exception_type}"
-        return "returned" if rank in self._answers else "running"
+        if rank in self._answers:
+            return "returned"
+        return state_of(self._pid(rank)) if is_stopped(self._pid(rank)) else "running"
 
     def _finish_output(self) -> None:
         for rank in self._processes.ranks:

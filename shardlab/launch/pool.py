@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
-from shardlab.launch.collector import Collector
+from shardlab.launch.collector import Collector, Patience
 from shardlab.launch.context import is_inside_rank
 from shardlab.launch.errors import RankError, RankHang
 from shardlab.launch.messages import Payload, Task, pack, unpack
@@ -40,6 +40,11 @@ class RankPool:
         world_size: number of ranks.
         device: ``auto``, ``cpu`` or ``cuda`` (``placement.place``).
         timeout_s: a rank that waits in one collective for longer than this ends the run with ``RankHang``.
+        limit_s: a ``run`` that takes longer than this ends with ``RankHang``, whatever the ranks do; None for no limit.
+            Under torchrun this process then prints its stack and ends, and torchrun ends the others.
+        notice_s: where nothing has been seen of any rank for so long (no output, no message, no collective), a notice
+            on stderr says what each does and where, and again after twice the time; None for no notice. Under torchrun
+            there is no parent that could look.
         threads_per_rank: torch threads in each rank; by default the cores of this machine divided among the ranks.
         preload: modules that all ranks will import, imported once instead (``torch._dynamo`` for every optimizer,
             ``pandas`` for records); counts for the first pool of a process only.
@@ -55,17 +60,24 @@ class RankPool:
         *,
         device: str = "auto",
         timeout_s: float = 60.0,
+        limit_s: float | None = None,
+        notice_s: float | None = 30.0,
         threads_per_rank: int | None = None,
         preload: Sequence[str] = (),
     ) -> None:
-        _check(world_size, timeout_s, threads_per_rank)
+        _check(world_size, threads_per_rank)
+        _check_seconds(timeout_s=timeout_s)
+        _check_seconds(
+            **{name: value for name, value in (("limit_s", limit_s), ("notice_s", notice_s)) if value is not None}
+        )
         if is_inside_rank():
             raise RuntimeError("RankPool: ranks cannot start ranks; make the pool in the parent process")
         env = torchrun_env()
-        self._torchrun = TorchrunRanks(env, world_size, device, timeout_s) if env else None
+        self._torchrun = TorchrunRanks(env, world_size, device, timeout_s, limit_s) if env else None
         self.placement: Placement = self._torchrun.placement if self._torchrun else place(world_size, device)
         self.world_size = world_size
         self.timeout_s = timeout_s
+        self._patience = Patience(timeout_s, limit_s, notice_s)
         self._config = StartOptions(
             placement=self.placement,
             # Later than our own report, which covers all ranks. It serves for waits that the board cannot see.
@@ -105,7 +117,8 @@ class RankPool:
         Raises:
             RankError: ``fn`` raised; the first rank that did, with its traceback and the exception as ``__cause__``.
             RankDied: a rank's process is gone.
-            RankHang: a rank waited in a collective for longer than ``timeout_s``.
+            RankHang: a rank waited in a collective for longer than ``timeout_s``, or all of it took longer than
+                ``limit_s``.
             TypeError: ``fn`` or an argument cannot be pickled.
         """
         self._check_usable()
@@ -178,9 +191,11 @@ class RankPool:
         self._is_running = True
         try:
             if task is None:
-                return Collector(processes, interrupted=self._interrupted).collect()
+                return Collector(
+                    processes, Patience(notice_s=self._patience.notice_s), None, self._interrupted
+                ).collect()
             processes.send(task)
-            return Collector(processes, self.timeout_s, on_message, self._interrupted).collect()
+            return Collector(processes, self._patience, on_message, self._interrupted).collect()
         except (RankError, RankHang) as error:
             self._end_processes(_FAILURE_GRACE_S)
             # The frames of the collector say nothing to the reader of a notebook, and would fill a screen.
@@ -223,22 +238,28 @@ def launch(
     *args: object,
     device: str = "auto",
     timeout_s: float = 60.0,
+    limit_s: float | None = None,
     **kwargs: object,
 ) -> list[T]:
     """Call ``fn(rank, *args, **kwargs)`` on ``world_size`` fresh ranks, once; the results in rank order.
 
     The one-shot form of ``RankPool``: the same arguments, output and errors.
     """
-    with RankPool(world_size, device=device, timeout_s=timeout_s) as pool:
+    with RankPool(world_size, device=device, timeout_s=timeout_s, limit_s=limit_s) as pool:
         return pool.run(fn, *args, **kwargs)  # type: ignore[arg-type]
 
 
-def _check(world_size: int, timeout_s: float, threads_per_rank: int | None) -> None:
+def _check(world_size: int, threads_per_rank: int | None) -> None:
     check_world_size(world_size)
-    if not (timeout_s > 0 and math.isfinite(timeout_s)):
-        raise ValueError(f"timeout_s: {timeout_s!r} is given; allowed values are seconds above 0")
-    if threads_per_rank is not None and threads_per_rank < 1:
+    if threads_per_rank is not None and (type(threads_per_rank) is not int or threads_per_rank < 1):
         raise ValueError(f"threads_per_rank: {threads_per_rank!r} is given; allowed values are integers from 1")
+
+
+def _check_seconds(**fields: float) -> None:
+    for name, value in fields.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (is_number and value > 0 and math.isfinite(value)):
+            raise ValueError(f"{name}: {value!r} is given; allowed values are seconds above 0")
 
 
 def _num_cores() -> int:

@@ -51,6 +51,7 @@ class RankOutput:
         self._prefix = f"[rank {rank}] "
         self._pipe = pipe
         self._rest = b""
+        self.num_bytes = 0  # that have come
         self.is_open = True
         os.set_blocking(pipe.fileno(), False)
 
@@ -88,6 +89,7 @@ class RankOutput:
                 self.is_open = False  # the rank and all that wrote for it are gone
                 break
             chunks.append(chunk)
+        self.num_bytes += sum(map(len, chunks))
         return b"".join(chunks)
 
     def _print(self, lines: list[bytes]) -> None:
@@ -137,8 +139,8 @@ class RankProcesses:
     def __init__(self, config: StartOptions) -> None:
         self._owner_pid = os.getpid()
         self._ended = False
-        self._directory = Path(tempfile.mkdtemp(prefix="shardlab-"))
-        self.board = Board(self._directory / "board", config.placement.world_size)
+        self.directory = Path(tempfile.mkdtemp(prefix="shardlab-"))
+        self.board = Board(self.directory / "board", config.placement.world_size)
         self.ranks: list[RankProcess] = []
         try:
             context = forkserver.context(config.preload)
@@ -189,7 +191,7 @@ class RankProcesses:
             rank.close()
         # After the ranks: they write to the board and find each other through a file in the directory.
         self.board.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def _signal(self, signum: int) -> None:
         for rank in self.ranks:
@@ -216,7 +218,7 @@ class RankProcesses:
         rank_config = worker.RankConfig(
             rank=rank,
             placement=config.placement,
-            directory=self._directory,
+            directory=self.directory,
             group_timeout_s=config.group_timeout_s,
             num_threads=config.num_threads,
             environ=dict(os.environ),

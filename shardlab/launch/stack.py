@@ -43,6 +43,7 @@ class SeenCall:
     dtype: str = ""
     numel: int = 0
     tag: str = ""
+    ranks: tuple[int, ...] = ()
 
 
 class StackWatch:

@@ -1,6 +1,7 @@
 """The same pool on the group that ``torchrun`` made: this process is one rank, the others were started by torchrun."""
 
 import atexit
+import faulthandler
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -26,14 +27,14 @@ class TorchrunRanks:
         ValueError: ``world_size`` is not the number of processes torchrun started.
     """
 
-    def __init__(self, env: TorchrunEnv, world_size: int, device: str, timeout_s: float) -> None:
+    def __init__(self, env: TorchrunEnv, world_size: int, device: str, timeout_s: float, limit_s: float | None) -> None:
         if world_size != env.world_size:
             raise ValueError(
                 f"world_size: {world_size} is given, but torchrun started {env.world_size} ranks; "
                 f"write {env.world_size}, or start torchrun with {world_size}"
             )
         self._context = torchrun_context(env, device)
-        self._timeout_s = timeout_s
+        self._timeout_s, self._limit_s = timeout_s, limit_s
         self.placement = self._context.placement
 
     def start(self) -> None:
@@ -69,6 +70,12 @@ class TorchrunRanks:
                 on_message(rank, message)
 
         enter(replace(self._context, emit=emit if rank == 0 else no_emit))
-        result = fn(rank, *args, **kwargs)
-        packed = all_gather_object(pack(result, f"the result of rank {rank}"))
+        if self._limit_s is not None:
+            faulthandler.dump_traceback_later(self._limit_s, exit=True)
+        try:
+            result = fn(rank, *args, **kwargs)
+            packed = all_gather_object(pack(result, f"the result of rank {rank}"))
+        finally:
+            if self._limit_s is not None:
+                faulthandler.cancel_dump_traceback_later()
         return [unpack(cast(Payload, payload)) for payload in packed]

@@ -22,6 +22,7 @@ from shardlab.launch import context, isolation
 from shardlab.launch.board import BoardWriter
 from shardlab.launch.messages import Answer, Failure, Note, Payload, Stop, Task, pack, unpack
 from shardlab.launch.placement import Placement
+from shardlab.launch.silence import answer_with_stack
 from shardlab.launch.stack import StackWatch, failed_call
 
 _LOOK_EVERY_S = 0.2
@@ -86,6 +87,7 @@ def main(config: RankConfig) -> None:
     signal.signal(signal.SIGTERM, _end_now)
     control = _Control(config.control)
     board = BoardWriter(config.directory / "board", config.rank)
+    answer_with_stack(config.directory, config.rank)
     # Before the group is joined, which can take long: the parent may go meanwhile, and a hang there must be seen.
     Thread(target=_watch, args=(config.life, board), daemon=True, name="shardlab-watch").start()
     try:

@@ -109,6 +109,17 @@ def test_a_look_into_a_communicators_own_code_leaves_no_name_behind(tmp_path):
     assert shown(board) == (CallState.COMPLETED, 4)
 
 
+def test_a_rank_that_has_not_come_as_far_as_others_of_its_group_is_named(tmp_path):
+    board = Board(tmp_path / "board", 4)
+    for rank, (seq, ranks) in enumerate([(5, (0, 2)), (9, (1, 3)), (4, (0, 2)), (9, (1, 3))]):
+        one = event(seq)
+        one.ranks = ranks
+        BoardWriter(board.path, rank).issued(one)
+    called = "all_reduce 'gradients' of 4 float32"
+    expected = f"Not all are in the same collective of axis 'data': rank 0 in 5, rank 2 has come to 4, {called}"
+    assert mismatch(board.read()) == expected
+
+
 def test_clear_forgets_what_is_in_flight(tmp_path):
     board, writer = make(tmp_path)
     writer.issued(event(0))
@@ -132,9 +143,9 @@ def test_describe(tmp_path):
     board, writer = make(tmp_path)
     writer.issued(event(0))
     lines = describe(board.read(), ["running", "running", "dead"]).splitlines()
-    assert " ".join(lines[0].split()) == "rank process collective tag state since (s) elements source line"
-    assert lines[1].split() == ["0", "running", "-", "-", "no", "collective", "yet", "-", "-", "-"]
-    shown = ["1", "running", "all_reduce", "(data)", "gradients", "waiting", "0.0", "4", "float32", "train.py:31"]
+    assert " ".join(lines[0].split()) == "rank process seq collective tag state since (s) elements source line"
+    assert lines[1].split() == ["0", "running", "-", "-", "-", "no", "collective", "yet", "-", "-", "-"]
+    shown = ["1", "running", "0", "all_reduce", "(data)", "gradients", "waiting", "0.0", "4", "float32", "train.py:31"]
     assert lines[2].split() == shown
     assert lines[3].split()[:2] == ["2", "dead"]
 
@@ -160,7 +171,9 @@ def test_ranks_in_different_collectives_are_told(tmp_path):
         return mismatch(board.read())
 
     assert seen(event(5), event(5)) == ""
-    assert seen(event(5), event(6, numel=8)) == "", "ranks at different places of the program"
+    assert seen(event(5), event(6, numel=8)).startswith(
+        "Not all are in the same collective of axis 'data': rank 2 in 6"
+    )
     assert seen(event(5, Collective.SEND), event(5, Collective.RECV)) == ""
     assert seen(event(5), event(5, numel=8)) == (
         "Collective 5 of axis 'data' differs between ranks: rank 1 in all_reduce 'gradients' of 4 float32, "

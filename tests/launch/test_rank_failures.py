@@ -286,6 +286,72 @@ def test_stopped_rank_is_ended():
         assert caught.value.waiting == (0,)
 
 
+def test_a_stopped_rank_with_a_collective_in_flight_does_not_wait():
+    def stop(rank):
+        with Mesh({"data": 2}, transport="gloo") as mesh:
+            gathered = mesh.data.all_gather(torch.ones(100), tag="prefetch")
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            gathered.wait()
+            mesh.data.barrier().wait()
+
+    with RankPool(2, device="cpu", timeout_s=1.0) as pool, pytest.raises(RankHang) as caught:
+        pool.run(stop)
+    assert caught.value.waiting == (0,)
+    assert "Not in it: rank 1 (stopped by a signal; SIGCONT wakes it)" in str(caught.value)
+
+
+def test_a_rank_that_skipped_a_collective_is_named_on_gloo():
+    def skip(rank):
+        with Mesh({"data": 4}, transport="gloo") as mesh:
+            if rank != 2:
+                mesh.data.all_reduce(torch.ones(100), tag="loss").wait()
+            mesh.data.all_reduce(torch.ones(100), tag="next").wait()
+
+    with RankPool(4, device="cpu", timeout_s=1.0) as pool, pytest.raises(RankHang) as caught:
+        pool.run(skip)
+    # gloo has taken rank 2's 'next' for its 'loss'.
+    where = "ranks 0, 1, 3 in 1, rank 2 has come to 0, all_reduce 'next' of 100 float32"
+    assert f"Not all are in the same collective of axis 'data': {where}" in str(caught.value)
+    assert re.search(r"\nrank +process +seq +collective", str(caught.value))
+
+
+def spin(rank):
+    while rank == 1:
+        pass
+
+
+def test_a_rank_in_a_loop_after_the_others_returned_is_named_and_ended(capsys):
+    with RankPool(2, device="cpu", limit_s=1.5, notice_s=0.4) as pool:
+        with pytest.raises(
+            RankHang, match=r"longer than limit_s=1\.5 s\n  rank 0: returned\n  rank 1: computing"
+        ) as caught:
+            pool.run(spin)
+        assert caught.value.waiting == ()
+        assert re.search(r"at .*test_rank_failures\.py:\d+ in spin", str(caught.value))
+        assert works_again(pool)
+    notice = capsys.readouterr().err
+    assert "no rank has printed, sent a message, or begun or ended a collective:\n  rank 0: returned\n" in notice
+    assert notice.count("shardlab: for") == 2, "after 0.4 s and 0.8 s"
+
+
+def test_a_rank_that_was_stopped_while_idle_is_named(capsys):
+    with RankPool(2, device="cpu", limit_s=1.0, notice_s=0.3) as pool:
+        pool.start()
+        os.kill(pool.pids[1], signal.SIGSTOP)
+        with pytest.raises(RankHang, match="rank 1: stopped by a signal; SIGCONT wakes it"):
+            pool.run(abs)
+    assert "  rank 0: returned\n  rank 1: stopped by a signal" in capsys.readouterr().err
+
+
+def test_a_silent_call_that_ends_has_its_result(capsys):
+    with RankPool(1, device="cpu", notice_s=0.3) as pool:
+        assert pool.run(lambda rank: time.sleep(0.8)) == [None]
+        assert "rank 0: sleeping\n    at " in capsys.readouterr().err
+        pool.run(lambda rank: [os.write(1, b"on") and time.sleep(0.2) for _ in range(4)])
+        assert not capsys.readouterr().err, "a rank that prints is not silent"
+
+
 def test_ended_ranks_run_their_finally_clauses(pools, tmp_path):
     def fail(rank):
         if rank == 0:
