@@ -157,19 +157,21 @@ class ShardFiles:
             )
         return part
 
-    def check(self, row: Row) -> None:
-        """Check that the file has the row's tensor, of its size and dtype; reads only the file's head.
+    def checked(self, row: Row) -> Any:
+        """The first number of the row's tensor, once it is known that the file has it, of its size and dtype.
 
         Raises:
             ValueError: it has not.
         """
-        dtype = dtype_name(self._part(row, 0, 0).dtype)
+        part = self._part(row, 0, 1)
+        dtype = dtype_name(part.dtype)
         shape = self._open[row.file].get_slice(row.tensor_name).get_shape()
         if (dtype, shape) != (row.dtype, [row.stop - row.start]):
             raise ValueError(
                 f"file: {self._folder / row.file} has {row.tensor_name!r} as {shape} {dtype}, and the manifest as "
                 f"[{row.stop - row.start}] {row.dtype}"
             )
+        return part.item()
 
     def _part(self, row: Row, start: int, stop: int) -> Tensor:
         path = self._folder / row.file

@@ -78,13 +78,10 @@ def check_files(folder: Path, manifest: Manifest, number: int, num_ranks: int) -
             )
     with ShardFiles(folder) as files:
         for row in (row for row in manifest.rows if row.file in own):
-            files.check(row)
-            if row.key == "step" and row.stop == 1:
-                steps = files.slice(row, 0, 1).item()
-                if not is_number_of_steps(steps):
-                    raise ValueError(
-                        f"file: {row.tensor_name!r} is {steps} in {folder / row.file}, which no step counter is"
-                    )
+            first = files.checked(row)
+            if row.key == "step" and not is_number_of_steps(first):
+                where = f"{row.tensor_name!r} in {folder / row.file}"
+                raise ValueError(f"file: {where} is {first}, which no step counter is")
 
 
 def is_number_of_steps(value: Any) -> bool:
