@@ -1,8 +1,8 @@
 """What a rank holds of the model: one list, and everything that is derived from it.
 
 A strategy answers two questions: which tensors does this rank hold (``held()``), and how are the parameters divided
-over ranks (``divisions()``, empty where every rank steps everything)? Ownership, padding, the shard map and the live
-tensors by role are derived from the answers here, in the same way for every strategy.
+over ranks (``divisions()``, empty without buckets; a replicated bucket is a layout of one rank)? Ownership, padding,
+the shard map and the live tensors by role are derived from the answers here, in the same way for every strategy.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -95,7 +95,7 @@ class Accounting:
         yield from (Held(Role.OTHER, buffer) for buffer in self.module.buffers())
 
     def divisions(self) -> list[Division]:
-        """How the parameters are divided, bucket by bucket; empty where every rank steps every parameter in full."""
+        """How the parameters are divided, bucket by bucket; empty without buckets, where they are all whole."""
         return []
 
     def step_tensors(self) -> StepTensors:
@@ -172,7 +172,7 @@ class Accounting:
 
     @property
     def _keeps_pieces(self) -> bool:
-        """Whether this rank keeps no more of a parameter than it steps."""
+        """Whether what is loaded and handed back are the stepped pieces, and not whole parameters."""
         return False
 
     def _held_parameters(self) -> Iterator[Held]:

@@ -142,7 +142,10 @@ class BackwardWatch:
             self._to_run.discard(graph)
 
     def _accumulates(self) -> bool:
-        """Whether parameters will get gradients: ``torch.autograd.grad`` calls the same hooks and gives them none."""
+        """Whether parameters will get gradients: ``torch.autograd.grad`` calls the same hooks and gives them none.
+
+        Asks for the first trainable parameter; if this backward leaves that out, its first gradient will tell.
+        """
         trainable = next((param for param in self._params.values() if param.requires_grad), None)
         if trainable is None:
             return False

@@ -90,7 +90,10 @@ class Bucketed(Engine):
         self._queue.begin()
 
     def _keep_means(self, bucket: Bucket) -> None:
-        """Called before a bucket is filled again. Its means are the parameters' ``.grad``, to which autograd adds."""
+        """Called before a bucket is filled again. Its means are the parameters' ``.grad``, to which autograd adds.
+
+        The sum is reduced again. The old mean is equal on all ranks, so its mean is itself: nothing need be kept apart.
+        """
 
     @override
     def _on_gradient(self, param: nn.Parameter) -> None:

@@ -1,4 +1,4 @@
-"""A gradient bucket: a flat buffer whose slots are the gradients of some parameters.
+"""Parameters that travel together: their layout, and a flat buffer whose slots are their gradients.
 
 While gradients only accumulate (``no_sync()``), ``param.grad`` is a view of its slot, and autograd adds the next
 micro-batch to it in place. A gradient that will be sent is *sealed*: multiplied by 1/N on its way into the slot, so

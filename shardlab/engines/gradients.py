@@ -106,7 +106,7 @@ class Gradients:
         self._are_means = False
 
     def _begin_backward(self) -> None:
-        """A backward begins; called before its first gradient has been accumulated."""
+        """A backward begins; called before its first gradient, or right after it (see ``BackwardWatch``)."""
         self._refuse_after_failure()
         # Noted on every rank: a parameter frozen before the reduction still has a gradient to send, here or elsewhere.
         self._were_trainable.update(param for param in self.params.values() if param.requires_grad)
@@ -158,7 +158,7 @@ class Gradients:
     def _complete_failed_backward(self) -> None:
         """Join the collectives that the other ranks have begun since this rank's backward raised.
 
-        This rank sends NaN for what it lacks, so that no other rank takes a sum without its part for a mean.
+        This rank sends NaN for all that it has not sent, so that no other rank takes a sum without its part for a mean.
         """
         fillers = {
             name: torch.full_like(param, torch.nan) for name, param in self.params.items() if param.requires_grad

@@ -1,7 +1,9 @@
 """Placeholders for tensors of which this rank holds only a piece: they have shape and dtype, and refuse to be used.
 
-A parameter that is sharded and not gathered has no data on this rank. The module has a placeholder for it on the meta
-device, which answers for shape, dtype and name, and refuses every computation with an error that names the parameter.
+A parameter that is sharded and not gathered has no data on this rank. Three tensors stand for it then. The module has a
+placeholder on the meta device, which answers for shape, dtype and name, and refuses every computation with an error
+that names the parameter. The parameter itself stays in ``engine.params``, since hooks and autograd's version are on it;
+its data is a stub, one element expanded to the whole shape. The optimizer steps the piece that this rank keeps.
 
 Where parameters are whole and their mean gradients are in pieces, ``param.grad`` would be None. Code that reads it,
 such as ``torch.nn.utils.clip_grad_norm_``, would silently do nothing. So ``param.grad`` is a placeholder too. It holds
@@ -66,6 +68,7 @@ class PlaceholderParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Answer for metadata, refuse everything else."""
+        # Getters of attributes are all called __get__; of those only .data would return a tensor to compute with.
         if getattr(func, "__name__", "") in _OF_PARAMETER and getattr(func, "__self__", None) is not Tensor.data:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         used = next((value for value in args if isinstance(value, PlaceholderParameter)), None)
@@ -171,7 +174,8 @@ class PlaceholderGradients:
         """Set ``.grad`` of every trainable parameter to a placeholder, when the gradients are means."""
         for name, param in self._params.items():
             if param.requires_grad:
-                if self._placeholders[name].dtype != param.dtype:  # inside full_params(); torch wants equal dtypes
+                if self._placeholders[name].dtype != param.dtype:
+                    # Rounded since construction, or inside full_params(); torch wants equal dtypes.
                     self._placeholders[name] = PlaceholderGradient.of(name, param)
                 param.grad = self._placeholders[name]
                 self._placed.add(name)

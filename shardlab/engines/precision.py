@@ -1,7 +1,8 @@
 """Mixed precision: compute in 16 bits, step in 32.
 
-The shard stays in the model's own dtype (float32): it is the master weight. What is gathered is its 16-bit copy, so a
-gather moves half the bytes and the gathered parameters take half the memory. Gradients are 16-bit, are summed over the
+What a rank steps stays in the model's own dtype (float32): the master weight. In ``zero3`` and ``fsdp`` that is the
+shard; ``zero1`` and ``zero2`` keep it beside a whole 16-bit copy. What is gathered has 16 bits, so a gather moves half
+the bytes and the gathered parameters take half the memory. Gradients are 16-bit, are summed over the
 ranks in ``reduce``, and are cast to the master's dtype before the mean is taken, so that the optimizer sees float32.
 
 Bytes at rest per rank for P fp32 parameters, Adam, N ranks and 16-bit parameters, and those of the ZeRO paper, which

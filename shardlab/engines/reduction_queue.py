@@ -72,8 +72,8 @@ class ReductionQueue(Generic[Member]):
         """Whether some of it has come in part, so that more may be added before the backward ends."""
         return member in self._in_parts
 
-    def note(self, member: Member, param: nn.Parameter, *, in_part: bool) -> bool:
-        """Note that a gradient has arrived, and return whether ``member`` is waiting for no other.
+    def note(self, member: Member, param: nn.Parameter, *, in_part: bool) -> None:
+        """Note that a gradient has arrived.
 
         Args:
             member: the one that holds the parameter.
@@ -83,7 +83,6 @@ class ReductionQueue(Generic[Member]):
         self._missing[member].discard(param)
         if in_part:
             self._in_parts.add(member)
-        return not self._missing[member]
 
     def send_complete(self) -> None:
         """Send what is complete, up to the first member that is not."""

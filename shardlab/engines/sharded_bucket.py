@@ -159,8 +159,8 @@ class ShardedBucket:
         for name, param in self.params.items():
             if self.state is BucketState.UNSHARDED:
                 self.sites[name].put_placeholder()
-            # One element expanded to the whole shape: autograd may ask for the shape, and nothing reads the values. In
-            # the dtype it is gathered in, or autograd would accumulate the next use's gradient as another parameter's.
+            # The stub: autograd may ask for the shape, and nothing reads the values. In the dtype it is gathered in,
+            # or autograd would accumulate the next use's gradient as another parameter's.
             stub = torch.zeros((), dtype=self._compute_dtype, device=self.device)
             param.data = stub.expand(self.sites[name].shape)
         self.full, self.addresses = {}, set()
@@ -262,7 +262,7 @@ class ShardedBucket:
             if (gradient := self.pieces[name].grad) is not None:
                 yield Held(Role.GRADIENT, gradient, name, (piece.param_start, piece.param_stop))
 
-    # What FSDP's buckets do differently.
+    # Steps that FSDP's buckets override, and helpers.
 
     def _keep_shard(self, shard: Tensor) -> Tensor:
         """The shard, in the memory where it stays between steps."""

@@ -1,4 +1,4 @@
-"""What strategies with sharded parameters share: ownership, full parameters on demand, state dicts."""
+"""What strategies with sharded parameters share: the step on shards, full parameters on demand, state dicts."""
 
 import contextlib
 from abc import abstractmethod

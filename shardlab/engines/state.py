@@ -92,7 +92,7 @@ class Checkpointed(Protocol):
 
     @abstractmethod
     def stepping(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, ``step_tensors()`` are where the optimizer keeps its state."""
+        """Inside, ``step_tensors()`` are on the device of the optimizer's state."""
 
 
 class Checkpointer(Protocol):

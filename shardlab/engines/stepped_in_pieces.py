@@ -25,7 +25,10 @@ from shardlab.vocabulary import Role
 
 
 class SteppedInPieces(MixedPrecision):
-    """An engine that has ``buckets`` of whole parameters and steps ``shards`` of them."""
+    """An engine that has ``buckets`` of whole parameters and steps ``shards`` of them.
+
+    Stands before ``Bucketed`` among the bases, so that every ``super()`` here reaches it, which makes the buckets.
+    """
 
     shards: ParameterShards
     buckets: list[Bucket]

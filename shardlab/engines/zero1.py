@@ -37,7 +37,7 @@ class ZeRO1(SteppedInPieces, Bucketed):
         optimizer_fn: see ``Engine``.
         mesh: see ``Engine``.
         bucket_bytes: capacity of a bucket in bytes.
-        partition: how a bucket is divided over the ranks, see ``ShardedOptimizer``.
+        partition: 'elements', or whole parameters by 'round_robin', 'contiguous', 'balanced'.
         precision: 'full', 'bf16', 'fp16' or a ``Precision``. The optimizer steps master weights; gradients add up in
             the dtype they are reduced in, also inside ``no_sync()``, unless they are computed in one with more bits.
     """

@@ -1,15 +1,17 @@
 """ZeRO-3, explicit: parameters, gradients and optimizer state are sharded; nothing is whole between two steps.
 
-What changes against ``zero2``: the parameters are sharded too, from construction on. They are gathered for forward,
-resharded, gathered again for backward, and resharded; the gradients are reduce-scattered; the step works on shards and
-needs no gather after it. All of this is synchronous and for the whole model at once, bucket after bucket: read it
-before ``fsdp``, which does the same unit by unit and ahead of time.
+What changes against ``zero2``: the parameters are sharded too, from construction on. All buckets are gathered, one
+after another, before forward computes, and resharded after it; the same again around backward. The step works on shards
+and needs no gather after it. A bucket now holds parameters, and nothing overlaps: gradients are reduce-scattered when
+backward has ended, so plain loops over the buckets keep the order and no queue is needed. That is what ``zero2`` did
+better, and what ``fsdp`` brings back: it gathers and reduces unit by unit, while others compute.
 
 Per rank for P fp32 parameters with Adam: at rest 4P/N parameters, 4P/N gradients, 8P/N state (P with the padding of
-each bucket to a multiple of N); in forward and backward another 4P of gathered parameters. On the wire P(N-1)/N for
-each gather and for the reduce-scatter: 3P(N-1)/N elements a step. With ``precision='bf16'`` gathered parameters have 2
-bytes an element and nothing else changes, since the shards are the master weights: 16P/N at rest, as in the paper,
-which counts 2 + 2 for parameters and gradients and 12 for the rest.
+each bucket to a multiple of N); in forward and backward another 4P of gathered parameters, and at the end of backward
+another 4P of whole gradients. On the wire P(N-1)/N for each gather and for the reduce-scatter: 3P(N-1)/N elements a
+step. With ``precision='bf16'`` gathered parameters have 2 bytes an element and nothing else changes, since the shards
+are the master weights: 16P/N at rest, as in the paper, which counts 2 + 2 for parameters and gradients and 12 for the
+rest.
 Source: Rajbhandari et al., arXiv 1910.02054, section 5.3.
 """
 
@@ -121,6 +123,7 @@ class ZeRO3(ShardedEngine):
 
     @override
     def _leave_backward(self) -> None:
+        # For errors, no_sync() and a plain backward; what has been reduced is resharded already.
         self.release_params()
 
     @contextlib.contextmanager

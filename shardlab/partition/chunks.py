@@ -1,8 +1,8 @@
 """A range of ``numel`` elements cut into one contiguous chunk per rank: who holds which element, and what it saves.
 
-Two ways to cut. *Chunks* spread the remainder over the first ranks: 10 elements over 3 ranks are 4, 3, 3; nothing is
-padded and sizes differ by at most one. *Even bounds* give every rank ceil(numel / num_ranks) elements of a padded
-range, 10 over 3 are 4, 4, 4 with 2 of padding: equal chunks are what NCCL's one-call reduce-scatter needs.
+Two ways to cut. *Even bounds*, which engines use, give every rank ceil(numel / num_ranks) elements of a padded range,
+10 over 3 are 4, 4, 4 with 2 of padding: equal chunks are what NCCL's one-call reduce-scatter needs. *Chunks*, for plans
+and figures, spread the remainder over the first ranks: 10 over 3 are 4, 3, 3; nothing is padded.
 
 Legend: offsets are in elements, chunk ``r`` is ``bounds[r] <= index < bounds[r + 1]``.
 """

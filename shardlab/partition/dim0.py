@@ -3,7 +3,7 @@
 In a ``flat`` layout a chunk border may run anywhere through a parameter; here it runs only between rows (indices of dim
 0), so a rank's piece keeps the parameter's other dims and can be viewed as rows. The price is
 padding: a block is ceil(rows / N) rows on every rank that has that many left, and the chunks are padded to the largest,
-which is rank 0's, so that every collective has equal parts. Sharded: the chunk of a rank. Replicated: nothing.
+which is rank 0's, so that every collective has equal parts.
 
 ::
 

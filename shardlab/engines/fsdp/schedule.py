@@ -84,7 +84,7 @@ class Schedule:
         # In the order of the gathers so far, which is one order on all ranks; that of the uses need not be.
         self._queue.begin(self._order.of_reduction())
         if self._root is not None:
-            # The last unit's output may be the model's own: then its hook comes before the root's. One order for both.
+            # First, whichever hook runs first: where the last unit's output is the model's own, that is the unit's.
             self._root.start_unshard()
 
     def expect_none_of(self, params: Iterable[nn.Parameter]) -> None:
