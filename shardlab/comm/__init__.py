@@ -7,13 +7,14 @@ the groups of torch's own engines.
 from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.coalesced import broadcast_coalesced
 from shardlab.comm.communicator import Communicator
-from shardlab.comm.events import CollectiveEvent, Observer, Pending, wait_all
+from shardlab.comm.events import CollectiveEvent, DeviceEvent, Observer, Pending, wait_all
 from shardlab.comm.process import become_rank, leave_group
 
 __all__ = [
     "BaseMesh",
     "CollectiveEvent",
     "Communicator",
+    "DeviceEvent",
     "Observer",
     "Pending",
     "become_rank",

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from shardlab.comm.buffers import bounds_of, copy_back, flattened, sizes_of
-from shardlab.comm.events import Pending
+from shardlab.comm.events import Mark, Pending
 from shardlab.comm.group import ObservedGroup
 from shardlab.comm.transports.base import Bounds, Job, Queue, Reduction, Start, Transport
 from shardlab.vocabulary import Collective
@@ -33,11 +33,20 @@ class Communicator(ObservedGroup):
         ranks: the global ranks of the group, in group order.
         rank: this process's position in ``ranks``.
         axis: the axis' name, which every event carries.
+        mark: of the stream that computes; None on the CPU.
     """
 
-    def __init__(self, transport: Transport | None, queue: Queue | None, ranks: Sequence[int], rank: int, axis: str):
+    def __init__(
+        self,
+        transport: Transport | None,
+        queue: Queue | None,
+        ranks: Sequence[int],
+        rank: int,
+        axis: str,
+        mark: Mark | None = None,
+    ) -> None:
         super().__init__(transport, ranks, rank, axis)
-        self._queue = queue
+        self._queue, self._mark = queue, mark
         self._send_queue: Queue | None = None
 
     def all_reduce(self, tensor: Tensor, *, reduction: Reduction = "sum", tag: str = "") -> Pending:
@@ -214,7 +223,7 @@ class Communicator(ObservedGroup):
         # Announced before it is queued: the board must show a collective that the transport never comes back from.
         event = self.announce(op, buffers, tag, own_chunk_bytes=own_chunk_bytes, scratch_bytes=scratch_bytes)
         finish = queue.submit(job, event, self._observers, start)
-        return Pending(finish, keep=keep, event=event, observers=self._observers)
+        return Pending(finish, keep=keep, event=event, observers=self._observers, mark=self._mark)
 
     def _chunk(self, buffer: Tensor, bounds: Bounds) -> Tensor:
         return buffer[bounds[self.rank] : bounds[self.rank + 1]]

@@ -8,12 +8,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import nan
 from time import perf_counter_ns
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from shardlab.vocabulary import Collective
+
+
+class DeviceEvent(Protocol):
+    """A point in the work of a stream, as ``torch.cuda.Event`` is."""
+
+    def record(self, stream: Any = None) -> None:
+        """Put it behind the work that the stream has now; None for the current stream."""
+
+    def query(self) -> bool:
+        """Whether the stream has come to it."""
+
+    def synchronize(self) -> None:
+        """Let the host wait for it."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds until ``end_event``, in float32."""
+
+
+Mark = Callable[[], DeviceEvent]
+"""Makes an event, with a time, behind the work that the current stream has now."""
 
 
 @dataclass(slots=True)
@@ -28,7 +47,8 @@ class CollectiveEvent:
         storage: identity of the buffer's storage while it is alive, so that a memory ledger can tell what it is.
         source_line: ``file:line`` of the caller outside the library.
         ranks: the global ranks of the group.
-        device_times: CUDA events at begin and end, where a stream ran it: whoever records resolves them after the step.
+        device_times: events at begin and end, where a stream ran it: whoever records resolves them after the step.
+        device_wait: events of the computing stream before and after it waited; the host's own wait says nothing of it.
     """
 
     seq: int
@@ -51,7 +71,13 @@ class CollectiveEvent:
     end_ns: float = nan
     wait_start_ns: float = nan
     wait_end_ns: float = nan
-    device_times: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+    device_times: tuple[DeviceEvent, DeviceEvent] | None = None
+    device_wait: tuple[DeviceEvent, DeviceEvent] | None = None
+
+    @property
+    def has_ended_on_stream(self) -> bool:
+        """Whether the stream that ran it has come to its end; False where no stream did."""
+        return self.device_times is not None and self.device_times[1].query()
 
 
 class Observer(Protocol):
@@ -75,6 +101,13 @@ class Pending:
 
     ``wait()`` returns when the result may be used: on CPU the data is there; on CUDA the current stream waits for it
     and the host goes on. It raises what the collective raised. It may be called again.
+
+    Args:
+        finish: waits; None if there is nothing to wait for.
+        keep: buffers that must live until then.
+        event: of the collective.
+        observers: told when it has been waited for.
+        mark: of the stream that computes; None on the CPU.
     """
 
     def __init__(
@@ -84,11 +117,13 @@ class Pending:
         keep: tuple[Tensor, ...] = (),
         event: CollectiveEvent | None = None,
         observers: tuple[Observer, ...] = (),
+        mark: Mark | None = None,
     ) -> None:
         self._finish = finish
         self._keep = keep  # a buffer freed in flight would be written into after its reuse
         self._event = event
         self._observers = observers
+        self._mark = mark
 
     @property
     def waited(self) -> bool:
@@ -100,7 +135,14 @@ class Pending:
         if self._finish is None:
             return
         began_ns = perf_counter_ns()
-        self._finish()
+        if self._mark is None or self._event is None:
+            self._finish()
+        else:
+            # Compute that was given to the stream before goes on while the host waits, and the stream may wait while
+            # the host goes on: only the stream knows for how long it did not compute.
+            before = self._mark()
+            self._finish()
+            self._event.device_wait = (before, self._mark())
         # Only now: if it raised, the transport may still write into the buffers, and wait() may be called again.
         self._finish = None
         self._keep = ()

@@ -23,7 +23,8 @@ from shardlab.comm.base_mesh import BaseMesh, groups_along
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.process import Process, all_gather_object, retire
 from shardlab.comm.queues import StreamQueue, ThreadQueue
-from shardlab.comm.transports.base import Transport
+from shardlab.comm.streams import mark_of
+from shardlab.comm.transports.base import Queue, Transport
 from shardlab.comm.transports.choice import check_transport, transport_of
 from shardlab.comm.transports.nccl import NcclTransport
 from shardlab.partition.wire import Link
@@ -81,8 +82,10 @@ class Mesh(BaseMesh):
                 self._communicators[axis] = Communicator(None, None, line, 0, axis)
                 continue
             transport = transport_of(group, self.device, asked.link, asked.transport)
-            queue = StreamQueue(self.device) if isinstance(transport, NcclTransport) else ThreadQueue(f"comm-{axis}")
-            self._communicators[axis] = comm = Communicator(transport, queue, line, line.index(self._rank), axis)
+            mark, place = mark_of(self.device), line.index(self._rank)
+            on_stream = isinstance(transport, NcclTransport)
+            queue: Queue = StreamQueue(self.device) if on_stream else ThreadQueue(f"comm-{axis}", self.device)
+            self._communicators[axis] = comm = Communicator(transport, queue, line, place, axis, mark)
             self.call_at_close(_retire_with(comm, group, transport))
 
 

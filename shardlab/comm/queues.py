@@ -6,16 +6,19 @@ Transports are written as plain blocking code. A queue makes them asynchronous:
   job began and ended is known exactly, and a sleep in a job (an emulated link) burns no CPU. Where nothing is under
   way and the transport can, the caller begins the collective itself: on busy cores it costs more to wake a thread.
 * ``StreamQueue``: NCCL's calls only enqueue work, so the queue is a CUDA stream, and two CUDA events are its clock.
+  Whether a collective has ended its end event is asked, and never waited for.
 """
 
 import threading
 import weakref
+from collections import deque
 from queue import SimpleQueue
 from time import perf_counter_ns
 
 import torch
 
-from shardlab.comm.events import CollectiveEvent, Observer
+from shardlab.comm.events import CollectiveEvent, DeviceEvent, Observer
+from shardlab.comm.streams import CUDA, Streams, mark
 from shardlab.comm.transports.base import Job, Start
 
 
@@ -24,7 +27,7 @@ class _Entry:
 
     def __init__(self, job: Job, event: CollectiveEvent, observers: tuple[Observer, ...]) -> None:
         self.job, self.event, self.observers = job, event, observers
-        self.ready = _producer_of_current_stream()
+        self.ready = _end_of_current_stream()
         self.begun = False  # in the caller's thread
         self.done = threading.Event()
         self.error: BaseException | None = None
@@ -43,12 +46,12 @@ class _Entry:
 
     def run(self) -> None:
         """Do what is left of the job, in the queue's thread."""
-        if not self.begun:
-            self.event.start_ns = perf_counter_ns()
-            self._tell_started()
         try:
             if self.ready is not None:
                 self.ready.synchronize()  # a staged transport reads the tensor from the host
+            if not self.begun:
+                self.event.start_ns = perf_counter_ns()  # only now: until then the device computed what is sent
+                self._tell_started()
             self.job()
         except BaseException as error:  # a thread must not lose it: wait() raises it in the caller
             self.error = error
@@ -71,12 +74,13 @@ class _Entry:
 class ThreadQueue:
     """A daemon thread that runs blocking transports in issue order."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, device: torch.device | None = None) -> None:
+        self._device = device
         # The thread gets the queue and not ``self``: it would otherwise keep this object, and so itself, alive.
         self._queue: SimpleQueue[_Entry | None] = SimpleQueue()
         self._last_done = threading.Event()
         self._last_done.set()
-        self._thread = threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
+        self._thread = threading.Thread(target=_serve, args=(self._queue, device), name=name, daemon=True)
         self._thread.start()
         # A mesh that is dropped without close() must not leave its thread behind.
         self._abandon = weakref.finalize(self, self._queue.put, None)
@@ -96,7 +100,7 @@ class ThreadQueue:
 
     def twin(self) -> "ThreadQueue":
         """Another thread."""
-        return ThreadQueue(f"{self._thread.name}-twin")
+        return ThreadQueue(f"{self._thread.name}-twin", self._device)
 
     def close(self) -> None:
         """End the thread after the jobs that are queued."""
@@ -105,25 +109,39 @@ class ThreadQueue:
         self._thread.join()
 
 
-def _nothing() -> None:
-    """What is left to do of a job that could not begin."""
+class Running:
+    """Collectives that a stream has been given, in the order of issue, until their end has been told."""
 
+    def __init__(self) -> None:
+        self._entries: deque[tuple[CollectiveEvent, tuple[Observer, ...]]] = deque()
 
-def _serve(queue: "SimpleQueue[_Entry | None]") -> None:
-    # Grad mode is per thread: without this the sums of a composed reduce-scatter would be taped. Inference mode, not
-    # just no_grad, because a tensor that was made in a caller's inference mode may be written into nowhere else.
-    with torch.inference_mode():
-        while (entry := queue.get()) is not None:
-            entry.run()
-            del entry  # or the last job's buffers would live until the next one
+    def add(self, event: CollectiveEvent, observers: tuple[Observer, ...]) -> None:
+        """One more; first those that have ended meanwhile are told."""
+        self.tell_ended()
+        self._entries.append((event, observers))
+        for observer in observers:
+            observer.started(event)
+
+    def tell_ended(self) -> None:
+        """Tell the observers what has ended; waits for nothing."""
+        while self._entries and self._entries[0][0].has_ended_on_stream:
+            event, observers = self._entries.popleft()
+            for observer in observers:
+                observer.completed(event)
 
 
 class StreamQueue:
-    """A CUDA stream beside the compute stream, for transports whose calls only enqueue (NCCL)."""
+    """A CUDA stream beside the compute stream, for transports whose calls only enqueue (NCCL).
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
+    Args:
+        device: of the streams.
+        streams: CUDA's.
+    """
+
+    def __init__(self, device: torch.device, streams: Streams = CUDA) -> None:
+        self._device, self._streams = device, streams
+        self._stream = streams.Stream(device)
+        self._running = Running()
 
     def submit(
         self,
@@ -133,38 +151,52 @@ class StreamQueue:
         start: Start | None = None,  # noqa: ARG002
     ) -> Job:
         """Enqueue ``job`` behind everything that the current stream has been given so far; ``start`` is not needed."""
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        streams = self._streams
         # The buffers are still being computed on the current stream.
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            begin.record()
+        self._stream.wait_stream(streams.current_stream())
+        with streams.stream(self._stream):
+            begin = mark(streams)
             job()
-            end.record()
+            end = mark(streams)
         event.device_times = (begin, end)
-        for observer in observers:
-            observer.started(event)
+        self._running.add(event, observers)
 
         def wait() -> None:
             # The host goes on. The buffers may be freed: the current stream uses their memory again behind the event.
-            torch.cuda.current_stream().wait_event(end)
-            for observer in observers:
-                observer.completed(event)
+            streams.current_stream().wait_event(end)
+            self._running.tell_ended()
 
         return wait
 
     def twin(self) -> "StreamQueue":
         """Another stream."""
-        return StreamQueue(self._device)
+        return StreamQueue(self._device, self._streams)
 
     def close(self) -> None:
         """Wait for the stream."""
         self._stream.synchronize()
+        self._running.tell_ended()
 
 
-def _producer_of_current_stream() -> torch.cuda.Event | None:
+def _end_of_current_stream() -> DeviceEvent | None:
     """An event after all work given to the current stream: a staged transport must not read a tensor before it."""
     if not torch.cuda.is_initialized():
         return None
-    event = torch.cuda.Event()
+    event = CUDA.Event(blocking=True)  # whoever waits for it sleeps: several ranks share the cores
     event.record()
     return event
+
+
+def _nothing() -> None:
+    """What is left to do of a job that could not begin."""
+
+
+def _serve(queue: "SimpleQueue[_Entry | None]", device: torch.device | None) -> None:
+    if device is not None and device.type == "cuda":
+        torch.cuda.set_device(device)  # a new thread is on device 0, and would take memory there
+    # Grad mode is per thread: without this the sums of a composed reduce-scatter would be taped. Inference mode, not
+    # just no_grad, because a tensor that was made in a caller's inference mode may be written into nowhere else.
+    with torch.inference_mode():
+        while (entry := queue.get()) is not None:
+            entry.run()
+            del entry  # or the last job's buffers would live until the next one

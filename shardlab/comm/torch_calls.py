@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from math import isnan
 from time import perf_counter_ns
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from shardlab.vocabulary import Collective
 # Private: there is no public way to see the calls that DDP makes from C++.
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 TagOf = Callable[[Collective, Caller], str]
+T = TypeVar("T")
 
 
 class _Verb(NamedTuple):
@@ -121,10 +122,7 @@ class TorchCalls:
         plain, calls = dist.Work.wait, self
 
         def wait(work: dist.Work, *args: Any, **kwargs: Any) -> bool:
-            began_ns = perf_counter_ns()
-            done: bool = plain(work, *args, **kwargs)
-            calls._waited(work, began_ns)
-            return done
+            return calls._wait(work, lambda: bool(plain(work, *args, **kwargs)))
 
         setattr(dist.Work, "wait", wait)  # noqa: B010  (as an assignment it has no type)
         self._stack.callback(setattr, dist.Work, "wait", plain)
@@ -170,12 +168,15 @@ class TorchCalls:
             event = self._announce(sender, verb, [] if verb.op is Collective.BARRIER else tensors, caller)
             observers, result = sender.group.observers, None
 
-            def send() -> dist.Work:
+            def send() -> dist.Work | None:
                 nonlocal result
                 result = op.redispatch(keys & _BELOW, *args, **kwargs)
-                return dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
+                # NCCL returns none for ``async_op=False``, whatever the annotation says.
+                return cast("dist.Work | None", dist.Work.unbox(result[-1] if isinstance(result, tuple) else result))
 
             work = sender.times.follow(send, event, observers)
+            if work is None:
+                return result
             output = next(tensors_in(args[0]), None)
             key = 0 if output is None else output.untyped_storage()._cdata
             self._sent[work] = _Sent(event, observers, sender.times, key, caller.waits_in_cpp)
@@ -207,22 +208,22 @@ class TorchCalls:
         return self._senders[key]
 
     def _wait_tensor(self, keys: torch._C.DispatchKeySet, tensor: torch.Tensor) -> torch.Tensor:
-        began_ns = perf_counter_ns()
-        result: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default.redispatch(keys & _BELOW, tensor)
         work = self._work_of.get(tensor.untyped_storage()._cdata) if tensor.device.type != "meta" else None
-        if work is not None:
-            self._waited(work, began_ns)
-        return result
+        plain = torch.ops._c10d_functional.wait_tensor.default.redispatch
+        return self._wait(work, lambda: cast(torch.Tensor, plain(keys & _BELOW, tensor)))
 
-    def _waited(self, work: dist.Work, began_ns: int) -> None:
-        if (sent := self._sent.get(work)) is None:  # waited for before, or sent before anyone observed
-            return
+    def _wait(self, work: dist.Work | None, wait: Callable[[], T]) -> T:
+        sent = None if work is None else self._sent.get(work)
+        if work is None or sent is None:  # waited for before, or sent before anyone observed
+            return wait()
+        began_ns, event = perf_counter_ns(), sent.event
+        result = sent.times.wait(wait, event)
         self._forget(work)
-        event = sent.event
         sent.times.ended(event, sent.observers)
         event.wait_start_ns, event.wait_end_ns = began_ns, perf_counter_ns()
         for observer in sent.observers:
             observer.waited(event)
+        return result
 
     def _forget(self, work: dist.Work) -> None:
         sent = self._sent.pop(work)

@@ -182,7 +182,7 @@ class TorchGroup(dist.ProcessGroup):
         """Drop the inner group and with it gloo's threads: torch may hold this object for ever, from C++."""
         self._inner = self._comm = None
 
-    def _pass_on(self, name: str, verb: _Verb, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
+    def _pass_on(self, name: str, verb: _Verb, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "TorchWork":
         inner, comm = self._inner, self._comm
         if inner is None or comm is None:
             raise RuntimeError(f"mesh: it is closed, so {verb.op} cannot be sent; build a new mesh")
@@ -191,17 +191,18 @@ class TorchGroup(dist.ProcessGroup):
         tag = self._tag_of(verb.op)
         event = comm.announce(verb.op, whole, tag, scratch_bytes=scratch_bytes, transport=self._backend)
         observers = comm.observers
-        # The inner group does the work; torch gets a Work of ours, so that the wait can be seen.
+        # The inner group does the work; torch gets a Work of ours, so that the wait can be seen. Never None, which NCCL
+        # returns for ``async_op=False``: C++ cannot take it from a group written in Python.
         work = self.times.follow(lambda: getattr(inner, name)(*args, **kwargs), event, observers)
         return TorchWork(work, event, observers, self, keep=args)
 
 
 class TorchWork(dist.Work):
-    """A collective under way, as torch's engines wait for it."""
+    """A collective under way, as torch's engines wait for it; without ``inner`` nobody has to wait any more."""
 
     def __init__(
         self,
-        inner: dist.Work,
+        inner: dist.Work | None,
         event: CollectiveEvent,
         observers: tuple[Observer, ...],
         group: TorchGroup,
@@ -214,10 +215,13 @@ class TorchWork(dist.Work):
     @override
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Return when the result may be used. (Torch reads 0 as 'the group's own timeout'.)"""
-        began_ns = perf_counter_ns()
-        done: bool = self._inner.wait(timeout)
+        inner, done, began_ns = self._inner, True, perf_counter_ns()
+        if inner is not None:
+            try:
+                done = self._group.times.wait(lambda: inner.wait(timeout), self._event)
+            finally:  # one that failed is not under way either
+                self._group.times.ended(self._event, self._observers)
         self._keep = None
-        self._group.times.ended(self._event, self._observers)
         self._event.wait_start_ns, self._event.wait_end_ns = began_ns, perf_counter_ns()
         for observer in self._observers:
             observer.waited(self._event)
@@ -226,10 +230,14 @@ class TorchWork(dist.Work):
     @override
     def get_future(self) -> "torch.futures.Future[Any]":
         """Called by C++, which then waits on the future where Python cannot see it."""
+        if self._inner is None:
+            done: torch.futures.Future[Any] = torch.futures.Future()
+            done.set_result(None)
+            return done
         self._group.left_to_torch.append((self._event, self._observers))
         return self._inner.get_future()
 
     @override
     def is_completed(self) -> bool:
         """Whether the result is there."""
-        return bool(self._inner.is_completed())
+        return self._event.has_ended_on_stream if self._inner is None else bool(self._inner.is_completed())

@@ -10,14 +10,16 @@ from collections import deque
 from collections.abc import Callable
 from math import isnan
 from time import perf_counter_ns
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from shardlab.comm.events import CollectiveEvent, Observer
+from shardlab.comm.events import CollectiveEvent, DeviceEvent, Observer
+from shardlab.comm.queues import Running
+from shardlab.comm.streams import CUDA, Streams, mark
 
+T = TypeVar("T")
 GLOO_THREADS = 2  # torch gives a gloo group two threads: a third collective waits until one of them is free
 
 
@@ -25,9 +27,12 @@ class Times(Protocol):
     """Finds out when each collective began and ended."""
 
     def follow(
-        self, call: Callable[[], dist.Work], event: CollectiveEvent, observers: tuple[Observer, ...]
-    ) -> dist.Work:
-        """Issue it and follow it."""
+        self, call: Callable[[], dist.Work | None], event: CollectiveEvent, observers: tuple[Observer, ...]
+    ) -> dist.Work | None:
+        """Issue it and follow it; None where the group returns no work, and nobody has to wait."""
+
+    def wait(self, wait: Callable[[], T], event: CollectiveEvent) -> T:
+        """Wait for it, and note for how long the device waits."""
 
     def ended(self, event: CollectiveEvent, observers: tuple[Observer, ...]) -> None:
         """The wait for it has returned."""
@@ -46,17 +51,28 @@ class HostTimes:
         self._lock = threading.Lock()  # the end of a collective is told in gloo's thread
 
     def follow(
-        self, call: Callable[[], dist.Work], event: CollectiveEvent, observers: tuple[Observer, ...]
-    ) -> dist.Work:
+        self, call: Callable[[], dist.Work | None], event: CollectiveEvent, observers: tuple[Observer, ...]
+    ) -> dist.Work | None:
         """Issue it; torch calls back at its end."""
         # Queued before the call: its end may be told before the call returns.
         with self._lock:
             self._queued.append((event, observers))
         self._begin_next()
-        work = call()
+        try:
+            work = call()
+        except BaseException:
+            self.ended(event, observers)  # or it would count as under way for ever, and keep a thread
+            raise
+        if work is None:  # a group that has waited by itself
+            self.ended(event, observers)
+            return None
         with contextlib.suppress(RuntimeError):  # gloo's reduce-scatter has no future: it ends when it is waited for
             work.get_future().add_done_callback(lambda _: self.ended(event, observers))
         return work
+
+    def wait(self, wait: Callable[[], T], event: CollectiveEvent) -> T:  # noqa: ARG002
+        """The host waits."""
+        return wait()
 
     def ended(self, event: CollectiveEvent, observers: tuple[Observer, ...]) -> None:
         """Its result is there; called by gloo's thread or, if that comes first, by whoever has waited."""
@@ -82,33 +98,63 @@ class HostTimes:
 
 
 class StreamTimes:
-    """NCCL: a stream of ours that waits for the same work as NCCL's own has its events at the same times."""
+    """NCCL: a stream of ours that waits for the same work as NCCL's own has its events at the same times.
 
-    def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
+    With ``async_op=False`` NCCL returns no work: it has run on the current stream, which so waits for it.
+
+    Args:
+        streams: CUDA's.
+    """
+
+    def __init__(self, streams: Streams = CUDA) -> None:
+        self._streams = streams
+        self._stream = streams.Stream()
+        self._running = Running()
 
     def follow(
-        self, call: Callable[[], dist.Work], event: CollectiveEvent, observers: tuple[Observer, ...]
-    ) -> dist.Work:
+        self, call: Callable[[], dist.Work | None], event: CollectiveEvent, observers: tuple[Observer, ...]
+    ) -> dist.Work | None:
         """Issue it between two CUDA events."""
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        streams = self._streams
         # NCCL's stream waits for the current one too, so both begin at the same moment.
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(streams.current_stream())
+        begin, end = streams.Event(enable_timing=True), streams.Event(enable_timing=True)
+        here = mark(streams)
         begin.record(self._stream)
-        work = call()
-        self._record_end(work, end)
-        event.device_times = (begin, end)
-        for observer in observers:
-            observer.started(event)
+        try:
+            work = call()
+        except BaseException:  # or it would count as under way for ever
+            event.start_ns = event.end_ns = perf_counter_ns()
+            for observer in observers:
+                observer.completed(event)
+            raise
+        if work is None:
+            end.record()
+            event.device_times = (here, end)
+            # FSDP2 runs it on a stream of its own, and lets the one that computes wait where nobody sees it.
+            event.device_wait = event.device_times if self._computes_here() else None
+        else:
+            event.device_times = (begin, end)
+            self._record_end(work, end)
+        self._running.add(event, observers)
         return work
 
-    def ended(self, event: CollectiveEvent, observers: tuple[Observer, ...]) -> None:
-        """The current stream waits for it."""
-        for observer in observers:
-            observer.completed(event)
+    def wait(self, wait: Callable[[], T], event: CollectiveEvent) -> T:
+        """Let the current stream wait for it."""
+        before, result, after = mark(self._streams), wait(), mark(self._streams)
+        if self._computes_here():
+            event.device_wait = (before, after)
+        return result
 
-    def _record_end(self, work: dist.Work, end: torch.cuda.Event) -> None:
-        with torch.cuda.stream(self._stream):
+    def ended(self, event: CollectiveEvent, observers: tuple[Observer, ...]) -> None:  # noqa: ARG002
+        """The current stream waits for it. The host does not, so only its end event knows whether it has ended."""
+        self._running.tell_ended()
+
+    def _computes_here(self) -> bool:
+        return bool(self._streams.current_stream() == self._streams.default_stream())
+
+    def _record_end(self, work: dist.Work, end: DeviceEvent) -> None:
+        with self._streams.stream(self._stream):
             work.wait()
             end.record()
 
@@ -117,5 +163,5 @@ class FutureTimes(StreamTimes):
     """NCCL: its future calls back, as soon as the work is enqueued, on a stream that waits for the end of the work."""
 
     @override
-    def _record_end(self, work: dist.Work, end: torch.cuda.Event) -> None:
+    def _record_end(self, work: dist.Work, end: DeviceEvent) -> None:
         work.get_future().add_done_callback(lambda _: end.record())

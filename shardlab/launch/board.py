@@ -9,6 +9,7 @@ ranks of the group and source line as UTF-8 padded with zeros. Nothing is locked
 read that met a new version.
 """
 
+import contextlib
 import linecache
 import mmap
 import struct
@@ -105,8 +106,9 @@ class BoardWriter:
     def completed(self, event: CollectiveEvent) -> None:
         """Show the next oldest in flight, or this one as completed."""
         with self._lock:
-            # By identity: it may be gone already, if ``clear`` came first.
-            self._in_flight.pop(id(event), None)
+            # By identity: it may be gone already, if ``clear`` or ``look_at_streams`` came first.
+            if self._in_flight.pop(id(event), None) is None:
+                return
             self._ended = event
             oldest = next(iter(self._in_flight.values()), None)
             if oldest is None:
@@ -116,6 +118,17 @@ class BoardWriter:
 
     def waited(self, event: CollectiveEvent) -> None:
         """Nothing to write."""
+
+    def look_at_streams(self) -> None:
+        """Note what streams have ended: the host goes on meanwhile, and may never ask nor wait for it."""
+        with self._lock:
+            in_flight = list(self._in_flight.values())
+        # Without the lock, for which the caller's thread waits at each collective: asking may wait for a device that
+        # hangs. It raises once the device has failed, of which the caller hears anyway.
+        with contextlib.suppress(RuntimeError):
+            for event in in_flight:
+                if event.has_ended_on_stream:
+                    self.completed(event)
 
     def seen(self, call: SeenCall | None) -> None:
         """Take one look at the rank's stack: a collective called without a communicator (``stack.py``), or None.

@@ -10,7 +10,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Lock, Thread, main_thread
-from time import perf_counter_ns
+from time import perf_counter_ns, sleep
 from types import FrameType
 from typing import ClassVar
 
@@ -118,6 +118,14 @@ def _watch(life: Connection, board: BoardWriter) -> None:
     isolation.cut()
 
 
+def _watch_streams(device: torch.device, board: BoardWriter) -> None:
+    """Beside the other watch, which must see the end of the parent even if a question to the device never returns."""
+    torch.cuda.set_device(device)  # a new thread is on device 0, and would take memory there
+    while True:
+        sleep(_LOOK_EVERY_S)
+        board.look_at_streams()
+
+
 def _join_group(config: RankConfig, board: BoardWriter, control: _Control) -> None:
     torch.set_num_threads(config.num_threads)
     placement = config.placement
@@ -129,6 +137,8 @@ def _join_group(config: RankConfig, board: BoardWriter, control: _Control) -> No
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     world_size = placement.world_size
     timeout = timedelta(seconds=config.group_timeout_s)
+    if device.type == "cuda":
+        Thread(target=_watch_streams, args=(device, board), daemon=True, name="shardlab-streams").start()
     become_rank(device, timeout, board)
     context.enter(context.RankContext(config.rank, world_size, device, placement, board, control.emit))
     dist.init_process_group(

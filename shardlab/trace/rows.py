@@ -26,7 +26,7 @@ _times_of = attrgetter(*_TIMES)
 def collective_columns(
     events: Sequence[tuple[CollectiveEvent, Phase]], first_seq: int, clock: Clock, origin_ns: int
 ) -> Columns:
-    """Columns of ``collectives``; on a stream the times are the device's, else those of the queue.
+    """Columns of ``collectives``; on a stream the times are the device's, waits too, else those of the queue.
 
     Args:
         events: all of them ended, with the phase in which each was issued.
@@ -40,6 +40,8 @@ def collective_columns(
     for event in heard:
         if event.device_times is not None:
             event.start_ns, event.end_ns = clock.resolve(event.device_times)
+        if event.device_wait is not None:
+            event.wait_start_ns, event.wait_end_ns = clock.resolve(event.device_wait)
     facts = zip(_FACTS, zip(*map(_facts_of, heard), strict=True), strict=True)
     times = zip(_TIMES, zip(*map(_times_of, heard), strict=True), strict=True)
     return {

@@ -1,0 +1,145 @@
+"""The group that torch's engines get, over one that does what NCCL may do: returns no work, raises, or ends late."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardlab.comm import events, torch_groups
+from shardlab.comm.communicator import Communicator
+from shardlab.comm.torch_groups import TorchGroup
+from shardlab.comm.torch_times import FutureTimes, StreamTimes
+from tests.comm.device_streams import Device
+
+MS = 1_000_000
+
+
+class LateWork(dist.Work):
+    """NCCL's: ``wait`` lets the current stream wait, and the host goes on."""
+
+    def __init__(self, device, end):
+        super().__init__()
+        self._device, self._end = device, end
+
+    def wait(self, timeout=timedelta(0)):
+        self._device.current_stream().wait_event(self._end)
+        return True
+
+    def is_completed(self):
+        return self._end.query()
+
+    def get_future(self):
+        done = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+
+class LikeNccl:
+    """A group whose collectives take 6 ms on a stream of its own or, with ``async_op=False``, on the current one."""
+
+    def __init__(self, device):
+        self._device, self._stream = device, device.Stream()
+
+    def allreduce(self, tensors, options):
+        if options == "raises":
+            raise RuntimeError("NCCL error")
+        if options == "sync":
+            self._device.compute(6 * MS)
+            return None
+        self._stream.wait_stream(self._device.current_stream())
+        end = self._device.Event()
+        with self._device.stream(self._stream):
+            self._device.compute(6 * MS)
+            end.record()
+        return LateWork(self._device, end)
+
+
+class Observer:
+    def __init__(self):
+        self.events, self.told = [], []
+
+    def __getattr__(self, what):
+        return lambda event: (self.events.append(event), self.told.append(what))
+
+
+class Sends:
+    name, emulated = "nccl", False
+
+
+@pytest.fixture
+def device(monkeypatch):
+    made = Device()
+    monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
+    monkeypatch.setattr(torch_groups, "StreamTimes", lambda: StreamTimes(made))
+    for module in (events, torch_groups):
+        monkeypatch.setattr(module, "perf_counter_ns", lambda: made.now)
+    return made
+
+
+@pytest.fixture
+def observer():
+    return Observer()
+
+
+@pytest.fixture
+def group(device, observer):
+    comm = Communicator(Sends(), None, (0, 1), 0, "data")
+    comm._observers = (observer,)
+    return TorchGroup(LikeNccl(device), comm, lambda op: f"{op}")
+
+
+def times_of(marks):
+    return tuple(mark.time for mark in marks)
+
+
+def test_no_work_becomes_work_that_is_done_on_the_stream(device, group, observer):
+    device.compute(10 * MS)
+    work = group.allreduce([torch.ones(4)], "sync")
+    assert isinstance(work, dist.Work)
+    assert work.wait()
+    event = observer.events[0]
+    assert times_of(event.device_times) == (10 * MS, 16 * MS)
+    assert times_of(event.device_wait) == (10 * MS, 16 * MS)  # the stream that computes did nothing else meanwhile
+    assert not work.is_completed()
+    device.now = 16 * MS
+    assert work.is_completed()
+    assert work.get_future().done()
+
+
+def test_no_work_on_a_stream_beside_compute_is_no_wait(device, group, observer):
+    """FSDP2 gathers so; where the computing stream waits for that one, nobody sees it."""
+    with device.stream(device.Stream()):
+        group.allreduce([torch.ones(4)], "sync").wait()
+    device.compute(4 * MS)
+    assert observer.events[0].device_wait is None
+    assert times_of(observer.events[0].device_times) == (0, 6 * MS)
+
+
+def test_work_that_ends_late(device, group, observer):
+    device.compute(10 * MS)
+    work = group.allreduce([torch.ones(4)], "async")
+    device.compute(4 * MS)
+    work.wait()
+    event = observer.events[0]
+    assert times_of(event.device_times) == (10 * MS, 16 * MS)
+    assert times_of(event.device_wait) == (14 * MS, 16 * MS)
+    assert "completed" not in observer.told
+    device.now = 16 * MS
+    group.allreduce([torch.ones(4)], "async")
+    assert observer.told.count("completed") == 1
+
+
+def test_a_call_that_raises_is_not_followed(device, group, observer):
+    with pytest.raises(RuntimeError, match="NCCL error"):
+        group.allreduce([torch.ones(4)], "raises")
+    group.allreduce([torch.ones(4)], "async").wait()
+    assert observer.told == ["issued", "completed", "issued", "started", "waited"]
+
+
+def test_no_work_where_the_script_calls_torch_itself(device, observer):
+    """``torch_calls`` follows by the work's future, of which there is none."""
+    times = FutureTimes(device)
+    event = Communicator(Sends(), None, (0, 1), 0, "data").announce("all_reduce", [torch.ones(4)], "")
+    assert times.follow(lambda: device.compute(6 * MS), event, (observer,)) is None
+    assert times_of(event.device_times) == times_of(event.device_wait) == (0, 6 * MS)
