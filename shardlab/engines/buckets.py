@@ -43,6 +43,7 @@ class Bucket:
         self.unused: list[int] = []  # slots this rank sent as unused
         self._sealed: set[int] = set()  # slots that hold what will be sent
         self._looked_at = [place for _, place in first_elements(layout)]  # by some rank, to detect unused parameters
+        self._elements: list[Tensor] = []  # views of the buffer there, [1] each
 
     def places_in_chunk(self, rank: int) -> dict[str, slice]:
         """Where the pieces of a rank are in its chunk, by parameter name."""
@@ -104,7 +105,7 @@ class Bucket:
         """Free the buffer, when its contents are no longer needed."""
         self.buffer = None
         # Each view would keep the whole buffer in memory.
-        self.views = []
+        self.views, self._elements = [], []
 
     def forget(self) -> None:
         """Clear all gradients."""
@@ -115,13 +116,12 @@ class Bucket:
         """Complete every slot before sending; ``scale`` as in ``seal``."""
         if self.buffer is None:
             self._allocate()
-        assert self.buffer is not None
         # What no_sync() accumulated and this backward has not added to is still at the parameter, unscaled.
         for slot, param in enumerate(self.params):
             if param.grad is not None:
                 self.seal(slot, param.grad, scale)
         # Before the -0 of unused slots is written, which adding +0 would erase.
-        mark_all_used(self.buffer, self._looked_at)
+        mark_all_used(self._elements)
         self.unused = [slot for slot in range(len(self.params)) if slot not in self._sealed]
         for slot in self.unused:
             write_unused(self.views[slot])
@@ -130,13 +130,14 @@ class Bucket:
     def hand_out(self) -> None:
         """Give every used parameter its mean, the view of its slot."""
         # No copy: the gradients share the buffer, which the next backward fills again.
-        unused = {slot for slot in self.unused if nobody_used(self.views[slot])}
+        unused = nobody_used({slot: self.views[slot] for slot in self.unused})
         for slot, param in enumerate(self.params):
             if slot not in unused:
                 param.grad = self.views[slot]
 
     def _allocate(self) -> None:
         self.buffer = self.new_buffer(self.gradient_dtype)
+        self._elements = [self.buffer[place : place + 1] for place in self._looked_at]
         self.views = [
             self.buffer[slot.start : slot.stop].as_strided(param.shape, _strides(param), slot.start)
             for slot, param in zip(self.layout.slots, self.params, strict=True)

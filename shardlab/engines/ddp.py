@@ -26,11 +26,13 @@ class DDP(Engine):
         used = {name for name, param in due if param.grad is not None}
         # All are issued before the first is waited for, in the module's order on every rank, used here or not.
         pending = [self._send(name, param) for name, param in due]
-        for (name, param), collective in zip(due, pending, strict=True):
+        for collective in pending:
             collective.wait()
+        # Asked before the division, which may round a tiny negative sum to -0.
+        unused = nobody_used({name: param.grad for name, param in due if name not in used and param.grad is not None})
+        for name, param in due:
             assert param.grad is not None
-            # Asked before the division, which may round a tiny negative sum to -0.
-            if name not in used and nobody_used(param.grad):
+            if name in unused:
                 param.grad = None
             elif self.comm.num_ranks > 1:
                 param.grad.div_(self.comm.num_ranks)

@@ -218,7 +218,7 @@ class ShardedBucket:
             self._tensors.write(name, param.grad, buffer)
             param.grad = None  # or the next micro-batch would be added to it, and this one sent twice
         # After the cast to the dtype of the reduction, which may round a tiny gradient to -0, the sign of "unused".
-        mark_all_used(buffer, [place for name, place in self._looked_at if name not in self._unused])
+        mark_all_used([buffer[place : place + 1] for name, place in self._looked_at if name not in self._unused])
         self._reducing = (buffer, *self._reduce(buffer))  # the buffer too: it is read until the reduction has ended
 
     def finish_reduce(self) -> None:
@@ -229,11 +229,9 @@ class ShardedBucket:
         pending.wait()
         num_ranks = self._sum_over_replicas(sums)
         # Read before the sums become means: casting or dividing a tiny one may give -0.
-        unused = {
-            name
-            for name in self._unused & self._tensors.own.keys()
-            if nobody_used(self._tensors.piece_of(name, sums).view(-1))
-        }
+        unused = nobody_used(
+            {name: self._tensors.piece_of(name, sums) for name in self._unused & self._tensors.own.keys()}
+        )
         self._accept(sums.to(self.shard.dtype).div_(num_ranks), unused)
 
     def drop_gradients(self) -> None:

@@ -23,11 +23,14 @@ flushes it.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from math import copysign
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 def mark_used(element: Tensor) -> None:
@@ -37,13 +40,15 @@ def mark_used(element: Tensor) -> None:
         element.masked_fill_(element.abs() < floor, 0.0)
 
 
-def mark_all_used(buffer: Tensor, places: Sequence[int]) -> None:
-    """Mark gradients in a one-dimensional buffer as used; ``places`` are the elements that will be looked at."""
-    indices = torch.tensor(places, dtype=torch.int64, device=buffer.device)
-    buffer.index_add_(0, indices, buffer.new_zeros(1).expand(len(places)))
-    if floor := _floor(buffer.dtype):
-        looked_at = buffer[indices]
-        buffer[indices] = looked_at.masked_fill_(looked_at.abs() < floor, 0.0)
+def mark_all_used(elements: Sequence[Tensor]) -> None:
+    """Mark gradients of one dtype as used; ``elements``, [1] each, are those that will be looked at."""
+    if not elements:
+        return
+    # Of all at once; not by their indices, for whose copy to the device the host would wait.
+    torch._foreach_add_(elements, 0.0)
+    if floor := _floor(elements[0].dtype):
+        for element in elements:
+            element.masked_fill_(element.abs() < floor, 0.0)
 
 
 def write_unused(slot: Tensor) -> None:
@@ -51,12 +56,17 @@ def write_unused(slot: Tensor) -> None:
     slot.fill_(-0.0)
 
 
-def nobody_used(reduced: Tensor) -> bool:
-    """Whether the first element of a reduced, not yet divided tensor says that no rank used the parameter."""
-    if reduced.numel() == 0:
-        return False
-    first = float(reduced[(0,) * reduced.dim()])
-    return first == 0.0 and copysign(1.0, first) < 0.0
+def nobody_used(reduced: Mapping[Key, Tensor]) -> set[Key]:
+    """The parameters that no rank used, as the first elements of their reduced, not yet divided tensors say.
+
+    On a GPU this waits for the device, so it is asked once for many, and only about what this rank did not use.
+    """
+    held = {key: tensor for key, tensor in reduced.items() if tensor.numel()}
+    firsts = {key: tensor[(slice(0, 1),) * tensor.dim()].reshape(1) for key, tensor in held.items()}
+    if not firsts:
+        return set()
+    values = torch.cat(list(firsts.values())).tolist()
+    return {key for key, first in zip(firsts, values, strict=True) if first == 0.0 and copysign(1.0, first) < 0.0}
 
 
 def _floor(dtype: torch.dtype) -> float:
