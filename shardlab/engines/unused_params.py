@@ -23,7 +23,7 @@ flushes it.
 """
 
 import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from math import copysign
 from typing import TypeVar
 
@@ -40,7 +40,7 @@ def mark_used(element: Tensor) -> None:
         element.masked_fill_(element.abs() < floor, 0.0)
 
 
-def mark_all_used(elements: Sequence[Tensor]) -> None:
+def mark_all_used(elements: list[Tensor]) -> None:
     """Mark gradients of one dtype as used; ``elements``, [1] each, are those that will be looked at."""
     if not elements:
         return

@@ -21,15 +21,17 @@ import pandas as pd
 import torch
 from torch import nn
 
+from shardlab.comm.process import all_gather_object
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.planned import against_plan, plan_runs
-from shardlab.experiment.run import Progress, RankReport, now_ns, run_strategy
+from shardlab.experiment.run import Progress, RankReport, run_strategy
 from shardlab.experiment.summary import summarise
 from shardlab.experiment.trained import description
 from shardlab.experiment.workload import Workload
 from shardlab.installed import __version__
 from shardlab.launch import RankPool
 from shardlab.launch.placement import torchrun_env
+from shardlab.trace.clock import Reading, origins_of
 from shardlab.trace.store import Records, load_runs, write_manifest
 
 # Every rank imports these, so they are imported once before the ranks are forked.
@@ -158,12 +160,13 @@ def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress
             on_progress(message)
 
     for strategy in config.strategies:
-        # Under torchrun the processes choose a directory and an origin of time each; those of rank 0 are used.
-        directory, origin_ns = pool.run(_agree, directory)[0]
+        # Under torchrun the processes choose a directory each; that of rank 0 is used.
+        agreed = pool.run(_agree, directory)
+        directory, origins = agreed[0][0], origins_of(reading for _, reading in agreed)
         where = run_directory(directory, strategy)
         manifest = _manifest(config, strategy, pool)
         _write_manifest(where, manifest)  # before the run, so that a killed run can be read
-        reports = pool.run(run_strategy, config, strategy, where, origin_ns, on_message=on_message)
+        reports = pool.run(run_strategy, config, strategy, where, origins, on_message=on_message)
         _write_manifest(where, {**manifest, **_costs([report for report in reports if report is not None])})
     pool.run(_meet)  # under torchrun the others may read only what rank 0 has finished writing
     records = load_runs(run_directory(directory, strategy) for strategy in config.strategies)
@@ -177,9 +180,10 @@ def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress
     return Comparison(pd.DataFrame(summary), records, directory)
 
 
-def _agree(rank: int, directory: Path) -> tuple[Path, int]:  # noqa: ARG001
-    """This rank's directory and origin of time."""
-    return directory, now_ns()
+def _agree(rank: int, directory: Path) -> tuple[Path, Reading]:
+    """This rank's directory, and its clock when all ranks have come here."""
+    all_gather_object(rank)
+    return directory, Reading.now()
 
 
 def _meet(rank: int) -> None:

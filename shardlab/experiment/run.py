@@ -7,6 +7,7 @@ from pathlib import Path
 from time import perf_counter_ns
 
 import torch
+from torch import Tensor
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.mesh import Mesh
@@ -19,7 +20,7 @@ from shardlab.experiment.tensor import divided, loss_of
 from shardlab.experiment.workload import seeded
 from shardlab.launch import current
 from shardlab.partition.wire import Link
-from shardlab.trace.clock import clock_for
+from shardlab.trace.clock import Origins, clock_for, own_origin_ns
 from shardlab.trace.recorder import Recorder
 from shardlab.trace.rows import Row
 from shardlab.trace.store import RunWriter
@@ -83,7 +84,7 @@ class RankRun:
         for _ in range(self._config.accumulation):
             with self.recorder.phase(Phase.DATA, SpanKind.DATA):
                 share = next(self._batches)
-                batch = map_tensors(lambda tensor: tensor.to(self.engine.mesh.device), share.batch)
+                batch = map_tensors(lambda tensor: _on_device(tensor, self.engine.mesh.device), share.batch)
                 num_tokens += size_of(batch)
             result = self._train_step(batch, share.weight)
         assert result is not None
@@ -103,7 +104,7 @@ def recorded_run(
         strategy: a name from ``engines.STRATEGIES``.
         mesh: where it trains.
         writer: writer of this rank; it is closed at the end.
-        origin_ns: ``time.perf_counter_ns`` at the start of the run, the same on all ranks.
+        origin_ns: ``time.perf_counter_ns`` at the start of the run, the same on all ranks of a host.
     """
     with contextlib.ExitStack() as stack:
         # Left in reverse order: the recorder still sees the engine close, and the writer closes last.
@@ -117,7 +118,9 @@ def recorded_run(
         yield RankRun(config, engine, recorder)
 
 
-def run_strategy(rank: int, config: CompareConfig, strategy: str, directory: Path, origin_ns: int) -> RankReport | None:
+def run_strategy(
+    rank: int, config: CompareConfig, strategy: str, directory: Path, origins: Origins
+) -> RankReport | None:
     """Train with one strategy on this rank and record it; None on a rank that does not take part.
 
     'single' trains on rank 0 alone, on the rows and with the threads of all ranks: it sees the same global batch.
@@ -131,7 +134,7 @@ def run_strategy(rank: int, config: CompareConfig, strategy: str, directory: Pat
         mesh = stack.enter_context(_mesh(config, strategy))
         stack.enter_context(seeded(f"{config.seed}/{rank}"))  # dropout, for example, draws the same in every run
         writer = RunWriter(directory, rank, strategy, source_of(mesh))
-        run = stack.enter_context(recorded_run(config, strategy, mesh, writer, origin_ns))
+        run = stack.enter_context(recorded_run(config, strategy, mesh, writer, own_origin_ns(origins)))
         traced = min(
             2, config.steps - 1
         )  # not the first step or two, in which optimizer state is still being allocated
@@ -182,6 +185,11 @@ def _shard_rows(engine: Engine) -> list[Row]:
         }
         for row in engine.shard_map()
     ]  # fmt: skip
+
+
+def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device; the host goes on, which from memory that is not pinned it cannot."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 @contextlib.contextmanager

@@ -1,14 +1,18 @@
 """One time axis for all ranks of a host: nanoseconds of ``time.perf_counter_ns``, which is CLOCK_MONOTONIC on Linux.
 
+Hosts began to count at different times, so a run has one origin for each, read when all ranks have met.
+
 On CPU a mark is that number. On CUDA a mark is an event on the current stream, so that nothing is synchronised while a
 step runs. After the step the device is waited for, and the marks are resolved against an event recorded then, whose
 host time is known. A new one at each step: two events tell their distance as a float32 of milliseconds, which after ten
 minutes is exact to 62 microseconds only.
 """
 
-from collections.abc import Sequence
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from time import perf_counter_ns
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 
@@ -16,6 +20,48 @@ from shardlab.comm import DeviceEvent
 from shardlab.comm.streams import Streams, mark, streams_of
 
 Mark = int | DeviceEvent
+
+
+class Reading(NamedTuple):
+    """What a rank's clock said at one moment.
+
+    Attributes:
+        clock: equal on two ranks if and only if their clocks are the same.
+        time_ns: ``time.perf_counter_ns``.
+    """
+
+    clock: str
+    time_ns: int
+
+    @classmethod
+    def now(cls) -> "Reading":
+        """Of this process."""
+        return cls(_name_of_clock(), perf_counter_ns())
+
+
+Origins = Mapping[str, int]
+"""Where times count from, by clock."""
+
+
+def origins_of(readings: Iterable[Reading]) -> Origins:
+    """The origins of a run: on each host what the first of its ranks read, of readings taken when all had met."""
+    found: dict[str, int] = {}
+    for reading in readings:
+        found.setdefault(reading.clock, reading.time_ns)
+    return found
+
+
+def own_origin_ns(origins: Origins) -> int:
+    """Where this process' times count from."""
+    return origins[_name_of_clock()]
+
+
+def _name_of_clock() -> str:
+    """Each start of a machine has a clock, and each time namespace of Linux shifts it."""
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/time")
+    if not boot.is_file():
+        return platform.node()
+    return boot.read_text().strip() + (str(namespace.readlink()) if namespace.is_symlink() else "")
 
 
 class Clock(Protocol):

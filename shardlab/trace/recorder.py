@@ -57,7 +57,7 @@ class Recorder:
     Args:
         writer: takes the entries.
         clock: of the compute.
-        origin_ns: ``time.perf_counter_ns`` at the start of the run, the same on all ranks.
+        origin_ns: ``time.perf_counter_ns`` at the start of the run, the same on all ranks of a host.
         device: of the compute; on CUDA peaks are the allocator's, and what it holds beside tensors is recorded too.
         samples: whether what is held after a step is read; of every rank the same.
     """
