@@ -1,6 +1,7 @@
 """Tensor and sequence parallelism: a plain model whose layers are divided over the tensor axis of the mesh.
 
-Read in this order: slicing, linear, shared_input, vocab_parallel, sequence, rng, styles, places, plan, gpt.
+Read in this order: slicing, linear, shared_input, vocab_parallel, sequence, rng, styles, places, plan, gpt. A plan for
+any module is suggested: own_plan, flow, regions, rehearsal, suggest.
 """
 
 from shardlab.tensor_parallel.gpt import gpt_plan
@@ -9,6 +10,7 @@ from shardlab.tensor_parallel.plan import Plan, parallelize_module
 from shardlab.tensor_parallel.rng import differing_by_rank
 from shardlab.tensor_parallel.slicing import load_state_dict, merge_state_dict
 from shardlab.tensor_parallel.styles import Column, OnSequence, OwnDropout, Row, Scatter, Style, Vocabulary
+from shardlab.tensor_parallel.suggest import Suggestion, suggest_tp_plan
 from shardlab.tensor_parallel.vocab_parallel import VocabParallelEmbedding, vocab_parallel_cross_entropy
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "RowParallelLinear",
     "Scatter",
     "Style",
+    "Suggestion",
     "VocabParallelEmbedding",
     "Vocabulary",
     "differing_by_rank",
@@ -28,5 +31,6 @@ __all__ = [
     "load_state_dict",
     "merge_state_dict",
     "parallelize_module",
+    "suggest_tp_plan",
     "vocab_parallel_cross_entropy",
 ]

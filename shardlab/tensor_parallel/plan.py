@@ -63,15 +63,41 @@ def parallelize_module(
             style that does not fit its module, sizes that the ranks do not divide, a weight tied to one without style.
             At the end only: tied weights whose styles slice them differently.
     """
-    _check_fresh(model)
-    styles = matched(plan, model)
-    for name, style in styles.items():
-        style.check(name, model.get_submodule(name), comm.num_ranks)
-    places = Places(model)
-    places.check(styles)
+    styles = checked(plan, model, comm.num_ranks)
     home = Process.device if device is None else torch.device(device)
     # Before any module is made: what init_fn draws must be equal on all ranks.
     equalise_rng(comm, next((param.device for param in model.parameters() if not param.is_meta), home))
+    divide(model, styles, comm, init_fn, home)
+    return model
+
+
+def checked(plan: Plan, model: nn.Module, num_ranks: int) -> dict[str, Style]:
+    """The style of each module by name; nothing is changed and nothing sent.
+
+    Raises:
+        ValueError: see ``parallelize_module``.
+    """
+    _check_fresh(model)
+    styles = matched(plan, model)
+    for name, style in styles.items():
+        style.check(name, model.get_submodule(name), num_ranks)
+    Places(model).check(styles)
+    return styles
+
+
+def divide(
+    model: nn.Module, styles: Mapping[str, Style], comm: Communicator, init_fn: InitFn, home: torch.device
+) -> None:
+    """Replace modules by their parallel forms, in place; collective.
+
+    Args:
+        model: whole; what is on the meta device is made on ``home`` by ``init_fn``.
+        styles: by name of the module, checked.
+        comm: the tensor axis.
+        init_fn: see ``parallelize_module``.
+        home: a device.
+    """
+    places = Places(model)
     # By name: a list of the modules would keep each full layer alive until the last one is divided.
     for name in [name for name, _ in model.named_modules()]:
         module = model.get_submodule(name)
@@ -81,7 +107,6 @@ def parallelize_module(
     places.tie()
     _equalise_rest(model, comm)
     _share_inputs(model)
-    return model
 
 
 def matched(plan: Plan, model: nn.Module) -> dict[str, Style]:
@@ -96,7 +121,7 @@ def matched(plan: Plan, model: nn.Module) -> dict[str, Style]:
     for pattern, style in plan.items():
         if isinstance(style, type):
             raise ValueError(f"plan: {pattern!r} has the class {style.__name__}; write {style.__name__}()")
-        hits = [name for name in names if _fits(name, pattern)]
+        hits = matched_names(pattern, model)
         if not hits:
             near = get_close_matches(pattern, names, n=3, cutoff=0.0)
             raise ValueError(f"plan: {pattern!r} matches no module; the model has, for example, {', '.join(near)}")
@@ -109,6 +134,11 @@ def matched(plan: Plan, model: nn.Module) -> dict[str, Style]:
                 )
             found[first] = (pattern, style)
     return {name: found[name][1] for name in names if name in found}
+
+
+def matched_names(pattern: str, model: nn.Module) -> list[str]:
+    """Names of the modules that a pattern matches, each part of a name by itself."""
+    return [name for name, _ in model.named_modules(remove_duplicate=False) if name and _fits(name, pattern)]
 
 
 def _fits(name: str, pattern: str) -> bool:

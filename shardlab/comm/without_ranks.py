@@ -1,0 +1,175 @@
+"""Ranks that are none: communicators for trying out in one process what a group of ranks would do.
+
+``SilentCommunicator`` announces every collective and moves nothing: shapes come out right, values do not. It is enough
+for tensors without memory, and its observers see each message of a step before any rank has started.
+``on_threads`` runs a function on threads that meet in memory instead: values come out right too.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from shardlab.comm.communicator import Communicator
+from shardlab.comm.events import CollectiveEvent, Observer, Pending
+from shardlab.comm.transports.base import Bounds, Job, Queue, Reduction, Start, Transport
+from shardlab.vocabulary import Collective
+
+T = TypeVar("T")
+
+
+class SilentCommunicator(Communicator):
+    """One rank of a group of which nothing else exists.
+
+    Args:
+        num_ranks: of the group.
+        rank: which of them this one is.
+        axis: the axis' name, which every event carries.
+    """
+
+    def __init__(self, num_ranks: int, rank: int, axis: str) -> None:
+        transport = None if num_ranks == 1 else _MemoryTransport(_Meeting(num_ranks), rank)
+        super().__init__(transport, None, range(num_ranks), rank, axis)
+        self._observers = ()  # not those of this process, which wait for a collective's end
+
+    @override
+    def _submit(self, op: Collective, buffer: Tensor | None, job: Job, tag: str, **sizes: Any) -> Pending:
+        for name in ("keep", "queue", "start"):
+            sizes.pop(name, None)
+        self.announce(op, () if buffer is None else (buffer,), tag, **sizes)
+        return Pending()
+
+
+def on_threads(num_ranks: int, function: Callable[[Communicator], T], axis: str) -> list[T]:
+    """What ``function`` returns on each of ``num_ranks`` threads, which call it with communicators of one group.
+
+    Raises:
+        Exception: that of the first thread that failed; the others are released from their collectives.
+    """
+    meeting = _Meeting(num_ranks)
+    results: list[Any] = [None] * num_ranks
+    errors: list[Exception] = []
+
+    def run(rank: int) -> None:
+        transport = None if num_ranks == 1 else _MemoryTransport(meeting, rank)
+        comm = Communicator(transport, _AtOnce(), range(num_ranks), rank, axis)
+        comm._observers = ()
+        try:
+            results[rank] = function(comm)
+        except threading.BrokenBarrierError:  # another thread has failed, and says why
+            return
+        except Exception as error:
+            errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+class _Meeting:
+    """Where threads put their tensors, and wait until all have."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.barrier = threading.Barrier(num_ranks)
+        self._given: list[Any] = [None] * num_ranks
+
+    def exchange(self, rank: int, given: Any, take: Callable[[list[Any]], T]) -> T:
+        """What ``take`` makes of the tensors of all; afterwards each may change its own."""
+        self._given[rank] = given
+        self.barrier.wait()
+        taken = take(self._given)
+        self.barrier.wait()
+        return taken
+
+
+class _MemoryTransport(Transport):
+    """Tensors of threads of one process, read from where they lie."""
+
+    name, emulated = "memory", False
+
+    def __init__(self, meeting: _Meeting, rank: int) -> None:
+        self._meeting, self._rank = meeting, rank
+
+    @override
+    def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
+        def take(tensors: list[Tensor]) -> Tensor:
+            stacked = torch.stack(tensors)
+            return stacked.sum(0) if reduction == "sum" else stacked.amax(0)
+
+        tensor.copy_(self._meeting.exchange(self._rank, tensor, take))
+
+    @override
+    def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
+        own = slice(bounds[self._rank], bounds[self._rank + 1])
+        output.copy_(
+            self._meeting.exchange(self._rank, buffer, lambda given: torch.stack([x[own] for x in given]).sum(0))
+        )
+
+    @override
+    def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
+        def take(buffers: list[Tensor]) -> Tensor:
+            return torch.cat([other[bounds[rank] : bounds[rank + 1]] for rank, other in enumerate(buffers)])
+
+        buffer.copy_(self._meeting.exchange(self._rank, buffer, take))
+
+    @override
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        tensor.copy_(self._meeting.exchange(self._rank, tensor, lambda tensors: tensors[src].clone()))
+
+    @override
+    def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
+        def take(sent: list[tuple[Tensor, list[int]]]) -> Tensor:
+            return torch.cat([other.split(parts)[self._rank] for other, parts in sent])
+
+        output.copy_(self._meeting.exchange(self._rank, (buffer, sizes), take))
+
+    @override
+    def send(self, tensor: Tensor, dst: int) -> None:
+        raise RuntimeError("send: threads meet in collectives of all of them only; start ranks for messages of two")
+
+    @override
+    def recv(self, tensor: Tensor, src: int) -> None:
+        raise RuntimeError("recv: threads meet in collectives of all of them only; start ranks for messages of two")
+
+    @override
+    def barrier(self) -> None:
+        self._meeting.barrier.wait()
+
+    @override
+    def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:
+        return 0
+
+
+class _AtOnce:
+    """A queue that runs each job when it is given."""
+
+    def submit(
+        self,
+        job: Job,
+        event: CollectiveEvent,  # noqa: ARG002
+        observers: tuple[Observer, ...],  # noqa: ARG002
+        start: Start | None = None,  # noqa: ARG002
+    ) -> Job:
+        """Run ``job``."""
+        job()
+        return _nothing
+
+    def twin(self) -> Queue:
+        """Another one."""
+        return _AtOnce()
+
+    def close(self) -> None:
+        """Nothing is left to run."""
+
+
+def _nothing() -> None:
+    """What is left to wait for."""

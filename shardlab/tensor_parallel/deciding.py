@@ -1,0 +1,122 @@
+"""Of the forms in which a region could be divided, the one that holds; of those that do not, the reason.
+
+Regions that differ in numbers only, such as those of a transformer's layers, are decided together. Sizes come first,
+since they cost nothing, then shapes, then values (``rehearsal``).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardlab.tensor_parallel.plan import checked
+from shardlab.tensor_parallel.regions import Form, Region
+from shardlab.tensor_parallel.rehearsal import Rehearsal
+
+
+@dataclass
+class Kind:
+    """Regions that differ in numbers only.
+
+    Attributes:
+        layers: names of all their layers.
+        forms: those that have not been refused, the likeliest first.
+        reasons: why others were.
+    """
+
+    layers: list[str]
+    forms: list[Form]
+    reasons: list[str]
+
+    @property
+    def form(self) -> Form:
+        """The likeliest; nothing if none is left."""
+        return self.forms[0] if self.forms else {}
+
+    @property
+    def why_not(self) -> str:
+        """Why none is left: what was said of the likeliest."""
+        return self.reasons[0] if self.reasons and not self.forms else ""
+
+    def refuse(self, form: Form, why_not: str) -> None:
+        """One form less."""
+        self.forms.remove(form)
+        self.reasons.append(why_not)
+
+    def refuse_all(self, why_not: str) -> None:
+        """None is left, for this reason."""
+        self.forms, self.reasons = [], [why_not]
+
+
+def kinds_of(module: nn.Module, regions: list[Region]) -> list[Kind]:
+    """Regions sorted by kind."""
+    kinds: dict[object, list[Region]] = {}
+    for region in regions:
+        sizes = tuple(tuple(param.shape for param in module.get_submodule(name).parameters()) for name in region.layers)
+        key = (tuple(map(without_numbers, region.layers)), sizes, len(region.forms), region.why_not)
+        kinds.setdefault(key, []).append(region)
+    return [
+        Kind(
+            [name for region in alike for name in region.layers],
+            [_merged(forms) for forms in zip(*(region.forms for region in alike), strict=True)],
+            [alike[0].why_not] if alike[0].why_not else [],
+        )
+        for alike in kinds.values()
+    ]
+
+
+def decide(rehearsal: Rehearsal, module: nn.Module, kinds: list[Kind]) -> None:
+    """Leave each kind the one form that holds, or none and the reason."""
+    for kind in kinds:
+        for form in list(kind.forms):
+            if why_not := _unfit(form, module, rehearsal.num_ranks):
+                kind.refuse(form, why_not)
+    _refuse_by_shapes(rehearsal, kinds)
+    if rehearsal.has_values:
+        _refuse_by_values(rehearsal, kinds)
+        return
+    for kind in kinds:
+        if kind.forms and rehearsal.why_no_shapes:
+            kind.refuse_all(f"could not be tried: {rehearsal.why_no_shapes}")
+        elif len(kind.forms) > 1:
+            kind.refuse_all(
+                "makes several projections at once, and how they lie in its output cannot be told without values: "
+                f"{rehearsal.why_no_values}; give tp_plan with Column(parts=...)"
+            )
+
+
+def _refuse_by_shapes(rehearsal: Rehearsal, kinds: list[Kind]) -> None:
+    """Every form that cannot be computed; kinds with one form are tried together first, which mostly is enough."""
+    clear = [kind for kind in kinds if len(kind.forms) == 1]
+    if rehearsal.shapes(_merged(kind.form for kind in clear)):
+        clear = []
+    for kind in kinds:
+        for form in list(kind.forms) if kind not in clear else ():
+            if why_not := rehearsal.shapes(form):
+                kind.refuse(form, why_not)
+
+
+def _refuse_by_values(rehearsal: Rehearsal, kinds: list[Kind]) -> None:
+    """Of each kind all forms before the first that computes what the whole module does."""
+    if not rehearsal.values(_merged(kind.form for kind in kinds)):
+        return
+    for kind in kinds:
+        while kind.forms and (why_not := rehearsal.values(kind.form)):
+            kind.refuse(kind.form, why_not)
+
+
+def _unfit(form: Form, module: nn.Module, num_ranks: int) -> str:
+    try:
+        checked(form, module, num_ranks)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _merged(forms: Iterable[Form]) -> Form:
+    return {name: style for form in forms for name, style in form.items()}
+
+
+def without_numbers(name: str) -> str:
+    """A name with ``*`` for each number in it."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -1,0 +1,115 @@
+"""Which layer's output reaches which layer's input, read from the graph of one forward.
+
+Between a column-parallel layer and a row-parallel one each rank has its own features. So a layer can be a column only
+if its output goes nowhere but into rows, and a row only if its input comes from columns alone. Names say nothing of
+this, and the order in which a module registers its layers neither; the autograd graph of the loss does.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardlab.comm.trees import tensors_in
+
+Run = Callable[[Any], Any]
+"""Calls a module as its training does, and returns the loss or any outputs: ``lambda model: loss(model, batch)``."""
+END = "the loss"
+
+
+@dataclass(frozen=True)
+class Flow:
+    """The layers of a module that were called, in this order: ``nn.Linear`` and ``nn.Embedding``.
+
+    Attributes:
+        feeders: names of the layers whose outputs reach a layer's input without another layer in between; of ``END``,
+            those that reach the result.
+        between: names of the parameters used on that way.
+    """
+
+    feeders: dict[str, frozenset[str]]
+    between: dict[str, frozenset[str]]
+
+    @property
+    def layers(self) -> list[str]:
+        """Names in the order of the first call."""
+        return [name for name in self.feeders if name != END]
+
+    def consumers(self, layer: str) -> frozenset[str]:
+        """The layers, and ``END``, that a layer feeds."""
+        return frozenset(name for name, feeders in self.feeders.items() if layer in feeders)
+
+
+def is_layer(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether it computes as torch's own: a subclass with a forward of its own may do anything."""
+    return isinstance(module, kind) and type(module).forward is kind.forward
+
+
+def summed(result: Any) -> Tensor:
+    """One number that depends on every floating-point tensor of a result, to run a backward from.
+
+    Raises:
+        ValueError: none of them has a gradient.
+    """
+    found = [tensor for tensor in tensors_in(result) if tensor.is_floating_point() and tensor.requires_grad]
+    if not found:
+        raise ValueError("run: it returned no tensor that depends on a parameter; return the loss, or the output")
+    return torch.stack([tensor.float().square().mean() for tensor in found]).sum()
+
+
+def flow_of(module: nn.Module, run: Run) -> Flow:
+    """The flow of one forward.
+
+    Args:
+        module: all of its parameters require gradients.
+        run: calls it.
+    """
+    outputs: dict[Any, str] = {}
+    inputs: dict[str, list[Any]] = {}
+
+    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+        def called(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            outputs[output.grad_fn] = name
+            inputs.setdefault(name, []).append(args[0].grad_fn if args else None)
+
+        return called
+
+    layers = {
+        name: layer
+        for name, layer in module.named_modules()
+        if is_layer(layer, nn.Linear) or is_layer(layer, nn.Embedding)
+    }
+    hooks = [layer.register_forward_hook(watch(name)) for name, layer in layers.items()]
+    try:
+        result = run(module)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    names: dict[Tensor, str] = {param: name for name, param in module.named_parameters()}
+    inputs[END] = [summed(result).grad_fn]
+    found = {name: [set(_reached(node, outputs)) for node in nodes] for name, nodes in inputs.items()}
+    return Flow(
+        {name: frozenset(x for one in ends for x in one if isinstance(x, str)) for name, ends in found.items()},
+        {
+            name: frozenset(names[x] for one in ends for x in one if isinstance(x, Tensor) and x in names)
+            for name, ends in found.items()
+        },
+    )
+
+
+def _reached(start: Any, outputs: dict[Any, str]) -> Iterator[str | Tensor]:
+    """Names of the layers, and the leaf tensors, at the nearest ends of the graph below ``start``."""
+    seen, ahead = set(), [start]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node in outputs:
+            yield outputs[node]
+        elif hasattr(node, "variable"):
+            yield node.variable
+        else:
+            ahead += [following for following, _ in node.next_functions]

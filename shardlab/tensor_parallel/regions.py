@@ -1,0 +1,224 @@
+"""What of a module could be divided, and how: regions that begin with columns and end with rows.
+
+A region is found by the flow of its outputs, whatever its layers are called: query, key and value before an output
+projection, gate and up before down, two layers in a row. Of a layer that makes several projections at once the graph
+does not say how they lie in its output, so there are several forms to try: one after another (``parts``), or dealt out
+by head.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice, product
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardlab.tensor_parallel.flow import END, Flow, is_layer
+from shardlab.tensor_parallel.own_plan import translated
+from shardlab.tensor_parallel.plan import matched_names
+from shardlab.tensor_parallel.styles import Column, OnSequence, Row, Style, Vocabulary
+
+Form = dict[str, Style]
+MAX_FORMS = 8
+SMALL = 0.01  # share of all parameters below which an embedding is not worth its message
+_HEAD_DIMS = ("head_dim", "head_size", "dim_head", "d_head", "attention_head_size")
+_NUM_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads")
+
+
+@dataclass(frozen=True)
+class Region:
+    """Layers that can only be divided together.
+
+    Attributes:
+        layers: their names.
+        forms: the ways to try, the likeliest first; none if it cannot be divided.
+        why_not: then the reason.
+    """
+
+    layers: tuple[str, ...]
+    forms: list[Form] = field(default_factory=list)
+    why_not: str = ""
+
+
+def regions_of(module: nn.Module, flow: Flow) -> Iterator[Region]:
+    """The regions of a module: embeddings with the heads that give logits, then columns and rows in forward's order."""
+    taken: set[str] = set()
+    for region in _vocabularies(module, flow):
+        taken |= set(region.layers)
+        yield region
+    for layer in flow.layers:
+        rows = flow.consumers(layer)
+        columns = flow.feeders[next(iter(rows))] if rows else frozenset()
+        if layer in taken or taken & (columns | rows) or not _is_closed(module, flow, columns, rows):
+            continue
+        taken |= columns | rows
+        yield _region(module, flow, _in_order(flow, columns), _in_order(flow, rows))
+
+
+def own_regions(module: nn.Module, plan: dict[str, str]) -> Iterator[Region]:
+    """Those of a model's own plan: what one parent holds belongs together, and what is tied."""
+    groups: dict[str, dict[str, str]] = {}
+    for pattern, word in plan.items():
+        for name in matched_names(pattern, module):
+            groups.setdefault(name.rpartition(".")[0], {})[name] = word
+    for group in _tied_together(module, groups):
+        try:
+            styles = {name: translated(word, module.get_submodule(name)) for name, word in group.items()}
+        except ValueError as error:
+            yield Region(tuple(group), why_not=str(error))
+            continue
+        form = {name: _whole_heads(module, name, style) for name, style in styles.items() if style is not None}
+        yield Region(tuple(group), [form] if form else [])
+
+
+def _is_closed(module: nn.Module, flow: Flow, columns: frozenset[str], rows: frozenset[str]) -> bool:
+    """Whether the columns feed these rows and nothing else, and nothing else feeds the rows."""
+    if not columns or not rows or END in rows or columns & rows:
+        return False
+    linear = all(is_layer(module.get_submodule(name), nn.Linear) for name in columns | rows)
+    return (
+        linear
+        and all(flow.consumers(column) == rows for column in columns)
+        and all(flow.feeders[row] == columns for row in rows)
+    )
+
+
+def _region(module: nn.Module, flow: Flow, columns: tuple[str, ...], rows: tuple[str, ...]) -> Region:
+    layers = (*columns, *rows)
+    widths = {_linear(module, row).in_features for row in rows}
+    if len(widths) > 1:
+        return Region(layers, why_not=f"{', '.join(rows)} take inputs of different widths")
+    inner, why_not = _inner_modules(module, {name for row in rows for name in flow.between[row]})
+    if why_not:
+        return Region(layers, why_not=why_not)
+    head_dim = _head_dim(module, layers, width := widths.pop())
+    options = [_columns(_linear(module, name).out_features, width, len(columns), head_dim) for name in columns]
+    ends: Form = {**{name: Row() for name in rows}, **{name: OnSequence() for name in inner}}
+    forms = [dict(zip(columns, chosen, strict=True)) | ends for chosen in islice(product(*options), MAX_FORMS)]
+    return Region((*layers, *inner), forms)
+
+
+def _columns(out_features: int, width: int, num_columns: int, head_dim: int | None) -> list[Column]:
+    """How a layer's output features may be cut, where the rows behind it take ``width`` of them."""
+    rest = out_features - width
+    parts: list[tuple[int, ...]] = []
+    if rest > 0 and num_columns == 1:
+        if rest % 2 == 0 and rest < 2 * width:
+            parts.append((width, rest // 2, rest // 2))  # query, and fewer heads of key and value
+        if out_features % width == 0:
+            parts.insert(0, (width,) * (out_features // width))  # gate and up; query, key and value
+    elif num_columns == 2 and out_features % 2 == 0 and out_features != width:
+        parts.append((out_features // 2,) * 2)  # key and value beside a query
+    return [*(Column(parts=cut, head_dim=head_dim) for cut in dict.fromkeys(parts)), Column(head_dim=head_dim)]
+
+
+def _inner_modules(module: nn.Module, params: set[str]) -> tuple[list[str], str]:
+    """The modules of the parameters between columns and rows, or why there is no style for them."""
+    owners = {name.rpartition(".")[0] for name in params}
+    for name in sorted(params):
+        owner = module.get_submodule(name.rpartition(".")[0])
+        if any(True for child in owner.children() if any(True for _ in child.parameters())):
+            return [], (
+                f"parameter {name!r} is used where features are in parts, so each rank would have a part of its "
+                "gradient; put it into a module of its own"
+            )
+    return sorted(owners), ""
+
+
+def _vocabularies(module: nn.Module, flow: Flow) -> Iterator[Region]:
+    """Large embeddings with more rows than columns, and linear layers whose output of as many logits is the result."""
+    least = SMALL * sum(param.numel() for param in module.parameters())
+    called = {name: module.get_submodule(name) for name in flow.layers}
+    weights = dict.fromkeys(
+        layer.weight
+        for layer in called.values()
+        if isinstance(layer, nn.Embedding) and layer.num_embeddings > layer.embedding_dim
+        and layer.weight.numel() >= least
+    )  # fmt: skip
+    shapes = {weight.shape for weight in weights}
+    weights |= dict.fromkeys(
+        layer.weight
+        for name, layer in called.items()
+        if isinstance(layer, nn.Linear) and layer.weight.shape in shapes and flow.consumers(name) == {END}
+    )
+    used_apart = {name for names in flow.between.values() for name in names}
+    for weight in weights:
+        form = _of_vocabulary(module, weight)
+        apart = sorted(f"{name}.weight" for name in form if f"{name}.weight" in used_apart)
+        why_not = f"{apart[0]!r} is also used outside of its layer, where all of it is needed" if apart else ""
+        yield Region(tuple(form), [] if why_not else [form], why_not)
+
+
+def _of_vocabulary(module: nn.Module, weight: Tensor) -> Form:
+    """Every layer that has this weight, also one that is not called: tied layers are divided together."""
+    form: Form = {}
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Embedding) and layer.weight is weight:
+            form[name] = Vocabulary()
+        elif isinstance(layer, nn.Linear) and layer.weight is weight:
+            form[name] = Column(gather_output=True)
+    return form
+
+
+def _tied_together(module: nn.Module, groups: dict[str, dict[str, str]]) -> Iterator[dict[str, str]]:
+    """Groups with a layer each that share a weight are one; at the top of a module each layer is its own."""
+    apart = [
+        group
+        for parent, found in groups.items()
+        for group in (({name: word} for name, word in found.items()) if not _is_block(parent) else (found,))
+    ]
+    by_weight: dict[object, dict[str, str]] = {}
+    for group in apart:
+        weights = [id(getattr(module.get_submodule(name), "weight", None)) for name in group]
+        key = weights[0] if len(weights) == 1 else id(group)
+        by_weight.setdefault(key, {}).update(group)
+    yield from by_weight.values()
+
+
+def _is_block(parent: str) -> bool:
+    """Whether it is not the outermost part of a model, which holds embeddings and heads beside each other."""
+    return any(part.isdigit() for part in parent.split("."))
+
+
+def _whole_heads(module: nn.Module, name: str, style: Style) -> Style:
+    """A column that never cuts a head, where the module says how wide one is."""
+    layer, parent = module.get_submodule(name), module.get_submodule(name.rpartition(".")[0])
+    width = getattr(layer, "out_features", 0)
+    head_dim = next((size for key in _HEAD_DIMS if (size := _whole_number(parent, key))), None)
+    if isinstance(style, Column) and not style.gather_output and head_dim and width % head_dim == 0:
+        return Column(parts=style.parts, head_dim=head_dim)
+    return style
+
+
+def _head_dim(module: nn.Module, layers: tuple[str, ...], width: int) -> int | None:
+    """The width of a head, if the module around the layers says it."""
+    parent = module.get_submodule(_common_parent(layers))
+    for key in _HEAD_DIMS:
+        if (size := _whole_number(parent, key)) and width % size == 0:
+            return size
+    heads = next((number for key in _NUM_HEADS if (number := _whole_number(parent, key))), None)
+    return width // heads if heads and width % heads == 0 else None
+
+
+def _whole_number(owner: Any, key: str) -> int | None:
+    value = getattr(owner, key, None)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _common_parent(names: tuple[str, ...]) -> str:
+    common = []
+    for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
+
+
+def _in_order(flow: Flow, names: frozenset[str]) -> tuple[str, ...]:
+    return tuple(name for name in flow.layers if name in names)
+
+
+def _linear(module: nn.Module, name: str) -> nn.Linear:
+    layer = module.get_submodule(name)
+    assert isinstance(layer, nn.Linear)
+    return layer

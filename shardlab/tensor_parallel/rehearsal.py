@@ -1,0 +1,201 @@
+"""A plan tried in one process: does the divided model compute, forward and backward, what the whole one does?
+
+``shapes``: one rank of the divided model without memory (``FakeTensorMode``), so a model of any size takes seconds. It
+finds a forward that reshapes by a fixed number of heads, and a layer whose input is whole where a part is needed.
+
+``values``: all ranks as threads, with random parameters: outputs and all gradients are compared with the whole model's.
+It also finds what only looks right: a fused projection that is cut the wrong way, a softmax over parts of the features,
+a parameter of which each rank has only a part of the gradient. For models of at most ``MAX_NUMEL`` elements in all
+copies.
+
+Modules are copied, in evaluation mode; the given one is not changed.
+"""
+
+import contextlib
+import copy
+import linecache
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardlab.comm import Communicator
+from shardlab.comm.slices import cut
+from shardlab.comm.without_ranks import SilentCommunicator, on_threads
+from shardlab.partition.slices import TensorSlice, slices_of
+from shardlab.tensor_parallel.flow import Flow, Run, flow_of, summed
+from shardlab.tensor_parallel.plan import Plan, checked, divide
+from shardlab.vocabulary import MeshAxis
+
+MAX_NUMEL = 150_000_000
+# Differences by rounding, relative; a layer that is cut wrong is off by its own size.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+_HALF_TOLERANCE = 0.05
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+class Rehearsal:
+    """Tries plans for a module.
+
+    Args:
+        module: on any device; one on the meta device is tried with shapes only.
+        num_ranks: of the tensor axis.
+        run: calls a copy of the module, on the CPU, as training does.
+    """
+
+    def __init__(self, module: nn.Module, num_ranks: int, run: Run) -> None:
+        self._module, self.num_ranks, self._run = module, num_ranks, run
+        tensors = [*module.parameters(), *module.buffers()]
+        self.numel = sum(param.numel() for param in module.parameters())
+        self.why_no_values = ""
+        if any(tensor.is_meta for tensor in tensors):
+            self.why_no_values = "it is on the meta device"
+        elif self.numel * (num_ranks + 2) > MAX_NUMEL:
+            self.why_no_values = f"{self.numel:,} parameters are too many"
+        self.why_no_shapes = ""
+        self._reference: _Passed | None = None
+
+    @property
+    def has_values(self) -> bool:
+        """Whether plans can be tried with values."""
+        return not self.why_no_values
+
+    def flow(self) -> Flow:
+        """The flow of a forward, without memory if that can be had.
+
+        Raises:
+            Exception: what ``run`` raises.
+        """
+        try:
+            with _no_memory():
+                return flow_of(self._copy(_without_memory), self._run)
+        except Exception as error:
+            self.why_no_shapes = said(error)
+            if not self.has_values:
+                raise
+            return flow_of(self._copy(_random), self._run)
+
+    def shapes(self, plan: Plan) -> str:
+        """Why a plan cannot be, as far as shapes tell; empty if it can."""
+        if self.why_no_shapes:
+            return ""
+        try:
+            with _no_memory():
+                comm = SilentCommunicator(self.num_ranks, 0, MeshAxis.TENSOR)
+                _pass(self._copy(_without_memory), plan, self._run, comm)
+        except Exception as error:
+            return said(error)
+        return ""
+
+    def values(self, plan: Plan) -> str:
+        """Why a plan cannot be, by its values; empty if it can."""
+        if self._reference is None:
+            self._whole = self._copy(_random)
+            self._reference = _pass(copy.deepcopy(self._whole), {}, self._run, None)
+        try:
+            ranks = on_threads(
+                self.num_ranks,
+                lambda comm: _pass(copy.deepcopy(self._whole), plan, self._run, comm),
+                MeshAxis.TENSOR,
+            )
+        except Exception as error:
+            return said(error)
+        return next(filter(None, (_difference(rank, self._reference) for rank in ranks)), "")
+
+    def _copy(self, made: Callable[[Tensor], Tensor]) -> nn.Module:
+        """A copy whose parameters all train."""
+        memo: dict[int, object] = {}
+        for param in self._module.parameters():
+            memo[id(param)] = nn.Parameter(made(param.detach()), requires_grad=param.is_floating_point())
+        for buffer in self._module.buffers():
+            memo[id(buffer)] = _without_memory(buffer) if made is _without_memory else buffer.detach().cpu().clone()
+        return copy.deepcopy(self._module, memo).eval()
+
+
+@contextlib.contextmanager
+def _no_memory() -> Iterator[None]:
+    """Inside, tensors have shapes and no memory, also those that are real outside."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.level
+    log.setLevel(logging.CRITICAL)  # it logs the traceback of what fails here, although that may be the answer
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        log.setLevel(before)
+
+
+def said(error: Exception) -> str:
+    """An error in a line: where in the user's code it was raised, and the message."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_LIBRARIES)]
+    message = str(error).strip().split("\n")[0] or type(error).__name__
+    if "is invalid for input of size" in message:
+        message += ": it reshapes by a fixed number of heads or features; write -1 for that"
+    if not frames:
+        return message
+    line = linecache.getline(frames[-1].filename, frames[-1].lineno or 0).strip()
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: `{line:.90}`: {message}"
+
+
+@dataclass(frozen=True)
+class _Passed:
+    """A forward and backward: the sum of the results, and all gradients."""
+
+    total: Tensor
+    gradients: Mapping[str, Tensor]
+    slices: Mapping[str, TensorSlice]
+
+
+def _pass(module: nn.Module, plan: Plan, run: Run, comm: Communicator | None) -> _Passed:
+    """One pass of a module, which is divided if there is a communicator."""
+    if comm is not None:
+        divide(module, checked(plan, module, comm.num_ranks), comm, _leave, torch.device("cpu"))
+    total = summed(run(module))
+    total.backward()
+    gradients = {
+        name: torch.zeros_like(param) if param.grad is None else param.grad for name, param in module.named_parameters()
+    }
+    return _Passed(total.detach(), gradients, slices_of(module))
+
+
+def _difference(rank: _Passed, whole: _Passed) -> str:
+    """What one rank has otherwise than the whole module; empty for nothing but rounding."""
+    if not _close(rank.total, whole.total, whole.total.abs()):
+        return "the result is another one than the whole model's: the features are not independent of each other"
+    scale = torch.stack([gradient.norm().float() for gradient in whole.gradients.values()]).max()
+    for name, gradient in whole.gradients.items():
+        expected = cut(gradient, rank.slices[name]) if name in rank.slices else gradient
+        # Gradients that are zero but for rounding, such as of a key's bias, are compared with the largest one.
+        if not _close(rank.gradients[name], expected, expected.norm() + 1e-3 * scale):
+            if name in rank.slices:
+                return f"the gradient of {name!r} is no part of the whole one: the layer is not cut as it is used"
+            return f"the gradient of {name!r} differs from the whole model's: it is used where features are in parts"
+    return ""
+
+
+def _close(found: Tensor, expected: Tensor, scale: Tensor) -> bool:
+    tolerance = _TOLERANCE.get(expected.dtype, _HALF_TOLERANCE)
+    return bool((found - expected).norm() <= tolerance * scale)
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu")
+
+
+def _random(tensor: Tensor) -> Tensor:
+    """Values with which nothing is zero: a layer that begins with zeros would agree with anything."""
+    tensor = tensor.cpu()
+    if not tensor.is_floating_point():
+        return tensor.clone()
+    noise = torch.randn(tensor.shape, dtype=torch.float32).to(tensor.dtype)
+    return noise / prod(tensor.shape[1:]) ** 0.5 if tensor.dim() > 1 else tensor + 0.1 * noise
+
+
+def _leave(name: str, module: nn.Module) -> None:
+    """Nothing is to be initialised: the copies have all their values."""

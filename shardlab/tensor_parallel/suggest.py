@@ -1,0 +1,203 @@
+"""A plan for a module that nobody has planned: found by structure, tried in one process, with a reason for each layer.
+
+    suggestion = suggest_tp_plan(model, 2, lambda model: loss(model, batch))
+    suggestion.plan          # {"layers.*.attention.q": Column(head_dim=64), ...}, for parallelize_module
+    print(suggestion)        # every layer: its style, or why it stays whole
+
+A transformers model brings a plan along, which is taken; of any other module the flow of one forward says which layers
+could be columns and rows (``regions``). Nothing is suggested that has not been tried (``rehearsal``).
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+
+import torch
+from torch import nn
+
+from shardlab.tensor_parallel.deciding import decide, kinds_of, without_numbers
+from shardlab.tensor_parallel.flow import END, Flow, Run, is_layer
+from shardlab.tensor_parallel.own_plan import own_plan
+from shardlab.tensor_parallel.plan import Plan, checked, matched, matched_names
+from shardlab.tensor_parallel.regions import Form, own_regions, regions_of
+from shardlab.tensor_parallel.rehearsal import Rehearsal, said
+from shardlab.tensor_parallel.styles import Style
+
+AUTO = "auto"
+WHOLE = "whole"
+
+
+@dataclass(frozen=True)
+class PlannedModule:
+    """What becomes of the modules that a pattern matches.
+
+    Attributes:
+        module: the pattern.
+        kind: the modules' class.
+        style: as it is written, or ``whole``: every rank has all of it.
+        why: how it was found and tried, or why it stays whole.
+    """
+
+    module: str
+    kind: str
+    style: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A plan, and what is said of every module that has parameters of its own.
+
+    Attributes:
+        plan: for ``parallelize_module``; empty if nothing can be divided.
+        modules: in the module's order.
+    """
+
+    plan: dict[str, Style]
+    modules: tuple[PlannedModule, ...]
+
+    def __str__(self) -> str:
+        cells = [(row.module, row.style, row.why) for row in self.modules]
+        width = [max((len(row[place]) for row in cells), default=0) for place in range(2)]
+        return "\n".join(f"{name:{width[0]}}  {style:{width[1]}}  {why}" for name, style, why in cells)
+
+    @property
+    def why_empty(self) -> str:
+        """The first reasons, for an error."""
+        whys = dict.fromkeys(f"{row.module}: {row.why}" for row in self.modules if row.why)
+        return "; ".join(list(whys)[:4]) or "it has no linear layers"
+
+
+def suggest_tp_plan(module: nn.Module, num_ranks: int, run: Run) -> Suggestion:
+    """Suggest how the layers of a module are divided over tensor-parallel ranks.
+
+    Args:
+        module: is not changed. On the meta device, or with very many parameters, plans are tried by shapes alone, and
+            a fused projection, whose layout only values tell, stays whole.
+        num_ranks: of the tensor axis.
+        run: calls the module as training does and returns the loss or the outputs; it is called several times, with
+            copies of the module on the CPU.
+
+    Raises:
+        ValueError: ``run`` fails with the whole module.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        rehearsal = Rehearsal(module, num_ranks, run)
+        try:
+            flow = rehearsal.flow()
+        except Exception as error:
+            raise ValueError(f"run: it cannot be called with a copy of the module: {said(error)}") from error
+        own = own_plan(module)
+        regions = list(regions_of(module, flow) if own is None else own_regions(module, own))
+        kinds = kinds_of(module, regions)
+        decide(rehearsal, module, kinds)
+    chosen: Form = {}
+    whys: dict[str, str] = {}
+    origin = "" if own is None else "its own plan"
+    for kind in kinds:
+        chosen |= kind.form
+        why = kind.why_not or ", ".join(filter(None, (origin, _tried(rehearsal))))
+        whys |= dict.fromkeys(kind.layers, why)
+    plan = _bywithout_numbers(module, chosen)
+    return Suggestion(plan, tuple(_rows(module, flow, plan, whys, has_own=own is not None)))
+
+
+def check_tp_plan(module: nn.Module, plan: Plan, num_ranks: int, run: Run | None) -> Suggestion:
+    """Try a plan that was given, without ranks.
+
+    Args:
+        module: is not changed.
+        plan: as ``parallelize_module`` takes it.
+        num_ranks: of the tensor axis.
+        run: as for ``suggest_tp_plan``; None checks sizes only.
+
+    Raises:
+        ValueError: the plan does not fit the module, or the divided module does not compute what the whole one does.
+    """
+    checked(plan, module, num_ranks)
+    why = "given, sizes fit"
+    if run is not None:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            rehearsal = Rehearsal(module, num_ranks, run)
+            why_not = rehearsal.shapes(plan) or (rehearsal.values(plan) if rehearsal.has_values else "")
+        if why_not:
+            raise ValueError(f"tp_plan: tried in one process, it fails: {why_not}")
+        why = f"given, {_tried(rehearsal)}"
+    whys = dict.fromkeys(matched(plan, module), why)
+    return Suggestion(dict(plan), tuple(_rows(module, None, plan, whys, has_own=True)))
+
+
+def _tried(rehearsal: Rehearsal) -> str:
+    if rehearsal.has_values:
+        return "tried: outputs and gradients are the whole model's"
+    return f"tried: shapes fit (values were not tried: {rehearsal.why_no_values})"
+
+
+def _bywithout_numbers(module: nn.Module, form: Form) -> dict[str, Style]:
+    """The same plan with one pattern for all layers that are alike."""
+    groups: dict[tuple[str, Style], list[str]] = {}
+    for name, style in form.items():
+        groups.setdefault((without_numbers(name), style), []).append(name)
+    plan: dict[str, Style] = {}
+    for (_, style), names in groups.items():
+        pattern = _common(names)
+        alike = set(matched_names(pattern, module)) == set(names)
+        plan |= dict.fromkeys([pattern] if alike else names, style)
+    return plan
+
+
+def _common(names: Iterable[str]) -> str:
+    """One pattern for names that differ in numbers only."""
+    columns = zip(*(name.split(".") for name in names), strict=True)
+    return ".".join(parts[0] if len(set(parts)) == 1 else "*" for parts in columns)
+
+
+def _rows(
+    module: nn.Module, flow: Flow | None, plan: Plan, whys: Mapping[str, str], *, has_own: bool
+) -> Iterator[PlannedModule]:
+    """A row for each module with parameters of its own; one for all that differ in numbers only."""
+    styles = matched(plan, module)
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for name, part in module.named_modules():
+        if any(param is not None for param in part._parameters.values()):
+            style = written(styles[name]) if name in styles else WHOLE
+            groups.setdefault((without_numbers(name), type(part).__name__, style), []).append(name)
+    for (_, kind, style), names in groups.items():
+        why = whys.get(names[0]) or _why_whole(module, names[0], flow, has_own=has_own)
+        yield PlannedModule(_common(names), kind, style, why)
+
+
+def written(style: Style) -> str:
+    """A style as it is written in a plan, without the arguments that have their defaults."""
+    assert is_dataclass(style)
+    given = [
+        f"{field.name}={value!r}" for field in fields(style) if (value := getattr(style, field.name)) != field.default
+    ]
+    return f"{type(style).__name__}({', '.join(given)})"
+
+
+def _why_whole(module: nn.Module, name: str, flow: Flow | None, *, has_own: bool) -> str:
+    part = module.get_submodule(name)
+    if flow is None:
+        return "not in the plan"
+    if not (is_layer(part, nn.Linear) or is_layer(part, nn.Embedding)):
+        is_like = isinstance(part, nn.Linear | nn.MultiheadAttention) or type(part).__name__ == "Conv1D"
+        return f"only nn.Linear and nn.Embedding are divided, and this is a {type(part).__name__}" if is_like else ""
+    if name not in flow.feeders:
+        return "the forward does not call it"
+    if has_own:
+        return "not in its own plan"
+    if isinstance(part, nn.Embedding):
+        return "no vocabulary: it is small, or has no more rows than columns"
+    consumers = flow.consumers(name)
+    beside = {other for consumer in consumers for other in flow.feeders[consumer] if flow.consumers(other) != consumers}
+    if len(consumers) == 1 and END not in consumers and beside:
+        return f"{_patterns(consumers)} needs all of it: it also takes the output of {_patterns(beside)}"
+    return f"all of its output is needed, by {_patterns(consumers)}" if consumers else "nothing depends on its output"
+
+
+def _patterns(names: Iterable[str]) -> str:
+    """A few names, those that differ in numbers only once."""
+    found = list(dict.fromkeys(name if name == END else without_numbers(name) for name in sorted(names)))
+    return ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")

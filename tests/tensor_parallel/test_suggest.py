@@ -1,0 +1,163 @@
+"""A suggested plan: what is divided is right in every gradient, and what is not is named with the reason."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from shardlab.tensor_parallel import Column, OnSequence, Row, Vocabulary, suggest_tp_plan
+from shardlab.tensor_parallel.suggest import check_tp_plan
+from tests.tensor_parallel import strangers
+from tests.tensor_parallel.strangers import HEAD_DIM, Stranger, next_word, sequences
+
+
+def run(model):
+    return next_word(model, sequences()[0])
+
+
+def suggested(*parts, ranks=2, on_meta=False, **options):
+    with torch.device("meta" if on_meta else "cpu"):
+        model = Stranger(*parts, **options)
+    return suggest_tp_plan(model, ranks, run)
+
+
+def why(suggestion, module):
+    return next(row.why for row in suggestion.modules if row.module == module)
+
+
+def test_separate_projections_and_a_gated_mlp():
+    found = suggested()
+    assert found.plan == {
+        "words": Vocabulary(),
+        "blocks.*.a.q": Column(head_dim=HEAD_DIM),
+        "blocks.*.a.k": Column(head_dim=HEAD_DIM),
+        "blocks.*.a.v": Column(head_dim=HEAD_DIM),
+        "blocks.*.a.o": Row(),
+        "blocks.*.a.q_norm": OnSequence(),  # each rank sees its own heads: gradients are summed
+        "blocks.*.m.gate": Column(),
+        "blocks.*.m.up": Column(),
+        "blocks.*.m.down": Row(),
+        "head": Column(gather_output=True),
+    }
+    assert why(found, "words") == "tried: outputs and gradients are the whole model's"
+    assert "no vocabulary" in why(found, "places")
+
+
+def test_a_fused_projection_is_cut_as_it_lies():
+    a, m = "blocks.*.a", "blocks.*.m"
+    assert suggested(strangers.Fused, strangers.FusedGate).plan == {
+        "words": Vocabulary(), f"{a}.qkv": Column(parts=strangers.Fused.sizes), f"{a}.out.0": Row(),
+        f"{m}.gate_up": Column(parts=(20, 20)), f"{m}.down": Row(), "head": Column(gather_output=True),
+    }  # fmt: skip
+    by_head = suggested(strangers.ByHead, strangers.plain, tied=True).plan
+    assert by_head[f"{a}.qkv"] == Column()
+    assert {by_head["words"], by_head["head"]} == {Vocabulary(), Column(gather_output=True)}
+    assert (by_head[f"{m}.0"], by_head[f"{m}.2"]) == (Column(), Row())
+
+
+@pytest.mark.parametrize(
+    ("parts", "options", "module", "reason"),
+    [
+        ((strangers.FixedHeads,), {}, "blocks.*.a.q", r"strangers.py:\d+: `.*HEADS, HEAD_DIM.*write -1"),
+        ((strangers.Separate, strangers.Mixing), {}, "blocks.*.m.up", "the result is another one"),
+        ((strangers.Separate, strangers.Scaled), {}, "blocks.*.m.up", "temperature' is used where features are in"),
+        ((), {"ranks": 4}, "blocks.*.a.k", "blocks.0.a.k: heads of 6: 2 does not divide over 4"),
+        ((), {"ranks": 5}, "words", "words: num_embeddings: 24 does not divide over 5"),
+        ((strangers.Fused,), {"on_meta": True}, "blocks.*.a.qkv", "cannot be told without values: it is on the meta"),
+        ((), {}, "places", "no vocabulary"),
+    ],
+)
+def test_what_cannot_be_divided_is_named_with_the_reason(parts, options, module, reason):
+    found = suggested(*parts, **options)
+    row = next(row for row in found.modules if row.module == module)
+    assert row.style == "whole"
+    assert re.search(reason, row.why), row.why
+    assert not [name for name in found.plan if name.startswith(module.rpartition(".")[0] + ".") and "." in module]
+
+
+def test_without_memory_shapes_are_tried_and_said():
+    found = suggested(on_meta=True)
+    assert found.plan == suggested().plan
+    assert "values were not tried: it is on the meta device" in why(found, "blocks.*.a.q")
+    assert "write -1" in why(suggested(strangers.FixedHeads, on_meta=True), "blocks.*.a.q")
+
+
+def test_the_module_is_not_changed_and_random_numbers_go_on():
+    model = Stranger()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    suggest_tp_plan(model, 2, run)
+    assert model.training
+    assert all(param.grad is None for param in model.parameters())
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Config:
+    base_model_tp_plan = {  # noqa: RUF012
+        "blocks.*.a.[qkv]": "colwise", "blocks.*.a.o": "rowwise", "blocks.*.a.q_norm": "replicated_with_grad_allreduce",
+        "blocks.*.m.gate": "grouped_gemm", "blocks.*.m.down": "rowwise", "blocks.*.experts": "colwise",
+    }  # fmt: skip
+
+
+class Titled(nn.Module):
+    """As a transformers model is: a head around the base model, and a plan for both."""
+
+    base_model_prefix = "model"
+
+    def __init__(self):
+        super().__init__()
+        self.model, self.config = Stranger(), Config()
+
+    def forward(self, tokens):
+        return self.model(tokens)
+
+
+def test_a_plan_of_its_own_is_read():
+    found = suggest_tp_plan(Titled(), 2, run)
+    assert found.plan["model.blocks.*.a.q"] == Column(head_dim=HEAD_DIM)
+    assert found.plan["model.blocks.*.a.q_norm"] == OnSequence()
+    assert "its own plan, tried" in why(found, "model.blocks.*.a.o")
+    assert "says 'grouped_gemm', for which there is no style" in why(found, "model.blocks.*.m.down")
+    assert "model.blocks.*.m.down" not in found.plan
+    assert why(found, "model.words") == "not in its own plan"
+
+
+def test_a_given_plan_is_tried():
+    model = Stranger(mlp=strangers.FusedGate)
+    good = {"blocks.*.m.gate_up": Column(parts=(20, 20)), "blocks.*.m.down": Row()}
+    assert "given, tried: outputs" in why(check_tp_plan(model, good, 2, run), "blocks.*.m.down")
+    with pytest.raises(ValueError, match="tp_plan: tried in one process, it fails: the result is another"):
+        check_tp_plan(model, {**good, "blocks.*.m.gate_up": Column()}, 2, run)
+    with pytest.raises(ValueError, match="'nothing' matches no module"):
+        check_tp_plan(model, {"nothing": Row()}, 2, run)
+
+
+def test_a_run_that_fails_is_said():
+    with pytest.raises(ValueError, match=r"run: it cannot be called .*no tensor that depends on a parameter"):
+        suggest_tp_plan(Stranger(), 2, lambda model: 3)
+
+
+class ByValue(nn.Module):
+    """Which way a row goes depends on its values: without values there is no forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.ways = nn.ModuleList(strangers.plain() for _ in range(2))
+        self.double()
+
+    def forward(self, x):
+        left = x[:, 0] > 0
+        return torch.cat([self.ways[0](x[left]), self.ways[1](x[~left])])
+
+
+def test_a_forward_that_needs_values_is_tried_with_values():
+    x = torch.randn(6, strangers.HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = suggest_tp_plan(ByValue(), 2, lambda model: functional.mse_loss(model(x), x))
+    assert found.plan == {"ways.*.0": Column(), "ways.*.2": Row()}
+    with torch.device("meta"):
+        model = ByValue()
+    with pytest.raises(ValueError, match="run: it cannot be called"):
+        suggest_tp_plan(model, 2, lambda model: functional.mse_loss(model(x), x))
