@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         ZeRO3,
         build_engine,
     )
-    from shardlab.experiment import CompareConfig, TrainStep, Workload, compare, load_comparison, plan
+    from shardlab.experiment import CompareConfig, TrainStep, Workload, compare, load_comparison, plan, show_tp_plan
     from shardlab.launch import RankPool, launch
     from shardlab.models import build_model
     from shardlab.partition import Link
@@ -50,7 +50,15 @@ _ROOMS = {
         "ZeRO3",
         "build_engine",
     ),
-    "shardlab.experiment": ("CompareConfig", "TrainStep", "Workload", "compare", "load_comparison", "plan"),
+    "shardlab.experiment": (
+        "CompareConfig",
+        "TrainStep",
+        "Workload",
+        "compare",
+        "load_comparison",
+        "plan",
+        "show_tp_plan",
+    ),
     "shardlab.launch": ("RankPool", "launch"),
     "shardlab.models": ("build_model",),
     "shardlab.partition": ("Link",),
@@ -88,6 +96,7 @@ __all__ = [
     "plan",
     "record",
     "show",
+    "show_tp_plan",
     "show_units",
 ]
 

@@ -21,7 +21,7 @@ UNITS = {"GB": 9, "MB": 6, "kB": 3}
 
 
 def plan(
-    ranks: Annotated[int, typer.Option(help="Number of ranks.")],
+    ranks: Annotated[int, typer.Option(help="Number of ranks; with --tp, by default as many.")] = 0,
     params: Annotated[str, typer.Option(help="Parameters of the model, for example 7.5B, 350M or 7.5e9.")] = "",
     workload: Annotated[str, typer.Option(help="Instead: FILE.py:NAME or PACKAGE.MODULE:NAME.")] = "",
     precision: Annotated[
@@ -29,7 +29,9 @@ def plan(
         typer.Option(help="Of --params: mixed (16 bit, fp32 master weights) or fp32; of --workload: as in compare."),
     ] = "",
     strategies: Annotated[str, typer.Option(help="Of --workload: comma-separated; by default all of ours.")] = "",
-    tp: Annotated[int, typer.Option(help="Of --workload: tensor-parallel ranks; checks the plan of layers.")] = 1,
+    tp: Annotated[
+        int, typer.Option(help="Of --workload: tensor-parallel ranks; tries how layers are divided, and shows it.")
+    ] = 1,
     sharding: Annotated[str, typer.Option(help="Of --workload: FSDP's, as in compare.")] = "full_shard",
     wrap: Annotated[str, typer.Option(help="Of --workload: FSDP's units, as in compare.")] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
@@ -37,6 +39,9 @@ def plan(
     """Predict bytes per rank, and what is sent, without running; nothing is trained and no rank starts."""
     if bool(params) == bool(workload):
         raise ValueError("params, workload: give one of them: --params 7.5B, or --workload train.py:workload")
+    ranks = ranks or (tp if tp > 1 else 0)
+    if ranks < 1:
+        raise ValueError(f"ranks: {ranks} was given; give 1 or more, for example --ranks 8")
     if workload:
         chosen: dict[str, Any] = {"sharding": sharding, "precision": precision or "full", "tp": tp}
         chosen |= {"wrap": wrap} if wrap else {}
@@ -56,19 +61,37 @@ def plan(
 
 def _plan_workload(place: str, ranks: int, strategies: str, options: dict[str, Any], json: bool) -> None:
     from shardlab.experiment import plan as planned  # here, because it imports torch
+    from shardlab.experiment import show_tp_plan
     from shardlab.planner.setup import STRATEGIES
 
     names = tuple(name.strip() for name in strategies.split(",") if name.strip())
+    layers = None if options["tp"] == 1 else show_tp_plan(place, options["tp"])
     rows = planned(place, ranks, names or STRATEGIES, **options)
     if json:
-        typer.echo(rows.to_json(orient="records", indent=2))
+        found = json_text.loads(rows.to_json(orient="records"))
+        if layers is not None:
+            found = {"modules": json_text.loads(layers.to_json(orient="records")), "strategies": found}
+        typer.echo(json_text.dumps(found, indent=2))
         return
     console = Console(highlight=False)
+    if layers is not None:
+        console.print(_table_of_layers(layers, f"{place}, layers over {options['tp']} ranks"))
     console.print(_table_of(rows, f"{place}, {ranks} ranks"))
     console.print(
         "Per rank, the largest of all ranks; at rest, between two steps. Sent: bytes and messages of one step. "
         "Activations and temporaries come on top."
     )
+
+
+def _table_of_layers(layers: "pd.DataFrame", title: str) -> Table:
+    """Each layer with its style, or why it stays whole."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("module", no_wrap=True)
+    table.add_column("style", no_wrap=True)
+    table.add_column("why")
+    for _, row in layers.iterrows():
+        table.add_row(row["module"], row["style"], row["why"])
+    return table
 
 
 def _table_of(rows: "pd.DataFrame", title: str) -> Table:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardlab.experiment.saved import load_comparison, load_saved
     from shardlab.experiment.step import StepResult, TrainStep
     from shardlab.experiment.summary import readable_summary
+    from shardlab.experiment.tensor_plan import show_tp_plan
     from shardlab.experiment.workload import Workload
 
 _FILES = {
@@ -25,6 +26,7 @@ _FILES = {
     "saved": ("load_comparison", "load_saved"),
     "step": ("StepResult", "TrainStep"),
     "summary": ("readable_summary",),
+    "tensor_plan": ("show_tp_plan",),
     "workload": ("Workload",),
 }
 _FILE_OF = {name: file for file, names in _FILES.items() for name in names}
@@ -43,6 +45,7 @@ __all__ = [
     "new_directory",
     "plan",
     "readable_summary",
+    "show_tp_plan",
     "write_report",
 ]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardlab.comm.communicator import Communicator
 from shardlab.data_sets import batch, load_text
 from shardlab.experiment.options import CompareOptions
-from shardlab.experiment.workload import Workload
+from shardlab.experiment.workload import SUGGESTED, Workload
 from shardlab.models import MODELS, GPTConfig, build_model, next_token
 from shardlab.tensor_parallel import Plan, gpt_plan, vocab_parallel_cross_entropy
 
@@ -25,13 +25,14 @@ def builtin(options: CompareOptions, rows: int) -> Workload:
             ``sequence_parallel`` count.
         rows: sequences of a global micro-batch.
     """
+    plan = tensor_plan(options)
     return Workload(
         model=partial(build_model, options.model, options.seq_len, getattr(torch, options.dtype), options.seed),
         data=partial(_sequences, options.text, options.seq_len, rows, options.accumulation),
         loss=next_token,
         optimizer=partial(torch.optim.AdamW, lr=options.learning_rate),
-        tp_plan=tensor_plan(options),
-        tp_loss=next_token_of_parts,
+        tp_plan=SUGGESTED if plan is None else plan,
+        tp_loss=None if plan is None else next_token_of_parts,
         name=options.model,
     )
 

@@ -20,7 +20,7 @@ from shardlab.experiment.builtin import builtin
 from shardlab.experiment.field_types import check_types
 from shardlab.experiment.named import workload_at
 from shardlab.experiment.options import CompareOptions
-from shardlab.experiment.tensor import TORCH_TP, check_tensor_axis
+from shardlab.experiment.tensor import TORCH_TP, with_plan
 from shardlab.experiment.workload import Workload
 from shardlab.launch import place
 from shardlab.launch.placement import torchrun_env
@@ -67,7 +67,7 @@ class CompareConfig(CompareOptions):
             if (value := getattr(self, field)) is not None and not 0 < value < math.inf:
                 raise ValueError(f"{field}: {value} is not a finite number above 0")
         self._check_batch()
-        check_tensor_axis(self, self.trained)
+        self.__dict__["trained"] = with_plan(self, self.trained)  # in the place of the cached property
         self._check_taken()
         self._check_fsdp()
         parse_partition(self.partition)

@@ -41,7 +41,8 @@ class CompareOptions:
         precision: ZeRO and FSDP: 'full', 'bf16', or 'fp16' with a gradient scaler.
         offload: FSDP: what lies in host memory: 'none', 'parameters' or 'all'.
         replicate_below: FSDP: parameters with fewer elements stay replicated.
-        tp: tensor-parallel ranks, a divisor of the number of ranks; 'single' ignores it.
+        tp: tensor-parallel ranks, a divisor of the number of ranks; 'single' ignores it. Layers are divided by the
+            workload's plan, or by one that is suggested: 'shardlab plan --workload F:NAME --tp 2' shows it.
         sequence_parallel: with tp: divide the sequence too, where each token is computed on its own.
         link: emulate this link, for example '10Gbps,50us'.
         transport: how ranks on the CPU, or on one shared GPU, send: 'shared_memory' or 'gloo'; by default the first

@@ -3,12 +3,15 @@
 Data ranks are ``ranks / tp``. The ranks of a tensor group train on the same rows.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from torch import Tensor, nn
 
 from shardlab.comm import BaseMesh
 from shardlab.experiment.options import CompareOptions
+from shardlab.experiment.tensor_plan import tried_plan
 from shardlab.experiment.workload import LossFn, Workload
-from shardlab.models import MODELS, GPTConfig
 from shardlab.tensor_parallel import Plan, parallelize_module
 from shardlab.tensor_parallel.plan import matched
 from shardlab.vocabulary import MeshAxis
@@ -16,19 +19,19 @@ from shardlab.vocabulary import MeshAxis
 TORCH_TP = "torch_tp"
 
 
-def check_tensor_axis(options: CompareOptions, workload: Workload) -> None:
-    """Check that the tensor axis can divide what the options say; an error names the field.
+def with_plan(options: CompareOptions, workload: Workload) -> Workload:
+    """The workload with the plan by which its layers are divided, suggested if none was given; checked.
 
     Raises:
-        ValueError: ``tp`` does not divide the ranks, heads or vocabulary; the model has no plan; or a strategy can
-            train only a whole model.
+        ValueError: ``tp`` does not divide the ranks, heads or vocabulary; nothing can be divided; or a strategy can
+            train only a whole model. The message names the field.
     """
     if options.sequence_parallel and options.tp == 1:
         raise ValueError(
             "sequence_parallel: it divides the sequence over the tensor axis, and tp is 1; set tp to 2 or more"
         )
     if options.tp == 1:
-        return
+        return workload
     if options.ranks % options.tp:
         raise ValueError(f"tp: {options.tp} does not divide {options.ranks} ranks; take a divisor of {options.ranks}")
     _check_peers(options)
@@ -36,10 +39,22 @@ def check_tensor_axis(options: CompareOptions, workload: Workload) -> None:
         raise ValueError(
             f"seq_len: {options.seq_len} does not divide over tp={options.tp} ranks, which sequence_parallel needs"
         )
-    model = workload.on_meta()
-    for name, style in matched(_plan(workload, options), model).items():
+    if isinstance(workload.tp_plan, Mapping):
+        _check_plan(workload.tp_plan, workload.on_meta(), options.tp)
+        return workload
+    found = tried_plan(workload, options.tp, options.seed)
+    if not found.plan:
+        raise ValueError(
+            f"tp: nothing of {workload} can be divided over {options.tp} ranks ({found.why_empty}); give Workload a "
+            "tp_plan, see shardlab.tensor_parallel"
+        )
+    return replace(workload, tp_plan=found.plan)
+
+
+def _check_plan(plan: Plan, model: nn.Module, tp: int) -> None:
+    for name, style in matched(plan, model).items():
         try:
-            style.check(name, model.get_submodule(name), options.tp)
+            style.check(name, model.get_submodule(name), tp)
         except ValueError as error:
             raise ValueError(f"tp: {error}") from None
 
@@ -48,7 +63,8 @@ def divided(model: nn.Module, options: CompareOptions, workload: Workload, strat
     """The model with its layers divided over the mesh's tensor axis; unchanged if nothing is divided. Collective."""
     if not _divides(options, strategy):
         return model
-    return parallelize_module(model, _plan(workload, options), mesh[MeshAxis.TENSOR])
+    assert isinstance(workload.tp_plan, Mapping)
+    return parallelize_module(model, workload.tp_plan, mesh[MeshAxis.TENSOR])
 
 
 def loss_of(options: CompareOptions, workload: Workload, strategy: str, mesh: BaseMesh) -> LossFn:
@@ -62,18 +78,6 @@ def loss_of(options: CompareOptions, workload: Workload, strategy: str, mesh: Ba
         return of_parts(model, batch, axis)
 
     return loss
-
-
-def _plan(workload: Workload, options: CompareOptions) -> Plan:
-    if workload.tp_plan is not None:
-        return workload.tp_plan
-    if options.workload is not None:
-        raise ValueError(
-            f"tp: there is no plan that divides {workload} over {options.tp} ranks; give Workload(tp_plan={{'blocks.*."
-            "up': Column(), 'blocks.*.down': Row(), ...}), see shardlab.tensor_parallel"
-        )
-    gpts = ", ".join(name for name, known in MODELS.items() if isinstance(known, GPTConfig))
-    raise ValueError(f"model: there is no plan that divides {options.model!r} over tp={options.tp}; take {gpts}")
 
 
 def _check_peers(options: CompareOptions) -> None:

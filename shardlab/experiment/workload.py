@@ -13,9 +13,10 @@ cloudpickle: functions, lambdas and classes of a notebook are, open files and ge
 
 import inspect
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ LossFn = Callable[[Any, Any], Tensor]
 Batches = Iterable[Any]
 Data = Dataset[Any] | Batches | Callable[[int, int, int], Batches]
 OptimizerFn = Callable[[Any], torch.optim.Optimizer]
+SUGGESTED = "auto"
 SchedulerFn = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
@@ -54,15 +56,16 @@ class Workload:
         optimizer: (tensors) -> a torch optimizer of them.
         scheduler: (optimizer) -> a learning rate scheduler, stepped after each optimizer step.
         wrap: which modules are units, see ``wrapped_modules``.
-        tp_plan: how layers are divided over tensor-parallel ranks, by name pattern; needed only with ``tp``.
-        tp_loss: (model, batch, axis) -> scalar, in place of ``loss`` where the model is divided and its output stays
-            divided over the tensor axis.
+        tp_plan: how layers are divided over tensor-parallel ranks, by name pattern; used only with ``tp``. By default,
+            'auto', one is suggested, see ``show_tp_plan``; None says that the model must not be divided.
+        tp_loss: (model, batch, axis) -> scalar, in place of ``loss`` where a ``tp_plan`` of your own leaves the model's
+            output divided over the tensor axis.
         init_fn: initialises what is on the meta device, as (name, module); by default ``module.reset_parameters()``.
         name: in titles and manifests; by default the name of the module's class.
 
     Raises:
         TypeError: a field is of the wrong type; the message names it.
-        ValueError: ``data`` can be read only once.
+        ValueError: ``data`` can be read only once, or ``tp_loss`` has no plan.
     """
 
     model: Callable[[], nn.Module]
@@ -71,7 +74,7 @@ class Workload:
     optimizer: OptimizerFn = adamw
     scheduler: SchedulerFn | None = None
     wrap: WrapPolicy = AUTO
-    tp_plan: Plan | None = None
+    tp_plan: Plan | str | None = SUGGESTED
     tp_loss: Callable[[Any, Any, Communicator], Tensor] | None = None
     init_fn: InitFn = reset_parameters
     name: str = ""
@@ -90,6 +93,13 @@ class Workload:
             _require_function("scheduler", self.scheduler, "of (optimizer) that returns a scheduler", 1)
         if self.tp_loss is not None:
             _require_function("tp_loss", self.tp_loss, "of (model, batch, axis) that returns the mean loss", 3)
+        if not isinstance(self.tp_plan, Mapping | NoneType) and self.tp_plan != SUGGESTED:
+            raise TypeError(
+                f"tp_plan: {self.tp_plan!r:.60} was given; give {SUGGESTED!r}, a mapping of name patterns to styles, "
+                "or None"
+            )
+        if self.tp_loss is not None and not isinstance(self.tp_plan, Mapping):
+            raise ValueError("tp_loss: it is for a tp_plan of your own, which leaves the output divided; give one")
         _check_data(self.data)
 
     def __str__(self) -> str:

@@ -112,7 +112,7 @@ def test_a_place_without_a_workload_is_named(template, place, expected):
         ((), "give one of them"),
         (("--params", "7B", "--workload", PLACE), "give one of them"),
         (("--params", "7B", "--tp", 2), "only for --workload"),
-        (("--workload", PLACE, "--tp", 2), "tp: there is no plan that divides Classifier"),
+        (("--workload", PLACE, "--tp", 1, "--ranks", 0), "ranks: 0 was given"),
         (("--workload", PLACE, "--precision", "int8"), "precision:"),
         (("--workload", PLACE, "--strategies", "torch_ddp"), "'torch_ddp' cannot be planned"),
     ],

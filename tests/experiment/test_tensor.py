@@ -1,9 +1,13 @@
 """``compare`` over a tensor axis: the same losses, and a refusal of what the axis cannot divide, before ranks start."""
 
-import pytest
+from dataclasses import replace
 
-from shardlab.experiment import CompareConfig, compare
+import pytest
+import torch
+
+from shardlab.experiment import CompareConfig, Workload, compare, show_tp_plan
 from tests.conftest import Pools
+from tests.tensor_parallel import strangers
 
 BASE = {"ranks": 4, "tp": 2, "steps": 3, "text": "grammar", "device": "cpu", "batch": 4, "seq_len": 16}
 
@@ -55,7 +59,7 @@ def test_mixed_precision_and_micro_batches_are_as_planned(pools: Pools, tmp_path
         ({"tp": 3}, "tp: 3 does not divide 4 ranks"),
         ({"tp": 0}, "tp: 0 is below 1"),
         ({"ranks": 3, "tp": 3}, "tp: token_embedding: .*256 does not divide over 3"),
-        ({"model": "mlp"}, "model: there is no plan that divides 'mlp' over tp=2; take gpt-1m"),
+        ({"ranks": 5, "tp": 5, "model": "mlp"}, r"tp: nothing of mlp can be divided over 5 ranks \(.*use 510 or 515"),
         ({"strategies": ("single", "torch_ddp")}, "start torch_ddp without it"),
         ({"strategies": ("zero1", "torch_tp")}, "tp: torch_tp divides the model over all 4 ranks; set tp to 4"),
         ({"strategies": ("torch_tp",), "ranks": 2, "sequence_parallel": True}, "torch_tp keeps the sequence whole"),
@@ -71,3 +75,40 @@ def test_what_cannot_be_divided_is_refused(fields, words) -> None:
 
 def test_a_default_batch_is_four_a_data_rank() -> None:
     assert CompareConfig(**{**BASE, "batch": None}).global_batch == 8
+
+
+def own(**parts) -> Workload:
+    return Workload(lambda: strangers.Stranger(**parts), strangers.sequences(), strangers.next_word)
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [
+        own(),  # fewer key and value heads, norms of heads, a gated MLP
+        own(attention=strangers.Fused, mlp=strangers.FusedGate, tied=True),
+        own(attention=strangers.ByHead, mlp=strangers.plain),
+    ],
+    ids=["separate", "fused", "by head"],
+)
+def test_a_model_that_nobody_planned_trains_as_one_process_does(pools: Pools, tmp_path, workload) -> None:
+    workload = replace(workload, optimizer=lambda tensors: torch.optim.SGD(tensors, lr=0.1, momentum=0.9))
+    strategies = ("single", "bucketed", "fsdp")
+    result = compare(workload, tmp_path / "run", strategies=strategies, ranks=4, tp=2, steps=4, clip=0.3, pool=pools(4))
+    assert (result.summary["max_loss_difference"] <= 1e-10).all()
+    norms = result.records.steps.pivot_table(index="step", columns="run", values="grad_norm")
+    assert ((norms.sub(norms["single"], axis=0)).abs() < 1e-10).all().all()
+    held = result.summary.set_index("strategy")["parameter_bytes"]
+    assert held["bucketed"] < 0.65 * held["single"]
+
+
+def test_the_plan_of_layers_is_shown_without_ranks() -> None:
+    found = show_tp_plan(own(attention=strangers.FixedHeads), 2).set_index("module")
+    assert found.loc["blocks.*.m.gate", "style"] == "Column()"
+    assert "write -1" in found.loc["blocks.*.a.q", "why"]
+    with pytest.raises(ValueError, match="tp: 1 ranks divide nothing"):
+        show_tp_plan(own(), 1)
+
+
+def test_a_built_in_model_without_a_plan_gets_one(pools: Pools, tmp_path) -> None:
+    config = CompareConfig(**{**BASE, "ranks": 2}, strategies=("single", "zero1"), model="mlp")
+    assert compare(config, tmp_path / "run", pool=pools(2)).losses_equal

@@ -324,6 +324,8 @@ def workload(**changes):
         ({"loss": lambda batch: batch}, TypeError, r"loss: it takes \(batch\)"),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, TypeError, "optimizer: SGD"),
         ({"scheduler": 3}, TypeError, "scheduler: 3 was given"),
+        ({"tp_plan": "blocks"}, TypeError, "tp_plan: 'blocks' was given; give 'auto', a mapping"),
+        ({"tp_loss": lambda model, batch, axis: 0}, ValueError, "tp_loss: it is for a tp_plan of your own"),
         ({"data": 3}, TypeError, "data: 3 is neither"),
         ({"data": "train.txt"}, TypeError, "data: 'train.txt' is neither"),
         ({"data": (x for x in ())}, ValueError, "data: an iterator can be read only once"),
@@ -342,7 +344,8 @@ def test_a_wrong_field_is_named(changes, kind, said):
         ({"model": nn.Tanh}, {}, ValueError, "model: Tanh has no parameters"),
         ({}, {"model": "mlp"}, ValueError, "model: only for the built-in models; Residual says it itself"),
         ({}, {"learning_rate": 1.0}, ValueError, "learning_rate: only for the built-in models"),
-        ({}, {"dtype": "float64", "tp": 2}, ValueError, "tp: there is no plan that divides Residual over 2 ranks"),
+        ({}, {"dtype": "float64", "tp": 2}, ValueError, "tp: nothing of Residual can be divided over 2 ranks"),
+        ({"tp_plan": None}, {"tp": 2}, ValueError, "tp: Residual has tp_plan=None, which says"),
         (
             {"model": lambda: Residual().float()},
             {"dtype": "float64"},
