@@ -60,5 +60,5 @@ workload = Workload(
     loss=loss,
     optimizer=lambda tensors: torch.optim.AdamW(tensors, lr=1e-3),  # the default; any torch optimizer will do
     # scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=10),
-    # tp_plan={"blocks.*.1": Column()},  # from shardlab.tensor_parallel, if --tp shall divide layers
+    # tp_plan={"blocks.*.1": Column(), "blocks.*.3": Row()},  # for --tp, in place of the plan that is suggested
 )

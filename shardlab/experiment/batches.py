@@ -46,7 +46,7 @@ def batches_of(workload: Workload, rank: int, ranks: int, seed: int, rows: int) 
         ValueError: the data has ended, or a batch cannot be divided.
     """
     data: Any = workload.data
-    if callable(data) and not isinstance(data, Dataset):
+    if not workload.divides_rows:
         return (Share(batch) for batch in _apart(lambda: iter(data(rank, ranks, seed)), seed))
     source = _batches_of_samples(data, rows, seed) if isinstance(data, Dataset) else _repeated(data)
     return (divide(batch, rank, ranks) for batch in _apart(lambda: source, seed))

@@ -44,15 +44,15 @@ def plan(
     names = (strategies,) if isinstance(strategies, str) else strategies
     if any("bucket_bytes" in engine_options(name) for name in names):  # else the option would be refused
         options = {"bucket_mib": DEFAULT_BUCKET_BYTES / 2**20, **options}
-    config = CompareConfig(workload=workload, ranks=ranks, strategies=names, **options)
+    config = CompareConfig(workload=workload, ranks=ranks, strategies=names, **{"steps": 1, **options})
     return pd.DataFrame([_row(strategy, found) for strategy, found in plan_runs(config).items()])
 
 
 def _row(strategy: str, planned: Plan | None) -> dict[str, Any]:
     if planned is None:
         raise ValueError(
-            f"strategies: {strategy!r} cannot be planned here: it is not ours, a tensor axis divides its layers, or "
-            "the optimizer's state has other shapes than the parameters"
+            f"strategies: {strategy!r} cannot be planned here: it is not ours, the optimizer's state has other shapes "
+            "than the parameters, or the messages of divided layers depend on values"
         )
     held, sent = planned.memory.groupby(["role", "rank"])["bytes"].sum(), planned.collectives.groupby("rank")
     return {

@@ -12,10 +12,11 @@ from torch import nn
 
 from shardlab.engines.precision import parse_precision
 from shardlab.experiment.config import CompareConfig, takes
+from shardlab.experiment.planned_tensor import PlannedTensorAxis
 from shardlab.experiment.planned_workload import PlannedWorkload
 from shardlab.launch import place
 from shardlab.models import MODELS, GPTConfig
-from shardlab.planner import Setup, predicted_collectives, predicted_memory
+from shardlab.planner import Setup, described, predicted_collectives, predicted_memory
 from shardlab.planner.setup import ADAM, STRATEGIES, Optimizer
 from shardlab.planner.tensor import TensorSetup, divided, on_tensor_ranks, predicted_tensor_collectives
 from shardlab.trace.store import Records
@@ -40,27 +41,36 @@ class Plan:
 def plan_runs(config: CompareConfig) -> dict[str, Plan | None]:
     """The plan of each strategy; None where the planner knows too little.
 
-    It knows nothing of torch's own strategies, of the messages of a tensor axis unless it divides a built-in model, and
-    of optimizers whose state is not made of tensors of the parameter's shape and of counters.
+    It knows nothing of torch's own strategies, of optimizers whose state is not made of counters and of tensors of the
+    parameter's shape, and of the messages of a tensor axis if what is computed depends on values.
     """
     if set(STRATEGIES).isdisjoint(config.strategies):
         return dict.fromkeys(config.strategies)
     known = PlannedWorkload.of(config)
-    return {strategy: _plan_run(config, strategy, known) for strategy in config.strategies}
+    is_gpt = config.workload is None and isinstance(MODELS[config.model], GPTConfig)
+    axis = None if config.tp == 1 or is_gpt else PlannedTensorAxis(config, known.module)
+    return {strategy: _plan_run(config, strategy, known, axis) for strategy in config.strategies}
 
 
-def _plan_run(config: CompareConfig, strategy: str, known: PlannedWorkload) -> Plan | None:
-    divides = config.tp > 1 and strategy != "single"
-    if strategy not in STRATEGIES or known.optimizer is None or (divides and config.workload is not None):
+def _plan_run(
+    config: CompareConfig, strategy: str, known: PlannedWorkload, axis: PlannedTensorAxis | None
+) -> Plan | None:
+    if strategy not in STRATEGIES or known.optimizer is None:
         return None
-    model, setup = known.model, setup_of(config, strategy, known.module, known.optimizer)
-    if not divides:
-        return Plan(predicted_memory(model, setup), predicted_collectives(model, setup))
-    model = divided(model, config.tp)
-    over_tensor = predicted_tensor_collectives(tensor_setup_of(config, strategy))
-    over_data = on_tensor_ranks(
-        predicted_collectives(model, setup), config.tp
-    )  # the norm comes last and uses both axes
+    if config.tp == 1 or strategy == "single":
+        setup = setup_of(config, strategy, known.module, known.optimizer)
+        return Plan(predicted_memory(known.model, setup), predicted_collectives(known.model, setup))
+    over_tensor: pd.DataFrame | None
+    if axis is None:
+        module, model = known.module, divided(known.model, config.tp)
+        over_tensor = predicted_tensor_collectives(tensor_setup_of(config, strategy))
+    else:
+        module, model = axis.module, described(axis.module, unused=known.unused)
+        over_tensor = axis.collectives(strategy)
+    if over_tensor is None:
+        return None
+    setup = setup_of(config, strategy, module, known.optimizer)
+    over_data = on_tensor_ranks(predicted_collectives(model, setup), config.tp)  # the norm, on both axes, comes last
     return Plan(on_tensor_ranks(predicted_memory(model, setup), config.tp), pd.concat([over_tensor, over_data]))
 
 

@@ -26,17 +26,20 @@ class PlannedWorkload:
         module: whose structure gives the units; it may be on the meta device.
         model: its parameters.
         optimizer: what it keeps; None if that cannot be planned.
+        unused: names of the parameters that no rank's loss reaches.
     """
 
     module: nn.Module
     model: PlannedModel
     optimizer: Optimizer | None
+    unused: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, config: CompareConfig) -> "PlannedWorkload":
         """That of a configuration."""
         module = config.trained.on_meta()
-        return cls(module, described(module, unused=unused_by(config, module)), optimizer_of(config.trained))
+        unused = tuple(unused_by(config, module))
+        return cls(module, described(module, unused=unused), optimizer_of(config.trained), unused)
 
 
 def optimizer_of(workload: Workload) -> Optimizer | None:

@@ -110,6 +110,11 @@ class Workload:
         """Whether ``data`` holds samples that are yet to be put into batches."""
         return isinstance(self.data, Dataset)
 
+    @property
+    def divides_rows(self) -> bool:
+        """Whether the rows of its batches are divided among ranks; a function divides them itself."""
+        return isinstance(self.data, Dataset) or not callable(self.data)
+
     def build(self, seed: int) -> nn.Module:
         """The module, with parameters drawn from ``seed``; those on the meta device stay there.
 

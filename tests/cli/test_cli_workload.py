@@ -121,3 +121,26 @@ def test_a_plan_that_cannot_be_made_says_why(template, options, expected):
     code, text = said("plan", "--ranks", 2, *options)
     assert code == 2
     assert expected in " ".join(text.split()), text
+
+
+def test_a_plan_of_layers_is_tried_without_ranks(template):
+    code, text = said("plan", "--workload", PLACE, "--tp", 2, "--strategies", "single,zero1")
+    assert code == 2
+    assert "tp: nothing of Classifier can be divided over 2 ranks (enter: all of its output is needed" in " ".join(
+        text.split()
+    )
+    gated = "nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))"
+    text = (template / "train.py").read_text()
+    text = text.replace("nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())", gated)
+    (template / "train.py").write_text(text)
+    code, text = said("plan", "--workload", PLACE, "--tp", 2, "--strategies", "single,zero1", "--json")
+    assert code == 0, text
+    found = json.loads(text)
+    styles = {row["module"]: row["style"] for row in found["modules"]}
+    assert (styles["blocks.*.1"], styles["blocks.*.3"], styles["enter"]) == ("Column()", "Row()", "whole")
+    single, divided = found["strategies"]
+    assert divided["parameter_bytes"] < 0.6 * single["parameter_bytes"]
+    assert divided["messages_per_step"] == 8  # four blocks, forward and backward
+    code, text = said("plan", "--workload", PLACE, "--tp", 2, "--strategies", "single,zero1")
+    assert code == 0
+    assert "layers over 2 ranks" in text

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from shardlab.experiment import CompareConfig, Workload, compare, show_tp_plan
+from shardlab.experiment.planned import plan_runs
+from shardlab.experiment.planned_tensor import PlannedTensorAxis
 from tests.conftest import Pools
 from tests.tensor_parallel import strangers
 
@@ -82,19 +84,20 @@ def own(**parts) -> Workload:
 
 
 @pytest.mark.parametrize(
-    "workload",
+    ("ranks", "workload"),
     [
-        own(),  # fewer key and value heads, norms of heads, a gated MLP
-        own(attention=strangers.Fused, mlp=strangers.FusedGate, tied=True),
-        own(attention=strangers.ByHead, mlp=strangers.plain),
+        (4, own()),  # fewer key and value heads, norms of heads, a gated MLP
+        (2, own(attention=strangers.Fused, mlp=strangers.FusedGate, tied=True)),
+        (2, own(attention=strangers.ByHead, mlp=strangers.plain)),
     ],
     ids=["separate", "fused", "by head"],
 )
-def test_a_model_that_nobody_planned_trains_as_one_process_does(pools: Pools, tmp_path, workload) -> None:
+def test_a_model_that_nobody_planned_trains_as_one_process_does(pools: Pools, tmp_path, ranks, workload) -> None:
     workload = replace(workload, optimizer=lambda tensors: torch.optim.SGD(tensors, lr=0.1, momentum=0.9))
-    strategies = ("single", "bucketed", "fsdp")
-    result = compare(workload, tmp_path / "run", strategies=strategies, ranks=4, tp=2, steps=4, clip=0.3, pool=pools(4))
+    options = {"strategies": ("single", "bucketed", "fsdp"), "steps": 4, "clip": 0.3, "tp": 2}
+    result = compare(workload, tmp_path / "run", ranks=ranks, pool=pools(ranks), **options)
     assert (result.summary["max_loss_difference"] <= 1e-10).all()
+    assert result.summary["as_planned"].all()
     norms = result.records.steps.pivot_table(index="step", columns="run", values="grad_norm")
     assert ((norms.sub(norms["single"], axis=0)).abs() < 1e-10).all().all()
     held = result.summary.set_index("strategy")["parameter_bytes"]
@@ -111,4 +114,22 @@ def test_the_plan_of_layers_is_shown_without_ranks() -> None:
 
 def test_a_built_in_model_without_a_plan_gets_one(pools: Pools, tmp_path) -> None:
     config = CompareConfig(**{**BASE, "ranks": 2}, strategies=("single", "zero1"), model="mlp")
-    assert compare(config, tmp_path / "run", pool=pools(2)).losses_equal
+    result = compare(config, tmp_path / "run", pool=pools(2))
+    assert result.losses_equal
+    assert result.summary["as_planned"].all()
+
+
+def test_in_16_bits_and_in_micro_batches_of_uneven_rows_it_is_as_planned(pools: Pools, tmp_path) -> None:
+    workload = replace(own(dtype=torch.float32), data=[torch.zeros(rows, 9, dtype=torch.int64) for rows in (4, 5, 3)])
+    options = {"strategies": ("zero2", "fsdp"), "precision": "bf16", "accumulation": 2, "clip": 1.0}
+    result = compare(workload, tmp_path / "run", ranks=4, tp=2, steps=2, pool=pools(4), **options)
+    assert result.summary["as_planned"].all()
+
+
+def test_the_messages_of_a_gpt_are_those_of_its_formulas() -> None:
+    config = CompareConfig(**BASE, strategies=("zero1",), clip=1.0)
+    given = plan_runs(config)["zero1"].collectives
+    by_running = PlannedTensorAxis(config, config.trained.on_meta()).collectives("zero1")
+    columns = ["rank", "op", "tag", "dtype", "numel", "bytes", "wire_bytes", "group_size"]
+    formulas = given[(given["axis"] == "tensor") & (given["tag"] != "gradient norm")]
+    assert by_running[columns].to_numpy().tolist() == formulas[columns].to_numpy().tolist()

@@ -38,7 +38,7 @@ class Fused(nn.Module):
     def __init__(self):
         super().__init__()
         self.qkv = nn.Linear(HIDDEN, sum(self.sizes))
-        self.out = nn.Sequential(nn.Linear(HEADS * HEAD_DIM, HIDDEN), nn.Dropout(0.1))
+        self.out = nn.Sequential(nn.Linear(HEADS * HEAD_DIM, HIDDEN), nn.Dropout(0.0))
 
     def forward(self, x):
         fused = self.qkv(x)
