@@ -88,10 +88,8 @@ def compare(
         TypeError: an unknown option, or an argument of the wrong type.
         RankError: a rank failed; see ``launch``. The records so far stay on disk.
     """
-    config, rest = _configured(what, rest, options)
-    if len(rest) > 1 or (rest and directory is not None):
-        raise TypeError(f"compare: {len(rest)} arguments follow what is trained; one may, the directory")
-    directory = Path(directory or (rest[0] if rest else new_directory()))
+    config, directory = configured(what, rest, directory, options)
+    directory = directory or new_directory()
     if is_reporter():
         claim(directory)
     if pool is None:
@@ -107,23 +105,44 @@ def new_directory() -> Path:
     return Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
 
 
-def _configured(what: Any, rest: tuple[Any, ...], options: dict[str, Any]) -> tuple[CompareConfig, tuple[Any, ...]]:
-    """The configuration, and what is left of the arguments."""
+def configured(
+    what: Any, rest: tuple[Any, ...], directory: Path | str | None, options: dict[str, Any], caller: str = "compare"
+) -> tuple[CompareConfig, Path | None]:
+    """The configuration and the directory, None if none is named, from the arguments of ``compare``.
+
+    Args:
+        what, rest, directory, options: see ``compare``.
+        caller: the function that was called, for messages.
+
+    Raises:
+        ValueError, TypeError: as ``compare``.
+    """
     if isinstance(what, CompareConfig):
         if options:
-            raise TypeError(f"compare: the configuration holds all options; set {', '.join(options)} there")
+            raise TypeError(f"{caller}: the configuration holds all options; set {', '.join(options)} there")
+        config = what
+    else:
+        what, rest = _workload(what, rest, caller)
+        if unknown := sorted(options.keys() - {field.name for field in fields(CompareConfig)}):
+            known = ", ".join(field.name for field in fields(CompareConfig))
+            raise TypeError(f"{caller}: {', '.join(unknown)} is not an option; the options are {known}")
+        config = CompareConfig(workload=what, **options)
+    if len(rest) > 1 or (rest and directory is not None):
+        raise TypeError(f"{caller}: {len(rest)} arguments follow what is trained; one may, the directory")
+    found = rest[0] if rest else directory
+    return config, None if found is None else Path(found)
+
+
+def _workload(what: Any, rest: tuple[Any, ...], caller: str) -> tuple[Workload, tuple[Any, ...]]:
+    """The workload, and what is left of the arguments."""
+    if isinstance(what, Workload):
         return what, rest
-    if not isinstance(what, Workload):
-        if what is None or isinstance(what, str) or len(rest) < 2:
-            raise TypeError(
-                f"compare: {what!r:.60} and {len(rest)} more arguments were given; give a Workload, a CompareConfig, "
-                "or model, data and loss"
-            )
-        what, rest = Workload(what, *rest[:2]), rest[2:]
-    if unknown := sorted(options.keys() - {field.name for field in fields(CompareConfig)}):
-        known = ", ".join(field.name for field in fields(CompareConfig))
-        raise TypeError(f"compare: {', '.join(unknown)} is not an option; the options are {known}")
-    return CompareConfig(workload=what, **options), rest
+    if what is None or isinstance(what, str) or len(rest) < 2:
+        raise TypeError(
+            f"{caller}: {what!r:.60} and {len(rest)} more arguments were given; give a Workload, a CompareConfig, or "
+            "model, data and loss"
+        )
+    return Workload(what, *rest[:2]), rest[2:]
 
 
 def claim(directory: Path) -> None:

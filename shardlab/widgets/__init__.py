@@ -1,5 +1,7 @@
 """Controls for notebooks: change something and see its effect at once. Behind each is a plain function.
 
+All four take what ``compare`` takes: a workload, or model, data and loss, or a configuration.
+
 ===================  ====================================================  ===============================
 in a notebook        what it does                                          in a script
 ===================  ====================================================  ===============================

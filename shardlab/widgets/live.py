@@ -1,6 +1,7 @@
 """A live view of a run: loss, time of a step, memory by role, and the timeline of the newest step.
 
-    with live("runs/first"):
+    comparison = live(workload, strategies=("bucketed", "fsdp"), ranks=2).comparison     # as compare, and watched
+    with live("runs/first"):                                                             # watch what another call runs
         compare(config, "runs/first")
 
 A thread reads what the ranks append to their records, and replaces the figures about twice a second. The timeline is
@@ -12,13 +13,19 @@ can also watch a run of another process, for example one started in a terminal.
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+from IPython.core.getipython import get_ipython
 from ipywidgets import VBox
+from torch import nn
 
+from shardlab.experiment import CompareConfig, Comparison, Workload, compare, new_directory
+from shardlab.experiment.comparison import configured
+from shardlab.launch import RankPool
 from shardlab.plots import collective_timeline, training_progress
 from shardlab.plots.theme import nothing
 from shardlab.vocabulary import Phase
@@ -31,15 +38,34 @@ LOWEST_PRIORITY = 19
 TIMELINE = "Timeline of the newest step"
 
 
-def live(directory: Path | str) -> "LiveView":
-    """A live view of the runs in ``directory``, updated inside a ``with`` block, or until ``stop()``.
+def live(
+    what: CompareConfig | Workload | Callable[[], nn.Module] | Path | str,
+    *rest: Any,
+    directory: Path | str | None = None,
+    pool: RankPool | None = None,
+    **options: Any,
+) -> "LiveView":
+    """``compare`` with a live view of its runs; or, of a directory, a live view of what another call runs there.
 
     In a script ``read_progress`` gives the same as tables.
 
     Args:
-        directory: where ``compare`` writes, or the directory of one run; it need not exist yet.
+        what, rest, directory, pool, options: as of ``compare``, which is called and watched until it is over; the
+            result is ``comparison`` of the view. Or only a directory: where ``compare`` writes, or that of one run; it
+            need not exist yet. That view is updated inside a ``with`` block, or until ``stop()``.
+
+    Raises:
+        ValueError, TypeError, RankError: as ``compare``.
     """
-    return LiveView(directory)
+    if isinstance(what, str | Path):
+        if rest or directory or pool or options:
+            raise TypeError(f"live: {str(what)!r} is watched, and nothing is run; leave the other arguments out")
+        return LiveView(what)
+    config, found = configured(what, rest, directory, options, "live")
+    found = found or new_directory()
+    with LiveView(found) as view:
+        view.comparison = compare(config, found, pool=pool)
+    return view
 
 
 class LiveView(Panel):
@@ -48,6 +74,9 @@ class LiveView(Panel):
     Args:
         directory: see ``live``.
         curves, timeline, message: parts of a larger panel to update, instead of own ones.
+
+    Attributes:
+        comparison: what ``live`` has run; None if it only watches.
     """
 
     def __init__(
@@ -58,6 +87,7 @@ class LiveView(Panel):
         timeline: Picture | None = None,
         message: Message | None = None,
     ) -> None:
+        self.comparison: Comparison | None = None
         self.progress: LiveTables | None = None
         self.num_updates = 0
         self.message = message or Message("Waiting for the first step.")
@@ -65,6 +95,7 @@ class LiveView(Panel):
         self.timeline = timeline or Picture(nothing(TIMELINE, "no step has ended yet"))
         self._tail = DirectoryTail(directory)
         self._timeline_due = 0.0
+        self._cell: int | None = None  # the cell in which it is shown
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         super().__init__(VBox([self.message.widget]), (self.curves, self.timeline), "live view of a run")
@@ -110,7 +141,10 @@ class LiveView(Panel):
         self.stop()
 
     def _ipython_display_(self) -> None:
-        super()._ipython_display_()
+        cell = getattr(get_ipython(), "execution_count", None)
+        if cell is None or cell != self._cell:  # else it stands in this cell already, from before the run
+            super()._ipython_display_()
+        self._cell = cell
         self.start()
 
     def _draw_timeline(self, progress: LiveTables, *, final: bool) -> None:

@@ -1,12 +1,19 @@
 """One recorded training step, event by event: each click moves to the next and shows the state of every rank."""
 
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 from ipywidgets import Button, Dropdown, HBox, IntSlider, Layout, Play, VBox, jslink
+from torch import nn
 
 from shardlab.analysis.rows import one_run, one_step
+from shardlab.experiment import CompareConfig, Workload, compare
+from shardlab.experiment.comparison import configured
+from shardlab.launch import RankPool
 from shardlab.plots import collective_timeline
 from shardlab.plots.colours import INK
 from shardlab.plots.memory import held_by_rank
@@ -17,22 +24,47 @@ from shardlab.widgets.step_events import ROLES, events_of_step, ranks_at, traced
 
 ALL_RANKS = -1
 PLAY_MS = 700
+FIRST: dict[str, Any] = {"strategies": "fsdp", "ranks": 2, "steps": 3}
 
 
-def step_through(records: Records, *, run: str | None = None, step: int | None = None) -> Panel:
+def step_through(
+    what: Records | CompareConfig | Workload | Callable[[], nn.Module],
+    *rest: Any,
+    run: str | None = None,
+    step: int | None = None,
+    directory: Path | str | None = None,
+    pool: RankPool | None = None,
+    **options: Any,
+) -> "StepView":
     """Buttons and a slider through the events of one step, above its timeline and the memory of each rank.
+
+        step_through(records, run="zero3")            # a step that is recorded already
+        step_through(workload, strategies="zero3")    # record three steps, and show the last
 
     In a script ``events_of_step`` and ``ranks_at`` give the same as tables.
 
     Args:
-        records: records of one run or several.
-        run: which run; None if there is only one.
+        what: records of one run or several; or what ``compare`` takes, which is then run.
+        rest: as of ``compare``; none after records.
+        run: which run; None if there is only one, and for the first strategy of what is run here.
         step: which step; None for the first whose memory was traced, else the last.
+        directory: where records of what is run here are kept; None for not at all.
+        pool: as of ``compare``.
+        options: fields of ``CompareConfig``; by default three steps of FSDP on 2 ranks.
 
     Raises:
         ValueError: there is no such run or step, there are several runs and none is named, or nothing was recorded.
+        ValueError, TypeError, RankError: as ``compare``.
     """
-    return StepView(records, run, step)
+    if isinstance(what, Records):
+        if rest or directory or pool or options:
+            raise TypeError("step_through: records are shown, and nothing is run; leave the other arguments out")
+        return StepView(what, run, step)
+    first = options if isinstance(what, CompareConfig) else FIRST | options
+    config, found = configured(what, rest, directory, first, "step_through")
+    with TemporaryDirectory(prefix="shardlab-") as temporary:
+        records = compare(config, found or Path(temporary) / "run", pool=pool).records
+    return StepView(records, run or config.strategies[0], step)
 
 
 class StepView(Panel):
