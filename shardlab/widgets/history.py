@@ -8,44 +8,38 @@ loss_curves(history.records().steps)
 """
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
-from shardlab.experiment import CompareConfig, Comparison, compare, load_comparison
+from shardlab.experiment import CompareConfig, Comparison, claim, compare
 from shardlab.experiment.comparison import PRELOAD
 from shardlab.experiment.run import Progress
-from shardlab.experiment.saved import fields_of
-from shardlab.experiment.summary import COLUMNS, readable_summary
 from shardlab.launch import RankPool
 from shardlab.trace.store import Records
+from shardlab.widgets.past_run import PastRun, State, ended_early, finished, found
+from shardlab.widgets.runs_table import runs_table
 
 PREFIX = "run-"
-SHOWN = (
-    "model",
-    "link",
-    "bucket_mib",
-    "precision",
-    "sharding",
-)  # fields of the configuration, shown if runs differ in them
-COSTS = ("strategy", "ranks", "loss_last", "step_ms", "exposed_comm_ms", "overlap", "peak_bytes", "wire_bytes_per_step")
 
 
 class RunHistory:
     """Runs by number, from 1, each in its own directory below ``directory``.
 
     Args:
-        directory: where the runs are; finished runs in it are loaded. None for a temporary directory that is removed
-            with this object.
+        directory: where the runs are; those in it are loaded. None for a temporary directory that is removed with this
+            object.
+
+    Attributes:
+        runs: every run by its number, also those that were stopped or have failed.
     """
 
     def __init__(self, directory: Path | str | None = None) -> None:
         self._temporary = tempfile.TemporaryDirectory(prefix="shardlab-") if directory is None else None
         self.directory = Path(self._temporary.name if self._temporary is not None else str(directory))
-        self.comparisons: dict[int, Comparison] = dict(_finished(self.directory))
+        self.runs: dict[int, PastRun] = dict(_earlier(self.directory))
         self._pool: RankPool | None = None
         self._pool_is_for: tuple[int, str, float] | None = None
         self._stopping = False
@@ -70,11 +64,12 @@ class RunHistory:
             on_progress: called after every step of rank 0.
 
         Raises:
-            RankError: a rank failed; the records so far stay on disk.
-            KeyboardInterrupt: ``stop()`` was called from another thread.
+            RankError: a rank failed; what it had recorded is in ``runs``.
+            KeyboardInterrupt: ``stop()`` was called from another thread; likewise.
         """
         directory = self.next_directory() if directory is None else directory
-        self._stopping = False
+        claim(directory)
+        number, self._stopping = _number(directory), False
 
         def progressed(progress: Progress) -> None:
             if self._stopping:  # stop() was called between two calls of the pool, which had nothing to interrupt
@@ -82,9 +77,14 @@ class RunHistory:
             if on_progress is not None:
                 on_progress(progress)
 
-        comparison = compare(config, directory, pool=self._pool_for(config), on_progress=progressed)
-        self.comparisons[_number(directory)] = comparison
-        return _number(directory)
+        try:
+            comparison = compare(config, directory, pool=self._pool_for(config), on_progress=progressed)
+        except BaseException as error:
+            state = State.STOPPED if isinstance(error, KeyboardInterrupt) else State.FAILED
+            self.runs[number] = ended_early(directory, state, config)
+            raise
+        self.runs[number] = finished(comparison, config)
+        return number
 
     def stop(self) -> None:
         """End the current run, which another thread started; its records so far stay on disk."""
@@ -100,9 +100,10 @@ class RunHistory:
         if self._temporary is not None:
             self._temporary.cleanup()
 
-    def config_of(self, number: int) -> dict[str, Any]:
-        """The configuration of a run, from its manifest."""
-        return fields_of(next(iter(self.comparisons[number].records.manifests.values())))
+    @property
+    def comparisons(self) -> dict[int, Comparison]:
+        """The runs of which a step was finished, by number."""
+        return {number: run.comparison for number, run in self.runs.items() if run.comparison is not None}
 
     def labels(self) -> list[str]:
         """Every run and strategy as the tables of ``records()`` name them: '2 zero1'."""
@@ -113,17 +114,8 @@ class RunHistory:
         ]
 
     def table(self) -> pd.DataFrame:
-        """One row per run and strategy, newest first: the options that differ, and the costs."""
-        configs = {number: self.config_of(number) for number in self.comparisons}
-        differing = [name for name in SHOWN if len({str(config.get(name)) for config in configs.values()}) > 1]
-        parts = []
-        for number, comparison in reversed(self.comparisons.items()):
-            costs = readable_summary(comparison.summary, {name: COLUMNS[name] for name in COSTS})
-            costs.insert(0, "run", number)
-            for place, name in enumerate(differing):
-                costs.insert(3 + place, name.removesuffix("_mib"), _word(configs[number].get(name)))
-            parts.append(costs)
-        return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame({"run": []})
+        """One row per run and strategy, newest first: how it ended, all settings that differ, and the costs."""
+        return runs_table(self.runs)
 
     def records(self) -> Records:
         """The five tables of all runs; ``run`` is the number and the strategy, such as '2 zero1'.
@@ -171,15 +163,13 @@ def _relabelled(frame: pd.DataFrame, number: int) -> pd.DataFrame:
     return frame.assign(run=(f"{number} " + frame["run"].astype(str)).astype("string"))
 
 
-def _finished(directory: Path) -> list[tuple[int, Comparison]]:
-    found = sorted(path for path in directory.glob(f"{PREFIX}*") if (path / "summary.json").is_file())
-    return [(_number(path), load_comparison(path)) for path in found]
+def _earlier(directory: Path) -> Iterator[tuple[int, PastRun]]:
+    """The runs of earlier sessions; not those of which nothing was written but a directory."""
+    for path in sorted(directory.glob(f"{PREFIX}*")):
+        if (run := found(path)).config is not None:
+            yield _number(path), run
 
 
 def _number(path: Path) -> int:
     text = path.name.removeprefix(PREFIX)
     return int(text) if text.isdigit() else 0
-
-
-def _word(value: object) -> str:
-    return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

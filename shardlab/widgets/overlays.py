@@ -1,14 +1,11 @@
 """The figures of a workbench: all runs of a history together, or one of them in detail."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 
 from shardlab.analysis import overlap
-from shardlab.experiment import CompareConfig
-from shardlab.experiment.planned import plan_runs
 from shardlab.experiment.summary import timed_steps
 from shardlab.plots import (
     collective_timeline,
@@ -104,10 +101,7 @@ def _timeline(history: RunHistory, label: str) -> go.Figure:
 def _course(history: RunHistory, label: str) -> go.Figure:
     """Memory over the traced step, with the planned bytes at rest."""
     number, _, strategy = label.partition(" ")
-    memory = history.records().memory
-    config = _fields(history.config_of(int(number)))
-    # What a workload of one's own needs to be planned is not in a manifest.
-    plan = plan_runs(CompareConfig(**config))[strategy] if config.get("workload") is None else None
+    memory, plan = history.records().memory, history.runs[int(number)].plan(strategy)
     if plan is not None:
         memory = pd.concat([memory, plan.memory.assign(run=label)], ignore_index=True)
     return memory_over_step(memory, run=label)
@@ -124,11 +118,6 @@ def _slices(history: RunHistory, label: str) -> go.Figure:
 def _traffic(records: Records) -> pd.DataFrame:
     """The collectives without the reported loss."""
     return records.collectives[records.collectives["phase"] != Phase.METRICS]
-
-
-def _fields(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration from JSON; the list of strategies becomes a tuple."""
-    return config | {"strategies": tuple(config["strategies"])}
 
 
 VIEWS: dict[str, Draw] = {

@@ -144,7 +144,8 @@ def bundle_of(content: Content, *, with_png: bool) -> dict[str, Any]:
     if isinstance(content, go.Figure):
         return mime_bundle(content, with_png=with_png)
     shown = pd.DataFrame({name: column_text(content[name]) for name in content.columns})
-    html = shown.to_html(index=False, border=0, justify="right")
+    table = shown.to_html(index=False, border=0, justify="right")
+    html = f'<div style="overflow-x: auto">{table}</div>'  # else a page that is too narrow hides the last columns
     return {"text/html": html, "text/plain": text_of(content)}
 
 

@@ -1,4 +1,7 @@
-"""A workbench: choose model, strategy, ranks, bucket size, link and precision; run; watch; compare with earlier runs.
+"""A workbench: choose what is trained, how and by how many ranks; run; watch; compare with earlier runs.
+
+    workbench(workload)                                     # your model, your data, your loss
+    workbench(CompareConfig(model="gpt-3m"), "runs/play")   # a built-in model; runs are kept, and found again
 
 A run is driven by a thread of this process, so that the controls stay responsive and Stop works; the ranks are separate
 processes, as always. Errors in the choices are shown beside the controls, never as a traceback.
@@ -6,54 +9,51 @@ processes, as always. Errors in the choices are shown beside the controls, never
 
 import threading
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from ipywidgets import (
-    Button,
-    Dropdown,
-    FloatText,
-    HBox,
-    IntText,
-    Layout,
-    Text,
-    ValueWidget,
-    VBox,
-)
+from ipywidgets import Button, Dropdown, HBox, Layout, VBox
+from torch import nn
 
-from shardlab.engines import STRATEGIES, engine_options
-from shardlab.experiment import CompareConfig
-from shardlab.models import MODELS
+from shardlab.experiment import CompareConfig, Workload
+from shardlab.experiment.comparison import configured
 from shardlab.plots.theme import nothing
-from shardlab.widgets.history import RunHistory, label
+from shardlab.widgets.choices import STYLE, Choices
+from shardlab.widgets.history import RunHistory
 from shardlab.widgets.live import LiveView
 from shardlab.widgets.overlays import VIEWS, overlay
 from shardlab.widgets.panel import Message, Panel, Picture
 
 CHOOSE = "Choose, then press Run."
-DEFAULTS = CompareConfig(strategies=("zero1",), ranks=2, steps=20, text="grammar")
-STYLE: dict[str, str] = {"description_width": "7em"}
-# Controls that only some strategies take: field of the configuration -> option of the engine.
-OPTIONAL = {"bucket_mib": "bucket_bytes", "precision": "precision", "sharding": "sharding"}
-CHOICES = {
-    "device": ("auto", "cpu", "cuda"),
-    "precision": ("full", "bf16", "fp16"),
-    "sharding": ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard"),
-}
+FIRST: dict[str, Any] = {"strategies": "zero1", "ranks": 2, "steps": 20}
 
 
-def workbench(directory: Path | str | None = None, config: CompareConfig | None = None) -> "Workbench":
+def workbench(
+    what: CompareConfig | Workload | Callable[[], nn.Module] | Path | str | None = None,
+    *rest: Any,
+    directory: Path | str | None = None,
+    **options: Any,
+) -> "Workbench":
     """Controls for a run, Run and Stop, the live view, and a table and figures of all runs so far.
 
     In a script ``RunHistory`` does the same.
 
     Args:
+        what: as of ``compare``: a workload, a function that makes the model (data and loss follow), or a whole
+            configuration. None, or the directory alone, for a built-in GPT of 1 M parameters.
+        rest: as of ``compare``.
         directory: where runs are written, and earlier ones are found; None for a temporary directory.
-        config: initial values of the controls; None for ZeRO-1 with a GPT of 1 M parameters on 2 ranks.
+        options: fields of ``CompareConfig``, the initial values of the controls: by default ZeRO-1 on 2 ranks.
+
+    Raises:
+        ValueError, TypeError: as ``compare``.
     """
-    return Workbench(RunHistory(directory), config or DEFAULTS)
+    first = options if isinstance(what, CompareConfig) else FIRST | options
+    if what is None or isinstance(what, str | Path):
+        rest, what, first = (() if what is None else (what,)) + rest, CompareConfig(**{"text": "grammar"} | first), {}
+    config, where = configured(what, rest, directory, first, "workbench")
+    return Workbench(RunHistory(where), config)
 
 
 class Workbench(Panel):
@@ -61,14 +61,15 @@ class Workbench(Panel):
 
     Attributes:
         history: all runs.
+        inputs: the controls, by the name of their option.
         message: the state of the run, or an error.
     """
 
     def __init__(self, history: RunHistory, config: CompareConfig) -> None:
         self.history = history
-        self._base = config
         self.message = Message(CHOOSE)
-        self.inputs = _inputs(config)
+        self.choices = Choices(config)
+        self.inputs = self.choices.inputs
         self.run_button = Button(description="Run", icon="play", button_style="primary")
         self.stop_button = Button(description="Stop", icon="stop", disabled=True)
         self.view = Dropdown(options=list(VIEWS), description="picture", style=STYLE)
@@ -80,14 +81,12 @@ class Workbench(Panel):
         self._is_filling = False  # the list of runs is being replaced, and its events must not draw
         self._is_live = False  # the figures belong to the current run
         self._is_wrong = False  # the message shows an error of the controls
-        self.inputs["strategies"].observe(lambda _: self._show_what_counts(), names="value")
         for control in self.inputs.values():
             control.observe(lambda _: self._checked(), names="value")
         self.view.observe(lambda _: self._draw(), names="value")
         self.about.observe(lambda _: self._draw(), names="value")
         self.run_button.on_click(lambda _: self.start())
         self.stop_button.on_click(lambda _: self.stop())
-        self._show_what_counts()
         self._show_runs()
         super().__init__(self._box(), (self.table, self.upper, self.lower), "workbench: choose, run, watch, compare")
 
@@ -95,16 +94,9 @@ class Workbench(Panel):
         """The configuration for the values of the controls.
 
         Raises:
-            ValueError: the values are invalid.
+            ValueError, TypeError: ``compare`` refuses the values, for the same reasons.
         """
-        said = {name: control.value for name, control in self.inputs.items() if not control.disabled}
-        said |= {"strategies": (said["strategies"],), "link": said["link"].strip() or None}
-        kept = {
-            field.name: getattr(self._base, field.name)
-            for field in fields(CompareConfig)
-            if field.name not in self.inputs
-        }
-        return CompareConfig(**(kept | said))
+        return self.choices.config()
 
     def start(self) -> None:
         """Run the configuration of the controls in a thread, as the Run button does. Errors are shown, not raised."""
@@ -141,16 +133,10 @@ class Workbench(Panel):
         Raises:
             ValueError: there is no such control, or it does not offer that value.
         """
-        for name, value in changes.items():
-            if name not in self.inputs:
-                raise ValueError(f"{name}: there is no such control; there are {', '.join(self.inputs)}")
-            control = self.inputs[name]
-            if isinstance(control, Dropdown) and value not in control.options:
-                raise ValueError(f"{name}: {value!r} is not one of {', '.join(control.options)}")
-            control.value = value
+        self.choices.choose(changes)
 
     def stop(self) -> None:
-        """End the current run, as the Stop button does. Its records so far stay on disk."""
+        """End the current run, as the Stop button does. It joins the others with the steps that it has finished."""
         if self.is_running:
             self.message.say("Stopping.")
             self.history.stop()
@@ -176,7 +162,7 @@ class Workbench(Panel):
         """The configuration of the controls, or None; then the message shows the error until it is fixed."""
         try:
             config = self.config()
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             self._is_wrong = True
             self.message.fail(str(error))
             return None
@@ -190,7 +176,7 @@ class Workbench(Panel):
         try:
             self._run(config)
         except KeyboardInterrupt:
-            self.message.say("Stopped. The records so far are kept.")
+            self.message.say(self._ended("was stopped"))
         except Exception as error:
             self.message.fail(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
         finally:
@@ -203,27 +189,35 @@ class Workbench(Panel):
         self._is_live = True
         try:
             number = self.history.run(config, directory=directory)
-        finally:
+        finally:  # also if it was stopped or has failed: then the table says so
             view.stop()
             self._is_live = False
-        self._show_runs(label(number, config.strategies[-1]))
-        summary = self.history.comparisons[number].summary.iloc[-1]
+            self._show_runs()
+        summary = self.history.runs[number].summary.iloc[-1]
         self.message.say(
             f"Run {number} is over: {summary['strategy']}, {summary['step_ms']:.1f} ms a step, last loss "
             f"{summary['loss_last']:.4f}. Its records are in {directory.name}."
         )
         return number
 
-    def _show_runs(self, about: str | None = None) -> None:
+    def _ended(self, how: str) -> str:
+        """What became of the newest run."""
+        number, run = list(self.history.runs.items())[-1]
+        if run.comparison is None:
+            return f"Run {number} {how} before a step was finished."
+        done = int(run.summary["steps"].iloc[-1])
+        return f"Run {number} {how} after {done} {'step' if done == 1 else 'steps'}, which are kept."
+
+    def _show_runs(self) -> None:
         """Offer all runs, and draw the table and the chosen figure."""
+        if self.history.runs:
+            self.table.replace(self.history.table(), final=True)
         labels = self.history.labels()
-        if not labels:
-            return
-        self._is_filling = True
-        self.about.options, self.about.value = labels, about or labels[-1]
-        self._is_filling = False
-        self.table.replace(self.history.table(), final=True)
-        self._draw()
+        if labels:
+            self._is_filling = True
+            self.about.options, self.about.value = labels, labels[-1]
+            self._is_filling = False
+            self._draw()
 
     def _draw(self) -> None:
         if self._is_filling or self._is_live or not self.history.comparisons:
@@ -237,40 +231,6 @@ class Workbench(Panel):
     def _set_running(self, running: bool) -> None:
         self.run_button.disabled, self.stop_button.disabled = running, not running
 
-    def _show_what_counts(self) -> None:
-        """Disable the controls that the chosen strategy does not take."""
-        taken = engine_options(str(self.inputs["strategies"].value))
-        for name, option in OPTIONAL.items():
-            self.inputs[name].disabled = option not in taken
-
     def _box(self) -> VBox:
-        columns = (
-            ("strategies", "model", "ranks"), ("steps", "bucket_mib", "precision"), ("sharding", "link", "device"),
-        )  # fmt: skip
-        rows = HBox(
-            [VBox([self.inputs[name] for name in column]) for column in columns], layout=Layout(flex_flow="row wrap")
-        )
         buttons = HBox([self.run_button, self.stop_button, self.view, self.about], layout=Layout(flex_flow="row wrap"))
-        return VBox([rows, buttons, self.message.widget])
-
-
-def _inputs(config: CompareConfig) -> dict[str, ValueWidget]:
-    """A control for each field that can be chosen, by the name of the field."""
-
-    def choice(name: str, options: Any, value: Any, words: str = "") -> Dropdown:
-        return Dropdown(options=list(options), value=value, description=words or name, style=STYLE)
-
-    def entry(kind: Callable[..., ValueWidget], name: str, value: Any, words: str = "", **more: Any) -> ValueWidget:
-        return kind(value=value, description=words or name, style=STYLE, **more)
-
-    return {
-        "strategies": choice("strategies", STRATEGIES, config.strategies[0], "strategy"),
-        "model": choice("model", MODELS, config.model),
-        "ranks": entry(IntText, "ranks", config.ranks),
-        "steps": entry(IntText, "steps", config.steps),
-        "bucket_mib": entry(FloatText, "bucket_mib", config.bucket_mib, "bucket (MiB)"),
-        "precision": choice("precision", CHOICES["precision"], config.precision),
-        "sharding": choice("sharding", CHOICES["sharding"], config.sharding),
-        "link": entry(Text, "link", config.link or "", placeholder="real; or 10Gbps,50us"),
-        "device": choice("device", CHOICES["device"], config.device),
-    }
+        return VBox([self.choices.box(), buttons, self.message.widget])

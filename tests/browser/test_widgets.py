@@ -22,7 +22,7 @@ WORKBENCH = """
 from shardlab import CompareConfig
 from shardlab.widgets import workbench
 config = CompareConfig(strategies=("zero1",), ranks=2, steps=4, model="gpt-1m", text="grammar", device="cpu")
-workbench(config=config)
+workbench(config)
 """
 # Text of figures that are seen: the place that waits for its turn is hidden.
 SEEN = """() => [...document.querySelectorAll(".js-plotly-plot text")]

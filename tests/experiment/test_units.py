@@ -62,4 +62,4 @@ def test_records_of_before_auto_are_read(pools, tmp_path):
     manifest["config"]["wrap"] = "block"
     path.write_text(json.dumps(manifest))
     assert load_saved(directory)[1].wrap == "auto"
-    assert RunHistory(tmp_path).config_of(1)["wrap"] == "auto"
+    assert RunHistory(tmp_path).runs[1].config.wrap == "auto"

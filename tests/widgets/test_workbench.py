@@ -1,3 +1,4 @@
+import re
 import threading
 
 import pytest
@@ -16,7 +17,7 @@ QUICK = CompareConfig(
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
     """Two runs that differ in strategy and bucket size."""
-    bench = workbench(tmp_path_factory.mktemp("bench"), QUICK)
+    bench = workbench(QUICK, tmp_path_factory.mktemp("bench"))
     assert bench.run() == 1
     assert bench.run(strategies="bucketed", bucket_mib=0.25) == 2
     yield bench
@@ -27,7 +28,7 @@ def test_the_table_shows_runs_newest_first_with_what_differs(bench):
     table = bench.table.content
     assert table["run"].tolist() == [2, 1]
     assert table["strategy"].tolist() == ["bucketed", "zero1"]
-    assert table["bucket"].tolist() == ["0.25", "1"]
+    assert table["bucket (MiB)"].tolist() == ["0.25", "1"]
     assert "model" not in table.columns, "it is the same in both"
     assert (table["step (ms)"] > 0).all()
     assert bench.message.text.startswith("Run 2 is over: bucketed")
@@ -75,7 +76,7 @@ def test_earlier_runs_are_found_again(bench):
     ],
 )
 def test_bad_input_is_said_beside_the_controls(wrong, message, tmp_path):
-    bench = workbench(tmp_path, QUICK)
+    bench = workbench(QUICK, tmp_path)
     before = {name: bench.inputs[name].value for name in wrong}
     bench.choose(**wrong)
     assert message in bench.message.text
@@ -89,7 +90,7 @@ def test_bad_input_is_said_beside_the_controls(wrong, message, tmp_path):
 
 
 def test_only_what_a_strategy_takes_can_be_chosen(tmp_path):
-    bench = workbench(tmp_path, QUICK)
+    bench = workbench(QUICK, tmp_path)
     bench.choose(strategies="bucketed")
     assert bench.inputs["precision"].disabled
     bench.choose(strategies="fsdp", precision="bf16", sharding="shard_grad_op")
@@ -99,14 +100,14 @@ def test_only_what_a_strategy_takes_can_be_chosen(tmp_path):
     assert (config.precision, config.sharding) == ("bf16", "shard_grad_op")
     bench.choose(strategies="ddp")
     assert bench.config().precision == "full"
-    with pytest.raises(ValueError, match="colour: there is no such control; there are strategies, model"):
+    with pytest.raises(ValueError, match="colour: there is no such control; there are model, steps"):
         bench.choose(colour="red")
     with pytest.raises(ValueError, match="model: 'gpt-9z' is not one of"):
         bench.choose(model="gpt-9z")
 
 
 def test_a_run_can_be_stopped_and_the_next_one_goes_on(tmp_path):
-    bench = workbench(tmp_path, QUICK)
+    bench = workbench(QUICK, tmp_path)
     bench.choose(steps=100_000)
     going, update = threading.Event(), bench.upper.replace
 
@@ -120,16 +121,41 @@ def test_a_run_can_be_stopped_and_the_next_one_goes_on(tmp_path):
     assert going.wait(60), bench.message.text
     bench.stop_button.click()
     assert bench.wait(30)
-    assert bench.message.text == "Stopped. The records so far are kept."
-    assert list(tmp_path.glob("run-001/records/zero1/*"))
+    assert re.fullmatch(r"Run 1 was stopped after \d+ steps?, which are kept\.", bench.message.text)
     assert not bench.run_button.disabled
     assert bench.run(steps=2) == 2
-    assert bench.history.labels() == ["2 zero1"]
+    assert bench.history.labels() == ["1 zero1", "2 zero1"]
+    table = bench.table.content.set_index("run")
+    assert table["state"].to_dict() == {1: "stopped", 2: "finished"}
+    done = int(bench.history.runs[1].summary["steps"].iloc[0])
+    assert table["steps"].to_dict() == {1: f"{done} of 100000", 2: "2"}
+    assert table["last loss"].notna().all()
+    for view in VIEWS:
+        bench.view.value, bench.about.value = view, "1 zero1"
+        assert summary_of(bench.upper.content)
+    again = RunHistory(tmp_path).table().set_index("run")
+    assert again["state"].to_dict() == {1: "stopped", 2: "finished"}
+    bench.close()
+
+
+def test_a_run_stopped_before_its_first_step_is_in_the_list_too(tmp_path, monkeypatch):
+    bench = workbench(QUICK, tmp_path)
+
+    def stopped(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shardlab.widgets.history.compare", stopped)
+    bench.start()
+    assert bench.wait(60)
+    assert bench.message.text == "Run 1 was stopped before a step was finished."
+    assert bench.table.content[["run", "strategy", "state", "steps"]].values.tolist() == [
+        [1, "zero1", "stopped", "0 of 3"]
+    ]
     bench.close()
 
 
 def test_a_failure_in_a_rank_is_one_line(tmp_path, monkeypatch):
-    bench = workbench(tmp_path, QUICK)
+    bench = workbench(QUICK, tmp_path)
 
     def failing(*args, **kwargs):
         raise RuntimeError("no room left\nTraceback of rank 1")
@@ -144,7 +170,7 @@ def test_several_strategies_at_once_are_several_lines(pools, tmp_path):
     history = RunHistory(tmp_path)
     history.run(SMALL)
     assert history.labels() == ["1 zero1", "1 zero3"]
-    assert history.config_of(1)["ranks"] == 2
+    assert history.runs[1].config.ranks == 2
     history.close()
     with pytest.raises(ValueError, match="nothing has been run yet"):
         RunHistory(tmp_path / "empty").records()

@@ -1,0 +1,182 @@
+"""The controls of the workbench: one for each option that the course changes, and which of them count when.
+
+A control counts if the chosen strategy takes its option and the chosen model leaves it open; the others are disabled,
+and their options have their defaults.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ipywidgets import HTML, Dropdown, FloatText, HBox, IntText, Layout, Text, ValueWidget, VBox
+
+from shardlab.engines import STRATEGIES, engine_options
+from shardlab.engines.fsdp import SHARDINGS
+from shardlab.engines.offload import OFFLOADS
+from shardlab.experiment import CompareConfig, Workload
+from shardlab.experiment.config import BUILTIN_FIELDS, ENGINE_FIELDS
+from shardlab.models import MODELS
+from shardlab.units import wrap_text
+from shardlab.widgets.runs_table import WORDS
+
+STYLE: dict[str, str] = {"description_width": "7em"}
+PRECISIONS = ("full", "bf16", "fp16")
+DEVICES = ("auto", "cpu", "cuda")
+# The columns of the panel: what a step trains, who trains it, and what the engine is told.
+COLUMNS = {
+    "what a step trains": ("model", "steps", "batch", "seq_len", "accumulation", "clip"),
+    "who trains it": ("strategies", "ranks", "tp", "link", "device"),
+    "how": ("wrap", "bucket_mib", "precision", "sharding", "prefetch", "offload"),
+}
+
+
+@dataclass(frozen=True)
+class OptionalNumber:
+    """A number that may be left out: the text of a control, and back."""
+
+    field: str
+    kind: Callable[[str], float]
+    what: str
+
+    def read(self, text: str) -> float | None:
+        """The number, or None for an empty text.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        try:
+            return self.kind(text) if text.strip() else None
+        except ValueError:
+            raise ValueError(f"{self.field}: {text!r} is not {self.what}; or leave it empty") from None
+
+
+OPTIONAL = {
+    "batch": OptionalNumber("batch", int, "a whole number"), "clip": OptionalNumber("clip", float, "a number"),
+}  # fmt: skip
+
+
+class Choices:
+    """The controls, by the name of their option.
+
+    Args:
+        config: initial values. Its options without a control are kept where they apply; its workload is one of the
+            models to choose from.
+    """
+
+    def __init__(self, config: CompareConfig) -> None:
+        self._base = config
+        self.inputs = _inputs(config)
+        for control in self.inputs.values():
+            control.observe(lambda _: self.show_what_counts(), names="value")
+        self.show_what_counts()
+
+    def config(self) -> CompareConfig:
+        """The configuration for the values of the controls.
+
+        Raises:
+            ValueError, TypeError: ``compare`` refuses the values, for the same reasons.
+        """
+        said = {name: control.value for name, control in self.inputs.items() if not control.disabled}
+        said |= {name: optional.read(said[name]) for name, optional in OPTIONAL.items() if name in said}
+        said["strategies"] = (said["strategies"],)
+        if "link" in said:
+            said["link"] = said["link"].strip() or None
+        if said["wrap"] == wrap_text(self._base.wrap_policy):
+            said["wrap"] = self._base.wrap  # as it was: a class or a function has no text that can be read back
+        if isinstance(said["model"], Workload):
+            said["workload"] = said.pop("model")
+        return CompareConfig(**(self._kept() | said))
+
+    def choose(self, changes: Mapping[str, Any]) -> None:
+        """Set controls, as a user would.
+
+        Raises:
+            ValueError: there is no such control, or it does not offer that value.
+        """
+        for name, value in changes.items():
+            if name not in self.inputs:
+                raise ValueError(f"{name}: there is no such control; there are {', '.join(self.inputs)}")
+            control = self.inputs[name]
+            offered = control.options if isinstance(control, Dropdown) else ()
+            values = [option[1] if isinstance(option, tuple) else option for option in offered]
+            if isinstance(control, Dropdown) and value not in values:
+                raise ValueError(f"{name}: {value!r} is not one of {', '.join(map(str, values))}")
+            control.value = _text(value) if isinstance(control, Text) else value
+
+    def show_what_counts(self) -> None:
+        """Disable the controls that the chosen strategy or model does not take."""
+        strategy, model = str(self.inputs["strategies"].value), self.inputs["model"].value
+        for name, control in self.inputs.items():
+            control.disabled = not (_strategy_takes(name, strategy) and _model_takes(name, model))
+        batch = self.inputs["batch"]
+        batch.placeholder = "that of the data" if batch.disabled else "4 for each rank and micro-batch"
+
+    def box(self) -> HBox:
+        """The layout of the controls."""
+        columns = [
+            VBox([HTML(f"<b>{title}</b>"), *(self.inputs[name] for name in names)]) for title, names in COLUMNS.items()
+        ]
+        return HBox(columns, layout=Layout(flex_flow="row wrap"))
+
+    def _kept(self) -> dict[str, Any]:
+        """The options without a control that apply to the chosen strategy and model."""
+        strategy, model = str(self.inputs["strategies"].value), self.inputs["model"].value
+        hybrid = not self.inputs["sharding"].disabled and self.inputs["sharding"].value == "hybrid_shard"
+        return {
+            field.name: getattr(self._base, field.name)
+            for field in fields(CompareConfig)
+            if field.name not in {*self.inputs, "workload"}
+            and _strategy_takes(field.name, strategy)
+            and _model_takes(field.name, model)
+            and (field.name != "shard_group" or hybrid)
+            and (field.name != "dtype" or self._base.workload is None)
+        }
+
+
+def _strategy_takes(name: str, strategy: str) -> bool:
+    """Whether an option has an effect under a strategy."""
+    if name in ENGINE_FIELDS:
+        return ENGINE_FIELDS[name] in engine_options(strategy)
+    is_torchs = strategy.startswith("torch_")
+    if name in ("link", "transport"):
+        return strategy != "single" and not is_torchs
+    if name in ("tp", "sequence_parallel"):  # torch_tp divides over all ranks, whatever is said
+        return strategy != "single" and not is_torchs
+    return True
+
+
+def _model_takes(name: str, model: str | Workload) -> bool:
+    """Whether an option has an effect on a model: a workload says many of them itself."""
+    if not isinstance(model, Workload) or name == "model":
+        return True
+    return name not in (*BUILTIN_FIELDS, "dtype") and (name != "batch" or model.is_dataset)
+
+
+def _inputs(config: CompareConfig) -> dict[str, ValueWidget]:
+    """A control for each option that can be chosen, by its name, with the value of ``config``."""
+    own = [] if config.workload is None else [(str(config.workload), config.workload)]
+    choices = {
+        "strategies": STRATEGIES, "model": [*own, *((name, name) for name in MODELS)], "precision": PRECISIONS,
+        "sharding": SHARDINGS, "offload": OFFLOADS, "device": DEVICES,
+    }  # fmt: skip
+    placeholders = {"clip": "none", "link": "real; or 10Gbps,50us", "wrap": "auto; root; blocks.*; 100000"}
+    first = {"strategies": config.strategies[0], "model": config.workload or config.model,
+             "wrap": wrap_text(config.wrap_policy)}  # fmt: skip
+    controls: dict[str, ValueWidget] = {}
+    for name in (name for column in COLUMNS.values() for name in column):
+        value, words = first.get(name, getattr(config, name)), WORDS.get(name, name)
+        if name in choices:
+            controls[name] = Dropdown(options=list(choices[name]), value=value, description=words, style=STYLE)
+        elif name in (*OPTIONAL, "link", "wrap"):
+            controls[name] = Text(
+                value=_text(value), description=words, placeholder=placeholders.get(name, ""), style=STYLE,
+                continuous_update=False,  # half a word would be refused while it is typed
+            )  # fmt: skip
+        else:
+            kind = FloatText if isinstance(value, float) else IntText
+            controls[name] = kind(value=value, description=words, style=STYLE)
+    return controls
+
+
+def _text(value: object) -> str:
+    return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,133 @@
+"""The controls of the workbench, without ranks: which of them count, and what is refused."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+from torch import nn
+
+from shardlab import CompareConfig, Workload
+from shardlab.engines import STRATEGIES
+from shardlab.experiment.config import ENGINE_FIELDS
+from shardlab.experiment.options import CompareOptions
+from shardlab.widgets import workbench
+from shardlab.widgets.choices import Choices
+from shardlab.widgets.past_run import PastRun, State
+from shardlab.widgets.runs_table import WORDS, runs_table
+
+OTHER = {
+    "bucket_mib": 0.25, "precision": "bf16", "sharding": "shard_grad_op", "prefetch": 3, "offload": "all",
+}  # fmt: skip
+COURSE = {"batch", "seq_len", "accumulation", "tp", "prefetch", "wrap", "offload", "clip"}
+
+
+def make_model():
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1))
+
+
+def loss(model, batch):
+    return nn.functional.mse_loss(model(batch[0]).squeeze(-1), batch[1])
+
+
+def samples():
+    return torch.utils.data.TensorDataset(torch.ones(64, 4), torch.ones(64))
+
+
+def batches():
+    return torch.utils.data.DataLoader(samples(), batch_size=8)
+
+
+def test_there_is_a_control_for_all_that_the_course_changes():
+    assert set(Choices(CompareConfig(text="grammar")).inputs) >= COURSE
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_control_is_enabled_where_compare_takes_its_option(strategy):
+    choices = Choices(CompareConfig(text="grammar", device="cpu", ranks=2))
+    choices.choose({"strategies": strategy, **OTHER})
+    assert set(OTHER) <= set(ENGINE_FIELDS)
+    for name, value in OTHER.items():
+        if choices.inputs[name].disabled:
+            with pytest.raises(ValueError, match=f"{name}: only for"):
+                CompareConfig(strategies=strategy, text="grammar", device="cpu", ranks=2, **{name: value})
+    config = choices.config()
+    taken = {name for name in OTHER if getattr(config, name) == OTHER[name]}
+    assert taken == {name for name in OTHER if not choices.inputs[name].disabled}
+
+
+def test_what_a_workload_says_itself_cannot_be_chosen():
+    own = Workload(make_model, samples(), loss)
+    bench = workbench(own, batch=16, clip=0.5)
+    assert bench.inputs["seq_len"].disabled
+    assert not bench.inputs["batch"].disabled
+    config = bench.config()
+    assert (config.workload, config.batch, config.clip, config.strategies) == (own, 16, 0.5, ("zero1",))
+    bench.choose(model="gpt-1m", seq_len=32)
+    assert (bench.config().workload, bench.config().seq_len) == (None, 32)
+    bench.choose(model=own, batch=None)
+    assert (bench.config().workload, bench.config().batch) == (own, None)
+    assert workbench(make_model, batches(), loss).inputs["batch"].disabled
+
+
+def test_options_without_a_control_are_kept_where_they_apply():
+    choices = Choices(CompareConfig(strategies="fsdp", layout="dim0", text="grammar", seed=7))
+    assert (choices.config().layout, choices.config().seed) == ("dim0", 7)
+    choices.choose({"strategies": "zero1"})
+    assert (choices.config().layout, choices.config().seed) == ("flat", 7)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "sentence"),
+    [
+        ({"tp": 2}, "tp: there is no plan that divides make_model over 2 ranks"),
+        ({"tp": 3}, "tp: 3 does not divide 2 ranks; take a divisor of 2"),
+        ({"batch": 5}, "batch: 5 sequences do not divide among 2 ranks x 1 micro-batches"),
+        ({"batch": "many"}, "batch: 'many' is not a whole number; or leave it empty"),
+        ({"clip": "-1"}, "clip: -1.0 is not a finite number above 0"),
+        ({"strategies": "fsdp", "wrap": "blocks.*"}, "blocks.*"),
+        ({"strategies": "fsdp", "prefetch": -1}, "prefetch: -1 is below 0"),
+    ],
+)
+def test_the_sentence_of_a_refusal_is_in_the_panel_before_ranks_start(chosen, sentence, tmp_path):
+    bench = workbench(make_model, samples(), loss, tmp_path / "runs")
+    bench.choose(**chosen)
+    with pytest.raises((ValueError, TypeError)) as refused:
+        bench.config()
+    assert sentence in bench.message.text == str(refused.value)
+    bench.start()
+    assert not bench.is_running
+    assert not list(tmp_path.iterdir())
+
+
+DIFFERENT = {
+    "workload": None, "strategies": ("zero2",), "ranks": 4, "steps": 7, "model": "gpt-3m", "text": "stdlib", "batch": 8,
+    "seq_len": 32, "accumulation": 2, "dtype": "float64", "device": "auto", "seed": 1, "learning_rate": 0.1,
+    "clip": 1.0, "bucket_mib": 0.5, "partition": "balanced", "sharding": "no_shard", "shard_group": 2, "wrap": "root",
+    "prefetch": 2, "layout": "dim0", "precision": "bf16", "offload": "all", "replicate_below": 9, "tp": 2,
+    "sequence_parallel": True, "link": "10Gbps,50us", "transport": "gloo", "timeout_s": 60.0,
+}  # fmt: skip
+NEEDS = {
+    "shard_group": {"sharding": "hybrid_shard", "ranks": 4}, "sequence_parallel": {"tp": 2},
+    "bucket_mib": {"strategies": "zero1"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(CompareOptions)])
+def test_the_table_has_a_column_for_every_option_in_which_two_runs_differ(field):
+    both = {"strategies": "fsdp", "ranks": 2, "text": "grammar", "device": "cpu"} | NEEDS.get(field, {})
+    other = both | {field: DIFFERENT[field]}
+    if field == "workload":
+        both["text"] = other["text"] = "stdlib"  # the default, which a workload has
+        other["workload"] = Workload(make_model, samples(), loss)
+    runs = {
+        number: PastRun(State.STOPPED, None, CompareConfig(**options)) for number, options in enumerate((both, other))
+    }
+    table = runs_table(runs)
+    differing = [name for name in table.columns if name != "run" and table[name].astype(str).nunique() > 1]
+    assert differing == ["model" if field == "workload" else WORDS.get(field, field)]
+
+
+def test_runs_that_do_not_differ_have_no_such_columns():
+    config = CompareConfig(strategies="fsdp", text="grammar")
+    table = runs_table({1: PastRun(State.FINISHED, None, config), 2: PastRun(State.FINISHED, None, config)})
+    assert not {"model", "prefetch", "wrap", "batch", "state"} & set(table.columns)
