@@ -79,7 +79,6 @@ def test_options_without_a_control_are_kept_where_they_apply():
 @pytest.mark.parametrize(
     ("chosen", "sentence"),
     [
-        ({"tp": 2}, "tp: there is no plan that divides make_model over 2 ranks"),
         ({"tp": 3}, "tp: 3 does not divide 2 ranks; take a divisor of 2"),
         ({"batch": 5}, "batch: 5 sequences do not divide among 2 ranks x 1 micro-batches"),
         ({"batch": "many"}, "batch: 'many' is not a whole number; or leave it empty"),
