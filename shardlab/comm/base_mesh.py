@@ -33,6 +33,8 @@ class BaseMesh:
     """
 
     def __init__(self, axes: Mapping[str, int], ranks: Sequence[int], device: torch.device | str | None = None) -> None:
+        if not isinstance(axes, Mapping):
+            raise ValueError(f'axes: {axes!r:.60} was given; give the size of each axis by name, as {{"data": 2}}')
         self.axes = dict(axes)
         self.ranks = tuple(ranks)
         self.device = Process.device if device is None else torch.device(device)

@@ -139,8 +139,8 @@ def _end(group: dist.ProcessGroup, transport: Transport) -> None:
 
 
 def _check(axes: dict[str, int], ranks: tuple[int, ...], world_size: int) -> None:
-    if not axes or any(size < 1 for size in axes.values()):
-        raise ValueError(f"axes: {axes} is given; each axis needs a size of at least 1")
+    if not axes or any(type(size) is not int or size < 1 for size in axes.values()):
+        raise ValueError(f"axes: {axes} is given; each axis needs a whole number of ranks, at least 1")
     if len(set(ranks)) != len(ranks) or any(not 0 <= rank < world_size for rank in ranks):
         raise ValueError(f"ranks: {list(ranks)} is given; distinct ranks from 0 to {world_size - 1} are needed")
     if prod(axes.values()) != len(ranks):

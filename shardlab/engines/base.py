@@ -31,7 +31,14 @@ from shardlab.comm.coalesced import broadcast_coalesced
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.accounting import Accounting
 from shardlab.engines.agreement import all_or_none
-from shardlab.engines.checks import check_max_norm, check_no_meta, check_optimizer_fn, check_params, tensor_axis
+from shardlab.engines.checks import (
+    check_max_norm,
+    check_no_meta,
+    check_optimizer_fn,
+    check_params,
+    check_types,
+    tensor_axis,
+)
 from shardlab.engines.claims import Claim, check_free
 from shardlab.engines.clip import clip_
 from shardlab.engines.gradients import Gradients
@@ -66,6 +73,7 @@ class Engine(Accounting, Gradients, EngineState):
     """Whether no piece begins or ends inside a row."""
 
     def __init__(self, model: nn.Module, optimizer_fn: OptimizerFn, mesh: BaseMesh | None = None) -> None:
+        check_types(model, mesh)
         check_free(model)
         check_optimizer_fn(optimizer_fn)
         self.module, self.mesh = model, BaseMesh.alone() if mesh is None else mesh

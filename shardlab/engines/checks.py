@@ -26,6 +26,18 @@ def check_params(params: Mapping[str, nn.Parameter], device: torch.device) -> No
             raise ValueError(f"model: {name!r} is on {param.device}, the mesh on {device}; use model.to(mesh.device)")
 
 
+def check_types(model: object, mesh: object) -> None:
+    """Refuse what is no module and no mesh.
+
+    Raises:
+        ValueError: the message names the argument.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: {model!r:.60} was given; give an nn.Module")
+    if not isinstance(mesh, BaseMesh | None):
+        raise ValueError(f'mesh: {mesh!r:.60} was given; give a Mesh, as Mesh({{"data": 2}}), or None for one process')
+
+
 def check_no_meta(params: Mapping[str, nn.Parameter]) -> None:
     """Check that no parameter is on the meta device.
 

@@ -121,6 +121,8 @@ class Collector:
     def _receive(self, rank: RankProcess) -> None:
         try:
             message = rank.control.recv()
+        except TimeoutError:
+            raise  # an OSError too, but no pipe's: a signal handler of the user raised it
         except (EOFError, OSError):
             self._closed.add(rank.rank)  # the sentinel will tell with what exit code
             return

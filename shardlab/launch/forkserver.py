@@ -8,12 +8,13 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext
 from types import ModuleType
 
-_ALWAYS = ("torch", "shardlab.launch.worker")
+_ALWAYS = ("torch", "shardlab.launch.worker", "shardlab.launch.left_folders")
 # Each rank would import these alone when it builds an optimizer or a table: half a second to two seconds of a core.
 # They are shared where the parent uses them too; where it does not, the first start stays one import of torch.
 _IF_PARENT_HAS = {
@@ -36,7 +37,15 @@ def context(preload: Sequence[str] = ()) -> ForkServerContext:
     multiprocessing.resource_tracker.ensure_running()  # on its way up it would unblock what is blocked next
     # Started here, where Ctrl-C is blocked, and not at the first process, which would start it unprotected.
     with hidden_main(), _sigint_blocked():
-        multiprocessing.forkserver.ensure_running()
+        try:
+            multiprocessing.forkserver.ensure_running()
+        except OSError as error:
+            if "path too long" not in str(error):
+                raise
+            raise ValueError(
+                f"TMPDIR: {tempfile.gettempdir()} is too long a path for the socket through which ranks are started; "
+                "set it to one of fewer than 70 characters"
+            ) from error
     return forkserver
 
 

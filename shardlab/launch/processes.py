@@ -17,6 +17,8 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from time import monotonic
 
+import psutil
+
 from shardlab.launch import forkserver, worker
 from shardlab.launch.board import Board
 from shardlab.launch.messages import Stop, Task
@@ -139,9 +141,11 @@ class RankProcesses:
     def __init__(self, config: StartOptions) -> None:
         self._owner_pid = os.getpid()
         self._ended = False
-        self.directory = Path(tempfile.mkdtemp(prefix="shardlab-"))
+        # Should this process be killed, the forkserver removes what has its number (``left_folders``).
+        self.directory = Path(tempfile.mkdtemp(prefix=f"shardlab-{os.getpid()}-"))
         self.board = Board(self.directory / "board", config.placement.world_size)
         self.ranks: list[RankProcess] = []
+        self._children: set[psutil.Process] = set()
         try:
             context = forkserver.context(config.preload)
             with forkserver.hidden_main():
@@ -165,8 +169,9 @@ class RankProcesses:
     def stop(self, grace_s: float) -> None:
         """Ask idle ranks to leave, then ``end``."""
         if not self._ended and os.getpid() == self._owner_pid:
+            self._note_children()
             for rank in self.ranks:
-                with suppress(OSError):
+                with suppress(BrokenPipeError, ConnectionResetError):
                     rank.control.send(Stop())
             self._wait_for_all(grace_s)
         # In every case: a rank that did not leave in time is killed, and pipes and board are freed.
@@ -178,6 +183,7 @@ class RankProcesses:
         if self._ended or os.getpid() != self._owner_pid:
             return
         self._ended = True  # first: an interrupt in the grace period must not start all over
+        self._note_children()
         try:
             if grace_s > 0:
                 self._signal(signal.SIGTERM)
@@ -187,11 +193,20 @@ class RankProcesses:
             # Closing it ends a rank that the signal missed, since it was not yet the leader of its group.
             for rank in self.ranks:
                 rank.life.close()
+            for child in self._children:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
         for rank in self.ranks:
             rank.close()
         # After the ranks: they write to the board and find each other through a file in the directory.
         self.board.close()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _note_children(self) -> None:
+        """Remember what the ranks have started: once a rank has ended, nothing says any more whose child it was."""
+        for rank in self.ranks:
+            with suppress(psutil.NoSuchProcess):
+                self._children.update(psutil.Process(rank.process.pid).children(recursive=True))
 
     def _signal(self, signum: int) -> None:
         for rank in self.ranks:

@@ -198,8 +198,14 @@ def _failure(rank: int, error: BaseException) -> Failure:
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next  # this file's own frames say nothing to the reader
     text = "".join(traceback.format_exception(type(error), error, trace))
-    first_line = (str(error).splitlines() or [""])[0]
-    return Failure(rank, time_ns, type(error).__name__, first_line, text, _portable(error))
+    return Failure(rank, time_ns, type(error).__name__, _first_line(error), text, _portable(error))
+
+
+def _first_line(error: BaseException) -> str:
+    try:
+        return (str(error).splitlines() or [""])[0]
+    except Exception as failure:  # a ``__str__`` of the user's that raises; the traceback says where
+        return f"(its text cannot be had: __str__ raised {type(failure).__name__})"
 
 
 def _portable(error: BaseException) -> Payload | None:

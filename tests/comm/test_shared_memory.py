@@ -1,8 +1,12 @@
 """Through memory that all ranks see: the same bits as over gloo, clear errors, and nothing left behind."""
 
+import contextlib
 import gc
 import os
+import socket
+import warnings
 from collections import Counter
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from shardlab.comm.mesh import Mesh
-from shardlab.comm.transports import shared_buffers
+from shardlab.comm.transports import rendezvous
 from shardlab.comm.transports.gloo import GlooTransport
-from shardlab.comm.transports.shared_buffers import MismatchError, SharedBuffers, share_buffers
+from shardlab.comm.transports.rendezvous import share_buffers
+from shardlab.comm.transports.shared_buffers import MismatchError, SharedBuffers
 from shardlab.comm.transports.shared_memory import SharedMemoryTransport
 from shardlab.launch import RankDied, RankError, RankPool
 
@@ -48,7 +53,7 @@ def test_all_reduce_adds_in_the_order_of_the_ranks(pools, num_ranks, dtype):
         expected = data(0, numel, dtype)
         for rank in range(1, num_ranks):
             expected += data(rank, numel, dtype)
-        for half_bytes in (48, shared_buffers.HALF_BYTES):
+        for half_bytes in (48, rendezvous.HALF_BYTES):
             for tensor in pools(num_ranks).run(reduced, numel, dtype, "sum", half_bytes):
                 assert torch.equal(tensor, expected)
 
@@ -82,7 +87,7 @@ def as_over_gloo(rank, bounds, dtype, half_bytes):
     return [*same, torch.equal(*results)]
 
 
-@pytest.mark.parametrize("half_bytes", [48, shared_buffers.HALF_BYTES])
+@pytest.mark.parametrize("half_bytes", [48, rendezvous.HALF_BYTES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bounds", [(0, 11, 24), (0, 7, 7, 90), (0, 5, 17, 18, 40)], ids=["2", "3", "4"])
 def test_chunks_are_those_of_gloo(pools, bounds, dtype, half_bytes):
@@ -91,7 +96,7 @@ def test_chunks_are_those_of_gloo(pools, bounds, dtype, half_bytes):
 
 def hurried(rank, rounds):
     """Ranks that run ahead of each other by as much as they can never see what is not meant for them."""
-    shared, seen = transport(shared_buffers.HALF_BYTES), []
+    shared, seen = transport(rendezvous.HALF_BYTES), []
     for number in range(rounds):
         tensor = torch.full((4,), float(rank + number))
         shared.all_reduce(tensor, "sum")
@@ -149,11 +154,11 @@ def test_a_mesh_says_how_it_sends(pools):
 
 def apart(rank, transports):
     """As if every rank were on a host of its own."""
-    plain, shared_buffers._host = shared_buffers._host, lambda: f"host {rank}"
+    plain, rendezvous._host = rendezvous._host, lambda: f"host {rank}"
     try:
         return names(rank, transports)
     finally:
-        shared_buffers._host = plain
+        rendezvous._host = plain
 
 
 def without(rank, transports):
@@ -162,15 +167,69 @@ def without(rank, transports):
     def missing():
         raise OSError("no such file")
 
-    plain = shared_buffers._host
-    shared_buffers._host = missing if rank else plain
+    plain = rendezvous._host
+    rendezvous._host = missing if rank else plain
     try:
         return names(rank, transports)
     finally:
-        shared_buffers._host = plain
+        rendezvous._host = plain
 
 
-@pytest.mark.parametrize("somewhere", [apart, without])
+def cloned(rank, transports):
+    """As if the ranks were on two copies of one virtual machine: the same name, and nobody under the address."""
+    plain = rendezvous._listen
+
+    def elsewhere():
+        listener, endpoint = plain()
+        return listener, replace(endpoint, address=endpoint.address + "-there")
+
+    rendezvous._listen = plain if rank else elsewhere
+    try:
+        return names(rank, transports)
+    finally:
+        rendezvous._listen = plain
+
+
+def visited(rank):
+    """A stranger connects to rank 0 before rank 1 does, and answers with a secret of its own."""
+    plain, strangers = rendezvous._connected, []
+
+    def after_a_stranger(rank, endpoints):
+        for said in (rendezvous._HELLO.pack(1, b"x" * 32), b"short"):
+            if rank == 1:
+                strangers.append(stranger := socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                stranger.connect(endpoints[0].address)
+                stranger.send(said)
+        return plain(rank, endpoints)
+
+    rendezvous._connected = after_a_stranger
+    try:
+        with Mesh({"data": 2}) as mesh:
+            mesh.data.all_reduce(total := torch.ones(3)).wait()
+            refused = []
+            for stranger in strangers:
+                with contextlib.closing(stranger), contextlib.suppress(ConnectionResetError):
+                    refused.append(not stranger.recv(1))
+            return mesh.data.transport, total.tolist(), all(refused)
+    finally:
+        rendezvous._connected = plain
+
+
+def test_who_does_not_know_the_secret_gets_no_memory(pools):
+    assert pools(2).run(visited) == [("shared_memory", [2.0, 2.0, 2.0], True)] * 2
+
+
+def test_another_user_gets_no_memory(monkeypatch):
+    secret = bytes(32)
+    for user, expected in ((os.geteuid(), 1), (os.geteuid() + 1, None)):
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with here, there:
+            there.send(rendezvous._HELLO.pack(1, secret))
+            monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+            assert rendezvous._rank_of(here, secret) == expected
+
+
+@pytest.mark.parametrize("somewhere", [apart, without, cloned])
 def test_ranks_that_share_no_memory_use_gloo(pools, somewhere):
     assert pools(2).run(somewhere, (None,)) == [["gloo"]] * 2
     with pytest.raises(RankError, match="transport: 'shared_memory' needs all ranks of an axis on one host"):
@@ -288,7 +347,7 @@ def listened(rank):
             mesh.data.all_reduce(torch.ones(7)).wait()
             mesh.data.reduce_scatter(torch.ones(9), torch.empty(3)).wait()
             mesh.data.all_gather(torch.ones(9)).wait()
-            mesh.data.all_reduce(torch.ones(2 * shared_buffers.HALF_BYTES // 4 + 1)).wait()
+            mesh.data.all_reduce(torch.ones(2 * rendezvous.HALF_BYTES // 4 + 1)).wait()
     finally:
         SharedBuffers.synchronize = meet
     return [(str(event.op), event.numel, event.dtype) for event in events], met
@@ -300,3 +359,16 @@ def test_what_is_recorded_is_what_passes_the_shared_buffers(pools):
         assert Counter(met)[events[0]] == 2  # a reduction and a gathering
         assert Counter(met)[events[1]] == Counter(met)[events[2]] == 1
         assert Counter(met)[events[3]] == 2 * 3  # segments
+
+
+def test_sockets_that_nobody_closes_do_not_complain(pools):
+    def drop(rank):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            shared = transport()
+            shared.barrier()
+            del shared
+            gc.collect()
+        return [str(each.message) for each in caught if each.category is ResourceWarning]
+
+    assert pools(2).run(drop) == [[], []]

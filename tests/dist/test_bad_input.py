@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import GradScaler, ShardedOptimizer, build_engine
+from shardlab.engines import STRATEGIES, GradScaler, ShardedOptimizer, build_engine
 from shardlab.launch import RankError
 from tests.dist import cases
 from tests.dist.test_engines import adamw, one_step
@@ -268,3 +268,20 @@ def test_what_makes_no_right_optimizer_is_refused(strategy, optimizer_fn, words)
     model = cases.build("MLP")
     with pytest.raises(ValueError, match=words):
         build_engine(strategy, model, optimizer_fn(model), None)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_is_no_model_and_no_mesh_is_refused_by_name(strategy):
+    for model, mesh, words in (
+        (None, None, "model: None was given; give an nn.Module"),
+        (torch.nn.Linear(2, 2), "x", "mesh: 'x' was given; give a Mesh"),
+        (torch.nn.Linear(2, 2), {"data": 1}, "mesh: {'data': 1} was given"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            build_engine(strategy, model, adamw, mesh)
+
+
+def test_sizes_of_axes_are_whole_numbers_by_name():
+    for axes, words in (("x", "axes: 'x' was given"), ({"data": 1.5}, "axes: .* whole number of ranks")):
+        with pytest.raises(ValueError, match=words):
+            Mesh(axes)

@@ -41,7 +41,7 @@ def ours(pool):
 
 
 def test_nothing_left_after_close():
-    before = set(Path(tempfile.gettempdir()).glob("shardlab-*"))
+    before = set(Path(tempfile.gettempdir()).glob(f"shardlab-{os.getpid()}-*"))
     pool = RankPool(3, device="cpu")
     pool.start()
     ranks = ours(pool)
@@ -49,7 +49,7 @@ def test_nothing_left_after_close():
     assert {rank.pid for rank in ranks} <= {rank.pid for rank in rank_processes()}
     pool.close()
     assert gone_within(ranks, 1)
-    assert set(Path(tempfile.gettempdir()).glob("shardlab-*")) <= before
+    assert set(Path(tempfile.gettempdir()).glob(f"shardlab-{os.getpid()}-*")) <= before
 
 
 def test_nothing_left_after_an_error():
@@ -232,3 +232,41 @@ def test_descriptors_and_children_stay_constant_over_many_pools():
                     pool.run(lambda rank: 1 / 0)
         assert gone_within(ranks, 1)
     assert figures() == before
+
+
+def start_children(rank):
+    return [subprocess.Popen(["sleep", "60"], start_new_session=session).pid for session in (False, True)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_ranks_have_started_ends_with_them(fails):
+    with RankPool(2, device="cpu") as pool:
+        children = [psutil.Process(pid) for pids in pool.run(start_children) for pid in pids]
+        if fails:
+            with pytest.raises(RankError):
+                pool.run(lambda rank: 1 / 0)
+            assert gone_within(children, 5)
+    assert gone_within(children, 5)
+
+
+def test_a_parent_that_is_ended_by_sigterm_leaves_no_folder(start_script, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    script = "import time\nfrom shardlab.launch import RankPool\npool = RankPool(1, device='cpu')\npool.start()\n"
+    process = start_script(script + "print('up', flush=True)\ntime.sleep(60)\n")
+    wait_for_line(process, "up")
+    assert list(tmp_path.glob("shardlab-*"))
+    started = descendants(process.pid)
+    process.terminate()
+    assert gone_within(started, 10)
+    assert not list(tmp_path.glob("shardlab-*"))
+
+
+def test_a_path_too_long_for_a_socket_is_named(tmp_path, monkeypatch):
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    script = "from shardlab.launch import RankPool\nRankPool(1, device='cpu').start()\n"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**script_env(), "TMPDIR": str(long)}, capture_output=True, text=True
+    )
+    assert "ValueError: TMPDIR: " in done.stderr
+    assert "too long" in done.stderr

@@ -19,7 +19,7 @@ from shardlab.comm.process import Process
 from shardlab.comm.transports.base import Transport
 from shardlab.comm.transports.gloo import GlooTransport
 from shardlab.comm.transports.nccl import NcclTransport
-from shardlab.comm.transports.shared_buffers import share_buffers
+from shardlab.comm.transports.rendezvous import share_buffers
 from shardlab.comm.transports.shared_memory import SharedMemoryTransport
 from shardlab.comm.transports.wrappers import EmulatedLink, StagedTransport
 from shardlab.partition.wire import Link

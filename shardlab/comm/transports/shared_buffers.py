@@ -8,41 +8,25 @@ Each buffer is double: a rank writes the two halves in turn. It writes into a ha
 in between every other rank has sent one more message, which it does only after its reading: nothing is overwritten that
 somebody still reads.
 
-The memory has no name (``memfd_create``), and the Unix sockets between each two ranks are in the kernel's abstract
-namespace: whatever ends a process, nothing stays behind. A message says which collective its rank is in, so ranks in
-two different ones get an error and not each other's numbers.
+Memory and sockets come from ``rendezvous``. A message says which collective its rank is in, so ranks in two different
+ones get an error and not each other's numbers.
 """
 
-import contextlib
 import mmap
-import os
 import socket
 import struct
-import uuid
+import weakref
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardlab.vocabulary import Collective, dtype_name
 
-HALF_BYTES = 2 * 1024**2  # of a buffer: smaller ones synchronise more often, larger ones leave the cache
 _MESSAGE = struct.Struct("=16sQ16sI96s")  # the last is cut off, so a number of the whole stands before it
-_RANK = struct.Struct("=I")
-
-
-@dataclass(frozen=True)
-class _Endpoint:
-    """Where a rank can be reached, and by whom: only processes of the same ``host`` can share memory with it."""
-
-    host: str
-    address: str
 
 
 class Call(NamedTuple):
@@ -100,6 +84,8 @@ class SharedBuffers:
         self._half_bytes = len(memory[rank]) // 2
         for peer in self._sockets.values():
             peer.settimeout(self._timeout_s)
+        # Also where nobody closes them: a rank ends, or an engine is dropped after an error.
+        self._end = weakref.finalize(self, _close_all, tuple(self._sockets.values()))
 
     def length(self, dtype: torch.dtype) -> int:
         """Elements that one half of a buffer holds."""
@@ -141,8 +127,7 @@ class SharedBuffers:
 
     def close(self) -> None:
         """Close the sockets and the memory; whoever still waits for this rank gets an error."""
-        for peer in self._sockets.values():
-            peer.close()
+        self._end()
         self._memory.clear()  # a tensor that views it keeps it mapped
 
     def _receive(self, rank: int, peer: socket.socket, call: Call) -> bytes:
@@ -162,87 +147,10 @@ class SharedBuffers:
         return torch.frombuffer(self._memory[rank], dtype=dtype, count=self.length(dtype), offset=offset)
 
 
-def share_buffers(group: dist.ProcessGroup, timeout: timedelta, half_bytes: int = HALF_BYTES) -> SharedBuffers | None:
-    """Buffers for a gloo group; every rank of it calls this.
-
-    Args:
-        group: this process is a member of it.
-        timeout: how long a rank waits for the others.
-        half_bytes: size of each half, a multiple of 16, the same on all ranks.
-
-    Returns:
-        None, on all ranks, where some are on different hosts or the system has no such memory.
-    """
-    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    with contextlib.ExitStack() as stack:
-        listener, own = _listen(num_ranks)
-        if listener is not None:
-            stack.enter_context(listener)
-        endpoints: list[_Endpoint] = [own] * num_ranks
-        # Also by a rank without shared memory: the others wait for its answer, and all must decide alike.
-        dist.all_gather_object(endpoints, own, group=group)
-        if listener is None or len({endpoint.host for endpoint in endpoints}) > 1:
-            return None
-        listener.settimeout(timeout.total_seconds())
-        sockets = _connect(rank, listener, endpoints)
-    return SharedBuffers(rank, _exchange_buffers(rank, sockets, 2 * half_bytes), sockets, timeout)
-
-
-def _listen(num_ranks: int) -> tuple[socket.socket | None, _Endpoint]:
-    """A listening socket and its endpoint; without shared memory None, and a host name that no other rank has."""
-    try:
-        host = _host()
-    except OSError:
-        return None, _Endpoint(uuid.uuid4().hex, "")
-    endpoint = _Endpoint(host, f"\0shardlab-{uuid.uuid4().hex}")
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(endpoint.address)
-    listener.listen(num_ranks)
-    return listener, endpoint
-
-
-def _host() -> str:
-    """Equal for two processes that can share memory: one Linux kernel, one network namespace."""
-    kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{kernel} {Path('/proc/self/ns/net').readlink()}"
-
-
-def _connect(rank: int, listener: socket.socket, endpoints: list[_Endpoint]) -> dict[int, socket.socket]:
-    """A socket to every other rank: each rank connects to those before it and accepts those after it."""
-    sockets = {}
-    # Every listener exists by now, so connecting never waits for the other rank to accept.
-    for other in range(rank):
-        sockets[other] = peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        peer.connect(endpoints[other].address)
-        peer.send(_RANK.pack(rank))
-    while len(sockets) < len(endpoints) - 1:
-        peer, _ = listener.accept()
-        (other,) = _RANK.unpack(peer.recv(_RANK.size))
-        sockets[other] = peer
-    return dict(sorted(sockets.items()))
-
-
-def _exchange_buffers(rank: int, sockets: Mapping[int, socket.socket], num_bytes: int) -> dict[int, mmap.mmap]:
-    """Make this rank's buffer, pass its descriptor to all others and map theirs."""
-    buffers = {}
-    own = os.memfd_create("shardlab", os.MFD_CLOEXEC)
-    os.ftruncate(own, num_bytes)
-    # All sends before any receive: otherwise each rank's wait would come on top of the last one's.
-    for peer in sockets.values():
-        socket.send_fds(peer, [b"buffer"], [own])
-    for other, peer in sockets.items():
-        _, [theirs], _, _ = socket.recv_fds(peer, len(b"buffer"), 1)
-        buffers[other] = _mapped(theirs, num_bytes)
-    buffers[rank] = _mapped(own, num_bytes)
-    return buffers
-
-
-def _mapped(descriptor: int, num_bytes: int) -> mmap.mmap:
-    try:
-        return mmap.mmap(descriptor, num_bytes)
-    finally:
-        os.close(descriptor)  # the mapping keeps the memory; a descriptor kept as well would leak with each mesh
-
-
 def _gone(rank: int, call: Call) -> RuntimeError:
     return RuntimeError(f"{call}: Connection closed by peer: rank {rank} of the group has gone")
+
+
+def _close_all(sockets: Iterable[socket.socket]) -> None:
+    for each in sockets:
+        each.close()

@@ -18,6 +18,7 @@ from typing_extensions import override
 from shardlab.comm import BaseMesh
 from shardlab.comm.torch_groups import TorchGroup, torch_group
 from shardlab.engines.base import Engine, OptimizerFn
+from shardlab.engines.checks import check_types
 from shardlab.vocabulary import Collective, MeshAxis
 
 STATE_IS_TORCHS = (
@@ -47,6 +48,7 @@ class Peer(Engine):
     def __init__(
         self, model: nn.Module, optimizer_fn: OptimizerFn, mesh: BaseMesh | None, *, observed: bool = True
     ) -> None:
+        check_types(model, mesh)
         if mesh is None:
             raise ValueError(f"mesh: {self.name!r} needs one, over all ranks of a RankPool, launch or torchrun")
         self._occasion = "setup"

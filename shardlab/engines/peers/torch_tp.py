@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from shardlab.comm import BaseMesh, broadcast_coalesced
 from shardlab.engines.base import OptimizerFn
+from shardlab.engines.checks import check_types
 from shardlab.engines.peers.dtensor_peer import DTensorPeer
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.vocabulary import Collective, MeshAxis
@@ -60,6 +61,7 @@ class TorchTP(DTensorPeer):
         observed: bool = True,
         plan: Mapping[str, str] = GPT_PLAN,
     ) -> None:
+        check_types(model, mesh)
         if mesh is not None and mesh.axes.get(MeshAxis.DATA) != 1:
             raise ValueError(
                 f"mesh: it has {mesh.axes}; 'torch_tp' needs an axis 'tensor' to cut the model over, and an axis "

@@ -1,0 +1,179 @@
+"""How ranks of one host come to share memory: sockets between each two of them, through which they pass descriptors.
+
+The memory has no name (``memfd_create``), and the Unix sockets are in the kernel's abstract namespace: whatever ends a
+process, nothing stays behind. Any process of the host may connect to such a socket. So a rank takes a connection only
+from a process of its own user, by the kernel's word (``SO_PEERCRED``), that knows the listener's secret; the ranks tell
+each other their secrets over their group.
+
+Two hosts may look like one: a cloned virtual machine has the same boot id. Then a rank cannot be reached under its
+address, and all ranks of the group use gloo instead.
+"""
+
+import contextlib
+import hmac
+import mmap
+import os
+import secrets
+import socket
+import struct
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardlab.comm.transports.shared_buffers import SharedBuffers
+
+HALF_BYTES = 2 * 1024**2  # of a buffer: smaller ones synchronise more often, larger ones leave the cache
+_HELLO = struct.Struct("=I32s")  # rank in the group, the listener's secret
+_CREDENTIALS = struct.Struct("=iII")  # process, user and group, as the kernel gives them
+_BACKLOG = 128  # of connections: room for some that do not belong here
+_HELLO_S = 5.0  # a stranger may connect and say nothing
+
+
+@dataclass(frozen=True)
+class _Endpoint:
+    """Where a rank can be reached, and by whom: only processes of the same ``host`` can share memory with it."""
+
+    host: str
+    address: str
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+
+
+def share_buffers(group: dist.ProcessGroup, timeout: timedelta, half_bytes: int = HALF_BYTES) -> SharedBuffers | None:
+    """Buffers for a gloo group; every rank of it calls this.
+
+    Args:
+        group: this process is a member of it.
+        timeout: how long a rank waits for the others.
+        half_bytes: size of each half, a multiple of 16, the same on all ranks.
+
+    Returns:
+        None, on all ranks, where some are on different hosts or the system has no such memory.
+    """
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    with contextlib.ExitStack() as stack:
+        listener, own = _listen()
+        if listener is not None:
+            stack.enter_context(listener)
+        endpoints: list[_Endpoint] = [own] * num_ranks
+        # Also by a rank without shared memory: the others wait for its answer, and all must decide alike.
+        dist.all_gather_object(endpoints, own, group=group)
+        if listener is None or len({endpoint.host for endpoint in endpoints}) > 1:
+            return None
+        sockets = _connected(rank, endpoints)
+        if not _all_have(sockets is not None, group):
+            _close(sockets)
+            return None
+        assert sockets is not None
+        listener.settimeout(timeout.total_seconds())
+        sockets = dict(sorted({**sockets, **_accepted(rank, listener, own, num_ranks)}.items()))
+    return SharedBuffers(rank, _exchange_buffers(rank, sockets, 2 * half_bytes), sockets, timeout)
+
+
+def _listen() -> tuple[socket.socket | None, _Endpoint]:
+    """A listening socket and its endpoint; without shared memory None, and a host name that no other rank has."""
+    try:
+        host = _host()
+    except OSError:
+        return None, _Endpoint(uuid.uuid4().hex, "")
+    endpoint = _Endpoint(host, f"\0shardlab-{uuid.uuid4().hex}")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(endpoint.address)
+    listener.listen(_BACKLOG)
+    return listener, endpoint
+
+
+def _host() -> str:
+    """Equal for two processes that can share memory: one Linux kernel, one network namespace."""
+    kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{kernel} {Path('/proc/self/ns/net').readlink()}"
+
+
+def _connected(rank: int, endpoints: list[_Endpoint]) -> dict[int, socket.socket] | None:
+    """A socket to every rank before this one; None if one of them is not there after all."""
+    sockets: dict[int, socket.socket] = {}
+    # Every listener exists by now, so connecting never waits for the other rank to accept.
+    for other in range(rank):
+        sockets[other] = peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        peer.settimeout(_HELLO_S)
+        try:
+            peer.connect(endpoints[other].address)
+            if not _is_own_user(peer):
+                raise PermissionError(f"rank {other} belongs to another user")
+            peer.send(_HELLO.pack(rank, endpoints[other].secret))
+        except OSError:
+            _close(sockets)
+            return None
+    return sockets
+
+
+def _all_have(has: bool, group: dist.ProcessGroup) -> bool:
+    missing = torch.tensor([0 if has else 1])
+    dist.all_reduce(missing, group=group)
+    return missing.item() == 0
+
+
+def _accepted(rank: int, listener: socket.socket, own: _Endpoint, num_ranks: int) -> dict[int, socket.socket]:
+    """A socket to every rank after this one; all of them have connected. Whoever else has is turned away."""
+    sockets: dict[int, socket.socket] = {}
+    while len(sockets) < num_ranks - 1 - rank:
+        peer, _ = listener.accept()
+        other = _rank_of(peer, own.secret)
+        if other is None:
+            peer.close()
+        else:
+            sockets[other] = peer
+    return sockets
+
+
+def _rank_of(peer: socket.socket, secret: bytes) -> int | None:
+    """The rank that has connected; None for anybody else."""
+    if not _is_own_user(peer):
+        return None
+    peer.settimeout(_HELLO_S)
+    try:
+        hello = peer.recv(_HELLO.size)
+    except OSError:
+        return None
+    if len(hello) != _HELLO.size:
+        return None
+    other, told = _HELLO.unpack(hello)
+    return int(other) if hmac.compare_digest(told, secret) else None
+
+
+def _is_own_user(peer: socket.socket) -> bool:
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    return bool(user == os.geteuid())
+
+
+def _close(sockets: Mapping[int, socket.socket] | None) -> None:
+    for each in (sockets or {}).values():
+        each.close()
+
+
+def _exchange_buffers(rank: int, sockets: Mapping[int, socket.socket], num_bytes: int) -> dict[int, mmap.mmap]:
+    """Make this rank's buffer, pass its descriptor to all others and map theirs."""
+    buffers = {}
+    own = os.memfd_create("shardlab", os.MFD_CLOEXEC)
+    os.ftruncate(own, num_bytes)
+    # All sends before any receive: otherwise each rank's wait would come on top of the last one's.
+    for peer in sockets.values():
+        peer.settimeout(None)
+        socket.send_fds(peer, [b"buffer"], [own])
+    for other, peer in sockets.items():
+        _, [theirs], _, _ = socket.recv_fds(peer, len(b"buffer"), 1)
+        buffers[other] = _mapped(theirs, num_bytes)
+    buffers[rank] = _mapped(own, num_bytes)
+    return buffers
+
+
+def _mapped(descriptor: int, num_bytes: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(descriptor, num_bytes)
+    finally:
+        os.close(descriptor)  # the mapping keeps the memory; a descriptor kept as well would leak with each mesh
