@@ -108,7 +108,8 @@ def _check_complete(what: str, shape: list[int], rows: Iterable[Row]) -> None:
     for slice_, same in by_slice.items():
         _check_seamless(what, slice_.numel, ((row.start, row.stop) for row in same))
     if prod(shape):
-        _check_seamless(what, shape[0] if shape else 1, (pair for slice_ in by_slice for pair in slice_.ranges))
+        dim = next((slice_.dim for slice_ in by_slice), 0)
+        _check_seamless(what, shape[dim] if shape else 1, (pair for slice_ in by_slice for pair in slice_.ranges))
 
 
 def _check_seamless(what: str, length: int, ranges: Iterable[tuple[int, int]]) -> None:
