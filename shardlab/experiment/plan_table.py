@@ -52,7 +52,7 @@ def _row(strategy: str, planned: Plan | None) -> dict[str, Any]:
     if planned is None:
         raise ValueError(
             f"strategies: {strategy!r} cannot be planned here: it is not ours, the optimizer's state has other shapes "
-            "than the parameters, or the messages of divided layers depend on values"
+            "than the parameters, messages of divided layers depend on values, or a forward calls an FSDP unit twice"
         )
     held, sent = planned.memory.groupby(["role", "rank"])["bytes"].sum(), planned.collectives.groupby("rank")
     return {

@@ -3,6 +3,7 @@
 The planner uses only the partition arithmetic and runs nothing, so plan and record are two independent counts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +43,8 @@ def plan_runs(config: CompareConfig) -> dict[str, Plan | None]:
     """The plan of each strategy; None where the planner knows too little.
 
     It knows nothing of torch's own strategies, of optimizers whose state is not made of counters and of tensors of the
-    parameter's shape, and of the messages of a tensor axis if what is computed depends on values.
+    parameter's shape, of the messages of a tensor axis if what is computed depends on values, and of the messages of
+    FSDP where a forward calls a unit more than once.
     """
     if set(STRATEGIES).isdisjoint(config.strategies):
         return dict.fromkeys(config.strategies)
@@ -55,27 +57,43 @@ def plan_runs(config: CompareConfig) -> dict[str, Plan | None]:
 def _plan_run(
     config: CompareConfig, strategy: str, known: PlannedWorkload, axis: PlannedTensorAxis | None
 ) -> Plan | None:
-    if strategy not in STRATEGIES or known.optimizer is None:
+    called = known.forward.units
+    several = called is not None and len(set(called)) < len(called)
+    if strategy not in STRATEGIES or known.optimizer is None or (several and strategy == "fsdp"):
         return None
     if config.tp == 1 or strategy == "single":
-        setup = setup_of(config, strategy, known.module, known.optimizer)
+        setup = setup_of(config, strategy, known.module, known.optimizer, called)
         return Plan(predicted_memory(known.model, setup), predicted_collectives(known.model, setup))
     over_tensor: pd.DataFrame | None
     if axis is None:
         module, model = known.module, divided(known.model, config.tp)
         over_tensor = predicted_tensor_collectives(tensor_setup_of(config, strategy))
     else:
-        module, model = axis.module, described(axis.module, unused=known.unused)
+        module, model = axis.module, described(axis.module, unused=known.forward.unused)
         over_tensor = axis.collectives(strategy)
     if over_tensor is None:
         return None
-    setup = setup_of(config, strategy, module, known.optimizer)
+    setup = setup_of(config, strategy, module, known.optimizer, called)
     over_data = on_tensor_ranks(predicted_collectives(model, setup), config.tp)  # the norm, on both axes, comes last
     return Plan(on_tensor_ranks(predicted_memory(model, setup), config.tp), pd.concat([over_tensor, over_data]))
 
 
-def setup_of(config: CompareConfig, strategy: str, module: nn.Module, optimizer: Optimizer = ADAM) -> Setup:
-    """The planner's description of a strategy as ``compare`` runs it."""
+def setup_of(
+    config: CompareConfig,
+    strategy: str,
+    module: nn.Module,
+    optimizer: Optimizer = ADAM,
+    called: Sequence[str] | None = None,
+) -> Setup:
+    """The planner's description of a strategy as ``compare`` runs it.
+
+    Args:
+        config: the options.
+        strategy: a name.
+        module: whose structure gives the units.
+        optimizer: what it keeps.
+        called: units in the order of forward; None for the module's order.
+    """
     options: dict[str, Any] = {"num_ranks": 1 if strategy == "single" else config.data_ranks}
     if takes("precision")(strategy):
         precision = parse_precision(config.precision)
@@ -85,7 +103,7 @@ def setup_of(config: CompareConfig, strategy: str, module: nn.Module, optimizer:
         }  # fmt: skip
     if strategy == "fsdp":
         options |= {
-            "units": units_of(module, config.wrap_policy), "layout": config.layout, "sharding": config.sharding,
+            **_units(config, module, called), "layout": config.layout, "sharding": config.sharding,
             "prefetch": config.prefetch, "offload": config.offload, "replicate_below": config.replicate_below,
             "shard_group_size": config.shards if config.sharding == "hybrid_shard" else None,
         }  # fmt: skip
@@ -95,6 +113,15 @@ def setup_of(config: CompareConfig, strategy: str, module: nn.Module, optimizer:
         strategy, bucket_bytes=config.bucket_bytes, partition=config.partition, micro_batches=config.accumulation,
         clip=config.clip is not None, optimizer=optimizer, **options,
     )  # fmt: skip
+
+
+def _units(config: CompareConfig, module: nn.Module, called: Sequence[str] | None) -> dict[str, Any]:
+    """The units in the order of forward, and those that it never calls."""
+    units = units_of(module, config.wrap_policy)
+    if called is None:
+        return {"units": units}
+    in_order = {name: units[name] for name in called if name in units}
+    return {"units": in_order | units, "uncalled": frozenset(units) - frozenset(in_order)}
 
 
 def tensor_setup_of(config: CompareConfig, strategy: str) -> TensorSetup:

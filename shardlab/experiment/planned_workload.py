@@ -1,10 +1,11 @@
-"""What the planner must know of a workload: its parameters, which of them the loss reaches, what its optimizer keeps.
+"""What the planner must know of a workload: which parameters its loss reaches, the order of units, its optimizer.
 
 All of it is found out by trying, on the meta device where that is possible: a small step of the optimizer, and the
 graph of the first batch's loss.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,20 @@ from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.workload import Workload, seeded
 from shardlab.planner import PlannedModel, described
 from shardlab.planner.setup import Optimizer
+from shardlab.units import wrapped_modules
+
+
+@dataclass(frozen=True)
+class FirstForward:
+    """What the loss of the first batch says of a model.
+
+    Attributes:
+        unused: names of trainable parameters that it does not depend on.
+        units: names of the units in the order of their calls, one that is called twice twice; None if it is unknown.
+    """
+
+    unused: tuple[str, ...] = ()
+    units: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -26,20 +41,20 @@ class PlannedWorkload:
         module: whose structure gives the units; it may be on the meta device.
         model: its parameters.
         optimizer: what it keeps; None if that cannot be planned.
-        unused: names of the parameters that no rank's loss reaches.
+        forward: what the first forward did.
     """
 
     module: nn.Module
     model: PlannedModel
     optimizer: Optimizer | None
-    unused: tuple[str, ...] = ()
+    forward: FirstForward
 
     @classmethod
     def of(cls, config: CompareConfig) -> "PlannedWorkload":
         """That of a configuration."""
         module = config.trained.on_meta()
-        unused = tuple(unused_by(config, module))
-        return cls(module, described(module, unused=unused), optimizer_of(config.trained), unused)
+        tried = first_forward(config, module)
+        return cls(module, described(module, unused=tried.unused), optimizer_of(config.trained), tried)
 
 
 def optimizer_of(workload: Workload) -> Optimizer | None:
@@ -56,31 +71,39 @@ def optimizer_of(workload: Workload) -> Optimizer | None:
     return Optimizer(len(values), sum(tensor.nbytes for tensor in counters))
 
 
-def unused_by(config: CompareConfig, module: nn.Module) -> list[str]:
-    """Parameters that the loss of the first batch does not depend on; none where that cannot be told.
+def first_forward(config: CompareConfig, module: nn.Module) -> FirstForward:
+    """The first batch's loss, tried; of a built-in model, or where it cannot be tried, nothing is known.
 
     Args:
         config: whose data and loss.
         module: the model; it may be on the meta device.
     """
     if config.workload is None:
-        return []
+        return FirstForward()
     rows, workload = config.global_batch // config.accumulation, config.trained
     batch = next(batches_of(workload, 0, 1, config.seed, rows)).batch
     try:
-        reached = _reached(workload, module.to("meta"), map_tensors(lambda tensor: tensor.to("meta"), batch))
+        return _tried(config, module.to("meta"), map_tensors(lambda tensor: tensor.to("meta"), batch))
     except Exception:  # what it computes depends on values: which expert a row takes, for example
         try:
-            module = workload.made(workload.build(config.seed), torch.device("cpu"), config.seed)
-            reached = _reached(workload, module, batch)
+            return _tried(config, workload.made(workload.build(config.seed), torch.device("cpu"), config.seed), batch)
         except Exception:
-            return []  # the ranks will raise the same, with the rank and the line
-    return [name for name, param in module.named_parameters() if param.requires_grad and param not in reached]
+            return FirstForward()  # the ranks will raise the same, with the rank and the line
 
 
-def _reached(workload: Workload, module: nn.Module, batch: Any) -> set[torch.Tensor]:
+def _tried(config: CompareConfig, module: nn.Module, batch: Any) -> FirstForward:
+    units: list[str] = []
+    for name, unit in wrapped_modules(module, config.wrap_policy).items():
+        unit.register_forward_pre_hook(partial(_note, units, name))
     with seeded(0):
-        return _leaves_below(workload.loss(module, batch).grad_fn)
+        reached = _leaves_below(config.trained.loss(module, batch).grad_fn)
+    params = module.named_parameters()
+    unused = tuple(name for name, param in params if param.requires_grad and param not in reached)
+    return FirstForward(unused, tuple(units))
+
+
+def _note(units: list[str], name: str, *_: object) -> None:
+    units.append(name)
 
 
 def _leaves_below(node: Any) -> set[torch.Tensor]:

@@ -138,7 +138,8 @@ class _Step:
     def fsdp(self) -> Iterator[Call]:
         for micro_batch in range(self.setup.micro_batches):
             for group in self.groups:
-                yield self.gather(group, Phase.FORWARD)
+                if group.unit not in self.setup.uncalled:
+                    yield self.gather(group, Phase.FORWARD)
             yield from self.backward(last=micro_batch == self.setup.micro_batches - 1)
         yield from self.clip()
 
@@ -146,9 +147,13 @@ class _Step:
         """A backward of FSDP: gathers where parameters were resharded, reductions where the step ends."""
         gathers = self.setup.sharding in (Sharding.FULL_SHARD, Sharding.HYBRID_SHARD)
         units = {group.unit: [other for other in self.groups if other.unit == group.unit] for group in self.groups}
-        wrapped = [name for name in units if name != ROOT]
+        wrapped = [name for name in units if name != ROOT and name not in self.setup.uncalled]
+        order = list(backward_order(wrapped, ROOT if ROOT in units else None, self.setup.prefetch))
+        # Units that were not gathered are reduced when the backward has ended, but before the root.
+        end = len(order) - (ROOT in units)
+        order[end:end] = [("reduce", name) for name in reversed(units) if name in self.setup.uncalled]
         begun: list[Group] = []  # reduced over their first axis, not yet over the others
-        for verb, name in backward_order(wrapped, ROOT if ROOT in units else None, self.setup.prefetch):
+        for verb, name in order:
             if verb == "gather" and gathers:
                 yield from (self.gather(group, Phase.BACKWARD) for group in units[name])
             trainable = [group for group in units[name] if group.trainable]

@@ -1,6 +1,6 @@
 """A strategy with its options, checked: those of the engines, plus what a training step does with them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
@@ -37,6 +37,7 @@ class Setup:
         partition: how zero1, zero2, zero3 divide a bucket, and fsdp the parameters.
         units: fsdp: names of the parameters of each wrapped unit, by the unit's name, in the order of forward. The
             parameters of no unit are the unit ``root``.
+        uncalled: fsdp: names of those units that no rank's forward calls: they are not gathered, but reduced.
         layout: fsdp: flat or dim0.
         sharding: fsdp: see ``Sharding``.
         shard_group_size: fsdp, hybrid_shard: ranks that shard among themselves; divides ``num_ranks``.
@@ -59,6 +60,7 @@ class Setup:
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     partition: Partition | str = Partition.ELEMENTS
     units: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    uncalled: Collection[str] = ()
     layout: LayoutName | str = LayoutName.FLAT
     sharding: Sharding | str = Sharding.FULL_SHARD
     shard_group_size: int | None = None

@@ -1,6 +1,7 @@
 """A model, data and loss that the project has never seen, under every strategy, against one process."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shardlab import CompareConfig, Workload, compare
 from shardlab.experiment.batches import batches_of, divide, rows_of
+from shardlab.experiment.planned import plan_runs
 from shardlab.experiment.planned_workload import optimizer_of
 from shardlab.trace.store import load_run
 
@@ -73,6 +75,22 @@ class Experts(nn.Module):
             if (rows := chosen == place).any():
                 out = out.index_add(0, rows.nonzero()[:, 0], self.experts[place](x[rows]) * weights[rows])
         return out + self.experts[2](x)
+
+
+class OutOfOrder(nn.Module):
+    """Blocks that are called in another order than they are registered, and some never or twice."""
+
+    def __init__(self, order):
+        super().__init__()
+        self.order = order
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.leave = nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, x):
+        for place in self.order:
+            x = x + torch.tanh(self.blocks[place](x))
+        return self.leave(x)
 
 
 class Adapted(nn.Module):
@@ -158,6 +176,24 @@ def test_every_strategy_trains_it_as_one_process_does_and_as_planned(pools, tmp_
     assert (found["max_loss_difference"].dropna() < 1e-10).all(), found
     assert found["loss_last"].nunique() > 0
     assert found["as_planned"].all(), found[["strategy", "as_planned"]]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulation": 2, "prefetch": 2, "clip": 1.0}, {"sharding": "shard_grad_op"}]
+)
+def test_units_are_planned_in_the_order_of_their_calls_and_without_those_never_called(pools, tmp_path, options):
+    workload = Workload(partial(OutOfOrder, (2, 0, 1)), Labelled(), labelled_loss)
+    found = compare(
+        workload, tmp_path / "run", strategies=("single", "fsdp"), ranks=2, steps=2, pool=pools(2), **options
+    )
+    assert found.summary["as_planned"].all()
+
+
+def test_a_unit_that_is_called_twice_is_not_planned_for_fsdp():
+    workload = Workload(partial(OutOfOrder, (0, 1, 0)), Labelled(), labelled_loss)
+    plans = plan_runs(CompareConfig(workload=workload, strategies=("zero3", "fsdp"), ranks=2))
+    assert plans["zero3"] is not None
+    assert plans["fsdp"] is None
 
 
 @pytest.mark.parametrize("options", [{"accumulation": 2, "clip": 0.1}, {"sharding": "shard_grad_op", "prefetch": 2}])
