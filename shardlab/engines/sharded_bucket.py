@@ -225,9 +225,9 @@ class ShardedBucket:
         """Add the means to ``gradient_shard``, and make its parts the ``.grad`` of the pieces."""
         if self._reducing is None:
             return
+        num_ranks = self._sum_over_replicas()
         (_, sums, pending), self._reducing = self._reducing, None
         pending.wait()
-        num_ranks = self._sum_over_replicas(sums)
         # Read before the sums become means: casting or dividing a tiny one may give -0.
         unused = nobody_used(
             {name: self._tensors.piece_of(name, sums) for name in self._unused & self._tensors.own.keys()}
@@ -278,8 +278,8 @@ class ShardedBucket:
         tag = f"gradients of {self.name}"
         return sums, self.comm.reduce_scatter(buffer, sums, bounds=self.layout.bounds, tag=tag)
 
-    def _sum_over_replicas(self, sums: Tensor) -> int:  # noqa: ARG002
-        """Add the sums of the ranks that hold the same chunk; return how many ranks are summed then."""
+    def _sum_over_replicas(self) -> int:
+        """Begin to add the sums of the ranks that hold the same chunk; return over how many ranks these are sums."""
         return self.comm.num_ranks
 
     def _accept(self, means: Tensor, unused: set[str]) -> None:

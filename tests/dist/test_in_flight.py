@@ -274,3 +274,47 @@ def test_hybrid_sends_three_in_the_group_and_one_shard_over_replicas(pools):
             assert sent.get("shard", 0) == pytest.approx(3 * numel * (shards - 1) / shards)
             assert sent.get("replica", 0) == pytest.approx(2 * (numel / shards) * (replicas - 1) / replicas)
             assert held == tuple(size * numel // shards for size in (8, 8, 16))
+
+
+class Calls:
+    """An observer: what was issued and waited for, in order."""
+
+    def __init__(self):
+        self.calls = []
+
+    def issued(self, event):
+        self.calls.append(("issued", event.op, event.tag))
+
+    def waited(self, event):
+        self.calls.append(("waited", event.op, event.tag))
+
+    def started(self, event):
+        """It comes from another thread."""
+
+    completed = started
+
+
+def calls_of_a_hybrid(rank):
+    calls = Calls()
+    with (
+        Mesh({"replica": 2, "shard": 2}) as mesh,
+        build_engine("fsdp", build(), adamw, mesh, sharding="hybrid_shard", wrap="blocks.*") as engine,
+        mesh.observed_by(calls),
+    ):
+        x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", 0, 0, 4))
+        engine.backward(cases.loss_of(engine(x), y))
+    return calls.calls
+
+
+def test_the_sum_over_replicas_travels_while_the_next_unit_computes(pools):
+    for calls in pools(4).run(calls_of_a_hybrid):
+        for block, following in (("blocks.2", "blocks.1"), ("blocks.1", "blocks.0"), ("blocks.0", "root")):
+            summed = (Collective.ALL_REDUCE, f"gradients of {block}")
+            scattered = ("issued", Collective.REDUCE_SCATTER, f"gradients of {following}")
+            assert calls.index(("issued", *summed)) < calls.index(scattered) < calls.index(("waited", *summed))
+        in_flight = most = 0
+        for what, op, _ in calls:
+            if op is Collective.REDUCE_SCATTER:
+                in_flight += 1 if what == "issued" else -1
+                most = max(most, in_flight)
+        assert most == 1  # buffers of a unit at a time

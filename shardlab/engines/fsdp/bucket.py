@@ -1,6 +1,7 @@
 """FSDP's bucket: that of ZeRO-3, with shards that may be replicated and may be in host memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,7 @@ class UnitBucket(ShardedBucket):
         offload: Offload,
     ) -> None:
         self._replicas, self._offload = tuple(replicas), offload
+        self._axes_left: list[Communicator] = []  # to sum the gradients over, while they are being reduced
         self._visiting: Tensor | None = None  # an offloaded shard on the device, while the optimizer steps
         super().__init__(name, params, sites, layout, comm, precision)
 
@@ -54,6 +56,16 @@ class UnitBucket(ShardedBucket):
             self._visiting = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
             self._visiting.copy_(self.shard)
             self._point_pieces_at(self._visiting)
+
+    def advance_reduce(self) -> None:
+        """Wait for the reduction under way; begin that over the next axis, or take the means if it was the last.
+
+        So the sum over replicas travels during the backward of the unit after the next.
+        """
+        if self._reducing is not None and self._axes_left:
+            self._sum_over_next()
+        else:
+            self.finish_reduce()
 
     def return_to_host(self) -> None:
         """Copy what has been stepped back into host memory."""
@@ -94,20 +106,28 @@ class UnitBucket(ShardedBucket):
 
     @override
     def _reduce(self, buffer: Tensor) -> tuple[Tensor, Pending]:
+        self._axes_left = list(self._replicas)
         # Nothing to scatter: the first sum over replicas is issued here, to overlap with backward.
-        if self.is_whole and self._replicas:
-            return buffer, self._replicas[0].all_reduce(buffer, tag=f"gradients of {self.name}")
+        if self.is_whole and self._axes_left:
+            return buffer, self._next_sum(buffer)
         return super()._reduce(buffer)
 
     @override
-    def _sum_over_replicas(self, sums: Tensor) -> int:
-        num_ranks = super()._sum_over_replicas(sums)
-        # Blocking, each sum over what the one before has summed, and in the same order on all ranks.
-        for number, replicas in enumerate(self._replicas):
-            if number > 0 or not self.is_whole:  # a whole bucket has already been summed over the first
-                replicas.all_reduce(sums, tag=f"gradients of {self.name}").wait()
-            num_ranks *= replicas.num_ranks
-        return num_ranks
+    def _sum_over_replicas(self) -> int:
+        while self._axes_left:
+            self._sum_over_next()
+        return super()._sum_over_replicas() * prod(replicas.num_ranks for replicas in self._replicas)
+
+    def _sum_over_next(self) -> None:
+        """When the sums over one axis are there, begin to sum these over the next, in the same order on all ranks."""
+        assert self._reducing is not None
+        _, sums, pending = self._reducing
+        pending.wait()
+        # The buffer that was reduce-scattered is no longer needed.
+        self._reducing = (sums, sums, self._next_sum(sums))
+
+    def _next_sum(self, sums: Tensor) -> Pending:
+        return self._axes_left.pop(0).all_reduce(sums, tag=f"gradients of {self.name}")
 
     @override
     def _accept(self, means: Tensor, unused: set[str]) -> None:

@@ -212,7 +212,8 @@ class Schedule:
 
     def _reduce(self, unit: Unit) -> None:
         for earlier in self._units:
-            earlier.finish_reduce()  # one reduction at a time, during the backward of the next unit: bounds the memory
+            # One buffer of a unit at a time, during the backward of the next: bounds the memory.
+            earlier.advance_reduce()
         unit.start_reduce(self._is_due)
 
 

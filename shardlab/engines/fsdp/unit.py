@@ -71,6 +71,11 @@ class Unit:
             if any(is_due(param) for param in bucket.params.values()):
                 bucket.start_reduce()
 
+    def advance_reduce(self) -> None:
+        """Wait for what is being reduced, and begin the next axis if there is one."""
+        for bucket in self.buckets:
+            bucket.advance_reduce()
+
     def finish_reduce(self) -> None:
         """Wait for the means."""
         for bucket in self.buckets:
