@@ -30,6 +30,8 @@ class Process:
     observers: tuple[Observer, ...] = ()
     retired: tuple[Callable[[], object], ...] = ()
     timeout: timedelta | None = None
+    patient: dist.ProcessGroup | None = None
+    """Of all ranks, where one may wait for another for days; see ``make_patient_group``."""
 
 
 def become_rank(device: torch.device, timeout: timedelta, *observers: Observer) -> None:
@@ -52,13 +54,19 @@ def leave_group() -> None:
     it to let go, and that aborts the process ("terminate called without an active exception").
     """
     # Not called one by one: destroying the default group destroys all others with it.
-    Process.retired = ()
+    Process.retired, Process.patient = (), None
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()  # what is left of an engine is a cycle: module, hooks, engine, mesh
 
 
-def all_gather_object(value: object) -> list[object]:
+def make_patient_group() -> None:
+    """Make the group for ``all_gather_object(..., patiently=True)``; collective over the default group, once."""
+    if Process.patient is None:
+        Process.patient = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+
+
+def all_gather_object(value: object, *, patiently: bool = False) -> list[object]:
     """Every rank's ``value``, in rank order, on every rank of the default group.
 
     The objects are pickled: on NCCL they travel through the current CUDA device, on gloo through host memory. Every
@@ -66,10 +74,11 @@ def all_gather_object(value: object) -> list[object]:
 
     Args:
         value: anything that pickles.
+        patiently: wait for the last rank however long it takes, past the timeout of the default group.
 
     Returns:
         ``world_size`` objects; element ``r`` is what rank ``r`` gave.
     """
     values: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, Process.patient if patiently else None)
     return values

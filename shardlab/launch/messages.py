@@ -126,8 +126,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._registered: list[ModuleType] = []
 
     def reducer_override(self, value: object) -> object:
-        if isinstance(value, torch.Tensor) and value.is_cuda:
-            return value.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        # A parameter is left to torch, which keeps its type and flag and sends its data: a tensor that comes here then.
+        if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter) and _is_on_gpu(value):
+            host = value.detach().cpu().requires_grad_(value.requires_grad)
+            return host.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if isinstance(value, FunctionType | type):
             self._send_by_value(value.__module__)
         if isinstance(value, FunctionType):
@@ -152,6 +154,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         # An entry without a modification time was put there by a notebook: no file of that name exists to read.
         if len(entry) == 4 and entry[1] is None:
             self.sources[file] = "".join(entry[2])
+
+
+def _is_on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
 
 
 def _is_user_code(module: ModuleType) -> bool:

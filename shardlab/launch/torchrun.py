@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab.comm import become_rank, leave_group
-from shardlab.comm.process import all_gather_object
+from shardlab.comm.process import all_gather_object, make_patient_group
 from shardlab.launch.context import enter, no_emit, torchrun_context
 from shardlab.launch.messages import Payload, pack, unpack
 from shardlab.launch.placement import TorchrunEnv
@@ -47,9 +47,15 @@ class TorchrunRanks:
             # The first optimizer imports this module, whose functions have the default group as a default argument if
             # it exists by then; leave_group could then never end that group.
             importlib.import_module("torch.distributed.nn")
-            dist.init_process_group(self.placement.backend, timeout=timedelta(seconds=self._timeout_s))
+            dist.init_process_group(
+                self.placement.backend,
+                timeout=timedelta(seconds=self._timeout_s),
+                # NCCL then connects now, and not in the middle of the first step.
+                device_id=self._context.device if self.placement.backend == "nccl" else None,
+            )
             # At exit, not when a pool closes: torchrun's store would give a second group the addresses of the first.
             atexit.register(leave_group)
+        make_patient_group()
 
     def run(
         self,
@@ -74,7 +80,8 @@ class TorchrunRanks:
             faulthandler.dump_traceback_later(self._limit_s, exit=True)
         try:
             result = fn(rank, *args, **kwargs)
-            packed = all_gather_object(pack(result, f"the result of rank {rank}"))
+            # The others may have nothing to do for long, while rank 0 trains alone for example.
+            packed = all_gather_object(pack(result, f"the result of rank {rank}"), patiently=True)
         finally:
             if self._limit_s is not None:
                 faulthandler.cancel_dump_traceback_later()

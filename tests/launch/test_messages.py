@@ -8,6 +8,7 @@ import cloudpickle
 import pytest
 import torch
 
+from shardlab.launch import messages
 from shardlab.launch.messages import pack, unpack
 
 
@@ -30,6 +31,22 @@ def test_shared_tensors_stay_shared():
     x = torch.zeros(3)
     a, b = unpack(pack((x, x), "x"))
     assert a is b
+
+
+def test_a_module_on_a_gpu_keeps_its_parameters(monkeypatch):
+    monkeypatch.setattr(messages, "_is_on_gpu", lambda _: True)  # its tensors become copies in host memory
+    model = torch.nn.BatchNorm1d(3)
+    model.bias.requires_grad_(False)
+    model.tied, leaf = model.weight, torch.ones(2, requires_grad=True)
+    found, found_leaf = unpack(pack((model, leaf), "the model"))
+    assert {name: type(param) for name, param in found.named_parameters()} == {
+        "weight": torch.nn.Parameter, "bias": torch.nn.Parameter,
+    }  # fmt: skip
+    assert found.weight is found.tied
+    assert (found.weight.requires_grad, found.bias.requires_grad, found_leaf.requires_grad) == (True, False, True)
+    assert torch.equal(found.running_var, model.running_var)
+    found(torch.ones(4, 3)).sum().backward()
+    assert found.weight.grad is not None
 
 
 def test_source_of_a_cell_travels_for_tracebacks(monkeypatch):

@@ -4,8 +4,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from shardlab.launch import RankPool
+from shardlab.launch import torchrun as torchrun_module
+from shardlab.launch.placement import TorchrunEnv
+from shardlab.launch.torchrun import TorchrunRanks
 from tests.launch.helpers import script_env
 
 SCRIPT = """
@@ -96,3 +100,32 @@ def test_other_world_size_is_refused_with_both_numbers(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="world_size: 4 is given, but torchrun started 2"):
         RankPool(4, device="cpu")
+
+
+ONE_RANK_TAKES_LONG = """
+import os, time
+from shardlab.launch import RankPool
+
+with RankPool(2, device="cpu", timeout_s=4) as pool:
+    print(pool.run(lambda rank: time.sleep(0 if rank else 8)))
+"""
+
+
+def test_a_rank_may_work_alone_for_longer_than_the_timeout(tmp_path):
+    done = torchrun(tmp_path / "script.py", ONE_RANK_TAKES_LONG)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nccl_is_told_its_device(monkeypatch):
+    """Else it connects in the first collective, and asks the driver for a device."""
+    asked = {}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torchrun_module.dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torchrun_module.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(torchrun_module.dist, "init_process_group", lambda backend, **given: asked.update(given))
+    for name in ("enter", "become_rank", "make_patient_group"):
+        monkeypatch.setattr(torchrun_module, name, lambda *_: None)
+    monkeypatch.setattr(torchrun_module.atexit, "register", lambda _: None)
+    TorchrunRanks(TorchrunEnv(1, 2, 1, 2), 2, "cuda", 30.0, None).start()
+    assert asked["device_id"] == torch.device("cuda:1")
