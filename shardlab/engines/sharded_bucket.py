@@ -116,7 +116,7 @@ class ShardedBucket:
             else:
                 buffer = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
                 tag = f"parameters of {self.name}"
-                pending = self.comm.all_gather(buffer, self.shard, bounds=self.layout.bounds, tag=tag)
+                pending = self.comm.all_gather(buffer, self._chunk_to_gather(), bounds=self.layout.bounds, tag=tag)
                 self._gathering = (buffer, pending)
             self.state = BucketState.GATHERING
 
@@ -261,6 +261,10 @@ class ShardedBucket:
                 yield Held(Role.GRADIENT, gradient, name, (piece.param_start, piece.param_stop))
 
     # Steps that FSDP's buckets override, and helpers.
+
+    def _chunk_to_gather(self) -> Tensor:
+        """The shard, where it can be sent from."""
+        return self.shard
 
     def _keep_shard(self, shard: Tensor) -> Tensor:
         """The shard, in the memory where it stays between steps."""

@@ -1,6 +1,6 @@
 """FSDP with shards in host memory, and with small parameters replicated: the same result, other places."""
 
-from math import inf
+from math import inf, nan
 from unittest import mock
 
 import psutil
@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import build_engine
+from shardlab.engines import build_engine, offload
 from shardlab.engines.checkpoint.directory import latest
 from shardlab.engines.checkpoint.manifest import read_manifest
+from shardlab.engines.fsdp import bucket, engine
 from shardlab.trace.memory import bytes_by_role
 from shardlab.vocabulary import Role
 from tests.dist import cases
@@ -99,6 +100,37 @@ def test_equals_one_process(pools, options, num_ranks):
 def test_equals_one_process_in_groups(pools, more):
     options = {"sharding": "hybrid_shard", **more}
     check(pools(4).run(all_kinds, {"replica": 2, "shard": 2}, options, 2.0), 4, 2.0)
+
+
+def all_kinds_with_late_copies(rank, axes, options, norm_type):
+    """As ``all_kinds``; what is copied to the host is there when the host has waited for it, and not before."""
+    on_their_way, waits = [], []
+
+    def copy_to_host(host, tensor):
+        on_their_way.append((host, tensor.clone()))
+        return host.fill_(nan)
+
+    def wait_for_copies(_):
+        waits.append(len(on_their_way))
+        while on_their_way:
+            host, values = on_their_way.pop(0)
+            host.copy_(values)
+
+    with (
+        mock.patch.object(offload, "copy_to_host", copy_to_host),
+        mock.patch.object(bucket, "copy_to_host", copy_to_host),
+        mock.patch.object(engine, "wait_for_copies", wait_for_copies),
+    ):
+        return all_kinds(rank, axes, options, norm_type), waits
+
+
+@pytest.mark.parametrize("options", [*OPTIONS[:4]], ids=str)
+def test_the_host_waits_once_for_all_copies_before_it_reads_them(pools, options):
+    results = pools(2).run(all_kinds_with_late_copies, {"data": 2}, options, 2.0)
+    check([found for found, _ in results], 2, 2.0)
+    for _, waits in results:
+        assert sum(waits) > 3 * len(KINDS)
+        assert max(waits) > 1  # copies of several units
 
 
 def held_at_rest(_, options):

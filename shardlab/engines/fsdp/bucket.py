@@ -10,7 +10,7 @@ from typing_extensions import override
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending
 from shardlab.engines.accounting import Held
-from shardlab.engines.offload import Offload, in_host_memory
+from shardlab.engines.offload import Offload, copy_to_host, in_host_memory
 from shardlab.engines.placeholder import ParameterSites
 from shardlab.engines.precision import Precision
 from shardlab.engines.sharded_bucket import ShardedBucket
@@ -46,6 +46,7 @@ class UnitBucket(ShardedBucket):
     ) -> None:
         self._replicas, self._offload = tuple(replicas), offload
         self._axes_left: list[Communicator] = []  # to sum the gradients over, while they are being reduced
+        self._arriving: tuple[Tensor, set[str]] | None = None  # means on their way to host memory, see ``_accept``
         self._visiting: Tensor | None = None  # an offloaded shard on the device, while the optimizer steps
         super().__init__(name, params, sites, layout, comm, precision)
 
@@ -54,7 +55,7 @@ class UnitBucket(ShardedBucket):
         if self._offload.parameters and not self._offload.gradients_and_state and self._visiting is None:
             # On the device for the step alone, beside the shard in host memory.
             self._visiting = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
-            self._visiting.copy_(self.shard)
+            self._visiting.copy_(self.shard, non_blocking=True)
             self._point_pieces_at(self._visiting)
 
     def advance_reduce(self) -> None:
@@ -68,10 +69,10 @@ class UnitBucket(ShardedBucket):
             self.finish_reduce()
 
     def return_to_host(self) -> None:
-        """Copy what has been stepped back into host memory."""
+        """Copy what has been stepped back into host memory; the host must wait before it reads it."""
         if self._visiting is not None:
             # Copied first: then nothing refers to the device's copy any more, and its memory is free.
-            self.shard.copy_(self._visiting)
+            copy_to_host(self.shard, self._visiting)
             self._visiting = None
             self._point_pieces_at(self.shard)
 
@@ -89,12 +90,19 @@ class UnitBucket(ShardedBucket):
         """As the base; means in host memory are ``Role.OFFLOADED``."""
         if self._offload.gradients_and_state and self.gradient_shard is not None:
             yield Held(Role.OFFLOADED, self.gradient_shard)
+        if self._arriving is not None:
+            yield Held(Role.OFFLOADED, self._arriving[0])
         yield from super().held_gradients()
 
     def _point_pieces_at(self, shard: Tensor) -> None:
         # By ``.data``: the optimizer finds its state by these very tensor objects.
         for name, piece in self.pieces.items():
             piece.data = self._tensors.piece_of(name, shard)
+
+    @override
+    def _chunk_to_gather(self) -> Tensor:
+        # On the device before it is cast: the host would cast into memory that is not pinned, and wait for the copy.
+        return self.shard.to(self.device, non_blocking=True)
 
     @override
     def _keep_shard(self, shard: Tensor) -> Tensor:
@@ -131,7 +139,24 @@ class UnitBucket(ShardedBucket):
 
     @override
     def _accept(self, means: Tensor, unused: set[str]) -> None:
-        super()._accept(in_host_memory(means) if self._offload.gradients_and_state else means, unused)
+        if self._offload.gradients_and_state:
+            assert self._arriving is None
+            self._arriving = in_host_memory(means), unused
+        else:
+            super()._accept(means, unused)
+
+    def take_arrived(self) -> None:
+        """Take the means that have arrived in host memory, after the host has waited for them."""
+        if self._arriving is not None:
+            means, unused = self._arriving
+            self._arriving = None
+            super()._accept(means, unused)
+
+    @override
+    def drop_gradients(self) -> None:
+        """As the base; those on their way too."""
+        self._arriving = None
+        super().drop_gradients()
 
     @override
     def _set_gradient(self, piece: Tensor, gradient: Tensor) -> None:

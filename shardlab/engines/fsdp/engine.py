@@ -29,6 +29,7 @@ Source: Zhao et al., arXiv 2304.11277, sections 3 and 4.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -47,11 +48,12 @@ from shardlab.engines.fsdp.schedule import Schedule
 from shardlab.engines.fsdp.sharding import ShardingOptions
 from shardlab.engines.fsdp.unit import Unit
 from shardlab.engines.hooks import ModuleHook
-from shardlab.engines.offload import OFFLOADS, check_host_memory
+from shardlab.engines.offload import OFFLOADS, check_host_memory, wait_for_copies
 from shardlab.engines.optimizer_fit import parse_partition
 from shardlab.engines.precision import Precision, cast_floating, parse_precision
 from shardlab.engines.saved_tensors import saved_by_reference
 from shardlab.engines.sharded_engine import ShardedEngine
+from shardlab.engines.state import Stateful
 from shardlab.meta import InitFn, reset_parameters
 from shardlab.units.policy import AUTO, WrapPolicy
 from shardlab.vocabulary import Partition, Role
@@ -158,6 +160,9 @@ class FSDP(ShardedEngine):
     @override
     def stepping(self) -> Iterator[None]:
         """Inside, shards whose optimizer state is on the device are on it too."""
+        offload, device = OFFLOADS[self.offload], self.mesh.device
+        if offload.gradients_and_state:
+            wait_for_copies(device)  # the host is about to write what a gather may still be reading
         for bucket in self.buckets:
             bucket.visit_device()
         try:
@@ -165,6 +170,15 @@ class FSDP(ShardedEngine):
         finally:  # after an error too, or the next gather would send the host's old values
             for bucket in self.buckets:
                 bucket.return_to_host()
+            if offload.parameters and not offload.gradients_and_state:
+                wait_for_copies(device)
+
+    @override
+    def load(self, directory: str | Path, **objects: Stateful) -> Any:
+        """As the base."""
+        if OFFLOADS[self.offload].parameters:
+            wait_for_copies(self.mesh.device)  # the host is about to write what a gather may still be reading
+        return super().load(directory, **objects)
 
     @override
     def _held_state(self) -> Iterator[Held]:
@@ -181,6 +195,8 @@ class FSDP(ShardedEngine):
     def _make_buckets(self) -> list[UnitBucket]:
         self._check_host_memory()
         self.units = build_units(self.module, self.params, self._options, self._init_fn, self._equalise)
+        if OFFLOADS[self.offload].parameters:
+            wait_for_copies(self.mesh.device)
         self._schedule = Schedule(
             self.units,
             prefetch=self.prefetch,
@@ -234,6 +250,10 @@ class FSDP(ShardedEngine):
     @override
     def _finish_gradients(self) -> None:
         self._schedule.finish()
+        if OFFLOADS[self.offload].gradients_and_state:
+            wait_for_copies(self.mesh.device)  # once, for the means of all units
+            for bucket in self.buckets:
+                bucket.take_arrived()
 
     def _unit(self, name: str) -> Unit:
         for unit in self.units:
