@@ -62,7 +62,7 @@ def transport_of(
         return NcclTransport(group)
     transport: Transport = _through_host(group, wanted)
     if device.type == "cuda":
-        transport = StagedTransport(transport, device)
+        transport = StagedTransport(transport, device, dist.get_rank(group))
     return transport if link is None else EmulatedLink(transport, link, dist.get_world_size(group))
 
 

@@ -83,7 +83,7 @@ class GlooTransport(Transport):
         """Send every other rank its tensor and receive the one it has for this rank; empty ones are skipped."""
         # Receives are posted first, so that nothing that arrives has to be buffered.
         works = [
-            call(_as_bytes(tensor), group=self._group, tag=tag, **{peer: rank})
+            call(as_bytes(tensor), group=self._group, tag=tag, **{peer: rank})
             for call, peer, tensors in ((dist.irecv, "group_src", incoming), (dist.isend, "group_dst", outgoing))
             for rank, tensor in enumerate(tensors)
             if rank != self._rank and tensor.numel()
@@ -99,15 +99,15 @@ class GlooTransport(Transport):
     @override
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copy bytes, so every dtype travels."""
-        dist.broadcast(_as_bytes(tensor), group=self._group, group_src=src)
+        dist.broadcast(as_bytes(tensor), group=self._group, group_src=src)
 
     @override
     def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
         """Copy bytes, so every dtype travels; sizes are elements per rank."""
         width = buffer.element_size()
         dist.all_to_all_single(
-            _as_bytes(output),
-            _as_bytes(buffer),
+            as_bytes(output),
+            as_bytes(buffer),
             [size * width for size in output_sizes],
             [size * width for size in sizes],
             group=self._group,
@@ -116,12 +116,12 @@ class GlooTransport(Transport):
     @override
     def send(self, tensor: Tensor, dst: int) -> None:
         """Send bytes."""
-        dist.send(_as_bytes(tensor), group=self._group, group_dst=dst)
+        dist.send(as_bytes(tensor), group=self._group, group_dst=dst)
 
     @override
     def recv(self, tensor: Tensor, src: int) -> None:
         """Receive bytes."""
-        dist.recv(_as_bytes(tensor), group=self._group, group_src=src)
+        dist.recv(as_bytes(tensor), group=self._group, group_src=src)
 
     @override
     def barrier(self) -> None:
@@ -156,5 +156,6 @@ def _wait(works: Iterable[dist.Work | None]) -> None:
         work.wait()
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory as bytes."""
     return tensor.view(torch.uint8)

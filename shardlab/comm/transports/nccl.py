@@ -1,4 +1,7 @@
-"""NCCL as it is: its calls enqueue on the current stream, which ``StreamQueue`` makes a stream of its own."""
+"""NCCL as it is: its calls enqueue on the current stream, which ``StreamQueue`` makes a stream of its own.
+
+What is only copied is sent as bytes, so that every dtype travels; NCCL itself refuses int16, for example.
+"""
 
 from itertools import pairwise
 
@@ -7,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from shardlab.comm.transports.base import Bounds, Reduction, Transport
-from shardlab.comm.transports.gloo import REDUCE_OPS
+from shardlab.comm.transports.gloo import REDUCE_OPS, as_bytes
 
 # torch 2.13 names these ..._single and warns at the old names, which are all that 2.11 has. Decided here, once.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -41,31 +44,38 @@ class NcclTransport(Transport):
     @override
     def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """In place."""
-        chunks = _chunks(buffer, bounds)
+        chunks = [as_bytes(chunk) for chunk in _chunks(buffer, bounds)]
         if len({chunk.numel() for chunk in chunks}) == 1:
-            _all_gather(buffer, chunks[self._rank], group=self._group)
+            _all_gather(as_bytes(buffer), chunks[self._rank], group=self._group)
         else:
             dist.all_gather(chunks, chunks[self._rank], group=self._group)
 
     @override
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copy from ``src``."""
-        dist.broadcast(tensor, group=self._group, group_src=src)
+        dist.broadcast(as_bytes(tensor), group=self._group, group_src=src)
 
     @override
     def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
         """Sizes are elements per rank."""
-        dist.all_to_all_single(output, buffer, output_sizes, sizes, group=self._group)
+        width = buffer.element_size()
+        dist.all_to_all_single(
+            as_bytes(output),
+            as_bytes(buffer),
+            [size * width for size in output_sizes],
+            [size * width for size in sizes],
+            group=self._group,
+        )
 
     @override
     def send(self, tensor: Tensor, dst: int) -> None:
         """Send to one rank."""
-        dist.send(tensor, group=self._group, group_dst=dst)
+        dist.send(as_bytes(tensor), group=self._group, group_dst=dst)
 
     @override
     def recv(self, tensor: Tensor, src: int) -> None:
         """Receive from one rank."""
-        dist.recv(tensor, group=self._group, group_src=src)
+        dist.recv(as_bytes(tensor), group=self._group, group_src=src)
 
     @override
     def barrier(self) -> None:

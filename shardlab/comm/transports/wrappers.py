@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from shardlab.comm.streams import CUDA, Streams
 from shardlab.comm.transports.base import Bounds, Reduction, Transport
 from shardlab.partition.wire import Link
 from shardlab.vocabulary import Collective
@@ -28,9 +29,9 @@ class StagedTransport(Transport):
     emulated = False
     name = "staged"
 
-    def __init__(self, inner: Transport, device: torch.device) -> None:
-        self._inner = inner
-        self._stream = torch.cuda.Stream(device)
+    def __init__(self, inner: Transport, device: torch.device, rank: int, streams: Streams = CUDA) -> None:
+        self._inner, self._rank, self._streams = inner, rank, streams
+        self._stream = streams.Stream(device)
 
     @override
     def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
@@ -42,14 +43,20 @@ class StagedTransport(Transport):
         """Only this rank's chunk travels back to the device."""
         # The host copies live until the queue's job ends; pinned memory then returns to torch's cache.
         host = self._to_host(buffer)
-        host_output = torch.empty_like(output, device="cpu")
+        host_output = self._room_for(output)
         self._inner.reduce_scatter(host_output, host, bounds, tag)
-        self._to_device(output, host_output)
+        if host_output is not output:
+            self._copy(output, host_output)
 
     @override
     def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
-        """In place."""
-        self._through_host(buffer, lambda host: self._inner.all_gather(host, bounds, tag))
+        """In place. Only this rank's chunk travels to the host."""
+        host, own = self._room_for(buffer), slice(bounds[self._rank], bounds[self._rank + 1])
+        if host is not buffer:
+            self._copy(host[own], buffer[own])
+        self._inner.all_gather(host, bounds, tag)
+        if host is not buffer:
+            self._copy(buffer, host)
 
     @override
     def broadcast(self, tensor: Tensor, src: int) -> None:
@@ -90,22 +97,24 @@ class StagedTransport(Transport):
     def _through_host(self, tensor: Tensor, call: Callable[[Tensor], None]) -> None:
         host = self._to_host(tensor)
         call(host)
-        if tensor.is_cuda:
-            self._to_device(tensor, host)
+        if host is not tensor:
+            self._copy(tensor, host)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
-        if not tensor.is_cuda:
-            return tensor
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        with torch.cuda.stream(self._stream):
-            host.copy_(tensor, non_blocking=True)
-        self._stream.synchronize()  # the transport reads it from the host
+        host = self._room_for(tensor)
+        if host is not tensor:
+            self._copy(host, tensor)
         return host
 
-    def _to_device(self, tensor: Tensor, host: Tensor) -> None:
-        with torch.cuda.stream(self._stream):
-            tensor.copy_(host, non_blocking=True)
-        self._stream.synchronize()  # whoever waits for the queue may then read it on any stream
+    def _room_for(self, tensor: Tensor) -> Tensor:
+        """Pinned host memory of the tensor's size; a tensor that is in host memory itself."""
+        return torch.empty_like(tensor, device="cpu", pin_memory=True) if tensor.is_cuda else tensor
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        with self._streams.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        # The transport reads it from the host, and whoever waits for the queue on any stream.
+        self._stream.synchronize()
 
 
 class EmulatedLink(Transport):
