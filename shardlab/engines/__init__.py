@@ -8,6 +8,7 @@ from torch import nn
 from shardlab.comm import BaseMesh
 from shardlab.engines import checkpoint
 from shardlab.engines.accounting import ShardRow
+from shardlab.engines.agreement_check import check_agreement
 from shardlab.engines.base import Engine, OptimizerFn
 from shardlab.engines.bucketed import Bucketed
 from shardlab.engines.ddp import DDP
@@ -44,6 +45,7 @@ __all__ = [
     "ZeRO2",
     "ZeRO3",
     "build_engine",
+    "check_agreement",
     "engine_options",
 ]
 

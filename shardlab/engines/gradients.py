@@ -32,6 +32,7 @@ class Gradients:
         self._are_means = False  # the gradients, over the data axes
         self._has_failed = False  # a backward outside no_sync() raised, and zero_grad() has not been called since
         self._were_trainable: set[nn.Parameter] = set()  # in a backward since zero_grad(); may be frozen by now
+        self.num_backwards = 0  # begun so far
         self._backward_watch = BackwardWatch(
             self.params, self._begin_backward, self._enter_backward, self._end_backward
         )
@@ -108,6 +109,7 @@ class Gradients:
     def _begin_backward(self) -> None:
         """A backward begins; called before its first gradient, or right after it (see ``BackwardWatch``)."""
         self._refuse_after_failure()
+        self.num_backwards += 1
         # Noted on every rank: a parameter frozen before the reduction still has a gradient to send, here or elsewhere.
         self._were_trainable.update(param for param in self.params.values() if param.requires_grad)
         self._are_means = False

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from shardlab.comm.process import all_gather_object
+from shardlab.engines.agreement_check import disagreement
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.planned import against_plan, plan_runs
 from shardlab.experiment.run import Progress, RankReport, run_strategy
@@ -33,6 +34,7 @@ from shardlab.launch import RankPool
 from shardlab.launch.placement import torchrun_env
 from shardlab.trace.clock import Reading, origins_of
 from shardlab.trace.store import Records, load_runs, write_manifest
+from shardlab.vocabulary import MeshAxis
 
 # Every rank imports these, so they are imported once before the ranks are forked.
 PRELOAD = ("shardlab.experiment.run", "torch._dynamo")
@@ -186,7 +188,8 @@ def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress
         manifest = _manifest(config, strategy, pool)
         _write_manifest(where, manifest)  # before the run, so that a killed run can be read
         reports = pool.run(run_strategy, config, strategy, where, origins, on_message=on_message)
-        _write_manifest(where, {**manifest, **_costs([report for report in reports if report is not None])})
+        present = [report for report in reports if report is not None]
+        _write_manifest(where, {**manifest, **_found(present, manifest["mesh"])})
     pool.run(_meet)  # under torchrun the others may read only what rank 0 has finished writing
     records = load_runs(run_directory(directory, strategy) for strategy in config.strategies)
     plans = plan_runs(config)
@@ -228,14 +231,27 @@ def _manifest(config: CompareConfig, strategy: str, pool: RankPool) -> dict[str,
         "workload": description(config),
         "padding_bytes": 0,
         "recorder_share": None,
+        "not_finite": {},
+        "disagreement": "",
     }  # fmt: skip
 
 
-def _costs(reports: list[RankReport]) -> dict[str, Any]:
+def _found(reports: list[RankReport], mesh: dict[str, int]) -> dict[str, Any]:
     shares = [report.recorder_share for report in reports]
     return {
         "padding_bytes": max(report.padding_bytes for report in reports),
         "recorder_share": None
         if any(map(isnan, shares))
         else max(shares),  # NaN: nothing but the first step was recorded, which does not count
+        "not_finite": {rank: report.not_finite for rank, report in enumerate(reports) if report.not_finite is not None},
+        "disagreement": _disagreement(reports, mesh.get(MeshAxis.TENSOR, 1)),
     }
+
+
+def _disagreement(reports: list[RankReport], num_tensor_ranks: int) -> str:
+    """The first thing in which ranks differ that train the same parameters; empty if they do not."""
+    for step in reports[0].did:
+        for tensor_rank in range(num_tensor_ranks):
+            if words := disagreement([report.did[step] for report in reports[tensor_rank::num_tensor_ranks]]):
+                return f"after step {step}, {words.removeprefix('agreement: ')}"
+    return ""

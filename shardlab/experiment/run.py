@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from time import perf_counter_ns
 
@@ -13,6 +14,7 @@ from shardlab.comm import BaseMesh
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.trees import map_tensors
 from shardlab.engines import Engine, GradScaler, build_engine, engine_options
+from shardlab.engines.agreement_check import Did, did
 from shardlab.experiment.batches import batches_of, size_of
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.step import StepResult, TrainStep
@@ -21,7 +23,7 @@ from shardlab.experiment.workload import seeded
 from shardlab.launch import current
 from shardlab.partition.wire import Link
 from shardlab.trace.clock import Origins, clock_for, own_origin_ns
-from shardlab.trace.recorder import Recorder
+from shardlab.trace.recorder import Recorder, sampled_at_rest
 from shardlab.trace.rows import Row
 from shardlab.trace.store import RunWriter
 from shardlab.trace.units import watch_units
@@ -44,10 +46,14 @@ class RankReport:
     Attributes:
         recorder_share: time of recording over time of the steps, see ``Recorder.cost_share``.
         padding_bytes: bytes of padding in one copy of the parameters.
+        not_finite: the first step in which the loss of this rank's own rows was inf or NaN.
+        did: what the rank had called, and its parameters' checksum, after some of the steps.
     """
 
     recorder_share: float
     padding_bytes: int
+    not_finite: int | None
+    did: dict[int, Did]
 
 
 class RankRun:
@@ -61,6 +67,7 @@ class RankRun:
 
     def __init__(self, config: CompareConfig, engine: Engine, recorder: Recorder) -> None:
         self.engine, self.recorder = engine, recorder
+        self.not_finite: int | None = None
         self._config, workload = config, config.trained
         self._batches = batches_of(
             workload, engine.data_rank, engine.num_data_ranks, config.seed, config.global_batch // config.accumulation
@@ -76,6 +83,8 @@ class RankRun:
         """Train and record step number ``step``; ``trace_memory`` finds its peak by role, and slows it."""
         with self.recorder.step(step, trace_memory=trace_memory):
             result, num_tokens = self._train()
+        if self.not_finite is None and not isfinite(result.own_loss):
+            self.not_finite = step
         self.recorder.finish_step(result.loss, result.grad_norm, result.learning_rate, num_tokens)
         return result
 
@@ -138,12 +147,15 @@ def run_strategy(
         traced = min(
             2, config.steps - 1
         )  # not the first step or two, in which optimizer state is still being allocated
+        known: dict[int, Did] = {}
         for step in range(config.steps):
             result = run.step(step, trace_memory=step == traced)
+            if sampled_at_rest(step) or step == config.steps - 1:
+                known[step] = did(run.engine)
             if rank == 0:
                 current().emit(Progress(strategy, step, result.loss))
         run.recorder.write_shards(_shard_rows(run.engine))
-        return RankReport(run.recorder.cost_share, run.engine.padding_bytes)
+        return RankReport(run.recorder.cost_share, run.engine.padding_bytes, run.not_finite, known)
 
 
 def source_of(mesh: BaseMesh) -> str:

@@ -28,12 +28,14 @@ class StepResult:
         grad_norm: global norm before clipping; NaN without clipping.
         learning_rate: learning rate of this step.
         step: number of optimizer steps so far, from 1.
+        own_loss: mean over the micro-batches of this rank alone.
     """
 
     loss: float
     grad_norm: float
     learning_rate: float
     step: int
+    own_loss: float
 
 
 class TrainStep:
@@ -116,14 +118,16 @@ class TrainStep:
         self.engine.zero_grad()
         if self.scheduler is not None:
             self.scheduler.step()
-        loss = self._mean_loss()
-        return StepResult(loss, nan if grad_norm is None else float(grad_norm), learning_rate, self.engine.num_steps)
+        loss, own = self._mean_loss()
+        norm = nan if grad_norm is None else float(grad_norm)
+        return StepResult(loss, norm, learning_rate, self.engine.num_steps, own)
 
-    def _mean_loss(self) -> float:
+    def _mean_loss(self) -> tuple[float, float]:
+        """Over all ranks, and of this one."""
         with self._phase(Phase.METRICS):
-            total = torch.stack(self._losses).sum().to(torch.float64)
+            own = torch.stack(self._losses).sum().to(torch.float64)
             self._losses.clear()
-            return float(self.engine.mean_over_ranks(total, tag="loss"))
+            return float(self.engine.mean_over_ranks(own.clone(), tag="loss")), float(own)
 
     def _phase(self, phase: Phase, kind: SpanKind | None = None) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self.recorder is None else self.recorder.phase(phase, kind)

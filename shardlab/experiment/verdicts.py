@@ -1,5 +1,7 @@
 """What a comparison shows, in sentences: are losses, plan and transports equal?"""
 
+from collections.abc import Iterable
+
 import pandas as pd
 
 from shardlab.experiment.comparison import Comparison
@@ -9,7 +11,8 @@ from shardlab.vocabulary import HostTransport, Phase
 
 def verdicts(comparison: Comparison) -> list[str]:
     """What a comparison shows, in sentences."""
-    said = (verdict(comparison), alone_verdict(comparison), plan_verdict(comparison), transport_verdict(comparison))
+    kinds = (agreement_verdict, verdict, alone_verdict, plan_verdict, transport_verdict)
+    said = (kind(comparison) for kind in kinds)
     return [sentence for sentence in said if sentence]
 
 
@@ -17,7 +20,10 @@ def verdict(comparison: Comparison) -> str:
     """One sentence: are the losses equal, and are they numbers at all?"""
     if wrong := not_finite(comparison.records.steps):
         runs = ", ".join(f"that of {run} from step {step} on" for run, step in wrong.items())
-        return f"Losses are NOT finite, so the run has failed: {runs}. Lower the learning rate, or clip the gradients."
+        return (
+            f"Losses are NOT finite, so the run has failed: {runs}. {_began(comparison, wrong)}"
+            "Lower the learning rate, or clip the gradients."
+        )
     judged = comparison.summary["judged_loss_difference"].max()
     if pd.isna(judged) or len(comparison.summary) == 1:
         return "Losses were not compared: only one strategy ran."
@@ -33,6 +39,29 @@ def verdict(comparison: Comparison) -> str:
     return (
         f"Losses are {equal}: the largest difference from {origin} in the first {JUDGED_STEPS} steps is "
         f"{judged:.1e}; over all {steps} steps, in which training amplifies every rounding, it is {largest:.1e}."
+    )
+
+
+def _began(comparison: Comparison, runs: Iterable[str]) -> str:
+    """A sentence for each run in which it began on some ranks only: then it is their rows, or their hardware."""
+    said = ""
+    for run in runs:
+        manifest = comparison.records.manifests[run]
+        first = {int(rank): step for rank, step in manifest.get("not_finite", {}).items()}
+        origin = [rank for rank, step in first.items() if step == min(first.values())]
+        if 0 < len(origin) < manifest["ranks"]:
+            ranks = ", ".join(map(str, origin))
+            said += f"In {run} it began on rank {ranks}, with the loss of its own rows in step {min(first.values())}. "
+    return said
+
+
+def agreement_verdict(comparison: Comparison) -> str:
+    """One sentence if ranks that train the same parameters have not done the same; else empty."""
+    found = {run: words for run, known in comparison.records.manifests.items() if (words := known.get("disagreement"))}
+    if not found:
+        return ""
+    return "Ranks DISAGREE, so the numbers are of no one run: " + "; ".join(
+        f"in {run} {words}" for run, words in found.items()
     )
 
 

@@ -1,5 +1,6 @@
 """``compare`` end to end: equal losses, bytes that are the formulas', and what it leaves on disk."""
 
+import itertools
 import json
 import math
 import re
@@ -7,11 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from shardlab.experiment import CompareConfig, compare, load_comparison, write_report
+from shardlab.engines.agreement_check import Did
+from shardlab.experiment import CompareConfig, Workload, compare, load_comparison, write_report
+from shardlab.experiment.comparison import _disagreement
 from shardlab.experiment.report import peak_table
+from shardlab.experiment.run import RankReport
 from shardlab.experiment.summary import summarise
-from shardlab.experiment.verdicts import verdict
+from shardlab.experiment.verdicts import agreement_verdict, verdict, verdicts
 from shardlab.models import build_model
 from shardlab.partition.chunks import even_bounds
 from shardlab.vocabulary import Collective, Phase, Role
@@ -297,3 +302,33 @@ def test_the_cost_of_recording_one_step_is_no_number(pools, tmp_path):
     for path in result.directory.glob("records/*/manifest.json"):
         assert only_numbers(path.read_text())["recorder_share"] is None
     assert result.losses_equal  # the first loss is of the weights as they were
+
+
+class NotANumberOnOneRank:
+    """As a workload's data: in its second batch, rank 1 has a row that is no number."""
+
+    def __call__(self, rank, ranks, seed):
+        for step in itertools.count():
+            rows = torch.ones(2, 4)
+            if (rank, step) == (1, 1):
+                rows[0, 0] = torch.nan
+            yield rows
+
+
+def test_the_rank_on_which_a_loss_first_was_nan_is_named(pools, tmp_path):
+    workload = Workload(lambda: torch.nn.Linear(4, 1), NotANumberOnOneRank(), lambda model, rows: model(rows).mean())
+    result = compare(workload, tmp_path / "out", pool=pools(2), strategies="ddp", ranks=2, steps=3)
+    assert "In ddp it began on rank 1, with the loss of its own rows in step 1." in verdict(result)
+    assert agreement_verdict(result) == ""
+
+
+def test_ranks_that_drift_apart_are_told(comparison):
+    _, result, _ = comparison
+    manifests = {**result.records.manifests}
+    did = [Did(2, 2, 5), Did(2, 2, 6)]
+    words = _disagreement([RankReport(0.0, 0, None, {0: did[0], 1: one}) for one in did], 1)
+    assert words.startswith("after step 1, ranks differ in sum of the parameters' bits")
+    assert _disagreement([RankReport(0.0, 0, None, {0: one}) for one in did], 2) == "", "each tensor rank has its own"
+    manifests["ddp"] = {**manifests["ddp"], "disagreement": words}
+    wrong = replace(result, records=replace(result.records, manifests=manifests))
+    assert verdicts(wrong)[0].startswith("Ranks DISAGREE, so the numbers are of no one run: in ddp after step 1, ranks")
