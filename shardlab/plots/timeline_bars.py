@@ -172,7 +172,7 @@ def describe_queue(row: Row) -> str:
 def describe_collective(row: Row) -> str:
     """Hover text of a collective: bytes, times, bandwidth, and whether the rank waited for it."""
     speed = float(row["bus_gb_per_s"])
-    waited: bool = pd.notna(row["wait_start_us"]) and pd.notna(row["wait_end_us"])
+    waited = all(pd.notna(row[name]) for name in ("wait_start_us", "wait_end_us"))
     lines = [
         f"<b>{row['op']}</b>: {row['tag']}, rank {row['rank']} of {row['group_size']} on {row['axis']}",
         f"{format_bytes(float(row['bytes']))} {row['dtype']}, sends {format_bytes(float(row['wire_bytes']))}",

@@ -9,7 +9,8 @@ could be columns and rows (``regions``). Nothing is suggested that has not been 
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import nn
@@ -170,9 +171,9 @@ def _rows(
 
 def written(style: Style) -> str:
     """A style as it is written in a plan, without the arguments that have their defaults."""
-    assert is_dataclass(style)
+    every: Any = style  # a dataclass, as all styles are
     given = [
-        f"{field.name}={value!r}" for field in fields(style) if (value := getattr(style, field.name)) != field.default
+        f"{field.name}={value!r}" for field in fields(every) if (value := getattr(style, field.name)) != field.default
     ]
     return f"{type(style).__name__}({', '.join(given)})"
 
