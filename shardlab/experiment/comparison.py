@@ -8,15 +8,17 @@ Under torchrun every process calls ``compare``, with a directory that all of the
 only rank 0 writes the rest.
 """
 
+import contextlib
 import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from datetime import datetime
 from math import isnan
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pandas as pd
 import torch
 from torch import nn
@@ -27,7 +29,7 @@ from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.planned import against_plan, plan_runs
 from shardlab.experiment.run import Progress, RankReport, run_strategy
 from shardlab.experiment.summary import summarise
-from shardlab.experiment.trained import description
+from shardlab.experiment.trained import check_same_model, description, outline
 from shardlab.experiment.workload import Workload
 from shardlab.installed import __version__
 from shardlab.launch import RankPool
@@ -180,6 +182,8 @@ def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress
         if on_progress is not None and isinstance(message, Progress):
             on_progress(message)
 
+    with _naming_the_field(config):
+        check_same_model(pool.run(outline, config))
     for strategy in config.strategies:
         # Under torchrun the processes choose a directory each; that of rank 0 is used.
         agreed = pool.run(_agree, directory)
@@ -200,6 +204,23 @@ def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress
     if is_reporter():
         (directory / "summary.json").write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
     return Comparison(pd.DataFrame(summary), records, directory)
+
+
+@contextlib.contextmanager
+def _naming_the_field(config: CompareConfig) -> Iterator[None]:
+    """Say which field of the workload cannot be sent to the ranks, where one cannot."""
+    try:
+        yield
+    except TypeError:
+        for field in fields(config.trained):
+            try:
+                cloudpickle.dumps(getattr(config.trained, field.name))
+            except Exception as error:
+                raise TypeError(
+                    f"{field.name}: it cannot be pickled, and so not be sent to the ranks ({error}); make files, "
+                    "locks, connections and generators inside it, on the rank"
+                ) from error
+        raise
 
 
 def _agree(rank: int, directory: Path) -> tuple[Path, Reading]:

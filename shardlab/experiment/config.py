@@ -20,6 +20,7 @@ from shardlab.experiment.builtin import builtin
 from shardlab.experiment.field_types import check_types
 from shardlab.experiment.named import workload_at
 from shardlab.experiment.options import CompareOptions
+from shardlab.experiment.resume import check_resume
 from shardlab.experiment.tensor import TORCH_TP, with_plan
 from shardlab.experiment.workload import Workload
 from shardlab.launch import place
@@ -60,7 +61,7 @@ class CompareConfig(CompareOptions):
             _one_of("dtype", self.dtype, DTYPES)
         else:
             self._check_workload()
-        for field in ("ranks", "steps", "seq_len", "accumulation", "shard_group", "tp"):
+        for field in ("ranks", "steps", "seq_len", "accumulation", "shard_group", "tp", "save_every"):
             if (number := getattr(self, field)) is not None and number < 1:
                 raise ValueError(f"{field}: {number} is below 1")
         for field in ("learning_rate", "bucket_mib", "timeout_s", "clip"):
@@ -74,6 +75,7 @@ class CompareConfig(CompareOptions):
         if self.link is not None:
             Link.parse(self.link)
         self._check_peers()
+        check_resume(self, self.global_batch)
         env = torchrun_env()
         if env is not None and env.world_size != self.ranks:
             raise ValueError(

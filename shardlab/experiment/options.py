@@ -48,6 +48,9 @@ class CompareOptions:
         transport: how ranks on the CPU, or on one shared GPU, send: 'shared_memory' or 'gloo'; by default the first
             that works. Torch's own engines always use gloo there.
         timeout_s: a collective that takes longer, in seconds, ends the run.
+        save_every: write a checkpoint of each strategy after so many steps, and after the last.
+        resume: the directory of a comparison with checkpoints: each strategy goes on where its own ends, until it has
+            taken as many steps as this one has.
     """
 
     strategies: tuple[str, ...] = ("single", "ddp", "bucketed", "zero1")
@@ -79,3 +82,5 @@ class CompareOptions:
     link: str | None = None
     transport: str | None = None
     timeout_s: float = 300.0
+    save_every: int | None = None
+    resume: str | None = None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from time import perf_counter_ns
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from shardlab.engines import Engine, GradScaler, build_engine, engine_options
 from shardlab.engines.agreement_check import Did, did
 from shardlab.experiment.batches import batches_of, size_of
 from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.resume import checkpoint_directory, said_of
 from shardlab.experiment.step import StepResult, TrainStep
 from shardlab.experiment.tensor import divided, loss_of
 from shardlab.experiment.workload import seeded
@@ -72,12 +74,38 @@ class RankRun:
         self._batches = batches_of(
             workload, engine.data_rank, engine.num_data_ranks, config.seed, config.global_batch // config.accumulation
         )
-        schedule = workload.scheduler
+        scheduler = None if workload.scheduler is None else workload.scheduler(engine.optimizer)
+        if scheduler is not None and not hasattr(scheduler, "step"):
+            raise ValueError(
+                f"scheduler: returned {type(scheduler).__name__}; it must return a learning rate scheduler"
+            )
         self._train_step = TrainStep(
             engine, loss_of(config, workload, engine.name, engine.mesh), accumulation=config.accumulation,
-            max_norm=config.clip, scheduler=None if schedule is None else schedule(engine.optimizer),
+            max_norm=config.clip, scheduler=scheduler,
             scaler=GradScaler() if config.scales_loss(engine.name) else None, recorder=recorder,
         )  # fmt: skip
+
+    def save(self, directory: Path) -> None:
+        """Write a checkpoint; collective."""
+        extra = said_of(self._config, self._config.global_batch)
+        self.engine.save(directory, extra=extra, **self._objects)
+
+    def resume(self, directory: Path) -> int:
+        """Go on from a checkpoint, behind the batches that it has been trained on; collective.
+
+        Returns:
+            Number of the next step.
+        """
+        self.engine.load(directory, **self._objects)
+        for _ in range(self.engine.num_steps * self._config.accumulation):
+            next(self._batches)
+        return self.engine.num_steps
+
+    @property
+    def _objects(self) -> dict[str, Any]:
+        """What changes in training besides the engine."""
+        found = {"scheduler": self._train_step.scheduler, "scaler": self._train_step.scaler}
+        return {name: value for name, value in found.items() if value is not None}
 
     def step(self, step: int, *, trace_memory: bool = False) -> StepResult:
         """Train and record step number ``step``; ``trace_memory`` finds its peak by role, and slows it."""
@@ -144,16 +172,19 @@ def run_strategy(
         stack.enter_context(seeded(f"{config.seed}/{rank}"))  # dropout, for example, draws the same in every run
         writer = RunWriter(directory, rank, strategy, source_of(mesh))
         run = stack.enter_context(recorded_run(config, strategy, mesh, writer, own_origin_ns(origins)))
-        traced = min(
-            2, config.steps - 1
-        )  # not the first step or two, in which optimizer state is still being allocated
+        resumed = config.resume is not None
+        first = run.resume(checkpoint_directory(Path(str(config.resume)), strategy)) if resumed else 0
+        # Not the first step or two, in which optimizer state is still being allocated.
+        traced = min(first + 2, config.steps - 1)
         known: dict[int, Did] = {}
-        for step in range(config.steps):
+        for step in range(first, config.steps):
             result = run.step(step, trace_memory=step == traced)
             if sampled_at_rest(step) or step == config.steps - 1:
                 known[step] = did(run.engine)
             if rank == 0:
                 current().emit(Progress(strategy, step, result.loss))
+            if config.save_every and ((step + 1) % config.save_every == 0 or step + 1 == config.steps):
+                run.save(checkpoint_directory(directory.parents[1], strategy))
         run.recorder.write_shards(_shard_rows(run.engine))
         return RankReport(run.recorder.cost_share, run.engine.padding_bytes, run.not_finite, known)
 

@@ -52,7 +52,11 @@ def with_plan(options: CompareOptions, workload: Workload) -> Workload:
 
 
 def _check_plan(plan: Plan, model: nn.Module, tp: int) -> None:
-    for name, style in matched(plan, model).items():
+    try:
+        styles = matched(plan, model)
+    except ValueError as error:
+        raise ValueError(f"tp_{error}") from None  # it begins with 'plan: '
+    for name, style in styles.items():
         try:
             style.check(name, model.get_submodule(name), tp)
         except ValueError as error:

@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,35 @@ def description(config: CompareConfig) -> dict[str, Any]:
         "differs_by_rank": differences_by_rank(module),
         "commit": _commit(),
     }
+
+
+def outline(rank: int, config: CompareConfig) -> list[str]:  # noqa: ARG001
+    """What this rank's model is made of, a line for each parameter and buffer; runs on a rank."""
+    module = config.trained.on_meta()
+    params = [
+        f"{name}: {list(param.shape)} {dtype_name(param.dtype)}{'' if param.requires_grad else ', frozen'}"
+        for name, param in module.named_parameters()
+    ]
+    return params + [f"buffer {name}: {list(buffer.shape)}" for name, buffer in module.named_buffers()]
+
+
+def check_same_model(outlines: list[list[str]]) -> None:
+    """Refuse a ``model`` that makes other modules on other ranks.
+
+    Args:
+        outlines: by rank.
+
+    Raises:
+        ValueError: they differ; the message names the first place.
+    """
+    for rank, lines in enumerate(outlines):
+        if lines != outlines[0]:
+            pairs = zip_longest(outlines[0], lines, fillvalue="nothing more")
+            first, other = next((one, another) for one, another in pairs if one != another)
+            raise ValueError(
+                f"model: it differs between ranks: rank 0 has {first!r}, and rank {rank} has {other!r}; build it from "
+                "what is the same on all ranks"
+            )
 
 
 def differences_by_rank(module: nn.Module) -> list[str]:

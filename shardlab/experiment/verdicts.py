@@ -1,12 +1,15 @@
 """What a comparison shows, in sentences: are losses, plan and transports equal?"""
 
 from collections.abc import Iterable
+from math import prod
 
 import pandas as pd
 
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.summary import JUDGED_STEPS, REFERENCE, differs_by_rank, not_finite, reference_of
-from shardlab.vocabulary import HostTransport, Phase
+from shardlab.vocabulary import HostTransport, MeshAxis, Phase
+
+SAME_SUM = 1e-4  # relative
 
 
 def verdicts(comparison: Comparison) -> list[str]:
@@ -34,6 +37,8 @@ def verdict(comparison: Comparison) -> str:
     if rounded and comparison.losses_equal:
         equal = f"equal, those of {', '.join(rounded)} within the rounding of {next(iter(rounded.values()))}"
     steps, largest = int(comparison.summary["steps"].max()), comparison.summary["max_loss_difference"].max()
+    if not comparison.losses_equal and reference == REFERENCE and (sums := _looks_like_sums(comparison)):
+        return sums
     if steps <= JUDGED_STEPS:
         return f"Losses are {equal}: the largest difference from {origin} is {judged:.1e}."
     return (
@@ -63,6 +68,21 @@ def agreement_verdict(comparison: Comparison) -> str:
     return "Ranks DISAGREE, so the numbers are of no one run: " + "; ".join(
         f"in {run} {words}" for run, words in found.items()
     )
+
+
+def _looks_like_sums(comparison: Comparison) -> str:
+    """One sentence if the losses of all ranks together are the single process's: then each is a sum, and no mean."""
+    steps = comparison.records.steps
+    first = steps[(steps["step"] == steps["step"].min()) & (steps["rank"] == 0)].set_index("run")["loss"]
+    for run, manifest in comparison.records.manifests.items():
+        mesh = manifest["mesh"]
+        ranks = prod(size for axis, size in mesh.items() if axis != MeshAxis.TENSOR)
+        if ranks > 1 and first[REFERENCE] and abs(first[run] * ranks / first[REFERENCE] - 1) < SAME_SUM:
+            return (
+                f"Losses are NOT equal: with {ranks} data ranks that of {run} is 1/{ranks} of the single process's, so "
+                "the loss is a sum over rows; return their mean."
+            )
+    return ""
 
 
 def alone_verdict(comparison: Comparison) -> str:

@@ -13,6 +13,7 @@ cloudpickle: functions, lambdas and classes of a notebook are, open files and ge
 
 import inspect
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -122,7 +123,7 @@ class Workload:
             TypeError: ``model`` returned something else.
             ValueError: the module has no parameters.
         """
-        with seeded(seed):
+        with seeded(seed), _saying_that_it_needs_a_gpu():
             module = self.model()
         if not isinstance(module, nn.Module):
             raise TypeError(f"model: returned {type(module).__name__}; it must return a torch.nn.Module")
@@ -167,6 +168,19 @@ def seeded(seed: int | str) -> Iterator[None]:
             yield
         finally:
             random.setstate(before)
+
+
+@contextmanager
+def _saying_that_it_needs_a_gpu() -> Iterator[None]:
+    try:
+        yield
+    except (AssertionError, RuntimeError) as error:
+        if torch.cuda.is_available() or not re.search("CUDA|NVIDIA", str(error)):
+            raise
+        raise ValueError(
+            f"model: it needs a GPU to be made, and there is none here ({str(error).splitlines()[0]}); make it without "
+            ".cuda() or device='cuda': each rank moves it to its own device"
+        ) from error
 
 
 def _check_data(data: Any) -> None:

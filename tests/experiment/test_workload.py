@@ -1,8 +1,10 @@
 """A model, data and loss that the project has never seen, under every strategy, against one process."""
 
+import threading
 from dataclasses import dataclass
 from functools import partial
 
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,8 @@ from shardlab import CompareConfig, Workload, compare
 from shardlab.experiment.batches import batches_of, divide, rows_of
 from shardlab.experiment.planned import plan_runs
 from shardlab.experiment.planned_workload import optimizer_of
+from shardlab.experiment.verdicts import verdict
+from shardlab.launch import current
 from shardlab.trace.store import load_run
 
 OURS = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
@@ -250,6 +254,32 @@ def test_five_lines_are_enough(tmp_path, monkeypatch):
     assert list(found.summary["strategy"]) == ["zero1"]
 
 
+# Going on.
+
+
+def test_a_run_goes_on_from_its_checkpoints_with_the_losses_of_one_long_run(pools, tmp_path):
+    trained, options = workloads()["momentum"], {"strategies": ("single", "zero1", "fsdp"), "accumulation": 2}
+    long = compare(trained, tmp_path / "long", ranks=2, steps=6, pool=pools(2), **options)
+    compare(trained, tmp_path / "first", ranks=2, steps=3, save_every=2, pool=pools(2), **options)
+    second = {"steps": 6, "resume": str(tmp_path / "first"), "pool": pools(2), **options}
+    rest = compare(trained, tmp_path / "second", ranks=2, **second)
+    columns = ["run", "step", "rank", "loss", "learning_rate"]
+    expected = long.records.steps[long.records.steps["step"] >= 3][columns].reset_index(drop=True)
+    assert rest.records.steps["step"].min() == 3
+    pd.testing.assert_frame_equal(rest.records.steps[columns].reset_index(drop=True), expected, rtol=0, atol=1e-12)
+    assert rest.losses_equal
+    assert rest.summary["as_planned"].all()
+    for changes, said in (
+        ({"steps": 3}, "steps: 3, but single in .* has taken 3 already"),
+        ({"seed": 1}, "seed: 1, but single in .* was trained with 0; set seed to that"),
+        ({"batch": 8}, "batch: 8, but single in .* was trained with 16"),
+        ({"strategies": ("zero2",)}, "has no checkpoint of zero2; it has those of fsdp, single, zero1"),
+        ({"strategies": ("torch_zero1",)}, "resume: strategy 'torch_zero1' .*leave it out"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            compare(trained, tmp_path / "third", ranks=2, **{**second, **changes})
+
+
 # Rows.
 
 
@@ -406,6 +436,44 @@ def test_what_is_no_workload_is_refused(tmp_path):
             compare(wrong, tmp_path / "run")
     with pytest.raises(ValueError, match="workload: 3 is no Workload"):
         CompareConfig(workload=3)
+
+
+def by_rank():
+    try:
+        return nn.Linear(6, 3 + current().rank)
+    except RuntimeError:  # where the configuration is checked, outside of ranks
+        return nn.Linear(6, 3)
+
+
+def test_a_model_that_differs_between_ranks_is_refused_before_they_train(pools, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"model: it differs .*'weight: \[3, 6\] float32', and rank 1 has 'weight: \[4, 6"
+    ):
+        compare(workload(model=by_rank), tmp_path / "run", strategies="ddp", ranks=2, steps=2, pool=pools(2))
+
+
+def test_a_field_that_cannot_be_pickled_is_named(pools, tmp_path):
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"loss: it cannot be pickled, .*lock"):
+        compare(workload(loss=lambda model, batch: lock), tmp_path / "run", ranks=2, steps=2, pool=pools(2))
+
+
+def test_a_model_that_needs_a_gpu_to_be_made_is_refused():
+    if torch.cuda.is_available():
+        assert workload(model=lambda: nn.Linear(2, 2).cuda()).build(0) is not None
+        return
+    with pytest.raises(ValueError, match="model: it needs a GPU to be made, and there is none here"):
+        CompareConfig(workload=workload(model=lambda: nn.Linear(2, 2).cuda()), ranks=2)
+
+
+def test_a_loss_that_is_a_sum_is_told(pools, tmp_path):
+    def summed(model, batch):
+        return model(**batch).loss * len(batch["y"])
+
+    found = compare(
+        workload(loss=summed), tmp_path / "run", strategies=("single", "ddp"), ranks=2, steps=2, pool=pools(2)
+    )
+    assert "that of ddp is 1/2 of the single process's, so the loss is a sum over rows" in verdict(found)
 
 
 @pytest.mark.parametrize(
