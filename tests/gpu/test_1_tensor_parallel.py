@@ -4,21 +4,11 @@ import pytest
 import torch
 
 from shardlab.comm.mesh import Mesh
-from shardlab.launch import RankPool, current
+from shardlab.launch import current
 from shardlab.models import GPT, GPTConfig, next_token_loss
 from shardlab.tensor_parallel import differing_by_rank, gpt_plan, merge_state_dict, parallelize_module
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 CONFIG = GPTConfig(vocab_size=12, seq_len=8, num_layers=2, num_heads=4, hidden=16)
-
-
-@pytest.fixture(scope="module")
-def cuda_pool():
-    with RankPool(2, device="cuda", timeout_s=60.0, preload=["torch._dynamo"]) as pool:
-        yield pool
 
 
 def build(seed):
@@ -45,10 +35,10 @@ def train_parallel(rank, options):
 
 
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}, {"sequence_parallel": True, "regather": True}])
-def test_equals_one_process_on_the_cpu(cuda_pool, options):
+def test_equals_one_process_on_the_cpu(gpu_pools, options):
     plain = build(0)
     train(plain, "cpu")
-    for state in cuda_pool.run(train_parallel, options):
+    for state in gpu_pools(2).run(train_parallel, options):
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name], value, atol=1e-9, rtol=0)
 
@@ -63,8 +53,8 @@ def draws(rank):
         return before.cpu(), inside.cpu(), torch.rand(8, device=device).cpu()
 
 
-def test_the_devices_generator_differs_inside_only(cuda_pool):
-    (before, inside, after), (other_before, other_inside, other_after) = cuda_pool.run(draws)
+def test_the_devices_generator_differs_inside_only(gpu_pools):
+    (before, inside, after), (other_before, other_inside, other_after) = gpu_pools(2).run(draws)
     assert torch.equal(before, other_before)
     assert not torch.equal(inside, other_inside)
     assert torch.equal(after, other_after)
@@ -78,5 +68,5 @@ def from_meta(rank):
         return {param.device.type for param in model.parameters()}
 
 
-def test_a_model_on_the_meta_device_is_made_on_the_ranks_own(cuda_pool):
-    assert cuda_pool.run(from_meta) == [{"cuda"}] * 2
+def test_a_model_on_the_meta_device_is_made_on_the_ranks_own(gpu_pools):
+    assert gpu_pools(2).run(from_meta) == [{"cuda"}] * 2

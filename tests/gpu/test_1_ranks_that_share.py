@@ -7,41 +7,32 @@ from shardlab.analysis import allocator_items
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.experiment import CompareConfig, compare
-from shardlab.launch import RankPool, current, place
+from shardlab.launch import current, place
 from shardlab.vocabulary import Role
 from tests.dist import cases
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 STRATEGIES = ("ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
 
 
-@pytest.fixture(scope="module")
-def cuda_pool():
-    with RankPool(2, device="cuda", timeout_s=60.0, preload=["torch._dynamo", "pandas"]) as pool:
-        yield pool
-
-
-def train(rank, strategy, kind):
+def train(rank, strategy, kind, num_ranks):
     device = current().device
-    with Mesh({"data": 2}, device=device) as mesh:
+    with Mesh({"data": num_ranks}, device=device) as mesh:
         model = cases.build(kind, seed=rank).to(device)
         with build_engine(strategy, model, cases.OPTIMIZERS["adamw"], mesh) as engine:
             for step in range(5):
-                x, y = (cases.own_rows(part, rank).to(device) for part in cases.rows(kind, step, 0, 2))
+                x, y = (cases.own_rows(part, rank).to(device) for part in cases.rows(kind, step, 0, num_ranks))
                 engine.backward(cases.loss_of(engine(x), y))
                 engine.step()
                 engine.zero_grad()
             return {name: value.cpu() for name, value in engine.full_state_dict().items()}, mesh.data.num_ranks
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_equals_one_process_on_the_cpu(cuda_pool, strategy):
+def test_equals_one_process_on_the_cpu(gpu_pools, strategy, num_ranks):
     for kind in ("MLP", "SmallGPT", "Tied"):
-        expected = cases.reference(kind, "adamw", 2).state
-        for state, _ in cuda_pool.run(train, strategy, kind):
+        expected = cases.reference(kind, "adamw", num_ranks).state
+        for state, _ in gpu_pools(num_ranks).run(train, strategy, kind, num_ranks):
             for name, value in expected.items():
                 torch.testing.assert_close(state[name], value, atol=1e-9, rtol=0)
 
@@ -63,8 +54,8 @@ def every_verb(rank):
         return float(summed.mean()), own.tolist(), gathered.tolist(), received.tolist()
 
 
-def test_every_verb_on_device_tensors(cuda_pool):
-    for rank, (mean, own, gathered, received) in enumerate(cuda_pool.run(every_verb)):
+def test_every_verb_on_device_tensors(gpu_pools):
+    for rank, (mean, own, gathered, received) in enumerate(gpu_pools(2).run(every_verb)):
         assert mean == 3.0
         assert own == [2.0 * index for index in range(4 * rank, 4 * rank + 4)]
         assert gathered == [0.0] * 4 + [1.0] * 4
