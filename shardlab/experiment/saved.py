@@ -21,15 +21,30 @@ def load_comparison(directory: Path | str) -> Comparison:
     """Load a finished comparison from ``directory``.
 
     Raises:
-        ValueError: there is no finished comparison.
+        ValueError: there is no finished comparison, or its summary is damaged.
     """
     directory = Path(directory)
     path = directory / "summary.json"
     if not path.is_file():
         raise ValueError(f"out: {directory} has no summary.json, so it is not a finished comparison")
-    summary = pd.DataFrame(json.loads(path.read_text()))
+    summary = _summary(path)
     records = load_runs(run_directory(directory, strategy) for strategy in summary["strategy"])
     return Comparison(summary, records, directory)
+
+
+def _summary(path: Path) -> pd.DataFrame:
+    try:
+        rows = json.loads(path.read_text())
+    except ValueError as error:
+        rows, why = None, f"it is no JSON: {error}"
+    else:
+        why = "it is no list of rows with a strategy each"
+    if not (isinstance(rows, list) and rows and all(isinstance(row, dict) and "strategy" in row for row in rows)):
+        raise ValueError(
+            f"run: {path} is damaged: {why}; remove the file, and 'shardlab report' computes the summary again from "
+            "the records"
+        )
+    return pd.DataFrame(rows)
 
 
 def load_saved(directory: Path | str) -> tuple[Comparison, CompareConfig]:

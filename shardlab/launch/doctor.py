@@ -4,13 +4,16 @@ import importlib.metadata
 import os
 import platform
 import shutil
-from typing import NamedTuple
+import socket
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 import torch.distributed as dist
 
 _GIB = 1 << 30
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # by which ranks know that they are on one host
 _CHROME_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
 
@@ -24,7 +27,7 @@ class Check(NamedTuple):
 
 def doctor() -> list[Check]:
     """Check this machine and this process. Starts nothing and does not initialise CUDA."""
-    return [*_software(), *_machine(), *_gpus(), _chrome()]
+    return [*_software(), *_machine(), *_gpus(), *_network(), _chrome()]
 
 
 def _software() -> list[Check]:
@@ -55,9 +58,35 @@ def _gpus() -> list[Check]:
         "this process holds GPU memory; ranks are not hurt by it, they never fork from here" if initialised else "ok"
     )
     return [
-        Check("GPUs", str(num_gpus), "ok" if num_gpus else "ranks run on CPU with gloo"),
+        Check("GPUs", str(num_gpus), "ok" if num_gpus else "ranks run on CPU"),
         Check("CUDA initialised here", "yes" if initialised else "no", verdict),
     ]
+
+
+def _network() -> list[Check]:
+    """How ranks on the CPU send to each other, here and between hosts."""
+    shares = hasattr(os, "memfd_create") and _BOOT_ID.is_file()
+    sends = Check(
+        "ranks of one host send through",
+        "shared memory" if shares else "gloo",
+        "ok" if shares else "no memfd_create or no boot id: gloo over loopback is slower",
+    )
+    others = sorted(name for name, addresses in psutil.net_if_addrs().items() if _is_for_others(name, addresses))
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if chosen:
+        unknown = [name for name in chosen.split(",") if name not in psutil.net_if_addrs()]
+        verdict = f"this machine has no interface {', '.join(unknown)}" if unknown else "ok"
+    elif others:
+        verdict = f"for several hosts set GLOO_SOCKET_IFNAME={others[0]} on each, by its own name there"
+    else:
+        verdict = "no interface but loopback: one host only"
+    value = f"GLOO_SOCKET_IFNAME={chosen}" if chosen else ", ".join(others) or "loopback"
+    return [sends, Check("interfaces between hosts", value, verdict)]
+
+
+def _is_for_others(name: str, addresses: list[Any]) -> bool:
+    is_up = name in (stats := psutil.net_if_stats()) and stats[name].isup
+    return is_up and any(one.family == socket.AF_INET and not one.address.startswith("127.") for one in addresses)
 
 
 def _chrome() -> Check:

@@ -188,6 +188,7 @@ def _manifest(directory: Path) -> dict[str, Any]:
 def _load_tables(directory: Path) -> dict[str, pd.DataFrame]:
     # A rank that was killed while it wrote its Parquet files has both. Its journal is whole, the files may not be.
     cut_off = {path.stem: path for path in sorted(directory.glob("rank*.journal"))}
+    _check_whole(directory, without=cut_off)
     parts = {name: _finished(directory, name, without=cut_off) for name in TABLES}
     for path in cut_off.values():
         for batch in _batches(path):
@@ -197,6 +198,21 @@ def _load_tables(directory: Path) -> dict[str, pd.DataFrame]:
         name: table.frame(pa.concat_tables(parts[name]).to_pandas() if parts[name] else [])
         for name, table in TABLES.items()
     }
+
+
+def _check_whole(directory: Path, without: Container[str]) -> None:
+    """A rank writes a file for each table, also for an empty one; without one of them every sum would be too small.
+
+    Raises:
+        ValueError: a file is missing.
+    """
+    ranks = {path.name.split(".")[1] for path in directory.glob("*.rank*.parquet")}
+    for rank in sorted(rank for rank in ranks if rank not in without):
+        if missing := [name for name in TABLES if not (directory / f"{name}.{rank}.parquet").is_file()]:
+            files = ", ".join(f"{name}.{rank}.parquet" for name in missing)
+            raise ValueError(
+                f"run: {directory} has no {files}, though other tables of {rank}; copy all files of a run together"
+            )
 
 
 def _finished(directory: Path, name: str, without: Container[str]) -> list[pa.Table]:

@@ -332,3 +332,10 @@ def test_ranks_that_drift_apart_are_told(comparison):
     manifests["ddp"] = {**manifests["ddp"], "disagreement": words}
     wrong = replace(result, records=replace(result.records, manifests=manifests))
     assert verdicts(wrong)[0].startswith("Ranks DISAGREE, so the numbers are of no one run: in ddp after step 1, ranks")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "[1]", '[{"ranks": 2}]'])
+def test_a_damaged_summary_is_named(tmp_path, text):
+    (tmp_path / "summary.json").write_text(text)
+    with pytest.raises(ValueError, match=r"run: .*summary\.json is damaged: .*; remove the file"):
+        load_comparison(tmp_path)

@@ -1,5 +1,9 @@
 """Which device and backend ranks get on machines with any number of GPUs."""
 
+import socket
+from types import SimpleNamespace
+
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -75,3 +79,19 @@ def test_no_cuda_context_comes_of_it():
     assert checks["CUDA initialised here"].value == "no"
     assert checks["python"].verdict == "ok"
     assert all(check.value and check.verdict for check in checks.values())
+
+
+def test_doctor_says_how_ranks_send_here_and_what_several_hosts_need(monkeypatch):
+    def found():
+        return {check.check: (check.value, check.verdict) for check in doctor()}
+
+    assert found()["ranks of one host send through"] == ("shared memory", "ok")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert found()["interfaces between hosts"] == ("GLOO_SOCKET_IFNAME=lo", "ok")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such")
+    assert found()["interfaces between hosts"][1] == "this machine has no interface no-such"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    address = SimpleNamespace(family=socket.AF_INET, address="10.0.0.7")
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"ib0": [address]})
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: {"ib0": SimpleNamespace(isup=True)})
+    assert found()["interfaces between hosts"][1].startswith("for several hosts set GLOO_SOCKET_IFNAME=ib0 on each")

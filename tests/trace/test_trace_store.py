@@ -202,3 +202,13 @@ def test_the_manifest_is_never_seen_half_written(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError):
         write_manifest(tmp_path, {"run": "new"})
     assert load_run(tmp_path).manifests.keys() == {"old"}
+
+
+def test_a_run_without_one_of_its_files_is_named(tmp_path):
+    for rank in range(2):
+        RunWriter(tmp_path, rank, "zero1", "measured").close()
+    write_manifest(tmp_path, {"run": "zero1"})
+    load_run(tmp_path)
+    (tmp_path / "memory.rank1.parquet").unlink()
+    with pytest.raises(ValueError, match=r"has no memory\.rank1\.parquet, though other tables of rank1"):
+        load_run(tmp_path)
