@@ -6,10 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
+from shardlab import compare
+from shardlab.analysis.memory import at_rest
 from shardlab.cli import app
+from shardlab.experiment.config import CompareConfig
+from tests import front_page
 from tests.launch.helpers import script_env
 
 ROOT = Path(__file__).parents[1]
@@ -77,3 +82,16 @@ def test_commands_are_those_that_exist():
 def test_every_notebook_is_in_the_table():
     listed = re.findall(r"^\| `(\d\d_\w+)` \|", README, re.MULTILINE)
     assert listed == sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("name", front_page.figures())
+def test_a_picture_shows_the_recorded_run(name):
+    assert front_page.digest_in(front_page.FOLDER / f"{name}.png") == front_page.digest(front_page.figures()[name])
+    assert f"(data/front_page/{name}.png)" in README
+
+
+def test_the_recorded_bytes_are_those_of_a_run_today(tmp_path):
+    saved = pd.read_parquet(front_page.FOLDER / "memory.parquet")
+    now = compare(CompareConfig(ranks=front_page.RANKS, steps=2, strategies=front_page.STRATEGIES), tmp_path / "run")
+    held = [at_rest(table).set_index(["run", "role"])["bytes"] for table in (saved, now.records.memory)]
+    pd.testing.assert_series_equal(*held)

@@ -30,7 +30,7 @@ from shardlab.plots.timeline_bars import (
 from shardlab.tables import COLLECTIVES, SPANS
 
 WAITS, QUEUED = "rank waits", "queued"
-STRIPS = {WAITS: "red strips: the rank waits", QUEUED: "grey strips: queued"}
+STRIPS = (WAITS, QUEUED)  # below the bars
 
 
 def collective_timeline(
@@ -75,12 +75,10 @@ def collective_timeline(
 
 
 def _note(figure: go.Figure, levels: pd.DataFrame, moved: pd.DataFrame) -> str:
-    """How to read the figure, after a note if some bars stand for several spans or collectives."""
+    """What the legend does not say, after a note if some bars stand for several spans or collectives."""
     shown = sum(len(trace.x) for trace in figure.data if trace.name not in STRIPS)
-    drawn = {trace.name for trace in figure.data}
     parts = [
         thinning_note(len(levels) + len(moved), shown, "spans and collectives"),
-        *(text for name, text in STRIPS.items() if name in drawn),
         "pale: the model around its units" if levels["ground"].any() else "",
         "" if len(moved) else "no communication",
     ]

@@ -55,7 +55,7 @@ def test_lanes_name_ranks_compute_and_axes(records):
 
 def test_what_is_drawn_is_explained_and_nothing_else(records):
     words = collective_timeline(records.collectives, records.spans, run="ddp").layout.title.subtitle.text
-    assert words == "red strips: the rank waits; grey strips: queued; pale: the model around its units"
+    assert words == "pale: the model around its units"
     at_once = records.collectives.assign(start_us=records.collectives["issue_us"])
     words = collective_timeline(at_once, SPANS.frame([]), run="ddp").layout.title.subtitle.text
     assert words == ""
