@@ -61,12 +61,15 @@ def plan(
 
 def _plan_workload(place: str, ranks: int, strategies: str, options: dict[str, Any], json: bool) -> None:
     from shardlab.experiment import plan as planned  # here, because it imports torch
-    from shardlab.experiment import show_tp_plan
+    from shardlab.experiment.named import workload_at
+    from shardlab.experiment.tensor_plan import shown_plan
     from shardlab.planner.setup import STRATEGIES
 
     names = tuple(name.strip() for name in strategies.split(",") if name.strip())
-    layers = None if options["tp"] == 1 else show_tp_plan(place, options["tp"])
-    rows = planned(place, ranks, names or STRATEGIES, **options)
+    workload, layers = workload_at(place), None
+    if options["tp"] > 1:
+        workload, layers = shown_plan(workload, options["tp"])
+    rows = planned(workload, ranks, names or STRATEGIES, **options)
     if json:
         found = json_text.loads(rows.to_json(orient="records"))
         if layers is not None:

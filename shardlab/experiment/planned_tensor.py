@@ -38,8 +38,10 @@ class PlannedTensorAxis:
 
     def __init__(self, config: CompareConfig, module: nn.Module) -> None:
         self._config, self._whole = config, module
-        self.module = self._rank(Precision()).module
+        self._uncast = self._rank(Precision())
+        self.module = self._uncast.module
         self._batches: list[list[Any]] | None = None
+        self._known: dict[Any, list[CollectiveEvent] | None] = {}
 
     def collectives(self, strategy: str) -> pd.DataFrame | None:
         """Table ``collectives`` of the tensor axis, of all ranks; None if the forward depends on values.
@@ -49,18 +51,18 @@ class PlannedTensorAxis:
         """
         precision = parse_precision(self._config.precision if takes("precision")(strategy) else "full")
         self._batches = self._batches or [list(step) for step in _last_steps(self._config)]
-        known: dict[Any, list[CollectiveEvent]] = {}
+        # Strategies differ only in where they cast, so they mostly share what was found.
+        casts = (precision, strategy == "fsdp" and precision.compute is not None)
         rows: list[dict[str, Any]] = []
         for data_rank, batches in enumerate(self._batches):
-            shapes = tuple(_shapes(batch) for batch in batches)
-            if shapes not in known:
-                found = self._messages(strategy, precision, batches)
-                if found is None:
-                    return None
-                known[shapes] = found
+            key = (casts, tuple(_shapes(batch) for batch in batches))
+            if key not in self._known:
+                self._known[key] = self._messages(strategy, precision, batches)
+            if (found := self._known[key]) is None:
+                return None
             for place in range(self._config.tp):
                 rank = data_rank * self._config.tp + place
-                rows += [_row(event, rank, seq) for seq, event in enumerate(known[shapes])]
+                rows += [_row(event, rank, seq) for seq, event in enumerate(found)]
         return COLLECTIVES.frame(rows)
 
     def _rank(self, precision: Precision) -> ImaginedRank:
@@ -69,8 +71,10 @@ class PlannedTensorAxis:
         return ImaginedRank(self._whole, plan, self._config.tp, precision.compute, precision.buffers)
 
     def _messages(self, strategy: str, precision: Precision, batches: list[Any]) -> list[CollectiveEvent] | None:
-        rank = self._rank(precision)
-        called = _Called(rank.module, precision, self._units(rank.module) if strategy == "fsdp" else ())
+        casts = precision != Precision()
+        rank = self._rank(precision) if casts else self._uncast
+        units = self._units(rank.module) if casts and strategy == "fsdp" else ()
+        called = _Called(rank.module, precision, units)
         workload = self._config.trained
         try:
             return [

@@ -6,6 +6,7 @@ What is shown is what ``compare(workload, tp=2)`` trains.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -40,12 +41,18 @@ def show_tp_plan(workload: Workload | str, tp: int = 2, *, seed: int = 0) -> pd.
     Raises:
         ValueError: ``tp`` is below 2, a plan that was given does not hold, or the loss cannot be computed.
     """
+    return shown_plan(workload, tp, seed)[1]
+
+
+def shown_plan(workload: Workload | str, tp: int, seed: int = 0) -> tuple[Workload, pd.DataFrame]:
+    """The workload with its plan, suggested if it had none, and the table of ``show_tp_plan``."""
     if tp < 2:
         raise ValueError(f"tp: {tp} ranks divide nothing; give 2 or more")
     workload = workload_at(workload) if isinstance(workload, str) else workload
     found = tried_plan(workload, tp, seed)
     rows = [(row.module, row.kind, row.style, row.why) for row in found.modules]
-    return pd.DataFrame(rows, columns=["module", "class", "style", "why"])
+    table = pd.DataFrame(rows, columns=["module", "class", "style", "why"])
+    return replace(workload, tp_plan=found.plan or workload.tp_plan), table
 
 
 def tried_plan(workload: Workload, tp: int, seed: int) -> Suggestion:

@@ -121,7 +121,8 @@ def matched(plan: Plan, model: nn.Module) -> dict[str, Style]:
     for pattern, style in plan.items():
         if isinstance(style, type):
             raise ValueError(f"plan: {pattern!r} has the class {style.__name__}; write {style.__name__}()")
-        hits = matched_names(pattern, model)
+        # A name without wildcards is looked up: a plan with a name for each layer of a large model has hundreds.
+        hits = [pattern] if pattern in names else [name for name in names if _fits(name, pattern)]
         if not hits:
             near = get_close_matches(pattern, names, n=3, cutoff=0.0)
             raise ValueError(f"plan: {pattern!r} matches no module; the model has, for example, {', '.join(near)}")
