@@ -50,18 +50,20 @@ tbody tr:last-child > * { border-bottom: 2px solid var(--ink); }
 tbody tr:nth-child(even) > * { background: var(--band); }
 tbody th { font-weight: 600; white-space: nowrap; }
 .number { text-align: right; white-space: nowrap; }
+thead .number { white-space: normal; }
 figure { margin: .8rem 0 0; }
 .plot { width: 100%; }
 figcaption { color: var(--ink); font-size: .95rem; border-top: 1px solid var(--line); padding-top: .6rem; }
 figcaption span { color: var(--soft); }
 /* The grey of the figures suits any background; here the background is known, so the text can have more contrast. */
 .plot g[class$="tick"] text, .plot text[class$="title"], .plot .legendtext, .plot .annotation-text,
-.plot .textpoint text {
+.plot .textpoint text, .plot .bartext-outside {
   fill: var(--ink) !important;
 }
 @media (max-width: 640px) { main { padding: 1.6rem 1rem; } h1 { font-size: 1.6rem; } body { font-size: 16px; } }
 @media print { main { max-width: none; } section { break-inside: avoid; } }
 """
+TITLE_PX = 68
 SCRIPT = """
 const figures = JSON.parse(document.getElementById("figures").textContent);
 const config = {responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"]};
@@ -114,7 +116,9 @@ def _drawn(figure: go.Figure) -> dict[str, object]:
     content = plain_json(figure)
     layout = content["layout"]
     layout.pop("title", None)
-    layout["margin"] = {**layout.get("margin", {}), "t": 48 if "annotations" in layout else 16}
+    margin = layout.get("margin", {})
+    top = margin.get("t", 0) - TITLE_PX  # what a figure needs above the plot besides its title, for slanted names
+    layout["margin"] = {**margin, "t": max(top, 48 if "annotations" in layout else 16)}
     layout["height"] = (layout.get("height") or HEIGHT) - 56
     return content
 

@@ -50,7 +50,12 @@ def shard_map(shards: pd.DataFrame, run: str | None = None, role: str = "paramet
 
 
 def _extents(rows: pd.DataFrame) -> pd.DataFrame:
-    """First element and number of elements of each parameter, by name, in order of first appearance."""
+    """First element and number of elements of each parameter, by name, bucket by bucket.
+
+    Within a bucket, rank after rank: that is their order in a flat bucket, of which each rank lists its own part.
+    """
+    places = {bucket: place for place, bucket in enumerate(rows["bucket"].drop_duplicates())}
+    rows = rows.sort_values("bucket", key=lambda buckets: buckets.map(places), kind="stable")
     shapes = rows.drop_duplicates("parameter").set_index("parameter")["shape"]
     numel = shapes.map(lambda shape: prod(int(size) for size in str(shape).split("x") if size.strip("()").isdigit()))
     return pd.DataFrame({"begin": numel.cumsum() - numel, "numel": numel}).astype("int64")

@@ -14,7 +14,7 @@ from shardlab.engines import STRATEGIES, engine_options
 from shardlab.engines.fsdp import SHARDINGS
 from shardlab.engines.offload import OFFLOADS
 from shardlab.experiment import CompareConfig, Workload
-from shardlab.experiment.config import BUILTIN_FIELDS, ENGINE_FIELDS
+from shardlab.experiment.config import BUILTIN_FIELDS, ENGINE_FIELDS, SEQUENCES_PER_RANK
 from shardlab.models import MODELS
 from shardlab.units import wrap_text
 from shardlab.widgets.runs_table import WORDS
@@ -109,7 +109,12 @@ class Choices:
         for name, control in self.inputs.items():
             control.disabled = not (_strategy_takes(name, strategy) and _model_takes(name, model))
         batch = self.inputs["batch"]
-        batch.placeholder = "that of the data" if batch.disabled else "4 for each rank and micro-batch"
+        batch.placeholder = "that of the data" if batch.disabled else f"{self._usual_batch()} by default"
+
+    def _usual_batch(self) -> int:
+        """The batch if none is chosen."""
+        ranks, tp, accumulation = (max(1, int(self.inputs[name].value)) for name in ("ranks", "tp", "accumulation"))
+        return SEQUENCES_PER_RANK * max(1, ranks // tp) * accumulation
 
     def box(self) -> HBox:
         """The layout of the controls."""

@@ -149,9 +149,8 @@ class Inputs:
     def show_what_counts(self) -> None:
         """Disable controls without effect, and offer groups that divide the ranks."""
         self.num_params.disabled = self.model.value != ANY_NUMBER
-        self.num_params.layout.visibility = (
-            "hidden" if self.num_params.disabled else "visible"
-        )  # its number is not that of the chosen model
+        # Its number is not that of the chosen model.
+        self.num_params.layout.display = "none" if self.num_params.disabled else "flex"
         self.strategy.disabled = self.view.value != "ranks"
         self.shard_group.disabled = self.sharding.value != Sharding.HYBRID_SHARD
         groups = _divisors(int(self.ranks.value))

@@ -72,7 +72,7 @@ class Workbench(Panel):
         self.inputs = self.choices.inputs
         self.run_button = Button(description="Run", icon="play", button_style="primary")
         self.stop_button = Button(description="Stop", icon="stop", disabled=True)
-        self.view = Dropdown(options=list(VIEWS), description="picture", style=STYLE)
+        self.view = Dropdown(options=list(VIEWS), description="picture", style=STYLE, layout=Layout(width="26em"))
         self.about = Dropdown(options=[], description="run", style=STYLE)
         self.table = Picture(pd.DataFrame({"run": []}))
         self.upper = Picture(nothing("Runs", "nothing has been run yet"))
@@ -232,5 +232,6 @@ class Workbench(Panel):
         self.run_button.disabled, self.stop_button.disabled = running, not running
 
     def _box(self) -> VBox:
-        buttons = HBox([self.run_button, self.stop_button, self.view, self.about], layout=Layout(flex_flow="row wrap"))
+        row = [self.run_button, self.stop_button, self.view, self.about]
+        buttons = HBox(row, layout=Layout(flex_flow="row wrap", margin="0.6em 0 0 0"))
         return VBox([self.choices.box(), buttons, self.message.widget])

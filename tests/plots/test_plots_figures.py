@@ -7,7 +7,7 @@ from shardlab.plots.colours import COLLECTIVE_COLOURS, ROLE_COLOURS, STRATEGY_CO
 from shardlab.plots.show import plain_json
 from shardlab.plots.text import averaged
 from shardlab.plots.theme import log_axis
-from shardlab.tables import COLLECTIVES, SPANS
+from shardlab.tables import COLLECTIVES, SHARDS, SPANS
 from tests.plots.sample_records import BYTES_BY_ROLE, NUM_RANKS, NUM_STEPS, NUMEL, RUNS
 
 
@@ -192,6 +192,18 @@ def test_a_slanted_name_at_the_right_end_has_room(records):
     assert narrow.layout.annotations[-1].textangle == -30
     assert narrow.layout.margin.r > 80
     assert last_is("blocks.9.mlp.fc2.weight", NUMEL).layout.margin.r == 24
+
+
+def test_a_shard_map_is_in_the_order_of_the_buckets():
+    """Also where a rank holds nothing of the parameters that only another rank lists."""
+    held = [(0, "a", 0), (0, "c", 1), (1, "b", 0), (1, "d", 1)]
+    rows = [
+        {"run": "fsdp", "source": "measured", "rank": rank, "step": 0, "parameter": name, "shape": "4",
+         "role": "parameter", "bucket": bucket, "start": 0, "stop": 4, "bytes": 16}
+        for rank, name, bucket in held
+    ]  # fmt: skip
+    figure = plots.shard_map(SHARDS.frame(rows))
+    assert [list(trace(figure, f"rank {rank}").base) for rank in range(2)] == [[0, 8], [4, 12]]
 
 
 def test_shard_map_tiles_the_parameters(records):
