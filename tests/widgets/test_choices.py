@@ -1,6 +1,7 @@
 """The controls of the workbench, without ranks: which of them count, and what is refused."""
 
-from dataclasses import fields
+import copy
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -98,28 +99,23 @@ def test_the_sentence_of_a_refusal_is_in_the_panel_before_ranks_start(chosen, se
     assert not list(tmp_path.iterdir())
 
 
-DIFFERENT = {
-    "workload": None, "strategies": ("zero2",), "ranks": 4, "steps": 7, "model": "gpt-3m", "text": "stdlib", "batch": 8,
-    "seq_len": 32, "accumulation": 2, "dtype": "float64", "device": "auto", "seed": 1, "learning_rate": 0.1,
-    "clip": 1.0, "bucket_mib": 0.5, "partition": "balanced", "sharding": "no_shard", "shard_group": 2, "wrap": "root",
-    "prefetch": 2, "layout": "dim0", "precision": "bf16", "offload": "all", "replicate_below": 9, "tp": 2,
-    "sequence_parallel": True, "link": "10Gbps,50us", "transport": "gloo", "timeout_s": 60.0,
-}  # fmt: skip
-NEEDS = {
-    "shard_group": {"sharding": "hybrid_shard", "ranks": 4}, "sequence_parallel": {"tp": 2},
-    "bucket_mib": {"strategies": "zero1"},
-}  # fmt: skip
+def differently(field, config):
+    """The same configuration but for one field, unchecked: a table shows what a manifest says."""
+    if field == "workload":
+        return replace(config, workload=Workload(make_model, samples(), loss))
+    if field == "strategies":
+        return replace(config, strategies="zero2")
+    other = copy.copy(config)
+    value = getattr(config, field)
+    object.__setattr__(other, field, f"not_{value}" if isinstance(value, str | None) else value + 1)
+    return other
 
 
 @pytest.mark.parametrize("field", [field.name for field in fields(CompareOptions)])
 def test_the_table_has_a_column_for_every_option_in_which_two_runs_differ(field):
-    both = {"strategies": "fsdp", "ranks": 2, "text": "grammar", "device": "cpu"} | NEEDS.get(field, {})
-    other = both | {field: DIFFERENT[field]}
-    if field == "workload":
-        both["text"] = other["text"] = "stdlib"  # the default, which a workload has
-        other["workload"] = Workload(make_model, samples(), loss)
+    config = CompareConfig(strategies="zero1" if field == "bucket_mib" else "fsdp", ranks=2, device="cpu")
     runs = {
-        number: PastRun(State.STOPPED, None, CompareConfig(**options)) for number, options in enumerate((both, other))
+        number: PastRun(State.STOPPED, None, one) for number, one in enumerate((config, differently(field, config)))
     }
     table = runs_table(runs)
     differing = [name for name in table.columns if name != "run" and table[name].astype(str).nunique() > 1]
