@@ -23,7 +23,7 @@ class Process:
         timeout: torch ends a collective that takes longer with an error; None for torch's default.
         retired: calls that destroy the groups this rank no longer uses. Destroying one while another rank still uses
             it would end that rank's collectives with an unexplained connection error. So they wait until the next mesh
-            is built, which is when all ranks are known to be done.
+            is built, or a pool calls the next function, which is when all ranks are known to be done.
     """
 
     device: torch.device = torch.device("cpu")
@@ -45,6 +45,13 @@ def retire(*ends: Callable[[], object]) -> None:
     Not never: a group that stays has gloo's thread, which wakes 100 times a second.
     """
     Process.retired = (*Process.retired, *ends)
+
+
+def end_retired() -> None:
+    """Destroy the groups that no rank uses any more; called when all ranks are known to be done with them."""
+    ends, Process.retired = Process.retired, ()
+    for end in ends:
+        end()
 
 
 def leave_group() -> None:

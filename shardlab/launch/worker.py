@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from shardlab.comm import become_rank, leave_group
+from shardlab.comm import become_rank, end_retired, leave_group
 from shardlab.launch import context, isolation
 from shardlab.launch.board import BoardWriter
 from shardlab.launch.messages import Answer, Failure, Note, Payload, Stop, Task, pack, unpack
@@ -155,6 +155,7 @@ def _serve(rank: int, board: BoardWriter, control: _Control) -> None:
     gc.freeze()  # imported objects stay: searching them would take a tenth of a second after each call
     while not _EndedByParent.asked and not isinstance(task := control.receive(), Stop):
         assert isinstance(task, Task)
+        end_retired()  # every rank has answered, so none still uses what the last call has dropped
         board.clear()  # before the call: the parent must not see a collective of the last one
         reply = _answer(rank, task, board)
         isolation.flush_output()  # before the answer goes: the parent prints all that came before it

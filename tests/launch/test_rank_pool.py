@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardlab.comm.mesh import Mesh
 from shardlab.comm.process import all_gather_object
+from shardlab.engines import build_engine
 from shardlab.launch import RankError, RankPool, current, launch
 from tests.launch.helpers import scaled
 
@@ -197,3 +199,18 @@ def leave_a_cycle(rank):
 def test_what_one_call_leaves_in_a_cycle_is_gone_at_the_next(pools):
     pools(2).run(leave_a_cycle)
     assert pools(2).run(lambda rank: sys.left_behind() is None) == [True, True]
+
+
+def test_engines_and_meshes_that_nobody_closed_keep_no_descriptor_in_the_next_call(pools):
+    def descriptors(rank):
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    def build(rank):
+        for _ in range(6):
+            mesh = Mesh({"data": 2})
+            build_engine("zero1", nn.Linear(4, 4), lambda tensors: torch.optim.SGD(tensors, lr=0.1), mesh)
+
+    pools(2).run(build)  # what torch opens once
+    before = pools(2).run(descriptors)
+    pools(2).run(build)
+    assert pools(2).run(descriptors) == before
