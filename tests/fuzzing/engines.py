@@ -65,7 +65,7 @@ class EngineSpec:
     @property
     def keeps_gathered(self) -> bool:
         """Whether parameters stay gathered between forward and backward, by the engine's own description."""
-        return dict(self.options).get("sharding") == "shard_grad_op"
+        return dict(self.options).get("sharding") in ("shard_grad_op", "no_shard")
 
     @property
     def gathers(self) -> bool:
