@@ -156,14 +156,15 @@ class ShardedBucket:
         if self._gathering is not None:
             self._gathering[1].wait()  # a transport may still write into the buffer
             self._gathering = None
-        for name, param in self.params.items():
-            if self.state is BucketState.UNSHARDED:
-                self.sites[name].put_placeholder()
+        if self.state is BucketState.UNSHARDED:
             # The stub: autograd may ask for the shape, and nothing reads the values. In the dtype it is gathered in,
-            # or autograd would accumulate the next use's gradient as another parameter's.
+            # or autograd would accumulate the next use's gradient as another parameter's. One for the whole bucket,
+            # since each costs a launch on a device.
             stub = torch.zeros((), dtype=self._compute_dtype, device=self.device)
-            param.data = stub.expand(self.sites[name].shape)
-        self.full, self.addresses = {}, set()
+            for name, param in self.params.items():
+                self.sites[name].put_placeholder()
+                param.data = stub.expand(self.sites[name].shape)
+            self.full, self.addresses = {}, set()
         self.state = BucketState.SHARDED
 
     # What the user holds, and what the user writes.
