@@ -1,4 +1,4 @@
-"""The command line: compare, template, plan, bench, report, trace, diff and doctor.
+"""The command line: compare, template, plan, bench, exercises, report, trace, diff and doctor.
 
 Exit codes: 0 done; 1 a rank failed, or losses differ or are not finite; 2 bad input, said in one line; 130 interrupted.
 Under torchrun every process runs this, and only rank 0 prints.
@@ -14,6 +14,7 @@ from rich.table import Table
 from shardlab.cli.bench import bench
 from shardlab.cli.compare import compare
 from shardlab.cli.console import BAD_INPUT, bad_input, complain
+from shardlab.cli.exercises import exercises
 from shardlab.cli.plan import plan
 from shardlab.cli.record import SCRIPT_ARGUMENTS, record
 from shardlab.cli.records import diff, report, trace
@@ -52,7 +53,7 @@ def template() -> None:
 app.command()(compare)
 app.command()(template)
 app.command(context_settings=SCRIPT_ARGUMENTS)(bad_input()(record))
-for _command in (plan, bench, report, trace, diff):
+for _command in (plan, bench, exercises, report, trace, diff):
     app.command()(bad_input()(_command))
 
 

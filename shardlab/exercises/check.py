@@ -1,0 +1,119 @@
+"""What a learner calls in a cell: ``task``, ``hint`` and ``check``."""
+
+import sys
+from pathlib import Path
+
+import pandas as pd
+from IPython.core.getipython import get_ipython
+from IPython.display import display
+
+from shardlab.exercises.exercise import Exercise, Function
+from shardlab.exercises.judge import LIMIT_S, TIMEOUT_S, Report, Verdict, examine, pool_for
+from shardlab.exercises.ladder import LADDER
+from shardlab.exercises.picture import held, held_table, moved, moved_table
+from shardlab.exercises.progress import Progress
+from shardlab.plots.show import show
+
+Named = str | Exercise
+
+
+def find(exercise: Named) -> Exercise:
+    """The exercise of that name; one of your own is returned as it is.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if isinstance(exercise, Exercise):
+        return exercise
+    for known in LADDER:
+        if known.name == exercise:
+            return known
+    raise ValueError(f"exercise: {exercise!r} is not known; there are {', '.join(known.name for known in LADDER)}")
+
+
+def task(exercise: Named) -> None:
+    """Print what is asked, and the source to begin with."""
+    found = find(exercise)
+    sys.stdout.write(f"{found.name}\n\n{found.task}\n\n{found.starter}\n")
+
+
+def hint(exercise: Named, *, progress: Path | str | None = None) -> None:
+    """Print the next hint; after the last one, the last one again."""
+    found = find(exercise)
+    if not found.hints:
+        sys.stdout.write(f"{found.name} has no hints.\n")
+        return
+    number = min(Progress(progress).take_hint(found.name), len(found.hints) - 1)
+    sys.stdout.write(f"Hint {number + 1} of {len(found.hints)}: {found.hints[number]}\n")
+
+
+def check(
+    exercise: Named,
+    function: Function,
+    *,
+    progress: Path | str | None = None,
+    timeout_s: float = TIMEOUT_S,
+    limit_s: float = LIMIT_S,
+) -> Report:
+    """Run ``function`` on real ranks and say what differs: a sentence, a table, and the attempt beside what was wanted.
+
+    Args:
+        exercise: the name of one of ours, or an ``Exercise`` of your own.
+        function: the learner's; it may come from a cell.
+        progress: file that keeps the progress; None for ``$SHARDLAB_PROGRESS``, else one in the user's data directory.
+        timeout_s: seconds that a rank may wait in one collective.
+        limit_s: seconds for each case.
+
+    Raises:
+        ValueError: there is no such exercise, or the file holds no progress.
+    """
+    found, kept = find(exercise), Progress(progress)
+    with pool_for(found.cases(), timeout_s, limit_s) as pool:
+        report = examine(found, function, pool)
+    _say(found, report)
+    try:
+        kept.add(report)
+    except OSError as error:  # the verdict stands all the same
+        sys.stdout.write(f"Progress was not kept: {error}\n")
+    return report
+
+
+def table_of(report: Report) -> pd.DataFrame:
+    """One row per rank of the case that failed: messages and bytes sent, beside what is enough."""
+    rows = []
+    for rank, done in enumerate(report.done):
+        sent = [message for message in done.messages if message.is_sent]
+        rows.append(
+            {"rank": rank, "messages sent": len(sent), "bytes sent": round(sum(each.sent_bytes for each in sent))}
+        )
+    table = pd.DataFrame(rows)
+    if report.case is not None and report.case.traffic is not None and len(table):
+        table["messages enough"] = report.case.traffic.most_messages
+        table["bytes enough"] = round(report.case.traffic.most_bytes)
+    return table
+
+
+def _say(exercise: Exercise, report: Report) -> None:
+    if report.verdict is Verdict.PASSED:
+        score = report.score
+        sent = f" The busiest rank sent {score.messages} messages, {score.num_bytes} B, over all cases."
+        sys.stdout.write(f"{exercise.name}: passed.{sent if score.messages else ''}\n")
+        return
+    sys.stdout.write(f"{exercise.name}: {report.verdict}. {report.reason}\n")
+    if report.detail:
+        sys.stdout.write(report.detail + "\n")
+    if not report.done:
+        return
+    if len(report.done) > 1:
+        _show_table(table_of(report))
+    if len(values := held_table(exercise, report)):
+        show(held(values, f"Who held what: {exercise.name}"))
+    if len(messages := moved_table(report)):
+        show(moved(messages, f"What moved: {exercise.name}"))
+
+
+def _show_table(table: pd.DataFrame) -> None:
+    if get_ipython() is None:
+        sys.stdout.write(table.to_string(index=False) + "\n")
+    else:
+        display(table)  # type: ignore[no-untyped-call]

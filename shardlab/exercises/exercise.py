@@ -1,0 +1,139 @@
+"""What an exercise is: cases with inputs and wanted results for each rank, and how much may be sent for them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardlab.comm import Communicator
+from shardlab.exercises.values import numbers_in
+from shardlab.vocabulary import Collective
+
+Function = Callable[..., Any]
+Attempt = Callable[..., object]
+
+
+@dataclass(frozen=True)
+class Message:
+    """One call of a verb on one rank: bytes of its buffer, bytes that this rank sends for it, and where it stands."""
+
+    op: str
+    num_bytes: int
+    sent_bytes: float
+    line: str = ""
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether it counts: what one rank receives another one sends."""
+        return self.op != Collective.RECV
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What may be sent in a case.
+
+    Attributes:
+        wanted: the messages of a good solution, by rank: the wanted half of the picture.
+        most_messages: messages that one rank may send.
+        most_bytes: bytes that one rank may send, by the ring formulas of ``partition.wire``.
+        least_bytes: bytes that all ranks together must send; with fewer, something went another way.
+    """
+
+    wanted: tuple[tuple[Message, ...], ...]
+    most_messages: int
+    most_bytes: float
+    least_bytes: float
+
+    @classmethod
+    def of(cls, wanted: Sequence[Sequence[Message]]) -> "Traffic":
+        """No more than the busiest rank of ``wanted`` sends, and all together no less."""
+        sent = [[message for message in messages if message.is_sent] for messages in wanted]
+        by_rank = [sum(message.sent_bytes for message in messages) for messages in sent]
+        return cls(tuple(map(tuple, wanted)), max(map(len, sent)), max(by_rank), sum(by_rank))
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """The verbs that a good solution uses; no other may be used."""
+        return tuple(dict.fromkeys(message.op for messages in self.wanted for message in messages))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of the learner's function on as many ranks as there are inputs.
+
+    Attributes:
+        words: what is special about it, as '3 ranks, 7 elements'.
+        inputs: for each rank the arguments after the communicator.
+        wanted: for each rank the result.
+        traffic: what may be sent; None where nobody counts.
+    """
+
+    words: str
+    inputs: tuple[tuple[object, ...], ...]
+    wanted: tuple[object, ...]
+    traffic: Traffic | None = None
+
+    def __post_init__(self) -> None:
+        """Check that every rank has inputs and a wanted result."""
+        if not self.inputs or len(self.inputs) != len(self.wanted):
+            raise ValueError(
+                f"wanted: {len(self.wanted)} results for {len(self.inputs)} ranks in case {self.words!r}; "
+                "give one for each rank, and at least one rank"
+            )
+
+
+def call(function: Function, comm: Communicator, *inputs: object) -> object:
+    """The usual attempt: the function gets the communicator and the rank's inputs, and its result counts."""
+    return function(comm, *inputs)
+
+
+def call_in_place(function: Function, comm: Communicator, *inputs: object) -> object:
+    """The function changes its first input, which counts; what it returns does not."""
+    function(comm, *inputs)
+    return inputs[0]
+
+
+def call_without_ranks(function: Function, _comm: Communicator, *inputs: object) -> object:
+    """A function of its inputs alone, without a communicator."""
+    return function(*inputs)
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """What is asked, and how an answer is judged.
+
+    Attributes:
+        name: ``topic.what``; the learner's function has the same name with an underscore, ``topic_what``.
+        task: what the function gets and what it must do.
+        starter: source to begin with; it must not pass.
+        cases: makes the cases; called for each check, so that nothing is made on import.
+        hints: from the first push to nearly the solution.
+        notebook: where it belongs.
+        attempt: what a rank does with the function: ``call``, ``call_in_place``, ``call_without_ranks`` or your own
+            ``f(function, comm, *inputs)``, which returns what is compared.
+        drawn: a rank's result as a row of numbers, for the picture.
+        lacks: says what this machine lacks for it; empty if nothing.
+        num_references: right solutions that its tests hold.
+        num_wrong: wrong solutions that its tests hold.
+    """
+
+    name: str
+    task: str
+    starter: str
+    cases: Callable[[], Sequence[Case]]
+    hints: tuple[str, ...] = ()
+    notebook: str = ""
+    attempt: Attempt = call
+    drawn: Callable[[object], Sequence[float]] = field(default=numbers_in)
+    lacks: Callable[[], str] = str
+    num_references: int = 0
+    num_wrong: int = 0
+
+    def __post_init__(self) -> None:
+        """Check that the name is also that of a function."""
+        if not self.function_name.isidentifier():
+            raise ValueError(f"name: {self.name!r} was given; write words with dots between them, as 'zero1.owners'")
+
+    @property
+    def function_name(self) -> str:
+        """What the learner's function is called in a file."""
+        return self.name.replace(".", "_")

@@ -1,0 +1,198 @@
+"""Runs the learner's function on real ranks, case by case, and says what differs first.
+
+The function runs in ranks only, never in the caller's process: it may raise, hang or end its process. What it sends is
+counted by an observer of the communicator, not by asking it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shardlab.comm import CollectiveEvent
+from shardlab.comm.mesh import Mesh
+from shardlab.exercises.exercise import Attempt, Case, Exercise, Function, Message, Traffic
+from shardlab.exercises.values import difference, plain
+from shardlab.launch import RankDied, RankError, RankHang, RankPool
+
+TIMEOUT_S = 5.0  # in one collective
+LIMIT_S = 20.0  # of one case
+
+
+class Verdict(StrEnum):
+    """How a check ended; blocked: this machine lacks something, and nothing is said of the solution."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    BLOCKED = "blocked"
+
+
+@dataclass(frozen=True)
+class Done:
+    """What one rank came to."""
+
+    result: object
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class Score:
+    """Of the rank that sends most, added up over the cases; lower is better, and every machine gives the same."""
+
+    messages: int = 0
+    num_bytes: int = 0
+
+    def plus(self, done: Sequence[Done]) -> "Score":
+        """With another case."""
+        sent = [[message for message in of_rank.messages if message.is_sent] for of_rank in done]
+        num_bytes = max(sum(message.sent_bytes for message in messages) for messages in sent)
+        return Score(self.messages + max(map(len, sent)), self.num_bytes + round(num_bytes))
+
+
+@dataclass(frozen=True)
+class Report:
+    """The verdict on one function.
+
+    Attributes:
+        exercise: its name.
+        verdict: passed, failed or blocked.
+        reason: what differs, in one sentence; empty if it passed.
+        detail: the rank's traceback, or the table of a hang, where there is one.
+        case: the case that failed.
+        done: what each rank came to in it; empty where the ranks did not come to an end.
+        score: of all cases that passed.
+    """
+
+    exercise: str
+    verdict: Verdict
+    reason: str = ""
+    detail: str = ""
+    case: Case | None = None
+    done: tuple[Done, ...] = ()
+    score: Score = Score()
+
+    def __repr__(self) -> str:
+        """One line, for the end of a cell."""
+        return f"{self.exercise}: {self.verdict}"
+
+
+class _Log:
+    """An observer that keeps what a rank sends and receives."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+
+    def issued(self, event: CollectiveEvent) -> None:
+        self.messages.append(Message(str(event.op), event.num_bytes, event.wire_bytes, event.source_line))
+
+    def started(self, event: CollectiveEvent) -> None: ...
+
+    def completed(self, event: CollectiveEvent) -> None: ...
+
+    def waited(self, event: CollectiveEvent) -> None: ...
+
+
+def on_rank(rank: int, attempt: Attempt, function: Function, inputs: Sequence[tuple[object, ...]]) -> Done | None:
+    """One rank of a case; ranks that the case does not need return None."""
+    num_ranks, log = len(inputs), _Log()
+    with Mesh({"data": num_ranks}, ranks=range(num_ranks), device="cpu") as mesh:
+        if not mesh.is_member:
+            return None
+        with mesh.observed_by(log):
+            result = attempt(function, mesh.data, *inputs[rank])
+        return Done(plain(result), tuple(log.messages))
+
+
+def pool_for(cases: Sequence[Case], timeout_s: float = TIMEOUT_S, limit_s: float = LIMIT_S) -> RankPool:
+    """Ranks for all of the cases, on the CPU, so that the verdict is the same on every machine."""
+    num_ranks = max(len(case.inputs) for case in cases)
+    return RankPool(num_ranks, device="cpu", timeout_s=timeout_s, limit_s=limit_s, notice_s=None)
+
+
+def examine(exercise: Exercise, function: Function, pool: RankPool) -> Report:
+    """Run all cases; the first that fails decides."""
+    if lack := exercise.lacks():
+        return Report(exercise.name, Verdict.BLOCKED, f"this machine lacks {lack}")
+    try:
+        pool.start()
+    except (OSError, RuntimeError, ValueError) as error:
+        # No line of the learner's has run.
+        return Report(exercise.name, Verdict.BLOCKED, f"ranks do not start here: {error}")
+    score = Score()
+    for case in exercise.cases():
+        done, reason = _run(exercise, function, case, pool)
+        reason = reason or _wrong_result(case, done) or (_wrong_traffic(case.traffic, done) if case.traffic else "")
+        if reason:
+            first, _, rest = f"{case.words}: {reason}".partition("\n")
+            return Report(exercise.name, Verdict.FAILED, first, rest.strip(), case, done, score)
+        score = score.plus(done)
+    return Report(exercise.name, Verdict.PASSED, score=score)
+
+
+def _run(exercise: Exercise, function: Function, case: Case, pool: RankPool) -> tuple[tuple[Done, ...], str]:
+    """What each rank came to, and why they did not come to an end."""
+    try:
+        done = pool.run(on_rank, exercise.attempt, function, case.inputs)
+    except RankDied as error:
+        return (), f"the process of rank {error.rank} ended"
+    except (RankError, RankHang, TypeError) as error:
+        # A TypeError is of the function itself: it holds what cannot be sent to a rank.
+        return (), str(error).strip()
+    return tuple(of_rank for of_rank in done if of_rank is not None), ""
+
+
+def _wrong_result(case: Case, done: Sequence[Done]) -> str:
+    for rank, (wanted, of_rank) in enumerate(zip(case.wanted, done, strict=True)):
+        if words := difference(plain(wanted), of_rank.result):
+            return f"rank {rank}, {words}"
+    return ""
+
+
+def _wrong_traffic(traffic: Traffic, done: Sequence[Done]) -> str:
+    for rank, of_rank in enumerate(done):
+        checks: tuple[Callable[[int, Done, Traffic], str], ...] = (_wrong_verb, _too_many, _too_large)
+        for check in checks:
+            if words := check(rank, of_rank, traffic):
+                return words
+    total = sum(message.sent_bytes for of_rank in done for message in of_rank.messages)
+    if total < traffic.least_bytes:
+        return (
+            f"all ranks together sent {total:g} B, and {traffic.least_bytes:g} B are needed: "
+            "send through the communicator that your function gets"
+        )
+    return ""
+
+
+def _wrong_verb(rank: int, done: Done, traffic: Traffic) -> str:
+    for number, message in enumerate(done.messages):
+        if message.op not in traffic.ops:
+            allowed = " and ".join(traffic.ops) or "no message"
+            return f"rank {rank}, message {number} is {_words(message)}; allowed: {allowed}"
+    return ""
+
+
+def _too_many(rank: int, done: Done, traffic: Traffic) -> str:
+    sent = [message for message in done.messages if message.is_sent]
+    if len(sent) <= traffic.most_messages:
+        return ""
+    first = sent[traffic.most_messages]
+    return (
+        f"rank {rank} sent {len(sent)} messages where {traffic.most_messages} are enough; "
+        f"message {done.messages.index(first)} is the first too many: {_words(first)}"
+    )
+
+
+def _too_large(rank: int, done: Done, traffic: Traffic) -> str:
+    sent = [message for message in done.messages if message.is_sent]
+    total = sum(message.sent_bytes for message in sent)
+    if total <= traffic.most_bytes:
+        return ""
+    largest = max((message.num_bytes for messages in traffic.wanted for message in messages), default=0)
+    first = next((message for message in sent if message.num_bytes > largest), sent[-1])
+    return (
+        f"rank {rank} sent {total:g} B where {traffic.most_bytes:g} B are enough; "
+        f"message {done.messages.index(first)} is {_words(first)}, and {largest} B is the largest needed"
+    )
+
+
+def _words(message: Message) -> str:
+    return f"{message.op} of {message.num_bytes} B (at {message.line})"

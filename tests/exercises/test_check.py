@@ -1,0 +1,132 @@
+"""What a learner sees: a sentence, a table, figures, hints, progress; and exercises of a teacher's own."""
+
+import json
+import re
+import sys
+
+import pytest
+
+import shardlab.exercises
+from shardlab.exercises import LADDER, Exercise, Verdict, check, find, hint, task
+from shardlab.exercises.judge import examine, on_rank
+from shardlab.exercises.picture import held, held_table, moved, moved_table
+from shardlab.exercises.progress import progress_path
+from tests.conftest import Pools
+from tests.exercises.solutions import ends_its_process, half_a_ring, right_buckets, sleeps
+
+
+@pytest.fixture
+def progress(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDLAB_PROGRESS", str(tmp_path / "here" / "progress.json"))
+    return tmp_path / "here" / "progress.json"
+
+
+def test_a_failure_is_a_sentence_a_table_and_two_figures(progress, capsys):
+    report = check("collectives.ring_all_reduce", half_a_ring)
+    printed = capsys.readouterr().out
+    assert "failed. 2 ranks, 8 elements: rank 0, result, element 0 (bytes 0 to 7): 1 is wanted, 0 was found" in printed
+    order = [printed.index(words) for words in ("messages sent", "Who held what", "What moved")]
+    assert order == sorted(order)
+    assert repr(report) == "collectives.ring_all_reduce: failed"
+    values, messages = held_table(find(report.exercise), report), moved_table(report)
+    assert values.groupby("rank")["differs"].sum().to_dict() == {0: 4, 1: 4}
+    assert messages.groupby("side").size().to_dict() == {"attempt": 4, "wanted": 8}
+    for figure in (held(values, "held"), moved(messages, "moved")):
+        assert {annotation.text for annotation in figure.layout.annotations} == {"your attempt", "wanted"}
+    assert json.loads(progress.read_text())["collectives.ring_all_reduce"] == {
+        "attempts": 1, "hints": 0, "passed": False,
+    }  # fmt: skip
+
+
+def test_progress_keeps_attempts_hints_and_that_it_was_passed(progress, capsys):
+    hints = LADDER[1].hints
+    for _ in range(len(hints) + 1):
+        hint("buckets.assign")
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == f"Hint 1 of {len(hints)}: {hints[0]}"
+    assert printed[-1] == printed[-2], "the last one stays"
+    check("buckets.assign", right_buckets)
+    check("buckets.assign", lambda sizes, capacity: [])
+    kept = json.loads(progress.read_text())["buckets.assign"]
+    assert kept == {"attempts": 2, "hints": len(hints) + 1, "passed": True, "messages": 0, "bytes": 0}
+    progress.write_text("[]")
+    with pytest.raises(ValueError, match=r"progress: .* holds no progress; move it away"):
+        check("buckets.assign", right_buckets)
+
+
+def test_progress_lies_in_the_users_data_directory(monkeypatch, tmp_path):
+    monkeypatch.delenv("SHARDLAB_PROGRESS", raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert progress_path() == tmp_path / "shardlab" / "exercises.json"
+
+
+def test_what_the_machine_lacks_is_blocked_and_no_attempt(progress, capsys, pools: Pools):
+    cases = LADDER[1].cases
+    exercise = Exercise("class.gpu", "", "", cases, lacks=lambda: "a second GPU")
+    report = check(exercise, lambda *_: 1 / 0)
+    assert (report.verdict, report.reason) == (Verdict.BLOCKED, "this machine lacks a second GPU")
+    assert "blocked. this machine lacks a second GPU" in capsys.readouterr().out
+    assert not progress.exists()
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (ends_its_process, "2 ranks, 8 elements: the process of rank . ended"),
+        (lambda comm, x: sys.exit("enough"), "2 ranks, 8 elements: rank . raised SystemExit: enough"),
+        (lambda comm, x, y: None, "2 ranks, 8 elements: rank . raised TypeError: .*missing 1 required"),
+        (sleeps, r"2 ranks, 8 elements: the run took longer than limit_s=6 s"),
+    ],
+    ids=["dies", "exits", "another signature", "never ends"],
+)
+def test_a_function_that_does_not_come_to_an_end_fails(progress, function, words):
+    report = check("collectives.ring_all_reduce", function, timeout_s=6, limit_s=6)
+    assert report.verdict is Verdict.FAILED
+    assert re.search(words, report.reason), report.reason
+
+
+def test_what_cannot_be_sent_to_a_rank_or_back_fails(pools: Pools):
+    lock = __import__("threading").Lock()
+    report = examine(find("buckets.assign"), lambda sizes, capacity: lock, pools(2))
+    assert "cannot be pickled" in report.reason
+    report = examine(find("buckets.assign"), lambda sizes, capacity: object(), pools(2))
+    assert "the result holds a object; return tensors" in report.reason
+
+
+def test_ranks_that_a_case_does_not_need_come_back_at_once(pools: Pools):
+    done = pools(3).run(on_rank, lambda function, comm, value: value, None, ((1,), (2,)))
+    assert [each and each.result for each in done] == [1, 2, None]
+
+
+def test_an_unknown_exercise_is_refused_by_name(progress):
+    with pytest.raises(ValueError, match=r"exercise: 'ring' is not known; there are collectives\.ring_all_reduce"):
+        check("ring", half_a_ring)
+    with pytest.raises(ValueError, match="name: 'my exercise' was given; write words with dots"):
+        Exercise("my exercise", "", "", list)
+
+
+def test_the_task_and_its_starter_are_printed(capsys):
+    task("buckets.assign")
+    assert LADDER[1].task in (printed := capsys.readouterr().out)
+    assert LADDER[1].starter in printed
+
+
+def test_a_teachers_own_exercise_as_the_room_shows_it(progress, capsys):
+    lines = shardlab.exercises.__doc__.split("Ten lines are enough:\n\n")[1].split("\n\n``Case")[0]
+    source = "\n".join(line[4:] for line in lines.splitlines())
+    *definition, call = source.strip().splitlines()
+    assert len([line for line in definition if line]) <= 10
+    exec(compile("\n".join(definition), "teacher", "exec"), namespace := {})
+    mean = namespace["mean"]
+    exec(compile(mean.starter, "starter", "exec"), namespace)
+    exec(call, namespace)
+    assert "class.mean: failed. 3 ranks: rank 0, result: 1.0 is wanted, 0.0 was found" in capsys.readouterr().out
+
+    def solution(comm, value):
+        import torch
+
+        total = torch.tensor([value])
+        comm.all_reduce(total).wait()
+        return total / comm.num_ranks
+
+    assert check(mean, solution).verdict is Verdict.PASSED
