@@ -1,7 +1,7 @@
 """The only room that calls torch.distributed: communicators, meshes, transports and the events they emit.
 
-What is imported here is what an engine needs. ``comm.mesh`` makes a mesh over the running ranks, ``comm.torch_groups``
-the groups of torch's own engines.
+What is imported here is what an engine needs. ``comm.mesh`` makes a mesh over the running ranks,
+``comm.torch_engine_groups`` the groups of torch's own engines.
 """
 
 from shardlab.comm.base_mesh import BaseMesh

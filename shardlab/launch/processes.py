@@ -1,4 +1,4 @@
-"""The processes of one set of ranks, and what they print: started together, ended together, never repaired.
+"""The processes of one set of ranks: started together, ended together, never repaired.
 
 This file knows processes and pipes, nothing of results: ``collector.py`` waits for answers, and ``pool.py`` starts new
 processes where these have ended.
@@ -7,7 +7,6 @@ processes where these have ended.
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,12 +21,10 @@ import psutil
 from shardlab.launch import forkserver, worker
 from shardlab.launch.board import Board
 from shardlab.launch.messages import Stop, Task
+from shardlab.launch.output import RankOutput
 from shardlab.launch.placement import Placement
 
 _REAP_S = 2.0
-# A pipe holds 64 KiB unless told otherwise: so much is certain to take all that was written before the call.
-_MAX_BYTES_PER_CALL = 1 << 20
-_CHUNK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -44,63 +41,6 @@ class StartOptions:
     group_timeout_s: float
     num_threads: int
     preload: Sequence[str] = ()
-
-
-class RankOutput:
-    """Reads one rank's output pipe without waiting and prints its lines as ``[rank 2] ...``."""
-
-    def __init__(self, rank: int, pipe: Connection) -> None:
-        self._prefix = f"[rank {rank}] "
-        self._pipe = pipe
-        self._rest = b""
-        self.num_bytes = 0  # that have come
-        self.is_open = True
-        os.set_blocking(pipe.fileno(), False)
-
-    def fileno(self) -> int:
-        """What ``multiprocessing.connection.wait`` waits on."""
-        return self._pipe.fileno()
-
-    def pump(self) -> None:
-        """Print every whole line that has come; returns at once."""
-        if not self.is_open:
-            return
-        *lines, self._rest = (self._rest + self._read()).split(b"\n")
-        self._print(lines)
-
-    def finish(self) -> None:
-        """Print all that has come, also a last line without a newline."""
-        self.pump()
-        if self._rest:
-            self._print([self._rest])
-            self._rest = b""
-
-    def close(self) -> None:
-        """Close the pipe."""
-        self.is_open = False
-        self._pipe.close()
-
-    def _read(self) -> bytes:
-        chunks: list[bytes] = []
-        while sum(map(len, chunks)) < _MAX_BYTES_PER_CALL:
-            try:
-                chunk = os.read(self._pipe.fileno(), _CHUNK_BYTES)
-            except BlockingIOError:
-                break
-            if not chunk:
-                self.is_open = False  # the rank and all that wrote for it are gone
-                break
-            chunks.append(chunk)
-        self.num_bytes += sum(map(len, chunks))
-        return b"".join(chunks)
-
-    def _print(self, lines: list[bytes]) -> None:
-        texts = [line.decode(errors="replace").rstrip("\r") for line in lines]
-        # A progress bar redraws its line after a carriage return: its last state is the line.
-        shown = [f"{self._prefix}{text.rpartition(chr(13))[2]}\n" for text in texts]
-        if shown:
-            sys.stdout.write("".join(shown))
-            sys.stdout.flush()
 
 
 @dataclass(frozen=True)

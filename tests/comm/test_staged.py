@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardlab.comm.transports.wrappers import StagedTransport
+from shardlab.comm.transports.staged_and_emulated import StagedTransport
 from tests.comm.device_streams import Device
 
 BOUNDS = (0, 2, 5, 9)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.queues import StreamQueue
 from shardlab.comm.streams import CUDA, mark
-from shardlab.comm.torch_groups import TorchGroup
+from shardlab.comm.torch_engine_groups import TorchGroup
 from shardlab.comm.transports.nccl import NcclTransport
 from shardlab.launch.board import Board, BoardWriter, CallState
 from shardlab.trace.clock import StreamClock

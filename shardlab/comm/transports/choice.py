@@ -21,7 +21,7 @@ from shardlab.comm.transports.gloo import GlooTransport
 from shardlab.comm.transports.nccl import NcclTransport
 from shardlab.comm.transports.rendezvous import share_buffers
 from shardlab.comm.transports.shared_memory import SharedMemoryTransport
-from shardlab.comm.transports.wrappers import EmulatedLink, StagedTransport
+from shardlab.comm.transports.staged_and_emulated import EmulatedLink, StagedTransport
 from shardlab.partition.wire import Link
 from shardlab.vocabulary import HostTransport
 

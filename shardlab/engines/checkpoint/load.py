@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardlab.engines.agreement import all_or_none, number_among, share_texts
 from shardlab.engines.checkpoint.directory import identity, reading
-from shardlab.engines.checkpoint.files import ShardFiles
+from shardlab.engines.checkpoint.element_ranges import ShardFiles
 from shardlab.engines.checkpoint.manifest import Manifest, read_manifest
 from shardlab.engines.checkpoint.optimizer_state import check_state_shape, install_state, named_groups
 from shardlab.engines.checkpoint.save import check_mesh

@@ -1,8 +1,8 @@
 """Torch's own engines behind the interface of ours: the same loop, the same tables, the same tests.
 
-They send through a group that notifies the observers of the mesh's axis (``comm.torch_groups``), so their collectives
-are recorded like ours. Torch reduces the gradients: they are means when ``loss.backward()`` returns. Torch's parts are
-imported when one of these engines is built, since that takes half a second.
+They send through a group that notifies the observers of the mesh's axis (``comm.torch_engine_groups``), so their
+collectives are recorded like ours. Torch reduces the gradients: they are means when ``loss.backward()`` returns.
+Torch's parts are imported when one of these engines is built, since that takes half a second.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from shardlab.comm import BaseMesh
-from shardlab.comm.torch_groups import TorchGroup, torch_group
+from shardlab.comm.torch_engine_groups import TorchGroup, torch_group
 from shardlab.engines.base import Engine, OptimizerFn
 from shardlab.engines.checks import check_types
 from shardlab.vocabulary import Collective, MeshAxis

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardlab.comm import events, torch_groups
+from shardlab.comm import events, torch_engine_groups
 from shardlab.comm.communicator import Communicator
-from shardlab.comm.torch_groups import TorchGroup
+from shardlab.comm.torch_engine_groups import TorchGroup
 from shardlab.comm.torch_times import FutureTimes, StreamTimes
 from tests.comm.device_streams import Device
 
@@ -71,8 +71,8 @@ class Sends:
 def device(monkeypatch):
     made = Device()
     monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
-    monkeypatch.setattr(torch_groups, "StreamTimes", lambda: StreamTimes(made))
-    for module in (events, torch_groups):
+    monkeypatch.setattr(torch_engine_groups, "StreamTimes", lambda: StreamTimes(made))
+    for module in (events, torch_engine_groups):
         monkeypatch.setattr(module, "perf_counter_ns", lambda: made.now)
     return made
 
