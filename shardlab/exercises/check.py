@@ -87,7 +87,7 @@ def table_of(report: Report) -> pd.DataFrame:
             {"rank": rank, "messages sent": len(sent), "bytes sent": round(sum(each.sent_bytes for each in sent))}
         )
     table = pd.DataFrame(rows)
-    if report.case is not None and report.case.traffic is not None and len(table):
+    if report.case is not None and report.case.traffic is not None:
         table["messages enough"] = report.case.traffic.most_messages
         table["bytes enough"] = round(report.case.traffic.most_bytes)
     return table
@@ -104,11 +104,12 @@ def _say(exercise: Exercise, report: Report) -> None:
         sys.stdout.write(report.detail + "\n")
     if not report.done:
         return
-    if len(report.done) > 1:
+    counts = report.case is not None and report.case.traffic is not None
+    if counts:
         _show_table(table_of(report))
     if len(values := held_table(exercise, report)):
         show(held(values, f"Who held what: {exercise.name}"))
-    if len(messages := moved_table(report)):
+    if counts and len(messages := moved_table(report)):
         show(moved(messages, f"What moved: {exercise.name}"))
 
 

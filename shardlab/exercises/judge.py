@@ -59,7 +59,7 @@ class Report:
         detail: the rank's traceback, or the table of a hang, where there is one.
         case: the case that failed.
         done: what each rank came to in it; empty where the ranks did not come to an end.
-        score: of all cases that passed.
+        score: of all cases that passed and in which messages count.
     """
 
     exercise: str
@@ -124,7 +124,7 @@ def examine(exercise: Exercise, function: Function, pool: RankPool) -> Report:
         if reason:
             first, _, rest = f"{case.words}: {reason}".partition("\n")
             return Report(exercise.name, Verdict.FAILED, first, rest.strip(), case, done, score)
-        score = score.plus(done)
+        score = score.plus(done) if case.traffic else score
     return Report(exercise.name, Verdict.PASSED, score=score)
 
 
@@ -174,9 +174,9 @@ def _too_many(rank: int, done: Done, traffic: Traffic) -> str:
     sent = [message for message in done.messages if message.is_sent]
     if len(sent) <= traffic.most_messages:
         return ""
-    first = sent[traffic.most_messages]
+    first, enough = sent[traffic.most_messages], traffic.most_messages
     return (
-        f"rank {rank} sent {len(sent)} messages where {traffic.most_messages} are enough; "
+        f"rank {rank} sent {len(sent)} messages where {enough} {'is' if enough == 1 else 'are'} enough; "
         f"message {done.messages.index(first)} is the first too many: {_words(first)}"
     )
 

@@ -115,9 +115,179 @@ def never_exactly_full(sizes, capacity):
     return right_buckets(sizes, capacity - 1)
 
 
+def right_owners(sizes, num_ranks, rank):
+    chunk = -(-sum(sizes.values()) // num_ranks)
+    return ranges_within(sizes, rank * chunk, (rank + 1) * chunk)
+
+
+def ranges_within(sizes, first, last, keep_empty=False, flat=False, past_the_end=False):
+    owned, offset = {}, 0
+    for name, size in sizes.items():
+        start, stop = max(first, offset), last if past_the_end else min(last, offset + size)
+        if start < stop and start < offset + size:
+            owned[name] = (start, stop) if flat else (start - offset, stop - offset)
+        elif keep_empty:
+            owned[name] = (0, 0)
+        offset += size
+    return owned
+
+
+def chunks_rounded_down(sizes, num_ranks, rank):
+    chunk = sum(sizes.values()) // num_ranks
+    return ranges_within(sizes, rank * chunk, (rank + 1) * chunk)
+
+
+def whole_parameters(sizes, num_ranks, rank):
+    return {name: (0, size) for place, (name, size) in enumerate(sizes.items()) if place % num_ranks == rank}
+
+
+def empty_ranges(sizes, num_ranks, rank):
+    chunk = -(-sum(sizes.values()) // num_ranks)
+    return ranges_within(sizes, rank * chunk, (rank + 1) * chunk, keep_empty=True)
+
+
+def offsets_on_the_line(sizes, num_ranks, rank):
+    chunk = -(-sum(sizes.values()) // num_ranks)
+    return ranges_within(sizes, rank * chunk, (rank + 1) * chunk, flat=True)
+
+
+def padding_too(sizes, num_ranks, rank):
+    chunk = -(-sum(sizes.values()) // num_ranks)
+    return ranges_within(sizes, rank * chunk, (rank + 1) * chunk, past_the_end=True)
+
+
+def right_norm(comm, shards, norm_type):
+    norms = [torch.linalg.vector_norm(shard, norm_type) for shard in shards]
+    if norm_type == float("inf"):
+        total = torch.stack([*norms, torch.zeros((), dtype=torch.float64)]).max()
+        comm.all_reduce(total, reduction="max").wait()
+        return total
+    total = sum((norm**norm_type for norm in norms), torch.zeros((), dtype=torch.float64))
+    comm.all_reduce(total).wait()
+    return total ** (1 / norm_type)
+
+
+def local_norm(comm, shards, norm_type):
+    return torch.linalg.vector_norm(torch.cat([torch.zeros(1, dtype=torch.float64), *shards]), norm_type)
+
+
+def sum_of_norms(comm, shards, norm_type):
+    total = local_norm(comm, shards, norm_type)
+    comm.all_reduce(total).wait()
+    return total
+
+
+def a_rank_without_shards_fails(comm, shards, norm_type):
+    return right_norm(comm, [torch.cat(shards)], norm_type)
+
+
+def powers_of_inf(comm, shards, norm_type):
+    if norm_type != float("inf"):
+        return right_norm(comm, shards, norm_type)
+    return sum_of_norms(comm, shards, norm_type)
+
+
+def largest_with_sign(comm, shards, norm_type):
+    if norm_type != float("inf"):
+        return right_norm(comm, shards, norm_type)
+    total = torch.cat([torch.zeros(1, dtype=torch.float64), *shards]).max()
+    comm.all_reduce(total, reduction="max").wait()
+    return total
+
+
+def asks_twice(comm, shards, norm_type):
+    comm.all_reduce(torch.tensor([float(len(shards))], dtype=torch.float64)).wait()
+    return right_norm(comm, shards, norm_type)
+
+
+def right_hooks(comm, model, num_micro_batches, *, sends_rest=True):
+    params, pending = [*model.parameters()][::-1], []
+    counts = [0] * len(params)
+
+    def send(everything):
+        while len(pending) < len(params) and (everything or counts[len(pending)] == num_micro_batches):
+            param = params[len(pending)]
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            pending.append(comm.all_reduce(param.grad))
+
+    def hook_of(place):
+        def hook(_):
+            counts[place] += 1
+            send(False)
+
+        return hook
+
+    for place, param in enumerate(params):
+        param.register_post_accumulate_grad_hook(hook_of(place))
+
+    def finish():
+        send(sends_rest)
+        for each in pending:
+            each.wait()
+        for param in params:
+            if param.grad is not None:
+                param.grad /= comm.num_ranks
+
+    return finish
+
+
+def hooks_as_they_come(comm, model, num_micro_batches, *, divisor=0, every_time=False):
+    """Sends what is ready at once, in an order that differs between ranks where one leaves a parameter out."""
+    counts, sent, pending = {}, set(), []
+
+    def send(param):
+        sent.add(param)
+        param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        pending.append(comm.all_reduce(param.grad))
+
+    def hook(param):
+        counts[param] = counts.get(param, 0) + 1
+        if every_time or counts[param] == num_micro_batches:
+            send(param)
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(hook)
+
+    def finish():
+        for param in model.parameters():
+            if param not in sent:
+                send(param)
+        for each in pending:
+            each.wait()
+        for param in model.parameters():
+            param.grad /= divisor or comm.num_ranks
+
+    return finish
+
+
+def forgets_to_divide(comm, model, num_micro_batches):
+    return hooks_as_they_come(comm, model, num_micro_batches, divisor=1)
+
+
+def waits_for_the_unused(comm, model, num_micro_batches):
+    return right_hooks(comm, model, num_micro_batches, sends_rest=False)
+
+
+def sends_every_micro_batch(comm, model, num_micro_batches):
+    return hooks_as_they_come(comm, model, num_micro_batches, every_time=True)
+
+
+def all_at_the_end(comm, model, num_micro_batches):
+    def finish():
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            comm.all_reduce(param.grad).wait()
+            param.grad /= comm.num_ranks
+
+    return finish
+
+
 RIGHT = {
     "collectives.ring_all_reduce": [right_ring],
     "buckets.assign": [right_buckets],
+    "data_parallel.hooks": [right_hooks],
+    "zero1.owners": [right_owners],
+    "clip.global_norm": [right_norm],
 }
 
 # Each with words of its own reason.
@@ -135,6 +305,28 @@ WRONG = {
         forgets_the_last: r"four parameters.*result: 2 items are wanted, 1 was found",
         empty_before_a_large_one: r"no parameters.*0 items are wanted, 1 was found",
         never_exactly_full: r"four parameters.*result\[0\]: 2 items are wanted, 1 was found",
+    },
+    "data_parallel.hooks": {
+        forgets_to_divide: r"^1 micro-batch: rank 0, result\['gradients'\]\['trunk.weight'\], element 0",
+        all_at_the_end: r"^1 micro-batch: rank 0, result\['sends during backward'\]: True is wanted, False was found",
+        sends_every_micro_batch: r"^2 micro-batches: rank 0, result\['gradients'\]",
+        waits_for_the_unused: r"^rank 0 does not use the right branch: ranks waited in a collective.*rank 1 in all_red",
+        hooks_as_they_come: r"^rank 0 does not use the right branch: rank . raised MismatchError",
+    },
+    "zero1.owners": {
+        chunks_rounded_down: r"^3 ranks.*rank 0, result\['ranges'\]\['weight'\]\[1\]: 7 is wanted, 6 was found",
+        whole_parameters: r"^3 ranks.*rank 0, result\['ranges'\]: 'head' should not be there",
+        empty_ranges: r"^3 ranks.*rank 0, result\['ranges'\]: 'bias' should not be there; it is \[0, 0\]",
+        offsets_on_the_line: r"^3 ranks.*rank 0, result\['ranks that step'\], element 7 .*1 is wanted, 0 was",
+        padding_too: r"^3 ranks.*rank 1, result\['ranges'\]\['bias'\]\[1\]: 3 is wanted, 7 was found",
+    },
+    "clip.global_norm": {
+        local_norm: r"^2-norm.*rank 0, result: 13.0 is wanted, 5.0 was found",
+        sum_of_norms: r"^2-norm.*rank 0, result: 13.0 is wanted, 17.0 was found",
+        a_rank_without_shards_fails: r"^2-norm.*rank 1 raised",
+        powers_of_inf: r"^inf-norm.*rank 0, result: 7.0 is wanted, 12.0 was found",
+        largest_with_sign: r"^inf-norm.*rank 0, result: 7.0 is wanted, 5.0 was found",
+        asks_twice: r"^2-norm.*rank 0 sent 2 messages where 1 is enough; message 1 is the first too many",
     },
 }
 

@@ -1,0 +1,153 @@
+"""Exercise: data parallel from hooks, with micro-batches that add up and parameters that a rank does not use."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from shardlab.comm import CollectiveEvent, Communicator
+from shardlab.exercises.exercise import Case, Exercise, Function, Message, Traffic
+from shardlab.exercises.values import numbers_in
+from shardlab.partition.wire import ring_wire_bytes
+from shardlab.vocabulary import Collective
+
+USED = {  # for each rank, whether each of its micro-batches uses the right branch
+    "1 micro-batch": [[True], [True]],
+    "2 micro-batches": [[True, True], [True, True]],
+    "rank 0 does not use the right branch": [[False], [True]],
+    "rank 0 uses it in the first of 2 micro-batches only": [[True, False], [True, True]],
+}
+
+TASK = """data_parallel_hooks(comm, model, num_micro_batches): register hooks on the parameters of model; return finish.
+
+Each rank then calls forward and backward num_micro_batches times, and finish() once. After that, every parameter's
+grad must be the mean over the ranks of what the micro-batches have added up. One message per parameter is enough; a
+message after every micro-batch would be too many. The first messages must leave during the last backward, not in
+finish(). A rank may not use a parameter at all, or not in the last micro-batch, while another rank does; all ranks must
+send the same parameters in the same order. param.register_post_accumulate_grad_hook(hook) calls hook(param) when its
+grad has been added to; comm.all_reduce(tensor) returns at once, and .wait() on what it returns waits for the sum."""
+
+STARTER = """def data_parallel_hooks(comm, model, num_micro_batches):
+    def finish():
+        pass  # your code
+
+    return finish
+"""
+
+HINTS = (
+    "Fix an order that is the same on all ranks, such as reversed(list(model.parameters())).",
+    "Count how often each hook has been called. A parameter is ready when it was called num_micro_batches times.",
+    "In each hook, send the next parameters of the order for as long as they are ready; finish sends all that is left.",
+    "A parameter without grad on this rank gets zeros before it is sent: another rank may have used it.",
+)
+
+
+class Branches(nn.Module):
+    """A trunk with two branches, of which the right one is not always used; in float64, with fixed parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(3, 2), nn.Linear(2, 1), nn.Linear(2, 1)
+        self.double()
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(torch.linspace(0.5, 1.5, param.numel()).view_as(param))
+
+    @override
+    def forward(self, x: Tensor, uses_right: bool) -> Tensor:
+        """(rows, 3) in, (rows, 1) out."""
+        middle = self.trunk(x)
+        left: Tensor = self.left(middle)
+        return left + self.right(middle) ** 2 if uses_right else left
+
+
+def cases() -> list[Case]:
+    """All used, accumulation, unused on one rank, unused in the last micro-batch on one rank."""
+    return [_case(words, used) for words, used in USED.items()]
+
+
+def _case(words: str, used: list[list[bool]]) -> Case:
+    gradients = [_gradients(rank, used[rank]) for rank in range(len(used))]
+    mean = {name: torch.stack([of_rank[name] for of_rank in gradients]).mean(0) for name in gradients[0]}
+    messages = [
+        Message("all_reduce", param.nbytes, _wire(param.nbytes, len(used))) for param in Branches().parameters()
+    ]
+    is_all_used = all(map(all, used))
+    wanted: dict[str, object] = {"gradients": mean}
+    if is_all_used:
+        wanted["sends during backward"] = True
+    inputs = tuple((rank, tuple(used[rank]), is_all_used) for rank in range(len(used)))
+    return Case(words, inputs, (wanted,) * len(used), Traffic.of([messages[::-1]] * len(used)))
+
+
+def _wire(num_bytes: int, num_ranks: int) -> float:
+    return ring_wire_bytes(Collective.ALL_REDUCE, num_bytes, num_ranks)
+
+
+def _rows(rank: int, micro_batch: int) -> Tensor:
+    return torch.arange(6, dtype=torch.float64).view(2, 3) + 10 * rank + micro_batch
+
+
+def _gradients(rank: int, used: Sequence[bool]) -> dict[str, Tensor]:
+    model = Branches()
+    for micro_batch, uses_right in enumerate(used):
+        model(_rows(rank, micro_batch), uses_right).mean().backward()
+    zeros = {name: torch.zeros_like(param) for name, param in model.named_parameters()}
+    return {name: zeros[name] if param.grad is None else param.grad for name, param in model.named_parameters()}
+
+
+def train(
+    function: Function, comm: Communicator, rank: int, used: Sequence[bool], is_all_used: bool
+) -> dict[str, object]:
+    """The micro-batches of one step with the learner's hooks."""
+    model = Branches()
+    with _counted(comm) as sent:
+        finish = function(comm, model, len(used))
+        for micro_batch, uses_right in enumerate(used):
+            model(_rows(rank, micro_batch), uses_right).mean().backward()
+        during_backward = bool(sent)
+    finish()
+    result: dict[str, object] = {"gradients": {name: param.grad for name, param in model.named_parameters()}}
+    # Where a rank leaves out the parameter that is sent first, nothing can be sent before finish().
+    return result | ({"sends during backward": during_backward} if is_all_used else {})
+
+
+class _Issued(list[CollectiveEvent]):
+    """An observer: the list of what was issued."""
+
+    def issued(self, event: CollectiveEvent) -> None:
+        self.append(event)
+
+    def started(self, event: CollectiveEvent) -> None: ...
+
+    def completed(self, event: CollectiveEvent) -> None: ...
+
+    def waited(self, event: CollectiveEvent) -> None: ...
+
+
+@contextmanager
+def _counted(comm: Communicator) -> Iterator[_Issued]:
+    issued = _Issued()
+    with comm.observed_by(issued):
+        yield issued
+
+
+def gradient_numbers(result: object) -> list[float]:
+    """A rank's row of the picture: its gradients end to end."""
+    return numbers_in(result["gradients"]) if isinstance(result, dict) else []
+
+
+HOOKS = Exercise(
+    name="data_parallel.hooks",
+    task=TASK,
+    starter=STARTER,
+    cases=cases,
+    hints=HINTS,
+    notebook="03_data_parallel",
+    attempt=train,
+    drawn=gradient_numbers,
+    num_references=1,
+    num_wrong=5,
+)
