@@ -97,7 +97,7 @@ def test_an_unknown_command_likewise(answers):
     code, _, stderr = answers["unknown command"]
     assert (code, len(stderr.splitlines())) == (2, 1)
     assert "'compar'" in stderr
-    assert "Commands: compare, template, record, plan, bench, report, trace, diff, doctor." in stderr
+    assert "Commands: compare, template, record, plan, bench, exercises, report, trace, diff, doctor." in stderr
 
 
 def test_without_a_command_the_commands_are_shown(answers):
