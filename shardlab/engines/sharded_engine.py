@@ -11,7 +11,7 @@ from torch import nn
 from typing_extensions import override
 
 from shardlab.engines.accounting import Division, Held
-from shardlab.engines.mixed_precision import MixedPrecision
+from shardlab.engines.casts import MixedPrecision
 from shardlab.engines.sharded_bucket import ShardedBucket
 from shardlab.engines.state import Stateful
 from shardlab.engines.step_tensors import StepTensors

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from shardlab.engines.accounting import Held
 from shardlab.engines.buckets import Bucket
-from shardlab.engines.mixed_precision import MixedPrecision
+from shardlab.engines.casts import MixedPrecision
 from shardlab.engines.placeholder import PlaceholderGradient, PlaceholderGradients
 from shardlab.engines.shards import MasterShards, ParameterShards
 from shardlab.engines.state import Stateful
