@@ -71,10 +71,7 @@ def check(
     with pool_for(found.cases(), timeout_s, limit_s) as pool:
         report = examine(found, function, pool)
     _say(found, report)
-    try:
-        kept.add(report)
-    except OSError as error:  # the verdict stands all the same
-        sys.stdout.write(f"Progress was not kept: {error}\n")
+    kept.add(report)
     return report
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,13 @@ class Progress:
         return entries
 
     def _write(self, name: str, entry: dict[str, Any]) -> None:
-        self._entries[name] = entry
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Read again: another notebook may have written since.
+        self._entries = self._read() | {name: entry}
         # Written beside it and renamed: a kernel that dies meanwhile leaves the old file whole.
         beside = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-        beside.write_text(json.dumps(self._entries, indent=2) + "\n")
-        beside.replace(self.path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            beside.write_text(json.dumps(self._entries, indent=2) + "\n")
+            beside.replace(self.path)
+        except OSError as error:  # the verdict stands all the same
+            sys.stdout.write(f"Progress was not kept: {error}\n")

@@ -282,12 +282,104 @@ def all_at_the_end(comm, model, num_micro_batches):
     return finish
 
 
+def right_forward(units, x, *, last_free=True):
+    for unit in units[:1]:
+        unit.gather()
+    for number, unit in enumerate(units):
+        for following in units[number + 1 : number + 2]:
+            following.gather()
+        x = unit.use(x)
+        if last_free or number + 1 < len(units):
+            unit.free()
+    return x
+
+
+def not_ahead(units, x):
+    for unit in units:
+        unit.gather()
+        x = unit.use(x)
+        unit.free()
+    return x
+
+
+def keeps_the_last(units, x):
+    return right_forward(units, x, last_free=False)
+
+
+def frees_one_late(units, x):
+    for unit in units[:1]:
+        unit.gather()
+    for number, unit in enumerate(units):
+        for following in units[number + 1 : number + 2]:
+            following.gather()
+        x = unit.use(x)
+        if number:
+            units[number - 1].free()
+    for unit in units[-1:]:
+        unit.free()
+    return x
+
+
+def past_the_end(units, x):
+    units[0].gather()
+    for number, unit in enumerate(units):
+        if number < 3:
+            units[number + 1].gather()
+        x = unit.use(x)
+        unit.free()
+    return x
+
+
+def frees_before_use(units, x):
+    for unit in units:
+        unit.gather()
+        unit.free()
+        x = unit.use(x)
+    return x
+
+
+def right_reshard(saved, sizes, num_ranks, rank, owners=right_owners):
+    held = {}
+    for name, (start, stop) in owners(sizes, num_ranks, rank).items():
+        values = torch.full((stop - start,), -1.0, dtype=torch.float64)
+        for first, old in (pieces[name] for pieces in saved if name in pieces):
+            begin, end = max(start, first), min(stop, first + len(old))
+            if begin < end:
+                values[begin - start : end - start] = old[begin - first : end - first]
+        held[name] = (start, values)
+    return held
+
+
+def first_file_only(saved, sizes, num_ranks, rank):
+    return right_reshard([{name: saved[0][name] for name in saved[0]}], sizes, num_ranks, rank)
+
+
+def forgets_where_it_starts(saved, sizes, num_ranks, rank):
+    return {name: (0, values) for name, (_, values) in right_reshard(saved, sizes, num_ranks, rank).items()}
+
+
+def each_parameter_in_parts(saved, sizes, num_ranks, rank):
+    def in_parts(sizes, num_ranks, rank):
+        chunks = {name: -(-size // num_ranks) for name, size in sizes.items()}
+        parts = {name: (rank * part, min((rank + 1) * part, sizes[name])) for name, part in chunks.items()}
+        return {name: (start, stop) for name, (start, stop) in parts.items() if start < stop}
+
+    return right_reshard(saved, sizes, num_ranks, rank, in_parts)
+
+
+def files_handed_on(saved, sizes, num_ranks, rank):
+    """Rank r reads the old files r, r + N, ... and keeps what is in them."""
+    return {name: piece for pieces in saved[rank::num_ranks] for name, piece in pieces.items()}
+
+
 RIGHT = {
     "collectives.ring_all_reduce": [right_ring],
     "buckets.assign": [right_buckets],
     "data_parallel.hooks": [right_hooks],
     "zero1.owners": [right_owners],
     "clip.global_norm": [right_norm],
+    "zero3.forward": [right_forward],
+    "checkpoint.reshard": [right_reshard],
 }
 
 # Each with words of its own reason.
@@ -327,6 +419,19 @@ WRONG = {
         powers_of_inf: r"^inf-norm.*rank 0, result: 7.0 is wanted, 12.0 was found",
         largest_with_sign: r"^inf-norm.*rank 0, result: 7.0 is wanted, 5.0 was found",
         asks_twice: r"^2-norm.*rank 0 sent 2 messages where 1 is enough; message 1 is the first too many",
+    },
+    "zero3.forward": {
+        not_ahead: r"^2 ranks, 4 units: rank 0, result\['events'\]\[1\]: 'gather 1' is wanted, 'use 0' was found",
+        keeps_the_last: r"^2 ranks, 4 units: rank 0, result\['events'\]: 12 items are wanted, 11 were found",
+        frees_one_late: r"^2 ranks, 4 units: rank 0, result\['events'\]\[3\]: 'free 0' is wanted, 'gather 2' was found",
+        past_the_end: r"^3 ranks, 2 units: rank . raised IndexError",
+        frees_before_use: r"^2 ranks, 4 units: rank . raised RuntimeError: unit 0 is used, but it is not gathered",
+    },
+    "checkpoint.reshard": {
+        first_file_only: r"^4 to 3: rank 0, result\['weight'\]\[1\], element 5 .*5 is wanted, -1 was found",
+        forgets_where_it_starts: r"^4 to 3: rank 2, result\['head'\]\[0\]: 3 is wanted, 0 was found",
+        each_parameter_in_parts: r"^4 to 3: rank 0, result: 'bias' should not be there; it is ",
+        files_handed_on: r"^4 to 3: rank 0, result: 'head' should not be there",
     },
 }
 

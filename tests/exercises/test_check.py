@@ -69,6 +69,20 @@ def test_what_the_machine_lacks_is_blocked_and_no_attempt(progress, capsys, pool
     assert not progress.exists()
 
 
+def test_ranks_that_do_not_start_block_and_progress_that_cannot_be_kept_is_said(tmp_path, capsys):
+    class NoRanks:
+        def start(self):
+            raise OSError("no more processes")
+
+    report = examine(find("buckets.assign"), right_buckets, NoRanks())
+    assert (report.verdict, report.reason) == (Verdict.BLOCKED, "ranks do not start here: no more processes")
+    (tmp_path / "file").write_text("")
+    hint("buckets.assign", progress=tmp_path / "file" / "progress.json")
+    printed = capsys.readouterr().out
+    assert "Progress was not kept: " in printed
+    assert LADDER[1].hints[0] in printed
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [

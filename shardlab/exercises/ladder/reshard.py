@@ -1,0 +1,78 @@
+"""Exercise: a checkpoint of 4 ranks, read by 3, then by 1."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from shardlab.exercises.exercise import Case, Exercise, call_without_ranks
+from shardlab.exercises.values import numbers_in
+from shardlab.partition.flat import ParamSpec, flat_layout
+
+Saved = dict[str, tuple[int, Tensor]]
+
+SIZES = {"weight": 7, "bias": 3, "scale": 1, "head": 8}
+RANKS = ((4, 3), (3, 1), (1, 4), (2, 2))
+
+TASK = """checkpoint_reshard(saved, sizes, num_ranks, rank): what rank holds of a checkpoint that others have saved.
+
+saved has a dict for each rank that saved: {name: (start, values)}, where values are the elements of the parameter from
+start on. sizes is {name: number of elements} of the whole parameters, in order. Return the same kind of dict for one of
+num_ranks new ranks: the parameters lie end to end, and every rank holds an equal chunk of ceil(total / num_ranks)
+elements, as in zero1.owners. Parameters of which the rank holds nothing are left out."""
+
+STARTER = """def checkpoint_reshard(saved, sizes, num_ranks, rank):
+    return saved[rank % len(saved)]  # your code: here a rank reads one old file, which holds other ranges
+"""
+
+HINTS = (
+    "Your zero1_owners(sizes, num_ranks, rank) says which ranges the new rank holds.",
+    "Each of these ranges may lie in several of the old dicts: take what each of them shares with it.",
+    "Make an empty vector of the range, and copy every shared part to its place, minus the range's start.",
+)
+
+
+def cases() -> list[Case]:
+    """Fewer ranks, one, more ranks, the same number; one input for each new rank, read one after another."""
+    return [_case(before, after) for before, after in RANKS]
+
+
+def _case(before: int, after: int) -> Case:
+    saved = [_pieces(before, rank) for rank in range(before)]
+    wanted = tuple(_pieces(after, rank) for rank in range(after))
+    return Case(f"{before} to {after}", tuple((saved, SIZES, after, rank) for rank in range(after)), wanted)
+
+
+def _pieces(num_ranks: int, rank: int) -> Saved:
+    layout = flat_layout([ParamSpec(name, (size,), 1) for name, size in SIZES.items()], num_ranks)
+    whole = _parameters(SIZES)
+    return {
+        piece.name: (piece.param_start, whole[piece.name][piece.param_start : piece.param_stop].clone())
+        for piece in layout.pieces(rank)
+    }
+
+
+def _parameters(sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """Every element has its own value, so that a wrong place shows."""
+    numel = sum(sizes.values())
+    return dict(zip(sizes, torch.arange(numel, dtype=torch.float64).split(list(sizes.values())), strict=True))
+
+
+def values_held(result: object) -> list[float]:
+    """A rank's row of the picture: its values, without their starts."""
+    assert isinstance(result, dict)
+    return numbers_in([values for _, values in result.values()])
+
+
+RESHARD = Exercise(
+    name="checkpoint.reshard",
+    task=TASK,
+    starter=STARTER,
+    cases=cases,
+    hints=HINTS,
+    notebook="12_checkpoints_that_reshard",
+    attempt=call_without_ranks,
+    drawn=values_held,
+    num_references=1,
+    num_wrong=4,
+)
