@@ -1,8 +1,10 @@
 """What a learner sees: a sentence, a table, figures, hints, progress; and exercises of a teacher's own."""
 
 import json
+import os
 import re
 import sys
+import time
 
 import pytest
 
@@ -12,7 +14,16 @@ from shardlab.exercises.judge import examine, on_rank
 from shardlab.exercises.picture import held, held_table, moved, moved_table
 from shardlab.exercises.progress import progress_path
 from tests.conftest import Pools
-from tests.exercises.solutions import ends_its_process, half_a_ring, right_buckets, sleeps
+from tests.exercises.right import right_buckets
+from tests.exercises.wrong import half_a_ring
+
+
+def sleeps(comm, x):
+    time.sleep(60)
+
+
+def ends_its_process(comm, x):
+    os._exit(3)
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import pytest
 from shardlab.exercises import LADDER, Exercise, Verdict, find
 from shardlab.exercises.judge import LIMIT_S, TIMEOUT_S, examine
 from shardlab.launch import RankPool
-from tests.exercises.solutions import RIGHT, WRONG
+from tests.exercises.reasons import WRONG
+from tests.exercises.right import RIGHT
 
 BY_NAME = pytest.mark.parametrize("exercise", LADDER, ids=lambda exercise: exercise.name)
 

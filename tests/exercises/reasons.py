@@ -1,0 +1,55 @@
+"""Words of the reason for which each wrong answer must fail, each its own."""
+
+from tests.exercises import wrong
+
+WRONG = {
+    "collectives.ring_all_reduce": {
+        wrong.ring_in_ceil_chunks: "4 ranks, 3 elements: rank . raised IndexError",
+        wrong.half_a_ring: "2 ranks, 8 elements: rank 0, result, element 0 .bytes 0 to 7.*4 of 8 elements differ",
+        wrong.whole_vectors: "3 ranks, 7 elements: rank 0 sent 112 B where 96 B.*send of 56 B",
+        wrong.librarys_own: "2 ranks, 8 elements: rank 0, message 0 is all_reduce of 64 B .*allowed: send and recv",
+        wrong.receives_first: "2 ranks, 8 elements: ranks waited in a collective.*recv",
+    },
+    "buckets.assign": {
+        wrong.buckets_of_forward: r"four parameters.*result\[0\]\[0\]: 3 is wanted, 0 was found",
+        wrong.closed_when_past: r"one parameter is larger.*1 items? (is|are) wanted, 2 were found",
+        wrong.forgets_the_last: r"four parameters.*result: 2 items are wanted, 1 was found",
+        wrong.empty_before_a_large_one: r"no parameters.*0 items are wanted, 1 was found",
+        wrong.never_exactly_full: r"four parameters.*result\[0\]: 2 items are wanted, 1 was found",
+    },
+    "data_parallel.hooks": {
+        wrong.forgets_to_divide: r"^1 micro-batch: rank 0, result\['gradients'\]\['trunk.weight'\], element 0",
+        wrong.all_at_the_end: r"^1 micro-batch: rank 0, result\['sends during backward'\]: True is wanted",
+        wrong.sends_every_micro_batch: r"^2 micro-batches: rank 0, result\['gradients'\]",
+        wrong.waits_for_the_unused: r"^rank 0 does not use the right branch: ranks waited in a collective.*rank 1 in all",
+        wrong.hooks_as_they_come: r"^rank 0 does not use the right branch: rank . raised MismatchError",
+    },
+    "zero1.owners": {
+        wrong.chunks_rounded_down: r"^3 ranks.*rank 0, result\['ranges'\]\['weight'\]\[1\]: 7 is wanted, 6 was found",
+        wrong.whole_parameters: r"^3 ranks.*rank 0, result\['ranges'\]: 'head' should not be there",
+        wrong.empty_ranges: r"^3 ranks.*rank 0, result\['ranges'\]: 'bias' should not be there; it is \[0, 0\]",
+        wrong.offsets_on_the_line: r"^3 ranks.*rank 0, result\['ranks that step'\], element 7 .*1 is wanted, 0 was",
+        wrong.padding_too: r"^3 ranks.*rank 1, result\['ranges'\]\['bias'\]\[1\]: 3 is wanted, 7 was found",
+    },
+    "clip.global_norm": {
+        wrong.local_norm: r"^2-norm.*rank 0, result: 13.0 is wanted, 5.0 was found",
+        wrong.sum_of_norms: r"^2-norm.*rank 0, result: 13.0 is wanted, 17.0 was found",
+        wrong.a_rank_without_shards_fails: r"^2-norm.*rank 1 raised",
+        wrong.powers_of_inf: r"^inf-norm.*rank 0, result: 7.0 is wanted, 12.0 was found",
+        wrong.largest_with_sign: r"^inf-norm.*rank 0, result: 7.0 is wanted, 5.0 was found",
+        wrong.asks_twice: r"^2-norm.*rank 0 sent 2 messages where 1 is enough; message 1 is the first too many",
+    },
+    "zero3.forward": {
+        wrong.not_ahead: r"^2 ranks, 4 units: rank 0, result\['events'\]\[1\]: 'gather 1' is wanted, 'use 0' was found",
+        wrong.keeps_the_last: r"^2 ranks, 4 units: rank 0, result\['events'\]: 12 items are wanted, 11 were found",
+        wrong.frees_one_late: r"^2 ranks, 4 units: .*result\['events'\]\[3\]: 'free 0' is wanted, 'gather 2' was found",
+        wrong.past_the_end: r"^3 ranks, 2 units: rank . raised IndexError",
+        wrong.frees_before_use: r"^2 ranks, 4 units: rank . raised RuntimeError: unit 0 is used, but",
+    },
+    "checkpoint.reshard": {
+        wrong.first_file_only: r"^4 to 3: rank 0, result\['weight'\]\[1\], element 5 .*5 is wanted, -1 was found",
+        wrong.forgets_where_it_starts: r"^4 to 3: rank 2, result\['head'\]\[0\]: 3 is wanted, 0 was found",
+        wrong.each_parameter_in_parts: r"^4 to 3: rank 0, result: 'bias' should not be there; it is ",
+        wrong.files_handed_on: r"^4 to 3: rank 0, result: 'head' should not be there",
+    },
+}
