@@ -105,7 +105,7 @@ def _say(exercise: Exercise, report: Report) -> None:
     if counts:
         _show_table(table_of(report))
     if len(values := held_table(exercise, report)):
-        show(held(values, f"Who held what: {exercise.name}"))
+        show(held(values, f"Who held what: {exercise.name}", exercise.drawn_words))
     if counts and len(messages := moved_table(report)):
         show(moved(messages, f"What moved: {exercise.name}"))
 

@@ -111,6 +111,7 @@ class Exercise:
         attempt: what a rank does with the function: ``call``, ``call_in_place``, ``call_without_ranks`` or your own
             ``f(function, comm, *inputs)``, which returns what is compared.
         drawn: a rank's result as a row of numbers, for the picture.
+        drawn_words: what stands in each column of it.
         lacks: says what this machine lacks for it; empty if nothing.
         num_references: right solutions that its tests hold.
         num_wrong: wrong solutions that its tests hold.
@@ -124,6 +125,7 @@ class Exercise:
     notebook: str = ""
     attempt: Attempt = call
     drawn: Callable[[object], Sequence[float]] = field(default=numbers_in)
+    drawn_words: str = "a number of the result"
     lacks: Callable[[], str] = str
     num_references: int = 0
     num_wrong: int = 0

@@ -47,9 +47,9 @@ def moved_table(report: Report) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["side", "rank", "message", "op", "bytes"])
 
 
-def held(table: pd.DataFrame, title: str) -> go.Figure:
-    """Numbers by rank as colours; a cross stands where the attempt differs."""
-    figure = _two_halves(title, "a number of the result in each column; a cross: it differs")
+def held(table: pd.DataFrame, title: str, words: str) -> go.Figure:
+    """Numbers by rank as colours; a cross stands where the attempt differs; ``words`` say what is in a column."""
+    figure = _two_halves(title, f"in each column {words}; a cross: it differs")
     low, high = table["value"].min(), table["value"].max()
     for column, side in enumerate(SIDES, 1):
         rows = table[table["side"] == side]
@@ -68,7 +68,7 @@ def held(table: pd.DataFrame, title: str) -> go.Figure:
         row=1, col=1,
     )  # fmt: skip
     figure.update_layout(showlegend=False)
-    figure.update_xaxes(title_text="number in the result", matches="x")
+    figure.update_xaxes(title_text="column", matches="x")
     return _with_ranks(figure, table, f"{title}: {len(wrong)} of {sum(table['side'] == 'attempt')} numbers differ.")
 
 

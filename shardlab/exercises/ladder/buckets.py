@@ -61,6 +61,7 @@ BUCKETS = Exercise(
     notebook="03_data_parallel",
     attempt=call_without_ranks,
     drawn=bucket_of_each,
+    drawn_words="the bucket of a parameter",
     num_references=1,
     num_wrong=5,
 )

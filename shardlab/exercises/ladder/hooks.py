@@ -148,6 +148,7 @@ HOOKS = Exercise(
     notebook="03_data_parallel",
     attempt=train,
     drawn=gradient_numbers,
+    drawn_words="an element of the gradients",
     num_references=1,
     num_wrong=5,
 )

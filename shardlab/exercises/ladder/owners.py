@@ -81,6 +81,7 @@ OWNERS = Exercise(
     notebook="06_zero_1_and_2",
     attempt=step_what_is_owned,
     drawn=elements_held,
+    drawn_words="an element, 1 where the rank owns it",
     num_references=1,
     num_wrong=5,
 )

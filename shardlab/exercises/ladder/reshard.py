@@ -73,6 +73,7 @@ RESHARD = Exercise(
     notebook="12_checkpoints_that_reshard",
     attempt=call_without_ranks,
     drawn=values_held,
+    drawn_words="an element that the rank holds",
     num_references=1,
     num_wrong=4,
 )

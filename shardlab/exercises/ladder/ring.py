@@ -64,6 +64,7 @@ RING = Exercise(
     hints=HINTS,
     notebook="01_collectives_by_hand",
     attempt=call_in_place,
+    drawn_words="an element of x",
     num_references=1,
     num_wrong=5,
 )

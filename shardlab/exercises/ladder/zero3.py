@@ -130,6 +130,7 @@ ZERO3 = Exercise(
     notebook="07_zero_3",
     attempt=forward,
     drawn=gathered_after_each_event,
+    drawn_words="the number of gathered units after an event",
     num_references=1,
     num_wrong=5,
 )
