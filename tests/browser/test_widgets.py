@@ -68,7 +68,7 @@ def test_the_live_view_changes_while_ranks_train(open_notebook, lab):
     page = open_notebook("live.ipynb").page
     page.evaluate(RUN_ALL)
     seen = []
-    for _ in range(3):
+    for _ in range(2):
         page.wait_for_function(
             f"""before => {{
                 const text = ({SEEN})();

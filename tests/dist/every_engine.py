@@ -39,7 +39,7 @@ PEERS = {
 ALL = {"single": ("single", {}), **ENGINES, **PEERS}
 PLACES = [
     ("single", 1),
-    *((key, size) for key in ENGINES for size in ((4,) if "hybrid" in key else (2, 3, 4))),
+    *((key, size) for key in ENGINES for size in ((4,) if "hybrid" in key else (2, 3))),
     *((key, 2) for key in PEERS),
 ]
 
