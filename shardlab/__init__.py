@@ -25,7 +25,17 @@ if TYPE_CHECKING:
         ZeRO3,
         build_engine,
     )
-    from shardlab.experiment import CompareConfig, TrainStep, Workload, compare, load_comparison, plan, show_tp_plan
+    from shardlab.experiment import (
+        CompareConfig,
+        TrainStep,
+        Workload,
+        compare,
+        load_comparison,
+        plan,
+        show_tp_plan,
+        write_report,
+    )
+    from shardlab.experiment.verdicts import verdicts
     from shardlab.launch import RankPool, launch
     from shardlab.models import build_model
     from shardlab.partition import Link
@@ -58,7 +68,9 @@ _ROOMS = {
         "load_comparison",
         "plan",
         "show_tp_plan",
+        "write_report",
     ),
+    "shardlab.experiment.verdicts": ("verdicts",),
     "shardlab.launch": ("RankPool", "launch"),
     "shardlab.models": ("build_model",),
     "shardlab.partition": ("Link",),
@@ -98,6 +110,8 @@ __all__ = [
     "show",
     "show_tp_plan",
     "show_units",
+    "verdicts",
+    "write_report",
 ]
 
 

@@ -27,5 +27,7 @@ def record(
     # Called by main, when the command line has been dealt with: what the script raises is no error of an option.
     prepared = Script(script, tuple(arguments or ()), out or directory_by_date())
     if out is None and is_reporter():
-        Console(stderr=True, highlight=False).print(f"records go to {prepared.directory}", soft_wrap=True)
+        Console(stderr=True, highlight=False).print(
+            f"records go to {prepared.directory}; then: shardlab report {prepared.directory}", soft_wrap=True
+        )
     return prepared

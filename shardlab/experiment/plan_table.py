@@ -49,10 +49,12 @@ def plan(
 
 
 def _row(strategy: str, planned: Plan | None) -> dict[str, Any]:
+    if planned is None and strategy not in STRATEGIES:
+        raise ValueError(f"strategies: {strategy!r} cannot be planned, for it is not ours; {', '.join(STRATEGIES)} can")
     if planned is None:
         raise ValueError(
-            f"strategies: {strategy!r} cannot be planned here: it is not ours, the optimizer's state has other shapes "
-            "than the parameters, messages of divided layers depend on values, or a forward calls an FSDP unit twice"
+            f"strategies: {strategy!r} cannot be planned here: the optimizer's state has other shapes than the "
+            "parameters, messages of divided layers depend on values, or a forward calls an FSDP unit twice"
         )
     held, sent = planned.memory.groupby(["role", "rank"])["bytes"].sum(), planned.collectives.groupby("rank")
     return {

@@ -91,7 +91,7 @@ def test_a_directory_that_nobody_named_is_said(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["record", str(script(""))])
     (directory,) = (tmp_path / "runs").iterdir()
-    assert done.stderr == f"records go to runs/{directory.name}\n"
+    assert done.stderr == f"records go to runs/{directory.name}; then: shardlab report runs/{directory.name}\n"
 
 
 def test_bad_input_is_said_in_a_line(script, tmp_path):
