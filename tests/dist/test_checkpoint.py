@@ -713,6 +713,21 @@ def test_two_writers_at_once_lose_nothing(tmp_path):
     assert directory_module.latest(tmp_path).name in left
 
 
+def goes_on_from_the_others(rank, directory):  # noqa: ARG001
+    """A run on this rank alone, which replaces whatever version it has loaded, its own or another's."""
+    with build_engine("single", torch.nn.Linear(3, 3), lambda params: torch.optim.SGD(params, lr=0.1)) as engine:
+        for _ in range(40):
+            with contextlib.suppress(ValueError):  # no complete checkpoint yet
+                engine.load(directory)
+            engine.save(directory)
+    return True
+
+
+def test_runs_that_load_and_replace_the_same_version(pools, tmp_path):
+    assert pools(3).run(goes_on_from_the_others, tmp_path) == [True] * 3
+    assert directory_module.latest(tmp_path).is_dir()
+
+
 def refused_full_states(rank, factored):
     messages = []
     with Mesh({"data": 2}) as mesh, build("zero1", "MLP", mesh) as engine:

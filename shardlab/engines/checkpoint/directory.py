@@ -132,9 +132,15 @@ def reading(directory: Path) -> Iterator[Path]:
         yield folder
 
 
-def identity(folder: Path) -> tuple[int, int]:
-    """What tells a version from a later one under its name, in a directory that was emptied in between."""
-    status = (folder / MANIFEST).stat()
+def identity(folder: Path) -> tuple[int, int] | None:
+    """What tells a version from a later one under its name, in a directory that was emptied in between.
+
+    None if it is gone: another run that has loaded it too may remove it at any moment.
+    """
+    try:
+        status = (folder / MANIFEST).stat()
+    except FileNotFoundError:
+        return None
     return status.st_ino, status.st_mtime_ns
 
 

@@ -81,7 +81,8 @@ def _restore(engine: Checkpointed, folder: Path, manifest: Manifest) -> None:
                 buffer.copy_(files.read(rows, 0, buffer.numel()).view(buffer.shape))
         _restore_optimizer(engine, files, manifest)
     engine.num_steps = manifest.num_steps
-    engine.own_checkpoints[folder.resolve()] = identity(folder)
+    if (loaded := identity(folder)) is not None:
+        engine.own_checkpoints[folder.resolve()] = loaded
     # Last: the load_state_dict() of a user's optimizer may draw numbers, which would advance the generators.
     if engine.data_rank < len(manifest.rng):
         set_rng_state(manifest.rng[engine.data_rank], engine.mesh.device)

@@ -135,9 +135,10 @@ def _finish(
     }
     # The manifest is the last file of a version, so it names only files that are on disk.
     write_json(partial_folder(directory, version) / MANIFEST, whole)
-    known = engine.own_checkpoints
-    publish(directory, version, [folder for folder in known if folder.is_dir() and identity(folder) == known[folder]])
+    # Before the version is published: from then on another run may load and replace it.
+    written, known = identity(partial_folder(directory, version)), engine.own_checkpoints
+    assert written is not None
+    publish(directory, version, [folder for folder in known if identity(folder) == known[folder]])
     for folder in [folder for folder in known if not folder.is_dir()]:
         del known[folder]
-    folder = (directory / version).resolve()
-    known[folder] = identity(folder)
+    known[(directory / version).resolve()] = written
