@@ -23,7 +23,7 @@ import torch.distributed as dist
 from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.group import ObservedGroup
 from shardlab.comm.torch_names import Caller, axis_of, backend_of, caller_of
-from shardlab.comm.torch_times import GLOO_THREADS, FutureTimes, HostTimes, Times
+from shardlab.comm.torch_times import GLOO_THREADS, FutureTimes, HostTimes, Times, complete_waits
 from shardlab.comm.transports.base import Transport
 from shardlab.comm.trees import tensors_in
 from shardlab.vocabulary import Collective
@@ -135,21 +135,11 @@ class TorchCalls:
         self._work_of.clear()
 
     def end_waits(self) -> None:
-        """Complete the events of the collectives that C++ has waited for by now.
-
-        C++ begins to wait when it has nothing more to send, and waits for one after another in the order of issue. So a
-        collective that had ended by then was not waited for.
-        """
+        """Complete the events of the collectives that C++ has waited for by now."""
         left = {work: sent for work, sent in self._sent.items() if sent.waits_in_cpp}
-        now_ns = max((sent.event.issue_ns for sent in left.values()), default=0)
-        for work, (event, observers, times, *_) in left.items():
+        for work in left:
             self._forget(work)
-            times.ended(event, observers)
-            if event.device_times is None and event.end_ns > now_ns:
-                event.wait_start_ns, event.wait_end_ns = now_ns, event.end_ns
-                now_ns = event.end_ns
-            for observer in observers:
-                observer.waited(event)
+        complete_waits((sent.times, sent.event, sent.observers) for sent in left.values())
 
     def forget_ended(self) -> None:
         """Hold collectives no longer that have ended and that nobody has waited for."""

@@ -24,7 +24,7 @@ from shardlab.comm.base_mesh import BaseMesh, groups_along
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.process import Process, retire
-from shardlab.comm.torch_times import GLOO_THREADS, HostTimes, StreamTimes, Times
+from shardlab.comm.torch_times import GLOO_THREADS, HostTimes, StreamTimes, Times, complete_waits
 from shardlab.comm.trees import tensors_in
 from shardlab.vocabulary import Collective
 
@@ -163,20 +163,9 @@ class TorchGroup(dist.ProcessGroup):
         self._name = name
 
     def end_waits(self) -> None:
-        """Complete the records of the collectives that C++ waited for; called when it has returned.
-
-        C++ begins to wait when it has nothing more to send, and waits for one after another in the order of issue. So a
-        collective that had ended by then was not waited for.
-        """
+        """Complete the records of the collectives that C++ waited for; called when it has returned."""
         left, self.left_to_torch = self.left_to_torch, []
-        now_ns = max((event.issue_ns for event, _ in left), default=0)
-        for event, observers in left:
-            self.times.ended(event, observers)
-            if event.device_times is None and event.end_ns > now_ns:
-                event.wait_start_ns, event.wait_end_ns = now_ns, event.end_ns
-                now_ns = event.end_ns
-            for observer in observers:
-                observer.waited(event)
+        complete_waits((self.times, event, observers) for event, observers in left)
 
     def close(self) -> None:
         """Drop the inner group and with it gloo's threads: torch may hold this object for ever, from C++."""

@@ -7,7 +7,7 @@ caller's ``Work`` alone.
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import isnan
 from time import perf_counter_ns
 from typing import Protocol, TypeVar
@@ -36,6 +36,23 @@ class Times(Protocol):
 
     def ended(self, event: CollectiveEvent, observers: tuple[Observer, ...]) -> None:
         """The wait for it has returned."""
+
+
+def complete_waits(left: Iterable[tuple["Times", CollectiveEvent, tuple[Observer, ...]]]) -> None:
+    """Complete the events of collectives that C++ has waited for, in the order of issue.
+
+    C++ begins to wait when it has nothing more to send, and waits for one after another. So a collective that had ended
+    by then was not waited for.
+    """
+    waited = list(left)
+    now_ns = max((event.issue_ns for _, event, _ in waited), default=0)
+    for times, event, observers in waited:
+        times.ended(event, observers)
+        if event.device_times is None and event.end_ns > now_ns:
+            event.wait_start_ns, event.wait_end_ns = now_ns, event.end_ns
+            now_ns = event.end_ns
+        for observer in observers:
+            observer.waited(event)
 
 
 class HostTimes:

@@ -1,5 +1,6 @@
 """A class is marked: good and bad submissions, none of which disturbs another."""
 
+import inspect
 import json
 from pathlib import Path
 
@@ -9,19 +10,11 @@ from typer.testing import CliRunner
 from shardlab.cli import app
 from shardlab.exercises import LADDER, find
 from shardlab.exercises.grade import grade
+from tests.exercises.right import right_buckets
 
-RIGHT = """
-def buckets_assign(sizes, capacity):
-    print("I print while I work")
-    buckets, filled = [], 0
-    for index in reversed(range(len(sizes))):
-        if not buckets or filled + sizes[index] > capacity:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(index)
-        filled += sizes[index]
-    return buckets
-"""
+RIGHT = inspect.getsource(right_buckets).replace(
+    "def right_buckets(sizes, capacity):\n", 'def buckets_assign(sizes, capacity):\n    print("I print while I work")\n'
+)
 SUBMISSIONS = {
     "ada.py": (RIGHT, "passed", ""),
     "ben.py": ("def buckets_assign(:", "failed", "ben.py does not import: rank 0 raised SyntaxError"),
