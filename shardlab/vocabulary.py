@@ -4,6 +4,7 @@ Each is a ``StrEnum``, so members equal their text: ``Role.GRADIENT == "gradient
 """
 
 from enum import StrEnum
+from functools import cache
 
 
 class Collective(StrEnum):
@@ -113,6 +114,7 @@ class HostTransport(StrEnum):
     GLOO = "gloo"
 
 
+@cache  # every collective asks
 def dtype_name(dtype: object) -> str:
     """A ``torch.dtype`` as tables and files spell it, for example 'float32'."""
     return str(dtype).removeprefix("torch.")

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from shardlab.partition.wire import ring_wire_bytes
 from shardlab.vocabulary import Collective
 
 
@@ -42,7 +43,7 @@ class CollectiveEvent:
     Attributes:
         seq: position among the collectives of this communicator, from 0.
         numel: elements of the whole buffer; ``num_bytes`` likewise.
-        wire_bytes: bytes this rank sends by the ring formula (``partition.wire``).
+        own_chunk_bytes: bytes of this rank's chunk, where chunks are uneven.
         scratch_bytes: bytes the transport holds between start and end beside the caller's buffers.
         storage: identity of the buffer's storage while it is alive, so that a memory ledger can tell what it is.
         source_line: ``file:line`` of the caller outside the library.
@@ -58,11 +59,11 @@ class CollectiveEvent:
     dtype: str
     numel: int
     num_bytes: int
-    wire_bytes: float
     group_size: int
     transport: str
     emulated: bool
     source_line: str
+    own_chunk_bytes: int | None = None
     scratch_bytes: int = 0
     storage: int = 0
     ranks: tuple[int, ...] = ()
@@ -73,6 +74,11 @@ class CollectiveEvent:
     wait_end_ns: float = nan
     device_times: tuple[DeviceEvent, DeviceEvent] | None = None
     device_wait: tuple[DeviceEvent, DeviceEvent] | None = None
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes this rank sends by the ring formula (``partition.wire``), worked out only where somebody asks."""
+        return ring_wire_bytes(self.op, self.num_bytes, self.group_size, self.own_chunk_bytes)
 
     @property
     def has_ended_on_stream(self) -> bool:

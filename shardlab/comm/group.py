@@ -12,7 +12,6 @@ from torch import Tensor
 from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.process import Process
 from shardlab.comm.transports.base import Transport
-from shardlab.partition.wire import ring_wire_bytes
 from shardlab.vocabulary import Collective, dtype_name
 
 _LIBRARY = (
@@ -97,7 +96,6 @@ class ObservedGroup:
             parts: how many such buffers make the whole, where a rank has only its part.
         """
         assert self._transport is not None
-        num_bytes = parts * sum(buffer.nbytes for buffer in buffers)
         event = CollectiveEvent(
             seq=self._seq,
             op=op,
@@ -105,12 +103,12 @@ class ObservedGroup:
             tag=tag,
             dtype=dtype_name(buffers[0].dtype) if buffers else "",
             numel=parts * sum(buffer.numel() for buffer in buffers),
-            num_bytes=num_bytes,
-            wire_bytes=ring_wire_bytes(op, num_bytes, self.num_ranks, own_chunk_bytes),
+            num_bytes=parts * sum(buffer.nbytes for buffer in buffers),
             group_size=self.num_ranks,
             transport=transport or self._transport.name,
             emulated=self._transport.emulated,
             source_line=_line_of_caller(),
+            own_chunk_bytes=own_chunk_bytes,
             scratch_bytes=scratch_bytes,
             storage=buffers[0].untyped_storage()._cdata if buffers else 0,
             ranks=self.ranks,

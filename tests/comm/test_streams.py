@@ -87,7 +87,7 @@ def test_compute_under_way_goes_on_while_the_host_waits(device, tmp_path, comput
     """As staged collectives do: the host sleeps until the thread is done, 6 ms after it began."""
 
     def train(recorder):
-        event = CollectiveEvent(0, Collective.ALL_REDUCE, "data", "", "float32", 1, 4, 4.0, 2, "staged", False, "")
+        event = CollectiveEvent(0, Collective.ALL_REDUCE, "data", "", "float32", 1, 4, 2, "staged", False, "")
         recorder.issued(event)
         event.start_ns, event.end_ns = 0, 6 * MS
         device.compute(computed_ms * MS)

@@ -9,7 +9,7 @@ from shardlab.vocabulary import Collective
 
 
 def event(seq, op=Collective.ALL_REDUCE, tag="gradients", source_line="train.py:31", dtype="float32", numel=4):
-    return CollectiveEvent(seq, op, "data", tag, dtype, numel, 16, 16.0, 2, "gloo", False, source_line)
+    return CollectiveEvent(seq, op, "data", tag, dtype, numel, 16, 2, "gloo", False, source_line)
 
 
 def shown(board, rank=1):

@@ -27,9 +27,7 @@ def works_again(pool):
 
 
 def event(tag):
-    return CollectiveEvent(
-        0, Collective.ALL_REDUCE, "data", tag, "float32", 4, 16, 16.0, 2, "gloo", False, "train.py:31"
-    )
+    return CollectiveEvent(0, Collective.ALL_REDUCE, "data", tag, "float32", 4, 16, 2, "gloo", False, "train.py:31")
 
 
 def test_error_carries_rank_traceback_and_cause(pools):

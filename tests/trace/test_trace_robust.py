@@ -59,7 +59,7 @@ def fake_step(recorder, step):
             for number in range(2):
                 event = CollectiveEvent(
                     seq=number, op=Collective.ALL_REDUCE, axis="data", tag=f"gradients of bucket {number}",
-                    dtype="float32", numel=8, num_bytes=32, wire_bytes=32.0, group_size=2, transport="gloo",
+                    dtype="float32", numel=8, num_bytes=32, group_size=2, transport="gloo",
                     emulated=False, source_line="",
                 )  # fmt: skip
                 recorder.issued(event)
