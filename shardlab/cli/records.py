@@ -75,7 +75,10 @@ def trace(
         )
     if format is TraceFormat.HTA:
         paths = export_hta(records, output, strategy)
-        typer.echo(f"Wrote {count(len(paths), 'file')}: TraceAnalysis(trace_dir={str(output)!r}) reads them")
+        typer.echo(
+            f"Wrote {count(len(paths), 'file')}: TraceAnalysis(trace_dir={str(output)!r}) reads them. "
+            "They hold the steps that 'hidden' is of: neither the first nor the traced one, unless there are no others."
+        )
     else:
         path = write_perfetto(records, output, strategy)
         typer.echo(f"Wrote {path} ({path.stat().st_size / 1e6:.1f} MB): open it in https://ui.perfetto.dev")

@@ -16,10 +16,11 @@ from shardlab.analysis.causal_graph import NoHostWaitsError
 from shardlab.analysis.critical_path import ALL, critical_path, what_if_free
 from shardlab.analysis.memory import allocator_items, peak
 from shardlab.analysis.overlap import COMPUTE_KINDS, overlap
+from shardlab.analysis.timed import in_timed_steps, timed_steps
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.saved import config_of
-from shardlab.experiment.summary import PLANNED, readable_summary, reference_of, timed_steps
+from shardlab.experiment.summary import PLANNED, readable_summary, reference_of
 from shardlab.experiment.verdicts import transports_of, verdicts
 from shardlab.plots import (
     collective_timeline,
@@ -132,18 +133,12 @@ def _figures(comparison: Comparison) -> dict[str, go.Figure]:
         figures[f"When {run} computes and when it communicates."] = collective_timeline(
             traffic, records.spans, run=run, step=_middle_step(timed[timed["run"] == run])
         )
-    figures[HIDDEN] = overlap_bars(overlap(_in_steps(traffic, timed), _in_steps(records.spans, timed)))
+    figures[HIDDEN] = overlap_bars(overlap(*in_timed_steps(records.collectives, records.spans, records.steps)))
     figures["Bytes sent by one rank in one step, by the ring formula."] = wire_volume(
         traffic, runs=list(comparison.summary["strategy"])
     )
     figures["Without the first step, which allocates, and without memory-traced steps."] = step_times(timed)
     return figures
-
-
-def _in_steps(table: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """The rows of ``table`` that belong to one of ``steps``."""
-    keys = ["run", "source", "rank", "step"]
-    return table.merge(steps[keys], on=keys)
 
 
 def _middle_step(steps: pd.DataFrame) -> int:

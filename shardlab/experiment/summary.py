@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from shardlab.analysis.memory import at_rest
+from shardlab.analysis.timed import hidden_share, timed_steps
 from shardlab.trace.store import Records
 from shardlab.vocabulary import Role
 
@@ -61,9 +62,10 @@ TERMINAL = {
 def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     """The rows of ``summary.json``.
 
-    Times are medians over steps and ranks, without the first step and memory-traced steps if others remain. Bytes are
-    maxima over ranks, at rest after the last step in which they were sampled; ``peak_bytes`` is the highest moment of
-    the traced steps. ``wire_bytes_per_step`` is what the busiest rank sends in the last step, without the reported
+    Times are medians over steps and ranks, without the first step and memory-traced steps if others remain;
+    ``overlap`` is the median over ranks of ``analysis.timed.hidden_share``, over the same steps. Bytes are maxima over
+    ranks, at rest after the last step in which they were sampled; ``peak_bytes`` is the highest moment of the traced
+    steps. ``wire_bytes_per_step`` is what the busiest rank sends in the last step, without the reported
     loss. ``recorder_share`` is the time of recording over the time of the steps, on the rank where it is largest.
     ``max_loss_difference`` is against ``loss_reference``, and null without one; ``losses_equal`` judges the first
     ``JUDGED_STEPS`` steps, whose largest difference is ``judged_loss_difference``. If a loss of the run or of its
@@ -72,10 +74,11 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     """
     losses = {str(run): own.groupby("step")["loss"].first() for run, own in records.steps.groupby("run", sort=False)}
     rest = at_rest(records.memory).pivot_table(index="run", columns="role", values="bytes", aggfunc="max")
+    hidden = hidden_share(records.collectives, records.spans, records.steps).groupby("run")["overlap"].median()
     return [
         {
             **_training(run, losses, records, dtype),
-            **_times(records.steps[records.steps["run"] == run]),
+            **_times(records.steps[records.steps["run"] == run], hidden.get(run)),
             **_bytes(run, rest, records),
         }
         for run in losses
@@ -108,12 +111,6 @@ def not_finite(steps: pd.DataFrame) -> dict[str, int]:
     """
     wrong = steps[~np.isfinite(steps["loss"].astype("float64"))]
     return {str(run): int(step) for run, step in wrong.groupby("run", sort=False)["step"].min().items()}
-
-
-def timed_steps(steps: pd.DataFrame) -> pd.DataFrame:
-    """The steps whose times count: those of a run after the first and without tracing, or all if none is left."""
-    counts = ~steps["traced_memory"] & (steps["step"] > 0)
-    return steps[counts | ~counts.groupby(steps["run"]).transform("any")]
 
 
 def readable_summary(summary: pd.DataFrame, columns: Mapping[str, tuple[str, float]] = COLUMNS) -> pd.DataFrame:
@@ -164,12 +161,12 @@ def _rounds(run: str, records: Records) -> bool:
     return bool(records.manifests[run]["config"].get("precision", "full") != "full")
 
 
-def _times(steps: pd.DataFrame) -> dict[str, Any]:
+def _times(steps: pd.DataFrame, hidden: float | None) -> dict[str, Any]:
     timed = timed_steps(steps)
     return {
         "step_ms": float(timed["step_us"].median()) / 1e3,
         "exposed_comm_ms": _number(timed["exposed_comm_us"].median(), 1e-3),
-        "overlap": _number(timed["overlap"].median()),
+        "overlap": _number(hidden),
         "source": str(steps["source"].iloc[0]),
     }
 

@@ -15,6 +15,7 @@ import pandas as pd
 from shardlab.analysis.intervals import innermost
 from shardlab.analysis.overlap import compute_spans
 from shardlab.analysis.rows import bounds
+from shardlab.analysis.timed import in_timed_steps
 from shardlab.export.events import Event, in_order, write_json
 from shardlab.export.kineto import NCCL_NAMES
 from shardlab.export.run import run_of, step_times
@@ -31,8 +32,10 @@ NOTE = "not kernels: compute and collectives of a record, in the shape of GPU ke
 def export_hta(records: Records, directory: Path | str, run: str | None = None) -> list[Path]:
     """Write ``rankN.json`` for each rank and return the paths.
 
-    ``TraceAnalysis(trace_dir=directory).get_comm_comp_overlap()`` then gives what ``analysis.overlap`` gives for all
-    steps together. Communication before the first step is left out.
+    The files hold the steps whose times count: neither the first nor those in which memory was traced, unless there are
+    no others, and nothing that was sent to report the loss. ``TraceAnalysis(trace_dir=directory)
+    .get_comm_comp_overlap()`` then gives for each rank what ``analysis.timed.hidden_share`` gives; their median is the
+    column "hidden" of a comparison.
 
     Args:
         records: of one run or of several.
@@ -43,7 +46,7 @@ def export_hta(records: Records, directory: Path | str, run: str | None = None) 
         ValueError: there is no such run, it is empty, times are impossible, or ``directory`` is not empty.
     """
     name, own = run_of(records, run)
-    spans, collectives = (table[table["step"] >= 0] for table in (own.spans, own.collectives))
+    collectives, spans = in_timed_steps(own.collectives, own.spans, own.steps[own.steps["step"] >= 0])
     ranks = sorted({int(rank) for rank in [*spans["rank"], *collectives["rank"]]})
     if not ranks:
         raise ValueError(f"run: {name} has no finished step to analyse")

@@ -155,7 +155,8 @@ def overlap_bars(overlap_table: pd.DataFrame) -> go.Figure:
     """Exposed and hidden communication of each run, with the overlap in percent at the end of the bar.
 
     Each is a median over ranks and steps (without the setup, step -1), so the two need not add up to the median of
-    their sum.
+    their sum. The overlap is that of a rank's steps together, as in a summary and in Holistic Trace Analysis: the
+    median over ranks.
 
     Args:
         overlap_table: the result of ``analysis.overlap``.
@@ -167,7 +168,9 @@ def overlap_bars(overlap_table: pd.DataFrame) -> go.Figure:
     rows = labelled(overlap_table[overlap_table["step"] >= 0])
     if rows.empty:
         return nothing(OVERLAP_TITLE, "no steps recorded")
-    medians = rows.groupby("label", sort=False)[["exposed_us", "both_us", "overlap"]].median()
+    medians = rows.groupby("label", sort=False)[["exposed_us", "both_us"]].median()
+    sums = rows.groupby(["label", "rank"])[["both_us", "comm_us"]].sum()
+    medians["overlap"] = (sums["both_us"] / sums["comm_us"]).groupby("label").median()  # (0 / 0 is NaN)
     figure = new_figure(OVERLAP_TITLE, subtitle(rows, f"{averaged(rows, 'median')}; overlap at the end of the bar"))
     _bar(figure, "exposed", EXPOSED, medians["exposed_us"])
     _bar(figure, "hidden behind compute", HIDDEN, medians["both_us"])

@@ -10,9 +10,10 @@ import plotly.graph_objects as go
 
 from shardlab.analysis.memory import at_rest
 from shardlab.analysis.overlap import overlap
+from shardlab.analysis.timed import in_timed_steps, timed_steps
 from shardlab.experiment.report import ALLOCATOR, HIDDEN, PATH, PEAK, allocator_table, path_table, peak_table
 from shardlab.experiment.summary import COLUMNS as COMPARED
-from shardlab.experiment.summary import MB, readable_summary, summarise, timed_steps
+from shardlab.experiment.summary import MB, readable_summary, summarise
 from shardlab.plots import (
     collective_timeline,
     loss_curves,
@@ -138,14 +139,10 @@ def _figures(recorded: Recorded) -> dict[str, go.Figure]:
     figures["When it computes and when it communicates."] = collective_timeline(
         traffic, records.spans, step=_middle_step(timed)
     )
-    figures[HIDDEN] = overlap_bars(overlap(_in_steps(traffic, timed), _in_steps(records.spans, timed)))
+    figures[HIDDEN] = overlap_bars(overlap(*in_timed_steps(records.collectives, records.spans, records.steps)))
     figures["Bytes sent by one rank in one step, by the ring formula."] = wire_volume(traffic)
     figures["Without the first step, which allocates, and without memory-traced steps."] = step_times(timed)
     return figures
-
-
-def _in_steps(table: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    return table.merge(steps[["run", "source", "rank", "step"]], on=["run", "source", "rank", "step"])
 
 
 def _middle_step(steps: pd.DataFrame) -> int:

@@ -6,7 +6,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shardlab.analysis import overlap
-from shardlab.experiment.summary import timed_steps
+from shardlab.analysis.timed import in_timed_steps, timed_steps
 from shardlab.plots import (
     collective_timeline,
     loss_curves,
@@ -65,9 +65,7 @@ def _peak(history: RunHistory, _: str) -> go.Figure:
 
 def _overlap(history: RunHistory, _: str) -> go.Figure:
     records = history.records()
-    timed = timed_steps(records.steps)[["run", "source", "rank", "step"]]
-    keys = list(timed.columns)
-    return overlap_bars(overlap(_traffic(records).merge(timed, on=keys), records.spans.merge(timed, on=keys)))
+    return overlap_bars(overlap(*in_timed_steps(records.collectives, records.spans, records.steps)))
 
 
 def _sent(history: RunHistory, _: str) -> go.Figure:

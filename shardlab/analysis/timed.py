@@ -1,0 +1,50 @@
+"""Which steps count where a run is judged by its times, and the share of communication that compute hid in them."""
+
+import pandas as pd
+
+from shardlab.analysis.overlap import overlap
+from shardlab.analysis.rows import KEYS
+from shardlab.vocabulary import Phase
+
+
+def timed_steps(steps: pd.DataFrame) -> pd.DataFrame:
+    """The steps whose times count: those of a run after the first and without tracing, or all if none is left.
+
+    Args:
+        steps: table ``steps``.
+    """
+    counts = ~steps["traced_memory"] & (steps["step"] > 0)
+    return steps[counts | ~counts.groupby(steps["run"]).transform("any")]
+
+
+def in_steps(table: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """The rows of ``table`` that belong to one of ``steps``."""
+    return table.merge(steps[KEYS], on=KEYS)
+
+
+def in_timed_steps(
+    collectives: pd.DataFrame, spans: pd.DataFrame, steps: pd.DataFrame
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Collectives and spans of the steps whose times count, without what a training step sends to report its loss."""
+    timed = timed_steps(steps)
+    training = collectives[collectives["phase"] != str(Phase.METRICS)]
+    return in_steps(training, timed), in_steps(spans, timed)
+
+
+def hidden_share(collectives: pd.DataFrame, spans: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """The overlap of each rank over all its timed steps together: hidden time over time in communication.
+
+    That is what Holistic Trace Analysis says of ``export.export_hta``. A long step weighs more here than in a median of
+    the steps, and what is sent in one step and hidden by compute of the next counts as hidden.
+
+    Args:
+        collectives, spans, steps: the tables.
+
+    Returns:
+        ``run``, ``source``, ``rank``, ``overlap``: 0 to 1, NaN without communication.
+
+    Raises:
+        ValueError: see ``overlap``.
+    """
+    together = (table.assign(step=0) for table in in_timed_steps(collectives, spans, steps))
+    return overlap(*together)[["run", "source", "rank", "overlap"]]
