@@ -15,23 +15,37 @@ and the wanted result. The learner's function gets the communicator and the inpu
     )
     check(mean, class_mean)
 
-``Case(traffic=...)`` limits messages and bytes, ``hints=`` are given one by one, ``attempt=`` says what a rank does
-with the function. ``shardlab exercises --grade FOLDER --with FILE`` marks a class by the exercises of a file too.
+``Case(traffic=...)`` limits messages and bytes, ``Case(axes=...)`` makes a mesh of several axes, ``hints=`` are given
+one by one, ``attempt=`` says what a rank does with the function; it may return ``Measured``, so that what was held and
+a ``VirtualClock`` are scored too. ``shardlab exercises --grade FOLDER --with FILE`` marks a class by the exercises of a
+file as well.
 """
 
 from shardlab.exercises.check import check, find, hint, task
-from shardlab.exercises.exercise import Case, Exercise, Message, Traffic, call, call_in_place, call_without_ranks
+from shardlab.exercises.exercise import (
+    Case,
+    Exercise,
+    Measured,
+    Message,
+    Traffic,
+    call,
+    call_in_place,
+    call_without_ranks,
+)
 from shardlab.exercises.judge import Report, Verdict
 from shardlab.exercises.ladder import LADDER
+from shardlab.exercises.virtual_clock import VirtualClock
 
 __all__ = [
     "LADDER",
     "Case",
     "Exercise",
+    "Measured",
     "Message",
     "Report",
     "Traffic",
     "Verdict",
+    "VirtualClock",
     "call",
     "call_in_place",
     "call_without_ranks",

@@ -92,9 +92,7 @@ def table_of(report: Report) -> pd.DataFrame:
 
 def _say(exercise: Exercise, report: Report) -> None:
     if report.verdict is Verdict.PASSED:
-        score = report.score
-        sent = f" The busiest rank sent {score.messages} messages, {score.num_bytes} B, over all cases."
-        sys.stdout.write(f"{exercise.name}: passed.{sent if score.messages else ''}\n")
+        sys.stdout.write(f"{exercise.name}: passed. {report.score}".rstrip() + "\n")
         return
     sys.stdout.write(f"{exercise.name}: {report.verdict}. {report.reason}\n")
     if report.detail:

@@ -1,10 +1,11 @@
 """What an exercise is: cases with inputs and wanted results for each rank, and how much may be sent for them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf, prod
 from typing import Any
 
-from shardlab.comm import Communicator
+from shardlab.comm import BaseMesh, Communicator
 from shardlab.exercises.values import numbers_in
 from shardlab.vocabulary import Collective
 
@@ -57,6 +58,21 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What an attempt of your own may return, where more than messages is scored.
+
+    Attributes:
+        result: what is compared.
+        peak_bytes: most that this rank held at once.
+        time_us: what the rank took on a virtual clock.
+    """
+
+    result: object
+    peak_bytes: float = 0
+    time_us: float = 0
+
+
+@dataclass(frozen=True)
 class Case:
     """One run of the learner's function on as many ranks as there are inputs.
 
@@ -65,24 +81,36 @@ class Case:
         inputs: for each rank the arguments after the communicator.
         wanted: for each rank the result.
         traffic: what may be sent; None where nobody counts.
+        most_peak_bytes: what a rank may hold at once, where the attempt measures it.
+        most_time_us: what a rank may take on the virtual clock, likewise.
+        axes: size of each axis of the mesh; empty for one axis, ``data``. With several the attempt gets the mesh in the
+            place of a communicator.
     """
 
     words: str
     inputs: tuple[tuple[object, ...], ...]
     wanted: tuple[object, ...]
     traffic: Traffic | None = None
+    most_peak_bytes: float = inf
+    most_time_us: float = inf
+    axes: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check that every rank has inputs and a wanted result."""
+        """Check that every rank has inputs and a wanted result, and a place on the mesh."""
         if not self.inputs or len(self.inputs) != len(self.wanted):
             raise ValueError(
                 f"wanted: {len(self.wanted)} results for {len(self.inputs)} ranks in case {self.words!r}; "
                 "give one for each rank, and at least one rank"
             )
+        if self.axes and prod(self.axes.values()) != len(self.inputs):
+            raise ValueError(
+                f"axes: {dict(self.axes)} hold {prod(self.axes.values())} ranks, and case {self.words!r} has inputs "
+                f"for {len(self.inputs)}; give inputs for every rank of the mesh"
+            )
 
 
-def call(function: Function, comm: Communicator, *inputs: object) -> object:
-    """The usual attempt: the function gets the communicator and the rank's inputs, and its result counts."""
+def call(function: Function, comm: Communicator | BaseMesh, *inputs: object) -> object:
+    """The usual attempt: the function gets the communicator (or mesh) and the rank's inputs; its result counts."""
     return function(comm, *inputs)
 
 
@@ -109,7 +137,7 @@ class Exercise:
         hints: from the first push to nearly the solution.
         notebook: where it belongs.
         attempt: what a rank does with the function: ``call``, ``call_in_place``, ``call_without_ranks`` or your own
-            ``f(function, comm, *inputs)``, which returns what is compared.
+            ``f(function, comm, *inputs)``, which returns what is compared, or that as ``Measured``.
         drawn: a rank's result as a row of numbers, for the picture.
         drawn_words: what stands in each column of it.
         lacks: says what this machine lacks for it; empty if nothing.

@@ -10,7 +10,7 @@ import hashlib
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -21,7 +21,7 @@ from shardlab.launch import RankDied, RankError, RankHang, RankPool
 
 @dataclass(frozen=True)
 class Mark:
-    """One exercise of one student; messages and bytes of the busiest rank over all cases."""
+    """One exercise of one student; the numbers are those of ``judge.Score``."""
 
     student: str
     exercise: str
@@ -29,6 +29,8 @@ class Mark:
     reason: str
     messages: int = 0
     num_bytes: int = 0
+    peak_bytes: int = 0
+    time_us: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,8 @@ def _marks(student: str, files: list[str], exercises: Sequence[Exercise], pool: 
             yield Mark(student, exercise.name, Verdict.FAILED, "; ".join([*troubles, missing]))
             continue
         report = examine(exercise, FromFile(defined[exercise.function_name], exercise.function_name), pool)
-        score = report.score if report.verdict is Verdict.PASSED else None
-        counted = (score.messages, score.num_bytes) if score else (0, 0)
-        yield Mark(student, exercise.name, report.verdict, report.reason, *counted)
+        score = asdict(report.score) if report.verdict is Verdict.PASSED else {}
+        yield Mark(student, exercise.name, report.verdict, report.reason, **score)
 
 
 def exercises_in(path: Path | str) -> list[Exercise]:

@@ -4,18 +4,20 @@ The function runs in ranks only, never in the caller's process: it may raise, ha
 counted by an observer of the communicator, not by asking it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from shardlab.comm import CollectiveEvent
 from shardlab.comm.mesh import Mesh
-from shardlab.exercises.exercise import Attempt, Case, Exercise, Function, Message, Traffic
+from shardlab.exercises.exercise import Attempt, Case, Exercise, Function, Measured, Message, Traffic
 from shardlab.exercises.values import difference, plain
 from shardlab.launch import RankDied, RankError, RankHang, RankPool
 
 TIMEOUT_S = 5.0  # in one collective
 LIMIT_S = 20.0  # of one case
+OWN_FOLDER = str(Path(__file__).parent)
 
 
 class Verdict(StrEnum):
@@ -32,20 +34,44 @@ class Done:
 
     result: object
     messages: tuple[Message, ...]
+    peak_bytes: float = 0
+    time_us: float = 0
 
 
 @dataclass(frozen=True)
 class Score:
-    """Of the rank that sends most, added up over the cases; lower is better, and every machine gives the same."""
+    """Of the rank that has most; lower is better, and every machine gives the same.
+
+    Attributes:
+        messages: sent, added up over the cases in which messages count; ``num_bytes`` likewise.
+        peak_bytes: held at once, in the case with most.
+        time_us: on the virtual clock, added up over the cases.
+    """
 
     messages: int = 0
     num_bytes: int = 0
+    peak_bytes: int = 0
+    time_us: int = 0
 
-    def plus(self, done: Sequence[Done]) -> "Score":
-        """With another case."""
-        sent = [[message for message in of_rank.messages if message.is_sent] for of_rank in done]
+    def plus(self, done: Sequence[Done], *, counts: bool = True) -> "Score":
+        """With another case; ``counts``: its messages too."""
+        sent = [[message for message in of_rank.messages if message.is_sent and counts] for of_rank in done]
         num_bytes = max(sum(message.sent_bytes for message in messages) for messages in sent)
-        return Score(self.messages + max(map(len, sent)), self.num_bytes + round(num_bytes))
+        return Score(
+            self.messages + max(map(len, sent)),
+            self.num_bytes + round(num_bytes),
+            max(self.peak_bytes, *(round(of_rank.peak_bytes) for of_rank in done)),
+            self.time_us + round(max(of_rank.time_us for of_rank in done)),
+        )
+
+    def __str__(self) -> str:
+        """A sentence for each thing that was counted; empty if nothing was."""
+        sentences = {
+            f"The busiest rank sent {self.messages} messages, {self.num_bytes} B, over all cases.": self.messages,
+            f"At most {self.peak_bytes} B were held at once.": self.peak_bytes,
+            f"All cases together took {self.time_us} us on the virtual clock.": self.time_us,
+        }
+        return " ".join(sentence for sentence, number in sentences.items() if number)
 
 
 @dataclass(frozen=True)
@@ -82,7 +108,9 @@ class _Log:
         self.messages: list[Message] = []
 
     def issued(self, event: CollectiveEvent) -> None:
-        self.messages.append(Message(str(event.op), event.num_bytes, event.wire_bytes, event.source_line))
+        # A message that the exercise sends for the learner has no line of the learner's.
+        line = "" if event.source_line.startswith(OWN_FOLDER) else event.source_line
+        self.messages.append(Message(str(event.op), event.num_bytes, event.wire_bytes, line))
 
     def started(self, event: CollectiveEvent) -> None: ...
 
@@ -91,15 +119,22 @@ class _Log:
     def waited(self, event: CollectiveEvent) -> None: ...
 
 
-def on_rank(rank: int, attempt: Attempt, function: Function, inputs: Sequence[tuple[object, ...]]) -> Done | None:
+def on_rank(
+    rank: int,
+    attempt: Attempt,
+    function: Function,
+    inputs: Sequence[tuple[object, ...]],
+    axes: Mapping[str, int] | None = None,
+) -> Done | None:
     """One rank of a case; ranks that the case does not need return None."""
     num_ranks, log = len(inputs), _Log()
-    with Mesh({"data": num_ranks}, ranks=range(num_ranks), device="cpu") as mesh:
+    with Mesh(dict(axes or {"data": num_ranks}), ranks=range(num_ranks), device="cpu") as mesh:
         if not mesh.is_member:
             return None
         with mesh.observed_by(log):
-            result = attempt(function, mesh.data, *inputs[rank])
-        return Done(plain(result), tuple(log.messages))
+            result = attempt(function, mesh if axes else mesh.data, *inputs[rank])
+        found = result if isinstance(result, Measured) else Measured(result)
+        return Done(plain(found.result), tuple(log.messages), found.peak_bytes, found.time_us)
 
 
 def pool_for(cases: Sequence[Case], timeout_s: float = TIMEOUT_S, limit_s: float = LIMIT_S) -> RankPool:
@@ -120,24 +155,39 @@ def examine(exercise: Exercise, function: Function, pool: RankPool) -> Report:
     score = Score()
     for case in exercise.cases():
         done, reason = _run(exercise, function, case, pool)
-        reason = reason or _wrong_result(case, done) or (_wrong_traffic(case.traffic, done) if case.traffic else "")
+        reason = reason or _wrong(case, done)
         if reason:
             first, _, rest = f"{case.words}: {reason}".partition("\n")
             return Report(exercise.name, Verdict.FAILED, first, rest.strip(), case, done, score)
-        score = score.plus(done) if case.traffic else score
+        score = score.plus(done, counts=case.traffic is not None)
     return Report(exercise.name, Verdict.PASSED, score=score)
 
 
 def _run(exercise: Exercise, function: Function, case: Case, pool: RankPool) -> tuple[tuple[Done, ...], str]:
     """What each rank came to, and why they did not come to an end."""
     try:
-        done = pool.run(on_rank, exercise.attempt, function, case.inputs)
+        done = pool.run(on_rank, exercise.attempt, function, case.inputs, case.axes)
     except RankDied as error:
         return (), f"the process of rank {error.rank} ended"
     except (RankError, RankHang, TypeError) as error:
         # A TypeError is of the function itself: it holds what cannot be sent to a rank.
         return (), str(error).strip()
     return tuple(of_rank for of_rank in done if of_rank is not None), ""
+
+
+def _wrong(case: Case, done: Sequence[Done]) -> str:
+    """The result first: what a wrong one has cost is nobody's question."""
+    in_traffic = _wrong_traffic(case.traffic, done) if case.traffic is not None else ""
+    return _wrong_result(case, done) or _too_high(case, done) or in_traffic
+
+
+def _too_high(case: Case, done: Sequence[Done]) -> str:
+    for rank, of_rank in enumerate(done):
+        if of_rank.peak_bytes > case.most_peak_bytes:
+            return f"rank {rank} held {of_rank.peak_bytes:g} B at once, and {case.most_peak_bytes:g} B are allowed"
+        if of_rank.time_us > case.most_time_us:
+            return f"rank {rank} took {of_rank.time_us:g} us on the virtual clock, and {case.most_time_us:g} are enough"
+    return ""
 
 
 def _wrong_result(case: Case, done: Sequence[Done]) -> str:
@@ -195,4 +245,5 @@ def _too_large(rank: int, done: Done, traffic: Traffic) -> str:
 
 
 def _words(message: Message) -> str:
-    return f"{message.op} of {message.num_bytes} B (at {message.line})"
+    place = f" (at {message.line})" if message.line else ""
+    return f"{message.op} of {message.num_bytes} B{place}"

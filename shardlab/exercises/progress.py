@@ -9,6 +9,7 @@ from typing import Any
 from shardlab.exercises.judge import Report, Verdict
 
 VARIABLE = "SHARDLAB_PROGRESS"
+SCORE = ("messages", "bytes", "peak_bytes", "time_us")  # in the order in which a better one is looked for
 
 
 def progress_path() -> Path:
@@ -34,7 +35,7 @@ class Progress:
         self._entries = self._read()
 
     def of(self, name: str) -> dict[str, Any]:
-        """``attempts``, ``hints``, ``passed`` and the best ``messages`` and ``bytes`` of one exercise."""
+        """``attempts``, ``hints``, ``passed`` and the best score (``SCORE``) of one exercise."""
         return {"attempts": 0, "hints": 0, "passed": False, **self._entries.get(name, {})}
 
     def add(self, report: Report) -> None:
@@ -44,9 +45,10 @@ class Progress:
         entry = self.of(report.exercise)
         entry["attempts"] += 1
         if report.verdict is Verdict.PASSED:
-            score = (report.score.messages, report.score.num_bytes)
-            best = min(score, (entry["messages"], entry["bytes"])) if entry["passed"] else score
-            entry.update(passed=True, messages=best[0], bytes=best[1])
+            score = report.score
+            found = (score.messages, score.num_bytes, score.peak_bytes, score.time_us)
+            best = min(found, tuple(entry.get(name, 0) for name in SCORE)) if entry["passed"] else found
+            entry |= {"passed": True, **dict(zip(SCORE, best, strict=True))}
         self._write(report.exercise, entry)
 
     def take_hint(self, name: str) -> int:

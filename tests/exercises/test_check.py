@@ -5,14 +5,16 @@ import os
 import re
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
 import shardlab.exercises
-from shardlab.exercises import LADDER, Exercise, Verdict, check, find, hint, task
-from shardlab.exercises.judge import examine, on_rank
+from shardlab.exercises import LADDER, Case, Exercise, Measured, Verdict, check, find, hint, task
+from shardlab.exercises.judge import Score, examine, on_rank
 from shardlab.exercises.picture import held, held_table, moved, moved_table
 from shardlab.exercises.progress import progress_path
+from shardlab.exercises.virtual_clock import VirtualClock
 from tests.conftest import Pools
 from tests.exercises.right import right_buckets
 from tests.exercises.wrong import half_a_ring
@@ -59,7 +61,15 @@ def test_progress_keeps_attempts_hints_and_that_it_was_passed(progress, capsys):
     check("buckets.assign", right_buckets)
     check("buckets.assign", lambda sizes, capacity: [])
     kept = json.loads(progress.read_text())["buckets.assign"]
-    assert kept == {"attempts": 2, "hints": len(hints) + 1, "passed": True, "messages": 0, "bytes": 0}
+    assert kept == {
+        "attempts": 2,
+        "hints": len(hints) + 1,
+        "passed": True,
+        "messages": 0,
+        "bytes": 0,
+        "peak_bytes": 0,
+        "time_us": 0,
+    }
     progress.write_text("[]")
     with pytest.raises(ValueError, match=r"progress: .* holds no progress; move it away"):
         check("buckets.assign", right_buckets)
@@ -121,6 +131,45 @@ def test_what_cannot_be_sent_to_a_rank_or_back_fails(pools: Pools):
 def test_ranks_that_a_case_does_not_need_come_back_at_once(pools: Pools):
     done = pools(3).run(on_rank, lambda function, comm, value: value, None, ((1,), (2,)))
     assert [each and each.result for each in done] == [1, 2, None]
+
+
+def holds(function, comm, peak_bytes, time_us):
+    return Measured(function(comm), peak_bytes, time_us)
+
+
+def test_what_is_held_and_the_virtual_clock_are_limits_and_scores(pools: Pools):
+    case = Case("two", ((8, 3), (16, 5)), (0, 0), most_peak_bytes=16, most_time_us=5)
+    exercise = Exercise("class.held", "", "", lambda: [case, case], attempt=holds)
+    report = examine(exercise, lambda comm: 0, pools(2))
+    assert (report.verdict, report.score) == (Verdict.PASSED, Score(peak_bytes=16, time_us=10))
+    assert str(report.score) == "At most 16 B were held at once. All cases together took 10 us on the virtual clock."
+    for limit, words in (
+        ({"most_peak_bytes": 15}, "two: rank 1 held 16 B at once, and 15 B are allowed"),
+        ({"most_time_us": 4.5}, "two: rank 1 took 5 us on the virtual clock, and 4.5 are enough"),
+    ):
+        strict = [replace(case, **limit)]
+        assert examine(replace(exercise, cases=lambda strict=strict: strict), lambda comm: 0, pools(2)).reason == words
+
+
+def test_a_case_with_axes_gets_a_mesh_and_refuses_another_number_of_ranks(pools: Pools):
+    axes = {"data": 1, "tensor": 2}
+    case = Case("mesh", ((), ()), ([0, 0], [0, 1]), axes=axes)
+    exercise = Exercise("class.mesh", "", "", lambda: [case])
+    report = examine(exercise, lambda mesh: [mesh["data"].rank, mesh["tensor"].rank], pools(2))
+    assert (report.verdict, report.reason) == (Verdict.PASSED, "")
+    with pytest.raises(ValueError, match=r"axes: .* hold 2 ranks, and case 'mesh' has inputs for 1; give inputs"):
+        Case("mesh", ((),), (0,), axes=axes)
+
+
+def test_a_message_waits_on_the_virtual_clock_for_the_one_before_it():
+    clock = VirtualClock(latency_us=10, bytes_per_us=2)
+    first, second = clock.send(20), clock.send(40)
+    assert (first, second) == (20, 50)
+    clock.compute(30)
+    clock.wait(first)  # it has ended long ago
+    clock.wait(second)
+    assert (clock.now_us, clock.exposed_us) == (50, 20)
+    assert clock.send(2) == 61
 
 
 def test_an_unknown_exercise_is_refused_by_name(progress):

@@ -6,18 +6,21 @@ import torch
 from torch import Tensor
 
 from shardlab.comm import Communicator, Pending
-from shardlab.exercises.exercise import Case, Exercise, Function, Message, Traffic
+from shardlab.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic
+from shardlab.exercises.virtual_clock import VirtualClock
 from shardlab.partition.wire import ring_wire_bytes
 from shardlab.vocabulary import Collective
 
 NUMEL = 12  # of a unit: divides by 1, 2 and 3
+USE_US, LATENCY_US, BYTES_PER_US = 100, 40, 2  # on the virtual clock a unit is used for longer than a gather takes
 SIZES = {"2 ranks, 4 units": (2, 4), "3 ranks, 2 units": (3, 2), "2 ranks, 1 unit": (2, 1), "2 ranks, no units": (2, 0)}
 
 TASK = """zero3_forward(units, x): send x through all units in order and return it.
 
 Every rank holds a shard of each unit. unit.gather() starts to gather its weights, unit.use(x) waits for them and
 returns the unit's output, unit.free() gives the gathered weights up. While a unit is used, the next one must be on its
-way, and never may more than two units be gathered at once. At the end none is."""
+way, and never may more than two units be gathered at once. At the end none is. (On the virtual clock a unit is used for
+100 us, and a gather takes 40 us and 1 us for 2 bytes: with one unit ahead only the first gather is waited for.)"""
 
 STARTER = """def zero3_forward(units, x):
     for unit in units:
@@ -37,17 +40,19 @@ HINTS = (
 class Unit:
     """A vector of weights of which each rank holds a shard; what is done with it is written down in ``events``."""
 
-    def __init__(self, comm: Communicator, number: int, events: list[str]) -> None:
-        self._comm, self._number, self._events = comm, number, events
+    def __init__(self, comm: Communicator, number: int, events: list[str], clock: VirtualClock) -> None:
+        self._comm, self._number, self._events, self._clock = comm, number, events, clock
         self._shard = weights(number).chunk(comm.num_ranks)[comm.rank].clone()
         self._gathered: Tensor | None = None
-        self._pending = Pending()
+        self._pending, self._end_us = Pending(), 0.0
 
     def gather(self) -> None:
         """Start to gather the weights."""
         self._events.append(f"gather {self._number}")
         self._gathered = torch.zeros(NUMEL, dtype=torch.float64)
         self._pending = self._comm.all_gather(self._gathered, self._shard, tag=f"unit {self._number}")
+        sent = ring_wire_bytes(Collective.ALL_GATHER, self._gathered.nbytes, self._comm.num_ranks)
+        self._end_us = self._clock.send(sent)
 
     def use(self, x: Tensor) -> Tensor:
         """The unit's output; waits for the weights.
@@ -59,6 +64,8 @@ class Unit:
         if self._gathered is None:
             raise RuntimeError(f"unit {self._number} is used, but it is not gathered")
         self._pending.wait()
+        self._clock.wait(self._end_us)
+        self._clock.compute(USE_US)
         return x * self._gathered + 1
 
     def free(self) -> None:
@@ -102,19 +109,24 @@ def _output(x: Tensor, num_units: int) -> Tensor:
     return x
 
 
-def forward(function: Function, comm: Communicator, num_units: int, x: Tensor) -> dict[str, object]:
+def forward(function: Function, comm: Communicator, num_units: int, x: Tensor) -> Measured:
     """The learner's forward through units that keep a diary."""
-    events: list[str] = []
-    output = function([Unit(comm, number, events) for number in range(num_units)], x)
-    return {"events": events, "output": output}
+    events, clock = list[str](), VirtualClock(LATENCY_US, BYTES_PER_US)
+    output = function([Unit(comm, number, events, clock) for number in range(num_units)], x)
+    peak_bytes = max(_gathered_after_each(events), default=0) * NUMEL * x.element_size()
+    return Measured({"events": events, "output": output}, peak_bytes, clock.now_us)
 
 
 def gathered_after_each_event(result: object) -> Sequence[float]:
     """A rank's row of the picture: how many units are gathered after each event."""
     assert isinstance(result, dict)
+    return _gathered_after_each(result["events"])
+
+
+def _gathered_after_each(events: Sequence[str]) -> list[float]:
     gathered: set[str] = set()
     counts = []
-    for event in result["events"]:
+    for event in events:
         verb, _, number = event.partition(" ")
         gathered = gathered | {number} if verb == "gather" else gathered - {number} if verb == "free" else gathered
         counts.append(float(len(gathered)))
