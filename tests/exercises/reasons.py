@@ -1,6 +1,7 @@
 """Words of the reason for which each wrong answer must fail, each its own."""
 
 from tests.exercises import wrong
+from tests.exercises import wrong_times_and_axes as second
 
 WRONG = {
     "collectives.ring_all_reduce": {
@@ -51,5 +52,42 @@ WRONG = {
         wrong.forgets_where_it_starts: r"^4 to 3: rank 2, result\['head'\]\[0\]: 3 is wanted, 0 was found",
         wrong.each_parameter_in_parts: r"^4 to 3: rank 0, result: 'bias' should not be there; it is ",
         wrong.files_handed_on: r"^4 to 3: rank 0, result: 'head' should not be there",
+    },
+    "overlap.exposed": {
+        second.every_pair: r"^two messages at once: rank 0, result\[0\]: 5.0 is wanted, 7 was found",
+        second.waits_compute: r"^compute that waits for the message.*result\[0\]: 2.0 is wanted, 10.0 was found",
+        second.first_to_last: r"^a gap in which nothing is sent: rank 0, result\[0\]: 0.0 is wanted, 12.0 was found",
+        second.lengths_alone: r"^a gap in which nothing is sent: rank 0, result\[0\]: 0.0 is wanted, 8.0 was found",
+        second.share_in_place_of_a_time: r"^two messages at once: rank 0, result\[0\]: 5.0 is wanted, 0.5 was found",
+    },
+    "link.smallest_bucket": {
+        second.latency_forgotten: r"^only the latency is too long.*: 3 is wanted, 1 was found",
+        second.on_average: r"^layers that differ.*: 2 is wanted, 1 was found",
+        second.last_bucket_forgotten: r"^8 equal layers.*: 4 is wanted, 3 was found",
+        second.all_in_one: r"^only the latency is too long.*: 3 is wanted, 6 was found",
+        second.none_hides: r"^a link that never keeps up.*: 5 is wanted, None was found",
+    },
+    "fsdp.units": {
+        second.one_for_each_layer: r"^no prefetch: rank 0 sent 6 messages where 2 are enough",
+        second.prefetch_forgotten: r"^one unit ahead: rank 0 held 192 B at once, and 128 B are allowed",
+        second.half_the_budget_each: r"^one unit ahead, a large layer: rank 0 sent 4 messages where 3 are enough",
+        second.never_full: r"^no prefetch: rank 0 sent 4 messages where 2 are enough.*all_gather of 64 B$",
+        second.by_size: r"^no prefetch: rank 0, result\['layers'\]\[0\]: 0 is wanted, 1 was found",
+    },
+    "tensor.column_row": {
+        second.bias_on_every_rank: r"^2 ranks: rank 0, result\['output'\], element 0 .* 2.52532 was found; 6 of 6",
+        second.gradient_of_x_in_terms: r"^2 ranks: rank 0, result\['x'\], element 0 .* 1.28418 was found",
+        second.relu_forgotten_in_backward: r"^2 ranks: rank 0, result\['x'\], element 0 .* 0.130713 was found",
+        second.bias_gradient_summed: r"^2 ranks: rank 0, result\['row_bias'\], element 0 .* 3.90075 was found; 3 of 3",
+        second.features_gathered: r"^2 ranks: rank 0, message 0 is all_gather of 48 B .*; allowed: all_reduce",
+        second.weights_reduced_too: r"^2 ranks: rank 0 sent 3 messages where 2 are enough; .*of 72 B",
+    },
+    "mesh.who_reduces": {
+        second.over_all_ranks: r"^2 data x 2 tensor: .*\['output'\], element 0 .*: 3 is wanted, 26 was found",
+        second.divided_by_all: r"^2 data x 2 tensor: .*\['slice'\], element 0 .*: 1.5 is wanted, 0.75 was found",
+        second.whole_counted_twice: r"^2 data x 2 tensor: rank 0, result\['norm'\]: 13.39.* is wanted, 15.87",
+        second.axes_exchanged: r"^2 data x 2 tensor: .*\['output'\], element 0 .*: 3 is wanted, 12 was found",
+        second.whole_over_both: r"^2 data x 2 tensor: rank 0 sent 5 messages where 4 are enough",
+        second.norm_of_this_rank: r"^2 data x 2 tensor: rank 0, result\['norm'\]: 13.39.* is wanted, 9.0 was found",
     },
 }

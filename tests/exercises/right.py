@@ -1,5 +1,7 @@
 """Right answers to every exercise. They lie here, where the package cannot import them."""
 
+from itertools import combinations, pairwise
+
 import torch
 
 
@@ -109,12 +111,82 @@ def right_reshard(saved, sizes, num_ranks, rank, owners=right_owners):
     return held
 
 
+def right_overlap(messages, compute, waits):
+    bounds = sorted({bound for intervals in (messages, compute, waits) for pair in intervals for bound in pair})
+    times = [0.0, 0.0]
+    for start, end in pairwise(bounds):
+        sends, computes, idles = (any(a <= start < b for a, b in each) for each in (messages, compute, waits))
+        if sends:
+            times[0 if computes and not idles else 1] += end - start
+    return tuple(times)
+
+
+def right_link(layers, latency_us, bytes_per_us):
+    def waits(k):
+        ready = end = 0.0
+        for start in range(0, len(layers), k):
+            ready += sum(time for time, _ in layers[start : start + k])
+            if end > ready:
+                return True
+            end = ready + latency_us + sum(size for _, size in layers[start : start + k]) / bytes_per_us
+        return False
+
+    return next(k for k in range(1, len(layers) + 1) if not waits(k))
+
+
+def right_units(sizes, budget, prefetch):
+    for num_cuts in range(len(sizes)):
+        for cuts in combinations(range(1, len(sizes)), num_cuts):
+            bounds = [0, *cuts, len(sizes)]
+            units = [list(range(a, b)) for a, b in pairwise(bounds)]
+            held = [sum(sizes[index] for index in unit) for unit in units]
+            if all(sum(held[place : place + 1 + prefetch]) <= budget for place in range(len(held))):
+                return units
+    raise AssertionError
+
+
+def right_column_row(comm, x, weights, grad, *, early_bias=1.0, mask=True, sums_x=True, sums_bias=False):
+    """The options are what people forget."""
+    before = x @ weights["column"].T + weights["column_bias"]
+    hidden = torch.relu(before)
+    output = hidden @ weights["row"].T + (1 - early_bias) * weights["row_bias"]
+    comm.all_reduce(output).wait()
+    grad_hidden = grad @ weights["row"] * ((before > 0) if mask else 1)
+    grad_x = grad_hidden @ weights["column"]
+    row_bias = grad.sum(0)
+    if sums_x:
+        comm.all_reduce(grad_x).wait()
+    if sums_bias:
+        comm.all_reduce(row_bias).wait()
+    return {
+        "output": output + early_bias * weights["row_bias"], "x": grad_x, "column": grad_hidden.T @ x,
+        "column_bias": grad_hidden.sum(0), "row": grad.T @ hidden, "row_bias": row_bias,
+    }  # fmt: skip
+
+
+def right_who_reduces(mesh, parts, *, divisor=0, counts_whole_twice=False):
+    data, tensor = mesh["data"], mesh["tensor"]
+    tensor.all_reduce(parts["output"]).wait()
+    for name in ("slice", "whole"):
+        data.all_reduce(parts[name]).wait()
+        parts[name] /= divisor or data.num_ranks
+    squares = parts["slice"].square().sum() + (parts["whole"].square().sum() if counts_whole_twice else 0)
+    tensor.all_reduce(squares).wait()
+    norm = (squares + (0 if counts_whole_twice else parts["whole"].square().sum())).sqrt()
+    return {**parts, "norm": norm}
+
+
 RIGHT = {
     "collectives.ring_all_reduce": [right_ring],
     "buckets.assign": [right_buckets],
     "data_parallel.hooks": [right_hooks],
+    "overlap.exposed": [right_overlap],
+    "link.smallest_bucket": [right_link],
     "zero1.owners": [right_owners],
     "clip.global_norm": [right_norm],
     "zero3.forward": [right_forward],
+    "fsdp.units": [right_units],
+    "tensor.column_row": [right_column_row],
+    "mesh.who_reduces": [right_who_reduces],
     "checkpoint.reshard": [right_reshard],
 }
