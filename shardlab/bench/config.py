@@ -1,7 +1,10 @@
 """The checked configuration of a bench: which engines are compared, on which workloads, for how many rounds.
 
 There are three workloads because an engine can lose time in three ways: by slowing compute down, by sending slowly, and
-by its cost per message, however small.
+by its cost per message, however small. Torch's engines run at their best: DDP has a static graph,
+``ZeroRedundancyOptimizer`` broadcasts whole buckets, and ``fully_shard`` keeps the root gathered after forward, as it
+does by default. The pair "itself" is one
+engine against the same: how far its ratio lies from 1 is what a ratio means here.
 """
 
 from collections.abc import Mapping
@@ -54,6 +57,7 @@ class Contender:
         options: options of that strategy.
         over_tensor: whether the ranks are the mesh's tensor axis, not its data axis.
         parallelized: whether ``parallelize_module`` divides the model first, by the plan for GPTs.
+        static_graph: whether torch's DDP is told that every step has the same graph; true of all workloads here.
     """
 
     name: str
@@ -61,6 +65,7 @@ class Contender:
     options: Mapping[str, Any] = field(default_factory=dict)
     over_tensor: bool = False
     parallelized: bool = False
+    static_graph: bool = False
 
     def __post_init__(self) -> None:
         """Check strategy and options."""
@@ -74,14 +79,14 @@ class Contender:
 
 @dataclass(frozen=True)
 class Pair:
-    """One of our engines and its counterpart in torch."""
+    """One of our engines and its counterpart in torch, or an engine twice."""
 
     ours: Contender
     theirs: Contender
 
     @property
     def name(self) -> str:
-        """Our name."""
+        """The name of our side."""
         return self.ours.name
 
     def check(self, model: str, num_ranks: int) -> None:
@@ -95,8 +100,9 @@ class Pair:
 _UNOBSERVED = MappingProxyType({"observed": False})
 
 
-def _pair(ours: str, theirs: str) -> Pair:
-    return Pair(Contender(ours, ours), Contender(theirs, theirs, _UNOBSERVED))
+def _pair(ours: str, theirs: str, *, static_graph: bool = False, **at_its_best: Any) -> Pair:
+    options = {**_UNOBSERVED, **at_its_best}
+    return Pair(Contender(ours, ours), Contender(theirs, theirs, options, static_graph=static_graph))
 
 
 WORKLOADS: Mapping[str, Workload] = MappingProxyType(
@@ -113,13 +119,16 @@ PAIRS: Mapping[str, Pair] = MappingProxyType(
     {
         pair.name: pair
         for pair in (
-            _pair("bucketed", "torch_ddp"),
-            _pair("zero1", "torch_zero1"),
-            _pair("fsdp", "torch_fsdp2"),
+            _pair("bucketed", "torch_ddp", static_graph=True),
+            # One message per owner instead of one per parameter.
+            _pair("zero1", "torch_zero1", static_graph=True, parameters_as_bucket_view=True),
+            # None is fully_shard's own default: the root, which backward begins with, is not gathered again.
+            _pair("fsdp", "torch_fsdp2", reshard_after_forward=None),
             Pair(
                 Contender("tensor_parallel", "single", over_tensor=True, parallelized=True),
                 Contender("torch_tp", "torch_tp", _UNOBSERVED, over_tensor=True),
             ),
+            Pair(Contender("itself", "bucketed"), Contender("bucketed", "bucketed")),
         )
     }
 )

@@ -20,13 +20,14 @@ from shardlab.bench.config import Contender, Pair, Workload
 from shardlab.comm import CollectiveEvent
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import Engine, StepTensors, build_engine
+from shardlab.engines.peers import TorchDDP
 from shardlab.launch import current
 from shardlab.models import GPT, build_model, next_token_loss
 from shardlab.tensor_parallel import gpt_plan, parallelize_module
 from shardlab.trace.memory import MemoryLedger
 from shardlab.vocabulary import MeshAxis
 
-WARM_UPS = 2  # the first step allocates optimizer state, and in the second torch's DDP rebuilds its buckets
+WARM_UPS = 3  # the first step allocates optimizer state, and in the third DDP with a static graph rebuilds its buckets
 OURS, THEIRS, FLOOR = "ours", "theirs", "floor"
 
 
@@ -182,7 +183,16 @@ def _turn(contender: Contender | None, workload: Workload, transport: str | None
                 parallelize_module(model, gpt_plan(model.config), mesh[MeshAxis.TENSOR])
             built = build_engine(contender.strategy, model, _adamw, mesh, **contender.options)
             engine = stack.enter_context(built)
+            if contender.static_graph:
+                _tell_static_graph(engine)
         yield Turn(engine, workload)
+
+
+def _tell_static_graph(engine: Engine) -> None:
+    """Tell DDP, before its first forward, that every step uses the same parameters in the same order."""
+    assert isinstance(engine, TorchDDP), engine.name  # see PAIRS
+    # Private: the public way is an argument of DDP's constructor, which does the same, but the engine calls that.
+    engine._ddp._set_static_graph()
 
 
 def _adamw(tensors: StepTensors) -> torch.optim.Optimizer:

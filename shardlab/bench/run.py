@@ -19,7 +19,7 @@ class BenchRow:
     Attributes:
         workload: its name.
         ranks: number of ranks.
-        ours: our engine.
+        ours: our engine, or 'itself': the engine on the other side once more.
         theirs: torch's.
         ratio_median: ratio of the time of our step to theirs in the same round, median over the rounds.
         ratio_q1: first quartile of these ratios.
@@ -29,10 +29,12 @@ class BenchRow:
         theirs_ms: median time of their step.
         floor_ms: median time of a step in which each rank trains the whole model alone, without communication. (Under
             tensor parallelism a rank does only part of that work and can be faster.)
+        ours_over_floor: ratio of the time of our step to the floor in the same round, median.
+        theirs_over_floor: likewise of theirs.
         ours_peak_bytes: our peak.
         theirs_peak_bytes: theirs.
         rounds: number of timed steps of each.
-        transport: transport of our engine; torch's engines always use NCCL or gloo.
+        transport: transport of our engines; torch's always use NCCL or gloo.
     """
 
     workload: str
@@ -46,6 +48,8 @@ class BenchRow:
     ours_ms: float
     theirs_ms: float
     floor_ms: float
+    ours_over_floor: float
+    theirs_over_floor: float
     ours_peak_bytes: int
     theirs_peak_bytes: int
     rounds: int
@@ -90,7 +94,7 @@ def _bench(config: BenchConfig, pool: RankPool, on_progress: OnProgress | None) 
 def row_of(workload: Workload, pair: Pair, times: Sequence[RankTimes]) -> BenchRow:
     """The row of one pair from the times of all ranks; a step lasts until the slowest rank has ended it."""
     slowest = {name: _slowest([own.step_ns[name] for own in times]) for name in (OURS, THEIRS, FLOOR)}
-    ratios = [ours / theirs for ours, theirs in zip(slowest[OURS], slowest[THEIRS], strict=True)]
+    ratios = _ratios(slowest[OURS], slowest[THEIRS])
     q1, middle, q3 = quantiles(ratios, n=4, method="inclusive")
     ours_peak, theirs_peak = (max(own.peak_bytes[name] for own in times) for name in (OURS, THEIRS))
     return BenchRow(
@@ -105,11 +109,17 @@ def row_of(workload: Workload, pair: Pair, times: Sequence[RankTimes]) -> BenchR
         ours_ms=median(slowest[OURS]) / 1e6,
         theirs_ms=median(slowest[THEIRS]) / 1e6,
         floor_ms=median(slowest[FLOOR]) / 1e6,
+        ours_over_floor=median(_ratios(slowest[OURS], slowest[FLOOR])),
+        theirs_over_floor=median(_ratios(slowest[THEIRS], slowest[FLOOR])),
         ours_peak_bytes=ours_peak,
         theirs_peak_bytes=theirs_peak,
         rounds=len(ratios),
         transport=times[0].transport,
     )
+
+
+def _ratios(times: Sequence[int], others: Sequence[int]) -> list[float]:
+    return [one / other for one, other in zip(times, others, strict=True)]
 
 
 def _slowest(by_rank: Sequence[Sequence[int]]) -> list[int]:

@@ -1,6 +1,7 @@
 """A tiny bench from end to end, its arithmetic on made-up times, and what is refused."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -8,13 +9,15 @@ from typer.testing import CliRunner
 
 from shardlab.bench import PAIRS, BenchConfig, Contender, Workload, bench
 from shardlab.bench.rounds import RankTimes, sessions
+from shardlab.bench.rounds import _turn as built
 from shardlab.bench.run import row_of
 from shardlab.cli import app
 
 TINY = Workload("tiny", "gpt-1m", rows=1, seq_len=4)
 KEYS = {
     "workload", "ranks", "ours", "theirs", "ratio_median", "ratio_q1", "ratio_q3", "peak_ratio", "ours_ms",
-    "theirs_ms", "floor_ms", "ours_peak_bytes", "theirs_peak_bytes", "rounds", "transport",
+    "theirs_ms", "floor_ms", "ours_over_floor", "theirs_over_floor", "ours_peak_bytes", "theirs_peak_bytes", "rounds",
+    "transport",
 }  # fmt: skip
 
 
@@ -24,16 +27,25 @@ def test_a_tiny_bench_from_end_to_end(pools):
     rows = list(bench(config, pool=pools(2), on_progress=done.append))
     assert [(row.ours, row.theirs) for row in rows] == [
         ("bucketed", "torch_ddp"), ("zero1", "torch_zero1"), ("fsdp", "torch_fsdp2"), ("tensor_parallel", "torch_tp"),
+        ("itself", "bucketed"),
     ]  # fmt: skip
-    assert len(done) == config.num_rounds == 12
+    assert len(done) == config.num_rounds == 15
     for row in rows:
         assert (row.workload, row.ranks, row.rounds, row.transport) == ("tiny", 2, 3, "shared_memory")
         assert 0 < row.ratio_q1 <= row.ratio_median <= row.ratio_q3
         assert min(row.ours_ms, row.theirs_ms, row.floor_ms) > 0
+        assert min(row.ours_over_floor, row.theirs_over_floor) > 0
         assert row.peak_ratio == row.ours_peak_bytes / row.theirs_peak_bytes
     whole = 4 * 1_028_480  # bytes of gpt-1m's parameters at 4 positions, about
     assert rows[0].ours_peak_bytes > 4 * whole  # parameters, gradients and state
     assert 2 * whole < rows[2].ours_peak_bytes < rows[0].ours_peak_bytes  # half of all, and what is gathered
+    assert rows[4].peak_ratio == 1  # the same engine twice
+
+
+def test_four_ranks(pools):
+    config = BenchConfig(ranks=4, rounds=2, workloads=(TINY,), pairs=(PAIRS["zero1"],), device="cpu")
+    assert [(row.ranks, row.theirs) for row in bench(config, pool=pools(4))] == [(4, "torch_zero1")]
+    BenchConfig(ranks=4, device="cpu")  # all pairs and workloads
 
 
 def test_ours_can_send_as_torch_does(pools):
@@ -49,6 +61,7 @@ def test_a_round_is_as_slow_as_its_slowest_rank_and_ratios_are_within_rounds():
     row = row_of(TINY, PAIRS["fsdp"], ranks)
     assert (row.ratio_q1, row.ratio_median, row.ratio_q3) == (1.25, 2, 2.5)  # of 4/2, 9/3, 3/6
     assert (row.ours_ms, row.theirs_ms, row.floor_ms) == (4e-6, 3e-6, 1e-6)
+    assert (row.ours_over_floor, row.theirs_over_floor) == (4, 3)  # of 4/1, 9/1, 3/2 and 2/1, 3/1, 6/2
     assert (row.ours, row.theirs, row.peak_ratio) == ("fsdp", "torch_fsdp2", 0.7)
 
 
@@ -60,8 +73,53 @@ def test_every_session_goes_through_all_orders_and_begins_with_another():
 
 
 def test_torch_is_timed_without_anybody_listening():
-    assert all(pair.theirs.options["observed"] is False for pair in PAIRS.values())
-    assert all(pair.theirs.strategy.startswith("torch_") for pair in PAIRS.values())
+    of_torch = [pair.theirs for pair in PAIRS.values() if pair.name != "itself"]
+    assert all(contender.options["observed"] is False for contender in of_torch)
+    assert all(contender.strategy.startswith("torch_") for contender in of_torch)
+
+
+def test_one_pair_is_an_engine_against_itself():
+    itself = PAIRS["itself"]
+    assert (itself.ours.strategy, itself.ours.options) == (itself.theirs.strategy, itself.theirs.options)
+
+
+def sent_by(rank, contender):
+    """Collectives of a step of torch's engine, as the bench builds it, by kind; whether DDP has a static graph."""
+    listened_to = replace(contender, options={**contender.options, "observed": True})
+    with built(listened_to, TINY, None) as turn:
+        turn.warm_up()
+        calls, engine = Calls(), turn._engine
+        with engine.mesh.observed_by(calls):
+            turn.step()
+        return calls.ops, engine._ddp.static_graph if contender.strategy != "torch_fsdp2" else None
+
+
+class Calls:
+    """Counts the collectives that are issued, by kind."""
+
+    def __init__(self):
+        self.ops = Counter()
+
+    def issued(self, event):
+        self.ops[event.op] += 1
+
+    def started(self, event):
+        """Nothing."""
+
+    completed = waited = started
+
+
+@pytest.mark.parametrize(
+    ("pair", "static_graph", "sent"),
+    [
+        ("bucketed", True, {"all_reduce": 1}),
+        ("zero1", True, {"all_reduce": 1, "broadcast": 2}),  # one for each owner, not one for each parameter
+        # 5 units twice, and the root, which backward begins with, once
+        ("fsdp", None, {"all_gather": 11, "reduce_scatter": 6}),
+    ],
+)
+def test_torch_runs_at_its_best(pools, pair, static_graph, sent):
+    assert pools(2).run(sent_by, PAIRS[pair].theirs) == [(sent, static_graph)] * 2
 
 
 @pytest.mark.parametrize(
@@ -101,7 +159,7 @@ def test_a_pool_of_another_size_is_refused(pools):
     ("arguments", "message"),
     [
         (["--workloads", "compute,x"], "workloads: 'x' is not one of compute, communication, latency"),
-        (["--pairs", "ddp"], "pairs: 'ddp' is not one of bucketed, zero1, fsdp, tensor_parallel"),
+        (["--pairs", "ddp"], "pairs: 'ddp' is not one of bucketed, zero1, fsdp, tensor_parallel, itself"),
         (["--pairs", ""], "pairs: none; at least one is needed"),
         (["--ranks", "1"], "ranks: 1 is below 2"),
         (["--rounds", "0"], "rounds: 0 is below 2"),
