@@ -34,6 +34,9 @@ def plan(
     ] = 1,
     sharding: Annotated[str, typer.Option(help="Of --workload: FSDP's, as in compare.")] = "full_shard",
     wrap: Annotated[str, typer.Option(help="Of --workload: FSDP's units, as in compare.")] = "",
+    gpu: Annotated[
+        str, typer.Option(help="Memory, bandwidth and latency, such as 24GB,32GB/s,10us: what is left, what fits.")
+    ] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
     """Predict bytes per rank, and what is sent, without running; nothing is trained and no rank starts."""
@@ -45,10 +48,10 @@ def plan(
     if workload:
         chosen: dict[str, Any] = {"sharding": sharding, "precision": precision or "full", "tp": tp}
         chosen |= {"wrap": wrap} if wrap else {}
-        _plan_workload(workload, ranks, strategies, chosen, json)
+        _plan_workload(workload, ranks, strategies, chosen, gpu, json)
         return
-    if strategies or wrap or tp != 1 or sharding != "full_shard":
-        raise ValueError("strategies, tp, sharding, wrap: only for --workload; leave them out with --params")
+    if strategies or wrap or tp != 1 or sharding != "full_shard" or gpu:
+        raise ValueError("strategies, tp, sharding, wrap, gpu: only for --workload; leave them out with --params")
     number, precision = _number_of_params(params), precision or "mixed"
     rows = model_states(number, ranks, precision)
     if json:
@@ -59,17 +62,19 @@ def plan(
     console.print(_note(precision, rows[0]))
 
 
-def _plan_workload(place: str, ranks: int, strategies: str, options: dict[str, Any], json: bool) -> None:
+def _plan_workload(place: str, ranks: int, strategies: str, options: dict[str, Any], gpu: str, json: bool) -> None:
     from shardlab.experiment import plan as planned  # here, because it imports torch
     from shardlab.experiment.named import workload_at
     from shardlab.experiment.tensor_plan import shown_plan
+    from shardlab.lab.fit import RunPlan
     from shardlab.planner.setup import STRATEGIES
 
     names = tuple(name.strip() for name in strategies.split(",") if name.strip())
     workload, layers = workload_at(place), None
     if options["tp"] > 1:
         workload, layers = shown_plan(workload, options["tp"])
-    rows = planned(workload, ranks, names or STRATEGIES, **options)
+    names = names or STRATEGIES
+    rows = RunPlan.of(workload, ranks, names, **options).on(gpu) if gpu else planned(workload, ranks, names, **options)
     if json:
         found = json_text.loads(rows.to_json(orient="records"))
         if layers is not None:
@@ -84,6 +89,12 @@ def _plan_workload(place: str, ranks: int, strategies: str, options: dict[str, A
         "Per rank, the largest of all ranks; at rest, between two steps. Sent: bytes and messages of one step. "
         "Activations and temporaries come on top."
     )
+    if gpu:
+        console.print(_table_on(rows, f"on a GPU of {gpu}"))
+        console.print(
+            "Left: memory without what is at rest and what is gathered at once. Rows: of a micro-batch, by what "
+            "autograd keeps for each; libraries and the allocator take some too. Sending: all messages, one by one."
+        )
 
 
 def _table_of_layers(layers: "pd.DataFrame", title: str) -> Table:
@@ -110,6 +121,19 @@ def _table_of(rows: "pd.DataFrame", title: str) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for _, row in rows.iterrows():
         table.add_row(row["strategy"], *(f"{row[name] / 1e6:,.2f}" for name in shown), str(row["messages_per_step"]))
+    return table
+
+
+def _table_on(rows: "pd.DataFrame", title: str) -> Table:
+    """What is left of a GPU's memory."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("strategy", no_wrap=True)
+    for name in ("gathered\nMB", "left\nMB", "a row keeps\nMB", "rows\nthat fit", "sending\nms/step"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for _, row in rows.iterrows():
+        sizes = (row["gathered_bytes"] / 1e6, row["left_bytes"] / 1e6, row["row_bytes"] / 1e6)
+        words = (*(f"{size:,.2f}" for size in sizes), f"{row['rows_that_fit']:,}", f"{row['sending_ms']:,.2f}")
+        table.add_row(row["strategy"], *words)
     return table
 
 

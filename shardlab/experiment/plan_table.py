@@ -41,14 +41,22 @@ def plan(
     Raises:
         ValueError: an option has an invalid value, or a strategy cannot be planned.
     """
+    plans = plans_of(workload, ranks, strategies, **options)
+    return pd.DataFrame([row_of(strategy, found) for strategy, found in plans.items()])
+
+
+def plans_of(
+    workload: Workload | str, ranks: int, strategies: tuple[str, ...] | str = STRATEGIES, **options: Any
+) -> dict[str, Plan]:
+    """The tables behind ``plan``, by strategy; arguments and errors are its."""
     names = (strategies,) if isinstance(strategies, str) else strategies
     if any("bucket_bytes" in engine_options(name) for name in names):  # else the option would be refused
         options = {"bucket_mib": DEFAULT_BUCKET_BYTES / 2**20, **options}
     config = CompareConfig(workload=workload, ranks=ranks, strategies=names, **{"steps": 1, **options})
-    return pd.DataFrame([_row(strategy, found) for strategy, found in plan_runs(config).items()])
+    return {strategy: _planned(strategy, found) for strategy, found in plan_runs(config).items()}
 
 
-def _row(strategy: str, planned: Plan | None) -> dict[str, Any]:
+def _planned(strategy: str, planned: Plan | None) -> Plan:
     if planned is None and strategy not in STRATEGIES:
         raise ValueError(f"strategies: {strategy!r} cannot be planned, for it is not ours; {', '.join(STRATEGIES)} can")
     if planned is None:
@@ -56,6 +64,11 @@ def _row(strategy: str, planned: Plan | None) -> dict[str, Any]:
             f"strategies: {strategy!r} cannot be planned here: the optimizer's state has other shapes than the "
             "parameters, messages of divided layers depend on values, or a forward calls an FSDP unit twice"
         )
+    return planned
+
+
+def row_of(strategy: str, planned: Plan) -> dict[str, Any]:
+    """A row of ``plan``'s table."""
     held, sent = planned.memory.groupby(["role", "rank"])["bytes"].sum(), planned.collectives.groupby("rank")
     return {
         "strategy": strategy,

@@ -17,7 +17,7 @@ from shardlab.experiment.planned_tensor import PlannedTensorAxis
 from shardlab.experiment.planned_workload import PlannedWorkload
 from shardlab.launch import place
 from shardlab.models import MODELS, GPTConfig
-from shardlab.planner import Setup, described, predicted_collectives, predicted_memory
+from shardlab.planner import Setup, described, gathered_at_once, predicted_collectives, predicted_memory
 from shardlab.planner.setup import ADAM, STRATEGIES, Optimizer
 from shardlab.planner.tensor import TensorSetup, divided, on_tensor_ranks, predicted_tensor_collectives
 from shardlab.trace.store import Records
@@ -32,11 +32,12 @@ class Plan:
     """Tables ``memory`` and ``collectives`` of one step, ``source='predicted'``.
 
     ``collectives`` has the messages of each axis in order. How those of the tensor axis interleave with those of the
-    data axes is not planned.
+    data axes is not planned. ``gathered_bytes`` are the most gathered parameters that a rank has at one moment.
     """
 
     memory: pd.DataFrame
     collectives: pd.DataFrame
+    gathered_bytes: int
 
 
 def plan_runs(config: CompareConfig) -> dict[str, Plan | None]:
@@ -63,7 +64,8 @@ def _plan_run(
         return None
     if config.tp == 1 or strategy == "single":
         setup = setup_of(config, strategy, known.module, known.optimizer, called)
-        return Plan(predicted_memory(known.model, setup), predicted_collectives(known.model, setup))
+        memory, sent = predicted_memory(known.model, setup), predicted_collectives(known.model, setup)
+        return Plan(memory, sent, gathered_at_once(known.model, setup))
     over_tensor: pd.DataFrame | None
     if axis is None:
         module, model = known.module, divided(known.model, config.tp)
@@ -75,7 +77,8 @@ def _plan_run(
         return None
     setup = setup_of(config, strategy, module, known.optimizer, called)
     over_data = on_tensor_ranks(predicted_collectives(model, setup), config.tp)  # the norm, on both axes, comes last
-    return Plan(on_tensor_ranks(predicted_memory(model, setup), config.tp), pd.concat([over_tensor, over_data]))
+    memory = on_tensor_ranks(predicted_memory(model, setup), config.tp)
+    return Plan(memory, pd.concat([over_tensor, over_data]), gathered_at_once(model, setup))
 
 
 def setup_of(

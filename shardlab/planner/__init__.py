@@ -5,6 +5,7 @@ Nothing here imports torch. ``model_states`` needs only the number of parameters
 """
 
 from shardlab.planner.collectives import predicted_collectives
+from shardlab.planner.fit import Gpu, gathered_at_once
 from shardlab.planner.memory import predicted_memory
 from shardlab.planner.model import PlannedModel, PlannedParam, described
 from shardlab.planner.model_states import (
@@ -22,6 +23,7 @@ __all__ = [
     "PRECISIONS",
     "SGD",
     "SGD_MOMENTUM",
+    "Gpu",
     "ModelStates",
     "Optimizer",
     "PaperNumber",
@@ -30,6 +32,7 @@ __all__ = [
     "Precision",
     "Setup",
     "described",
+    "gathered_at_once",
     "model_states",
     "predicted_collectives",
     "predicted_memory",

@@ -2,7 +2,7 @@
 
 from shardlab.plots.difference import run_difference
 from shardlab.plots.loss import loss_curves, loss_difference
-from shardlab.plots.memory import held_by_rank, memory_by_role
+from shardlab.plots.memory import held_by_rank, memory_by_role, memory_on_gpu
 from shardlab.plots.memory_over_step import gathered_over_a_step, memory_over_step
 from shardlab.plots.mesh import mesh_map
 from shardlab.plots.page import report_page
@@ -24,6 +24,7 @@ __all__ = [
     "loss_curves",
     "loss_difference",
     "memory_by_role",
+    "memory_on_gpu",
     "memory_over_step",
     "mesh_map",
     "message_times",

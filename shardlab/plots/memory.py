@@ -4,10 +4,10 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shardlab.analysis import at_rest, peak
-from shardlab.analysis.rows import labelled, labels_of
+from shardlab.analysis.rows import labelled, labels_of, require_columns
 from shardlab.plots.bars import stacked_bars
-from shardlab.plots.colours import ROLE_COLOURS
-from shardlab.plots.text import byte_scale, format_bytes, listing, subtitle
+from shardlab.plots.colours import INK, ROLE_COLOURS
+from shardlab.plots.text import SOURCE_NOTES, byte_scale, format_bytes, joined, listing, subtitle
 from shardlab.plots.theme import finish, new_figure, nothing
 from shardlab.tables import MEMORY
 from shardlab.vocabulary import Role
@@ -15,6 +15,11 @@ from shardlab.vocabulary import Role
 TITLES = {"rest": "Memory at rest after a step", "peak": "Memory at the peak of a step"}
 NOTES = {"rest": "each role on the rank that holds most of it", "peak": "the one moment with most live bytes"}
 BY_RANK = "Held by each rank"
+ON_GPU = "What a rank needs at least, against the memory of its GPU"
+ON_GPU_COLUMNS = {
+    "parameter_bytes": Role.PARAMETER, "gathered_bytes": Role.GATHERED_PARAMETER, "gradient_bytes": Role.GRADIENT,
+    "optimizer_bytes": Role.OPTIMIZER_STATE, "row_bytes": Role.ACTIVATION,
+}  # fmt: skip
 
 
 def memory_by_role(memory: pd.DataFrame, where: str = "rest", rank: int | None = None) -> go.Figure:
@@ -94,3 +99,36 @@ def held_by_rank(ranks: pd.DataFrame, *, most_bytes: float | None = None, moment
     figure.update_layout(height=max(300, 190 + 40 * len(totals)))
     words = listing([f"{label} {format_bytes(value)}" for label, value in totals.items()])
     return finish(figure, f"{BY_RANK}{f' ({moment})' if moment else ''}: {words}.")
+
+
+def memory_on_gpu(plans: pd.DataFrame, memory_bytes: float, rows: int = 1) -> go.Figure:
+    """Model states, what is gathered at once and the activations of some rows as stacked bars; a line is the memory.
+
+    Args:
+        plans: one row per strategy: ``strategy``, ``parameter_bytes``, ``gathered_bytes``, ``gradient_bytes``,
+            ``optimizer_bytes`` and ``row_bytes``.
+        memory_bytes: of the GPU.
+        rows: of a micro-batch.
+
+    Raises:
+        ValueError: a column is missing, or a number is not above zero.
+    """
+    require_columns(plans, ("strategy", *ON_GPU_COLUMNS), "plans")
+    if memory_bytes <= 0 or rows < 1:
+        raise ValueError(f"memory_bytes, rows: {memory_bytes:g} and {rows} were given; both must be above 0")
+    held = plans.assign(row_bytes=rows * plans["row_bytes"]).rename(columns=ON_GPU_COLUMNS)
+    roles = [str(role) for role in ON_GPU_COLUMNS.values()]
+    bars = held.melt("strategy", roles, var_name="role", value_name="bytes").rename(columns={"strategy": "label"})
+    words = f"activations of {rows} row{'' if rows == 1 else 's'}; dashed: {format_bytes(memory_bytes)}"
+    figure = new_figure(ON_GPU, joined(SOURCE_NOTES["predicted"], words))
+    stacked_bars(figure, bars, "role", {role: ROLE_COLOURS[Role(role)] for role in roles}, "bytes")
+    totals = bars.groupby("label", sort=False)["bytes"].sum()
+    divisor, _ = byte_scale(float(totals.max()))
+    figure.add_vline(x=memory_bytes / divisor, line={"color": INK, "width": 2, "dash": "dash"})
+    figure.update_xaxes(range=[0, 1.04 * max(float(totals.max()), memory_bytes) / divisor])
+    fit = [str(label) for label in totals.index[totals <= memory_bytes]]
+    return finish(figure, f"{ON_GPU}, {format_bytes(memory_bytes)}: {_totals(totals)}. It suffices for {listing(fit)}.")
+
+
+def _totals(totals: pd.Series) -> str:
+    return listing([f"{label} {format_bytes(value)}" for label, value in totals.items()])

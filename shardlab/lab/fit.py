@@ -1,0 +1,218 @@
+"""Will it fit: a workload on GPUs of a given memory and link, without running it.
+
+    planned = RunPlan.of(workload, ranks=8, precision="bf16")
+    planned.on("24GB,32GB/s,10us")                          # a table: what is left, rows that fit, time of sending
+    planned.on("80GB,300GB/s,5us")                          # another GPU: no further work
+    kept_for_backward(workload, rows=1)                     # bytes of activations
+
+Nothing is computed: the model is made without memory, and one forward of it is followed with tensors that have a shape
+and a type but no numbers. So a model of 7 billion parameters takes seconds on a laptop.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+
+from shardlab.comm.trees import map_tensors
+from shardlab.engines.precision import Precision, cast_floating, parse_precision
+from shardlab.experiment.batches import batches_of, divide, rows_of
+from shardlab.experiment.config import takes
+from shardlab.experiment.named import workload_at
+from shardlab.experiment.plan_table import plans_of, row_of
+from shardlab.experiment.planned import Plan
+from shardlab.experiment.workload import Workload, seeded
+from shardlab.lab.memory import saved_for_backward
+from shardlab.planner.fit import Gpu, rows_that_fit, sending_us
+from shardlab.planner.setup import STRATEGIES
+
+COUNTED_ROWS = 3  # beside one row: a line goes through the two
+READABLE = {
+    "rest_bytes": ("at rest (GB)", 1e9), "gathered_bytes": ("gathered (GB)", 1e9), "left_bytes": ("left (GB)", 1e9),
+    "row_bytes": ("a row keeps (GB)", 1e9), "rows_that_fit": ("rows that fit", 1),
+    "wire_bytes_per_step": ("sent (GB/step)", 1e9), "sending_ms": ("sending (ms)", 1),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The plan of each strategy, and what autograd keeps; what it means depends on the GPU.
+
+    Attributes:
+        ranks: number of ranks, a GPU each.
+        plans: by strategy.
+        kept: by strategy, bytes that autograd keeps for backward, by number of rows.
+    """
+
+    ranks: int
+    plans: Mapping[str, Plan]
+    kept: Mapping[str, Mapping[int, int]]
+
+    @classmethod
+    def of(
+        cls, workload: Workload | str, ranks: int, strategies: tuple[str, ...] | str = STRATEGIES, **options: Any
+    ) -> "RunPlan":
+        """Plan a workload.
+
+        Args:
+            workload: what is trained, or the place of it, FILE.py:NAME.
+            ranks: number of ranks; they need not fit on this machine.
+            strategies: names of ours.
+            options: other fields of ``CompareConfig``.
+
+        Raises:
+            ValueError: an option has an invalid value, a strategy cannot be planned, or layers are divided (``tp``).
+        """
+        if options.get("tp", 1) != 1:
+            raise ValueError(
+                f"tp: {options['tp']} was given; activations are counted for whole layers only, leave it out"
+            )
+        known = workload_at(workload) if isinstance(workload, str) else workload
+        plans = plans_of(known, ranks, strategies, **options)
+        precisions = {name: options.get("precision", "full") if takes("precision")(name) else "full" for name in plans}
+        kept = {precision: _kept(known, _counted(known), precision) for precision in dict.fromkeys(precisions.values())}
+        return cls(ranks, plans, {name: kept[precision] for name, precision in precisions.items()})
+
+    def on(self, gpu: Gpu | str) -> pd.DataFrame:
+        """The table of ``plan``, and what it means for a GPU.
+
+        Args:
+            gpu: its memory and its link, for example '24GB,32GB/s,10us'.
+
+        Returns:
+            The columns of ``plan`` and, per rank: ``gathered_bytes`` (at one moment of a step, on top of what is at
+            rest), ``left_bytes`` (of the memory; below zero where the model states do not fit), ``row_bytes`` (that
+            autograd keeps for a further row), ``rows_that_fit`` (in a micro-batch) and ``sending_ms`` (all messages of
+            a step, one after another).
+
+        Raises:
+            ValueError: the GPU is not understood.
+        """
+        gpu = Gpu.parse(gpu) if isinstance(gpu, str) else gpu
+        return pd.DataFrame([self._row(strategy, gpu) for strategy in self.plans])
+
+    def _row(self, strategy: str, gpu: Gpu) -> dict[str, Any]:
+        planned, kept = self.plans[strategy], self.kept[strategy]
+        row = row_of(strategy, planned)
+        left = gpu.memory_bytes - row["rest_bytes"] - planned.gathered_bytes
+        (fewer, less), (several, more) = sorted(kept.items())
+        return {
+            **row, "gathered_bytes": planned.gathered_bytes, "left_bytes": int(left),
+            "row_bytes": (more - less) // (several - fewer),
+            "rows_that_fit": rows_that_fit(left, kept), "sending_ms": sending_us(planned.collectives, gpu.link) / 1e3,
+        }  # fmt: skip
+
+
+def kept_for_backward(workload: Workload, rows: int, precision: str = "full") -> int:
+    """Bytes that autograd keeps for backward of one forward on ``rows`` rows: the activations.
+
+    Each storage counts once; parameters and buffers do not count. What ``torch.utils.checkpoint`` keeps for a second
+    forward does not count either.
+
+    Args:
+        workload: its model, data and loss.
+        rows: of a micro-batch.
+        precision: of the computation: full, bf16 or fp16.
+
+    Raises:
+        ValueError: ``rows`` is below 1, there is no such precision, or what the model computes depends on values.
+    """
+    if rows < 1:
+        raise ValueError(f"rows: {rows} is given; it must be 1 or more")
+    return _kept(workload, {rows: _batch(workload, rows)}, precision)[rows]
+
+
+def _counted(workload: Workload) -> dict[int, Any]:
+    """One row, and a batch of several."""
+    several = _first_batch(workload, COUNTED_ROWS)
+    return {1: _batch(workload, 1), rows_of(several): several}
+
+
+def _batch(workload: Workload, rows: int) -> Any:
+    batch = _first_batch(workload, rows)
+    if (found := rows_of(batch)) == rows:
+        return batch
+    if rows == 1:
+        return divide(batch, 0, found).batch
+    raise ValueError(f"rows: {rows} is given, but the data's batches have {found} rows; ask for 1 or {found}")
+
+
+def _first_batch(workload: Workload, rows: int) -> Any:
+    return next(batches_of(workload, 0, 1, 0, rows)).batch
+
+
+def _kept(workload: Workload, batches: Mapping[int, Any], precision: str) -> dict[int, int]:
+    """For each number of rows; the model is made once."""
+    casts, module = parse_precision(precision), workload.on_meta()
+    _cast_around(module, casts)
+    # Not the meta device: on it attention is counted as the plain product of matrices, which no device computes so. No
+    # public way was found to follow a forward as the CPU would take it.
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        _take_numbers_from(module, casts)
+        try:
+            return {
+                rows: _kept_of(workload, module, map_tensors(mode.from_tensor, batch))
+                for rows, batch in batches.items()
+            }
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise ValueError(
+                "model: what it computes depends on values, so its activations cannot be counted without running it; "
+                "plan(workload, ranks) has everything else"
+            ) from error
+
+
+def _kept_of(workload: Workload, module: nn.Module, batch: Any) -> int:
+    with seeded(0), saved_for_backward(module) as saved:
+        workload.loss(module, batch)
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved)
+
+
+def _take_numbers_from(module: nn.Module, casts: Precision) -> None:
+    """Give it parameters and buffers that have a shape and a type, and are on the CPU; tied ones stay tied."""
+    made: dict[Tensor, Tensor] = {}
+    for owner in module.modules():
+        for name, held in {**owner._parameters, **owner._buffers}.items():
+            if held is not None and held not in made:
+                is_param = isinstance(held, nn.Parameter)
+                like = torch.empty(held.shape, dtype=casts.compute_dtype_of(held) if is_param else held.dtype)
+                made[held] = nn.Parameter(like, held.requires_grad) if is_param else like
+            if held is not None:
+                setattr(owner, name, made[held])
+
+
+def _cast_around(module: nn.Module, casts: Precision) -> None:
+    """Cast what goes into the module and what comes out of it, as an engine of this precision does."""
+    module.register_forward_pre_hook(lambda _, *given: cast_floating(given, casts.compute), with_kwargs=True)
+    module.register_forward_hook(lambda _, __, output: cast_floating(output, casts.output))
+
+
+def readable_fit(table: pd.DataFrame) -> pd.DataFrame:
+    """A table of ``RunPlan.on`` for people: one row per strategy, in GB of 10^9 bytes."""
+    shown = {label: table[name] / divisor for name, (label, divisor) in READABLE.items()}
+    readable = pd.DataFrame(shown).set_index(table["strategy"]).round(2)
+    return readable.astype({"rows that fit": int})
+
+
+def fit_of(strategy: str, tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """One strategy on several GPUs, numbers of ranks or settings: one row for each.
+
+    Args:
+        strategy: which.
+        tables: of ``RunPlan.on``, by name.
+
+    Raises:
+        ValueError: a table does not have the strategy.
+    """
+    for name, table in tables.items():
+        if strategy not in set(table["strategy"]):
+            raise ValueError(f"strategy: {strategy!r} is not among {', '.join(table['strategy'])} of {name!r}")
+    chosen = [table[table["strategy"] == strategy].assign(strategy=name) for name, table in tables.items()]
+    return readable_fit(pd.concat(chosen, ignore_index=True)).rename_axis("")

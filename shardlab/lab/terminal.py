@@ -1,0 +1,35 @@
+"""A command of the terminal, in a cell: the package's own commands are those of the notebook's Python."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+WIDTH = "100"
+
+
+def terminal(command: str, folder: str | Path = ".") -> None:
+    """Print a shell command after a dollar sign, run it, and print what it prints.
+
+    Args:
+        command: one line, for example 'shardlab plan --params 7.5B --ranks 64'.
+        folder: where it runs.
+
+    Raises:
+        subprocess.CalledProcessError: it failed; the note of the error has what it said.
+    """
+    own = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    plain = {"PATH": own, "COLUMNS": WIDTH, "TERM": "dumb", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        command,
+        shell=True,
+        cwd=folder,
+        env=os.environ | plain,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    lines = (line.rstrip() for line in done.stdout.splitlines())
+    sys.stdout.write("\n".join([f"$ {command}", *lines, ""]))
+    if done.returncode:
+        raise subprocess.CalledProcessError(done.returncode, command, done.stdout)

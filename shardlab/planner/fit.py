@@ -1,0 +1,132 @@
+"""Does a run fit a GPU: what a step gathers besides what it holds at rest, what memory is left, how long it sends.
+
+    left = memory of the GPU - at rest - gathered at once
+    rows that fit = left / bytes that autograd keeps for a row
+
+Gathered at once, in elements of the type that gathers carry, on top of this rank's shards:
+
+=========================  ==================================================================
+single to zero2, no_shard  0: parameters are whole, and count as at rest
+zero3                      P, and at the end of backward P whole gradients, which are not counted
+fsdp                       root + the largest (1 + prefetch) units that follow each other
+fsdp shard_grad_op         P: nothing is resharded between forward and backward
+=========================  ==================================================================
+
+What is left is for activations, for gradients that are being reduced, and for temporaries. A GPU's own libraries and
+its allocator take some of it too, which no plan knows. So a plan that leaves little is no promise that a run fits; one
+that leaves nothing promises that it does not, because it counts only what must be there.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import floor, isfinite
+
+import pandas as pd
+
+from shardlab.partition.wire import Link
+from shardlab.planner.groups import ROOT, Group, groups_of
+from shardlab.planner.model import ITEMSIZES, PlannedModel
+from shardlab.planner.setup import Setup
+from shardlab.vocabulary import Sharding
+
+UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+_MEMORY = re.compile(r"([0-9]*\.?[0-9]+)\s*([kmgt]b)")
+
+
+def memory_bytes(text: str) -> float:
+    """Bytes of a text such as '24GB'; units are powers of ten.
+
+    Raises:
+        ValueError: the text is no positive number with a unit.
+    """
+    found = _MEMORY.fullmatch(text.strip().lower())
+    if found is None or float(found[1]) <= 0:
+        raise ValueError(f"memory: {text!r} is not understood; write a number and kB, MB, GB or TB, such as 24GB")
+    return float(found[1]) * UNITS[found[2]]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a plan asks of a GPU: its memory, and the link over which its rank sends."""
+
+    memory_bytes: float
+    link: Link
+
+    def __post_init__(self) -> None:
+        """Memory must be above 0."""
+        if not (isfinite(self.memory_bytes) and self.memory_bytes > 0):
+            raise ValueError(f"memory: {self.memory_bytes} is given; it must be a finite number of bytes above 0")
+
+    @classmethod
+    def parse(cls, text: str) -> "Gpu":
+        """A GPU from text such as ``24GB,32GB/s,10us``: memory, then bandwidth and latency of the link.
+
+        Raises:
+            ValueError: a part is not understood; the message names it.
+        """
+        memory, comma, link = text.partition(",")
+        if not comma:
+            raise ValueError(
+                f"gpu: {text!r} is not understood; write memory,bandwidth,latency such as 24GB,32GB/s,10us"
+            )
+        return cls(memory_bytes(memory), Link.parse(link))
+
+
+def gathered_at_once(model: PlannedModel, setup: Setup) -> int:
+    """The most bytes of gathered parameters that a rank has at one moment of a step, padding included.
+
+    Args:
+        model: its parameters.
+        setup: the strategy.
+    """
+    if setup.num_shards == 1 or setup.strategy not in ("zero3", "fsdp"):
+        return 0
+    sizes: dict[str, int] = {}
+    for group in groups_of(model, setup):
+        if not group.is_whole and group.unit not in setup.uncalled:
+            sizes[group.unit] = sizes.get(group.unit, 0) + _gathered(group, setup)
+    if setup.strategy == "zero3" or setup.sharding == Sharding.SHARD_GRAD_OP:
+        return sum(sizes.values())
+    in_order = [size for unit, size in sizes.items() if unit != ROOT]
+    together = 1 + setup.prefetch
+    return sizes.get(ROOT, 0) + max((sum(in_order[at : at + together]) for at in range(len(in_order))), default=0)
+
+
+def _gathered(group: Group, setup: Setup) -> int:
+    dtype = setup.dtype_in_compute(group.dtype)
+    return group.layout.padded_numel * (group.itemsize if dtype == group.dtype else ITEMSIZES[dtype])
+
+
+def sending_us(collectives: pd.DataFrame, link: Link) -> float:
+    """Microseconds that the messages of a step take one after another on ``link``, of the rank that sends longest.
+
+    Args:
+        collectives: table ``collectives``, predicted or recorded, of one step.
+        link: between any two ranks.
+    """
+    times = [
+        link.ring_time_us(op, num_bytes, size)
+        for op, num_bytes, size in collectives[["op", "bytes", "group_size"]].itertuples(index=False, name=None)
+    ]
+    by_rank = collectives.assign(time_us=times).groupby("rank")["time_us"].sum()
+    return float(by_rank.max()) if len(by_rank) else 0.0
+
+
+def rows_that_fit(left_bytes: float, kept: Mapping[int, int]) -> int:
+    """How many rows a rank may take in a micro-batch: a line through what autograd keeps for two numbers of rows.
+
+    Args:
+        left_bytes: of the GPU's memory.
+        kept: bytes kept for backward, by number of rows; two different numbers.
+
+    Raises:
+        ValueError: there are not two numbers of rows, or more rows keep no more bytes.
+    """
+    if len(kept) != 2:
+        raise ValueError(f"kept: {len(kept)} numbers of rows were given; give bytes for two")
+    (fewer, less), (several, more) = sorted(kept.items())
+    per_row = (more - less) / (several - fewer)
+    if per_row <= 0:
+        raise ValueError(f"kept: {several} rows keep {more} bytes, no more than {fewer} rows with {less}")
+    return max(0, floor((left_bytes - less) / per_row + fewer))

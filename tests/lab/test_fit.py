@@ -1,0 +1,218 @@
+"""Whether a run fits: what is gathered and kept is counted without running, and equals what an engine has."""
+
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from shardlab import Mesh, Workload, build_engine
+from shardlab.cli import app
+from shardlab.lab import RunPlan, fit_of, kept_for_backward, readable_fit, saved_for_backward, terminal
+from shardlab.lab.memory import watch_gathered
+from shardlab.models import GPT, GPTConfig, next_token_loss
+from shardlab.partition.wire import Link
+from shardlab.planner import Gpu, Setup, described, gathered_at_once
+from shardlab.planner.fit import memory_bytes, rows_that_fit, sending_us
+from shardlab.plots import memory_on_gpu, summary_of
+from shardlab.units import units_of
+from tests.conftest import Pools
+
+SIZES = GPTConfig(vocab_size=16, seq_len=8, num_layers=4, num_heads=1, hidden=6)
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, place):
+        return (torch.arange(9) + place) % 16
+
+
+class Uneven(nn.Module):
+    """Units of different sizes, a buffer, attention, a tied pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, size), nn.GELU(), nn.Linear(size, 8)) for size in (3, 9, 20, 5)
+        )
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.leave = nn.Linear(8, 16, bias=False)
+        self.leave.weight = self.enter.weight
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.enter(tokens)
+        x = x * self.scale.to(x.dtype)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.leave(x + self.attention(x, x, x, need_weights=False)[0])
+
+
+def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    return next_token_loss(model(batch[:, :-1]), batch[:, 1:])
+
+
+def gpt() -> GPT:
+    return GPT(SIZES)
+
+
+def sgd(tensors):
+    return torch.optim.SGD(tensors, lr=0.1)
+
+
+WORKLOADS = {"gpt": Workload(gpt, Tokens(), loss), "uneven": Workload(Uneven, Tokens(), loss)}
+
+
+def kept_in_an_engine(workload: Workload, rows: int, precision: str) -> int:
+    """Really run, by an engine on a group of one."""
+    with Mesh.alone() as mesh, build_engine("zero2", workload.build(0), sgd, mesh, precision=precision) as engine:
+        batch = torch.stack([Tokens()[place] for place in range(rows)])
+        with saved_for_backward(engine.module) as saved:
+            workload.loss(engine, batch)
+        return sum(tensor.untyped_storage().nbytes() for tensor in saved)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("precision", ["full", "bf16"])
+def test_what_autograd_keeps_is_counted_without_running(name: str, precision: str) -> None:
+    for rows in (1, 4):
+        assert kept_for_backward(WORKLOADS[name], rows, precision) == kept_in_an_engine(
+            WORKLOADS[name], rows, precision
+        )
+
+
+def gathered_in_an_engine(rank: int, model: Any, options: dict) -> int:
+    with Mesh({"data": 2}) as mesh:
+        engine = build_engine("fsdp", model(), sgd, mesh, **options)
+        batch = torch.stack([Tokens()[place + rank] for place in range(2)])
+        with watch_gathered(engine) as samples:  # type: ignore[arg-type]
+            engine.backward(loss(engine, batch))
+        return max(sample.num_bytes for sample in samples)
+
+
+@pytest.mark.parametrize("model", [gpt, Uneven])
+@pytest.mark.parametrize(
+    "options",
+    [{"prefetch": 0}, {}, {"prefetch": 2}, {"prefetch": 9}, {"precision": "bf16"}, {"sharding": "shard_grad_op"}],
+    ids=str,
+)
+def test_what_is_gathered_at_once_is_what_fsdp_gathers(pools: Pools, model: Any, options: dict) -> None:
+    known = {"compute_dtype": "bfloat16"} if "precision" in options else options
+    planned = gathered_at_once(described(model()), Setup("fsdp", 2, units=units_of(model()), **known))
+    assert set(pools(2).run(gathered_in_an_engine, model, options)) == {planned}
+
+
+def test_what_is_whole_is_not_gathered() -> None:
+    model, units = described(gpt()), units_of(gpt())
+    for setup in (
+        Setup("zero2", 4),
+        Setup("ddp", 4),
+        Setup("fsdp", 4, units=units, sharding="no_shard"),
+        Setup("single"),
+    ):
+        assert gathered_at_once(model, setup) == 0
+    assert gathered_at_once(model, Setup("zero3", 2)) == 4 * model.numel  # P is even in each bucket here
+
+
+def test_a_gpu_says_what_is_left_and_how_long_it_sends() -> None:
+    workload = WORKLOADS["gpt"]
+    planned = RunPlan.of(workload, 2, ("ddp", "fsdp"))
+    table = planned.on("1MB,1GB/s,10us").set_index("strategy")
+    for _, row in table.iterrows():
+        assert row["left_bytes"] == 1_000_000 - row["rest_bytes"] - row["gathered_bytes"]
+        kept = {rows: kept_for_backward(workload, rows) for rows in (1, int(row["rows_that_fit"]) + 1)}
+        assert row["row_bytes"] == pytest.approx(kept[1], rel=0.01)
+        assert max(kept.values()) - 1.02 * row["row_bytes"] <= row["left_bytes"] < 1.01 * max(kept.values())
+    model = described(gpt())
+    assert table.loc["ddp", "sending_ms"] == pytest.approx(len(model.params) * 2 * 0.01 + 4 * model.numel / 1e6)
+    slower = planned.on("1MB,0.5GB/s,10us").set_index("strategy")
+    assert (slower["sending_ms"] > table["sending_ms"]).all()
+    assert planned.on("1kB,1GB/s,10us")["rows_that_fit"].tolist() == [0, 0]
+
+
+def test_tables_for_people_and_a_figure() -> None:
+    planned = RunPlan.of(WORKLOADS["gpt"], 2, ("ddp", "fsdp"))
+    table = planned.on("40kB,1GB/s,10us")
+    assert list(readable_fit(table).index) == ["ddp", "fsdp"]
+    both = fit_of("fsdp", {"small": table, "large": planned.on("1MB,1GB/s,10us")})
+    assert both["rows that fit"].is_monotonic_increasing
+    with pytest.raises(ValueError, match="strategy: 'zero1' is not among ddp, fsdp"):
+        fit_of("zero1", {"small": table})
+    figure = memory_on_gpu(table, 40e3)
+    assert figure.layout.shapes[0].x0 == 40
+    fits = [name for name, need in zip(table["strategy"], _needs(table), strict=True) if need <= 40e3]
+    assert summary_of(figure).endswith(f"It suffices for {' and '.join(fits) or 'none'}.")
+    with pytest.raises(ValueError, match="memory_bytes, rows"):
+        memory_on_gpu(table, 0)
+
+
+def _needs(table: pd.DataFrame) -> list[float]:
+    return list(
+        table["parameter_bytes"]
+        + table["gathered_bytes"]
+        + table["gradient_bytes"]
+        + table["optimizer_bytes"]
+        + table["row_bytes"]
+    )
+
+
+def test_data_with_batches_of_its_own() -> None:
+    batches = [torch.stack([Tokens()[place] for place in range(4)])]
+    own = Workload(gpt, batches, loss)
+    assert kept_for_backward(own, 4) == kept_for_backward(WORKLOADS["gpt"], 4)
+    assert kept_for_backward(own, 1) == kept_for_backward(WORKLOADS["gpt"], 1)
+    assert RunPlan.of(own, 2, "fsdp").on("1MB,1GB/s,1us")["rows_that_fit"].item() > 0
+    with pytest.raises(ValueError, match="rows: 2 is given, but the data's batches have 4 rows; ask for 1 or 4"):
+        kept_for_backward(own, 2)
+
+
+def test_what_depends_on_values_is_refused() -> None:
+    def by_value(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        return loss(model, batch) * batch.sum().item()
+
+    with pytest.raises(ValueError, match="model: what it computes depends on values"):
+        kept_for_backward(Workload(gpt, Tokens(), by_value), 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: Gpu.parse("24GB"), "gpu: '24GB' is not understood"),
+        (lambda: Gpu.parse("24,32GB/s,1us"), "memory: '24' is not understood"),
+        (lambda: Gpu.parse("24GB,fast,1us"), "link: 'fast,1us' is not understood"),
+        (lambda: Gpu(0, Link(1, 1)), "memory: 0 is given"),
+        (lambda: memory_bytes("-3GB"), "memory: '-3GB' is not understood"),
+        (lambda: rows_that_fit(10, {1: 2}), "kept: 1 numbers of rows"),
+        (lambda: rows_that_fit(10, {1: 2, 3: 2}), "kept: 3 rows keep 2 bytes"),
+        (lambda: kept_for_backward(WORKLOADS["gpt"], 0), "rows: 0 is given"),
+        (lambda: RunPlan.of(WORKLOADS["gpt"], 2, tp=2), "tp: 2 was given"),
+    ],
+)
+def test_bad_input_is_named(call: Any, said: str) -> None:
+    with pytest.raises(ValueError, match="^" + said.replace("(", r"\(")):
+        call()
+
+
+def test_no_messages_take_no_time() -> None:
+    assert sending_us(pd.DataFrame({"rank": [], "op": [], "bytes": [], "group_size": []}), Link(1, 1)) == 0
+
+
+def test_the_terminal_prints_the_command_and_its_answer(tmp_path, capsys) -> None:
+    terminal("echo 12; pwd", tmp_path)
+    assert capsys.readouterr().out == f"$ echo 12; pwd\n12\n{tmp_path}\n"
+    with pytest.raises(Exception, match="exit status 3"):
+        terminal("exit 3", tmp_path)
+
+
+def test_the_command_line_says_what_is_left() -> None:
+    train = "data/train.py:workload"
+    done = CliRunner().invoke(app, ["plan", "--workload", train, "--ranks", "8", "--gpu", "24GB,32GB/s,10us"])
+    assert done.exit_code == 0, done.output
+    assert "that fit" in done.output
+    done = CliRunner().invoke(app, ["plan", "--params", "7B", "--ranks", "8", "--gpu", "24GB,32GB/s,10us"])
+    assert "gpu: only for --workload" in done.output
