@@ -1,4 +1,4 @@
-"""Instruments for notebooks: sweeps, logs, interleaved variants, one traced step, tables for figures."""
+"""Instruments for notebooks: sweeps, logs, interleaved variants, one traced step, plans, verdicts, tables."""
 
 from shardlab.lab.event_log import EventLog, collectives_table, log_collectives
 from shardlab.lab.fit import RunPlan, fit_of, kept_for_backward, readable_fit
@@ -7,18 +7,46 @@ from shardlab.lab.memory import gathered_table, saved_for_backward, unit_bytes, 
 from shardlab.lab.sweeps import bucket_sweep, message_sweep
 from shardlab.lab.terminal import terminal
 from shardlab.lab.traced_step import trace_step
+from shardlab.lab.verdicts import (
+    bucket_verdict,
+    bus_verdict,
+    busy_in_messages,
+    busy_in_steps,
+    floor_verdict,
+    gain_verdict,
+    growth_verdict,
+    hidden_verdict,
+    late_verdict,
+    message_gains,
+    parts_verdict,
+    pay_off_verdict,
+    prediction_verdict,
+)
 from shardlab.lab.weights import weights_table
 
 __all__ = [
     "EventLog",
     "RunPlan",
     "bucket_sweep",
+    "bucket_verdict",
+    "bus_verdict",
+    "busy_in_messages",
+    "busy_in_steps",
     "collectives_table",
     "fit_of",
+    "floor_verdict",
+    "gain_verdict",
     "gathered_table",
+    "growth_verdict",
+    "hidden_verdict",
     "kept_for_backward",
+    "late_verdict",
     "log_collectives",
+    "message_gains",
     "message_sweep",
+    "parts_verdict",
+    "pay_off_verdict",
+    "prediction_verdict",
     "readable_fit",
     "run_interleaved",
     "saved_for_backward",

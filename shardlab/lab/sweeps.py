@@ -33,8 +33,8 @@ def message_sweep(ops: Mapping[str, Op], num_bytes: Sequence[int], pool: RankPoo
     """Time each op on float32 tensors of each size over all ranks of the pool.
 
     A barrier comes before each message, and its time is that of the slowest rank, from the call to the usable result.
-    The
-    best of the repetitions is kept: on a shared machine it is reproducible to a few percent, and a mean is not.
+    The best of the repetitions is its time: on a shared machine that is reproducible to a few percent, and a mean is
+    not. The median stands beside it, and says how busy the machine was.
 
     Args:
         ops: functions by name, called as ``op(communicator, tensor)``; they return when the result may be used.
@@ -43,7 +43,8 @@ def message_sweep(ops: Mapping[str, Op], num_bytes: Sequence[int], pool: RankPoo
         repeats: how often each message is timed, at least 1.
 
     Returns:
-        One row per op and size, as ``analysis.with_fit`` takes them: ``op``, ``bytes``, ``time_us``, ``group_size``.
+        One row per op and size, as ``analysis.with_fit`` takes them: ``op``, ``bytes``, ``time_us``, ``median_us``,
+        ``group_size``.
 
     Raises:
         ValueError: there are no ops, a size is no such multiple, or ``repeats`` is below 1.
@@ -57,14 +58,11 @@ def message_sweep(ops: Mapping[str, Op], num_bytes: Sequence[int], pool: RankPoo
         raise ValueError(f"repeats: {repeats} is below 1")
     times_us = torch.tensor(pool.run(_time_all, dict(ops), list(num_bytes), repeats), dtype=torch.float64)
     slowest_rank = times_us.amax(dim=0)
-    best = slowest_rank.amin(dim=-1).flatten().tolist()
     keys = [(name, size) for name in ops for size in num_bytes]
-    return pd.DataFrame(
-        [
-            {"op": name, "bytes": size, "time_us": time_us, "group_size": pool.world_size}
-            for (name, size), time_us in zip(keys, best, strict=True)
-        ]
-    )
+    table = pd.DataFrame(keys, columns=["op", "bytes"])
+    table["time_us"] = slowest_rank.amin(dim=-1).flatten().tolist()
+    table["median_us"] = slowest_rank.quantile(0.5, dim=-1).flatten().tolist()
+    return table.assign(group_size=pool.world_size)
 
 
 def _time_all(rank: int, ops: dict[str, Op], num_bytes: list[int], repeats: int) -> list[Any]:

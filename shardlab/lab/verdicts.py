@@ -1,0 +1,257 @@
+"""What a notebook's measurements show, in sentences computed from them, so that no machine can refute the text.
+
+Each function takes a table of times and returns a sentence with the figures it rests on. A comparison is called a
+difference only if it is larger than ``ALIKE``; what a formula leads one to expect is said to be so, or not to be so.
+``busy_in_steps`` and ``busy_in_messages`` say whether equal work took unequal time, for then other work had the cores.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import log
+
+import pandas as pd
+
+from shardlab.analysis import attribution, what_if_free
+from shardlab.analysis.rows import require_columns
+from shardlab.plots.text import format_bytes, format_percent, format_us, listing, tick
+
+ALIKE = 1.1  # ratios up to this are no difference
+BUSY = 1.5  # median over best of equal work
+
+
+def busy_in_steps(steps: pd.DataFrame) -> str:
+    """Whether equal steps of a run took equal time.
+
+    Args:
+        steps: columns ``run``, ``step``, ``step_us``; the first step, which warms up, is left out where others follow.
+    """
+    timed = steps[steps["step"] > steps["step"].min()] if steps["step"].nunique() > 1 else steps
+    each = timed.groupby(["run", "step"])["step_us"].max().groupby("run")
+    return _busy(each.median() / each.min(), "steps")
+
+
+def busy_in_messages(messages: pd.DataFrame) -> str:
+    """Whether equal messages took equal time.
+
+    Args:
+        messages: of ``message_sweep``: ``time_us`` (the best) and ``median_us``.
+    """
+    return _busy(messages["median_us"] / messages["time_us"], "messages")
+
+
+def _busy(ratios: "pd.Series[float]", what: str) -> str:
+    typical = float(ratios.median())
+    if typical > BUSY:
+        return (
+            f"This machine was busy: half of the {what} took at least {typical:.1f} times as long as the fastest of "
+            "their kind, so expect other figures from another run."
+        )
+    return f"Equal {what} took about equal time: the median is {typical:.2f} times the fastest."
+
+
+def growth_verdict(messages: pd.DataFrame, op: str, smaller: int, larger: int) -> str:
+    """What makes a message longer between two sizes: latency or bandwidth.
+
+    Args:
+        messages: columns ``op``, ``bytes``, ``time_us``.
+        op: which.
+        smaller: size in bytes; both are in the table.
+        larger: size in bytes.
+    """
+    times = messages[messages["op"] == op].set_index("bytes")["time_us"]
+    more_bytes, more_time = larger / smaller, float(times[larger] / times[smaller])
+    by_bandwidth = log(max(more_time, 1e-9)) / log(more_bytes) > 0.5  # nearer to "as many times" than to "no longer"
+    cost = "bandwidth" if by_bandwidth else "latency"
+    return (
+        f"{op}, {_size(smaller)} to {_size(larger)}: {more_bytes:g} times the bytes took {more_time:.2g} times as long "
+        f"({format_us(times[smaller])}, {format_us(times[larger])}). Here the cost is mostly {cost}."
+    )
+
+
+def bus_verdict(bus: pd.DataFrame) -> str:
+    """Whether bus bandwidth stayed when ranks were added.
+
+    Args:
+        bus: columns ``group_size`` and ``bus_gb_per_s``, one row per number of ranks.
+    """
+    speeds = bus.sort_values("group_size").set_index("group_size")["bus_gb_per_s"]
+    first, last = float(speeds.iloc[0]), float(speeds.iloc[-1])
+    words = listing([f"{speed:.3g} GB/s with {size} ranks" for size, speed in speeds.items()])
+    if max(first, last) <= ALIKE * min(first, last):
+        return f"{words}: it stayed, as it must where each rank has a link of its own."
+    if last < first:
+        return (
+            f"{words}: it fell to {last / first:.0%}. So these ranks share what they send over: cores, memory or a bus."
+        )
+    return f"{words}: it rose to {last / first:.0%}, so fewer ranks do not use all of the link."
+
+
+def prediction_verdict(predicted: Sequence[float], measured: Sequence[float], above: str, below: str) -> str:
+    """How measured times lie to predicted ones.
+
+    Args:
+        predicted: times.
+        measured: times, in the same unit and order.
+        above: why a measured time may be longer.
+        below: why it may be shorter.
+    """
+    ratios = [found / wanted for found, wanted in zip(measured, predicted, strict=True)]
+    words = f"Measured over predicted: {listing([f'{ratio:.2g}' for ratio in ratios])}."
+    reasons = [f"Above: {above}."] * any(ratio > ALIKE for ratio in ratios)
+    reasons += [f"Below: {below}."] * any(ratio < 1 / ALIKE for ratio in ratios)
+    return " ".join([words, *(reasons or ["The formula holds."])])
+
+
+def bucket_verdict(sweep: pd.DataFrame) -> str:
+    """Which bucket size was best, and whether it lies in between.
+
+    Args:
+        sweep: columns ``bucket_bytes`` and ``step_us``; medians by size are compared.
+    """
+    steps = sweep.groupby("bucket_bytes")["step_us"].median().sort_index()
+    best = int(steps.idxmin())
+    ends = [
+        f"{_size(size)} took {format_us(steps[size])}, {steps[size] / steps[best]:.2f} times as long"
+        for size in (int(steps.index[0]), int(steps.index[-1])) if size != best
+    ]  # fmt: skip
+    where = {int(steps.index[0]): "the smallest", int(steps.index[-1]): "the largest"}.get(best)
+    why = {
+        None: "It lies in between, as the formula has it.",
+        "the smallest": "It is the smallest: here latency cost less than a late start of the first bucket.",
+        "the largest": "It is the largest, which hides nothing: here further messages cost more than overlap saved.",
+    }[where]
+    if max(steps.iloc[0], steps.iloc[-1]) <= ALIKE * steps[best]:
+        why = "Both ends are within a tenth of it: here the size hardly matters."
+    return f"Buckets of {_size(best)} were best, {format_us(steps[best])} a step; {', '.join(ends)}. {why}"
+
+
+def message_gains(collectives: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
+    """Each message of one step: how long it took, what hid it, and how much shorter the step were without it.
+
+    Args:
+        collectives: table ``collectives`` of one run and step, all ranks.
+        spans: table ``spans``.
+
+    Returns:
+        One row per tag, in ms: ``duration`` (on the rank where it took longest: the step waits for that one),
+        ``hidden`` and ``exposed`` of the same rank, ``unit`` (that hid most of it), ``gain``. Where a tag is sent once
+        in the step, its gain is at most its duration.
+    """
+    each = attribution(collectives, spans).sort_values("duration_us", ascending=False, kind="stable")
+    longest = each.drop_duplicates("tag").set_index("tag").loc[collectives["tag"].drop_duplicates()]
+    table = longest[["duration_us", "hidden_us", "exposed_us"]].div(1e3)
+    table["unit"] = longest["unit"].where(longest["hidden_us"] > 0, "–")
+    table["gain"] = what_if_free(collectives, spans).set_index("tag")["gain_us"].div(1e3)
+    return table.rename(columns=lambda name: name.replace("_us", " (ms)").replace("gain", "gain (ms)"))
+
+
+def gain_verdict(gains: pd.DataFrame) -> str:
+    """What the columns ``exposed`` and ``gain`` of ``message_gains`` say about each other."""
+    more = gains[gains["gain (ms)"] > ALIKE * gains["exposed (ms)"]]
+    most = str(gains["gain (ms)"].idxmax())
+    first = f"Without {most} the step would gain most, {gains.loc[most, 'gain (ms)']:.1f} ms."
+    if more.empty:
+        return f"{first} Here no message gains more than it exposes: none holds up another."
+    tag = str((more["gain (ms)"] - more["exposed (ms)"]).idxmax())
+    exposed, gain = more.loc[tag, ["exposed (ms)", "gain (ms)"]]
+    return (
+        f"{first} {tag} exposes {exposed:.1f} ms and gains {gain:.1f}: messages behind it in the queue leave earlier."
+    )
+
+
+def hidden_verdict(overlap: pd.DataFrame, runs: Sequence[str]) -> str:
+    """How much of the communication each run hides, and what the next one changes.
+
+    Args:
+        overlap: of ``analysis.overlap``: columns ``run``, ``overlap``, ``exposed_us``; medians are compared.
+        runs: names, in the order to compare them in.
+    """
+    medians = overlap.groupby("run")[["overlap", "exposed_us"]].median().loc[list(runs)]
+    said = [f"{runs[0]} hides {_hidden(medians.iloc[0])}"]
+    for before, name in pairwise(runs):
+        less, more = medians.loc[name, "exposed_us"], medians.loc[before, "exposed_us"]
+        alike = max(less, more) <= ALIKE * min(less, more)
+        change = "about as much exposed as" if alike else "less exposed than" if less < more else "MORE exposed than"
+        said.append(f"{name} {_hidden(medians.loc[name])}, {change} {before}")
+    return "; ".join(said) + "."
+
+
+def _hidden(medians: "pd.Series[float]") -> str:
+    return f"{format_percent(medians['overlap'])} ({format_us(medians['exposed_us'])} exposed)"
+
+
+def pay_off_verdict(speeds: pd.DataFrame, alone: str) -> str:
+    """With how many rows other runs do more than one rank does.
+
+    Args:
+        speeds: columns ``name``, ``rows``, ``tokens_per_s``.
+        alone: the name of the one rank.
+    """
+    table = speeds.pivot(index="rows", columns="name", values="tokens_per_s").sort_index()
+    return " ".join(_pays_off(str(name), table[name] / table[alone]) for name in table.columns if name != alone)
+
+
+def _pays_off(name: str, ratios: "pd.Series[float]") -> str:
+    wins = [int(rows) for rows in ratios.index[ratios > 1]]
+    most = f"with {ratios.idxmax()} rows they do {ratios.max():.2f} times as much"
+    if not wins:
+        return f"{name}: slower than one at every number of rows here; {most}."
+    if len(wins) == len(ratios):
+        return f"{name}: faster than one already with {wins[0]} rows; {most}."
+    if wins == [int(rows) for rows in ratios.index[-len(wins) :]]:
+        return f"{name}: faster than one from {wins[0]} rows on; {most}."
+    where = listing([str(rows) for rows in wins])
+    return f"{name}: faster than one with {where} rows only, so the machine was uneven; {most}."
+
+
+def parts_verdict(split: pd.DataFrame, pairs: Mapping[str, str]) -> str:
+    """Steps of some runs against another each: how long, and how much of them is exposed communication.
+
+    Args:
+        split: of ``analysis.step_split``: ``run``, ``step_us``, ``compute_us``, ``moving_us``; medians are compared.
+        pairs: a run, and the one it is compared with.
+    """
+    table = split.groupby("run")[["step_us", "compute_us", "moving_us"]].median()
+    said = []
+    for run, other in pairs.items():
+        ratio = table.loc[run, "step_us"] / table.loc[other, "step_us"]
+        share = table.loc[run, "moving_us"] / table.loc[run, "step_us"]
+        verb = "as long as" if 1 / ALIKE <= ratio <= ALIKE else "longer than" if ratio > 1 else "shorter than"
+        said.append(f"{run} is {verb} {other} ({ratio:.2f} times; {format_percent(share)} of it exposed)")
+    return "; ".join(said) + "."
+
+
+def floor_verdict(split: pd.DataFrame, alone: str) -> str:
+    """How much longer the same compute takes when ranks are added.
+
+    Args:
+        split: of ``analysis.step_split``: ``run``, ``compute_us``; the same rows a rank in each run.
+        alone: the run of one rank.
+    """
+    require_columns(split, ("run", "compute_us"), "split")
+    compute = split.groupby("run", sort=False)["compute_us"].median()
+    ratios = (compute / compute[alone]).drop(alone)
+    words = listing([f"{ratio:.2f} times with {run}" for run, ratio in ratios.items()])
+    if ratios.max() <= ALIKE:
+        return f"The same compute takes {words}: each rank has a core of its own."
+    return f"The same compute takes {words}: those ranks share cores or memory, and no faster link brings that back."
+
+
+def late_verdict(collectives: pd.DataFrame) -> str:
+    """Who was longest in one collective, and whether its ranks left together.
+
+    Args:
+        collectives: rows of one collective, all ranks: ``rank``, ``start_us``, ``end_us``.
+    """
+    length = (collectives["end_us"] - collectives["start_us"]).set_axis(collectives["rank"])
+    starts, ends = collectives.set_index("rank")["start_us"], collectives["end_us"]
+    apart = float(ends.max() - ends.min())
+    return (
+        f"Rank {length.idxmax()} was in it for {format_us(length.max())}, rank {length.idxmin()} for "
+        f"{format_us(length.min())}. Rank {starts.idxmax()} came last, {format_us(starts.max() - starts.min())} after "
+        f"the first, and all left within {format_us(apart)}."
+    )
+
+
+def _size(num_bytes: int) -> str:
+    return tick(format_bytes(num_bytes))
