@@ -101,22 +101,26 @@ class Report:
         return f"{self.exercise}: {self.verdict}"
 
 
-class _Log:
+class MessageLog:
     """An observer that keeps what a rank sends and receives."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
 
     def issued(self, event: CollectiveEvent) -> None:
+        """Keep what it is and how much it sends."""
         # A message that the exercise sends for the learner has no line of the learner's.
         line = "" if event.source_line.startswith(OWN_FOLDER) else event.source_line
         self.messages.append(Message(str(event.op), event.num_bytes, event.wire_bytes, line))
 
-    def started(self, event: CollectiveEvent) -> None: ...
+    def started(self, event: CollectiveEvent) -> None:
+        """Nobody asks when."""
 
-    def completed(self, event: CollectiveEvent) -> None: ...
+    def completed(self, event: CollectiveEvent) -> None:
+        """Nobody asks when."""
 
-    def waited(self, event: CollectiveEvent) -> None: ...
+    def waited(self, event: CollectiveEvent) -> None:
+        """Nobody asks for how long."""
 
 
 def on_rank(
@@ -127,7 +131,7 @@ def on_rank(
     axes: Mapping[str, int] | None = None,
 ) -> Done | None:
     """One rank of a case; ranks that the case does not need return None."""
-    num_ranks, log = len(inputs), _Log()
+    num_ranks, log = len(inputs), MessageLog()
     with Mesh(dict(axes or {"data": num_ranks}), ranks=range(num_ranks), device="cpu") as mesh:
         if not mesh.is_member:
             return None
