@@ -34,6 +34,7 @@ from shardlab.exercises.exercise import (
 )
 from shardlab.exercises.judge import Report, Verdict
 from shardlab.exercises.ladder import LADDER
+from shardlab.exercises.prediction import Prediction, predict
 from shardlab.exercises.virtual_clock import VirtualClock
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "Exercise",
     "Measured",
     "Message",
+    "Prediction",
     "Report",
     "Traffic",
     "Verdict",
@@ -52,5 +54,6 @@ __all__ = [
     "check",
     "find",
     "hint",
+    "predict",
     "task",
 ]
