@@ -90,4 +90,18 @@ WRONG = {
         second.whole_over_both: r"^2 data x 2 tensor: rank 0 sent 5 messages where 4 are enough",
         second.norm_of_this_rank: r"^2 data x 2 tensor: rank 0, result\['norm'\]: 13.39.* is wanted, 9.0 was found",
     },
+    "scaling.break_even": {
+        second.nothing_hides: r"^four buckets: .*: 26 is wanted, 40 was found",
+        second.forward_hides_too: r"^four buckets: .*: 26 is wanted, 22 was found",
+        second.messages_at_once: r"^four buckets: .*: 26 is wanted, 9 was found",
+        second.as_fast_is_enough: r"^exactly as fast with 3 rows: .*: 4 is wanted, 3 was found",
+        second.as_fast_as_one_step: r"^one bucket: .*: 39 is wanted, 403 was found",
+    },
+    "precision.unscale": {
+        second.asks_nobody: r"^an inf on rank 1: rank 0, result\[0\]: None is wanted",
+        second.nan_overlooked: r"^a NaN on rank 0: rank 0, result\[0\]: None is wanted",
+        second.scale_kept: r"^an inf on rank 1: rank 0, result\[1\]: 512.0 is wanted, 1024.0",
+        second.first_shard_only: r"^rank 0 has no shards: rank 0, result\[0\]: None is wanted",
+        second.sends_everything: r"^an inf on rank 1: rank . raised MismatchError",
+    },
 }

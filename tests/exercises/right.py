@@ -176,6 +176,28 @@ def right_who_reduces(mesh, parts, *, divisor=0, counts_whole_twice=False):
     return {**parts, "norm": norm}
 
 
+def right_break_even(
+    fixed_us, row_us, sizes, latency_us, bytes_per_us, *, hides=2 / 3, queues=True, wins=lambda two, one: two < one
+):
+    """The options are what people get wrong."""
+    for rows in range(1, 10_000):
+        compute, full, end = fixed_us + rows * row_us, 0, 0.0
+        for size in sizes:
+            full += size
+            ready = compute * (1 - hides) + compute * hides * full / sum(sizes)
+            end = max(ready, end if queues else 0) + latency_us + size / bytes_per_us
+        if wins(max(end, compute), 2 * compute):
+            return rows
+    raise AssertionError
+
+
+def right_unscale(comm, shards, scale, *, is_right=lambda shard: shard.isfinite().all(), asks=True, backoff=2):
+    wrong = torch.tensor([float(any(not is_right(shard) for shard in shards))], dtype=torch.float64)
+    if asks:
+        comm.all_reduce(wrong, reduction="max").wait()
+    return (None, scale / backoff) if wrong.item() else ([shard / scale for shard in shards], scale)
+
+
 RIGHT = {
     "collectives.ring_all_reduce": [right_ring],
     "buckets.assign": [right_buckets],
@@ -185,6 +207,8 @@ RIGHT = {
     "zero1.owners": [right_owners],
     "clip.global_norm": [right_norm],
     "zero3.forward": [right_forward],
+    "scaling.break_even": [right_break_even],
+    "precision.unscale": [right_unscale],
     "fsdp.units": [right_units],
     "tensor.column_row": [right_column_row],
     "mesh.who_reduces": [right_who_reduces],

@@ -1,6 +1,16 @@
 """Wrong answers: definitions of overlap, buckets on a link, units under a budget, layers divided, two axes."""
 
-from tests.exercises.right import right_column_row, right_link, right_overlap, right_units, right_who_reduces
+import torch
+
+from tests.exercises.right import (
+    right_break_even,
+    right_column_row,
+    right_link,
+    right_overlap,
+    right_units,
+    right_unscale,
+    right_who_reduces,
+)
 
 
 def every_pair(messages, compute, waits):
@@ -101,8 +111,6 @@ def bias_gradient_summed(comm, x, weights, grad):
 
 def features_gathered(comm, x, weights, grad):
     """Gathers a part of the first bias too: right, and not what was asked."""
-    import torch
-
     comm.all_gather(torch.zeros(6, dtype=torch.float64), weights["column_bias"]).wait()
     return right_column_row(comm, x, weights, grad)
 
@@ -141,3 +149,49 @@ def norm_of_this_rank(mesh, parts):
     tensor = mesh["tensor"]
     found = right_who_reduces({"data": mesh["data"], "tensor": tensor}, parts)
     return {**found, "norm": (parts["slice"].square().sum() + parts["whole"].square().sum()).sqrt()}
+
+
+def nothing_hides(*step):
+    return right_break_even(*step, hides=0)
+
+
+def forward_hides_too(*step):
+    return right_break_even(*step, hides=1)
+
+
+def messages_at_once(*step):
+    return right_break_even(*step, queues=False)
+
+
+def as_fast_is_enough(*step):
+    return right_break_even(*step, wins=lambda two, one: two <= one)
+
+
+def as_fast_as_one_step(*step):
+    """Compares with the same step of one rank plus a tenth, and not with two of them."""
+    return right_break_even(*step, wins=lambda two, one: two < 1.1 * one / 2)
+
+
+def asks_nobody(comm, shards, scale):
+    return right_unscale(comm, shards, scale, asks=False)
+
+
+def nan_overlooked(comm, shards, scale):
+    return right_unscale(comm, shards, scale, is_right=lambda shard: not shard.isinf().any())
+
+
+def scale_kept(comm, shards, scale):
+    return right_unscale(comm, shards, scale, backoff=1)
+
+
+def first_shard_only(comm, shards, scale):
+    right = all(shard.isfinite().all() for shard in shards[:1])
+    wrong = torch.tensor([float(not right)], dtype=torch.float64)
+    comm.all_reduce(wrong, reduction="max").wait()
+    return (None, scale / 2) if wrong.item() else ([shard / scale for shard in shards], scale)
+
+
+def sends_everything(comm, shards, scale):
+    for shard in shards[:1]:
+        comm.all_reduce(shard.clone()).wait()
+    return right_unscale(comm, shards, scale)
