@@ -67,7 +67,19 @@ def test_commands_are_those_that_exist():
     assert ".venv/bin/shardlab compare" in SHELL[0]
     assert ".venv/bin/pytest" in SHELL[1]
     wide = {"COLUMNS": "200", "TERM": "dumb"}
-    commands = ("compare", "template", "plan", "record", "report", "trace", "diff", "bench", "exercises", "doctor")
+    commands = (
+        "compare",
+        "template",
+        "plan",
+        "record",
+        "report",
+        "trace",
+        "diff",
+        "bench",
+        "exercises",
+        "faults",
+        "doctor",
+    )
     helped = "".join(CliRunner().invoke(app, [command, "--help"], env=wide).output for command in commands)
     prose = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
     named = set(re.findall(r"`(--[a-z-]+)", prose))

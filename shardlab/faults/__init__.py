@@ -1,0 +1,41 @@
+"""Faults on purpose: a straggler, a dead or stopped rank, a skipped or another collective, NaN, no memory, a bad link.
+
+``inject`` and ``faulty`` make them happen at a chosen rank, step and phase; ``matrix`` runs every kind under every
+strategy and says what the user is told, and how soon.
+"""
+
+from shardlab.faults.inject import Happened, faulty, inject
+from shardlab.faults.kinds import (
+    DeadRank,
+    Fault,
+    LossyLink,
+    MismatchedCollective,
+    NaN,
+    OutOfMemory,
+    SkippedCall,
+    SkippedCollective,
+    SlowLink,
+    StoppedRank,
+    Straggler,
+)
+from shardlab.faults.told import Told, outcome, told
+
+__all__ = [
+    "DeadRank",
+    "Fault",
+    "Happened",
+    "LossyLink",
+    "MismatchedCollective",
+    "NaN",
+    "OutOfMemory",
+    "SkippedCall",
+    "SkippedCollective",
+    "SlowLink",
+    "StoppedRank",
+    "Straggler",
+    "Told",
+    "faulty",
+    "inject",
+    "outcome",
+    "told",
+]

@@ -1,0 +1,149 @@
+"""A fault happens at its rank, in its step and phase, and nothing else changes."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from shardlab.comm.mesh import Mesh
+from shardlab.engines import STRATEGIES, build_engine, check_agreement
+from shardlab.experiment import compare
+from shardlab.experiment.verdicts import verdict
+from shardlab.faults import (
+    DeadRank,
+    Happened,
+    LossyLink,
+    NaN,
+    OutOfMemory,
+    SkippedCall,
+    SkippedCollective,
+    SlowLink,
+    Straggler,
+    inject,
+)
+from shardlab.faults.kinds import PHASES, AtLayer
+from shardlab.faults.program import STEPS, train, workload
+from shardlab.launch import RankDied, RankError
+from tests.dist import cases
+from tests.dist.test_engines import adamw, one_step
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES.keys() - {"single", "torch_tp"}))
+def test_late_ranks_change_nothing_and_say_when_they_were_late(pools, strategy):
+    pool, heard = pools(2), []
+    faults = [Straggler(rank, step, phase, 0.01) for rank, step, phase in product((0, 1), (0, 2), PHASES)]
+    if not strategy.startswith("torch_"):
+        faults += [SlowLink(1, 1, seconds=0.01), LossyLink(0, 1, "step", lost=0.5, resend_s=0.01)]
+    right = pool.run(train, strategy, None, ())
+    assert pool.run(train, strategy, None, faults, on_message=lambda *message: heard.append(message)) == right
+    assert len(heard) == len(faults)
+    assert {message.fault for _, message in heard} == set(faults)
+    assert all(isinstance(message, Happened) and message.fault.rank == rank for rank, message in heard)
+    for rank in (0, 1):
+        order = [message.fault for sender, message in heard if sender == rank]
+        assert order == sorted(order, key=lambda fault: (fault.step, PHASES.index(fault.phase)))
+
+
+class Look(AtLayer):
+    """Notes which layers have gradients."""
+
+    seen, engine = {}, None  # in the rank
+
+    def strike(self, tensor):
+        held = {name for name, param in self.engine.params.items() if param.grad is not None}
+        self.seen[self.step, self.phase] = sorted({name.partition(".")[0] for name in held}), self.engine.num_steps
+
+
+def looks(rank):
+    faults = [Look(rank, 1, phase) for phase in PHASES]
+    with Mesh({"data": 2}) as mesh, build_engine("ddp", cases.build("Uneven"), adamw, mesh) as engine:
+        Look.engine = engine
+        with inject(engine, *faults):
+            for step in range(3):
+                one_step(engine, rank, step=step)
+                engine.zero_grad()
+                with torch.no_grad():
+                    engine(torch.ones(2, 7, dtype=torch.float64))  # an evaluation is no step
+        Look.engine = None
+    return Look.seen
+
+
+def test_the_middle_of_backward_is_behind_some_layers_and_before_others(pools):
+    for seen in pools(2).run(looks):
+        assert seen == {
+            (1, "forward"): ([], 1),
+            (1, "backward"): (["last", "scale"], 1),
+            (1, "step"): (["first", "last", "scale"], 1),
+        }
+
+
+def skips(rank, phase):
+    with Mesh({"data": 2}) as mesh, build_engine("bucketed", cases.build("MLP"), adamw, mesh) as engine:
+        with inject(engine, SkippedCall(1, 1, phase)):
+            for step in range(2):
+                one_step(engine, rank, step=step)
+                engine.zero_grad()
+        left = {"backward", "step"} & vars(engine).keys()
+        with pytest.raises(RuntimeError, match="agreement: ranks differ"):
+            check_agreement(engine)
+        return engine.num_backwards, engine.num_steps, left
+
+
+@pytest.mark.parametrize(("phase", "counts"), [("backward", (1, 2)), ("step", (2, 1))])
+def test_a_skipped_call_is_skipped_once(pools, phase, counts):
+    assert pools(2).run(skips, phase) == [(2, 2, set()), (*counts, set())]
+
+
+def test_a_fault_that_never_happened_is_an_error(pools):
+    words = "faults: SkippedCollective on rank 1 in the forward of step 1 never happened; this rank came to step 4"
+    with pytest.raises(RankError, match=f"rank 1 raised RuntimeError: {words}"):
+        pools(2).run(train, "bucketed", None, [SkippedCollective(1, 1, "forward")])
+
+
+@pytest.mark.parametrize(("phase", "words"), [("forward", "In zero3 it began on rank 1,"), ("step", "are NOT finite")])
+def test_compare_meets_the_fault_of_a_model_that_has_one(pools, tmp_path, phase, words):
+    broken = workload([NaN(1, 2, phase)])
+    result = compare(broken, tmp_path / "out", pool=pools(2), strategies=("single", "zero3"), ranks=2, steps=STEPS)
+    assert words in verdict(result)
+    assert f"that of zero3 from step {2 if phase == 'forward' else 3} on" in verdict(result)
+
+
+def test_a_fault_that_the_run_does_not_come_to_is_an_error_in_compare_too(pools, tmp_path):
+    broken = workload([NaN(1, STEPS)])
+    with pytest.raises(
+        RankError, match="NaN on rank 1 in the backward of step 4 never happened; this rank came to step 4"
+    ):
+        compare(broken, tmp_path / "out", pool=pools(2), strategies="ddp", ranks=2, steps=STEPS)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_death_and_lack_of_memory_come_where_they_should(pools, phase):
+    with pytest.raises(RankDied, match="rank 0 died: killed by SIGKILL"):
+        pools(2).run(train, "zero1", None, [DeadRank(0, 1, phase)])
+    with pytest.raises(RankError, match=r"rank 1 raised RuntimeError: .*memory") as caught:
+        pools(2).run(train, "zero1", None, [OutOfMemory(1, 1, phase)])
+    line = {"forward": "_loss(engine", "backward": "engine.backward(loss)", "step": "engine.step()"}[phase]
+    assert line in caught.value.traceback_text
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: NaN(-1), "rank: -1 is given; allowed values are integers from 0"),
+        (lambda: NaN(0, 1.5), "step: 1.5 is given; allowed values are integers from 0"),
+        (lambda: NaN(0, 0, "clip"), "phase: 'clip' is given; allowed values are forward, backward, step"),
+        (lambda: SkippedCall(0, 0, "forward"), "phase: 'forward' is given; allowed values are backward, step"),
+        (lambda: Straggler(0, seconds=0), "seconds: 0 is given; allowed values are seconds above 0"),
+        (lambda: LossyLink(0, lost=1.0), "lost: 1.0 is given; allowed values are shares from 0 to 0.9"),
+    ],
+)
+def test_bad_fields_are_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_a_rank_that_is_not_there_is_refused(pools):
+    with pytest.raises(
+        RankError, match="rank: NaN on rank 5 in the backward of step 0, but the mesh has the ranks 0, 1"
+    ):
+        pools(2).run(train, "ddp", None, [NaN(5)])

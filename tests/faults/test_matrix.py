@@ -1,0 +1,78 @@
+"""The short fault matrix: every kind of fault is told, or the run is right, and nothing is left behind."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from shardlab.cli import app
+from shardlab.cli.faults import _matrix, _verdict
+from shardlab.faults.matrix import KINDS, MatrixConfig, Outcome, Row
+from shardlab.vocabulary import Phase
+
+# What the user is told: by which exception, and whether it names the rank, a collective and a line of the loop.
+TOLD = {
+    "Straggler": ("right", "", False, False),
+    "SlowLink": ("right", "", False, False),
+    "LossyLink": ("right", "", False, False),
+    "DeadRank": ("rank named", "RankDied", True, True),
+    "StoppedRank": ("rank named", "RankHang", True, True),
+    "OutOfMemory": ("rank named", "RankError", False, True),
+    "SkippedCall": ("rank named", "RankError", False, True),
+    "SkippedCollective": ("rank named", "RankError", True, True),
+    "MismatchedCollective": ("rank named", "RankHang", True, True),
+    "NaN": ("told", "", False, False),
+}
+
+
+def test_the_short_matrix():
+    done = CliRunner().invoke(app, ["faults", "--quick", "--strategies", "bucketed", "--json"])
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)
+    found = {row["fault"]: (row["outcome"], row["error"], row["names_collective"], row["names_line"]) for row in rows}
+    assert found == TOLD
+    assert [(row["usable"], row["left"]) for row in rows] == [(True, "")] * len(KINDS)
+    for row in rows:
+        assert (row["told_s"] is None) == (row["error"] == "")
+
+
+def row(outcome, **changed):
+    fields = {
+        "fault": "NaN", "phase": "step", "rank": 1, "strategy": "ddp", "error": "RankError", "names_collective": True,
+        "names_line": False, "told_s": 1.25, "usable": True, "left": "", "said": "words\nmore",
+    }  # fmt: skip
+    return Row(outcome=outcome, **{**fields, **changed})
+
+
+def test_the_table_says_what_is_not_good():
+    left = row(Outcome.RIGHT, strategy="fsdp", left="1 folders")
+    rows = [row(Outcome.NAMED), row(Outcome.SILENT, strategy="zero1"), left]
+    cells = [next(iter(column.cells)) for column in _matrix(rows).columns]
+    assert cells == ["NaN", "step", "1", "RC 1.2 s", "SILENT", "right (!)"]
+    assert _verdict(rows).splitlines() == [
+        "In 1 of 3 cases the run was right or the user was told, and nothing was left.",
+        "zero1, NaN on rank 1 in the step: SILENT",
+        "fsdp, NaN on rank 1 in the step: 1 folders",
+    ]
+
+
+def test_all_cases_are_those_that_can_happen():
+    quick, whole = MatrixConfig(strategies=("fsdp",), quick=True), MatrixConfig()
+    assert {type(fault) for _, fault in quick.cases} == set(KINDS)
+    assert {fault.phase for _, fault in quick.cases} == {"backward"}
+    forward = {strategy for strategy, fault in whole.cases if (type(fault), fault.phase) == (KINDS[7], Phase.FORWARD)}
+    assert forward == {"zero3", "fsdp"}, "the only ones that gather in forward"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--strategies", "single"], "strategies: 'single' has one process"),
+        (["--strategies", "ddp,zero4"], "strategy: 'zero4' is not one of"),
+        (["--ranks", "2"], "ranks: 2 is below 3"),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(options, words):
+    done = CliRunner().invoke(app, ["faults", *options])
+    assert done.exit_code == 2
+    assert words in " ".join(done.output.split())
