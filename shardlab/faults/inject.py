@@ -56,9 +56,7 @@ def inject(engine: Engine, *faults: Fault) -> Iterator[None]:
         ValueError: a fault's rank is not on the engine's mesh.
         RuntimeError: at the end, on the rank of a fault that never happened.
     """
-    for fault in faults:
-        if fault.rank not in engine.mesh.ranks:
-            raise ValueError(f"rank: {fault}, but the mesh has the ranks {', '.join(map(str, engine.mesh.ranks))}")
+    _check_ranks(faults, engine.mesh.ranks)
     injection = Injection(engine, faults)
     try:
         yield
@@ -99,6 +97,7 @@ class _Begin:
         if self._has_begun or not isinstance(engine, Engine) or engine.module is not module:
             return
         self._has_begun = True
+        _check_ranks(self._faults, range(current().world_size))
         injection = Injection(engine, self._faults)
         injection.begin_forward()
         engine.mesh.call_at_close(injection.check)
@@ -156,6 +155,7 @@ class Injection:
             self._hooks.callback(hook.remove)
         for comm in self._engine.comms:
             self._hooks.enter_context(comm.observed_by(self))
+        self._replace_calls(self._engine.num_steps)
 
     def _end_forward(self, *_: object) -> None:
         if torch.is_grad_enabled():
@@ -176,9 +176,13 @@ class Injection:
             for comm in self._engine.comms:
                 for verb in _VERBS:
                     _replace(comm, verb, functools.partial(self._communicate, comm, verb), self._of_phase)
-        # The phase of a step begins inside of engine.step(): both calls are replaced as soon as forward has ended.
-        for fault in self._of_step() if phase == Phase.BACKWARD else []:
-            if isinstance(fault, SkippedCall):
+        if phase == Phase.STEP:
+            self._replace_calls(self._step + 1)
+
+    def _replace_calls(self, step: int) -> None:
+        """Before the step's forward: in ``engine.backward(engine(x).mean())`` Python looks ``backward`` up first."""
+        for fault in self._faults:
+            if isinstance(fault, SkippedCall) and fault.step == step:
                 _replace(self._engine, fault.phase, functools.partial(self._skip, fault), self._hooks)
 
     def _skip(self, fault: SkippedCall, *_: object, **__: object) -> None:
@@ -239,6 +243,12 @@ class Injection:
         if fault not in self._happened:
             self._happened.append(fault)
             current().emit(Happened(fault, perf_counter_ns()))
+
+
+def _check_ranks(faults: Sequence[Fault], ranks: Sequence[int]) -> None:
+    for fault in faults:
+        if fault.rank not in ranks:
+            raise ValueError(f"rank: {fault} is given; allowed are ranks {', '.join(map(str, ranks))}")
 
 
 def _replace(owner: object, name: str, call: Callable[..., object], until: ExitStack) -> None:

@@ -49,6 +49,9 @@ class Look(AtLayer):
 
     seen, engine = {}, None  # in the rank
 
+    def __reduce__(self):
+        return str, (str(self),)  # the engine does not travel to the parent
+
     def strike(self, tensor):
         held = {name for name, param in self.engine.params.items() if param.grad is not None}
         self.seen[self.step, self.phase] = sorted({name.partition(".")[0] for name in held}), self.engine.num_steps
@@ -144,6 +147,6 @@ def test_bad_fields_are_refused(make, words):
 
 def test_a_rank_that_is_not_there_is_refused(pools):
     with pytest.raises(
-        RankError, match="rank: NaN on rank 5 in the backward of step 0, but the mesh has the ranks 0, 1"
+        RankError, match="rank: NaN on rank 5 in the backward of step 0 is given; allowed are ranks 0, 1"
     ):
         pools(2).run(train, "ddp", None, [NaN(5)])
