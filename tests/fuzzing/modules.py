@@ -101,7 +101,8 @@ class Block(nn.Module):
         if spec.kind == "norm":
             self.norm = nn.LayerNorm(width)
         elif spec.kind == "batchnorm":
-            self.norm = nn.BatchNorm1d(width)
+            # A large eps: of rows that happen to be equal two layers with torch's 1e-5 make 1e-15 into 1e-10.
+            self.norm = nn.BatchNorm1d(width, eps=0.1)
         elif spec.kind == "scale":
             self.scale = nn.Parameter(torch.tensor(1.5))
         elif spec.kind == "few":
