@@ -2,7 +2,7 @@
 
 =============  ==========================================================================
 collectives    one row per collective and rank: what moved, how much, when
-spans          one row per stretch of compute and rank: which unit, forward or backward
+spans          one row per stretch of time and rank: which unit, forward or backward or off the CPU
 memory         one row per role and sample: live bytes
 shards         one row per piece of a tensor a rank holds
 steps          one row per step and rank: loss, times, peaks

@@ -52,13 +52,14 @@ class Role(StrEnum):
 
 
 class SpanKind(StrEnum):
-    """What a compute span measures."""
+    """What a span measures."""
 
     DATA = "data"
     FORWARD = "forward"
     BACKWARD = "backward"
     RECOMPUTE = "recompute"
     OPTIMIZER = "optimizer"
+    OFF_CPU = "off_cpu"  # the rank neither computed nor waited: it slept, or other processes had its core
 
 
 WHOLE_MODEL = "model"

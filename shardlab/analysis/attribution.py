@@ -1,9 +1,9 @@
 """Which compute hid which collective, and how much of it stayed exposed.
 
-A moment of a collective is hidden if its rank computes at that moment and does not wait. It is hidden by the innermost
-span that is open then: by a block rather than by the model around it. Collectives that are in flight together each
-count in full here, so their exposed times can add up to more than the exposed time of the step, which counts each
-moment once.
+A moment of a collective is hidden if its rank computes at that moment, and neither waits nor is off the CPU (see
+``overlap``). It is hidden by the innermost span that is open then: by a block rather than by the model around it.
+Collectives that are in flight together each count in full here, so their exposed times can add up to more than the
+exposed time of the step, which counts each moment once.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ def hidden_by(collectives: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
 
     Args:
         collectives: table ``collectives``.
-        spans: table ``spans``; data loading does not count as compute.
+        spans: table ``spans``; neither data loading nor time off the CPU counts as compute.
 
     Returns:
         One row per collective and unit that computed during it: the keys, ``seq``, ``axis``, ``op``, ``tag``, ``unit``,

@@ -43,10 +43,10 @@ def critical_path(
 
     Returns:
         Its pieces in order of time: ``run``, ``source``, ``step``, ``rank``, ``kind``, ``what``,
-        ``start_us``, ``end_us``, ``duration_us``. ``kind`` is that of a span (``what`` is its unit), a collective (its
-        tag; from the moment the last rank joined), ``queued`` (issued but not started), ``wake-up`` (it has ended but
-        its rank has not resumed), ``host`` (outside all spans) or ``late`` (another rank had begun the step, but the
-        first rank of the path had not). They add up to the step.
+        ``start_us``, ``end_us``, ``duration_us``. ``kind`` is that of a span (``what`` is its unit; ``off_cpu`` where
+        the rank slept or had no core), a collective (its tag; from the moment the last rank joined), ``queued`` (issued
+        but not started), ``wake-up`` (it has ended but its rank has not resumed), ``host`` (outside all spans) or
+        ``late`` (another rank had begun the step, but the first rank of the path had not). They add up to the step.
 
     Raises:
         ValueError: columns or times are missing or impossible, there is no such run or step, the ranks disagree, or a

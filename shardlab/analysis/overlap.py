@@ -7,15 +7,17 @@ On each rank, with the intervals of communication merged (M) and those of comput
 Without communication there is no overlap (NaN): it is neither 0 nor 1. Compute is forward, backward, recomputation and
 optimizer work; spans nest, and merging counts each moment once. A rank in ``wait`` does not compute although the span
 of the surrounding module is open. These waits are removed from C; otherwise a fully exposed gather inside a forward
-pass would count as hidden.
+pass would count as hidden. Nor does a rank compute that is off the CPU, because it sleeps or because its core runs
+something else: whoever records on the CPU has taken that time out of the spans and made it spans of kind ``off_cpu``.
+(On a stream nobody asks: spans are the stream's own. Traces of a profiler do not say it either.)
 
 Exposed communication has two causes with different cures, so ``step_split`` cuts it where the last rank of the group
 begins the collective::
 
     start ── waiting for the last rank ── last ── moving bytes over the link ── end
 
-A faster link shortens the moving part, balanced work the waiting part. Together with compute and the time outside all
-spans (data, Python between the spans) they add up to the step.
+A faster link shortens the moving part, balanced work the waiting part. Together with compute, the time off the CPU
+beside no communication and the time outside all spans (data, Python between the spans) they add up to the step.
 """
 
 from collections.abc import Mapping
@@ -30,13 +32,19 @@ from shardlab.tables import COLLECTIVES, SPANS, STEPS
 from shardlab.vocabulary import Phase, SpanKind
 
 COMPUTE_KINDS = (SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.RECOMPUTE, SpanKind.OPTIMIZER)
-PARTS = ("compute_us", "moving_us", "waiting_us", "other_us")
+PARTS = ("compute_us", "moving_us", "waiting_us", "off_cpu_us", "other_us")
 NONE: Intervals = np.empty((0, 2))
 
 
 def compute_spans(spans: pd.DataFrame) -> pd.DataFrame:
     """The spans in which a rank computes: forward, backward, recomputation and optimizer, but not data loading."""
     return spans[spans["kind"].isin([str(kind) for kind in COMPUTE_KINDS])]
+
+
+def off_cpu(spans: pd.DataFrame) -> dict[Key, Intervals]:
+    """When each rank was off the CPU, as far as it was recorded."""
+    away = spans[spans["kind"] == str(SpanKind.OFF_CPU)]
+    return _by_step(away, bounds(away, "start_us", "end_us", "spans"))
 
 
 def overlap(collectives: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
@@ -57,7 +65,7 @@ def overlap(collectives: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
     COLLECTIVES.check(collectives)
     SPANS.check(spans)
     communication = _by_step(collectives, bounds(collectives, "start_us", "end_us", "collectives"))
-    compute = _computing(collectives, spans)
+    compute = computing(collectives, spans)
     keys = dict.fromkeys([*positions(spans), *communication])
     order = {name: place for place, name in enumerate(dict.fromkeys(key[:2] for key in keys))}
     rows = [
@@ -75,7 +83,7 @@ def _measure(communication: Intervals, compute: Intervals) -> tuple[float, float
     return comm_us, total(compute), both_us, both_us / comm_us if comm_us else float("nan"), comm_us - both_us
 
 
-def _computing(collectives: pd.DataFrame, spans: pd.DataFrame) -> dict[Key, Intervals]:
+def computing(collectives: pd.DataFrame, spans: pd.DataFrame) -> dict[Key, Intervals]:
     """When each rank computed: inside a span of compute and not in ``wait``."""
     worked, waited = compute_spans(spans), collectives[collectives["wait_start_us"].notna()]
     waits = _by_step(waited, bounds(waited, "wait_start_us", "wait_end_us", "collectives"))
@@ -101,7 +109,8 @@ def step_split(
 
     Returns:
         One row per (run, source, rank, step) of ``steps``: ``step_us`` and its parts ``compute_us``, ``moving_us``,
-        ``waiting_us``, ``other_us``.
+        ``waiting_us``, ``off_cpu_us`` (while nothing was communicated; beside communication it is exposed), and
+        ``other_us``.
 
     Raises:
         ValueError: columns or times are missing or impossible; see ``overlap`` and ``matched_collectives``.
@@ -112,10 +121,13 @@ def step_split(
     own = collectives[collectives["phase"] != str(Phase.METRICS)]
     table = steps[[*KEYS, "step_us"]].merge(overlap(own, spans), on=KEYS, how="left")
     waiting = _waiting(own, spans, axes)
+    moved = _by_step(own, bounds(own, "start_us", "end_us", "collectives"))
+    away = {key: total(subtract(times, moved.get(key, NONE))) for key, times in off_cpu(spans).items()}
     keys = [(str(run), str(source), int(rank), int(step)) for run, source, rank, step in table[KEYS].to_numpy()]
     table["waiting_us"] = [waiting.get(key, 0.0) for key in keys]
+    table["off_cpu_us"] = [away.get(key, 0.0) for key in keys]
     table["moving_us"] = table["exposed_us"] - table["waiting_us"]
-    table["other_us"] = table["step_us"] - table["compute_us"] - table["exposed_us"]
+    table["other_us"] = table["step_us"] - table["compute_us"] - table["exposed_us"] - table["off_cpu_us"]
     return table[[*KEYS, "step_us", *PARTS]]
 
 
@@ -127,7 +139,7 @@ def _waiting(collectives: pd.DataFrame, spans: pd.DataFrame, axes: Mapping[str, 
     times = bounds(rows, "start_us", "end_us", "collectives")
     joined = np.clip(numbers(rows, "last_us"), times[:, 0], times[:, 1])
     early, moving = np.column_stack((times[:, 0], joined)), np.column_stack((joined, times[:, 1]))
-    compute = _computing(collectives, spans)
+    compute = computing(collectives, spans)
     return {
         key: total(subtract(subtract(early[here], moving[here]), compute.get(key, NONE)))
         for key, here in positions(rows).items()

@@ -33,7 +33,7 @@ from shardlab.plots import (
     wire_volume,
 )
 from shardlab.trace.store import Records
-from shardlab.vocabulary import Collective, Phase, Role
+from shardlab.vocabulary import Collective, Phase, Role, SpanKind
 
 HIDDEN = "Exposed communication lengthens the step; hidden communication slows compute if no core is idle."
 PEAK = (
@@ -189,6 +189,7 @@ def _path_row(records: Records, run: str, step: int) -> dict[str, Any] | None:
     lengths = path.groupby("kind")["duration_us"].sum() / 1e3
     compute = lengths[lengths.index.isin([str(kind) for kind in COMPUTE_KINDS])].sum()
     moving = lengths[lengths.index.isin([str(op) for op in Collective])].sum()
+    away = lengths.get(str(SpanKind.OFF_CPU), 0.0)
     single = gains.drop(ALL, errors="ignore")
     return {
         "strategy": run,
@@ -196,7 +197,8 @@ def _path_row(records: Records, run: str, step: int) -> dict[str, Any] | None:
         "length (ms)": lengths.sum(),
         "compute (ms)": compute,
         "communication (ms)": moving,
-        "all else (ms)": lengths.sum() - compute - moving,
+        "off the CPU (ms)": away,
+        "all else (ms)": lengths.sum() - compute - moving - away,
         "gain if free (ms)": gains.get(ALL, 0.0),
         "gains most alone": single.idxmax() if len(single) else None,
         "its gain (ms)": single.max() if len(single) else None,

@@ -69,6 +69,7 @@ SPAN_COLOURS = {
     SpanKind.BACKWARD: "#5b6678",
     SpanKind.RECOMPUTE: "#936aaf",
     SpanKind.OPTIMIZER: "#1f8a70",
+    SpanKind.OFF_CPU: "#c33222",
 }
 
 STRATEGY_COLOURS = {

@@ -21,6 +21,7 @@ STYLE = {
     "compute_us": ("compute", SPAN_COLOURS[SpanKind.BACKWARD]),
     "moving_us": ("exposed communication", EXPOSED),
     "waiting_us": ("waiting for other ranks", SAND),
+    "off_cpu_us": ("off the CPU", SPAN_COLOURS[SpanKind.OFF_CPU]),
     "other_us": ("other", HIDDEN),
 }
 OVERLAP_TITLE = "Communication: exposed and hidden behind compute"
@@ -145,7 +146,8 @@ def _bar(figure: go.Figure, name: str, colour: str, times_us: pd.Series, wholes_
 def _parts_summary(means: pd.DataFrame) -> str:
     parts = [
         f"{label} {format_us(row['step_us'])} ({format_us(row['compute_us'])} compute, "
-        f"{format_us(row['moving_us'])} exposed communication, {format_us(row['waiting_us'])} waiting)"
+        f"{format_us(row['moving_us'])} exposed communication, {format_us(row['waiting_us'])} waiting, "
+        f"{format_us(row['off_cpu_us'])} off the CPU)"
         for label, row in means.iterrows()
     ]
     return f"A step: {listing(parts)}."

@@ -2,8 +2,10 @@
 
 Each rank has a track of compute (units of the model, optimizer) and a track of communication for each axis of the mesh.
 The bar of a collective runs from the moment the transport begins it to its end. The thin strip before the bar is the
-time in the queue; a strip below compute is a rank that waits. There is one trace per kind and collective, however many
-bars.
+time in the queue; a strip below compute is a rank that waits. A rank that neither computes nor waits, because it sleeps
+or another process has its core, is off the CPU: that has a bar of its own where compute stands. (The recorder knows for
+how long it was so between two marks, not when; the bar stands at their end.) There is one trace per kind and
+collective, however many bars.
 """
 
 import pandas as pd
@@ -24,13 +26,16 @@ from shardlab.plots.timeline_bars import (
     describe_span,
     describe_wait,
     grouped,
+    kind_in_words,
     lay_out,
     strips,
 )
 from shardlab.tables import COLLECTIVES, SPANS
+from shardlab.vocabulary import SpanKind
 
 WAITS, QUEUED = "rank waits", "queued"
 STRIPS = (WAITS, QUEUED)  # below the bars
+VISIBLE = 0.01  # of a step
 
 
 def collective_timeline(
@@ -71,7 +76,7 @@ def collective_timeline(
     if until_ms is not None:
         figure.update_xaxes(range=[0, until_ms])
     figure.update_layout(title_subtitle_text=subtitle(both, _note(figure, levels, moved)))
-    return finish(figure, _summary(name, step, measures, moved, window))
+    return finish(figure, _summary(name, step, measures, (moved, worked), window))
 
 
 def _note(figure: go.Figure, levels: pd.DataFrame, moved: pd.DataFrame) -> str:
@@ -103,7 +108,7 @@ def _draw_compute(figure: go.Figure, spans: pd.DataFrame, tracks: Tracks, extent
             rows = spans[(spans["kind"] == str(kind)) & (spans["ground"] == ground)]
             if len(rows):
                 merged = grouped(rows, "unit", describe_span, extent)
-                trace = bars(merged, str(kind), colour, 0.62 if ground else 0.56)
+                trace = bars(merged, kind_in_words(kind), colour, 0.62 if ground else 0.56)
                 if ground:  # its name would show between the bars on top of it
                     trace.update(text=None)
                 trace.update(opacity=0.3 if ground else 1.0, showlegend=not ground, legendgroup=str(kind))
@@ -151,9 +156,23 @@ def _axes(figure: go.Figure, tracks: Tracks) -> None:
         figure.add_hline(y=top - 0.5 - 0.175, line={"color": GRID, "width": 1})
 
 
-def _summary(name: str, step: int, measures: pd.DataFrame, moved: pd.DataFrame, window: float) -> str:
+def _longest_off_cpu(worked: pd.DataFrame) -> str:
+    """Which rank was off the CPU for longest; empty if none was for a visible time."""
+    away = worked[worked["kind"] == str(SpanKind.OFF_CPU)]
+    lengths = (away["end_us"] - away["start_us"]).groupby(away["rank"]).sum()
+    window = float(worked["end_us"].max() - worked["start_us"].min())
+    if lengths.empty or lengths.max() < VISIBLE * window:
+        return ""
+    return f" Rank {lengths.idxmax()} is off the CPU for {format_us(float(lengths.max()))} of it."
+
+
+def _summary(
+    name: str, step: int, measures: pd.DataFrame, tables: tuple[pd.DataFrame, pd.DataFrame], window: float
+) -> str:
+    moved, worked = tables
     ranks = measures["rank"].nunique()
     head = f"Step {step} of run {name}: {ranks} {'rank' if ranks == 1 else 'ranks'}, {format_us(window)}."
+    head += _longest_off_cpu(worked)
     if not len(moved):
         return f"{head} No communication."
     sent = moved.groupby("rank")["wire_bytes"].sum().mean()

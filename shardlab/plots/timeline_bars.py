@@ -17,6 +17,7 @@ from shardlab.plots.bars import gaps
 from shardlab.plots.colours import readable_on
 from shardlab.plots.text import format_bytes, format_us
 from shardlab.plots.thinning import MAX_BARS, bar_groups
+from shardlab.vocabulary import SpanKind
 
 COMPUTE = "compute"
 MAX_ROWS = 6
@@ -154,9 +155,15 @@ def strips(merged: pd.DataFrame, name: str, colour: str) -> go.Bar:
     return trace.update(text=None, marker_line=None)
 
 
+def kind_in_words(kind: str) -> str:
+    """A kind of span as the legend names it."""
+    return "off the CPU" if kind == SpanKind.OFF_CPU else str(kind)
+
+
 def describe_span(row: Row) -> str:
-    """Hover text of a unit that computes."""
-    return f"<b>{row['unit'] or 'model'}</b>: {row['kind']}, rank {row['rank']}<br>{_length(row, 'start_us', 'end_us')}"
+    """Hover text of a unit that computes, or that is off the CPU."""
+    kind = kind_in_words(row["kind"])
+    return f"<b>{row['unit'] or 'model'}</b>: {kind}, rank {row['rank']}<br>{_length(row, 'start_us', 'end_us')}"
 
 
 def describe_wait(row: Row) -> str:

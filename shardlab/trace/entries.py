@@ -2,8 +2,9 @@
 
 An entry is one MessagePack object: run, source, rank, step, and for each table one list per column. A rank in training
 writes only what it has at hand: times are integer nanoseconds since the start of the run, under names that end in
-``_ns``, and spans are as they were marked, waits included. The reader turns them into microseconds, takes the waits out
-of the spans and adds up the traffic of the step. Reading needs no torch.
+``_ns``; spans are as they were marked, waits included; beside them stand readings of the CPU time that the computing
+thread had used. The reader turns times into microseconds, takes waits and stretches off the CPU out of the spans and
+adds up the traffic of the step. Reading needs no torch.
 
 The arithmetic of intervals is plain Python here; ``analysis.intervals`` says the same for whole tables with numpy. A
 step has a few dozen intervals, and a run thousands of steps that are worked on one by one: numpy's fixed cost of ten
@@ -12,7 +13,7 @@ microseconds a call would be most of reading one.
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import compress
+from itertools import compress, pairwise
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,18 @@ import msgpack
 from shardlab.analysis.overlap import COMPUTE_KINDS
 from shardlab.tables import COLLECTIVES, KEYS, SPANS, STEPS, TABLES, Table
 from shardlab.trace.journal import JournalReader
-from shardlab.vocabulary import WHOLE_MODEL, Phase
+from shardlab.vocabulary import WHOLE_MODEL, Phase, SpanKind
 
 Columns = Mapping[str, Sequence[Any]]
 """A table by columns, all of one length."""
 Entry = Mapping[str, Any]
 Interval = tuple[float, float]
+Span = tuple[str, str, Interval]
+"""Unit, kind and times."""
+CPU = "cpu"
+"""Readings of the computing thread's CPU time; an entry of compute on a stream has none."""
 CHUNK_BYTES = 2**20
+SEEN_US = 20.0  # less time off the CPU than this between two readings is not told from their own inaccuracy
 
 
 class EntryStream:
@@ -99,8 +105,9 @@ def _column_in_us(name: str, values: Sequence[Any]) -> tuple[str, Sequence[Any]]
 def _tables(entry: Entry) -> dict[str, Columns]:
     tables = {name: in_us(entry[name]) for name in TABLES if entry.get(name)}
     collectives = tables.get(COLLECTIVES.name, {})
-    if SPANS.name in tables:
-        tables[SPANS.name] = _without_waits(tables[SPANS.name], collectives)
+    if SPANS.name in tables or entry.get(CPU):
+        readings = in_us(entry.get(CPU) or {})
+        tables[SPANS.name] = _cut(tables.get(SPANS.name, {}), collectives, readings)
     if STEPS.name in tables:
         tables[STEPS.name] = {**tables[STEPS.name], **_traffic(collectives, tables.get(SPANS.name, {}))}
     keys = {column.name: entry[column.name] for column in KEYS}
@@ -113,19 +120,58 @@ def _whole(table: Table, columns: Columns, keys: Mapping[str, Any]) -> Columns:
     return {name: columns[name] for name in table.column_names}
 
 
-def _without_waits(spans: Columns, collectives: Columns) -> Columns:
-    """The spans without the time in which the rank only waited for a collective: one row for each remaining piece."""
+def _cut(spans: Columns, collectives: Columns, readings: Columns) -> Columns:
+    """The spans without the time in which the rank waited or was off the CPU; one row for each remaining piece.
+
+    A stretch off the CPU becomes a row of its own, with the innermost unit. Not while data is loaded: who waits for a
+    disk or another process there is told by that span.
+    """
     # A collective that nobody waited for has NaN there, and no comparison with NaN is true.
     waits = merged(
         (start, end) for start, end in _intervals(collectives, "wait_start_us", "wait_end_us") if end > start
     )
+    marked: list[Span] = list(zip(spans.get("unit", ()), spans.get("kind", ()), _intervals(spans), strict=True))
+    loading = merged(times for _, kind, times in marked if kind == SpanKind.DATA)
+    away = [piece for found in off_cpu(_intervals(readings, "time_us", "cpu_us"), waits)
+            for piece in without(found, loading)]  # fmt: skip
+    holes = merged([*waits, *away])
     pieces = [
         (unit, kind, *piece)
-        for unit, kind, span in zip(spans["unit"], spans["kind"], _intervals(spans), strict=True)
-        for piece in without(span, waits)
+        for unit, kind, times in marked
+        for piece in without(times, waits if kind == SpanKind.DATA else holes)
     ]
+    pieces += [(_unit_at(end, marked), SpanKind.OFF_CPU, start, end) for start, end in away]
     names = ("unit", "kind", "start_us", "end_us")
     return dict(zip(names, zip(*pieces, strict=True), strict=True)) if pieces else {}
+
+
+def off_cpu(readings: Iterable[tuple[float, float]], waits: Sequence[Interval]) -> list[Interval]:
+    """When the computing thread neither ran nor waited for a collective; where in a stretch is not known.
+
+    Args:
+        readings: (time, CPU time used so far), in order of time. Between two of them the rank was off the CPU for as
+            long as it neither waited nor used CPU time, and that is taken to be the last of the stretch: a mark comes
+            first, then what it announces.
+        waits: merged.
+    """
+    found: list[Interval] = []
+    for (start, used), (end, used_then) in pairwise(readings):
+        active = without((start, end), waits)
+        left = sum(last - first for first, last in active) - (used_then - used)
+        if left < SEEN_US:
+            continue
+        for first, last in reversed(active):
+            found.append((max(first, last - left), last))
+            left -= last - first
+            if left <= 0:
+                break
+    return merged(found)
+
+
+def _unit_at(moment: float, spans: Iterable[Span]) -> str:
+    """The innermost unit just before a moment."""
+    around = [(start, -end, unit) for unit, _, (start, end) in spans if start < moment <= end]
+    return max(around, default=(0.0, 0.0, WHOLE_MODEL))[2]
 
 
 def _traffic(collectives: Columns, spans: Columns) -> Columns:

@@ -3,6 +3,10 @@
 It observes the communicators, the units of the module and the phases of the training step. Nothing it does changes a
 number or synchronises a stream inside a step. It adds up all the time it takes itself, for the manifest. What is
 communicated before the first step (parameters from rank 0) is recorded as step -1.
+
+Wherever it marks a time it also reads the CPU time of the computing thread (``clock.CpuReadings``), and where a
+collective begins and ends, which other threads tell. So it is known for each stretch between two readings how long the
+rank was off the CPU, and no such stretch is partly beside a collective and partly not.
 """
 
 import contextlib
@@ -15,8 +19,8 @@ import torch
 from shardlab.analysis.memory import PEAK, REST
 from shardlab.comm import CollectiveEvent
 from shardlab.tables import COLLECTIVES, MEMORY, SHARDS, SPANS, STEPS
-from shardlab.trace.clock import Clock, Mark
-from shardlab.trace.entries import Columns
+from shardlab.trace.clock import Clock, CpuReadings, Mark
+from shardlab.trace.entries import CPU, Columns
 from shardlab.trace.memory import ByRole, LiveTensors, MemoryLedger, Moment, bytes_by_role, on_device
 from shardlab.trace.process_memory import Allocator, ResidentBytes
 from shardlab.trace.rows import (
@@ -24,6 +28,7 @@ from shardlab.trace.rows import (
     Span,
     collective_columns,
     columns_of,
+    cpu_columns,
     memory_rows,
     span_columns,
     unit_place,
@@ -83,6 +88,7 @@ class Recorder:
         self._open: dict[tuple[str, SpanKind], tuple[SpanKind, Mark]] = {}
         self._memory: list[Row] = []
         self._ledger: MemoryLedger | None = None
+        self._cpu = CpuReadings(None)
         self._resident_bytes = ResidentBytes()
         self._begin: Mark = 0
         self._end: Mark | None = None
@@ -106,14 +112,19 @@ class Recorder:
         self._ledger = MemoryLedger(self._live(), self._device.type) if trace_memory else None
         if self._on_cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
+        self._cpu = CpuReadings(self._clock.cpu_time())
         self.spent(began_ns)
-        self._begin, self._end = self._clock.mark() if since is None else since, None
+        begin = self._mark(always=True)
+        self._begin, self._end = begin if since is None else since, None
         try:
             with self._ledger or contextlib.nullcontext():
                 yield
+        except BaseException:
+            self._cpu.stop()  # the thread may end now, before collectives do that are under way
+            raise
         finally:
             if self._end is None:
-                self._end = self._clock.mark()
+                self._end = self._mark(always=True)
             self._open.clear()
 
     @contextlib.contextmanager
@@ -138,14 +149,14 @@ class Recorder:
 
     def begin_span(self, unit: str, kind: SpanKind) -> None:
         """A unit starts to compute; forward inside of backward is recomputation."""
-        self._open[unit, kind] = (self._kind(kind), self._clock.mark())
+        self._open[unit, kind] = (self._kind(kind), self._mark())
         if self._ledger is not None:
             self._tell(self._ledger)
 
     def end_span(self, unit: str, kind: SpanKind) -> None:
         """A unit has ended; ignored if it never began."""
         if (begun := self._open.pop((unit, kind), None)) is not None:
-            self._spans.append((unit, *begun, self._clock.mark()))
+            self._spans.append((unit, *begun, self._mark()))
             if self._ledger is not None:
                 self._tell(self._ledger)
 
@@ -161,7 +172,7 @@ class Recorder:
         Returns:
             When the clock was stopped.
         """
-        self._end = self._clock.mark()
+        self._end = self._mark(always=True)
         began_ns = perf_counter_ns()
         self._memory.clear()  # so far it has the sample of an earlier call
         if self._ledger is not None or self._samples(self._step):
@@ -177,6 +188,7 @@ class Recorder:
     def issued(self, event: CollectiveEvent) -> None:
         """Remember the event, with the phase it was issued in."""
         began_ns = perf_counter_ns()
+        self._cpu.read()
         self._events.append((event, self._phase))
         if self._ledger is not None:
             self._ledger.issued(event)
@@ -184,16 +196,21 @@ class Recorder:
 
     def started(self, event: CollectiveEvent) -> None:
         """Note the transport's scratch memory."""
+        self._cpu.read()
         if self._ledger is not None:
             self._ledger.started(event)
 
     def completed(self, event: CollectiveEvent) -> None:
         """Note that the transport's scratch memory is free."""
+        self._cpu.read()
         if self._ledger is not None:
             self._ledger.completed(event)
 
-    def waited(self, event: CollectiveEvent) -> None:
-        """Nothing to do: its times are in the event."""
+    def waited(self, event: CollectiveEvent) -> None:  # noqa: ARG002
+        """Its times are in the event."""
+        began_ns = perf_counter_ns()
+        self._cpu.read()
+        self.spent(began_ns)
 
     def finish_step(self, loss: float, grad_norm: float, learning_rate: float, num_tokens: int | None) -> None:
         """Write the step that has ended in one append: a killed run has a step whole or not at all."""
@@ -209,9 +226,11 @@ class Recorder:
         tables = {
             COLLECTIVES.name: self._collectives(),
             SPANS.name: span_columns(self._spans, self._clock, self._origin_ns),
+            CPU: cpu_columns(self._cpu.until(end_ns), self._origin_ns),
             MEMORY.name: columns_of(self._memory),
             STEPS.name: columns_of([step]),
         }
+        self._cpu.stop()
         self._writer.append(self._step, tables)
         self.spent(began_ns)
         if self._ledger is None and self._step > 0:
@@ -231,6 +250,11 @@ class Recorder:
     def write_shards(self, rows: list[Row]) -> None:
         """Write table ``shards``: who holds which slice."""
         self._writer.append(self._step, {SHARDS.name: columns_of(rows)})
+
+    def _mark(self, *, always: bool = False) -> Mark:
+        """The time, beside a reading of the CPU time, which may be left out if it need not be ``always``."""
+        self._cpu.read(always=always)
+        return self._clock.mark()
 
     def _write_setup(self) -> None:
         self._clock.settle()

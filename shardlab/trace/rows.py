@@ -61,6 +61,14 @@ def span_columns(spans: Sequence[Span], clock: Clock, origin_ns: int) -> Columns
     }  # fmt: skip
 
 
+def cpu_columns(readings: Sequence[tuple[int, int]], origin_ns: int) -> Columns:
+    """When the CPU time of the computing thread was read, and what it was; not a table, but the source of spans."""
+    if not readings:
+        return {}
+    times, used = zip(*readings, strict=True)
+    return {"time_ns": _since(origin_ns, times), "cpu_ns": used}
+
+
 def memory_rows(
     where: str, held: ByRole, time_ns: int, phase: Phase, resident_bytes: int | None, allocator: Allocator
 ) -> list[Row]:

@@ -4,7 +4,9 @@ An event is one of these, on one rank:
 
 =========  ============================================================================================
 computes   a unit begins forward, backward or recomputation; or the optimizer or data loading begins
-ends       it has finished
+ends       it has finished, or does not go on before the rank has waited or been off the CPU
+pauses     the rank goes off the CPU: it sleeps, or its core runs something else
+resumes    it is back
 gathers    an all-gather is issued
 reduces    an all-reduce or a reduce-scatter is issued
 sends      another collective is issued
@@ -18,7 +20,7 @@ frees      live bytes have shrunk
 Live bytes come from the samples of table ``memory``: at the borders of units in a memory-traced step, else at rest.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -29,7 +31,7 @@ from shardlab.analysis.memory import WHOLE_STEP
 from shardlab.analysis.rows import one_run, one_step
 from shardlab.plots.text import format_bytes
 from shardlab.trace.store import Records
-from shardlab.vocabulary import Collective, Role, SpanKind
+from shardlab.vocabulary import WHOLE_MODEL, Collective, Role, SpanKind
 
 ROLES = tuple(map(str, Role))
 LEAST_CHANGE = 1e-3  # of the live bytes: smaller changes are added up until they reach it
@@ -41,6 +43,8 @@ class StepEvent(StrEnum):
 
     COMPUTES = "computes"
     ENDS = "ends"
+    PAUSES = "pauses"
+    RESUMES = "resumes"
     GATHERS = "gathers"
     REDUCES = "reduces"
     SENDS = "sends"
@@ -59,8 +63,8 @@ ISSUE = {
 ISSUES = (StepEvent.GATHERS, StepEvent.REDUCES, StepEvent.SENDS)
 # At the same moment, what ends comes before what begins.
 ORDER = (
-    StepEvent.ARRIVES, StepEvent.GOES_ON, StepEvent.ENDS, StepEvent.FREES, StepEvent.HOLDS, StepEvent.COMPUTES,
-    StepEvent.GATHERS, StepEvent.REDUCES, StepEvent.SENDS, StepEvent.WAITS,
+    StepEvent.ARRIVES, StepEvent.GOES_ON, StepEvent.RESUMES, StepEvent.ENDS, StepEvent.FREES, StepEvent.HOLDS,
+    StepEvent.COMPUTES, StepEvent.GATHERS, StepEvent.REDUCES, StepEvent.SENDS, StepEvent.WAITS, StepEvent.PAUSES,
 )  # fmt: skip
 OF_NO_UNIT = {SpanKind.DATA: "loading data", SpanKind.OPTIMIZER: "the optimizer's step"}
 Row = dict[str, Any]
@@ -177,10 +181,20 @@ def traced_step(steps: pd.DataFrame) -> int | None:
 
 def _compute(spans: pd.DataFrame) -> Iterator[Row]:
     for row in spans.to_dict("records"):
+        if row["kind"] == SpanKind.OFF_CPU:
+            yield from _pause(row)
+            continue
         what = OF_NO_UNIT.get(row["kind"], f"{row['kind']} of {row['unit']}")
         common = {"rank": int(row["rank"]), "what": what, "bytes": None}
         yield {**common, "time_us": row["start_us"], "event": StepEvent.COMPUTES, "words": f"begins {what}"}
         yield {**common, "time_us": row["end_us"], "event": StepEvent.ENDS, "words": f"is through with {what}"}
+
+
+def _pause(row: Mapping[Hashable, Any]) -> Iterator[Row]:
+    common = {"rank": int(row["rank"]), "what": str(row["unit"]), "bytes": None}
+    where = "" if row["unit"] == WHOLE_MODEL else f" in {row['unit']}"
+    yield {**common, "time_us": row["start_us"], "event": StepEvent.PAUSES, "words": f"goes off the CPU{where}"}
+    yield {**common, "time_us": row["end_us"], "event": StepEvent.RESUMES, "words": f"is back on the CPU{where}"}
 
 
 def _communication(collectives: pd.DataFrame) -> Iterator[Row]:

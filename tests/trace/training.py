@@ -15,7 +15,7 @@ from shardlab.comm.mesh import Mesh
 from shardlab.engines import Engine, build_engine
 from shardlab.experiment import TrainStep
 from shardlab.partition.wire import Link
-from shardlab.trace.clock import clock_for
+from shardlab.trace.clock import Clock, HostClock
 from shardlab.trace.recorder import Recorder
 from shardlab.trace.store import RunWriter
 from shardlab.trace.units import watch_units
@@ -40,6 +40,13 @@ class MLP(nn.Module):
         return self.last(x) * self.scale
 
 
+class NeverOffCpu(HostClock):
+    """A thread whose CPU time is the time: whatever it does, and however busy the machine is, it computes."""
+
+    def cpu_time(self) -> Callable[[], int]:
+        return perf_counter_ns
+
+
 @dataclass
 class Setting:
     """What to train and how; everything that a rank needs, in one object that travels."""
@@ -53,6 +60,7 @@ class Setting:
     transport: str | None = None
     traced: int | None = None
     at_rest: Callable[[Engine, TrainStep], object] | None = None  # called just before the recorder samples
+    clock: Callable[[], Clock] = NeverOffCpu  # for tests of the order of things
     origin_ns: int = field(default_factory=perf_counter_ns)  # of all ranks
 
 
@@ -81,7 +89,7 @@ def train(rank: int, setting: Setting) -> Outcome:
         recorder = None
         if setting.directory is not None:
             writer = stack.enter_context(closing(RunWriter(setting.directory, rank, setting.strategy, "measured")))
-            recorder = Recorder(writer, clock_for(CPU), setting.origin_ns, device=CPU)
+            recorder = Recorder(writer, setting.clock(), setting.origin_ns, device=CPU)
             stack.enter_context(mesh.observed_by(recorder))
         options = setting.options if setting.strategy in ("bucketed", "zero1") else {}
         engine = stack.enter_context(build_engine(setting.strategy, setting.model(), adamw, mesh, **options))

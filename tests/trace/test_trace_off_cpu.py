@@ -1,0 +1,134 @@
+"""Compute, waiting and off the CPU are three things: in what is written, and in every percentage."""
+
+import time
+from time import perf_counter_ns, thread_time_ns
+
+import pytest
+import torch
+
+from shardlab.analysis import attribution, critical_path, overlap, stragglers
+from shardlab.comm.mesh import Mesh
+from shardlab.partition.wire import Link
+from shardlab.trace.clock import CpuReadings, HostClock, StreamClock, cpu_time_of_this_thread
+from shardlab.trace.entries import off_cpu
+from shardlab.trace.recorder import Recorder
+from shardlab.trace.store import RunWriter, load_run, write_manifest
+from shardlab.vocabulary import Phase, SpanKind
+from tests.trace.training import CPU
+
+BESIDE_S = 0.2  # what a rank does while a collective is under way
+LATE_S = 0.3  # by how much rank 1 begins later
+LINK = "10Gbps,150ms"  # a message takes twice the latency, whatever the machine does
+
+
+def test_what_neither_ran_nor_waited_was_off_the_cpu():
+    readings = [(0, 0), (100, 100), (400, 150), (500, 240)]
+    assert off_cpu(readings, []) == [(150, 400)]  # the 10 of the last stretch are less than can be told
+    assert off_cpu(readings, [(200, 380)]) == [(150, 200), (380, 400)]  # 120 did not wait, 50 of them ran
+    assert off_cpu(readings, [(150, 400)]) == []
+    assert off_cpu(readings[:1], []) == off_cpu([], []) == []
+
+
+def test_what_was_computed_inside_a_wait_makes_no_time_negative():
+    assert off_cpu([(0, 0), (100, 60)], [(10, 100)]) == []
+
+
+def test_moments_that_follow_one_another_share_a_reading():
+    used = iter(range(10))
+    readings = CpuReadings(lambda: next(used))
+    readings.read()
+    readings.read()
+    readings.read(always=True)
+    rows = readings.until(perf_counter_ns())
+    assert [cpu for _, cpu in rows] == [0, 1]
+    assert readings.until(rows[0][0]) == rows[:1]
+
+
+def test_another_thread_may_ask():
+    import threading
+
+    cpu_time, found = cpu_time_of_this_thread(), []
+    if cpu_time is None:
+        pytest.skip("this system has no CPU clock of a thread")
+    thread = threading.Thread(target=lambda: found.append(cpu_time()))
+    thread.start()
+    thread.join()
+    assert found[0] == pytest.approx(thread_time_ns(), abs=2e9)
+
+
+def computes_ns(seconds):
+    """Compute for so long by the clock on the wall; the CPU time that it got."""
+    began_ns, used_ns = perf_counter_ns(), thread_time_ns()
+    while perf_counter_ns() - began_ns < 1e9 * seconds:
+        pass
+    return thread_time_ns() - used_ns
+
+
+def sleeps_ns(seconds):
+    used_ns = thread_time_ns()
+    time.sleep(seconds)
+    return thread_time_ns() - used_ns
+
+
+def step_beside_a_message(rank, directory, meanwhile):
+    """One step: rank 1 is late, then an all-reduce is under way while the ranks do something.
+
+    Returns:
+        The share of the time beside it in which this rank's thread ran, by the system's own clock.
+    """
+    with Mesh({"data": 2}, link=Link.parse(LINK)) as mesh:
+        writer = RunWriter(directory, rank, "run", "measured")
+        recorder = Recorder(writer, HostClock(), perf_counter_ns(), device=CPU)
+        mesh.data.barrier().wait()
+        with mesh.observed_by(recorder):
+            with recorder.step(0):
+                with recorder.phase(Phase.FORWARD, SpanKind.FORWARD):
+                    meanwhile(rank * LATE_S)
+                with recorder.phase(Phase.BACKWARD, SpanKind.BACKWARD):
+                    pending = mesh.data.all_reduce(torch.ones(8), tag="gradients")
+                    used_ns = meanwhile(BESIDE_S)
+                    pending.wait()
+                recorder.at_rest()
+            recorder.finish_step(1.0, 1.0, 1e-3, 4)
+        writer.close()
+        return used_ns / (1e9 * BESIDE_S)
+
+
+def recorded(pool, tmp_path, meanwhile):
+    write_manifest(tmp_path, {"run": "run"})
+    ran = pool.run(step_beside_a_message, tmp_path, meanwhile)
+    return load_run(tmp_path), ran
+
+
+def lengths_us(records, kind):
+    spans = records.spans[records.spans["kind"] == kind]
+    return (spans["end_us"] - spans["start_us"]).groupby(spans["rank"]).sum()
+
+
+def test_a_sleep_hides_nothing_and_a_sleeping_straggler_does_not_compute(pools, tmp_path):
+    records, _ = recorded(pools(2), tmp_path, sleeps_ns)
+    moved, spans = records.collectives, records.spans
+    assert overlap(moved, spans)["overlap"].max() < 0.05
+    assert records.steps["overlap"].max() < 0.05
+    assert attribution(moved, spans)["hidden"].max() < 0.05
+    assert lengths_us(records, "off_cpu")[1] > 0.9e6 * (LATE_S + BESIDE_S)
+    assert lengths_us(records, "forward").get(1, 0.0) < 0.1e6 * LATE_S
+    waited = stragglers(moved, spans=spans).set_index(["rank", "last_rank"]).loc[(0, 1)]
+    assert waited["last_off_cpu_us"] > 0.8 * waited["straggler_us"] > 0.5e6 * LATE_S
+    assert waited["last_computed_us"] < 0.1 * waited["straggler_us"]
+    path = critical_path(moved, spans).groupby(["rank", "kind"])["duration_us"].sum()
+    assert path[1, "off_cpu"] > 0.9e6 * LATE_S
+
+
+def test_a_busy_rank_computes_as_much_as_it_had_the_cpu(pools, tmp_path):
+    records, ran = recorded(pools(2), tmp_path, computes_ns)
+    table = overlap(records.collectives, records.spans).set_index("rank")
+    for rank in (0, 1):
+        beside_us = table.loc[rank, "both_us"]
+        # Rank 0 began its message alone, so all that it computed then is beside it; on a busy machine that is less.
+        assert beside_us == pytest.approx(1e6 * BESIDE_S * ran[rank], abs=0.1e6 * BESIDE_S), (rank, ran)
+    assert records.steps["overlap"].tolist() == pytest.approx(table["overlap"].tolist())
+
+
+def test_on_a_stream_the_time_of_the_host_is_not_asked():
+    assert StreamClock.cpu_time(object()) is None
