@@ -16,11 +16,10 @@ from shardlab.comm import CollectiveEvent
 from shardlab.comm.transports.gloo import GlooTransport
 from shardlab.comm.transports.shared_memory import SharedMemoryTransport
 from shardlab.launch import RankError
-from shardlab.trace.clock import clock_for
 from shardlab.trace.recorder import Recorder
 from shardlab.trace.store import RunWriter, load_run, write_manifest
 from shardlab.vocabulary import Collective, HostTransport, Phase, Role, SpanKind
-from tests.trace.training import CPU, Setting, train
+from tests.trace.training import CPU, NeverOffCpu, Setting, train
 
 LAST_WHOLE = 4
 
@@ -74,7 +73,7 @@ def test_ten_thousand_steps_leave_the_recorder_as_small_as_one_thousand(tmp_path
     write_manifest(tmp_path, {"run": "long"})
     gradient, held = torch.ones(8), {}
     with closing(RunWriter(tmp_path, 0, "long", "measured")) as writer:
-        recorder = Recorder(writer, clock_for(CPU), perf_counter_ns(), device=CPU)
+        recorder = Recorder(writer, NeverOffCpu(), perf_counter_ns(), device=CPU)
         recorder.live_tensors = lambda: {Role.GRADIENT: [gradient]}
         try:
             for step in range(10_000):
