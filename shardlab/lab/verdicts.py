@@ -49,6 +49,18 @@ def _busy(ratios: "pd.Series[float]", what: str) -> str:
     return f"Equal {what} took about equal time: the median is {typical:.2f} times the fastest."
 
 
+def message_verdicts(messages: pd.DataFrame, op: str) -> list[str]:
+    """What the time of a message depends on, at the small end and at the large one; and how busy the machine was.
+
+    Args:
+        messages: of ``message_sweep``, with four sizes or more.
+        op: which.
+    """
+    sizes = sorted(messages.loc[messages["op"] == op, "bytes"].unique())
+    ends = ((sizes[0], sizes[2]), (sizes[-2], sizes[-1]))
+    return [*(growth_verdict(messages, op, *pair) for pair in ends), busy_in_messages(messages)]
+
+
 def growth_verdict(messages: pd.DataFrame, op: str, smaller: int, larger: int) -> str:
     """What makes a message longer between two sizes: latency or bandwidth.
 
