@@ -10,6 +10,7 @@ from itertools import pairwise
 from math import log
 
 import pandas as pd
+import psutil
 
 from shardlab.analysis import attribution, what_if_free
 from shardlab.analysis.rows import require_columns
@@ -17,6 +18,7 @@ from shardlab.plots.text import format_bytes, format_percent, format_us, listing
 
 ALIKE = 1.1  # ratios up to this are no difference
 BUSY = 1.5  # median over best of equal work
+QUIET = 0.2  # of the cores
 
 
 def busy_in_steps(steps: pd.DataFrame) -> str:
@@ -46,7 +48,25 @@ def _busy(ratios: "pd.Series[float]", what: str) -> str:
             f"This machine was busy: half of the {what} took at least {typical:.1f} times as long as the fastest of "
             "their kind, so expect other figures from another run."
         )
-    return f"Equal {what} took about equal time: the median is {typical:.2f} times the fastest."
+    alike = "took about equal time" if typical <= ALIKE else "did not take equal time"
+    return f"Equal {what} {alike}: the median is {typical:.2f} times the fastest."
+
+
+def busy_now(seconds: float = 0.5) -> str:
+    """What other programs do now; call it while the ranks are idle.
+
+    Args:
+        seconds: for how long to look.
+    """
+    return others_verdict(psutil.cpu_percent(interval=seconds) / 100, psutil.cpu_count() or 1)
+
+
+def others_verdict(share: float, cores: int) -> str:
+    """What it means that others use a share of the cores."""
+    if share <= QUIET:
+        return f"This machine is quiet: other programs use {format_percent(share)} of its {cores} cores."
+    used = f"other programs use {format_percent(share)} of its {cores} cores"
+    return f"This machine is busy: {used}, so expect other times from another run."
 
 
 def message_verdicts(messages: pd.DataFrame, op: str) -> list[str]:
@@ -121,12 +141,12 @@ def bucket_verdict(sweep: pd.DataFrame) -> str:
         sweep: columns ``bucket_bytes`` and ``step_us``; medians by size are compared.
     """
     steps = sweep.groupby("bucket_bytes")["step_us"].median().sort_index()
-    best = int(steps.idxmin())
+    best, smallest, largest = (int(str(size)) for size in (steps.idxmin(), steps.index[0], steps.index[-1]))
     ends = [
         f"{_size(size)} took {format_us(steps[size])}, {steps[size] / steps[best]:.2f} times as long"
-        for size in (int(steps.index[0]), int(steps.index[-1])) if size != best
+        for size in (smallest, largest) if size != best
     ]  # fmt: skip
-    where = {int(steps.index[0]): "the smallest", int(steps.index[-1]): "the largest"}.get(best)
+    where = {smallest: "the smallest", largest: "the largest"}.get(best)
     why = {
         None: "It lies in between, as the formula has it.",
         "the smallest": "It is the smallest: here latency cost less than a late start of the first bucket.",
@@ -161,11 +181,11 @@ def gain_verdict(gains: pd.DataFrame) -> str:
     """What the columns ``exposed`` and ``gain`` of ``message_gains`` say about each other."""
     more = gains[gains["gain (ms)"] > ALIKE * gains["exposed (ms)"]]
     most = str(gains["gain (ms)"].idxmax())
-    first = f"Without {most} the step would gain most, {gains.loc[most, 'gain (ms)']:.1f} ms."
+    first = f"Without {most} the step would gain most, {float(gains['gain (ms)'].max()):.1f} ms."
     if more.empty:
         return f"{first} Here no message gains more than it exposes: none holds up another."
     tag = str((more["gain (ms)"] - more["exposed (ms)"]).idxmax())
-    exposed, gain = more.loc[tag, ["exposed (ms)", "gain (ms)"]]
+    exposed, gain = (float(more[column].to_dict()[tag]) for column in ("exposed (ms)", "gain (ms)"))
     return (
         f"{first} {tag} exposes {exposed:.1f} ms and gains {gain:.1f}: messages behind it in the queue leave earlier."
     )
@@ -178,34 +198,36 @@ def hidden_verdict(overlap: pd.DataFrame, runs: Sequence[str]) -> str:
         overlap: of ``analysis.overlap``: columns ``run``, ``overlap``, ``exposed_us``; medians are compared.
         runs: names, in the order to compare them in.
     """
-    medians = overlap.groupby("run")[["overlap", "exposed_us"]].median().loc[list(runs)]
-    said = [f"{runs[0]} hides {_hidden(medians.iloc[0])}"]
+    medians = overlap.groupby("run")[["overlap", "exposed_us"]].median()
+    share, exposed = (medians[column].astype(float).to_dict() for column in ("overlap", "exposed_us"))
+    hidden = {name: f"{format_percent(share[name])} ({format_us(exposed[name])} exposed)" for name in runs}
+    said = [f"{runs[0]} hides {hidden[runs[0]]}"]
     for before, name in pairwise(runs):
-        less, more = medians.loc[name, "exposed_us"], medians.loc[before, "exposed_us"]
-        alike = max(less, more) <= ALIKE * min(less, more)
-        change = "about as much exposed as" if alike else "less exposed than" if less < more else "MORE exposed than"
-        said.append(f"{name} {_hidden(medians.loc[name])}, {change} {before}")
+        now, then = exposed[name], exposed[before]
+        alike = max(now, then) <= ALIKE * min(now, then)
+        change = "about as much exposed as" if alike else "less exposed than" if now < then else "MORE exposed than"
+        said.append(f"{name} {hidden[name]}, {change} {before}")
     return "; ".join(said) + "."
 
 
-def _hidden(medians: "pd.Series[float]") -> str:
-    return f"{format_percent(medians['overlap'])} ({format_us(medians['exposed_us'])} exposed)"
-
-
-def pay_off_verdict(speeds: pd.DataFrame, alone: str) -> str:
+def pay_off_verdict(speeds: pd.DataFrame, alone: str, ranks: int = 2) -> str:
     """With how many rows other runs do more than one rank does.
 
     Args:
         speeds: columns ``name``, ``rows``, ``tokens_per_s``.
         alone: the name of the one rank.
+        ranks: of the others: no more than so many times the work can be theirs.
     """
     table = speeds.pivot(index="rows", columns="name", values="tokens_per_s").sort_index()
-    return " ".join(_pays_off(str(name), table[name] / table[alone]) for name in table.columns if name != alone)
+    others = [name for name in table.columns if name != alone]
+    return " ".join(_pays_off(str(name), table[name] / table[alone], ranks) for name in others)
 
 
-def _pays_off(name: str, ratios: "pd.Series[float]") -> str:
+def _pays_off(name: str, ratios: "pd.Series[float]", ranks: int) -> str:
     wins = [int(rows) for rows in ratios.index[ratios > 1]]
     most = f"with {ratios.idxmax()} rows they do {ratios.max():.2f} times as much"
+    if ratios.max() > ranks * ALIKE:
+        most += f", more than {ranks} ranks can: the machine had less time for the one"
     if not wins:
         return f"{name}: slower than one at every number of rows here; {most}."
     if len(wins) == len(ratios):
@@ -220,16 +242,16 @@ def parts_verdict(split: pd.DataFrame, pairs: Mapping[str, str]) -> str:
     """Steps of some runs against another each: how long, and how much of them is exposed communication.
 
     Args:
-        split: of ``analysis.step_split``: ``run``, ``step_us``, ``compute_us``, ``moving_us``; medians are compared.
+        split: of ``analysis.step_split``: ``run``, ``step_us``, ``moving_us``; medians are compared.
         pairs: a run, and the one it is compared with.
     """
-    table = split.groupby("run")[["step_us", "compute_us", "moving_us"]].median()
+    medians = split.groupby("run")[["step_us", "moving_us"]].median()
+    steps, moving = (medians[name].astype(float).to_dict() for name in ("step_us", "moving_us"))
     said = []
     for run, other in pairs.items():
-        ratio = table.loc[run, "step_us"] / table.loc[other, "step_us"]
-        share = table.loc[run, "moving_us"] / table.loc[run, "step_us"]
+        ratio, share = steps[run] / steps[other], moving[run] / steps[run]
         verb = "as long as" if 1 / ALIKE <= ratio <= ALIKE else "longer than" if ratio > 1 else "shorter than"
-        said.append(f"{run} is {verb} {other} ({ratio:.2f} times; {format_percent(share)} of it exposed)")
+        said.append(f"{run} is {verb} {other} ({ratio:.2f} times, {format_percent(share)} of it exposed)")
     return "; ".join(said) + "."
 
 
@@ -245,7 +267,7 @@ def floor_verdict(split: pd.DataFrame, alone: str) -> str:
     ratios = (compute / compute[alone]).drop(alone)
     words = listing([f"{ratio:.2f} times with {run}" for run, ratio in ratios.items()])
     if ratios.max() <= ALIKE:
-        return f"The same compute takes {words}: each rank has a core of its own."
+        return f"The same compute takes {words}: more ranks did not slow it here."
     return f"The same compute takes {words}: those ranks share cores or memory, and no faster link brings that back."
 
 
