@@ -17,7 +17,8 @@ from shardlab.launch import RankDied, RankError, RankHang, RankPool
 ALL = "all"
 _PLACE = re.compile(r"(?P<file>.*?):(?P<line>\d+)(?:: (?P<code>.*))?")
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+), in .*\n    (?P<code>.*)')
-_DIFFER = re.compile(r"Collective \d+ of axis '\w+' differs between ranks: (?P<places>.*)")
+_DIFFER = re.compile(r"(?P<what>Collective \d+ of axis '\w+' differs between ranks): (?P<places>.*)")
+_WIDTH = 44  # of what is shown of a line: a row must fit into a cell
 _SHOWN = ("rank", "process", "seq", "collective", "tag", "state", "elements", "source line")
 
 
@@ -37,6 +38,11 @@ class Told:
     collective: str = ""
     lines: tuple[int, ...] = ()
 
+    @property
+    def is_error(self) -> bool:
+        """Whether an exception was raised."""
+        return self.rank is not None
+
 
 def told(
     pool: RankPool,
@@ -45,7 +51,7 @@ def told(
     rank: object = ...,
     collective: object = ...,
     line: object = ...,
-) -> None:
+) -> Told:
     """Run ``program(rank, *args)`` on the pool, print what is told, and beside it the answer of the reader.
 
     Args:
@@ -64,9 +70,10 @@ def told(
         "line": (line, found.lines),
     }
     given = {name: answer for name, answer in answers.items() if answer[0] is not ...}
-    if given and found.rank is not None:
+    if given and found.is_error:
         words = (_marked(name, *answer) for name, answer in given.items())
         sys.stdout.write(f"Your answer: {'; '.join(words)}.\n")
+    return found
 
 
 def outcome(pool: RankPool, program: Callable[..., Any], *args: Any) -> Told:
@@ -74,7 +81,7 @@ def outcome(pool: RankPool, program: Callable[..., Any], *args: Any) -> Told:
     try:
         results = pool.run(program, *args)
     except RankHang as error:
-        return _of_table("Ranks wait for each other and would wait for ever.", error.table, error.waiting)
+        return _of_table("Ranks wait in a collective that is never completed.", error.table, error.waiting)
     except RankDied as error:
         return _of_table(f"Rank {error.rank} died.", error.table, (), error.rank)
     except RankError as error:
@@ -108,7 +115,8 @@ def _of_error(error: RankError, file: str) -> Told:
         alone = [rank for rank, call in calls.items() if list(calls.values()).count(call) == 1]
         odd = alone[0] if len(alone) == 1 else ALL
         verb = next(call for rank, call in calls.items() if rank != odd).partition(" ")[0]
-        return Told(f"{differ[0]}.{where}", odd, verb, lines)
+        places = "".join(f"\n  rank {rank} in {call}" for rank, call in calls.items())
+        return Told(f"{differ['what']}:{places}{where}", odd, verb, lines)
     return Told(first_line + where, error.rank, "", lines)
 
 
@@ -140,11 +148,9 @@ def _rows(table: str) -> list[dict[str, str]]:
 def _drawn(rows: Sequence[dict[str, str]]) -> str:
     """The rows again, without times and folders."""
     places = (_PLACE.fullmatch(row["source line"]) for row in rows)
-    short = [f"line {place['line']}: {place['code'] or ''}" if place else "-" for place in places]
-    lines = [
-        list(_SHOWN),
-        *([*(row[name] for name in _SHOWN[:-1]), place] for row, place in zip(rows, short, strict=True)),
-    ]
+    short = [f"line {place['line']}: {place['code'] or ''}"[:_WIDTH] if place else "-" for place in places]
+    shown = [[row[name].partition(";")[0] for name in _SHOWN[:-1]] for row in rows]
+    lines = [list(_SHOWN), *([*row, place] for row, place in zip(shown, short, strict=True))]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
