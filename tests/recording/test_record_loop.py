@@ -56,6 +56,12 @@ def recorded(tmp_path, train, **options):
     return load_run(tmp_path / "run")
 
 
+@pytest.fixture(autouse=True)
+def _never_off_the_cpu(monkeypatch):
+    """These tests are of the order of spans, which a busy machine would cut."""
+    monkeypatch.setattr(HostClock, "cpu_time", lambda clock: None)
+
+
 def kinds(records, step):
     rows = records.spans[(records.spans["step"] == step) & (records.spans["unit"] == "model")]
     return rows.sort_values("start_us")["kind"].tolist()
