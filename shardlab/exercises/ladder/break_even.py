@@ -75,6 +75,11 @@ def play(function: Function, _comm: Communicator, *step: Any) -> Measured:
     return _found(rows, step) if type(rows) is int and 1 <= rows < MOST_ROWS else Measured({"rows": rows})
 
 
+def gains(result: object) -> list[float]:
+    """A rank's row of the picture."""
+    return [result["gain"], result["gain with a row less"]] if isinstance(result, dict) else []
+
+
 BREAK_EVEN = Exercise(
     name="scaling.break_even",
     task=TASK,
@@ -83,7 +88,8 @@ BREAK_EVEN = Exercise(
     hints=HINTS,
     notebook="05_why_are_two_slower_than_one",
     attempt=play,
-    drawn_words="rows, then rows a second of two over one: with them, and with one less",
+    drawn=gains,
+    drawn_words="rows a second of two ranks over one: with these rows, and with a row less",
     num_references=1,
     num_wrong=5,
 )

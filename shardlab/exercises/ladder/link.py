@@ -6,6 +6,7 @@ import torch
 
 from shardlab.comm import Communicator
 from shardlab.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic
+from shardlab.exercises.values import numbers_in
 from shardlab.exercises.virtual_clock import VirtualClock
 from shardlab.partition.wire import ring_wire_bytes
 from shardlab.vocabulary import Collective
@@ -84,6 +85,11 @@ def backward(
     return Measured({"layers in a bucket": num_layers, "messages wait": queued}, time_us=clock.now_us)
 
 
+def waits_of_messages(result: object) -> list[float]:
+    """A rank's row of the picture."""
+    return numbers_in(result["messages wait"]) if isinstance(result, dict) else []
+
+
 LINK = Exercise(
     name="link.smallest_bucket",
     task=TASK,
@@ -92,7 +98,8 @@ LINK = Exercise(
     hints=HINTS,
     notebook="04_overlap_defined",
     attempt=backward,
-    drawn_words="layers in a bucket, then how long each message waits (us)",
+    drawn=waits_of_messages,
+    drawn_words="how long a message waits for the one before it (us)",
     num_references=1,
     num_wrong=5,
 )

@@ -1,0 +1,71 @@
+"""Notebooks 03 to 12 ask for a number before a run, and end in graded steps whose solution nobody has read before."""
+
+import os
+import re
+import runpy
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat import NotebookNode
+
+from shardlab.exercises import LADDER, find
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+PATHS = [path for path in sorted(FOLDER.glob("*.ipynb")) if "03" <= path.name[:2] <= "12"]
+CHECK = re.compile(r'^check\("([\w.]+)", (\w+)\)$', re.MULTILINE)
+
+of_each = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+
+
+def cells_of(path: Path) -> list[NotebookNode]:
+    return nbformat.read(path, as_version=4).cells
+
+
+def checks_in(path: Path) -> dict[str, int]:
+    """The place of the cell that checks an exercise, by its name."""
+    return {
+        found[1]: place for place, cell in enumerate(cells_of(path)) if (found := CHECK.search(cell.source)) is not None
+    }
+
+
+@of_each
+def test_it_holds_its_exercises_with_their_tasks_and_untouched_starters(path: Path) -> None:
+    cells, checks = cells_of(path), checks_in(path)
+    assert set(checks) == {exercise.name for exercise in LADDER if exercise.notebook == path.stem}
+    for name, place in checks.items():
+        exercise = find(name)
+        source = cells[place].source.replace("  # noqa: ARG001", "")
+        starter = exercise.starter[exercise.starter.index("def ") :].rstrip()
+        assert source == f'{starter}\n\n\ncheck("{name}", {exercise.function_name})'
+        assert exercise.task in cells[place - 1].source
+        said = "".join(output.get("text", "") for output in cells[place].outputs)
+        assert said.startswith(f"{name}: failed. "), "an untouched notebook shows what a failure looks like"
+
+
+@of_each
+def test_it_ends_in_two_to_four_graded_steps_without_a_solution_above_them(path: Path) -> None:
+    cells = cells_of(path)
+    begin = next(place for place, cell in enumerate(cells) if "## Exercises" in cell.source)
+    own = [
+        cell for cell in cells[begin:] if any("not yet" in output.get("text", "") for output in cell.get("outputs", []))
+    ]
+    assert 2 <= len(own) + len(checks_in(path)) <= 4
+    for place, cell in enumerate(cells):
+        assert "<details>" not in cell.source or "not yet" in str(cells[place - 1].get("outputs")), "read it, then try?"
+
+
+@of_each
+def test_it_asks_for_a_number_before_the_run_that_gives_it(path: Path) -> None:
+    sources = [cell.source for cell in cells_of(path) if cell.cell_type == "code"]
+    asked = next(place for place, source in enumerate(sources) if source.startswith("guess = predict("))
+    answered = next(place for place, source in enumerate(sources) if source.startswith("guess.against("))
+    assert 0 < asked < answered
+    assert ", None" in sources[asked], "the number is the reader's"
+
+
+def test_a_tested_notebook_leaves_no_trace_in_the_users_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDLAB_PROGRESS", "mine.json")
+    made = runpy.run_path(str(FOLDER / "conftest.py"))
+    assert os.environ["SHARDLAB_PROGRESS"] == str(Path(made["_FOLDER"].name) / "exercises.json")
+    made["_FOLDER"].cleanup()
