@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 NOTE = (
     "right: the run ended with the losses of a run without the fault. Otherwise the user is told, of R the rank at "
-    "fault, C a collective, L a line of the training loop; then the seconds until that (without: in a sentence at the "
+    "fault, C a collective, L a line of the program; then the seconds until that (without: in a sentence at the "
     "end of the run). (!): something is left, or the pool is not usable."
 )
 

@@ -147,8 +147,9 @@ class Injection:
         hooks = [
             # Before the engine's own hooks, which gather.
             module.register_forward_pre_hook(self.begin_forward, prepend=True),
-            module.register_forward_hook(self._end_forward),
+            # Before the end of forward: the layer may be the module itself.
             layer.register_forward_hook(self._at_layer),
+            module.register_forward_hook(self._end_forward),
             self._engine.optimizer.register_step_pre_hook(self._begin_step),
         ]
         for hook in hooks:

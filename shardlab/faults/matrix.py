@@ -52,7 +52,8 @@ TIMEOUT_S = 2.0  # in one collective
 _LIMIT_S = 30.0
 _GONE_S = 3.0  # for processes that were killed to disappear
 _STEP = 1
-_GATHERS_IN_FORWARD = ("zero3", "fsdp")
+_GATHERS_IN_FORWARD = ("fsdp",)  # ZeRO-3 gathers before the module's forward
+_LINES = re.compile(r"\b(program|mlp)\.py\W.*\d")  # of the training loop and of its model
 
 
 class Outcome(StrEnum):
@@ -122,7 +123,7 @@ class Row:
         outcome: for the user.
         error: class of the exception that was raised; empty for none.
         names_collective: whether what was said names a collective.
-        names_line: whether it names a line of the training loop.
+        names_line: whether it names a line of the training loop or of the model.
         told_s: seconds from the fault to the exception; None where a sentence at the end of the run tells.
         usable: whether the pool trains as before.
         left: what is left behind, in words.
@@ -204,7 +205,7 @@ class _Runs:
             fault=type(fault).__name__, phase=str(fault.phase), rank=fault.rank, strategy=self.strategy,
             outcome=self._outcome(fault, heard), error=heard.error,
             names_collective=any(verb in heard.said for verb in Collective),
-            names_line=re.search(r"program\.py\W.*\d", heard.said) is not None,
+            names_line=_LINES.search(heard.said) is not None,
             told_s=heard.told_s, usable=usable, left=_left(before), said=heard.said,
         )  # fmt: skip
 
@@ -223,8 +224,9 @@ class _Runs:
         try:
             losses = self.pool.run(train, self.strategy, self.transport, (fault,), on_message=on_message)
         except (RankError, RankHang) as error:
-            since_ns = happened_ns[0] if happened_ns else None
-            told_s = None if since_ns is None else (perf_counter_ns() - since_ns) / 1e9
+            if not happened_ns:
+                raise  # of something else: this case would say nothing of its fault
+            told_s = (perf_counter_ns() - happened_ns[0]) / 1e9
             return _Heard(None, type(error).__name__, str(error), _blame(fault, error), told_s)
         return _Heard(losses)
 

@@ -8,6 +8,7 @@ import torch
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import STRATEGIES, build_engine, check_agreement
 from shardlab.engines.agreement_check import Did, _sum_of_bits, did, disagreement
+from shardlab.faults import SkippedCall, inject
 from tests.dist import cases
 from tests.dist.test_engines import adamw, one_step
 
@@ -18,19 +19,21 @@ WRONG = {
 }
 
 
+FAULTS = {"skips a backward": [SkippedCall(1, 1, "backward")], "skips a step": [SkippedCall(1, 1, "step")]}
+
+
 def trains(rank, strategy, wrong):
-    with Mesh({"data": 3}) as mesh, build_engine(strategy, cases.build("MLP"), adamw, mesh) as engine:
+    with (
+        Mesh({"data": 3}) as mesh,
+        build_engine(strategy, cases.build("MLP"), adamw, mesh) as engine,
+        inject(engine, *FAULTS.get(wrong, [])),
+    ):
         one_step(engine, rank)
         engine.zero_grad()
         check_agreement(engine)
-        if wrong == "skips a step" and rank == 1:
-            engine.backward(engine(torch.ones(2, 7, dtype=torch.float64)).sum())
+        if wrong is not None:
+            one_step(engine, rank, step=1)
             engine.zero_grad()
-        elif wrong == "skips a backward" and rank == 1:
-            engine.step()
-        elif wrong is not None:
-            engine.backward(engine(torch.ones(2, 7, dtype=torch.float64)).sum())
-            engine.step()
         if wrong == "writes" and rank == 1:
             next(engine.module.parameters()).data[0, 0] += 1
         if wrong is not None:

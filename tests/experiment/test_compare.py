@@ -1,6 +1,5 @@
 """``compare`` end to end: equal losses, bytes that are the formulas', and what it leaves on disk."""
 
-import itertools
 import json
 import math
 import re
@@ -17,6 +16,7 @@ from shardlab.experiment.report import peak_table
 from shardlab.experiment.run import RankReport
 from shardlab.experiment.summary import summarise
 from shardlab.experiment.verdicts import agreement_verdict, verdict, verdicts
+from shardlab.faults import NaN, faulty
 from shardlab.models import build_model
 from shardlab.partition.chunks import even_bounds
 from shardlab.vocabulary import Collective, Phase, Role
@@ -304,19 +304,9 @@ def test_the_cost_of_recording_one_step_is_no_number(pools, tmp_path):
     assert result.losses_equal  # the first loss is of the weights as they were
 
 
-class NotANumberOnOneRank:
-    """As a workload's data: in its second batch, rank 1 has a row that is no number."""
-
-    def __call__(self, rank, ranks, seed):
-        for step in itertools.count():
-            rows = torch.ones(2, 4)
-            if (rank, step) == (1, 1):
-                rows[0, 0] = torch.nan
-            yield rows
-
-
 def test_the_rank_on_which_a_loss_first_was_nan_is_named(pools, tmp_path):
-    workload = Workload(lambda: torch.nn.Linear(4, 1), NotANumberOnOneRank(), lambda model, rows: model(rows).mean())
+    model = faulty(lambda: torch.nn.Linear(4, 1), NaN(rank=1, step=1, phase="forward"))
+    workload = Workload(model, [torch.ones(4, 4)], lambda model, rows: model(rows).mean())
     result = compare(workload, tmp_path / "out", pool=pools(2), strategies="ddp", ranks=2, steps=3)
     assert "In ddp it began on rank 1, with the loss of its own rows in step 1." in verdict(result)
     assert agreement_verdict(result) == ""

@@ -61,7 +61,7 @@ def test_all_cases_are_those_that_can_happen():
     assert {type(fault) for _, fault in quick.cases} == set(KINDS)
     assert {fault.phase for _, fault in quick.cases} == {"backward"}
     forward = {strategy for strategy, fault in whole.cases if (type(fault), fault.phase) == (KINDS[7], Phase.FORWARD)}
-    assert forward == {"zero3", "fsdp"}, "the only ones that gather in forward"
+    assert forward == {"fsdp"}, "the only one that gathers in the module's forward"
 
 
 @pytest.mark.parametrize(
