@@ -142,7 +142,7 @@ STEPS = Table(
         Column("exposed_comm_us", "float64", "communication with no compute at the same time; NaN without any"),
         Column("overlap", "float64", "share of communication hidden by compute, 0 to 1; NaN without any"),
         Column("peak_bytes", "Int64", "highest live bytes in the step; NA where it was not traced"),
-        Column("wire_bytes", "float64", "bytes this rank sent in the step"),
+        Column("wire_bytes", "float64", "bytes this rank sent in the step; NaN where its collectives were not watched"),
         Column("num_tokens", "Int64", "tokens or samples this rank trained on"),
         Column("traced_memory", "boolean", "memory was traced in this step, which slows it: leave it out of timings"),
     ),

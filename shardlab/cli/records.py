@@ -124,7 +124,7 @@ def _report_recorded(directory: Path, json: bool) -> None:
     """Write and print the report of a script recorded from outside."""
     from shardlab.experiment.summary import readable_summary
     from shardlab.plots.text import column_text
-    from shardlab.recording.report import COLUMNS, lead, load_recorded, write_report
+    from shardlab.recording.report import COLUMNS, caption, lead, load_recorded, write_report
 
     recorded = load_recorded(directory)
     path = write_report(recorded)
@@ -136,6 +136,7 @@ def _report_recorded(directory: Path, json: bool) -> None:
     upright = shown.T.reset_index().set_axis(["quantity", "value"], axis=1)
     texts = upright.assign(value=[column_text(shown[name])[0] for name in shown.columns])
     console.print(_table(texts, "", 2, right=("value",)))
+    console.print(caption(recorded), style="dim")
     console.print(lead(recorded), soft_wrap=True)
     console.print(f"Report: {path}", soft_wrap=True)
 

@@ -173,7 +173,8 @@ def _times(steps: pd.DataFrame, hidden: float | None) -> dict[str, Any]:
 
 def _bytes(run: str, rest: pd.DataFrame, records: Records) -> dict[str, Any]:
     steps = records.steps[records.steps["run"] == run]
-    last = steps[steps["step"] == steps["step"].max()]
+    watched = steps.dropna(subset="wire_bytes")
+    last = watched[watched["step"] == watched["step"].max()]
     held = {str(role): int(num_bytes) for role, num_bytes in rest.loc[run].to_dict().items()}
     return {
         "peak_bytes": None if pd.isna(peak := steps["peak_bytes"].max()) else int(peak),

@@ -3,13 +3,15 @@
 Modules: the outermost module that is called under gradients and has trainable parameters is a root. To find roots,
 every call of a module is looked at (``register_module_forward_pre_hook``), but only until a step has shown no new
 optimizer: from then on only the roots themselves are, since a look at every call costs microseconds each.
+Units: their hooks are on the modules in watched steps only.
 Optimizers: ``register_optimizer_step_pre_hook`` and its counterpart.
 Backward and the scaler have no global hook, so ``torch.autograd.backward`` (which ``loss.backward()`` calls),
 ``GradScaler.scale`` and ``GradScaler.update`` are replaced. Not seen: ``torch.autograd.grad``.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from math import nan
 from typing import Any
@@ -25,7 +27,7 @@ from shardlab.engines.claims import engine_of
 from shardlab.engines.hooks import nothing
 from shardlab.recording.holdings import Holdings
 from shardlab.recording.loop import Loop, scalars
-from shardlab.trace.units import SpanSink, watch_units
+from shardlab.trace.units import SpanSink, watch_module, watched_modules
 
 _UNSCALED = "_shardlab_unscaled"  # on a scaled loss: the loss itself
 
@@ -46,6 +48,8 @@ class Hooks:
         self._call: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # of the outermost module
         self._stepping: list[torch.optim.Optimizer] = []
         self._in_backward = False
+        self._units: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # their names
+        self._on_units: contextlib.ExitStack | None = None  # while they are watched
         self._looking: RemovableHandle | None = None
         self._saw_new_optimizer = False
 
@@ -66,6 +70,20 @@ class Hooks:
     def __exit__(self, *_: object) -> None:
         """Take all hooks away."""
         self._stack.close()
+
+    def watch_units(self, *, on: bool) -> None:
+        """Watch the units of all roots, also of those that are found later, or no longer."""
+        if on and self._on_units is None:
+            self._on_units = self._stack.enter_context(contextlib.ExitStack())
+            self._hook_units(self._units)
+        elif not on and self._on_units is not None:
+            self._on_units.close()
+            self._on_units = None
+
+    def _hook_units(self, units: Mapping[nn.Module, str]) -> None:
+        if self._on_units is not None:
+            for unit, name in units.items():
+                _own(watch_module(name, unit, self._sink), self._on_units)
 
     def _look(self) -> None:
         if self._looking is None:
@@ -93,16 +111,15 @@ class Hooks:
 
     def _watch(self, root: nn.Module) -> None:
         self._holdings.roots.add(root)
-        hooks = [
+        hooks = (
             root.register_forward_pre_hook(self._before_forward, prepend=True),
             root.register_forward_hook(self._after_forward, always_call=True),
-        ]
+        )
+        _own(hooks, self._stack)
         if not any(_is_compiled(module) for module in root.modules()):
-            hooks += watch_units(_inside(root), self._sink)
-        for hook in hooks:
-            table: Any = hook.hooks_dict_ref()  # of the module that has the hook
-            table[hook.id] = _OwnHook(table[hook.id])
-            self._stack.callback(hook.remove)
+            units = {unit: name for name, unit in watched_modules(_inside(root)).items()}
+            self._units.update(units)
+            self._hook_units(units)
 
     def _before_forward(self, root: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling() or self._outermost is not None:
@@ -163,6 +180,14 @@ class _OwnHook:
     @override
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return partial, (nothing,)
+
+
+def _own(hooks: Iterable[RemovableHandle], stack: contextlib.ExitStack) -> None:
+    """Make hooks that copies do not have of these, removed with the stack."""
+    for hook in hooks:
+        table: Any = hook.hooks_dict_ref()  # of the module that has the hook
+        table[hook.id] = _OwnHook(table[hook.id])
+        stack.callback(hook.remove)
 
 
 def _around_scale(plain: Callable[..., Any], scaler: torch.amp.GradScaler, outputs: Any) -> Any:

@@ -12,11 +12,15 @@ gradients, of a module that trains. Collectives between two steps have the phase
 else 'data'; those between backward and the optimizer 'clip'.
 
 The loss of a step is the sum of the scalars on this rank whose backward was called: what was differentiated.
+
+Collectives, spans and phases are recorded in watched steps only; loss, learning rate and time in all of them. What is
+sent between two steps belongs to the second, so watching begins when the step before a watched one has ended.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import nan
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,28 +31,42 @@ from shardlab.trace.recorder import BEFORE_TRAINING, Recorder
 from shardlab.vocabulary import WHOLE_MODEL, Phase, SpanKind
 
 
+class Record(Protocol):
+    """The record that a loop belongs to."""
+
+    def open(self) -> tuple[Recorder, Clock]:
+        """Called at the first step, when it is known on which device the script computes."""
+
+    def traces(self, step: int) -> bool:
+        """Whether the memory of a step is traced."""
+
+    def reads(self, step: int) -> bool:
+        """Whether what is held after a step is read, which takes so long that the next step begins anew."""
+
+    def watches(self, step: int) -> bool:
+        """Whether a step's collectives and units are recorded."""
+
+    def watch(self, *, on: bool) -> None:
+        """Listen to collectives and units from now on, or no longer."""
+
+    def end_waits(self) -> None:
+        """C++ code of torch has waited for collectives."""
+
+    def forget_ended(self) -> None:
+        """A step has been written."""
+
+
 class Loop:
     """Turns the calls of a script into steps, phases and spans of a recorder.
 
     Args:
-        open_recorder: called at the first step, when it is known on which device the script computes.
-        traces: whether the memory of a step is traced.
-        reads: whether reading what is held after a step takes so long that the next begins anew.
-        end_waits: called where C++ code of torch has waited for collectives.
-        forget_ended: called when a step is written.
+        record: that it belongs to.
     """
 
-    def __init__(
-        self,
-        open_recorder: Callable[[], tuple[Recorder, Clock]],
-        traces: Callable[[int], bool],
-        reads: Callable[[int], bool],
-        end_waits: Callable[[], None],
-        forget_ended: Callable[[], None],
-    ) -> None:
-        self._open_recorder, self._end_waits, self._forget_ended = open_recorder, end_waits, forget_ended
-        self._traces, self._reads = traces, reads
+    def __init__(self, record: Record) -> None:
+        self._record = record
         self._is_open = False
+        self._is_watched = True  # what comes before the first step is
         self._recorder: Recorder  # from the first step on
         self._clock: Clock
         self.num_steps = 0
@@ -76,10 +94,10 @@ class Loop:
         try:
             yield
         finally:
-            self._end_waits()
+            self._record.end_waits()
             self._enter(Phase.FORWARD)
             # The loss, if a backward follows; otherwise the next forward begins this span anew.
-            self._recorder.begin_span(WHOLE_MODEL, SpanKind.FORWARD)
+            self.begin_span(WHOLE_MODEL, SpanKind.FORWARD)
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -89,7 +107,7 @@ class Loop:
         try:
             yield
         finally:
-            self._end_waits()
+            self._record.end_waits()
             if not self._stepped:  # before training, or inside a step
                 self._enter(before)
             else:  # what follows gathers its results, until the next step begins
@@ -101,12 +119,12 @@ class Loop:
         """A backward of ``losses``, one number each."""
         self._begin()
         self._losses += losses
-        self._recorder.end_span(WHOLE_MODEL, SpanKind.FORWARD)
+        self.end_span(WHOLE_MODEL, SpanKind.FORWARD)
         self._enter(Phase.BACKWARD, SpanKind.BACKWARD)
         try:
             yield
         finally:
-            self._end_waits()
+            self._record.end_waits()
             self._enter(Phase.CLIP)
 
     def optimizer_begins(self, learning_rate: float, *, trains: bool) -> None:
@@ -127,6 +145,9 @@ class Loop:
         self._since = self._recorder.at_rest()
         self._in_step.close()
         self._stepped = True
+        if not self._is_watched and self._record.watches(self._step + 1):
+            self._record.watch(on=True)
+            self._since = self._clock.mark()  # what that took belongs to no step
 
     def scaler_updated(self) -> None:
         """A GradScaler has ended its step; if no optimizer stepped since the backward, it has skipped it."""
@@ -137,17 +158,17 @@ class Loop:
         """Record a collective: in this step, or in the next if this one has ended."""
         if self._stepped or not self._is_open:
             self._late.append((event, self._phase))
-        else:
+        elif self._is_watched:
             self._recorder.issued(event)
 
     def begin_span(self, unit: str, kind: SpanKind) -> None:
         """A unit starts to compute; it is recorded while the module trains."""
-        if self._phase in (Phase.FORWARD, Phase.BACKWARD):
+        if self._is_watched and self._phase in (Phase.FORWARD, Phase.BACKWARD):
             self._recorder.begin_span(unit, kind)
 
     def end_span(self, unit: str, kind: SpanKind) -> None:
         """A unit has ended."""
-        if self._phase in (Phase.FORWARD, Phase.BACKWARD):
+        if self._is_watched and self._phase in (Phase.FORWARD, Phase.BACKWARD):
             self._recorder.end_span(unit, kind)
 
     def spent(self, since_ns: int) -> None:
@@ -170,16 +191,21 @@ class Loop:
             return
         self._in_phase.close()
         if not self._is_open:
-            self._recorder, self._clock = self._open_recorder()
+            self._recorder, self._clock = self._record.open()
             self._is_open = True
             self._pass_late()  # what came before training
-        since = None if self._reads(self._step) else self._since
+        since = None if self._record.reads(self._step) else self._since
         self._step += 1
-        self._in_step.enter_context(self._recorder.step(self._step, trace_memory=self._traces(self._step), since=since))
+        traces, self._is_watched = self._record.traces(self._step), self._record.watches(self._step)
+        if not self._is_watched:  # only now: the step before went on as long as another optimizer could follow
+            self._record.watch(on=False)
+        self._in_step.enter_context(
+            self._recorder.step(self._step, trace_memory=traces, since=since, watched=self._is_watched)
+        )
         self._pass_late()
 
     def _pass_late(self) -> None:
-        for event, phase in self._late:
+        for event, phase in self._late if self._is_watched else ():
             with self._recorder.phase(phase):
                 self._recorder.issued(event)
         self._late.clear()
@@ -189,13 +215,13 @@ class Loop:
         # Read here, where the recorder waits for the device anyway: earlier it would have to wait for it.
         loss = sum(float(loss) for loss in losses) if losses else nan
         self._recorder.finish_step(loss, nan, self._learning_rate, None)
-        self._forget_ended()
+        self._record.forget_ended()
         self.num_steps += 1
 
     def _enter(self, phase: Phase, kind: SpanKind | None = None) -> None:
         self._in_phase.close()
         self._phase = phase
-        if self._is_open:
+        if self._is_open and self._is_watched:
             self._in_phase.enter_context(self._recorder.phase(phase, kind))
 
 

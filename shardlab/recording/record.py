@@ -30,10 +30,14 @@ from shardlab.trace.store import RunWriter, write_manifest
 
 TRACED_STEP = 2  # not the first steps, in which optimizer state is still being allocated
 RARELY_FROM = 64
+ALWAYS_WATCHED = 16
+WATCH_EVERY = 16
 
 
 @contextlib.contextmanager
-def record(directory: Path | str, *, trace_memory: int | None = TRACED_STEP) -> Iterator[Path]:
+def record(
+    directory: Path | str, *, trace_memory: int | None = TRACED_STEP, watch_every: int = WATCH_EVERY
+) -> Iterator[Path]:
     """Inside, what this rank trains with plain torch is recorded, on every rank into the same directory.
 
     It communicates nothing and changes no number. On a CPU it costs about 0.1 ms for each unit and 0.5 ms for each
@@ -66,9 +70,9 @@ def record(directory: Path | str, *, trace_memory: int | None = TRACED_STEP) -> 
     place = Place.here()
     if _Process.directory is not None:
         raise ValueError(f"record: this process records into {_Process.directory} already; leave that block first")
-    check_step(trace_memory)
+    check_steps(trace_memory, watch_every)
     claim(directory, place.rank)
-    recording = Recording(directory, place, trace_memory)
+    recording = Recording(directory, place, trace_memory, watch_every)
     _Process.directory = directory
     try:
         with recording:
@@ -83,10 +87,12 @@ class _Process:
     directory: Path | None = None
 
 
-def check_step(trace_memory: int | None) -> None:
-    """Raise ValueError unless it is the number of a step."""
+def check_steps(trace_memory: int | None, watch_every: int) -> None:
+    """Raise ValueError unless the first is the number of a step, the second a distance between two."""
     if trace_memory is not None and (isinstance(trace_memory, bool) or trace_memory < 0):
         raise ValueError(f"trace_memory: {trace_memory} is given; it must be the number of a step, from 0, or None")
+    if isinstance(watch_every, bool) or not isinstance(watch_every, int) or watch_every < 1:
+        raise ValueError(f"watch_every: {watch_every!r} is given; it must be a whole number of steps, 1 or more")
 
 
 class Recording:
@@ -96,19 +102,19 @@ class Recording:
         directory: claimed.
         place: this rank among all.
         trace_memory: see ``record``.
+        watch_every: likewise.
     """
 
-    def __init__(self, directory: Path, place: Place, trace_memory: int | None) -> None:
-        self._directory, self._place, self._trace_memory = directory, place, trace_memory
+    def __init__(self, directory: Path, place: Place, trace_memory: int | None, watch_every: int) -> None:
+        self._directory, self._place = directory, place
+        self._trace_memory, self._watch_every = trace_memory, watch_every
         self._holdings = Holdings()
-        self._loop = Loop(
-            self._open,
-            self._traces,
-            self._reads,
-            end_waits=lambda: self._calls.end_waits(),
-            forget_ended=lambda: self._calls.forget_ended(),
-        )
-        self._calls = TorchCalls(self, Tags(self._loop, self._holdings))
+        self._loop = Loop(self)
+        self._hooks = Hooks(self._loop, self._holdings, self._loop)
+        self._tags = Tags(self._loop, self._holdings)
+        self._calls: TorchCalls | None = None  # while collectives are watched
+        self._axes: dict[str, int] = {}
+        self._backends: set[str] = set()
         self._recorder: Recorder | None = None
         self._device = torch.device("cpu")
         self._origin_ns = origin_ns(place.num_ranks)
@@ -123,8 +129,9 @@ class Recording:
             self._write_manifest()
             stack.callback(self._finish)
             self._listening = stack.enter_context(contextlib.ExitStack())
-            self._listening.enter_context(self._calls)
-            self._listening.enter_context(Hooks(self._loop, self._holdings, self._loop))
+            self._listening.enter_context(self._hooks)
+            self._listening.callback(self.watch, on=False)
+            self.watch(on=True)
             # Forked children (workers of a DataLoader) share the journal's memory, and must not write into it.
             os.register_at_fork(after_in_child=partial(_forget, weakref.ref(self)))
             self._stack = stack.pop_all()
@@ -165,18 +172,52 @@ class Recording:
     def waited(self, event: CollectiveEvent) -> None:
         """Nothing to do: its times are in the event."""
 
-    def _open(self) -> tuple[Recorder, Clock]:
+    def open(self) -> tuple[Recorder, Clock]:
+        """Called at the first step, when it is known on which device the script computes."""
         self._device = self._holdings.device
         clock = clock_for(self._device)
         self._recorder = Recorder(self._writer, clock, self._origin_ns, device=self._device, samples=samples_at_rest)
         self._recorder.live_tensors = self._holdings.live_tensors
         return self._recorder, clock
 
-    def _traces(self, step: int) -> bool:
+    def traces(self, step: int) -> bool:
+        """Whether the memory of a step is traced."""
         return step == self._trace_memory and not _has_compiled() and _get_current_dispatch_mode() is None
 
-    def _reads(self, step: int) -> bool:
+    def reads(self, step: int) -> bool:
+        """Whether what is held after a step is read, which takes so long that the next step begins anew."""
         return samples_at_rest(step) or step == self._trace_memory
+
+    def watches(self, step: int) -> bool:
+        """Whether a step's collectives and units are recorded; of every rank the same."""
+        # Where memory is read, the collectives say which storages are buckets.
+        return step < ALWAYS_WATCHED or step % self._watch_every == 0 or self.reads(step)
+
+    def watch(self, *, on: bool) -> None:
+        """Listen to collectives and units from now on, or no longer."""
+        if on == (self._calls is not None):
+            return
+        began_ns = perf_counter_ns()
+        self._hooks.watch_units(on=on)
+        if self._calls is None:
+            self._calls = TorchCalls(self, self._tags).__enter__()
+        else:
+            for axis, num_ranks in self._calls.axes.items():
+                self._axes[axis] = max(self._axes.get(axis, 0), num_ranks)
+            self._backends.update(self._calls.backends)
+            self._calls.__exit__()
+            self._calls = None
+        self._loop.spent(began_ns)
+
+    def end_waits(self) -> None:
+        """C++ code of torch has waited for collectives."""
+        if self._calls is not None:
+            self._calls.end_waits()
+
+    def forget_ended(self) -> None:
+        """A step has been written: collectives that have ended and that nobody has waited for are let go."""
+        if self._calls is not None:
+            self._calls.forget_ended()
 
     def _finish(self) -> None:
         self._loop.finish()
@@ -188,7 +229,7 @@ class Recording:
 
     def _manifest(self) -> dict[str, Any]:
         share = nan if self._recorder is None else self._recorder.cost_share
-        axes = self._calls.axes
+        axes = self._axes
         return {
             "run": self._directory.name,
             "recorded": sys.argv,
@@ -198,8 +239,10 @@ class Recording:
                 "shardlab": __version__, "torch": torch.__version__, "python": platform.python_version(),
             },
             "devices": [str(self._device)] * self._place.num_ranks,
-            "backend": ",".join(self._calls.backends),
+            "backend": ",".join(sorted(self._backends)),
             "config": {},
+            "always_watched": ALWAYS_WATCHED,
+            "watch_every": self._watch_every,
             "padding_bytes": 0,
             "recorder_share": None if isnan(share) else share,
         }  # fmt: skip

@@ -40,11 +40,12 @@ COLUMNS = {
     "recorder_share": ("recording (%)", 0.01),
 }
 CAPTION = (
-    "Times are medians over steps and ranks, without the first step; exposed and hidden refer to communication. Bytes "
-    "are maxima over ranks, at rest; the peak is that of one traced step; unattributed are tensors that belong to no "
-    "module that trains and to no optimizer. The loss is what the script called backward on, the mean over ranks. "
-    "Recording is what it took rank 0, reading all memory (steps 0, 1, 64, 256 and so on) included. 1 MB is "
-    "1,000,000 bytes."
+    "Times are medians over steps and ranks, without the first step; exposed and hidden refer to communication. What "
+    "is sent, exposed or hidden is known of watched steps: {watched}. Bytes are maxima over ranks, at rest; the peak "
+    "is that of one traced step; unattributed are tensors that belong to no module that trains and to no optimizer. "
+    "The loss is what the script called backward on, the mean over ranks. Recording is the share of the steps' time "
+    "that rank 0 spent in the recorder's own code, by its own clock, reading all memory (steps 0, 1, 64, 256 and so "
+    "on) included; the first step and the traced one do not count. 1 MB is 1,000,000 bytes."
 )
 
 
@@ -108,6 +109,14 @@ def lead(recorded: Recorded) -> str:
     )
 
 
+def caption(recorded: Recorded) -> str:
+    """What the numbers of the summary are."""
+    (manifest,) = recorded.records.manifests.values()
+    always, every = manifest.get("always_watched", 0), manifest.get("watch_every", 1)
+    watched = "all of them" if every == 1 else f"the first {always}, then one in {every}"
+    return CAPTION.format(watched=watched)
+
+
 def _bytes(records: Records) -> dict[str, Any]:
     held = at_rest(records.memory).set_index("role")["bytes"]
     return {
@@ -119,7 +128,7 @@ def _bytes(records: Records) -> dict[str, Any]:
 def _tables(recorded: Recorded) -> dict[str, pd.DataFrame]:
     records = recorded.records
     (name, manifest), *_ = records.manifests.items()
-    tables = {CAPTION: readable_summary(recorded.summary, COLUMNS)}
+    tables = {caption(recorded): readable_summary(recorded.summary, COLUMNS)}
     if (records.memory["where"] == "peak").any():
         tables[PEAK] = peak_table(records)
     if len(held := allocator_table(records)):
@@ -146,6 +155,7 @@ def _figures(recorded: Recorded) -> dict[str, go.Figure]:
 
 
 def _middle_step(steps: pd.DataFrame) -> int:
-    """The step of median length on the first rank."""
-    own = steps[steps["rank"] == steps["rank"].min()].sort_values("step_us", kind="stable")
+    """The step of median length on the first rank, of those that were watched."""
+    watched = steps.dropna(subset="wire_bytes")
+    own = watched[watched["rank"] == watched["rank"].min()].sort_values("step_us", kind="stable")
     return int(own["step"].iloc[len(own) // 2])

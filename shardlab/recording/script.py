@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardlab.recording.place import Place, claim
-from shardlab.recording.record import record
+from shardlab.recording.record import TRACED_STEP, check_steps, record
 
 
 @dataclass(frozen=True)
@@ -18,24 +18,27 @@ class Script:
         path: of the script.
         arguments: its own.
         directory: new or empty.
+        watch_every: see ``record``.
 
     Raises:
-        ValueError: there is no such script, or the directory is not empty.
+        ValueError: there is no such script, the directory is not empty, or ``watch_every`` is no number of steps.
     """
 
     path: Path
     arguments: Sequence[str]
     directory: Path
+    watch_every: int
 
     def __post_init__(self) -> None:
         """Check before anything runs."""
         if not self.path.is_file():
             raise ValueError(f"script: {self.path} is not a file; name a Python script, then its arguments")
+        check_steps(TRACED_STEP, self.watch_every)
         claim(self.directory, Place.here().rank)
 
     def __call__(self) -> None:
         """Run it as ``__main__``. What it raises, also ``SystemExit``, leaves as it is."""
         sys.argv = [str(self.path), *self.arguments]
         sys.path[0] = str(self.path.resolve().parent)  # where ``python SCRIPT`` finds the script's own modules
-        with record(self.directory):
+        with record(self.directory, watch_every=self.watch_every):
             runpy.run_path(str(self.path), run_name="__main__")

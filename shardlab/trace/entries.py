@@ -35,6 +35,7 @@ CPU = "cpu"
 """Readings of the computing thread's CPU time; an entry of compute on a stream has none."""
 CHUNK_BYTES = 2**20
 SEEN_US = 20.0  # less time off the CPU than this between two readings is not told from their own inaccuracy
+_UNKNOWN_TRAFFIC = {name: [nan] for name in ("exposed_comm_us", "overlap", "wire_bytes")}
 
 
 class EntryStream:
@@ -109,7 +110,9 @@ def _tables(entry: Entry) -> dict[str, Columns]:
         readings = in_us(entry.get(CPU) or {})
         tables[SPANS.name] = _cut(tables.get(SPANS.name, {}), collectives, readings)
     if STEPS.name in tables:
-        tables[STEPS.name] = {**tables[STEPS.name], **_traffic(collectives, tables.get(SPANS.name, {}))}
+        is_watched = all(tables[STEPS.name].get("watched", ()))  # a record from outside leaves some steps out
+        traffic = _traffic(collectives, tables.get(SPANS.name, {})) if is_watched else _UNKNOWN_TRAFFIC
+        tables[STEPS.name] = {**tables[STEPS.name], **traffic}
     keys = {column.name: entry[column.name] for column in KEYS}
     return {name: _whole(TABLES[name], columns, keys) for name, columns in tables.items() if columns}
 

@@ -90,13 +90,16 @@ class Recorder:
         self._ledger: MemoryLedger | None = None
         self._cpu = CpuReadings(None)
         self._resident_bytes = ResidentBytes()
+        self._watched = True
         self._begin: Mark = 0
         self._end: Mark | None = None
         self._cost_ns = 0
         self._cost_share_ns = [0, 0]  # of recording and of the steps themselves
 
     @contextlib.contextmanager
-    def step(self, step: int, *, trace_memory: bool = False, since: Mark | None = None) -> Iterator[None]:
+    def step(
+        self, step: int, *, trace_memory: bool = False, since: Mark | None = None, watched: bool = True
+    ) -> Iterator[None]:
         """One training step.
 
         Args:
@@ -104,15 +107,17 @@ class Recorder:
             trace_memory: find its peak by role, which slows it; on CUDA the allocator knows every step's peak, but not
                 the roles.
             since: when it began; None for now.
+            watched: whether its collectives and units are told; if not, what the step sent and hid is unknown.
         """
         if self._step == BEFORE_TRAINING:
             self._write_setup()
         began_ns = perf_counter_ns()
         self._step, self._spans, self._memory, self._events, self._cost_ns = step, [], [], [], 0
+        self._watched = watched
         self._ledger = MemoryLedger(self._live(), self._device.type) if trace_memory else None
         if self._on_cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
-        self._cpu = CpuReadings(self._clock.cpu_time())
+        self._cpu = CpuReadings(self._clock.cpu_time() if watched else None)
         self.spent(began_ns)
         begin = self._mark(always=True)
         self._begin, self._end = begin if since is None else since, None
@@ -222,6 +227,7 @@ class Recorder:
         step: Row = {
             "loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate, "step_ns": end_ns - begin_ns,
             "peak_bytes": self._peak(), "num_tokens": num_tokens, "traced_memory": self._ledger is not None,
+            "watched": self._watched,
         }  # fmt: skip
         tables = {
             COLLECTIVES.name: self._collectives(),

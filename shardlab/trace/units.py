@@ -69,10 +69,11 @@ def watch_units(module: nn.Module, sink: SpanSink, wrap: WrapPolicy = AUTO) -> l
     Raises:
         ValueError: see ``wrapped_modules``.
     """
-    return [hook for name, unit in watched_modules(module, wrap).items() for hook in _watch(name, unit, sink)]
+    return [hook for name, unit in watched_modules(module, wrap).items() for hook in watch_module(name, unit, sink)]
 
 
-def _watch(name: str, unit: nn.Module, sink: SpanSink) -> Iterator[RemovableHandle]:
+def watch_module(name: str, unit: nn.Module, sink: SpanSink) -> Iterator[RemovableHandle]:
+    """Hooks that tell ``sink`` of the forward and backward of one module, under ``name``."""
     came_with: list[set[Any]] = []  # autograd's nodes of the inputs, for each call that has not ended
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -88,7 +89,7 @@ def _watch(name: str, unit: nn.Module, sink: SpanSink) -> Iterator[RemovableHand
     def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         began_ns = perf_counter_ns()
         sink.end_span(name, SpanKind.FORWARD)
-        known = came_with.pop()
+        known = came_with.pop() if came_with else set()  # there is none if the hooks came while it ran
         for tensor in tensors_in(output):
             # Not what it has passed through: that gets its gradient when an earlier unit runs backward.
             if tensor.grad_fn is not None and tensor.grad_fn not in known:

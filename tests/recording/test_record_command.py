@@ -84,7 +84,11 @@ def test_a_killed_script_leaves_its_finished_steps(script, tmp_path):
     running.communicate(timeout=20)
     # The third step is written when it is known that no further optimizer belongs to it.
     assert load_run(tmp_path / "run").steps["step"].tolist() == [0, 1]
-    assert CliRunner().invoke(app, ["report", str(tmp_path / "run")]).exit_code == 0
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "run")])
+    assert done.exit_code == 0
+    said = " ".join(done.stdout.split())
+    assert "Recording is the share of the steps' time that rank 0 spent in the recorder's own code" in said
+    assert "watched steps: the first 16, then one in 16" in said
 
 
 def test_a_directory_that_nobody_named_is_said(script, tmp_path, monkeypatch):

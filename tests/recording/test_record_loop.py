@@ -17,9 +17,11 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 import shardlab
 from shardlab.recording.holdings import Holdings
 from shardlab.recording.loop import Loop
+from shardlab.recording.record import ALWAYS_WATCHED
+from shardlab.recording.report import load_recorded
 from shardlab.trace.clock import HostClock
 from shardlab.trace.store import load_run
-from shardlab.vocabulary import Phase
+from shardlab.vocabulary import Phase, SpanKind
 
 NAMES = ("forward", "loss", "backward", "clip", "optimizer", "logging")
 
@@ -190,9 +192,28 @@ class Told:
         return lambda *_: 0
 
 
+class Watching:
+    """In place of a record: which steps it watches, and whether it listens now."""
+
+    def __init__(self, *watched):
+        self.told, self.watched, self.listens = Told(), watched, True
+
+    def open(self):
+        return self.told, HostClock()
+
+    def watches(self, step):
+        return not self.watched or step in self.watched
+
+    def watch(self, *, on):
+        self.listens = on
+
+    def __getattr__(self, name):
+        return lambda *_: None
+
+
 def test_a_collective_belongs_to_the_step_and_phase_it_is_sent_in():
-    told = Told()
-    loop = Loop(lambda: (told, HostClock()), lambda step: False, lambda step: False, lambda: None, lambda: None)
+    record = Watching()
+    told, loop = record.told, Loop(record)
     loop.issued("setup")
     for step in range(2):
         with loop.forward():
@@ -221,6 +242,63 @@ def test_a_collective_belongs_to_the_step_and_phase_it_is_sent_in():
         *[(1, phase) for phase in phases],
         *[(2, "metrics")] * 3,
     ]
+
+
+def test_what_is_sent_before_a_watched_step_is_heard_and_nothing_of_the_others():
+    record = Watching(1)
+    loop, listened = Loop(record), []
+    for step in range(4):
+        with loop.forward():
+            loop.issued(f"forward {step}")
+            listened.append(record.listens)
+        with loop.backward([]):
+            loop.begin_span("unit", SpanKind.BACKWARD)
+        loop.optimizer_begins(0.1, trains=False)
+        loop.optimizer_ends()
+        loop.issued(f"between two optimizers {step}")
+        loop.optimizer_begins(0.1, trains=False)
+        loop.optimizer_ends()
+        loop.issued(f"logging {step}")
+    assert [(event, step) for event, step, _ in record.told.heard] == [
+        ("logging 0", 1), ("forward 1", 1), ("between two optimizers 1", 1)
+    ]  # fmt: skip
+    assert listened == [False, True, False, False]
+
+
+def test_a_step_that_is_not_watched_has_its_loss_and_time_and_leaves_the_modules_alone(tmp_path):
+    model = Net()
+    optimizer, losses, hooked, plain = sgd(model), [], [], torch.distributed.Work.wait
+
+    def loop():
+        for step in range(ALWAYS_WATCHED + 5):
+            losses.extend(train(model, optimizer, 1))
+            hooked.append(bool(model.up._forward_hooks))
+            assert hooked[-1] == (torch.distributed.Work.wait is not plain), step
+
+    records = recorded(tmp_path, loop, watch_every=3)
+    # They come when the step before a watched one has ended, and go when the step after it begins.
+    assert hooked == [*[True] * ALWAYS_WATCHED, False, True, True, False, True]
+    assert records.steps["loss"].tolist() == pytest.approx(losses)
+    assert (records.steps["step_us"] > 0).all()
+    known = records.steps.set_index("step")["wire_bytes"].dropna()
+    assert set(known.index) == set(records.spans["step"]) == {*range(ALWAYS_WATCHED), 18}
+    assert load_recorded(tmp_path / "run").summary["wire_bytes_per_step"].tolist() == [0.0]
+
+
+def test_hooks_that_come_while_a_unit_runs_do_not_disturb_it(tmp_path):
+    """An optimizer inside of backward ends a step there; here inside a unit's forward, which is as early."""
+    model, optimizer = Net(), None
+
+    class Steps(nn.Module):
+        def forward(self, x):
+            optimizer.step()
+            return x
+
+    model.up = nn.Sequential(nn.Linear(8, 16), Steps())
+    optimizer = sgd(model)
+    with shardlab.record(tmp_path / "run", watch_every=2):
+        for step in range(ALWAYS_WATCHED + 6):
+            loss_of(model, step).backward()
 
 
 def test_a_step_that_the_scaler_skips_is_a_step_without_optimizer(tmp_path):
@@ -413,8 +491,12 @@ def test_record_inside_record_is_refused(tmp_path):
         train(model, sgd(model), 1)
 
 
-def test_a_step_to_trace_is_a_number(tmp_path):
-    with pytest.raises(ValueError, match="trace_memory: -1 is given"), shardlab.record(tmp_path, trace_memory=-1):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"trace_memory": -1}, "trace_memory: -1 is given"), ({"watch_every": 0}, "watch_every: 0 is given")],
+)
+def test_steps_to_trace_and_to_watch_are_numbers(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message), shardlab.record(tmp_path, **options):
         pass
 
 
