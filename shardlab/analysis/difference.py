@@ -25,14 +25,14 @@ Pair = tuple[str, str]
 
 
 def pairs_of(first: Sequence[str], second: Sequence[str]) -> list[Pair]:
-    """The strategies to compare: those with the same name, or the only one of each run whatever its name.
+    """The strategies to compare: those with the same name, or the only one of a run with each of the other.
 
     Raises:
         ValueError: they have no strategy in common.
     """
     common = [(name, name) for name in first if name in second]
-    if not common and len(first) == len(second) == 1:
-        return [(first[0], second[0])]
+    if not common and 1 in (len(first), len(second)):
+        return [(name, against) for name in first for against in second]
     if not common:
         raise ValueError(f"runs: {', '.join(first)} and {', '.join(second)} have no strategy in common")
     return common

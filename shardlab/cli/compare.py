@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130  # an exit code
 Out = Annotated[Path | None, typer.Option(help="A new or empty directory; by default runs/DATE.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Remove the run that is in --out, finished or not.")]
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -65,7 +66,7 @@ def _helps(docstring: str) -> dict[str, str]:
 
 
 @with_options
-def compare(out: Out = None, **chosen: Any) -> None:
+def compare(out: Out = None, overwrite: Overwrite = False, **chosen: Any) -> None:
     """Train one model with several strategies on real ranks; compare losses, memory, communication and time."""
     from shardlab import experiment  # here, because it imports torch, which takes 1.5 s and --help does not need
 
@@ -73,8 +74,7 @@ def compare(out: Out = None, **chosen: Any) -> None:
     with bad_input():
         chosen["strategies"] = tuple(name.strip() for name in chosen["strategies"].split(",") if name.strip())
         config = experiment.CompareConfig(**chosen)
-        if experiment.is_reporter():
-            experiment.claim(directory)
+        experiment.prepare(config, directory, overwrite=overwrite)
     comparison = _with_progress(config, directory)
     if experiment.is_reporter():
         print_result(comparison, config, experiment.write_report(comparison, config))

@@ -86,7 +86,8 @@ def _plan_workload(place: str, ranks: int, strategies: str, options: dict[str, A
         console.print(_table_of_layers(layers, f"{place}, layers over {options['tp']} ranks"))
     console.print(_table_of(rows, f"{place}, {ranks} ranks"))
     console.print(
-        "Per rank, the largest of all ranks; at rest, between two steps. Sent: bytes and messages of one step. "
+        "Per rank, the largest of all ranks; at rest, between two steps. Sent: bytes and messages of one step. Units "
+        "are decimal: 1 MB is 1,000,000 bytes. "
         "Activations and temporaries come on top."
     )
     if gpu:
@@ -109,18 +110,23 @@ def _table_of_layers(layers: "pd.DataFrame", title: str) -> Table:
 
 
 def _table_of(rows: "pd.DataFrame", title: str) -> Table:
-    """In MB of 10^6 bytes; without a column that is zero everywhere."""
+    """In the unit of the largest number; without a column that is zero everywhere."""
     names = {
-        "parameter_bytes": "parameters\nMB", "gradient_bytes": "gradients\nMB", "optimizer_bytes": "optimizer\nMB",
-        "offloaded_bytes": "host\nMB", "rest_bytes": "at rest\nMB", "wire_bytes_per_step": "sent\nMB/step",
+        "parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer",
+        "offloaded_bytes": "host", "rest_bytes": "at rest", "wire_bytes_per_step": "sent",
     }  # fmt: skip
     shown = [name for name in names if rows[name].any()]
+    largest = float(rows[shown].to_numpy().max())
+    unit, exponent = _unit(largest)
+    one, decimals = 10**exponent, _decimals(largest / 10**exponent)
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
-    for name in (*(names[name] for name in shown), "messages\n/step"):
+    per = {"wire_bytes_per_step": "/step"}
+    for name in (*(f"{names[name]}\n{unit}{per.get(name, '')}" for name in shown), "messages\n/step"):
         table.add_column(name, justify="right", no_wrap=True)
     for _, row in rows.iterrows():
-        table.add_row(row["strategy"], *(f"{row[name] / 1e6:,.2f}" for name in shown), str(row["messages_per_step"]))
+        scaled = [f"{row[name] / one:,.{decimals}f}" for name in shown]
+        table.add_row(row["strategy"], *scaled, str(row["messages_per_step"]))
     return table
 
 
@@ -154,7 +160,7 @@ def _number_of_params(text: str) -> float:
 def _table(rows: tuple[ModelStates, ...], title: str) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
-    unit, exponent = _unit(rows[0])
+    unit, exponent = _unit(rows[0].total_bytes)
     for name in (*(f"{held}\n{unit}" for held in ("parameters", "gradients", "optimizer", "total")), "saving",
                  f"sent\n10^{exponent}"):  # fmt: skip
         table.add_column(name, justify="right", no_wrap=True)
@@ -168,9 +174,9 @@ def _table(rows: tuple[ModelStates, ...], title: str) -> Table:
     return table
 
 
-def _unit(largest: ModelStates) -> tuple[str, int]:
-    """The largest unit in which the largest total is at least 1, and its power of ten; at least kB."""
-    return next((item for item in UNITS.items() if largest.total_bytes >= 10 ** item[1]), ("kB", UNITS["kB"]))
+def _unit(largest_bytes: float) -> tuple[str, int]:
+    """The largest unit in which the largest number is at least 1, and its power of ten; at least kB."""
+    return next((item for item in UNITS.items() if largest_bytes >= 10 ** item[1]), ("kB", UNITS["kB"]))
 
 
 def _decimals(largest: float) -> int:
@@ -180,7 +186,7 @@ def _decimals(largest: float) -> int:
 
 def _note(precision: str, largest: ModelStates) -> str:
     each = precision_named(precision)
-    unit, power = _unit(largest)
+    unit, power = _unit(largest.total_bytes)
     return (
         f"Per rank, in {unit} of 10^{power} bytes; saving against ddp; sent: elements per step. FSDP's full_shard "
         f"takes what zero3 takes. Bytes of a parameter {each.parameter}, of a gradient {each.gradient}, of its "

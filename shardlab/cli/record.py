@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 Out = Annotated[Path | None, typer.Option(help="A new or empty directory; by default runs/DATE.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Remove the record that is in --out.")]
 WatchEvery = Annotated[
     int, typer.Option(min=1, help="Record what is sent, exposed or hidden in the first 16 steps, then in one in N.")
 ]
@@ -18,6 +19,7 @@ def record(
     script: Annotated[Path, typer.Argument(help="A Python script.", show_default=False)],
     arguments: Annotated[list[str] | None, typer.Argument(help="Its own arguments.", show_default=False)] = None,
     out: Out = None,
+    overwrite: Overwrite = False,
     watch_every: WatchEvery = 16,
 ) -> Any:
     """Run a script that knows nothing of shardlab, and record it; under torchrun every rank of it.
@@ -29,7 +31,7 @@ def record(
     from shardlab.recording.script import Script
 
     # Called by main, when the command line has been dealt with: what the script raises is no error of an option.
-    prepared = Script(script, tuple(arguments or ()), out or directory_by_date(), watch_every)
+    prepared = Script(script, tuple(arguments or ()), out or directory_by_date(), overwrite, watch_every)
     if out is None and is_reporter():
         Console(stderr=True, highlight=False).print(
             f"records go to {prepared.directory}; then: shardlab report {prepared.directory}", soft_wrap=True

@@ -8,8 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardlab.experiment.comparison import Comparison, claim, compare, is_reporter, new_directory
+    from shardlab.experiment.comparison import Comparison, compare, is_reporter, prepare
     from shardlab.experiment.config import CompareConfig
+    from shardlab.experiment.directory import claim, new_directory
     from shardlab.experiment.plan_table import plan
     from shardlab.experiment.report import write_report
     from shardlab.experiment.saved import load_comparison, load_saved
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
     from shardlab.experiment.workload import Workload
 
 _FILES = {
-    "comparison": ("Comparison", "claim", "compare", "is_reporter", "new_directory"),
+    "comparison": ("Comparison", "compare", "is_reporter", "prepare"),
     "config": ("CompareConfig",),
+    "directory": ("claim", "new_directory"),
     "plan_table": ("plan",),
     "report": ("write_report",),
     "saved": ("load_comparison", "load_saved"),
@@ -44,6 +46,7 @@ __all__ = [
     "load_saved",
     "new_directory",
     "plan",
+    "prepare",
     "readable_summary",
     "show_tp_plan",
     "write_report",

@@ -13,7 +13,6 @@ import json
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from datetime import datetime
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,9 @@ from torch import nn
 
 from shardlab.comm.process import all_gather_object
 from shardlab.engines.agreement_check import disagreement
+from shardlab.experiment.batches import fewest_rows
 from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.directory import claim, new_directory, run_directory
 from shardlab.experiment.planned import against_plan, plan_runs
 from shardlab.experiment.run import Progress, RankReport, run_strategy
 from shardlab.experiment.summary import summarise
@@ -70,6 +71,7 @@ def compare(
     directory: Path | str | None = None,
     pool: RankPool | None = None,
     on_progress: OnProgress | None = None,
+    overwrite: bool = False,
     **options: Any,
 ) -> Comparison:
     """Run every strategy, and write records and a summary.
@@ -82,20 +84,20 @@ def compare(
         what: a workload, a function that makes the model (data and loss follow), or a whole configuration.
         rest: data and loss, if ``what`` makes the model; then the directory.
         directory: a new or an empty directory; by default runs/DATE.
+        overwrite: remove the comparison that is in ``directory``, finished or not.
         pool: warm ranks; None starts ranks and ends them.
         on_progress: called in this process after every step of rank 0.
         options: fields of ``CompareConfig``; none beside a configuration.
 
     Raises:
-        ValueError: ``directory`` is not empty, ``pool`` and ``config`` have different numbers of ranks, or an option
-            has an invalid value.
+        ValueError: ``directory`` is not empty (see ``directory.claim``), ``pool`` and ``config`` have different numbers
+            of ranks, or an option has an invalid value.
         TypeError: an unknown option, or an argument of the wrong type.
         RankError: a rank failed; see ``launch``. The records so far stay on disk.
     """
     config, directory = configured(what, rest, directory, options)
     directory = directory or new_directory()
-    if is_reporter():
-        claim(directory)
+    prepare(config, directory, overwrite=overwrite)
     if pool is None:
         with RankPool(config.ranks, device=config.device, timeout_s=config.timeout_s, preload=PRELOAD) as own:
             return _compare(config, directory, own, on_progress)
@@ -104,9 +106,22 @@ def compare(
     return _compare(config, directory, pool, on_progress)
 
 
-def new_directory() -> Path:
-    """Where a comparison goes that names no directory."""
-    return Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
+def prepare(config: CompareConfig, directory: Path, *, overwrite: bool = False) -> None:
+    """Refuse data with fewer rows than ranks, and make the directory.
+
+    Raises:
+        ValueError: a batch has too few rows, or see ``directory.claim``.
+    """
+    data, ranks = config.trained, config.data_ranks
+    num_batches = config.steps * config.accumulation
+    fewest = fewest_rows(data.data, num_batches) if data.divides_rows and not data.is_dataset else None
+    if fewest is not None and fewest < ranks and set(config.strategies) != {"single"}:
+        raise ValueError(
+            f"data: its smallest batch has {fewest} rows, too few for {ranks} data ranks; give it at least as many "
+            "(drop_last=True leaves out a short last one), or take fewer ranks"
+        )
+    if is_reporter():
+        claim(directory, overwrite=overwrite, resume=config.resume)
 
 
 def configured(
@@ -149,32 +164,10 @@ def _workload(what: Any, rest: tuple[Any, ...], caller: str) -> tuple[Workload, 
     return Workload(what, *rest[:2]), rest[2:]
 
 
-def claim(directory: Path) -> None:
-    """Make the directory of a new comparison; runs are never mixed.
-
-    Raises:
-        ValueError: it is not empty, is a file, or cannot be made.
-    """
-    if directory.is_file():
-        raise ValueError(f"out: {directory} is a file; name a new or an empty directory")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        is_empty = not any(directory.iterdir())
-    except OSError as error:
-        raise ValueError(f"out: {directory} cannot be made: {error.strerror}; name another directory") from error
-    if not is_empty:
-        raise ValueError(f"out: {directory} holds another run; name a new or an empty directory")
-
-
 def is_reporter() -> bool:
     """Whether this process prints and writes summaries: under torchrun only rank 0, otherwise always."""
     env = torchrun_env()
     return env is None or env.rank == 0
-
-
-def run_directory(directory: Path, strategy: str) -> Path:
-    """Where ``compare`` writes the records of one strategy."""
-    return directory / "records" / strategy
 
 
 def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress: OnProgress | None) -> Comparison:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pandas as pd
 
-from shardlab.experiment.comparison import Comparison, run_directory
+from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.directory import run_directory
 from shardlab.experiment.planned import against_plan
 from shardlab.experiment.summary import COLUMNS, summarise
 from shardlab.trace.store import Records, load_runs, run_directories, whole_steps

@@ -166,7 +166,10 @@ class Collector:
             return RankDied(first.rank, first.exit_code, self._table(rows), mismatch(rows))
         differ = first.exception_type == MismatchError.__name__
         difference = mismatch(self._processes.board.read()) if differ else ""
-        error = RankError(first.rank, first.exception_type, first.summary, first.traceback_text, difference)
+        error = RankError(
+            first.rank, first.exception_type, first.summary, first.traceback_text, difference,
+            users_traceback=first.users_traceback, num_left_out=first.num_left_out,
+        )  # fmt: skip
         error.__cause__ = _original(first)
         return error
 

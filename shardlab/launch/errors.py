@@ -1,6 +1,16 @@
-"""The errors of ranks as the caller gets them: which rank, which error, and that rank's own traceback."""
+"""The errors of ranks as the caller gets them: which rank, which error, and that rank's own traceback.
 
+The message has the frames of the user's own files, since most errors are in a model, a loss or data. With
+``SHARDLAB_TRACEBACK=full`` in the environment it has all of them.
+"""
+
+import os
 import signal
+import traceback
+
+from shardlab.launch.tracebacks import is_users
+
+SHOWS_ALL = ("SHARDLAB_TRACEBACK", "full")  # of the environment
 
 
 class RankError(RuntimeError):
@@ -9,16 +19,35 @@ class RankError(RuntimeError):
     Attributes:
         rank: the first rank that failed.
         exception_type: name of the exception's class.
-        traceback_text: the traceback as that rank saw it.
+        traceback_text: the traceback as that rank saw it, with all frames.
     """
 
-    def __init__(self, rank: int, exception_type: str, summary: str, traceback_text: str, difference: str = "") -> None:
+    def __init__(
+        self,
+        rank: int,
+        exception_type: str,
+        summary: str,
+        traceback_text: str,
+        difference: str = "",
+        *,
+        users_traceback: str = "",
+        num_left_out: int = 0,
+    ) -> None:
         self.rank = rank
         self.exception_type = exception_type
         self.traceback_text = traceback_text
         first_line = f"rank {rank} raised {exception_type}" + (f": {summary}" if summary else "")
         first_line += f". {difference}" if difference else ""
-        super().__init__(f"{first_line}\n\nTraceback of rank {rank}:\n{traceback_text}".rstrip())
+        name, value = SHOWS_ALL
+        shown = traceback_text
+        if num_left_out and os.environ.get(name) != value:
+            shown = f"{users_traceback}({num_left_out} frames of libraries are left out; {name}={value} shows them)"
+        super().__init__(f"{first_line}\n\nTraceback of rank {rank}:\n{shown}".rstrip())
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in a cell: the lines that led here and the message, without the frames of the pool."""
+        own = filter(is_users, traceback.extract_tb(self.__traceback__))
+        return [*(line.rstrip() for line in traceback.format_list(list(own))), f"{type(self).__name__}: {self}"]
 
 
 class RankDied(RankError):  # noqa: N818 - the word says it: there was no exception

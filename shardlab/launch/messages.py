@@ -21,7 +21,7 @@ import torch
 
 from shardlab.installed import PACKAGE
 
-_INSTALLED = tuple(
+INSTALLED = tuple(
     {
         *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
         *site.getsitepackages(),
@@ -68,13 +68,15 @@ class Note:
 
 @dataclass(frozen=True)
 class Failure:
-    """From a rank: an exception. ``time_ns`` orders the failures of several ranks."""
+    """From a rank: an exception. ``time_ns`` orders the failures of several ranks; the texts: see ``tracebacks``."""
 
     rank: int
     time_ns: int
     exception_type: str
     summary: str
     traceback_text: str
+    users_traceback: str
+    num_left_out: int
     exception: Payload | None
 
 
@@ -162,4 +164,4 @@ def _is_on_gpu(tensor: torch.Tensor) -> bool:
 
 def _is_user_code(module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
-    return bool(file) and module.__name__ != "__main__" and not str(file).startswith(_INSTALLED)
+    return bool(file) and module.__name__ != "__main__" and not str(file).startswith(INSTALLED)

@@ -4,7 +4,6 @@ import gc
 import os
 import signal
 import sys
-import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -24,6 +23,7 @@ from shardlab.launch.messages import Answer, Failure, Note, Payload, Stop, Task,
 from shardlab.launch.placement import Placement
 from shardlab.launch.silence import answer_with_stack
 from shardlab.launch.stack import StackWatch, failed_call
+from shardlab.launch.tracebacks import texts_of
 
 _LOOK_EVERY_S = 0.2
 
@@ -198,8 +198,7 @@ def _failure(rank: int, error: BaseException) -> Failure:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next  # this file's own frames say nothing to the reader
-    text = "".join(traceback.format_exception(type(error), error, trace))
-    return Failure(rank, time_ns, type(error).__name__, _first_line(error), text, _portable(error))
+    return Failure(rank, time_ns, type(error).__name__, _first_line(error), *texts_of(error, trace), _portable(error))
 
 
 def _first_line(error: BaseException) -> str:

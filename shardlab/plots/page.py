@@ -30,7 +30,7 @@ body {
   margin: 0; background: var(--paper); color: var(--ink);
   font: 17px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, "DejaVu Sans", sans-serif;
 }
-main { max-width: 1160px; margin: 0 auto; padding: 3rem 1.5rem 4rem; }
+main { max-width: max(1160px, min(94vw, 1800px)); margin: 0 auto; padding: 3rem 1.5rem 4rem; }
 h1 { font-size: 2.1rem; line-height: 1.2; letter-spacing: -0.015em; margin: 0 0 .6rem; }
 h2 { font-size: 1.3rem; line-height: 1.3; margin: 0; }
 .lead { font-size: 1.12rem; color: var(--soft); max-width: 46rem; margin: 0; }
@@ -41,7 +41,7 @@ table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-n
 /* A table wider than the page scrolls; its caption stays. */
 caption {
   text-align: left; color: var(--soft); padding-bottom: .7rem; font-size: .95rem;
-  position: sticky; left: 0; max-width: min(1112px, 100vw - 3rem);
+  position: sticky; left: 0; max-width: min(64rem, 100vw - 3rem);
 }
 th, td { padding: .5rem .5rem; text-align: left; vertical-align: bottom; border-bottom: 1px solid var(--line); }
 thead th { font-weight: 600; line-height: 1.25; border-bottom: 2px solid var(--ink); border-top: 2px solid var(--ink); }

@@ -10,28 +10,13 @@ from typing import NamedTuple
 import psutil
 import torch.distributed as dist
 
+from shardlab.experiment.directory import another, made
 from shardlab.launch.placement import torchrun_env
+from shardlab.tables import TABLES
 
-
-def claim(directory: Path, rank: int) -> None:
-    """Make the directory of a record. The other ranks of this record may have begun to write: that is allowed.
-
-    Raises:
-        ValueError: it holds anything else, is a file, or cannot be made.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        names = {path.name for path in directory.iterdir()}
-    except OSError as error:
-        raise ValueError(f"out: {directory} cannot be made: {error.strerror}; name another directory") from error
-    of_others = {name for name in names if re.fullmatch(r"rank\d+\.journal", name) and name != journal_of(rank)}
-    if names - of_others - {"manifest.json", "manifest.json.part"} or (rank == 0 and "manifest.json" in names):
-        raise ValueError(f"out: {directory} holds another run; name a new or an empty directory")
-
-
-def journal_of(rank: int) -> str:
-    """The name of a rank's journal."""
-    return f"rank{rank}.journal"
+_OF_A_RANK = re.compile(rf"(?:(?:{'|'.join(TABLES)})\.)?rank(\d+)\.(?:journal|parquet)")
+_MANIFEST, _PART = "manifest.json", "manifest.json.part"
+_OF_FIRST = {_MANIFEST, _PART, "report.html"}
 
 
 class Place(NamedTuple):
@@ -47,6 +32,33 @@ class Place(NamedTuple):
             return cls(dist.get_rank(), dist.get_world_size())
         env = torchrun_env()
         return cls(0, 1) if env is None else cls(env.rank, env.world_size)
+
+
+def claim(directory: Path, place: Place, *, overwrite: bool = False) -> None:
+    """Make the directory of a record. The other ranks of this record may have begun to write: that is allowed.
+
+    Args:
+        directory: of the record.
+        place: this rank; each removes what is its own, the first also what belongs to none of these ranks.
+        overwrite: remove the record that is in it.
+
+    Raises:
+        ValueError: it holds anything else, is a file, or cannot be made. Then nothing was removed.
+    """
+    names = made(directory)
+    owners = {name: int(found[1]) for name in names if (found := _OF_A_RANK.fullmatch(name))}
+    others = {name for name, rank in owners.items() if rank != place.rank}
+    if overwrite and (foreign := sorted(names - owners.keys() - _OF_FIRST)):
+        raise ValueError(
+            f"overwrite: {directory} also holds {', '.join(foreign[:3])}, which no record has; name another directory"
+        )
+    begun = {name for name in others if name.endswith(".journal")} | {_PART} | ({_MANIFEST} if place.rank else set())
+    if not overwrite and names - begun:
+        raise ValueError(f"out: {directory} holds {another(directory)}")
+    if overwrite:
+        of_none = {name for name, rank in owners.items() if rank >= place.num_ranks}
+        for name in (owners.keys() - others) | (of_none | (_OF_FIRST & names) if place.rank == 0 else set()):
+            (directory / name).unlink(missing_ok=True)
 
 
 def origin_ns(num_ranks: int) -> int:

@@ -49,6 +49,9 @@ CAPTION = (
 )
 
 
+_STARTERS = ("ipykernel_launcher", "__main__")  # Python files that run something else
+
+
 @dataclass(frozen=True)
 class Recorded:
     """A record.
@@ -92,9 +95,16 @@ def write_report(recorded: Recorded) -> Path:
     """Write ``report.html`` beside the records and return its path."""
     path = recorded.directory / "report.html"
     ranks = int(recorded.summary["ranks"].iloc[0])
-    title = f"{recorded.records.steps['run'].iloc[0]} on {ranks} {'rank' if ranks == 1 else 'ranks'}"
+    title = f"{_name(recorded)} on {ranks} {'rank' if ranks == 1 else 'ranks'}"
     path.write_text(report_page(title, lead(recorded), _tables(recorded), _figures(recorded)))
     return path
+
+
+def _name(recorded: Recorded) -> str:
+    """The script's file, or the directory where the record was made in a notebook: its name is that of a kernel."""
+    (manifest,) = recorded.records.manifests.values()
+    script = Path(manifest["recorded"][0])
+    return script.name if script.suffix == ".py" and script.stem not in _STARTERS else str(manifest["run"])
 
 
 def lead(recorded: Recorded) -> str:

@@ -18,7 +18,8 @@ class Script:
         path: of the script.
         arguments: its own.
         directory: new or empty.
-        watch_every: see ``record``.
+        overwrite: see ``record``.
+        watch_every: likewise.
 
     Raises:
         ValueError: there is no such script, the directory is not empty, or ``watch_every`` is no number of steps.
@@ -27,6 +28,7 @@ class Script:
     path: Path
     arguments: Sequence[str]
     directory: Path
+    overwrite: bool
     watch_every: int
 
     def __post_init__(self) -> None:
@@ -34,11 +36,11 @@ class Script:
         if not self.path.is_file():
             raise ValueError(f"script: {self.path} is not a file; name a Python script, then its arguments")
         check_steps(TRACED_STEP, self.watch_every)
-        claim(self.directory, Place.here().rank)
+        claim(self.directory, Place.here(), overwrite=self.overwrite)
 
     def __call__(self) -> None:
         """Run it as ``__main__``. What it raises, also ``SystemExit``, leaves as it is."""
         sys.argv = [str(self.path), *self.arguments]
         sys.path[0] = str(self.path.resolve().parent)  # where ``python SCRIPT`` finds the script's own modules
-        with record(self.directory, watch_every=self.watch_every):
+        with record(self.directory, watch_every=self.watch_every, overwrite=self.overwrite):
             runpy.run_path(str(self.path), run_name="__main__")

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from shardlab.engines.agreement_check import Did
-from shardlab.experiment import CompareConfig, Workload, compare, load_comparison, write_report
+from shardlab.experiment import CompareConfig, Workload, claim, compare, load_comparison, prepare, write_report
 from shardlab.experiment.comparison import _disagreement
 from shardlab.experiment.report import peak_table
 from shardlab.experiment.run import RankReport
@@ -193,6 +194,44 @@ def test_a_directory_that_holds_something_is_refused(pools, tmp_path):
         compare(config, tmp_path / "notes.txt")
     with pytest.raises(ValueError, match="cannot be made"):
         compare(config, tmp_path / "notes.txt" / "deeper")
+
+
+def test_overwrite_removes_a_run_whatever_became_of_it_and_nothing_else(pools, tmp_path):
+    config = CompareConfig(strategies=("single",), ranks=1, steps=1, text="grammar", device="cpu")
+    (tmp_path / "records" / "fsdp").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"out: .* another run, which did not finish; .*, or overwrite it"):
+        prepare(config, tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"overwrite: .* also holds notes\.txt, which no comparison writes"):
+        prepare(config, tmp_path, overwrite=True)
+    assert (tmp_path / "records" / "fsdp").is_dir()
+    (tmp_path / "notes.txt").unlink()
+    with pytest.raises(ValueError, match=r"overwrite: .* holds the checkpoints to resume from"):
+        claim(tmp_path, overwrite=True, resume=str(tmp_path))
+    prepare(config, tmp_path, overwrite=True)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("data", "fewest"),
+    [
+        ([torch.zeros(4, 1), torch.zeros(2, 1)], 2),
+        (DataLoader(TensorDataset(torch.zeros(10, 1)), batch_size=4), 2),
+        (DataLoader(TensorDataset(torch.zeros(12, 1)), batch_size=4), 4),
+        (DataLoader(TensorDataset(torch.zeros(10, 1)), batch_size=4, drop_last=True), 4),
+        (DataLoader(TensorDataset(torch.zeros(3, 1)), batch_size=4), 3),
+    ],
+)
+def test_more_ranks_than_rows_are_refused_before_they_start(tmp_path, data, fewest):
+    workload = Workload(lambda: torch.nn.Linear(1, 1), data, lambda model, batch: model(batch).mean())
+    prepare(CompareConfig(workload=workload, ranks=fewest, strategies="fsdp", device="cpu"), tmp_path)
+    with pytest.raises(ValueError, match=f"data: its smallest batch has {fewest} rows, too few for {fewest + 1} data"):
+        prepare(CompareConfig(workload=workload, ranks=fewest + 1, strategies="fsdp", device="cpu"), tmp_path)
+    for few in (
+        {"strategies": "single"},
+        {"strategies": "fsdp", "steps": 1} if fewest == 2 else {"strategies": "single"},
+    ):
+        prepare(CompareConfig(workload=workload, ranks=fewest + 1, device="cpu", **few), tmp_path)
 
 
 def test_a_pool_of_another_size_is_refused(pools, tmp_path):

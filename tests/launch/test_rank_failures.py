@@ -1,5 +1,6 @@
 """Exceptions, deaths and hangs in ranks: the caller hears who, what and where, and can go on."""
 
+import json
 import os
 import re
 import signal
@@ -45,6 +46,40 @@ def test_error_carries_rank_traceback_and_cause(pools):
     assert "worker.py" not in error.traceback_text
     assert isinstance(error.__cause__, KeyError)
     assert works_again(pools(2))
+
+
+def test_the_message_has_the_users_own_frames_and_says_how_to_see_the_others(pools, monkeypatch):
+    def fail(rank):
+        try:
+            torch.nn.Linear(2, 3)(torch.ones(5))
+        except RuntimeError as error:
+            raise ValueError("mine") from error
+
+    def caught():
+        with pytest.raises(RankError) as caught:
+            pools(2).run(fail)
+        return caught.value
+
+    error = caught()
+    message = str(error)
+    assert "torch.nn.Linear(2, 3)(torch.ones(5))" in message
+    assert 'raise ValueError("mine") from error' in message
+    assert "torch/nn/modules" not in message
+    assert "frames of libraries are left out; SHARDLAB_TRACEBACK=full shows them" in message
+    in_a_cell = "\n".join(error._render_traceback_())
+    assert "pools(2).run(fail)" in in_a_cell
+    assert "launch/pool.py" not in in_a_cell
+    assert in_a_cell.endswith(message)
+    assert "torch/nn/modules" in error.traceback_text
+    monkeypatch.setenv("SHARDLAB_TRACEBACK", "full")
+    assert "torch/nn/modules" in str(caught())
+
+
+def test_an_error_without_a_frame_of_the_user_is_shown_whole(pools):
+    with pytest.raises(RankError) as caught:
+        pools(2).run(json.loads)
+    assert "json/__init__.py" in str(caught.value)
+    assert "left out" not in str(caught.value)
 
 
 def test_exception_that_cannot_be_rebuilt_is_told_as_text(pools):

@@ -2,6 +2,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from shardlab.analysis.difference import pairs_of
 from shardlab.plots import run_difference, summary_of, traffic_matrix
 from shardlab.plots.colours import STRATEGY_COLOURS
 from shardlab.plots.difference import COSTS
@@ -95,6 +96,12 @@ def test_a_difference_without_a_ratio_is_written_out():
     assert figure.data[0].text == ("0 B → 2.00 kB",)
     none = summary(exposed_comm_ms=None)
     assert "nothing changed" in summary_of(run_difference(none, none))
+
+
+def test_the_only_run_of_a_record_is_compared_with_each_strategy():
+    assert pairs_of(["train"], ["single", "fsdp"]) == [("train", "single"), ("train", "fsdp")]
+    assert pairs_of(["single", "fsdp"], ["train"]) == [("single", "train"), ("fsdp", "train")]
+    assert pairs_of(["single", "fsdp"], ["fsdp"]) == [("fsdp", "fsdp")]
 
 
 def test_two_runs_without_a_common_strategy_have_no_difference():

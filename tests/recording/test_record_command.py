@@ -89,6 +89,7 @@ def test_a_killed_script_leaves_its_finished_steps(script, tmp_path):
     said = " ".join(done.stdout.split())
     assert "Recording is the share of the steps' time that rank 0 spent in the recorder's own code" in said
     assert "watched steps: the first 16, then one in 16" in said
+    assert "<h1>mine.py on 1 rank</h1>" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_directory_that_nobody_named_is_said(script, tmp_path, monkeypatch):

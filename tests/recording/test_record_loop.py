@@ -465,7 +465,7 @@ def test_what_belongs_to_nothing_that_trains_is_unattributed(tmp_path):
     [
         (lambda path: (path / "notes.txt").write_text(""), "out: .* holds another run"),
         (lambda path: (path / "rank0.journal").write_text(""), "out: .* holds another run"),
-        (lambda path: (path.rmdir(), path.write_text("")), "out: .* cannot be made"),
+        (lambda path: (path.rmdir(), path.write_text("")), "out: .* is a file"),
     ],
 )
 def test_a_directory_that_is_not_empty_is_refused(tmp_path, spoil, message):

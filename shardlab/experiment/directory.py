@@ -1,0 +1,69 @@
+"""Where a comparison is written: in a directory of its own, since runs are never mixed."""
+
+import shutil
+from datetime import datetime
+from pathlib import Path
+
+OURS = {"records", "checkpoints", "summary.json", "report.html"}
+"""What a comparison leaves in its directory."""
+
+
+def new_directory() -> Path:
+    """Where a comparison goes that names no directory."""
+    return Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
+
+
+def run_directory(directory: Path, strategy: str) -> Path:
+    """Where ``compare`` writes the records of one strategy."""
+    return directory / "records" / strategy
+
+
+def claim(directory: Path, *, overwrite: bool = False, resume: str | None = None) -> None:
+    """Make the directory of a new comparison.
+
+    Args:
+        directory: of the comparison.
+        overwrite: remove the comparison that is in it.
+        resume: of the new comparison: the one whose checkpoints it needs.
+
+    Raises:
+        ValueError: it is not empty and ``overwrite`` does not allow that, it is a file, or it cannot be made. Then
+            nothing was removed.
+    """
+    names = made(directory)
+    if names and not overwrite:
+        raise ValueError(f"out: {directory} holds {another(directory)}")
+    if foreign := sorted(names - OURS):
+        raise ValueError(
+            f"overwrite: {directory} also holds {', '.join(foreign[:3])}, which no comparison writes; name another one"
+        )
+    if names and resume is not None and Path(resume).resolve() == directory.resolve():
+        raise ValueError(f"overwrite: {directory} holds the checkpoints to resume from; name another directory")
+    for name in names:
+        path = directory / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def made(directory: Path) -> set[str]:
+    """Make a directory if it is not there.
+
+    Returns:
+        The names in it.
+
+    Raises:
+        ValueError: it is a file, or cannot be made.
+    """
+    if directory.is_file():
+        raise ValueError(f"out: {directory} is a file; name a new or an empty directory")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return {path.name for path in directory.iterdir()}
+    except OSError as error:
+        raise ValueError(f"out: {directory} cannot be made: {error.strerror}; name another directory") from error
+
+
+def another(directory: Path) -> str:
+    """What is in a directory that is not empty, and what to do about it."""
+    is_cut_off = (directory / "records").is_dir() and not (directory / "summary.json").is_file()
+    what = "another run, which did not finish" if is_cut_off or any(directory.glob("rank*.journal")) else "another run"
+    return f"{what}; name a new or an empty directory, or overwrite it (--overwrite, overwrite=True)"
