@@ -215,4 +215,4 @@ def fit_of(strategy: str, tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
         if strategy not in set(table["strategy"]):
             raise ValueError(f"strategy: {strategy!r} is not among {', '.join(table['strategy'])} of {name!r}")
     chosen = [table[table["strategy"] == strategy].assign(strategy=name) for name, table in tables.items()]
-    return readable_fit(pd.concat(chosen, ignore_index=True)).rename_axis("")
+    return readable_fit(pd.concat(chosen, ignore_index=True)).rename_axis(None)

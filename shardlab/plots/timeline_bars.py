@@ -157,7 +157,8 @@ def strips(merged: pd.DataFrame, name: str, colour: str) -> go.Bar:
 
 def kind_in_words(kind: str) -> str:
     """A kind of span as the legend names it."""
-    return "off the CPU" if kind == SpanKind.OFF_CPU else str(kind)
+    # Not "data": an axis of the mesh is called so, and has a row of its own.
+    return {SpanKind.OFF_CPU: "off the CPU", SpanKind.DATA: "loading data"}.get(SpanKind(kind), kind)
 
 
 def describe_span(row: Row) -> str:
