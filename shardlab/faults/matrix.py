@@ -7,6 +7,8 @@ child processes, temporary folders and open files as before.
 NaN makes no loop fail. Its cases run through ``compare``, which says so under its table.
 """
 
+import contextlib
+import io
 import os
 import re
 import tempfile
@@ -199,7 +201,9 @@ class _Runs:
     def row(self, fault: Fault) -> Row:
         """Run one case and look at what is left."""
         before = _belongings()
-        heard = self._compare((fault,)) if isinstance(fault, NaN) else self._train(fault)
+        # gloo ends a process that receives more than it has room for, and that prints the stacks of all its threads.
+        with contextlib.redirect_stdout(io.StringIO()):
+            heard = self._compare((fault,)) if isinstance(fault, NaN) else self._train(fault)
         usable = self.pool.run(train, self.strategy, self.transport, ()) == self.right
         return Row(
             fault=type(fault).__name__, phase=str(fault.phase), rank=fault.rank, strategy=self.strategy,

@@ -7,7 +7,9 @@ from typer.testing import CliRunner
 
 from shardlab.cli import app
 from shardlab.cli.faults import _matrix, _verdict
-from shardlab.faults.matrix import KINDS, MatrixConfig, Outcome, Row
+from shardlab.faults import SkippedCollective
+from shardlab.faults.matrix import KINDS, MatrixConfig, Outcome, Row, _Runs
+from shardlab.launch import RankPool
 from shardlab.vocabulary import Phase
 
 # What the user is told: by which exception, and whether it names the rank, a collective and a line of the loop.
@@ -34,6 +36,13 @@ def test_the_short_matrix():
     assert [(row["usable"], row["left"]) for row in rows] == [(True, "")] * len(KINDS)
     for row in rows:
         assert (row["told_s"] is None) == (row["error"] == "")
+
+
+def test_what_ranks_print_as_they_die_is_no_part_of_the_matrix(capsys):
+    with RankPool(3, device="cpu", timeout_s=2.0, notice_s=None, threads_per_rank=1) as pool:
+        died = _Runs("bucketed", "gloo", pool).row(SkippedCollective(1, 1, "step"))
+    assert (died.error, died.is_good) == ("RankDied", True)
+    assert not capsys.readouterr().out
 
 
 def row(outcome, **changed):
