@@ -158,3 +158,14 @@ def test_a_hundred_thousand_collectives_are_merged_with_their_strips():
     assert [part.name for part in figure.data] == ["backward", "rank waits", "queued", "all reduce"]
     assert sum(len(part.x) for part in figure.data) < 5_000
     assert figure.layout.title.subtitle.text.startswith("100,001 spans and collectives drawn as")
+
+
+def test_a_rank_off_the_cpu_has_a_bar_of_its_own():
+    times = {"forward": (0, 100), "off_cpu": (100, 500), "backward": (500, 600)}
+    base = {"run": "ddp", "source": "measured", "rank": 1, "step": 0, "unit": "model"}
+    rows = [base | {"kind": kind, "start_us": start, "end_us": end} for kind, (start, end) in times.items()]
+    figure = collective_timeline(COLLECTIVES.frame([]), SPANS.frame(rows))
+    bar = next(trace for trace in figure.data if trace.name == "off the CPU")
+    assert (bar.base[0], bar.x[0], bar.marker.color) == (0.1, 0.4, SPAN_COLOURS["off_cpu"])
+    assert "off the CPU" in bar.hovertext[0]
+    assert "Rank 1 is off the CPU for 400 µs of it." in summary_of(figure)
