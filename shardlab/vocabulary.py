@@ -47,8 +47,18 @@ class Role(StrEnum):
     ACTIVATION = "activation"
     OFFLOADED = "offloaded"  # in host memory, not on the device
     OTHER = "other"
-    UNATTRIBUTED = "unattributed"  # a live tensor of a recorded script that nothing known refers to
+    UNATTRIBUTED = "unattributed"  # a live tensor in host memory that no engine, module or optimizer refers to
     WORKSPACE = "workspace"  # in the CUDA allocator but in no tensor: library workspaces, and rounding to blocks
+
+
+class ProcessPart(StrEnum):
+    """What a process holds of the host's memory beside its tensors; with them it adds up to the resident set."""
+
+    HEAP = "heap"  # in use by malloc and in no known tensor: buffers of gloo, weights that oneDNN packed, C++'s own
+    FREE_HEAP = "free_heap"  # freed, and kept by malloc for what comes next
+    INTERPRETER = "interpreter"  # Python's small objects, stacks, and data of libraries; less what was never written
+    LIBRARIES = "libraries"  # code and other mapped files
+    SHARED_SEGMENTS = "shared_segments"  # memory that ranks share to send through it
 
 
 class SpanKind(StrEnum):

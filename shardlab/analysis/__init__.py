@@ -5,7 +5,7 @@ from shardlab.analysis.bandwidth import LatencyBandwidth, bandwidth, fit_latency
 from shardlab.analysis.critical_path import critical_path, what_if_free
 from shardlab.analysis.intervals import intersect, merge, subtract, total
 from shardlab.analysis.matching import with_group
-from shardlab.analysis.memory import allocator_items, at_rest, memory_over_step, peak
+from shardlab.analysis.memory import allocator_items, at_rest, memory_over_step, peak, process_items
 from shardlab.analysis.overlap import overlap, step_split
 from shardlab.analysis.stragglers import stragglers, waits
 
@@ -23,6 +23,7 @@ __all__ = [
     "merge",
     "overlap",
     "peak",
+    "process_items",
     "step_split",
     "stragglers",
     "subtract",

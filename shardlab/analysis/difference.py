@@ -15,6 +15,7 @@ QUANTITIES = (
     "optimizer_bytes",
     "offloaded_bytes",
     "other_bytes",
+    "unattributed_bytes",
     "padding_bytes",
     "wire_bytes_per_step",
     "recorder_share",

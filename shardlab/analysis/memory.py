@@ -1,4 +1,4 @@
-"""Memory of a run: at rest, at the peak of a step, through a step, and in torch's CUDA allocator."""
+"""Memory of a run: at rest, at the peak of a step, through a step, in torch's CUDA allocator, and in the process."""
 
 import pandas as pd
 
@@ -8,8 +8,12 @@ from shardlab.vocabulary import Role
 
 RUN = ["run", "source"]
 MOMENT = [*RUN, "rank", "step", "time_us"]
-REST, PEAK = "rest", "peak"
-WHOLE_STEP = (REST, PEAK)  # what ``where`` says of samples that stand for a step; in all others it names a unit
+REST, PEAK, PROCESS = "rest", "peak", "process"
+WHOLE_STEP = (
+    REST,
+    PEAK,
+    PROCESS,
+)  # what ``where`` says of samples that stand for a step; in all others it names a unit
 LIBRARIES, ROUNDING, FRAGMENTED, CACHED = "library workspaces", "rounding", "fragmentation", "cached"
 
 
@@ -139,6 +143,34 @@ def allocator_items(memory: pd.DataFrame) -> pd.DataFrame:
         place = {"run": run, "source": source, "rank": fullest["rank"].iloc[0], "step": fullest["step"].iloc[0]}
         items += [place | {"item": item, "bytes": num_bytes} for item, num_bytes in _items(fullest).items()]
     return pd.DataFrame(items, columns=[*RUN, "rank", "step", "item", "bytes"])
+
+
+def process_items(memory: pd.DataFrame) -> pd.DataFrame:
+    """What each run's process held of the host's memory after the last recorded step, on the rank that held the most.
+
+    Args:
+        memory: table ``memory``; the rows with ``where`` 'rest' and 'process' are used. Of compute on CUDA, and on
+            systems other than Linux with GNU's malloc, there are none.
+
+    Returns:
+        ``run``, ``source``, ``rank``, ``step``, ``item``, ``bytes``, ``resident_bytes``: one row per run and item, a
+        role of tensors or a ``vocabulary.ProcessPart``. The items add up to the resident set: a page that changes while
+        they are read may lie between.
+
+    Raises:
+        ValueError: a column is missing.
+    """
+    MEMORY.check(memory)
+    moment = [*RUN, "rank", "step"]
+    known = memory.loc[memory["where"] == PROCESS, moment].drop_duplicates()
+    rows = memory[memory["where"].isin((REST, PROCESS))].merge(known, on=moment)
+    rows = rows[rows["step"] == rows.groupby(RUN)["step"].transform("max")]
+    most = rows.groupby([*RUN, "rank"], sort=False)["resident_bytes"].max().reset_index()
+    most = most.loc[most.groupby(RUN, sort=False)["resident_bytes"].idxmax(), [*RUN, "rank"]]
+    chosen = rows.merge(most, on=[*RUN, "rank"])
+    chosen = chosen.assign(resident_bytes=chosen.groupby(RUN)["resident_bytes"].transform("max"))
+    held = chosen[chosen["bytes"] != 0].rename(columns={"role": "item"})
+    return held[[*RUN, "rank", "step", "item", "bytes", "resident_bytes"]].reset_index(drop=True)
 
 
 def _items(rows: pd.DataFrame) -> dict[str, int]:

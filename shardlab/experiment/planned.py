@@ -182,8 +182,8 @@ def _held(memory: pd.DataFrame) -> dict[tuple[int, str], int]:
 
 
 def _of_strategy(memory: pd.DataFrame) -> pd.DataFrame:
-    """Without library workspaces on a GPU, which the strategy does not decide."""
-    return memory[memory["role"] != str(Role.WORKSPACE)]
+    """Without what the strategy does not decide: library workspaces on a GPU, and tensors that nobody named."""
+    return memory[~memory["role"].isin((Role.WORKSPACE, Role.UNATTRIBUTED))]
 
 
 def _said(collectives: pd.DataFrame) -> list[tuple[Any, ...]]:

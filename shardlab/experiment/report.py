@@ -24,6 +24,7 @@ from shardlab.experiment.summary import PLANNED, readable_summary, reference_of
 from shardlab.experiment.verdicts import transports_of, verdicts
 from shardlab.plots import (
     collective_timeline,
+    held_by_process,
     loss_curves,
     loss_difference,
     memory_by_role,
@@ -129,6 +130,10 @@ def _figures(comparison: Comparison) -> dict[str, go.Figure]:
     figures["What each rank holds between two steps."] = memory_by_role(records.memory)
     if (records.memory["where"] == "peak").any():
         figures["The peak of a step, on the rank where it is highest."] = memory_by_role(records.memory, where="peak")
+    if (records.memory["where"] == "process").any():
+        figures["All that a rank's process holds: tensors, and what torch does not own."] = held_by_process(
+            records.memory
+        )
     for run in (run for run in comparison.summary["strategy"] if run in set(traffic["run"])):
         figures[f"When {run} computes and when it communicates."] = collective_timeline(
             traffic, records.spans, run=run, step=_middle_step(timed[timed["run"] == run])

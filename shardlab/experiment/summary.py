@@ -183,6 +183,7 @@ def _bytes(run: str, rest: pd.DataFrame, records: Records) -> dict[str, Any]:
         "optimizer_bytes": held.get(Role.OPTIMIZER_STATE, 0) + held.get(Role.MASTER_WEIGHT, 0),
         "offloaded_bytes": held.get(Role.OFFLOADED, 0),
         "other_bytes": held.get(Role.OTHER, 0),
+        "unattributed_bytes": held.get(Role.UNATTRIBUTED, 0),
         "padding_bytes": int(records.manifests[run]["padding_bytes"]),
         "wire_bytes_per_step": float(last["wire_bytes"].max()),
         "recorder_share": _number(records.manifests[run]["recorder_share"]),

@@ -2,7 +2,7 @@
 
 from shardlab.plots.difference import run_difference
 from shardlab.plots.loss import loss_curves, loss_difference
-from shardlab.plots.memory import held_by_rank, memory_by_role, memory_on_gpu
+from shardlab.plots.memory import held_by_process, held_by_rank, memory_by_role, memory_on_gpu
 from shardlab.plots.memory_over_step import gathered_over_a_step, memory_over_step
 from shardlab.plots.mesh import mesh_map
 from shardlab.plots.page import report_page
@@ -20,6 +20,7 @@ __all__ = [
     "bucket_curve",
     "collective_timeline",
     "gathered_over_a_step",
+    "held_by_process",
     "held_by_rank",
     "loss_curves",
     "loss_difference",

@@ -9,7 +9,7 @@ makes them are violet.
 
 from collections.abc import Iterable
 
-from shardlab.vocabulary import Collective, MeshAxis, Role, SpanKind
+from shardlab.vocabulary import Collective, MeshAxis, ProcessPart, Role, SpanKind
 
 BLUE = "#0072b2"
 ORANGE = "#dd7710"
@@ -40,6 +40,14 @@ ROLE_COLOURS = {
     Role.OTHER: GREY,
     Role.UNATTRIBUTED: "#a0705a",
     Role.WORKSPACE: "#805080",
+}
+
+PART_COLOURS = {
+    ProcessPart.HEAP: "#7a8450",
+    ProcessPart.FREE_HEAP: "#96826e",
+    ProcessPart.INTERPRETER: "#6b7fae",
+    ProcessPart.LIBRARIES: "#5f8a8b",
+    ProcessPart.SHARED_SEGMENTS: "#9a7b9a",
 }
 
 COLLECTIVE_COLOURS = {

@@ -1,12 +1,12 @@
-"""Live bytes by role: for each run at rest or at its peak, and for each rank at one moment."""
+"""Live bytes by role, of each run at rest or at its peak, of each rank at a moment; and what processes hold in all."""
 
 import pandas as pd
 import plotly.graph_objects as go
 
-from shardlab.analysis import at_rest, peak
+from shardlab.analysis import at_rest, peak, process_items
 from shardlab.analysis.rows import labelled, labels_of, require_columns
 from shardlab.plots.bars import stacked_bars
-from shardlab.plots.colours import INK, ROLE_COLOURS
+from shardlab.plots.colours import INK, PART_COLOURS, ROLE_COLOURS
 from shardlab.plots.text import SOURCE_NOTES, byte_scale, format_bytes, joined, listing, subtitle
 from shardlab.plots.theme import finish, new_figure, nothing
 from shardlab.tables import MEMORY
@@ -15,6 +15,7 @@ from shardlab.vocabulary import Role
 TITLES = {"rest": "Memory at rest after a step", "peak": "Memory at the peak of a step"}
 NOTES = {"rest": "each role on the rank that holds most of it", "peak": "the one moment with most live bytes"}
 BY_RANK = "Held by each rank"
+PROCESS = "Held by the process of one rank"
 ON_GPU = "What a rank needs at least, against the memory of its GPU"
 ON_GPU_COLUMNS = {
     "parameter_bytes": Role.PARAMETER, "gathered_bytes": Role.GATHERED_PARAMETER, "gradient_bytes": Role.GRADIENT,
@@ -132,3 +133,34 @@ def memory_on_gpu(plans: pd.DataFrame, memory_bytes: float, rows: int = 1) -> go
 
 def _totals(totals: pd.Series) -> str:
     return listing([f"{label} {format_bytes(value)}" for label, value in totals.items()])
+
+
+def held_by_process(memory: pd.DataFrame) -> go.Figure:
+    """All that the process of a rank holds of the host's memory, as stacked bars that end at its resident set.
+
+    Tensors by role come first, then what torch does not own: the heap, what malloc keeps, the interpreter, libraries
+    and memory that ranks share.
+
+    Args:
+        memory: table ``memory``.
+
+    Raises:
+        ValueError: a column is missing.
+    """
+    held = labelled(process_items(memory))
+    if held.empty:
+        return nothing(PROCESS, "only recorded on a CPU, on Linux with GNU's malloc")
+    held = held.assign(bytes=held["bytes"].astype("float64"))
+    figure = new_figure(PROCESS, subtitle(held, "on the rank that holds most; tensors, then what torch does not own"))
+    colours = {str(item): colour for item, colour in [*ROLE_COLOURS.items(), *PART_COLOURS.items()]}
+    stacked_bars(figure, held, "item", colours, "bytes")
+    return finish(figure, _process_summary(held))
+
+
+def _process_summary(held: pd.DataFrame) -> str:
+    tensors = held[held["item"].isin([str(role) for role in Role])].groupby("label")["bytes"].sum()
+    parts = [
+        f"{label} {format_bytes(whole)}, {format_bytes(tensors.get(label, 0.0))} of it in tensors"
+        for label, whole in held.groupby("label", sort=False)["bytes"].sum().items()
+    ]
+    return f"{PROCESS}: {'; '.join(parts)}."

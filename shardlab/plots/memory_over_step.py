@@ -123,10 +123,14 @@ def _name_phases(figure: go.Figure, times_ms: np.ndarray, phases: pd.Series) -> 
 
 
 def _at_rest(memory: pd.DataFrame, key: pd.Series, source: str) -> int | None:
-    """Bytes this run and rank hold at rest according to ``source``: in this step, else in the last one before it."""
+    """Bytes this run and rank hold at rest according to ``source``: in this step, else in the last one before it.
+
+    Without tensors that nobody named, where the course of the step does not have them either.
+    """
     rows = memory[
         (memory["run"] == key["run"]) & (memory["source"] == source) & (memory["where"] == "rest")
         & (memory["rank"] == key["rank"]) & (memory["step"] <= key["step"])
+        & ((memory["role"] != str(Role.UNATTRIBUTED)) | (key.get(Role.UNATTRIBUTED, 0) > 0))
     ]  # fmt: skip
     return int(rows.loc[rows["step"] == rows["step"].max(), "bytes"].sum()) if len(rows) else None
 

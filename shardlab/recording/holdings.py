@@ -6,16 +6,14 @@ Python's garbage collector knows are unattributed: the batch, saved metrics, who
 that only C++ refers to are not found.
 """
 
-import gc
 import weakref
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
+from shardlab.trace.known_tensors import PLAIN, has_storage, known_tensors
 from shardlab.vocabulary import Role
-
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
 class Holdings:
@@ -44,10 +42,9 @@ class Holdings:
     def _found(self) -> dict[Role, list[Tensor]]:
         """All tensors that Python knows."""
         found: dict[Role, list[Tensor]] = {Role.COMMUNICATION_BUFFER: [], Role.UNATTRIBUTED: []}
-        for thing in gc.get_objects():
-            if type(thing) in _PLAIN and _has_storage(thing):
-                is_bucket = thing.untyped_storage()._cdata in self.buckets
-                found[Role.COMMUNICATION_BUFFER if is_bucket else Role.UNATTRIBUTED].append(thing)
+        for tensor in known_tensors():
+            is_bucket = tensor.untyped_storage()._cdata in self.buckets
+            found[Role.COMMUNICATION_BUFFER if is_bucket else Role.UNATTRIBUTED].append(tensor)
         return found
 
     @property
@@ -80,11 +77,5 @@ def _local(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     for tensor in tensors:
         # Private: the public to_local() makes a node of autograd, and may wait for a collective.
         local = getattr(tensor, "_local_tensor", tensor)
-        if type(local) in _PLAIN and _has_storage(local):
+        if type(local) in PLAIN and has_storage(local):
             yield local
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    # Private: a tensor inside torch.func.vmap or grad looks plain, and there is no public way to tell.
-    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return tensor.layout is torch.strided and tensor.device.type != "meta" and not is_wrapped

@@ -4,12 +4,14 @@ At rest the engine says which tensors it holds and why; each storage counts once
 
 Inside a traced step a dispatch mode sees every storage an operation makes and, by a weak reference, when it is
 freed. The log of these events is replayed when the step is over, when it is known what each storage became: what
-survives as gradient was a gradient from its first byte. The rest made in forward is activation, in backward or the
-optimizer other (temporaries, and gradients of activations). Scratch of the transports is told by the communicator's
-events. Every change also carries the unit the rank was in, so that the peak has a place in the model and the whole step
-a course. Tracing makes a step about three times as slow; its times are left out of the statistics. On CUDA the ledger
-knows tensors only, and the allocator the rest (``process_memory.py``); of tensors in host memory only those count that
-the engine has offloaded.
+survives as gradient was a gradient from its first byte. The rest made in forward is activation, also where backward
+recomputes it (checkpointing: with gradients enabled, which is not so in backward itself), and in backward or the
+optimizer other (temporaries, and gradients of activations). What was there before and nobody named is not in the log;
+at rest it is unattributed (``known_tensors.py``). Scratch of the transports is told by the communicator's events. Every
+change also carries the unit the rank was in, so that the peak has a place in the model and the whole step a course.
+Tracing makes a step about three times as slow; its times are left out of the statistics. On CUDA the ledger knows
+tensors only, and the allocator the rest (``process_memory.py``); of tensors in host memory only those count that the
+engine has offloaded.
 """
 
 import weakref
@@ -26,6 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # no public way to see every operation
 
 from shardlab.comm import CollectiveEvent
+from shardlab.trace.known_tensors import PLAIN
 from shardlab.vocabulary import WHOLE_MODEL, Collective, MeshAxis, Phase, Role
 
 _MOVES = {
@@ -33,7 +36,6 @@ _MOVES = {
     Collective.REDUCE_SCATTER: Role.GRADIENT,
     Collective.ALL_REDUCE: Role.GRADIENT,
 }
-_PLAIN = (Tensor, torch.nn.Parameter)
 LiveTensors = Mapping[Role, Iterable[Tensor]]
 ByRole = dict[Role, int]
 
@@ -110,7 +112,7 @@ class MemoryLedger(TorchDispatchMode):
         self._log: list[_Change] = []
         self._known: dict[int, int] = {}  # key of a live storage -> its serial number: keys are used again
         self._num_bytes: dict[int, int] = {}  # of a live storage, by serial number
-        self._made_in: dict[int, Phase] = {}
+        self._is_activation: set[int] = set()  # by birth: counts if nothing else is known of it
         self._roles: dict[int, Role] = {}
         self._elsewhere: set[int] = set()  # made on another device: counts once it has a role
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # of a live storage, by its key
@@ -131,7 +133,7 @@ class MemoryLedger(TorchDispatchMode):
             return NotImplemented  # a tensor made of others (DTensor) dispatches again with the plain ones inside
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, list | tuple) else (result,):
-            if type(value) in _PLAIN and not value.is_meta:  # (DTensor infers shapes with meta tensors)
+            if type(value) in PLAIN and not value.is_meta:  # (DTensor infers shapes with meta tensors)
                 storage = value.untyped_storage()
                 if storage._cdata not in self._known:
                     if value.device.type != self._device_type:
@@ -217,7 +219,7 @@ class MemoryLedger(TorchDispatchMode):
             return self._roles[serial]
         if serial in self._elsewhere:
             return None
-        return Role.ACTIVATION if self._made_in[serial] is Phase.FORWARD else Role.OTHER
+        return Role.ACTIVATION if serial in self._is_activation else Role.OTHER
 
     def _serial(self) -> int:
         self._next += 1
@@ -227,7 +229,8 @@ class MemoryLedger(TorchDispatchMode):
         serial = self._serial()
         self._known[key] = serial
         self._num_bytes[serial] = num_bytes
-        self._made_in[serial] = self.phase
+        if self.phase is Phase.FORWARD or _recomputes():
+            self._is_activation.add(serial)
         self._log.append(_Change(serial, num_bytes, perf_counter_ns(), self.phase, self.unit))
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
@@ -258,3 +261,9 @@ class MemoryLedger(TorchDispatchMode):
     def _change(self, serial: int, num_bytes: int) -> None:
         before, self._num_bytes[serial] = self._num_bytes[serial], num_bytes
         self._log.append(_Change(serial, num_bytes - before, perf_counter_ns(), self.phase, self.unit))
+
+
+def _recomputes() -> bool:
+    """Whether a forward runs inside backward: autograd's own work there is done with gradients disabled."""
+    # Private: there is no public way to tell that a backward is under way in this thread.
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1

@@ -1,23 +1,28 @@
-"""Memory of this process as torch's CUDA allocator and the operating system report it.
+"""Memory of this process as torch's CUDA allocator, malloc and the operating system report it.
 
 Every byte of the allocator has a reason:
 
     allocated = the roles of tensors + workspace            (rounding to whole blocks is part of the workspace)
     reserved  = allocated + fragmented + cached             (free parts of segments in use; whole free segments)
 
-What lies outside of the allocator (the CUDA context, NCCL's channels) is not in these figures.
+What lies outside of the allocator (the CUDA context, NCCL's channels) is not in these figures. And on a CPU, where the
+kernel says which pages are anonymous, of files and shared, and GNU's malloc what of it is in use and what is free:
+
+    resident  = the roles of tensors + heap + free heap + interpreter + libraries + shared segments
 """
 
+import ctypes
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
 import torch
 
 from shardlab.trace.memory import ByRole
-from shardlab.vocabulary import Role
+from shardlab.vocabulary import ProcessPart, Role
 
 
 @dataclass(frozen=True)
@@ -73,3 +78,46 @@ class ResidentBytes:
         if self._statm is None:
             return int(self._process.memory_info().rss)
         return int(os.pread(self._statm, 128, 0).split()[1]) * self._page_bytes
+
+
+class _Malloc(ctypes.Structure):
+    """``struct mallinfo2`` of glibc 2.33 and later (``man mallinfo``)."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+class ProcessMemory:
+    """Splits the resident set of this process, on Linux with GNU's malloc; on other systems it knows no parts."""
+
+    def __init__(self) -> None:
+        self._status: int | None = None
+        self._malloc: Callable[[], _Malloc] | None = None
+        if sys.platform == "linux" and (found := getattr(ctypes.CDLL(None), "mallinfo2", None)) is not None:
+            found.restype = _Malloc
+            self._malloc = found
+            self._status = os.open("/proc/self/status", os.O_RDONLY)
+            weakref.finalize(self, os.close, self._status)
+
+    def parts(self, held: ByRole) -> dict[ProcessPart, int]:
+        """Bytes of each part now; with the tensors that are ``held`` they add up to the resident set."""
+        if self._malloc is None or self._status is None:
+            return {}
+        malloc, in_tensors = self._malloc(), sum(held.values())
+        lines = (line.split() for line in os.pread(self._status, 8192, 0).decode().splitlines())
+        kib = {words[0]: int(words[1]) for words in lines if words and words[0].startswith("Rss")}
+        anonymous, files, shared = (1024 * kib[f"Rss{name}:"] for name in ("Anon", "File", "Shmem"))
+        in_use = malloc.uordblks + malloc.hblkhd
+        if in_use < in_tensors:  # another malloc was loaded in front of GNU's
+            return {}
+        return {
+            ProcessPart.HEAP: in_use - in_tensors,
+            ProcessPart.FREE_HEAP: malloc.fordblks,
+            ProcessPart.INTERPRETER: anonymous - in_use - malloc.fordblks,
+            ProcessPart.LIBRARIES: files,
+            ProcessPart.SHARED_SEGMENTS: shared,
+        }

@@ -16,23 +16,20 @@ from time import perf_counter_ns
 
 import torch
 
-from shardlab.analysis.memory import PEAK, REST
 from shardlab.comm import CollectiveEvent
 from shardlab.tables import COLLECTIVES, MEMORY, SHARDS, SPANS, STEPS
 from shardlab.trace.clock import Clock, CpuReadings, Mark
 from shardlab.trace.entries import CPU, Columns
-from shardlab.trace.memory import ByRole, LiveTensors, MemoryLedger, Moment, bytes_by_role, on_device
-from shardlab.trace.process_memory import Allocator, ResidentBytes
+from shardlab.trace.memory import LiveTensors, MemoryLedger, on_device
 from shardlab.trace.rows import (
     Row,
     Span,
     collective_columns,
     columns_of,
     cpu_columns,
-    memory_rows,
     span_columns,
-    unit_place,
 )
+from shardlab.trace.samples import MemorySamples
 from shardlab.trace.store import RunWriter
 from shardlab.vocabulary import WHOLE_MODEL, Phase, SpanKind
 
@@ -77,19 +74,18 @@ class Recorder:
         samples: Callable[[int], bool] = sampled_at_rest,
     ) -> None:
         self.live_tensors: Callable[[], LiveTensors] = dict
-        """The engine's tensors by role, asked at the end of a step."""
+        """The engine's tensors by role, asked at the end of a step; in host memory all others are unattributed."""
         self._writer, self._clock, self._origin_ns = writer, clock, origin_ns
-        self._device, self._on_cuda, self._samples = device, device.type == "cuda", samples
+        self._device, self._samples = device, samples
+        self._memory = MemorySamples(device, origin_ns)
         self._phase = Phase.SETUP
         self._step = BEFORE_TRAINING
         self._seq = 0
         self._events: list[tuple[CollectiveEvent, Phase]] = []
         self._spans: list[Span] = []
         self._open: dict[tuple[str, SpanKind], tuple[SpanKind, Mark]] = {}
-        self._memory: list[Row] = []
         self._ledger: MemoryLedger | None = None
         self._cpu = CpuReadings(None)
-        self._resident_bytes = ResidentBytes()
         self._watched = True
         self._begin: Mark = 0
         self._end: Mark | None = None
@@ -112,11 +108,10 @@ class Recorder:
         if self._step == BEFORE_TRAINING:
             self._write_setup()
         began_ns = perf_counter_ns()
-        self._step, self._spans, self._memory, self._events, self._cost_ns = step, [], [], [], 0
+        self._step, self._spans, self._events, self._cost_ns = step, [], [], 0
         self._watched = watched
         self._ledger = MemoryLedger(self._live(), self._device.type) if trace_memory else None
-        if self._on_cuda:
-            torch.cuda.reset_peak_memory_stats(self._device)
+        self._memory.begin_step()
         self._cpu = CpuReadings(self._clock.cpu_time() if watched else None)
         self.spent(began_ns)
         begin = self._mark(always=True)
@@ -179,14 +174,12 @@ class Recorder:
         """
         self._end = self._mark(always=True)
         began_ns = perf_counter_ns()
-        self._memory.clear()  # so far it has the sample of an earlier call
         if self._ledger is not None or self._samples(self._step):
             live = self._live()
             # Now, while gradients are still held: afterwards nobody knows what their storages were.
             if self._ledger is not None:
                 self._ledger.classify(live)
-            allocator = Allocator.now(self._device) if self._on_cuda else Allocator()
-            self._sample(REST, bytes_by_role(live), began_ns, self._phase, allocator)
+            self._memory.at_rest(live, began_ns, self._phase)
         self.spent(began_ns)
         return self._end
 
@@ -226,14 +219,14 @@ class Recorder:
         begin_ns, end_ns = self._clock.resolve((self._begin, self._end))
         step: Row = {
             "loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate, "step_ns": end_ns - begin_ns,
-            "peak_bytes": self._peak(), "num_tokens": num_tokens, "traced_memory": self._ledger is not None,
-            "watched": self._watched,
+            "peak_bytes": self._memory.peak(self._ledger), "num_tokens": num_tokens,
+            "traced_memory": self._ledger is not None, "watched": self._watched,
         }  # fmt: skip
         tables = {
             COLLECTIVES.name: self._collectives(),
             SPANS.name: span_columns(self._spans, self._clock, self._origin_ns),
             CPU: cpu_columns(self._cpu.until(end_ns), self._origin_ns),
-            MEMORY.name: columns_of(self._memory),
+            MEMORY.name: columns_of(self._memory.rows),
             STEPS.name: columns_of([step]),
         }
         self._cpu.stop()
@@ -271,28 +264,9 @@ class Recorder:
         self._seq += len(self._events)
         return collective_columns(self._events, first, self._clock, self._origin_ns)
 
-    def _peak(self) -> int | None:
-        allocator = Allocator.peak(self._device) if self._on_cuda else Allocator()
-        if self._ledger is None:
-            return allocator.allocated_bytes
-        moments = self._ledger.moments()
-        peak = max(moments, key=lambda moment: moment.num_bytes)
-        self._sample(PEAK, peak.by_role, peak.time_ns, peak.phase, allocator)
-        for moment in moments:
-            self._memory += self._course(moment)
-        return peak.num_bytes if allocator.allocated_bytes is None else allocator.allocated_bytes
-
-    def _course(self, moment: Moment) -> list[Row]:
-        """Rows of a moment within the step; the resident set is not read then."""
-        time_ns = moment.time_ns - self._origin_ns
-        return memory_rows(unit_place(moment.unit), moment.by_role, time_ns, moment.phase, None, Allocator())
-
-    def _sample(self, where: str, held: ByRole, time_ns: int, phase: Phase, allocator: Allocator) -> None:
-        since_ns, resident_bytes = time_ns - self._origin_ns, self._resident_bytes()
-        self._memory += memory_rows(where, held, since_ns, phase, resident_bytes, allocator)
-
     def _live(self) -> LiveTensors:
-        return on_device(self.live_tensors(), "cuda") if self._on_cuda else self.live_tensors()
+        live = self.live_tensors()
+        return on_device(live, "cuda") if self._device.type == "cuda" else live
 
     def _kind(self, kind: SpanKind) -> SpanKind:
         recomputes = kind is SpanKind.FORWARD and self._phase is Phase.BACKWARD

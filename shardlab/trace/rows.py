@@ -1,17 +1,17 @@
 """What the recorder observed in a step, as raw columns of its entry (``entries.py``), which must read without torch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from operator import attrgetter
 from typing import Any
 
-from shardlab.analysis.memory import WHOLE_STEP
+from shardlab.analysis.memory import PROCESS, WHOLE_STEP
 from shardlab.comm import CollectiveEvent
 from shardlab.trace.clock import Clock, Mark
 from shardlab.trace.entries import Columns
 from shardlab.trace.memory import ByRole
 from shardlab.trace.process_memory import Allocator
-from shardlab.vocabulary import Phase, SpanKind
+from shardlab.vocabulary import Phase, ProcessPart, SpanKind
 
 Row = dict[str, Any]
 Span = tuple[str, SpanKind, Mark, Mark]
@@ -77,6 +77,14 @@ def memory_rows(
         "time_ns": time_ns, "phase": phase, "where": where, "resident_bytes": resident_bytes, **asdict(allocator),
     }  # fmt: skip
     return [{**common, "role": role, "bytes": num_bytes} for role, num_bytes in allocator.complete(held).items()]
+
+
+def process_rows(parts: Mapping[ProcessPart, int], time_ns: int, phase: Phase, resident_bytes: int | None) -> list[Row]:
+    """One row per part of the process beside its tensors; none where they are not known."""
+    common = {
+        "time_ns": time_ns, "phase": phase, "where": PROCESS, "resident_bytes": resident_bytes, **asdict(Allocator()),
+    }  # fmt: skip
+    return [{**common, "role": part, "bytes": num_bytes} for part, num_bytes in parts.items()]
 
 
 def columns_of(rows: Sequence[Row]) -> Columns:

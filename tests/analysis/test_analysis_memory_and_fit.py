@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab.analysis import at_rest, fit_latency_bandwidth, peak, with_fit
+from shardlab.analysis import at_rest, fit_latency_bandwidth, peak, process_items, with_fit
 from shardlab.tables import MEMORY
 from shardlab.trace.process_memory import Allocator
 
@@ -45,6 +45,19 @@ def test_peak_is_one_moment_and_not_a_sum_of_maxima():
     )
     assert table.set_index("role")["bytes"].to_dict() == {"parameter": 60, "activation": 50}
     assert set(table["rank"]) == {1}
+
+
+def test_the_process_is_that_of_the_rank_which_holds_most_and_leaves_the_roles_as_they_are():
+    rows = [(rank, step, where, item, size + 10 * rank + step) for rank in (0, 1) for step in (0, 1)
+            for where, item, size in (("rest", "parameter", 100), ("process", "heap", 200))]  # fmt: skip
+    table = memory(*rows)
+    table["resident_bytes"] = (300 + 20 * table["rank"] + 2 * table["step"]).astype("Int64")
+    items = process_items(table)
+    assert items.set_index("item")["bytes"].to_dict() == {"parameter": 111, "heap": 211}
+    assert items["bytes"].sum() == items["resident_bytes"].iloc[0] == 322
+    assert set(items["rank"]) == {1}
+    assert at_rest(table)["role"].tolist() == ["parameter"]
+    assert process_items(table[:0]).empty
 
 
 @given(st.floats(1, 1e4), st.floats(0.01, 1e3))

@@ -7,6 +7,7 @@ from shardlab.plots.colours import (
     COLLECTIVE_COLOURS,
     INK,
     PALETTE,
+    PART_COLOURS,
     ROLE_COLOURS,
     SPAN_COLOURS,
     STRATEGY_COLOURS,
@@ -14,7 +15,7 @@ from shardlab.plots.colours import (
     run_colours,
 )
 from shardlab.plots.text import column_text, format_bytes, format_count, format_percent, format_us, significant, tick
-from shardlab.vocabulary import Collective, Role, SpanKind
+from shardlab.vocabulary import Collective, ProcessPart, Role, SpanKind
 
 # Machado, Oliveira and Fernandes 2009, severity 1: protanopia, deuteranopia, tritanopia, on linear RGB.
 DEFICIENCIES = {
@@ -24,7 +25,7 @@ DEFICIENCIES = {
     "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
 }
 TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
-WORDS = [*ROLE_COLOURS.values(), *COLLECTIVE_COLOURS.values(), *SPAN_COLOURS.values()]
+WORDS = [*ROLE_COLOURS.values(), *PART_COLOURS.values(), *COLLECTIVE_COLOURS.values(), *SPAN_COLOURS.values()]
 WHITE = np.array([0.95047, 1.0, 1.08883])
 
 
@@ -75,7 +76,8 @@ def test_every_word_has_one_colour_of_its_own():
     assert set(ROLE_COLOURS) == set(Role)
     assert set(COLLECTIVE_COLOURS) == set(Collective)
     assert set(SPAN_COLOURS) == set(SpanKind)
-    for colours in (ROLE_COLOURS, COLLECTIVE_COLOURS, SPAN_COLOURS):
+    assert set(PART_COLOURS) == set(ProcessPart)
+    for colours in (ROLE_COLOURS | PART_COLOURS, COLLECTIVE_COLOURS, SPAN_COLOURS):
         assert len(set(colours.values())) == len(colours)
 
 

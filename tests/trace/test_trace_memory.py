@@ -40,6 +40,7 @@ def scan(engine, train_step):
         Role.PARAMETER: sum(params.values()),
         Role.OPTIMIZER_STATE: sum(state.values()),
         Role.OTHER: sum(counters.values()),
+        "losses": sum(storages(train_step._losses).values()),
         "rest": sorted(rest.values()),
     }
 
@@ -59,11 +60,13 @@ def test_bytes_at_rest_equal_a_scan_by_the_garbage_collector(pools, tmp_path, st
                 assert recorded[role] == seen[role], (role, step)
             # Beside the gradients only the batch is alive, x [4, 6] and y [4, 5], and the norm before clipping.
             left = list(seen["rest"])
-            for known in (4 * 4 * 6, 4 * 4 * 5, 4):
+            nobodys = (4 * 4 * 6, 4 * 4 * 5, 4)
+            for known in nobodys:
                 left.remove(known)
             assert recorded[Role.GRADIENT] == sum(left), (left, step)
             assert recorded[Role.GRADIENT] >= sum(param.nbytes for param in outcome.params)
-            assert all(recorded[role] == 0 for role in set(Role) - set(ROLES))
+            assert recorded[Role.UNATTRIBUTED] == sum(nobodys) + seen["losses"], step
+            assert all(recorded[role] == 0 for role in set(Role) - {*ROLES, Role.UNATTRIBUTED})
 
 
 def test_a_storage_named_twice_counts_once():

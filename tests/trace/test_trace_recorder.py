@@ -389,4 +389,5 @@ def test_memory_at_rest_is_read_in_the_first_steps_and_then_at_every_sixteenth(t
         recorder.at_rest()
     recorder.finish_step(1.0, 1.0, 1.0, 1)
     writer.close()
-    assert (len(load_run(tmp_path).memory) == len(Role)) == (step < 2 or step % 16 == 0)
+    rows = load_run(tmp_path).memory
+    assert (len(rows[rows["where"] == "rest"]) == len(Role)) == (step < 2 or step % 16 == 0)
