@@ -14,6 +14,7 @@ from shardlab.plots.theme import finish, new_figure
 from shardlab.vocabulary import Collective
 
 SIDES = ("attempt", "wanted")
+MOST_TICKS = 8  # of an axis that is half as wide as a notebook
 SCALE = (BLUE, GREEN, SAND, ORANGE, PINK, VIOLET)
 
 
@@ -68,7 +69,8 @@ def held(table: pd.DataFrame, title: str, words: str) -> go.Figure:
         row=1, col=1,
     )  # fmt: skip
     figure.update_layout(showlegend=False)
-    figure.update_xaxes(title_text="column", matches="x")
+    num_columns = int(table["place"].max()) + 1
+    figure.update_xaxes(title_text="column", matches="x", tick0=0, dtick=-(-num_columns // MOST_TICKS))
     return _with_ranks(figure, table, f"{title}: {len(wrong)} of {sum(table['side'] == 'attempt')} numbers differ.")
 
 

@@ -44,6 +44,7 @@ def test_a_failure_is_a_sentence_a_table_and_two_figures(progress, capsys):
     values, messages = held_table(find(report.exercise), report), moved_table(report)
     assert values.groupby("rank")["differs"].sum().to_dict() == {0: 4, 1: 4}
     assert messages.groupby("side").size().to_dict() == {"attempt": 4, "wanted": 8}
+    assert held(values, "held", "an element").layout.xaxis.dtick == 1, "columns have whole numbers"
     for figure in (held(values, "held", "an element"), moved(messages, "moved")):
         assert {annotation.text for annotation in figure.layout.annotations} == {"your attempt", "wanted"}
     assert json.loads(progress.read_text())["collectives.ring_all_reduce"] == {
