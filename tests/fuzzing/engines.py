@@ -68,6 +68,11 @@ class EngineSpec:
         return dict(self.options).get("sharding") in ("shard_grad_op", "no_shard")
 
     @property
+    def has_replicas(self) -> bool:
+        """Whether the shards are on several ranks each."""
+        return "replica" in dict(self.axes)
+
+    @property
     def gathers(self) -> bool:
         """Whether a forward gathers parameters from other ranks."""
         sharding, axes = dict(self.options).get("sharding"), dict(self.axes)

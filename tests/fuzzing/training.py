@@ -219,7 +219,8 @@ class FailsAlone(Operation):
 
     Where a forward sends nothing, the user's loop tells the other ranks of an error in it, and none calls a backward.
     Where it gathers parameters the others wait for this rank, which begins again: then two collectives may meet. Over
-    gloo, which does not look at what meets, they would wait until time is up.
+    gloo, which does not look at what meets, they would wait until time is up; so would replicas of theirs, which see
+    nothing of what has met.
 
     Attributes:
         seed: of the rows.
@@ -236,7 +237,8 @@ class FailsAlone(Operation):
 
     def applies(self, world: World) -> bool:
         raises = any(block.kind == "overwrite" for block in world.ours.module_spec.blocks)  # on the other ranks too
-        return not (raises or (world.ours.spec.gathers and world.ours.spec.transport == "gloo"))
+        spec = world.ours.spec
+        return not (raises or (spec.gathers and (spec.transport == "gloo" or spec.has_replicas)))
 
     def ours(self, world: World) -> Seen:
         ours, fails = world.ours, world.rank == self.on % world.ours.spec.num_data_ranks
