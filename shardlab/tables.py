@@ -9,10 +9,12 @@ steps          one row per step and rank: loss, times, peaks
 =============  ==========================================================================
 
 Times are microseconds on one axis for all ranks of a host (``time.perf_counter_ns``, which is CLOCK_MONOTONIC and
-therefore shared), counted from the start of the run. Bytes are exact integers; ``wire_bytes`` is what this rank sends.
+therefore shared), counted from the start of the run. Bytes are exact integers; ``wire_bytes`` is what the algorithm
+needs this rank to send, ``moved_bytes`` what its transport sends.
 """
 
 from dataclasses import dataclass
+from math import nan
 
 import pandas as pd
 
@@ -24,6 +26,8 @@ class Column:
     name: str
     dtype: str
     meaning: str
+    optional: bool = False
+    """Whether a table may lack it, as older records do: then it is missing in every row."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +50,12 @@ class Table:
         """
         frame = pd.DataFrame(rows, columns=None if len(rows) else self.column_names)
         self.check(frame)
+        frame = frame.assign(**{name: nan for name in self.column_names if name not in frame.columns})
         return frame[self.column_names].astype({column.name: column.dtype for column in self.columns})
 
     def check(self, frame: pd.DataFrame) -> None:
         """Raise ValueError, naming the columns, unless ``frame`` has exactly the columns of this table."""
-        missing = [name for name in self.column_names if name not in frame.columns]
+        missing = [known.name for known in self.columns if not known.optional and known.name not in frame.columns]
         unknown = [name for name in frame.columns if name not in self.column_names]
         if missing or unknown:
             raise ValueError(
@@ -78,7 +83,10 @@ COLLECTIVES = Table(
         Column("dtype", "string", "element type, for example float32"),
         Column("numel", "Int64", "elements of the whole (unsharded) buffer"),
         Column("bytes", "Int64", "bytes of the whole (unsharded) buffer"),
-        Column("wire_bytes", "float64", "bytes this rank sends, by the ring formula"),
+        Column("wire_bytes", "float64", "bytes that the algorithm needs this rank to send, by the ring formula"),
+        Column(
+            "moved_bytes", "float64", "bytes that this rank's transport sends for it; NaN if not known", optional=True
+        ),
         Column("group_size", "Int64", "ranks that take part"),
         Column("transport", "string", "shared_memory, gloo, nccl, staged, or one of them with an emulated link"),
         Column("issue_us", "float64", "the caller issued it"),
@@ -142,7 +150,7 @@ STEPS = Table(
         Column("exposed_comm_us", "float64", "communication with no compute at the same time; NaN without any"),
         Column("overlap", "float64", "share of communication hidden by compute, 0 to 1; NaN without any"),
         Column("peak_bytes", "Int64", "highest live bytes in the step; NA where it was not traced"),
-        Column("wire_bytes", "float64", "bytes this rank sent in the step; NaN where its collectives were not watched"),
+        Column("wire_bytes", "float64", "sum of those of the step's collectives; NaN where these were not watched"),
         Column("num_tokens", "Int64", "tokens or samples this rank trained on"),
         Column("traced_memory", "boolean", "memory was traced in this step, which slows it: leave it out of timings"),
     ),

@@ -18,6 +18,7 @@ QUANTITIES = (
     "unattributed_bytes",
     "padding_bytes",
     "wire_bytes_per_step",
+    "moved_bytes_per_step",
     "recorder_share",
     "loss_first",
     "loss_last",

@@ -26,6 +26,7 @@ from shardlab.comm.torch_names import Caller, axis_of, backend_of, caller_of
 from shardlab.comm.torch_times import GLOO_THREADS, FutureTimes, HostTimes, Times, complete_waits
 from shardlab.comm.transports.base import Transport
 from shardlab.comm.trees import tensors_in
+from shardlab.partition.torch_gloo import moved_bytes
 from shardlab.vocabulary import Collective
 
 # Private: there is no public way to see the calls that DDP makes from C++.
@@ -147,6 +148,9 @@ class TorchCalls:
             self._forget(work)
 
     def _kernel(self, op: Any, verb: _Verb) -> Callable[..., Any]:
+        names = [argument.name for argument in op._schema.arguments]
+        root = names.index("root_rank") if "root_rank" in names else None
+
         def call(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
             tensors = list(tensors_in(args[verb.place]))
             group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
@@ -156,6 +160,7 @@ class TorchCalls:
                 return op.redispatch(keys & _BELOW, *args, **kwargs)
             # A barrier has a tensor only so that torch can tell the device.
             event = self._announce(sender, verb, [] if verb.op is Collective.BARRIER else tensors, caller)
+            event.torch_moves = _moved_bytes(sender, event, None if root is None else args[root])
             observers, result = sender.group.observers, None
 
             def send() -> dist.Work | None:
@@ -219,6 +224,11 @@ class TorchCalls:
         sent = self._sent.pop(work)
         if self._work_of.get(sent.output) is work:
             del self._work_of[sent.output]
+
+
+def _moved_bytes(sender: _Sender, event: CollectiveEvent, root: int | None) -> float:
+    group = sender.group
+    return moved_bytes(sender.backend, event.op, event.num_bytes, group.num_ranks, group.rank, root)
 
 
 class _Torchs:

@@ -47,6 +47,7 @@ class CollectiveEvent:
         scratch_bytes: bytes the transport holds between start and end beside the caller's buffers.
         storage: identity of the buffer's storage while it is alive, so that a memory ledger can tell what it is.
         source_line: ``file:line`` of the caller outside the library.
+        torch_moves: bytes this rank sends where a group of torch's own runs it (``partition.torch_gloo``), else None.
         ranks: the global ranks of the group.
         device_times: events at begin and end, where a stream ran it: whoever records resolves them after the step.
         device_wait: events of the computing stream before and after it waited; the host's own wait says nothing of it.
@@ -66,6 +67,7 @@ class CollectiveEvent:
     own_chunk_bytes: int | None = None
     scratch_bytes: int = 0
     storage: int = 0
+    torch_moves: float | None = None
     ranks: tuple[int, ...] = ()
     issue_ns: float = field(default_factory=perf_counter_ns)
     start_ns: float = nan
@@ -79,6 +81,16 @@ class CollectiveEvent:
     def wire_bytes(self) -> float:
         """Bytes this rank sends by the ring formula (``partition.wire``), worked out only where somebody asks."""
         return ring_wire_bytes(self.op, self.num_bytes, self.group_size, self.own_chunk_bytes)
+
+    @property
+    def moved_bytes(self) -> float:
+        """Bytes this rank's transport sends; NaN for NCCL, which does not say what it does.
+
+        The transports of this package send what the ring formula says; of a broadcast, on average over the ranks.
+        """
+        if self.torch_moves is not None:
+            return self.torch_moves
+        return nan if "nccl" in self.transport else self.wire_bytes
 
     @property
     def has_ended_on_stream(self) -> bool:

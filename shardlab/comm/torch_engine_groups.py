@@ -7,7 +7,7 @@ public way to have a group of one's own is a registered backend; ``torch_group``
 Issue and, where torch waits through Python, the wait are seen as they happen. Where C++ waits (DDP, at the end of
 backward) ``end_waits`` infers it. ``torch_times`` finds out when a collective began and ended. Torch's gloo groups
 hold a copy of the whole buffer in a reduce-scatter and an all-gather, as torch's own profiler shows (torch 2.11 and
-2.13): that is their ``scratch_bytes``.
+2.13): that is their ``scratch_bytes``. What they send is in ``partition.torch_gloo``.
 """
 
 from collections.abc import Callable
@@ -26,6 +26,7 @@ from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.process import Process, retire
 from shardlab.comm.torch_times import GLOO_THREADS, HostTimes, StreamTimes, Times, complete_waits
 from shardlab.comm.trees import tensors_in
+from shardlab.partition.torch_gloo import moved_bytes
 from shardlab.vocabulary import Collective
 
 BACKEND = "observed"
@@ -179,6 +180,8 @@ class TorchGroup(dist.ProcessGroup):
         scratch_bytes = sum(tensor.nbytes for tensor in whole) if self._is_gloo and verb.gloo_copies else 0
         tag = self._tag_of(verb.op)
         event = comm.announce(verb.op, whole, tag, scratch_bytes=scratch_bytes, transport=self._backend)
+        root = getattr(args[1], "rootRank", None) if len(args) > 1 else None
+        event.torch_moves = moved_bytes(self._backend, verb.op, event.num_bytes, comm.num_ranks, comm.rank, root)
         observers = comm.observers
         # The inner group does the work; torch gets a Work of ours, so that the wait can be seen. Never None, which NCCL
         # returns for ``async_op=False``: C++ cannot take it from a group written in Python.

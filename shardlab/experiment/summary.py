@@ -10,7 +10,7 @@ import pandas as pd
 from shardlab.analysis.memory import at_rest
 from shardlab.analysis.timed import hidden_share, timed_steps
 from shardlab.trace.store import Records
-from shardlab.vocabulary import Role
+from shardlab.vocabulary import Phase, Role
 
 REFERENCE = "single"
 # Sums in a different order differ in the last bits, and training carries the difference along.
@@ -19,6 +19,7 @@ LOSS_TOLERANCE = {"float32": 1e-4, "float64": 1e-9}
 JUDGED_STEPS = 10
 ROUNDED_LOSS_TOLERANCE = 0.05  # 16-bit compute rounds differently
 MB = 1e6
+MOVED = "moved_bytes_per_step"
 COLUMNS = {
     "strategy": ("strategy", 1),
     "ranks": ("ranks", 1),
@@ -33,6 +34,7 @@ COLUMNS = {
     "offloaded_bytes": ("offloaded (MB)", MB),
     "peak_bytes": ("peak (MB)", MB),
     "wire_bytes_per_step": ("sent (MB/step)", MB),
+    "moved_bytes_per_step": ("moved (MB/step)", MB),
 }
 PLANNED = {
     "strategy": ("strategy", 1),
@@ -56,6 +58,7 @@ TERMINAL = {
     "offloaded_bytes": ("host\nMB", MB),
     "peak_bytes": ("peak\nMB", MB),
     "wire_bytes_per_step": ("sent\nMB/step", MB),
+    "moved_bytes_per_step": ("moved\nMB/step", MB),
 }
 
 
@@ -65,8 +68,9 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     Times are medians over steps and ranks, without the first step and memory-traced steps if others remain;
     ``overlap`` is the median over ranks of ``analysis.timed.hidden_share``, over the same steps. Bytes are maxima over
     ranks, at rest after the last step in which they were sampled; ``peak_bytes`` is the highest moment of the traced
-    steps. ``wire_bytes_per_step`` is what the busiest rank sends in the last step, without the reported
-    loss. ``recorder_share`` is the time of recording over the time of the steps, on the rank where it is largest.
+    steps. ``wire_bytes_per_step`` is what the algorithm needs the busiest rank to send in the last step, without the
+    reported loss; ``moved_bytes_per_step`` is what the transport of the busiest rank sends for it, null if not known.
+    ``recorder_share`` is the time of recording over the time of the steps, on the rank where it is largest.
     ``max_loss_difference`` is against ``loss_reference``, and null without one; ``losses_equal`` judges the first
     ``JUDGED_STEPS`` steps, whose largest difference is ``judged_loss_difference``. If a loss of the run or of its
     reference is inf or NaN at any step, the differences are null and ``losses_equal`` is False, even without a
@@ -118,15 +122,27 @@ def readable_summary(summary: pd.DataFrame, columns: Mapping[str, tuple[str, flo
 
     Args:
         summary: rows of ``summary.json``.
-        columns: header and divisor of each column; bytes offloaded are left out if there are none.
+        columns: header and divisor of each column; bytes offloaded are left out if there are none. Where a transport
+            moves other bytes than the algorithm needs, both stand there, "to send" and "moved"; else one, "sent".
     """
-    return pd.DataFrame(
+    moves_others = _moves_others(summary)
+    empty = {"offloaded_bytes": not summary.get("offloaded_bytes", pd.Series()).any(), MOVED: not moves_others}
+    readable = pd.DataFrame(
         {
             label: summary[name] if divisor == 1 else summary[name].astype("Float64") / divisor
             for name, (label, divisor) in columns.items()
-            if name != "offloaded_bytes" or summary[name].any()
+            if not empty.get(name, False)
         }
     )
+    return readable.rename(columns=lambda label: label.replace("sent", "to send")) if moves_others else readable
+
+
+def _moves_others(summary: pd.DataFrame) -> bool:
+    """Whether some transport moves other bytes than the algorithm needs; of older runs it is not known."""
+    if MOVED not in summary.columns:
+        return False
+    moved, needed = (summary[name].astype("Float64") for name in (MOVED, "wire_bytes_per_step"))
+    return bool(((moved - needed).abs() > 0.5).any())
 
 
 def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: str) -> dict[str, Any]:
@@ -186,8 +202,17 @@ def _bytes(run: str, rest: pd.DataFrame, records: Records) -> dict[str, Any]:
         "unattributed_bytes": held.get(Role.UNATTRIBUTED, 0),
         "padding_bytes": int(records.manifests[run]["padding_bytes"]),
         "wire_bytes_per_step": float(last["wire_bytes"].max()),
+        MOVED: _moved(records, run, int(last["step"].iloc[0])),
         "recorder_share": _number(records.manifests[run]["recorder_share"]),
     }
+
+
+def _moved(records: Records, run: str, step: int) -> float | None:
+    """What the transport of the busiest rank sends in a step; None if a transport does not say."""
+    table = records.collectives
+    sent = table[(table["run"] == run) & (table["step"] == step) & (table["phase"] != str(Phase.METRICS))]
+    by_rank = sent.groupby("rank")["moved_bytes"].agg(lambda moved: moved.sum(skipna=False))
+    return _number(by_rank.max(skipna=False)) if len(by_rank) else 0.0
 
 
 def _number(value: Any, factor: float = 1.0) -> float | None:

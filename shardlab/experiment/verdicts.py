@@ -14,7 +14,7 @@ SAME_SUM = 1e-4  # relative
 
 def verdicts(comparison: Comparison) -> list[str]:
     """What a comparison shows, in sentences."""
-    kinds = (agreement_verdict, verdict, alone_verdict, plan_verdict, transport_verdict)
+    kinds = (agreement_verdict, verdict, alone_verdict, plan_verdict, traffic_verdict, transport_verdict)
     said = (kind(comparison) for kind in kinds)
     return [sentence for sentence in said if sentence]
 
@@ -110,6 +110,17 @@ def plan_verdict(comparison: Comparison) -> str:
     unplanned = comparison.summary.loc[comparison.summary["as_planned"].isna(), "strategy"]
     besides = f" ({', '.join(unplanned)}: not planned)" if len(unplanned) else ""
     return f"Bytes at rest of every role and rank, and every message of a step, are those of the plan{besides}."
+
+
+def traffic_verdict(comparison: Comparison) -> str:
+    """One sentence if a strategy's transport moves more than its algorithm needs; else empty."""
+    sent = comparison.records.collectives
+    sent = sent[sent["phase"] != str(Phase.METRICS)].groupby("run", sort=False)[["moved_bytes", "wire_bytes"]].sum()
+    factors = sent["moved_bytes"] / sent["wire_bytes"]
+    more = [f"{run} {factor:.2f} times" for run, factor in factors.items() if factor > 1 + SAME_SUM]
+    if not more:
+        return ""
+    return f"{', '.join(more)} moves what the algorithm needs: torch's gloo reduce-scatters by a whole all-reduce."
 
 
 def transport_verdict(comparison: Comparison) -> str:

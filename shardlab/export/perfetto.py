@@ -36,7 +36,19 @@ from shardlab.vocabulary import WHOLE_MODEL, Role
 
 STEPS, MODEL, UNITS, HOST, FIRST_AXIS = range(5)
 NAMES = {STEPS: "steps", MODEL: "model", UNITS: "units", HOST: "host"}
-DETAILS = ("op", "phase", "dtype", "numel", "bytes", "wire_bytes", "group_size", "transport", "step", "seq")
+DETAILS = (
+    "op",
+    "phase",
+    "dtype",
+    "numel",
+    "bytes",
+    "wire_bytes",
+    "moved_bytes",
+    "group_size",
+    "transport",
+    "step",
+    "seq",
+)
 
 Arrow = tuple[str, tuple[int, int, float], tuple[int, int, float]]
 Rows = list[dict[Any, Any]]

@@ -92,7 +92,8 @@ def _collective(seq: int, moved: Moved, origin_us: float, steps: _Steps) -> Row:
     return {
         "step": steps.at(moved.issue_us - origin_us), "seq": seq, "axis": moved.axis, "op": moved.op, "tag": moved.tag,
         "phase": PHASES[moved.kind], "dtype": moved.dtype, "numel": moved.numel, "bytes": moved.num_bytes,
-        "wire_bytes": moved.wire_bytes, "group_size": moved.group_size, "transport": moved.transport,
+        "wire_bytes": moved.wire_bytes, "moved_bytes": moved.moved_bytes, "group_size": moved.group_size,
+        "transport": moved.transport,
         "issue_us": moved.issue_us - origin_us, "start_us": moved.start_us - origin_us,
         "end_us": moved.end_us - origin_us, "wait_start_us": np.nan, "wait_end_us": np.nan,
     }  # fmt: skip

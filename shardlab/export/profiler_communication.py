@@ -7,6 +7,7 @@ from typing import Any
 
 from shardlab.export.kineto import RankTrace, Slice, collective_of, dtype_of
 from shardlab.export.profiler_compute import KERNEL, Kinds, Launches, issues
+from shardlab.partition.torch_gloo import moved_bytes
 from shardlab.partition.wire import ring_wire_bytes
 from shardlab.vocabulary import Collective, MeshAxis, SpanKind
 
@@ -34,10 +35,17 @@ class Moved:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes this rank sent, by the ring formula; NaN if size or group are unknown."""
+        """Bytes this rank had to send, by the ring formula; NaN if size or group are unknown."""
         if self.num_bytes is None or self.group_size is None:
             return float("nan")
         return ring_wire_bytes(self.op, self.num_bytes, self.group_size)
+
+    @property
+    def moved_bytes(self) -> float:
+        """Bytes this rank sent, on average over the ranks, since a trace names no root; NaN if unknown."""
+        if self.num_bytes is None or self.group_size is None:
+            return float("nan")
+        return moved_bytes(self.transport, self.op, self.num_bytes, self.group_size)
 
 
 def communication(trace: RankTrace) -> list[Moved]:

@@ -19,7 +19,7 @@ COSTS: dict[str, tuple[str, Callable[[float], str]]] = {
     "parameter_bytes": ("parameters", format_bytes),
     "gradient_bytes": ("gradients", format_bytes),
     "optimizer_bytes": ("optimizer state", format_bytes),
-    "wire_bytes_per_step": ("bytes sent", format_bytes),
+    "wire_bytes_per_step": ("bytes to send", format_bytes),
 }
 NAMED_CHANGE = 0.5  # percent: smaller changes count as none
 

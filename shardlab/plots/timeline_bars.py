@@ -183,13 +183,20 @@ def describe_collective(row: Row) -> str:
     waited = all(pd.notna(row[name]) for name in ("wait_start_us", "wait_end_us"))
     lines = [
         f"<b>{row['op']}</b>: {row['tag']}, rank {row['rank']} of {row['group_size']} on {row['axis']}",
-        f"{format_bytes(float(row['bytes']))} {row['dtype']}, sends {format_bytes(float(row['wire_bytes']))}",
+        f"{format_bytes(float(row['bytes']))} {row['dtype']}, {_sent(row)}",
         f"took {_length(row, 'start_us', 'end_us')}" + ("" if np.isnan(speed) else f", bus {speed:.3g} GB/s"),
         f"queued {_length(row, 'issue_us', 'start_us')}",
         f"the rank waited {_length(row, 'wait_start_us', 'wait_end_us')}" if waited else "the rank never waited for it",
         f"transport {row['transport']}, issued in {row['phase']}",
     ]
     return "<br>".join(lines)
+
+
+def _sent(row: Row) -> str:
+    needed, moved = float(row["wire_bytes"]), float(row.get("moved_bytes", np.nan))
+    if abs(moved - needed) >= 1:  # not if it is not known
+        return f"has to send {format_bytes(needed)}, sends {format_bytes(moved)}"
+    return f"sends {format_bytes(needed)}"
 
 
 def _length(row: Row, start: str, end: str) -> str:

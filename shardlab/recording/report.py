@@ -36,7 +36,7 @@ COLUMNS = {
     **{name: COMPARED[name] for name in _FIRST},
     "buffer_bytes": ("buckets (MB)", MB),
     "unattributed_bytes": ("unattributed (MB)", MB),
-    **{name: COMPARED[name] for name in ("peak_bytes", "wire_bytes_per_step")},
+    **{name: COMPARED[name] for name in ("peak_bytes", "wire_bytes_per_step", "moved_bytes_per_step")},
     "recorder_share": ("recording (%)", 0.01),
 }
 CAPTION = (

@@ -119,7 +119,8 @@ def _tables(entry: Entry) -> dict[str, Columns]:
 
 def _whole(table: Table, columns: Columns, keys: Mapping[str, Any]) -> Columns:
     count = len(next(iter(columns.values())))
-    columns = {**{name: [value] * count for name, value in keys.items()}, **columns}
+    absent = {column.name: [nan] * count for column in table.columns if column.optional}
+    columns = {**absent, **{name: [value] * count for name, value in keys.items()}, **columns}
     return {name: columns[name] for name in table.column_names}
 
 

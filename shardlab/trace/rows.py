@@ -17,7 +17,7 @@ Row = dict[str, Any]
 Span = tuple[str, SpanKind, Mark, Mark]
 """A unit at work from one mark of the clock to another."""
 
-_FACTS = ("axis", "op", "tag", "dtype", "numel", "bytes", "wire_bytes", "group_size", "transport")
+_FACTS = ("axis", "op", "tag", "dtype", "numel", "bytes", "wire_bytes", "moved_bytes", "group_size", "transport")
 _TIMES = ("issue_ns", "start_ns", "end_ns", "wait_start_ns", "wait_end_ns")
 _facts_of = attrgetter(*("num_bytes" if name == "bytes" else name for name in _FACTS))
 _times_of = attrgetter(*_TIMES)

@@ -11,7 +11,10 @@ from shardlab.experiment.saved import fields_of
 from shardlab.experiment.summary import COLUMNS, readable_summary
 from shardlab.widgets.past_run import PastRun, State
 
-COSTS = ("strategy", "loss_last", "step_ms", "exposed_comm_ms", "overlap", "peak_bytes", "wire_bytes_per_step")
+COSTS = (
+    "strategy", "loss_last", "step_ms", "exposed_comm_ms", "overlap", "peak_bytes", "wire_bytes_per_step",
+    "moved_bytes_per_step",
+)  # fmt: skip
 # Names of options where they are shown; the others are shown as they are.
 WORDS = {
     "strategies": "strategy", "bucket_mib": "bucket (MiB)", "seq_len": "sequence", "learning_rate": "learning rate",
