@@ -108,7 +108,7 @@ def diff(
 
 def print_result(comparison: "Comparison", config: "CompareConfig", report: Path) -> None:
     """Print the table of a comparison, its verdicts, and the path of its report."""
-    from shardlab.experiment.verdicts import verdicts
+    from shardlab.experiment.verdicts import peak_note, verdicts
 
     console = Console(highlight=False)
     table, left_out = _result_table(comparison, config, console)
@@ -116,6 +116,8 @@ def print_result(comparison: "Comparison", config: "CompareConfig", report: Path
     console.print(NOTE, style="dim")
     if left_out:
         console.print(f"Left out for lack of width: {', '.join(left_out)}; the report has all columns.", style="dim")
+    if note := peak_note(comparison.summary):
+        console.print(note, style="dim")
     console.print(*verdicts(comparison))
     console.print(f"Report: {report}", soft_wrap=True)
 

@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 
 from shardlab.analysis.causal_graph import NoHostWaitsError
 from shardlab.analysis.critical_path import ALL, critical_path, what_if_free
+from shardlab.analysis.in_flight import traced_and_ordinary
 from shardlab.analysis.memory import allocator_items, peak
 from shardlab.analysis.overlap import COMPUTE_KINDS, overlap
 from shardlab.analysis.timed import in_timed_steps, timed_steps
@@ -39,7 +40,8 @@ from shardlab.vocabulary import Collective, Phase, Role, SpanKind
 HIDDEN = "Exposed communication lengthens the step; hidden communication slows compute if no core is idle."
 PEAK = (
     "Where the peak of the traced step was: the rank with the highest peak, the unit that computed, and the live bytes "
-    "at that moment by role."
+    "at that moment by role. In flight: the most bytes of collectives under way at once in this step, and in an "
+    "ordinary one, where compute is faster; where the two differ, so may the peak of an ordinary step."
 )
 ALLOCATOR = (
     "What torch's CUDA allocator holds after the last step, on the rank that holds the most: the items add up to its "
@@ -153,7 +155,10 @@ def _middle_step(steps: pd.DataFrame) -> int:
 
 
 def peak_table(records: Records) -> pd.DataFrame:
-    """Rank, unit and phase of each run's peak, and the bytes of each role at that moment, which add up to it."""
+    """Rank, unit and phase of each run's peak, and the bytes of each role at that moment, which add up to it.
+
+    Beside it stands what was in flight at most in this step and in ordinary ones.
+    """
     rows = peak(records.memory)
     rows = rows[rows["role"] != str(Role.OFFLOADED)]
     wide = rows.pivot_table(
@@ -162,7 +167,10 @@ def peak_table(records: Records) -> pd.DataFrame:
     held = [str(role) for role in Role if role in wide.columns and wide[role].any()]
     table = wide[held].assign(all=wide.sum(axis=1)) / 1e6
     names = {role: f"{role.replace('_', ' ')} (MB)" for role in (*held, "all")} | {"run": "strategy"}
-    return table.reset_index().rename(columns=names).rename_axis(columns=None)
+    flights = traced_and_ordinary(records.collectives, records.steps) / 1e6
+    flights = flights.set_axis(["in flight (MB)", "in flight in ordinary steps (MB)"], axis=1)
+    table = table.reset_index().merge(flights, left_on="run", right_index=True, how="left")
+    return table.rename(columns=names).rename_axis(columns=None)
 
 
 def allocator_table(records: Records) -> pd.DataFrame:

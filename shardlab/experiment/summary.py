@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from shardlab.analysis.in_flight import traced_and_ordinary
 from shardlab.analysis.memory import at_rest
 from shardlab.analysis.timed import hidden_share, timed_steps
 from shardlab.trace.store import Records
@@ -70,6 +71,8 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     ranks, at rest after the last step in which they were sampled; ``peak_bytes`` is the highest moment of the traced
     steps. ``wire_bytes_per_step`` is what the algorithm needs the busiest rank to send in the last step, without the
     reported loss; ``moved_bytes_per_step`` is what the transport of the busiest rank sends for it, null if not known.
+    ``in_flight_bytes`` are the most bytes of collectives under way at once in an ordinary step,
+    ``traced_in_flight_bytes`` in the traced one, that of the peak (``analysis.in_flight``); null where there was none.
     ``recorder_share`` is the time of recording over the time of the steps, on the rank where it is largest.
     ``max_loss_difference`` is against ``loss_reference``, and null without one; ``losses_equal`` judges the first
     ``JUDGED_STEPS`` steps, whose largest difference is ``judged_loss_difference``. If a loss of the run or of its
@@ -79,11 +82,14 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     losses = {str(run): own.groupby("step")["loss"].first() for run, own in records.steps.groupby("run", sort=False)}
     rest = at_rest(records.memory).pivot_table(index="run", columns="role", values="bytes", aggfunc="max")
     hidden = hidden_share(records.collectives, records.spans, records.steps).groupby("run")["overlap"].median()
+    flights = traced_and_ordinary(records.collectives, records.steps)
     return [
         {
             **_training(run, losses, records, dtype),
             **_times(records.steps[records.steps["run"] == run], hidden.get(run)),
             **_bytes(run, rest, records),
+            "traced_in_flight_bytes": _number(flights.at[run, "traced_bytes"]),
+            "in_flight_bytes": _number(flights.at[run, "ordinary_bytes"]),
         }
         for run in losses
     ]

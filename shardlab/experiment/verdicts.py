@@ -10,6 +10,7 @@ from shardlab.experiment.summary import JUDGED_STEPS, REFERENCE, differs_by_rank
 from shardlab.vocabulary import HostTransport, MeshAxis, Phase
 
 SAME_SUM = 1e-4  # relative
+SAME_PEAK = 0.01  # of a peak: what is less does not change how it reads
 
 
 def verdicts(comparison: Comparison) -> list[str]:
@@ -132,6 +133,23 @@ def transport_verdict(comparison: Comparison) -> str:
     return (
         f"Times compare more than engines: {ours} sent through shared memory, {theirs} over gloo; "
         "with transport=gloo all do."
+    )
+
+
+def peak_note(summary: pd.DataFrame) -> str:
+    """What is known of ordinary peaks, where the traced step had other collectives in flight; else empty."""
+    sizes = ["traced_in_flight_bytes", "in_flight_bytes", "peak_bytes"]
+    known = summary.dropna(subset=sizes).set_index("strategy")[sizes].astype("float64") / 1e6
+    differ = (known["traced_in_flight_bytes"] - known["in_flight_bytes"]).abs() > SAME_PEAK * known["peak_bytes"]
+    parts = [
+        f"{strategy} {traced:.2f} MB, ordinary steps {ordinary:.2f} MB (peak {peak:.2f} MB)"
+        for strategy, (traced, ordinary, peak) in zip(known.index[differ], known[differ].to_numpy(), strict=True)
+    ]
+    if not parts:
+        return ""
+    return (
+        "Peaks are those of a traced step, which computes more slowly: it had other collectives in flight than "
+        f"ordinary steps, whose peak may differ by as much. In flight at most: {'; '.join(parts)}."
     )
 
 

@@ -123,13 +123,19 @@ def test_wire_bytes_are_2p_times_n_minus_1_over_n(comparison):
 
 
 def test_the_peak_by_role_adds_up_to_the_peak(comparison):
-    _, result, _ = comparison
+    config, result, _ = comparison
     table = peak_table(result.records).set_index("strategy")
-    roles = table.drop(columns=["rank", "unit", "phase", "all (MB)"])
+    flights = ["in flight (MB)", "in flight in ordinary steps (MB)"]
+    roles = table.drop(columns=["rank", "unit", "phase", "all (MB)", *flights])
     assert roles.sum(axis=1).to_numpy() == pytest.approx(table["all (MB)"].to_numpy())
     assert (roles > 0).any().all()  # a role that nobody holds has no column
     for strategy in STRATEGIES:
-        assert table.loc[strategy, "all (MB)"] == row_of(result, strategy)["peak_bytes"] / 1e6
+        row = row_of(result, strategy)
+        assert table.loc[strategy, "all (MB)"] == row["peak_bytes"] / 1e6
+        assert table.loc[strategy, flights[0]] == row["traced_in_flight_bytes"] / 1e6
+    assert table.loc["single", flights].tolist() == [0, 0]
+    whole = width(config) * numel(config) / 1e6  # ddp sends every gradient at once, and waits at the end
+    assert 0 < table.loc["ddp", flights[1]] <= whole
 
 
 def test_the_first_broadcast_is_recorded_but_in_no_step(comparison):

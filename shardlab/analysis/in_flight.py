@@ -1,0 +1,76 @@
+"""How many bytes of collectives are under way at once, in the step whose memory was traced and in ordinary ones.
+
+Tracing memory slows compute, not communication. So at its peak a traced step may hold other buffers, and other copies
+of them in the transport, than an ordinary step does, whose peak is not known on a CPU. When each collective was under
+way is known of every step: where that differs, the peaks may differ too.
+"""
+
+import numpy as np
+import pandas as pd
+
+from shardlab.analysis.rows import KEYS, numbers, positions
+from shardlab.analysis.timed import timed_steps
+from shardlab.tables import COLLECTIVES, STEPS
+from shardlab.vocabulary import Phase
+
+
+def in_flight(collectives: pd.DataFrame) -> pd.DataFrame:
+    """The most bytes under way at once in each step of each rank.
+
+    A collective is under way, with the bytes of its whole buffer, from its issue until it has ended and the caller has
+    waited for it. What reports the loss does not count.
+
+    Args:
+        collectives: table ``collectives``.
+
+    Returns:
+        ``run``, ``source``, ``rank``, ``step``, ``in_flight_bytes``; steps without collectives have no row.
+
+    Raises:
+        ValueError: a column is missing.
+    """
+    COLLECTIVES.check(collectives)
+    rows = collectives[collectives["phase"] != str(Phase.METRICS)]
+    begins, sizes = numbers(rows, "issue_us"), numbers(rows, "bytes")
+    ends = np.fmax(numbers(rows, "end_us"), numbers(rows, "wait_end_us"))  # (nobody may have waited: NaN)
+    found = [(*key, _most(begins[here], ends[here], sizes[here])) for key, here in positions(rows).items()]
+    return pd.DataFrame(found, columns=[*KEYS, "in_flight_bytes"])
+
+
+def traced_and_ordinary(collectives: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """What was in flight at most, on the rank with the most: in the traced step, and in an ordinary one.
+
+    Args:
+        collectives: table ``collectives``.
+        steps: table ``steps``.
+
+    Returns:
+        By run: ``traced_bytes``, and ``ordinary_bytes``, the median over the steps whose times count; NaN where there
+        was no such step.
+
+    Raises:
+        ValueError: a column is missing.
+    """
+    STEPS.check(steps)
+    known = (
+        steps[[*KEYS, "traced_memory"]]
+        .merge(in_flight(collectives), on=KEYS, how="left")
+        .fillna({"in_flight_bytes": 0})
+    )
+    by_step = known.groupby(["run", "step", "traced_memory"], sort=False)["in_flight_bytes"].max().reset_index()
+    traced = by_step[by_step["traced_memory"]]
+    counts = timed_steps(steps)[["run", "step"]].drop_duplicates()
+    ordinary = by_step[~by_step["traced_memory"]].merge(counts, on=["run", "step"])
+    return pd.DataFrame(
+        {
+            "traced_bytes": traced.groupby("run", sort=False)["in_flight_bytes"].max(),
+            "ordinary_bytes": ordinary.groupby("run", sort=False)["in_flight_bytes"].median(),
+        }
+    ).rename_axis("run")
+
+
+def _most(begins: np.ndarray, ends: np.ndarray, sizes: np.ndarray) -> float:
+    """The highest sum of sizes at one time; what ends when another begins is no longer there."""
+    times = np.concatenate((ends, begins))
+    changes = np.concatenate((-sizes, sizes))
+    return float(np.cumsum(changes[np.argsort(times, kind="stable")]).max(initial=0.0))
