@@ -52,6 +52,7 @@ def traced_and_ordinary(collectives: pd.DataFrame, steps: pd.DataFrame) -> pd.Da
         ValueError: a column is missing.
     """
     STEPS.check(steps)
+    steps = steps.dropna(subset="wire_bytes")  # of a recorded script, not every step's collectives are watched
     known = (
         steps[[*KEYS, "traced_memory"]]
         .merge(in_flight(collectives), on=KEYS, how="left")

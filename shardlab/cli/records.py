@@ -53,7 +53,7 @@ def report(directory: Directory, json: AsJson = False) -> None:
     comparison, config = load_saved(directory)
     path = write_report(comparison, config)
     if json:
-        _print_json(comparison.summary)
+        print_json(comparison.summary)
     else:
         print_result(comparison, config, path)
 
@@ -99,7 +99,7 @@ def diff(
         return
     difference = Difference(load_saved(first), load_saved(second))
     if json:
-        _print_json(difference.table)
+        print_json(difference.table)
     else:
         _print_difference(difference)
     if not difference.losses_equal:
@@ -131,13 +131,13 @@ def _report_recorded(directory: Path, json: bool) -> None:
     recorded = load_recorded(directory)
     path = write_report(recorded)
     if json:
-        _print_json(recorded.summary)
+        print_json(recorded.summary)
         return
     console = Console(highlight=False)
     shown = readable_summary(recorded.summary, COLUMNS)
     upright = shown.T.reset_index().set_axis(["quantity", "value"], axis=1)
     texts = upright.assign(value=[column_text(shown[name])[0] for name in shown.columns])
-    console.print(_table(texts, "", 2, right=("value",)))
+    console.print(table_of(texts, "", 2, right=("value",)))
     console.print(caption(recorded), style="dim")
     console.print(lead(recorded), soft_wrap=True)
     console.print(f"Report: {path}", soft_wrap=True)
@@ -155,7 +155,7 @@ def _diff_recorded(first: Path, second: Path, json: bool) -> None:
     )
     table = differences(one, other, pairs_of(list(one["strategy"]), list(other["strategy"])))
     if json:
-        _print_json(table)
+        print_json(table)
         return
     _print_quantities(readable(table))
     Console(highlight=False).print("Losses were not compared: a script was recorded, and its data are not known.")
@@ -169,12 +169,12 @@ def _result_table(comparison: "Comparison", config: "CompareConfig", console: Co
     title = f"{config.title}, {count(config.ranks, 'rank')}, {count(steps, 'step')}"
     gap = 2 if console.width >= ROOMY else 0  # besides the one space between columns
     columns, left_out = dict(TERMINAL), list[str]()
-    table = _table(readable_summary(comparison.summary, columns), title, gap)
+    table = table_of(readable_summary(comparison.summary, columns), title, gap)
     for name in DISPENSABLE:
         if Measurement.get(console, console.options.update(max_width=UNBOUNDED), table).maximum <= console.width:
             break
         left_out.append(columns.pop(name)[0].replace("\n", " "))
-        table = _table(readable_summary(comparison.summary, columns), title, gap)
+        table = table_of(readable_summary(comparison.summary, columns), title, gap)
     return table, left_out
 
 
@@ -189,7 +189,7 @@ def _print_quantities(readable: pd.DataFrame) -> None:
     console = Console(highlight=False)
     for strategy, rows in readable.groupby("strategy", sort=False):
         texts = pd.DataFrame([_texts(row) for row in rows.to_dict("records")])
-        console.print(_table(texts, str(strategy), 2, right=("first", "second", "difference", "ratio")))
+        console.print(table_of(texts, str(strategy), 2, right=("first", "second", "difference", "ratio")))
 
 
 def _texts(row: Mapping[Hashable, Any]) -> dict[str, str]:
@@ -203,7 +203,7 @@ def _texts(row: Mapping[Hashable, Any]) -> dict[str, str]:
     return {"quantity": row["quantity"], "first": texts[0], "second": texts[1], "difference": texts[2], "ratio": ratio}
 
 
-def _table(shown: pd.DataFrame, title: str, gap: int, right: Collection[str] = ()) -> Table:
+def table_of(shown: pd.DataFrame, title: str, gap: int, right: Collection[str] = ()) -> Table:
     """A table for the terminal; numbers and the columns ``right`` are aligned right."""
     from shardlab.plots.text import column_text
 
@@ -219,7 +219,7 @@ def _table(shown: pd.DataFrame, title: str, gap: int, right: Collection[str] = (
     return table
 
 
-def _print_json(table: pd.DataFrame) -> None:
+def print_json(table: pd.DataFrame) -> None:
     """Print rows as JSON; missing, infinite and NaN values are null."""
     rows = [
         {str(name): None if pd.isna(value) or value in (inf, -inf) else value for name, value in row.items()}

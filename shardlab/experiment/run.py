@@ -25,6 +25,7 @@ from shardlab.experiment.workload import seeded
 from shardlab.launch import current
 from shardlab.partition.wire import Link
 from shardlab.trace.clock import Origins, clock_for, own_origin_ns
+from shardlab.trace.memory import LiveTensors
 from shardlab.trace.recorder import Recorder, sampled_at_rest
 from shardlab.trace.rows import Row
 from shardlab.trace.store import RunWriter
@@ -70,6 +71,8 @@ class RankRun:
     def __init__(self, config: CompareConfig, engine: Engine, recorder: Recorder) -> None:
         self.engine, self.recorder = engine, recorder
         self.not_finite: int | None = None
+        self.shards: list[Row] = []
+        """Who held what when memory was last read: after a step, while gradients were still there."""
         self._config, workload = config, config.trained
         self._batches = batches_of(
             workload, engine.data_rank, engine.num_data_ranks, config.seed, config.global_batch // config.accumulation
@@ -84,6 +87,11 @@ class RankRun:
             max_norm=config.clip, scheduler=scheduler,
             scaler=GradScaler() if config.scales_loss(engine.name) else None, recorder=recorder,
         )  # fmt: skip
+
+    def live_tensors(self) -> LiveTensors:
+        """The engine's tensors by role, for the recorder, which asks when it reads memory."""
+        self.shards = shard_rows(self.engine)
+        return self.engine.live_tensors()
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint; collective."""
@@ -149,10 +157,11 @@ def recorded_run(
         recorder = Recorder(writer, clock_for(mesh.device), origin_ns, device=mesh.device)
         stack.enter_context(mesh.observed_by(recorder))
         engine = stack.enter_context(_engine(config, strategy, mesh))
-        recorder.live_tensors = engine.live_tensors
         for hook in watch_units(engine.module, recorder, config.wrap_policy):
             stack.callback(hook.remove)
-        yield RankRun(config, engine, recorder)
+        run = RankRun(config, engine, recorder)
+        recorder.live_tensors = run.live_tensors
+        yield run
 
 
 def run_strategy(
@@ -185,7 +194,7 @@ def run_strategy(
                 current().emit(Progress(strategy, step, result.loss))
             if config.save_every and ((step + 1) % config.save_every == 0 or step + 1 == config.steps):
                 run.save(checkpoint_directory(directory.parents[1], strategy))
-        run.recorder.write_shards(_shard_rows(run.engine))
+        run.recorder.write_shards(run.shards)
         return RankReport(run.recorder.cost_share, run.engine.padding_bytes, run.not_finite, known)
 
 
@@ -220,7 +229,8 @@ def _engine(config: CompareConfig, strategy: str, mesh: BaseMesh) -> Engine:
     return build_engine(strategy, model, workload.optimizer, mesh, **options)
 
 
-def _shard_rows(engine: Engine) -> list[Row]:
+def shard_rows(engine: Engine) -> list[Row]:
+    """The engine's pieces as rows of table ``shards``, without run, rank and step."""
     return [
         {
             "parameter": row.parameter, "shape": "x".join(map(str, row.shape)), "role": row.role,

@@ -82,7 +82,7 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     losses = {str(run): own.groupby("step")["loss"].first() for run, own in records.steps.groupby("run", sort=False)}
     rest = at_rest(records.memory).pivot_table(index="run", columns="role", values="bytes", aggfunc="max")
     hidden = hidden_share(records.collectives, records.spans, records.steps).groupby("run")["overlap"].median()
-    flights = traced_and_ordinary(records.collectives, records.steps)
+    flights = traced_and_ordinary(records.collectives, records.steps).reindex(list(losses))
     return [
         {
             **_training(run, losses, records, dtype),
@@ -208,7 +208,7 @@ def _bytes(run: str, rest: pd.DataFrame, records: Records) -> dict[str, Any]:
         "unattributed_bytes": held.get(Role.UNATTRIBUTED, 0),
         "padding_bytes": int(records.manifests[run]["padding_bytes"]),
         "wire_bytes_per_step": float(last["wire_bytes"].max()),
-        MOVED: _moved(records, run, int(last["step"].iloc[0])),
+        MOVED: None if last.empty else _moved(records, run, int(last["step"].iloc[0])),
         "recorder_share": _number(records.manifests[run]["recorder_share"]),
     }
 

@@ -4,6 +4,7 @@ from shardlab.lab.event_log import EventLog, collectives_table, log_collectives
 from shardlab.lab.fit import RunPlan, fit_of, kept_for_backward, readable_fit
 from shardlab.lab.interleaved import run_interleaved
 from shardlab.lab.memory import gathered_table, saved_for_backward, unit_bytes, watch_gathered
+from shardlab.lab.modules import modules_table
 from shardlab.lab.sweeps import bucket_sweep, message_sweep
 from shardlab.lab.terminal import terminal
 from shardlab.lab.traced_step import trace_step
@@ -48,6 +49,7 @@ __all__ = [
     "message_gains",
     "message_sweep",
     "message_verdicts",
+    "modules_table",
     "parts_verdict",
     "pay_off_verdict",
     "prediction_verdict",

@@ -40,6 +40,29 @@ def shardlab(*arguments):
     return result
 
 
+def test_bytes_at_rest_by_module(finished):
+    def at(number, *options):
+        said = shardlab("modules", finished, "--strategy", "zero1", "--rank", number, "--json", *options)
+        return {row["module"]: row for row in json.loads(said.output)}
+
+    by_rank = [at(0), at(1)]
+    for own, shallow in zip(by_rank, (at(0, "--depth", 1), at(1, "--depth", 1)), strict=True):
+        assert sum(row["bytes"] for row in own.values()) == sum(row["bytes"] for row in shallow.values())
+        model = [row for name, row in own.items() if not name.startswith("(")]
+        assert all(row["gradient_bytes"] == row["parameter_bytes"] > 0 for row in model)
+    state = sum(row["optimizer_bytes"] for own in by_rank for row in own.values())
+    assert state == pytest.approx(2 * sum(row["parameter_bytes"] for row in by_rank[0].values()), rel=1e-3)  # padding
+    printed = shardlab("modules", finished, "--strategy", "zero1").output
+    assert "zero1, rank 0, at rest" in printed
+    assert "In all" in printed
+    for wrong, message in (
+        (("--strategy", "x"), "strategy: x; "), ((), "strategy: none given; "),
+        (("--strategy", "zero1", "--rank", 7), "rank: 7 is not one of 0, 1"),
+        (("--strategy", "zero1", "--depth", 0), "depth: 0 is below 1"),
+    ):  # fmt: skip
+        assert message in shardlab("modules", finished, *wrong).output
+
+
 def heads(output):
     return [line.split()[0] for line in output.splitlines() if line.strip()]
 

@@ -1,0 +1,202 @@
+"""Which lines of code made what is alive at the peak: the stacks of all allocations in a ``with`` block, on demand.
+
+    with allocation_stacks("cpu") as made:
+        step()
+    made.at_peak()                     # bytes alive at the highest moment, by the line that made them
+    made.save("peak.pickle")           # for https://pytorch.org/memory_viz
+
+On CUDA it is torch's own recording, of every block of the caching allocator. On the CPU torch has none: a dispatch mode
+sees the storages that operations of this thread make, by weak references also when they are freed, and writes the same
+form. What was made before the block is in neither. It makes a step several times as slow: not for timings.
+"""
+
+import contextlib
+import os
+import pickle
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+import pandas as pd
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode  # no public way to see every operation
+
+from shardlab.comm.trees import tensors_in
+
+MAX_ENTRIES = 1_000_000  # of CUDA: then the oldest are lost
+MAX_FRAMES = 40
+ALLOC, FREE = "alloc", "free_completed"
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+# Torch's wrappers of a dispatch mode, which stand in every stack.
+_OWN = (__file__, *(_TORCH + name for name in ("_compile.py", "_dynamo/eval_frame.py", "utils/_python_dispatch.py")))
+
+Entry = dict[str, Any]
+"""As in torch's snapshots: action, addr, size, stream, time_us, and frames, innermost first."""
+
+
+@dataclass(frozen=True)
+class Allocations:
+    """All that was allocated and freed, in order.
+
+    Attributes:
+        entries: in the form of torch's snapshots.
+        segments: of CUDA's allocator at the end; none on the CPU.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    segments: list[Any] = field(default_factory=list)
+
+    def at_peak(self) -> pd.DataFrame:
+        """What was alive at the highest moment, by the stack that made it, most bytes first.
+
+        Returns:
+            ``bytes``, ``blocks`` (storages on the CPU), ``where`` (file:line of the innermost frame outside torch) and
+            ``stack`` (all frames, innermost first, one a line). Bytes add up to the peak above what was there before.
+        """
+        by_stack: dict[tuple[str, str], list[int]] = {}
+        for entry in _alive_at_peak(self.entries):
+            frames = entry.get("frames", [])
+            key = _where(frames), "\n".join(f"{frame['filename']}:{frame['line']} {frame['name']}" for frame in frames)
+            by_stack.setdefault(key, []).append(entry["size"])
+        rows = [(sum(sizes), len(sizes), *key) for key, sizes in by_stack.items()]
+        ordered = sorted(rows, key=lambda row: -row[0])
+        return pd.DataFrame(ordered, columns=["bytes", "blocks", "where", "stack"])
+
+    def save(self, path: Path | str) -> Path:
+        """Write a snapshot that https://pytorch.org/memory_viz shows, and return its path.
+
+        Raises:
+            ValueError: the file cannot be written.
+        """
+        path = Path(path)
+        snapshot = {"segments": self.segments, "device_traces": [self.entries], "allocator_settings": {}}
+        try:
+            path.write_bytes(pickle.dumps(snapshot))
+        except OSError as error:
+            raise ValueError(f"path: {path} cannot be written: {error.strerror}") from error
+        return path
+
+
+@contextlib.contextmanager
+def allocation_stacks(device: torch.device | str = "cpu") -> Iterator[Allocations]:
+    """Inside, every allocation on the device is recorded with its stack; the result is complete after the block."""
+    device, made = torch.device(device), Allocations()
+    if device.type != "cuda":
+        with _HostAllocations(made.entries):
+            yield made
+        return
+    memory = torch.cuda.memory
+    memory._record_memory_history(max_entries=MAX_ENTRIES, stacks="python")  # torch documents it under this name
+    try:
+        yield made
+        snapshot = memory._snapshot(device)
+    finally:
+        memory._record_memory_history(enabled=None)
+    made.entries.extend(snapshot["device_traces"][device.index or torch.cuda.current_device()])
+    made.segments.extend(snapshot["segments"])
+
+
+def _alive_at_peak(entries: Sequence[Entry]) -> list[Entry]:
+    """The allocations that are alive at the first of the highest moments."""
+    last = _place_of_peak(entries)
+    alive: dict[int, Entry] = {}
+    for entry in entries[: last + 1]:
+        if entry["action"] == ALLOC:
+            alive[entry["addr"]] = entry
+        elif entry["action"] == FREE:
+            alive.pop(entry["addr"], None)
+    return list(alive.values())
+
+
+def _place_of_peak(entries: Sequence[Entry]) -> int:
+    """The position of the entry after which most bytes are alive; -1 where nothing was allocated."""
+    sizes: dict[int, int] = {}
+    held = highest = 0
+    place = -1
+    for number, entry in enumerate(entries):
+        if entry["action"] == ALLOC:
+            sizes[entry["addr"]] = entry["size"]
+            held += entry["size"]
+        elif entry["action"] == FREE:
+            held -= sizes.pop(entry["addr"], 0)  # 0: it was there before
+        if held > highest:
+            highest, place = held, number
+    return place
+
+
+def _where(frames: Sequence[dict[str, Any]]) -> str:
+    outside = (frame for frame in frames if frame["line"] and not str(frame["filename"]).startswith(_TORCH))
+    frame = next(outside, None)
+    return "" if frame is None else f"{frame['filename']}:{frame['line']}"
+
+
+class _HostAllocations(TorchDispatchMode):
+    """Writes an entry for every storage on the CPU that an operation of this thread makes, and one when it goes."""
+
+    def __init__(self, entries: list[Entry]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._entries = entries
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by serial number: addresses are used again
+        self._serials: dict[int, int] = {}  # of a storage seen so far that is alive
+        self._count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and note new storages among its results."""
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a tensor made of others (DTensor) dispatches again with the plain ones inside
+        given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs)) if _is_plain(tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
+            if _is_plain(tensor) and tensor.device.type == "cpu":
+                storage = tensor.untyped_storage()
+                # A view of something that was there before is no allocation.
+                if storage._cdata not in given and storage._cdata not in self._serials:
+                    self._note(storage, str(func))
+        return result
+
+    def _note(self, storage: torch.UntypedStorage, operation: str) -> None:
+        self._count += 1
+        key, serial, num_bytes = storage._cdata, self._count, storage.nbytes()
+        self._serials[key] = serial
+        self._entries.append(_entry(ALLOC, serial, num_bytes, [_frame("", 0, operation), *_stack()]))
+        recorder = weakref.ref(self)  # tensors outlive the block, which must not keep the recorder
+
+        def freed(_: object) -> None:
+            if (alive := recorder()) is not None:
+                alive._forget(key, serial, num_bytes)
+
+        self._alive[serial] = weakref.ref(storage, freed)
+
+    def _forget(self, key: int, serial: int, num_bytes: int) -> None:
+        del self._serials[key], self._alive[serial]
+        self._entries += [_entry(action, serial, num_bytes, []) for action in ("free_requested", FREE)]
+
+
+def _is_plain(tensor: Any) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
+
+
+def _entry(action: str, serial: int, num_bytes: int, frames: list[dict[str, Any]]) -> Entry:
+    return {
+        "action": action, "addr": serial, "size": num_bytes, "stream": 0, "time_us": perf_counter_ns() // 1000,
+        "frames": frames,
+    }  # fmt: skip
+
+
+def _frame(filename: str, line: int, name: str) -> dict[str, Any]:
+    return {"filename": filename, "line": line, "name": name}
+
+
+def _stack() -> list[dict[str, Any]]:
+    """The frames of the caller, innermost first, without those of the recorder."""
+    found: list[dict[str, Any]] = []
+    frame = sys._getframe(1)
+    while frame is not None and len(found) < MAX_FRAMES:
+        if frame.f_code.co_filename not in _OWN:
+            found.append(_frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
