@@ -15,12 +15,21 @@ Attempt = Callable[..., object]
 
 @dataclass(frozen=True)
 class Message:
-    """One call of a verb on one rank: bytes of its buffer, bytes that this rank sends for it, and where it stands."""
+    """One call of a verb on one rank.
+
+    Attributes:
+        op: the verb.
+        num_bytes: of its buffer.
+        sent_bytes: that this rank sends for it.
+        line: where the call stands.
+        axis: of the mesh; empty where it has only one.
+    """
 
     op: str
     num_bytes: int
     sent_bytes: float
     line: str = ""
+    axis: str = ""
 
     @property
     def is_sent(self) -> bool:

@@ -102,16 +102,18 @@ class Report:
 
 
 class MessageLog:
-    """An observer that keeps what a rank sends and receives."""
+    """An observer that keeps what a rank sends and receives, and over which axis, if there are several."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_axis: bool = False) -> None:
         self.messages: list[Message] = []
+        self._with_axis = with_axis
 
     def issued(self, event: CollectiveEvent) -> None:
         """Keep what it is and how much it sends."""
         # A message that the exercise sends for the learner has no line of the learner's.
         line = "" if event.source_line.startswith(OWN_FOLDER) else event.source_line
-        self.messages.append(Message(str(event.op), event.num_bytes, event.wire_bytes, line))
+        axis = event.axis if self._with_axis else ""
+        self.messages.append(Message(str(event.op), event.num_bytes, event.wire_bytes, line, axis))
 
     def started(self, event: CollectiveEvent) -> None:
         """Nobody asks when."""
@@ -131,7 +133,7 @@ def on_rank(
     axes: Mapping[str, int] | None = None,
 ) -> Done | None:
     """One rank of a case; ranks that the case does not need return None."""
-    num_ranks, log = len(inputs), MessageLog()
+    num_ranks, log = len(inputs), MessageLog(with_axis=bool(axes))
     with Mesh(dict(axes or {"data": num_ranks}), ranks=range(num_ranks), device="cpu") as mesh:
         if not mesh.is_member:
             return None
@@ -250,4 +252,5 @@ def _too_large(rank: int, done: Done, traffic: Traffic) -> str:
 
 def _words(message: Message) -> str:
     place = f" (at {message.line})" if message.line else ""
-    return f"{message.op} of {message.num_bytes} B{place}"
+    axis = f" over {message.axis}" if message.axis else ""
+    return f"{message.op} of {message.num_bytes} B{axis}{place}"

@@ -32,7 +32,7 @@ def held_table(exercise: Exercise, report: Report) -> pd.DataFrame:
 
 
 def moved_table(report: Report) -> pd.DataFrame:
-    """One row per message: side, rank, message, op, bytes."""
+    """One row per message: side, rank, message, op, bytes, axis."""
     assert report.case is not None
     traffic = report.case.traffic
     sides: dict[str, Sequence[Sequence[Message]]] = {
@@ -40,12 +40,12 @@ def moved_table(report: Report) -> pd.DataFrame:
         "wanted": traffic.wanted if traffic else [],
     }
     rows = [
-        (side, rank, number, message.op, message.num_bytes)
+        (side, rank, number, message.op, message.num_bytes, message.axis)
         for side, by_rank in sides.items()
         for rank, messages in enumerate(by_rank)
         for number, message in enumerate(messages)
     ]
-    return pd.DataFrame(rows, columns=["side", "rank", "message", "op", "bytes"])
+    return pd.DataFrame(rows, columns=["side", "rank", "message", "op", "bytes", "axis"])
 
 
 def held(table: pd.DataFrame, title: str, words: str) -> go.Figure:
@@ -94,7 +94,8 @@ def _bars(rows: pd.DataFrame, op: str, name: str, showlegend: bool) -> go.Bar:
     return go.Bar(
         x=rows["bytes"], y=rows["rank"], orientation="h", name=op, legendgroup=op, showlegend=showlegend,
         marker={"color": COLLECTIVE_COLOURS[Collective(op)], "line": {"color": "rgba(255,255,255,0.6)", "width": 1}},
-        hovertemplate=f"rank %{{y}}, {name}: {op} of %{{x}} B<extra></extra>",
+        text=rows["axis"], textposition="inside", insidetextanchor="middle",
+        hovertemplate=f"rank %{{y}}, {name}: {op} of %{{x}} B %{{text}}<extra></extra>",
     )  # fmt: skip
 
 

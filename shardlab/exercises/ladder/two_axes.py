@@ -44,18 +44,19 @@ def cases() -> list[Case]:
 
 
 def _case(words: str, axes: Mapping[str, int]) -> Case:
-    data, tensor = axes["data"], axes["tensor"]
-    parts = {(row, column): _parts(row, column) for row in range(data) for column in range(tensor)}
+    parts = {(row, column): _parts(row, column) for row in range(axes["data"]) for column in range(axes["tensor"])}
     wanted = tuple(_wanted(parts, row, column, axes) for row, column in parts)
-    messages = [_message("output", tensor), _message("norm", tensor), _message("slice", data), _message("whole", data)]
+    axis_of = {"output": "tensor", "slice": "data", "whole": "data", "norm": "tensor"}
+    messages = [_message(name, axis, axes[axis]) for name, axis in axis_of.items()]
     sent = [message for message in messages if message.sent_bytes]
     inputs = tuple((of_rank,) for of_rank in parts.values())
     return Case(words, inputs, wanted, Traffic.of([sent] * len(parts)), axes=axes)
 
 
-def _message(name: str, num_ranks: int) -> Message:
+def _message(name: str, axis: str, num_ranks: int) -> Message:
     num_bytes = 8 * NUMEL[name]
-    return Message("all_reduce", num_bytes, ring_wire_bytes(Collective.ALL_REDUCE, num_bytes, num_ranks))
+    sent = ring_wire_bytes(Collective.ALL_REDUCE, num_bytes, num_ranks)
+    return Message("all_reduce", num_bytes, sent, axis=axis)
 
 
 def _parts(row: int, column: int) -> dict[str, Tensor]:
