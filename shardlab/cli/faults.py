@@ -46,7 +46,9 @@ def faults(
     else:
         console = Console(highlight=False)
         console.print(_matrix(rows))
+        console.print()
         console.print(_sentences(rows))
+        console.print()
         console.print(NOTE, style="dim")
         console.print(_verdict(rows))
     return 0 if all(row.is_good for row in rows) else 1
@@ -64,12 +66,17 @@ def _with_progress(config: "MatrixConfig") -> list["Row"]:
 
 
 def _matrix(rows: Sequence["Row"]) -> Table:
+    from shardlab.faults.kinds import PHASES
+
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     strategies = list(dict.fromkeys(row.strategy for row in rows))
     for name in ("fault", "phase", "rank", *strategies):
         table.add_column(name, no_wrap=True)
     cells = {(row.fault, row.phase, row.rank, row.strategy): _cell(row) for row in rows}
-    for fault, phase, rank in dict.fromkeys((row.fault, row.phase, row.rank) for row in rows):
+    faults = list(dict.fromkeys(row.fault for row in rows))
+    # Not as they come: only some strategies have collectives in the forward.
+    order = sorted({key[:3] for key in cells}, key=lambda key: (faults.index(key[0]), PHASES.index(key[1]), -key[2]))
+    for fault, phase, rank in order:
         of_strategies = (cells.get((fault, phase, rank, strategy), "-") for strategy in strategies)
         table.add_row(fault, phase, str(rank), *of_strategies)
     return table

@@ -58,6 +58,10 @@ def test_the_table_says_what_is_not_good():
     rows = [row(Outcome.NAMED), row(Outcome.SILENT, strategy="zero1"), left]
     cells = [next(iter(column.cells)) for column in _matrix(rows).columns]
     assert cells == ["NaN", "step", "1", "RC 1.2 s", "SILENT", "right (!)"]
+    late = row(Outcome.NAMED, fault="Straggler", phase="forward")
+    phases = [row(Outcome.NAMED, phase="forward", strategy="fsdp"), late]
+    shown = [list(column.cells) for column in _matrix([rows[0], *phases]).columns[:2]]
+    assert shown == [["NaN", "NaN", "Straggler"], ["forward", "step", "forward"]], "by fault, then by phase"
     assert _verdict(rows).splitlines() == [
         "In 1 of 3 cases the run was right or the user was told, and nothing was left.",
         "zero1, NaN on rank 1 in the step: SILENT",
