@@ -115,7 +115,7 @@ def bus_verdict(bus: pd.DataFrame) -> str:
         return (
             f"{words}: it fell to {last / first:.0%}. So these ranks share what they send over: cores, memory or a bus."
         )
-    return f"{words}: it rose to {last / first:.0%}, so fewer ranks do not use all of the link."
+    return f"{words}: it rose to {last / first:.0%}: with fewer ranks something else than the link was slow."
 
 
 def prediction_verdict(predicted: Sequence[float], measured: Sequence[float], above: str, below: str) -> str:
