@@ -1,6 +1,8 @@
 """The CUDA allocator's figures, with its counters made by hand: what tensors do not account for has names."""
 
+import json
 from dataclasses import asdict
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -58,6 +60,54 @@ def test_the_items_add_up_to_what_is_reserved():
     }  # fmt: skip
     assert set(items["rank"]) == {1}
     assert items["bytes"].sum() == 12_000
+
+
+def blocks_of(segments, *states, key="size"):
+    return sum(block[key] for segment in segments for block in segment["blocks"] if block["state"] in states)
+
+
+@pytest.fixture
+def from_file(monkeypatch):
+    """The allocator's statistics in a file, as torch nests them; its blocks, from which each figure can be counted."""
+    kept = json.loads((Path(__file__).parent / "cuda_memory.json").read_text())
+    monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", lambda device=None: kept["memory_stats"])
+    return kept
+
+
+def test_every_column_of_the_allocator_is_what_its_blocks_add_up_to(from_file):
+    segments = from_file["memory_snapshot"]
+    used = ("active_allocated", "active_pending_free")
+    now = Allocator.now(CUDA)
+    assert now.allocated_bytes == blocks_of(segments, "active_allocated")
+    # A freed block that a stream still reads is no longer allocated, but rounded up as before.
+    assert now.rounding_bytes == blocks_of(segments, *used) - blocks_of(segments, *used, key="requested_size")
+    in_use = [segment for segment in segments if len(segment["blocks"]) > 1]
+    assert now.fragmented_bytes == blocks_of(in_use, "inactive")
+    assert now.reserved_bytes == sum(segment["total_size"] for segment in segments)
+    assert now.allocated_bytes < now.reserved_bytes - now.fragmented_bytes  # a wholly free segment is cached, not torn
+
+
+def test_the_peaks_are_those_of_all_pools_and_none_is_known_of_the_free_parts(from_file):
+    highest = {
+        name: pools["all"]["peak"] for name, pools in from_file["memory_stats"].items() if name.endswith("bytes")
+    }
+    assert Allocator.peak(CUDA) == Allocator(
+        highest["allocated_bytes"],
+        highest["active_bytes"] - highest["requested_bytes"],
+        None,
+        highest["reserved_bytes"],
+    )
+
+
+def test_a_row_for_each_role_has_the_figures_and_the_items_add_up_to_the_reserved(from_file):
+    now = Allocator.now(CUDA)
+    table = MEMORY.frame(rows(now))
+    for column, value in asdict(now).items():
+        assert set(table[column]) == {value}
+    items = allocator_items(table).set_index("item")["bytes"]
+    assert items.sum() == now.reserved_bytes
+    assert items["rounding"] == now.rounding_bytes
+    assert items["fragmentation"] == now.fragmented_bytes
 
 
 def test_on_cpu_there_is_no_allocator():
