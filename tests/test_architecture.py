@@ -60,6 +60,7 @@ NOT_COLLECTIVES = {
     "get_rank",
     "get_world_size",
     "init_process_group",
+    "rendezvous",
 }
 # The one exception: peers wrap torch's own engines, which send through a group that comm has made for them.
 PEERS = "shardlab.engines.peers."

@@ -45,11 +45,13 @@ class Patience:
         timeout_s: for a rank that waits in one collective.
         limit_s: for all answers.
         notice_s: in silence, until a notice says what each rank does.
+        limit: what is said when ``limit_s`` is over.
     """
 
     timeout_s: float | None = None
     limit_s: float | None = None
     notice_s: float | None = None
+    limit: str = "the run took longer than limit_s"
 
 
 class Collector:
@@ -183,7 +185,7 @@ class Collector:
         if limit_s is not None and monotonic() - self._began > limit_s:
             self._finish_output()
             waiting = tuple(row.rank for row in in_one)
-            summary = f"the run took longer than limit_s={limit_s:g} s\n{self._places()}"
+            summary = f"{self._patience.limit}={limit_s:g} s\n{self._places()}"
             raise RankHang(summary, waiting, self._table(rows))
         heard = (rows, self._num_messages, [rank.output.num_bytes for rank in self._processes.ranks])
         if silent_s := self._silence.due(heard):

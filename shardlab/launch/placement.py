@@ -10,12 +10,14 @@ fewer GPUs than ranks  gloo     yes     ranks share GPUs; NCCL refuses two ranks
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 DEVICES = ("auto", "cpu", "cuda")
+_GPU_OF = "shardlab/gpu of rank {}"
 
 
 @dataclass(frozen=True)
@@ -74,15 +76,49 @@ def check_world_size(world_size: int) -> None:
 
 def _on_gpus(world_size: int, num_gpus: int) -> Placement:
     devices = tuple(f"cuda:{rank % num_gpus}" for rank in range(world_size))
+    return _sending(Placement(world_size, "cuda", "nccl", devices), num_gpus)
+
+
+def _sending(placement: Placement, num_gpus: int) -> Placement:
+    """By NCCL if every rank has one of the GPUs, else staged."""
+    world_size = placement.world_size
     if num_gpus < world_size:
         gpus = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
         why = f"{world_size} ranks share {gpus} (NCCL refuses two ranks on one GPU)"
     elif not dist.is_nccl_available():
         why = "this torch is built without NCCL"
     else:
-        return Placement(world_size, "cuda", "nccl", devices)
+        return replace(placement, backend="nccl", staged=False, banner=None)
     banner = f"{why}: collectives are staged through pinned host memory, so their times are not NCCL's"
-    return Placement(world_size, "cuda", "gloo", devices, staged=True, banner=banner)
+    return replace(placement, backend="gloo", staged=True, banner=banner)
+
+
+class Store(Protocol):
+    """Keys and values that all ranks share, as torch's stores are."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Write a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """Read it; waits until it has been written."""
+
+
+def agreed(placement: Placement, rank: int, gpu: str, store: Store) -> Placement:
+    """The placement once every rank has said which GPU it has: by NCCL if no two have the same.
+
+    What one process sees does not tell: under ``srun`` each may see one GPU of its own, or all of a host that holds a
+    part of the ranks. Every rank calls this.
+
+    Args:
+        placement: what this rank sees; ``devices[rank]`` is its own.
+        rank: of this process.
+        gpu: what no other GPU has, such as its UUID.
+        store: of all ranks.
+    """
+    store.set(_GPU_OF.format(rank), f"{placement.devices[rank]} {gpu}")
+    found = [store.get(_GPU_OF.format(other)).decode().split(" ", 1) for other in range(placement.world_size)]
+    devices, gpus = zip(*found, strict=True)
+    return _sending(replace(placement, devices=devices), len(set(gpus)))
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from shardlab.launch.torchrun import TorchrunRanks
 
 T = TypeVar("T")
 
+_START_LIMIT = "the ranks did not come up within start_s"
 _STOP_GRACE_S = 2.0
 _INTERRUPT_GRACE_S = 1.0  # ranks are gone within 2 s of Ctrl-C; meanwhile their `finally` clauses save what they hold
 _FAILURE_GRACE_S = 0.3
@@ -48,6 +49,8 @@ class RankPool:
         threads_per_rank: torch threads in each rank; by default the cores of this machine divided among the ranks.
         preload: modules that all ranks will import, imported once instead (``torch._dynamo`` for every optimizer,
             ``pandas`` for records); counts for the first pool of a process only.
+        start_s: ranks that have not come up so many seconds after their start end with ``RankHang``, which says what
+            each does and where. Under torchrun ``timeout_s`` holds for that too.
 
     Raises:
         ValueError: a field has a value it cannot have; the message names it.
@@ -64,9 +67,10 @@ class RankPool:
         notice_s: float | None = 30.0,
         threads_per_rank: int | None = None,
         preload: Sequence[str] = (),
+        start_s: float = 300.0,
     ) -> None:
         _check(world_size, threads_per_rank)
-        _check_seconds(timeout_s=timeout_s)
+        _check_seconds(timeout_s=timeout_s, start_s=start_s)
         _check_seconds(
             **{name: value for name, value in (("limit_s", limit_s), ("notice_s", notice_s)) if value is not None}
         )
@@ -74,10 +78,11 @@ class RankPool:
             raise RuntimeError("RankPool: ranks cannot start ranks; make the pool in the parent process")
         env = torchrun_env()
         self._torchrun = TorchrunRanks(env, world_size, device, timeout_s, limit_s) if env else None
-        self.placement: Placement = self._torchrun.placement if self._torchrun else place(world_size, device)
+        self._placement = None if self._torchrun else place(world_size, device)
         self.world_size = world_size
         self.timeout_s = timeout_s
         self._patience = Patience(timeout_s, limit_s, notice_s)
+        self._start_s = start_s
         self._config = StartOptions(
             placement=self.placement,
             # Later than our own report, which covers all ranks. It serves for waits that the board cannot see.
@@ -90,7 +95,7 @@ class RankPool:
         self._is_closed = False
         self._is_running = False
         self._interrupted = threading.Event()
-        self._is_announced = self.placement.banner is None
+        self._is_announced = False
 
     def run(
         self,
@@ -133,9 +138,10 @@ class RankPool:
     def start(self) -> None:
         """Start the ranks and wait until their group is up; does nothing if they are."""
         self._check_usable()
-        self._announce()
         if self._torchrun is not None:
             self._torchrun.start()
+        self._announce()
+        if self._torchrun is not None:
             return
         if self._processes is not None and self._processes.is_alive:
             return
@@ -166,6 +172,11 @@ class RankPool:
         self._end_processes(_STOP_GRACE_S, politely=True)
 
     @property
+    def placement(self) -> Placement:
+        """Which device each rank has and what sends between them; under torchrun on GPUs exact after the start."""
+        return self._torchrun.placement if self._placement is None else self._placement  # type: ignore[union-attr]
+
+    @property
     def pids(self) -> tuple[int, ...]:
         """Process ids in rank order; empty while no ranks run, and under torchrun."""
         ranks = self._processes.ranks if self._processes is not None else []
@@ -191,9 +202,8 @@ class RankPool:
         self._is_running = True
         try:
             if task is None:
-                return Collector(
-                    processes, Patience(notice_s=self._patience.notice_s), None, self._interrupted
-                ).collect()
+                start = Patience(limit_s=self._start_s, notice_s=self._patience.notice_s, limit=_START_LIMIT)
+                return Collector(processes, start, None, self._interrupted).collect()
             processes.send(task)
             return Collector(processes, self._patience, on_message, self._interrupted).collect()
         except (RankError, RankHang) as error:
@@ -226,9 +236,9 @@ class RankPool:
             raise RuntimeError("RankPool: it is running a function; run one at a time, or use a second pool")
 
     def _announce(self) -> None:
-        if not self._is_announced:
-            self._is_announced = True
+        if not self._is_announced and self.placement.banner is not None:
             sys.stdout.write(f"{self.placement.banner}\n")
+        self._is_announced = True
 
 
 def launch(

@@ -6,16 +6,17 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from shardlab.comm import become_rank, leave_group
 from shardlab.comm.process import all_gather_object, make_patient_group
 from shardlab.launch.context import enter, no_emit, torchrun_context
 from shardlab.launch.messages import Payload, pack, unpack
-from shardlab.launch.placement import TorchrunEnv
+from shardlab.launch.placement import Placement, TorchrunEnv, agreed
 
 T = TypeVar("T")
 
@@ -35,10 +36,17 @@ class TorchrunRanks:
             )
         self._context = torchrun_context(env, device)
         self._timeout_s, self._limit_s = timeout_s, limit_s
-        self.placement = self._context.placement
+        self._store: Any = None  # of torch, which does not export its type
+
+    @property
+    def placement(self) -> Placement:
+        """Of all ranks; on GPUs exact once ``start`` has returned."""
+        return self._context.placement
 
     def start(self) -> None:
         """Make this process a rank; the group is made if the script has not made it."""
+        if not dist.is_initialized():
+            self._find_store()
         enter(self._context)
         become_rank(self._context.device, timedelta(seconds=self._timeout_s))
         if self._context.device.type == "cuda":
@@ -49,6 +57,9 @@ class TorchrunRanks:
             importlib.import_module("torch.distributed.nn")
             dist.init_process_group(
                 self.placement.backend,
+                store=self._store,
+                rank=self._context.rank,
+                world_size=self._context.world_size,
                 timeout=timedelta(seconds=self._timeout_s),
                 # NCCL then connects now, and not in the middle of the first step.
                 device_id=self._context.device if self.placement.backend == "nccl" else None,
@@ -56,6 +67,15 @@ class TorchrunRanks:
             # At exit, not when a pool closes: torchrun's store would give a second group the addresses of the first.
             atexit.register(leave_group)
         make_patient_group()
+
+    def _find_store(self) -> None:
+        """Meet the other ranks, and on GPUs agree with them on what sends."""
+        context = self._context
+        self._store, *_ = next(rendezvous("env://", timeout=timedelta(seconds=self._timeout_s)))
+        if context.device.type == "cuda":
+            gpu = str(torch.cuda.get_device_properties(context.device).uuid)
+            placement = agreed(context.placement, context.rank, gpu, self._store)
+            self._context = replace(context, placement=placement)
 
     def run(
         self,

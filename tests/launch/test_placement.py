@@ -1,6 +1,8 @@
 """Which device and backend ranks get on machines with any number of GPUs."""
 
 import socket
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
@@ -10,6 +12,7 @@ import torch.distributed as dist
 
 from shardlab.launch import place
 from shardlab.launch.doctor import doctor
+from shardlab.launch.placement import agreed
 
 
 @pytest.fixture
@@ -49,6 +52,46 @@ def test_torch_without_nccl(machine):
     placement = place(2)
     assert (placement.backend, placement.staged) == ("gloo", True)
     assert "without NCCL" in placement.banner
+
+
+def in_every_rank(gpus, num_visible, local_ranks=None):
+    """The placement on which ranks agree that have these GPUs and see so many of them; threads with one store."""
+    store, world_size = dist.HashStore(), len(gpus)
+
+    def rank(number):
+        local = number if local_ranks is None else local_ranks[number]
+        seen = place(world_size)
+        own = seen.devices[local % num_visible]
+        devices = tuple(own if other == number else device for other, device in enumerate(seen.devices))
+        return agreed(replace(seen, devices=devices), number, gpus[number], store)
+
+    with ThreadPoolExecutor(world_size) as threads:
+        found = list(threads.map(rank, range(world_size)))
+    assert all(placement == found[0] for placement in found)
+    return found[0]
+
+
+def test_three_ranks_that_see_one_gpu_each_are_not_staged_if_it_is_another_one(machine):
+    machine(1)
+    assert place(3).staged  # all that a single process could say
+    placement = in_every_rank(["GPU-a", "GPU-b", "GPU-c"], 1)
+    assert (placement.backend, placement.staged, placement.banner) == ("nccl", False, None)
+    assert placement.devices == ("cuda:0",) * 3
+    shared = in_every_rank(["GPU-a", "GPU-b", "GPU-a"], 1)
+    assert (shared.backend, shared.staged) == ("gloo", True)
+    assert "3 ranks share 2 GPUs" in shared.banner
+
+
+def test_four_ranks_on_two_hosts_of_two_gpus_without_a_local_world_size(machine):
+    machine(2)
+    placement = in_every_rank(["GPU-a", "GPU-b", "GPU-c", "GPU-d"], 2, local_ranks=(0, 1, 0, 1))
+    assert (placement.backend, placement.staged) == ("nccl", False)
+    assert placement.devices == ("cuda:0", "cuda:1", "cuda:0", "cuda:1")
+
+
+def test_one_gpu_each_without_nccl_is_staged(machine):
+    machine(1, nccl=False)
+    assert "without NCCL" in in_every_rank(["GPU-a", "GPU-b"], 1).banner
 
 
 def test_cpu_is_cpu_on_any_machine(machine):

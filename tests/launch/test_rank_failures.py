@@ -15,6 +15,7 @@ import torch.distributed as dist
 from shardlab.comm.events import CollectiveEvent, Pending
 from shardlab.comm.mesh import Mesh
 from shardlab.launch import RankDied, RankError, RankHang, RankPool, current
+from shardlab.launch.processes import RankProcesses
 from shardlab.vocabulary import Collective
 
 
@@ -412,6 +413,20 @@ def test_a_rank_that_was_stopped_while_idle_is_named(capsys):
         with pytest.raises(RankHang, match="rank 1: stopped by a signal; SIGCONT wakes it"):
             pool.run(abs)
     assert "  rank 0: returned\n  rank 1: stopped by a signal" in capsys.readouterr().err
+
+
+def test_ranks_that_do_not_come_up_in_time_are_named_and_ended(monkeypatch):
+    class OneStops(RankProcesses):
+        def __init__(self, config):
+            super().__init__(config)
+            os.kill(self.ranks[1].process.pid, signal.SIGSTOP)
+
+    with RankPool(2, device="cpu", start_s=1.0) as pool:
+        monkeypatch.setattr("shardlab.launch.pool.RankProcesses", OneStops)
+        with pytest.raises(RankHang, match=r"the ranks did not come up within start_s=1 s\n  rank 0: [^\n]*") as caught:
+            pool.run(abs)
+        assert "rank 1: stopped by a signal" in str(caught.value)
+        assert pool.pids == ()
 
 
 def test_a_silent_call_that_ends_has_its_result(capsys):

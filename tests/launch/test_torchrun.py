@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardlab.launch import RankPool
 from shardlab.launch import torchrun as torchrun_module
@@ -116,16 +118,23 @@ def test_a_rank_may_work_alone_for_longer_than_the_timeout(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_nccl_is_told_its_device(monkeypatch):
+@pytest.mark.parametrize(("num_visible", "device"), [(2, "cuda:1"), (1, "cuda:0")])
+def test_nccl_is_told_its_device_also_where_each_process_sees_one_gpu_of_its_own(monkeypatch, num_visible, device):
     """Else it connects in the first collective, and asks the driver for a device."""
-    asked = {}
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    asked, store = {}, dist.HashStore()
+    store.set("shardlab/gpu of rank 0", "cuda:0 GPU-a")
+    monkeypatch.setattr(torchrun_module, "rendezvous", lambda *_, **__: iter([(store, 1, 2)]))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-b"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torchrun_module.dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torchrun_module.dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(torchrun_module.dist, "init_process_group", lambda backend, **given: asked.update(given))
+    monkeypatch.setattr(
+        torchrun_module.dist, "init_process_group", lambda backend, **given: asked.update(given, backend=backend)
+    )
     for name in ("enter", "become_rank", "make_patient_group"):
         monkeypatch.setattr(torchrun_module, name, lambda *_: None)
     monkeypatch.setattr(torchrun_module.atexit, "register", lambda _: None)
     TorchrunRanks(TorchrunEnv(1, 2, 1, 2), 2, "cuda", 30.0, None).start()
-    assert asked["device_id"] == torch.device("cuda:1")
+    assert (asked["backend"], asked["device_id"]) == ("nccl", torch.device(device))
+    assert (asked["store"], asked["rank"], asked["world_size"]) == (store, 1, 2)
