@@ -42,6 +42,22 @@ def bytes_and_wire(rank, strategy, num_ranks, dtype):
             return held, engine.padding_bytes, [(e.op, e.wire_bytes, e.tag) for e in log.events]
 
 
+def lines_of_collectives(rank):
+    log, lines = Log(), {}
+    for strategy in (*STRATEGIES, "fsdp"):
+        with Mesh({"data": 2}) as mesh, mesh.observed_by(log):
+            with build_engine(strategy, cases.build("MLP"), adamw, mesh) as engine:
+                one_step(engine, rank)
+            lines[strategy] = {event.source_line for event in log.events}
+            log.events.clear()
+    return lines
+
+
+def test_every_collective_names_a_line_of_the_caller(pools):
+    for strategy, lines in pools(2).run(lines_of_collectives)[0].items():
+        assert all(line.startswith(f"{__file__}:") for line in lines), (strategy, lines)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_bytes_at_rest_and_on_the_wire_are_the_formulas(pools, num_ranks):
     numel = sum(param.numel() for param in cases.build("MLP").parameters())
