@@ -152,6 +152,9 @@ def bucket_verdict(sweep: pd.DataFrame) -> str:
         "the smallest": "It is the smallest: here latency cost less than a late start of the first bucket.",
         "the largest": "It is the largest, which hides nothing: here further messages cost more than overlap saved.",
     }[where]
+    near = {smallest: "the smallest", largest: "the largest"}[min(smallest, largest, key=lambda size: steps[size])]
+    if where is None and min(steps.iloc[0], steps.iloc[-1]) <= ALIKE * steps[best]:
+        why = f"It lies in between, but {near} is within a tenth of it."
     if max(steps.iloc[0], steps.iloc[-1]) <= ALIKE * steps[best]:
         why = "Both ends are within a tenth of it: here the size hardly matters."
     return f"Buckets of {_size(best)} were best, {format_us(steps[best])} a step; {', '.join(ends)}. {why}"
