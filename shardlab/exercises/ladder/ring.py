@@ -15,8 +15,7 @@ the finished chunks travel around once more: a rank sends 2(N - 1) messages of o
 and comm.recv(tensor, rank) return at once; call .wait() on what they return before you use or change the tensor."""
 
 STARTER = """def collectives_ring_all_reduce(comm, x):
-    after, before = (comm.rank + 1) % comm.num_ranks, (comm.rank - 1) % comm.num_ranks
-    pass  # your code
+    pass  # your code: the next rank around the ring is (comm.rank + 1) % comm.num_ranks
 """
 
 HINTS = (
