@@ -17,6 +17,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 import shardlab
 from shardlab.recording.holdings import Holdings
 from shardlab.recording.loop import Loop
+from shardlab.recording.place import Place, claim
 from shardlab.recording.record import ALWAYS_WATCHED
 from shardlab.recording.report import load_recorded
 from shardlab.trace.clock import HostClock
@@ -481,6 +482,28 @@ def test_what_other_ranks_have_begun_to_write_is_no_other_run(tmp_path):
     model = Net()
     with shardlab.record(tmp_path):
         train(model, sgd(model), 1)
+
+
+def test_overwrite_removes_a_record_and_what_ranks_that_are_no_more_left_of_it(tmp_path):
+    model = Net()
+    for steps in (2, 1):
+        (tmp_path / "steps.rank3.parquet").write_bytes(b"")
+        (tmp_path / "report.html").write_text("")
+        with shardlab.record(tmp_path, overwrite=True):
+            train(model, sgd(model), steps)
+        assert len(load_run(tmp_path).steps) == steps
+        assert not [path.name for path in tmp_path.iterdir() if "rank3" in path.name or path.name == "report.html"]
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"overwrite: .* also holds notes\.txt, which no record has"):
+        shardlab.record(tmp_path, overwrite=True).__enter__()
+    assert len(load_run(tmp_path).steps) == 1
+
+
+def test_a_rank_that_overwrites_leaves_what_is_of_the_others(tmp_path):
+    for name in ("rank0.journal", "rank1.journal", "steps.rank1.parquet", "manifest.json"):
+        (tmp_path / name).write_text("{}")
+    claim(tmp_path, Place(1, 2), overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"rank0.journal", "manifest.json"}
 
 
 def test_record_inside_record_is_refused(tmp_path):
