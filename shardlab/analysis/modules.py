@@ -30,9 +30,9 @@ def module_bytes(shards: pd.DataFrame, held: pd.DataFrame, depth: int | None = N
 
     Returns:
         One row per run, rank and module, in the order of the parameters, and one for what belongs to no one module:
-        buffers, step counters, flat buffers and their padding. ``parameter_bytes``, ``gradient_bytes``,
-        ``optimizer_bytes`` (with master weights), ``other_bytes`` and ``bytes``, all of them; so the bytes of a rank
-        add up to what it holds.
+        buffers, step counters, flat buffers and their padding, and what no engine names. ``parameter_bytes``,
+        ``gradient_bytes``, ``optimizer_bytes`` (with master weights), ``other_bytes`` and ``bytes``, all of them; so
+        the bytes of a rank add up to what it holds.
 
     Raises:
         ValueError: a column is missing, or ``depth`` is below 1.

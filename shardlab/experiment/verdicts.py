@@ -116,12 +116,13 @@ def plan_verdict(comparison: Comparison) -> str:
 def traffic_verdict(comparison: Comparison) -> str:
     """One sentence if a strategy's transport moves more than its algorithm needs; else empty."""
     sent = comparison.records.collectives
-    sent = sent[sent["phase"] != str(Phase.METRICS)].groupby("run", sort=False)[["moved_bytes", "wire_bytes"]].sum()
-    factors = sent["moved_bytes"] / sent["wire_bytes"]
-    more = [f"{run} {factor:.2f} times" for run, factor in factors.items() if factor > 1 + SAME_SUM]
+    sent = sent[(sent["phase"] != str(Phase.METRICS)) & (sent["step"] >= 0)]
+    sums = sent.groupby("run", sort=False)[["moved_bytes", "wire_bytes"]].sum()
+    factors = sums["moved_bytes"] / sums["wire_bytes"]
+    more = [f"{run} moves {factor:.2f} times" for run, factor in factors.items() if factor > 1 + SAME_SUM]
     if not more:
         return ""
-    return f"{', '.join(more)} moves what the algorithm needs: torch's gloo reduce-scatters by a whole all-reduce."
+    return f"{', '.join(more)} what its algorithm needs: torch's gloo reduce-scatters by a whole all-reduce."
 
 
 def transport_verdict(comparison: Comparison) -> str:

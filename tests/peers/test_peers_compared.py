@@ -4,6 +4,8 @@ import pytest
 
 from shardlab.analysis import critical_path
 from shardlab.experiment import CompareConfig, compare
+from shardlab.experiment.summary import readable_summary
+from shardlab.experiment.verdicts import traffic_verdict
 from shardlab.vocabulary import Phase, SpanKind
 
 PEERS = ("torch_ddp", "torch_zero1", "torch_fsdp2", "torch_tp")
@@ -24,6 +26,17 @@ def test_they_train_the_same_model(comparison):
     assert (comparison.summary["max_loss_difference"] < 1e-9).all()
     norms = comparison.records.steps.pivot_table(index="step", columns="run", values="grad_norm")
     assert (norms.max(axis=1) - norms.min(axis=1)).max() < 1e-9
+
+
+def test_what_gloo_moves_beyond_what_is_needed_is_said(comparison):
+    summary = comparison.summary.set_index("strategy")
+    assert summary.at["torch_fsdp2", "moved_bytes_per_step"] > 1.3 * summary.at["torch_fsdp2", "wire_bytes_per_step"]
+    said = traffic_verdict(comparison)
+    assert said.startswith("torch_fsdp2 moves 1.3")
+    assert "torch_ddp" not in said
+    assert {"to send (MB/step)", "moved (MB/step)"} <= set(readable_summary(comparison.summary).columns)
+    ours_alone = comparison.summary[comparison.summary["strategy"] == "single"]
+    assert "sent (MB/step)" in readable_summary(ours_alone).columns
 
 
 @pytest.mark.parametrize("strategy", PEERS)
