@@ -85,7 +85,7 @@ class ObservedGroup:
         transport: str | None = None,
         parts: int = 1,
     ) -> CollectiveEvent:
-        """Tell the observers of a collective that is issued now, by a verb or by torch itself (``dispatched_calls``).
+        """Tell the observers of a collective that is issued now, by a verb or by torch itself (``script_collectives``).
 
         Args:
             op: the collective.

@@ -7,13 +7,13 @@ from torch import nn
 
 from shardlab.comm import BaseMesh
 from shardlab.engines import checkpoint
-from shardlab.engines.accounting import ShardRow
 from shardlab.engines.agreement_check import check_agreement
 from shardlab.engines.base import Engine, OptimizerFn
 from shardlab.engines.bucketed import Bucketed
 from shardlab.engines.ddp import DDP
 from shardlab.engines.fsdp import FSDP
 from shardlab.engines.grad_scaler import GradScaler
+from shardlab.engines.holdings import ShardRow
 from shardlab.engines.peers import TorchDDP, TorchFSDP2, TorchTP, TorchZeRO1
 from shardlab.engines.precision import Precision
 from shardlab.engines.sharded_optimizer import ShardedOptimizer

@@ -12,7 +12,7 @@ The module keeps its class, its parameter names and its buffers; any torch optim
 ``loss.backward()`` instead of ``engine.backward(loss)`` works too: the engine notices it and finishes the gradients at
 its end.
 
-The rest of the interface is in ``gradients`` (from backward to ``zero_grad()``), ``accounting`` (what this rank holds)
+The rest of the interface is in ``gradients`` (from backward to ``zero_grad()``), ``holdings`` (what this rank holds)
 and ``state`` (what outlives the process).
 """
 
@@ -29,7 +29,6 @@ from typing_extensions import override
 from shardlab.comm import BaseMesh
 from shardlab.comm.coalesced import broadcast_coalesced
 from shardlab.comm.communicator import Communicator
-from shardlab.engines.accounting import Accounting
 from shardlab.engines.agreement import all_or_none
 from shardlab.engines.checks import (
     check_max_norm,
@@ -42,6 +41,7 @@ from shardlab.engines.checks import (
 from shardlab.engines.claims import Claim, check_free
 from shardlab.engines.clip import clip_
 from shardlab.engines.gradients import Gradients
+from shardlab.engines.holdings import Holdings
 from shardlab.engines.hooks import forward_is
 from shardlab.engines.looks_at import Stepped
 from shardlab.engines.optimizer_fit import Cut, check_sliced, fitting_optimizer
@@ -53,7 +53,7 @@ from shardlab.vocabulary import MeshAxis, Partition
 OptimizerFn = Callable[[StepTensors], torch.optim.Optimizer]
 
 
-class Engine(Accounting, Gradients, EngineState):
+class Engine(Holdings, Gradients, EngineState):
     """A strategy around a plain module.
 
     Args:

@@ -16,10 +16,10 @@ from typing_extensions import override
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.events import Pending
-from shardlab.engines.accounting import Division, Held
 from shardlab.engines.base import Engine, OptimizerFn
 from shardlab.engines.buckets import Bucket, build_buckets
 from shardlab.engines.checks import second_gradient
+from shardlab.engines.holdings import Division, Held
 from shardlab.engines.reduction_queue import ReductionQueue
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES

@@ -23,7 +23,7 @@ from torch.autograd.graph import increment_version
 
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending
-from shardlab.engines.accounting import Division, Held
+from shardlab.engines.holdings import Division, Held
 from shardlab.engines.placeholder import ParameterSites
 from shardlab.engines.precision import Precision
 from shardlab.engines.tensor_layout import LayoutOfTensors
@@ -241,7 +241,7 @@ class ShardedBucket:
         for piece in self.pieces.values():
             piece.grad = None
 
-    # Accounting.
+    # What it holds.
 
     def held_parameters(self) -> Iterator[Held]:
         """The shard, and the full parameters while they are gathered."""

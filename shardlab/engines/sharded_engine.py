@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
-from shardlab.engines.accounting import Division, Held
 from shardlab.engines.casts import MixedPrecision
+from shardlab.engines.holdings import Division, Held
 from shardlab.engines.sharded_bucket import ShardedBucket
 from shardlab.engines.state import Stateful
 from shardlab.engines.step_tensors import StepTensors

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from shardlab.comm.communicator import Communicator
-from shardlab.engines.accounting import Division, owned_in, owners_in
 from shardlab.engines.agreement import all_or_none
 from shardlab.engines.buckets import build_buckets
+from shardlab.engines.holdings import Division, owned_in, owners_in
 from shardlab.engines.looks_at import Stepped
 from shardlab.engines.optimizer_fit import Cut, fitting_optimizer, parse_partition
 from shardlab.engines.shards import ParameterShards

@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending, wait_all
-from shardlab.engines.accounting import Held
 from shardlab.engines.buckets import Bucket
+from shardlab.engines.holdings import Held
 from shardlab.engines.precision import Precision
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.partition.layout import Piece

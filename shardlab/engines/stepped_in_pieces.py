@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
-from shardlab.engines.accounting import Held
 from shardlab.engines.buckets import Bucket
 from shardlab.engines.casts import MixedPrecision
+from shardlab.engines.holdings import Held
 from shardlab.engines.placeholder import PlaceholderGradient, PlaceholderGradients
 from shardlab.engines.shards import MasterShards, ParameterShards
 from shardlab.engines.state import Stateful

@@ -17,8 +17,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from shardlab.comm.events import Pending
-from shardlab.engines.accounting import Held
 from shardlab.engines.buckets import Bucket
+from shardlab.engines.holdings import Held
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.engines.zero1 import ZeRO1
 from shardlab.vocabulary import Role

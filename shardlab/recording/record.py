@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode  # no public way to see whether one is active
 
 from shardlab.comm import CollectiveEvent
-from shardlab.comm.dispatched_calls import TorchCalls
+from shardlab.comm.script_collectives import TorchCalls
 from shardlab.installed import __version__
 from shardlab.recording.holdings import Holdings
 from shardlab.recording.hooks import Hooks

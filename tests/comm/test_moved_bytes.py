@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardlab.comm.dispatched_calls import TorchCalls
 from shardlab.comm.mesh import Mesh
+from shardlab.comm.script_collectives import TorchCalls
 from shardlab.engines import build_engine
 from shardlab.partition.torch_gloo import moved_bytes
 from shardlab.vocabulary import Collective

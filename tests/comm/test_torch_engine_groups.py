@@ -138,7 +138,7 @@ def test_a_call_that_raises_is_not_followed(device, group, observer):
 
 
 def test_no_work_where_the_script_calls_torch_itself(device, observer):
-    """``dispatched_calls`` follows by the work's future, of which there is none."""
+    """``script_collectives`` follows by the work's future, of which there is none."""
     times = FutureTimes(device)
     event = Communicator(Sends(), None, (0, 1), 0, "data").announce("all_reduce", [torch.ones(4)], "")
     assert times.follow(lambda: device.compute(6 * MS), event, (observer,)) is None

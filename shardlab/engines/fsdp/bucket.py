@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending
-from shardlab.engines.accounting import Held
+from shardlab.engines.holdings import Held
 from shardlab.engines.offload import Offload, copy_to_host, in_host_memory
 from shardlab.engines.placeholder import ParameterSites
 from shardlab.engines.precision import Precision

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 from typing_extensions import override
 
-from shardlab.engines.accounting import Held
+from shardlab.engines.holdings import Held
 from shardlab.engines.peers.base import STATE_IS_TORCHS, Peer
 from shardlab.vocabulary import Role
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from shardlab.comm import BaseMesh
-from shardlab.engines.accounting import Held
 from shardlab.engines.base import OptimizerFn
+from shardlab.engines.holdings import Held
 from shardlab.engines.peers.dtensor_peer import DTensorPeer
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.units.policy import AUTO, WrapPolicy, wrapped_modules

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from shardlab.comm import BaseMesh
-from shardlab.engines.accounting import Held, of_state
 from shardlab.engines.base import OptimizerFn
+from shardlab.engines.holdings import Held, of_state
 from shardlab.engines.peers.base import STATE_IS_TORCHS
 from shardlab.engines.peers.torch_ddp import TorchDDP
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES

@@ -75,7 +75,7 @@ class ShardRow:
     num_bytes: int
 
 
-class Accounting:
+class Holdings:
     """The part of ``Engine`` that says what this rank holds."""
 
     module: nn.Module
