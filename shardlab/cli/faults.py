@@ -25,7 +25,7 @@ NOTE = (
 
 
 def faults(
-    quick: Annotated[bool, typer.Option("--quick", help="Faults in the backward alone; under a minute.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Faults in the backward alone.")] = False,
     strategies: Annotated[
         str | None,
         typer.Option(help="Comma-separated; all of ours, with --quick bucketed and fsdp.", show_default=False),

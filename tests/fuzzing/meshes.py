@@ -22,6 +22,7 @@ class Meshes:
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.rank, self.num_ranks = rank, num_ranks
         self._used: list[Any] = []
+        self._of_torch: list[Mesh] = []
         if num_ranks > 1 and "control" not in _KEPT:
             _KEPT["control"] = Mesh({"data": num_ranks})
 
@@ -31,7 +32,8 @@ class Meshes:
         if self.num_ranks == 1:
             return Mesh(dict(spec.axes))
         if spec.name.startswith("torch"):
-            return Mesh(dict(spec.axes), transport=spec.transport)
+            self._of_torch.append(Mesh(dict(spec.axes), transport=spec.transport))
+            return self._of_torch[-1]
         key = (spec.axes, spec.transport, spec.place)
         if key not in _KEPT:
             _KEPT[key] = Mesh(dict(spec.axes), ranks=ranks, transport=spec.transport)
@@ -44,6 +46,11 @@ class Meshes:
         if self.num_ranks > 1:
             _KEPT["control"].data.all_reduce(found, reduction="max", tag="answer").wait()
         return found.tolist()
+
+    def close_those_of_torch(self) -> None:
+        """Close them: each of their groups has threads, which turn even where nothing is sent."""
+        while self._of_torch:
+            self._of_torch.pop().close()
 
     def forget(self) -> None:
         """Keep none of those that have been asked for: something may be left in them."""

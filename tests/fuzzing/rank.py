@@ -46,6 +46,7 @@ def on_rank(rank: int, scenario: Scenario, directory: str | None) -> list[tuple[
         if worst < BAD:
             done.append(("end", _answer(partial(_end, world))))
             worst = max(worst, _worst(meshes, done[-1][1]))
+            meshes.close_those_of_torch()
         if worst:
             meshes.forget()
         return done
