@@ -33,6 +33,8 @@ def claim(directory: Path, *, overwrite: bool = False, resume: str | None = None
     names = made(directory)
     if names and not overwrite:
         raise ValueError(f"out: {directory} holds {another(directory)}")
+    if names and "records" not in names:  # of the other names somebody else's folder may have any
+        raise ValueError(f"overwrite: {directory} holds no comparison, as it has no folder records; name another one")
     if foreign := sorted(names - OURS):
         raise ValueError(
             f"overwrite: {directory} also holds {', '.join(foreign[:3])}, which no comparison writes; name another one"

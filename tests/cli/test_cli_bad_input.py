@@ -53,7 +53,7 @@ CASES = {
     "empty text": (["--text", "empty.txt"], ["text", "empty.txt is empty"]),
     "short text": (["--text", "short.txt", "--seq-len", "64"], ["text", "short.txt has 10 bytes", "need 65"]),
     "used directory": (["--out", "used"], ["out", "used holds another run", "new or an empty", "--overwrite"]),
-    "overwriting what is no run": (["--out", "used", "--overwrite"], ["overwrite", "used also holds", "no comparison"]),
+    "overwriting what is no run": (["--out", "used", "--overwrite"], ["overwrite", "holds no comparison", "records"]),
     "a file": (["--out", "empty.txt"], ["out", "is a file"]),
     "no such units": (["--strategies", "fsdp", "--wrap", "layers.*"], ["wrap", "'layers.*' matches no", "'blocks.*'"]),
     "no units": (["--strategies", "fsdp", "--wrap", "0"], ["wrap", "'0'", "auto, root", "encoder.*,decoder.*"]),
@@ -98,7 +98,8 @@ def test_an_unknown_command_likewise(answers):
     code, _, stderr = answers["unknown command"]
     assert (code, len(stderr.splitlines())) == (2, 1)
     assert "'compar'" in stderr
-    assert "Commands: compare, template, record, plan, bench, exercises, report, trace, diff, doctor." in stderr
+    commands = "compare, template, record, plan, bench, exercises, faults, report, modules, trace, diff, doctor"
+    assert f"Commands: {commands}." in stderr
 
 
 def test_without_a_command_the_commands_are_shown(answers):
