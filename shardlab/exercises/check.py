@@ -7,14 +7,16 @@ import pandas as pd
 from IPython.core.getipython import get_ipython
 from IPython.display import display
 
-from shardlab.exercises.exercise import Exercise, Function
+from shardlab.exercises.exercise import Case, Exercise, Function
 from shardlab.exercises.judge import LIMIT_S, TIMEOUT_S, Report, Verdict, examine, pool_for
 from shardlab.exercises.ladder import LADDER
-from shardlab.exercises.picture import held, held_table, moved, moved_table
+from shardlab.exercises.picture import differ, held, held_table, moved, moved_table
 from shardlab.exercises.progress import Progress
+from shardlab.exercises.values import plain
 from shardlab.plots.show import show
 
 Named = str | Exercise
+MOST_OF_INPUTS = 300  # characters of a line
 
 
 def find(exercise: Named) -> Exercise:
@@ -97,15 +99,31 @@ def _say(exercise: Exercise, report: Report) -> None:
     sys.stdout.write(f"{exercise.name}: {report.verdict}. {report.reason}\n")
     if report.detail:
         sys.stdout.write(report.detail + "\n")
+    if report.case is not None:
+        sys.stdout.write(inputs_of(report.case))
     if not report.done:
         return
     counts = report.case is not None and report.case.traffic is not None
     if counts:
         _show_table(table_of(report))
-    if len(values := held_table(exercise, report)):
+    # A picture without a difference, beside a failure, would say that all is well.
+    if (values := held_table(exercise, report))["differs"].any():
         show(held(values, f"Who held what: {exercise.name}", exercise.drawn_words))
-    if counts and len(messages := moved_table(report)):
+    if counts and differ(messages := moved_table(report)):
         show(moved(messages, f"What moved: {exercise.name}"))
+
+
+def inputs_of(case: Case) -> str:
+    """The inputs of a case, a line for each rank or one for all of them; empty where they are too long to read."""
+    try:
+        lines = [", ".join(repr(plain(value)) for value in inputs) for inputs in case.inputs]
+    except TypeError:  # a module, for example
+        return ""
+    if max(map(len, lines)) > MOST_OF_INPUTS or not any(lines):
+        return ""
+    if len(set(lines)) == 1:
+        return f"The inputs of this case: {lines[0]}\n"
+    return "".join(f"The inputs of rank {rank} in this case: {line}\n" for rank, line in enumerate(lines))
 
 
 def _show_table(table: pd.DataFrame) -> None:

@@ -48,6 +48,12 @@ def moved_table(report: Report) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["side", "rank", "message", "op", "bytes", "axis"])
 
 
+def differ(messages: pd.DataFrame) -> bool:
+    """Whether the two sides of ``moved_table`` differ in anything."""
+    attempt, wanted = (messages[messages["side"] == side].drop(columns="side").to_numpy().tolist() for side in SIDES)
+    return bool(attempt != wanted)
+
+
 def held(table: pd.DataFrame, title: str, words: str) -> go.Figure:
     """Numbers by rank as colours; a cross stands where the attempt differs; ``words`` say what is in a column."""
     figure = _two_halves(title, f"in each column {words}; a cross: it differs")

@@ -52,6 +52,15 @@ def test_a_failure_is_a_sentence_a_table_and_two_figures(progress, capsys):
     }  # fmt: skip
 
 
+def test_a_failure_shows_its_inputs_and_no_picture_without_a_difference(progress, capsys):
+    check("fsdp.units", lambda sizes, budget, prefetch: [[index] for index in range(len(sizes))])
+    printed = capsys.readouterr().out
+    assert "rank 0 sent 6 messages where 2 are enough" in printed
+    assert "The inputs of this case: [48, 16, 32, 64, 16, 16], 96, 0" in printed
+    assert "What moved" in printed
+    assert "Who held what" not in printed, "the layers are right"
+
+
 def test_progress_keeps_attempts_hints_and_that_it_was_passed(progress, capsys):
     hints = LADDER[1].hints
     for _ in range(len(hints) + 1):

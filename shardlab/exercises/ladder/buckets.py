@@ -18,8 +18,8 @@ SIZES = {  # bytes of each parameter's gradient, in the order of forward, and of
 TASK = """buckets_assign(sizes, capacity): the indices of the parameters, bucket by bucket, as a list of lists.
 
 sizes are bytes of the gradients in the order in which forward uses the parameters; backward makes the gradients in the
-reverse order, and buckets are filled as they come. A bucket is closed when the next gradient would take it past
-capacity bytes. A gradient larger than that is alone in its bucket. No bucket is empty."""
+reverse order, and buckets are filled as they come: list them so, also inside a bucket. A bucket is closed when the next
+gradient would take it past capacity bytes. A gradient larger than that is alone in its bucket. No bucket is empty."""
 
 STARTER = """def buckets_assign(sizes, capacity):
     return [[index] for index in range(len(sizes))]  # your code: fewer messages

@@ -16,7 +16,8 @@ SHARDS = {  # of each rank, and the norm
     "2-norm, 1 rank": (2.0, [[[3.0], [-4.0]]], 5.0),
 }
 
-TASK = """clip_global_norm(comm, shards, norm_type): the norm over all elements of all ranks, the same on every rank.
+TASK = """clip_global_norm(comm, shards, norm_type): the norm over all elements of all ranks, the same on every rank, as
+a number or a tensor of one.
 
 shards is this rank's list of float64 tensors, which may be empty; norm_type is 1.0, 2.0 or float("inf"). One message of
 one float64 number is enough: comm.all_reduce(tensor, reduction="sum" or "max").wait() works in place."""

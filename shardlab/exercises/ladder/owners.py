@@ -21,8 +21,8 @@ TASK = """zero1_owners(sizes, num_ranks, rank): the ranges that rank owns, as {n
 
 sizes is {name: number of elements}. The parameters lie end to end in this order, and every rank owns an equal chunk of
 ceil(total / num_ranks) elements of that line; the last ones may own fewer, or none. start and stop count within the
-parameter. A parameter of which the rank owns nothing is left out. On the ranks everyone then steps what it owns: every
-element must be stepped by exactly one rank."""
+parameter. A parameter of which the rank owns nothing is left out. The check then lets every rank step the ranges that
+it owns: each element must be stepped by exactly one ("ranks that step" counts them)."""
 
 STARTER = """def zero1_owners(sizes, num_ranks, rank):
     return {name: (0, size) for name, size in sizes.items()}  # your code: here every rank owns everything

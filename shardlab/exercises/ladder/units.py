@@ -25,8 +25,8 @@ TASK = """fsdp_units(sizes, budget, prefetch): which layers make up each unit, a
 
 sizes are the bytes of the layers' weights in the order of forward. A unit is a run of neighbouring layers, gathered in
 one message before its first layer computes and freed after its last. With prefetch 0 one unit is gathered at a time,
-with prefetch 1 the next one as well, while this one computes. Never may more than budget bytes be gathered, and there
-must be as few units as possible. There is always a way."""
+with prefetch 1 the next one as well, while this one computes. A gathered layer counts whole. Never may more than budget
+bytes be gathered, and there must be as few units as possible. There is always a way."""
 
 STARTER = """def fsdp_units(sizes, budget, prefetch):
     return [[index] for index in range(len(sizes))]  # your code: within the budget, but a message for every layer
