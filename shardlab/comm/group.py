@@ -17,7 +17,7 @@ from shardlab.vocabulary import Collective, dtype_name
 _LIBRARY = (
     *(
         str(Path(__file__).parent.parent / room)
-        for room in ("comm", "engines", "faults", "recording", "tensor_parallel", "trace")
+        for room in ("comm", "engines", "faults/inject.py", "faults/kinds.py", "recording", "tensor_parallel", "trace")
     ),
     contextlib.__file__,  # an engine's gather in a ``with`` block enters through it
     str(Path(torch.__file__).parent),

@@ -84,7 +84,7 @@ def test_every_engine_has_a_page_with_formula_idea_figure_and_file(site: Site) -
 
 def test_a_notebook_keeps_its_figures_and_its_links(site: Site, tmp_path: Path) -> None:
     page = notebook_page(ROOT / "notebooks" / "07_zero_3.ipynb", site)
-    assert page.body.count('class="plot"') == page.body.count("<noscript><img") == 1
+    assert page.body.count('class="plot"') == page.body.count("<noscript><img") >= 1
     assert 'href="08_fsdp_units.html"' in page.body
     assert 'href="../source/shardlab/engines/zero3.py.html"' in page.body
     assert page.lead.endswith("?")
