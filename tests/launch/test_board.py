@@ -7,8 +7,10 @@ from shardlab.launch.board import Board, BoardWriter, CallState, describe, misma
 from shardlab.launch.stack import SeenCall
 from shardlab.vocabulary import Collective
 
+LINE = "/nowhere/train.py:31"  # no file: its code would be shown beside it
 
-def event(seq, op=Collective.ALL_REDUCE, tag="gradients", source_line="train.py:31", dtype="float32", numel=4):
+
+def event(seq, op=Collective.ALL_REDUCE, tag="gradients", source_line=LINE, dtype="float32", numel=4):
     return CollectiveEvent(seq, op, "data", tag, dtype, numel, 16, 2, "gloo", False, source_line)
 
 
@@ -34,7 +36,7 @@ def test_row_says_what_was_issued(tmp_path):
     assert [row.state for row in rows] == [CallState.NONE, CallState.ISSUED, CallState.NONE]
     row = rows[1]
     assert (row.rank, row.seq, row.op, row.axis) == (1, 7, "reduce_scatter", "data")
-    assert (row.tag, row.source_line) == ("gradients", "train.py:31")
+    assert (row.tag, row.source_line) == ("gradients", LINE)
     assert row.call == "reduce_scatter 'gradients' of 4 float32"
     assert 0 <= row.waited_s(perf_counter_ns()) < 60
 
@@ -145,7 +147,7 @@ def test_describe(tmp_path):
     lines = describe(board.read(), ["running", "running", "dead"]).splitlines()
     assert " ".join(lines[0].split()) == "rank process seq collective tag state since (s) elements source line"
     assert lines[1].split() == ["0", "running", "-", "-", "-", "no", "collective", "yet", "-", "-", "-"]
-    shown = ["1", "running", "0", "all_reduce", "(data)", "gradients", "waiting", "0.0", "4", "float32", "train.py:31"]
+    shown = ["1", "running", "0", "all_reduce", "(data)", "gradients", "waiting", "0.0", "4", "float32", LINE]
     assert lines[2].split() == shown
     assert lines[3].split()[:2] == ["2", "dead"]
 

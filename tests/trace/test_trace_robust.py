@@ -91,7 +91,7 @@ def test_ten_thousand_steps_leave_the_recorder_as_small_as_one_thousand(tmp_path
     records = load_run(tmp_path)
     assert records.steps["step"].tolist() == list(range(10_000))
     assert len(records.collectives) == 20_000
-    assert len(records.spans) == 30_000
+    assert 29_900 < len(records.spans) <= 30_000  # a span in which the clock did not move has no row
 
 
 SLEEP_S = 0.5  # long against what a busy machine adds to a step
