@@ -9,13 +9,14 @@ nothing and records nothing, so engines need no special case for it. Sums stay s
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
 from shardlab.comm.buffers import bounds_of, copy_back, flattened, sizes_of
 from shardlab.comm.events import Mark, Pending
 from shardlab.comm.group import ObservedGroup
-from shardlab.comm.transports.base import Bounds, Job, Queue, Reduction, Start, Transport
+from shardlab.comm.transports.base import Bounds, Job, Message, Queue, Reduction, Start, Transport
 from shardlab.vocabulary import Collective
 
 
@@ -47,7 +48,6 @@ class Communicator(ObservedGroup):
     ) -> None:
         super().__init__(transport, ranks, rank, axis)
         self._queue, self._mark = queue, mark
-        self._send_queue: Queue | None = None
 
     def all_reduce(self, tensor: Tensor, *, reduction: Reduction = "sum", tag: str = "") -> Pending:
         """Reduce ``tensor`` (any shape) over the group, in place on every rank."""
@@ -169,26 +169,20 @@ class Communicator(ObservedGroup):
         )
 
     def send(self, tensor: Tensor, dst: int, *, tag: str = "") -> Pending:
-        """Send ``tensor`` to group rank ``dst``."""
-        transport = self._peer(dst, "dst")
+        """Send ``tensor`` to group rank ``dst``.
+
+        It may not leave before somebody waits for it, or for another message that it then travels with: NCCL, which
+        does one thing after another, has to be told of all that must happen at the same time.
+        """
         flat = flattened(tensor)
-        # In one queue each rank of a ring would send first, and no rank would ever come to receive.
-        if self._send_queue is None and self._queue is not None:
-            self._send_queue = self._queue.twin()
-        return self._submit(
-            Collective.SEND, flat, lambda: transport.send(flat, dst), tag, keep=(flat,), queue=self._send_queue
-        )
+        message = Message(self._peer(dst, "dst"), True, flat, dst)
+        return self._submit(Collective.SEND, flat, message, tag, keep=(flat,))
 
     def recv(self, tensor: Tensor, src: int, *, tag: str = "") -> Pending:
-        """Receive from group rank ``src`` into ``tensor``."""
-        transport = self._peer(src, "src")
+        """Receive from group rank ``src`` into ``tensor``; as for ``send``, somebody has to wait for it."""
         flat = flattened(tensor)
-
-        def job() -> None:
-            transport.recv(flat, src)
-            copy_back(flat, tensor)
-
-        return self._submit(Collective.RECV, flat, job, tag, keep=(tensor, flat))
+        message = Message(self._peer(src, "src"), False, flat, src, partial(copy_back, flat, tensor))
+        return self._submit(Collective.RECV, flat, message, tag, keep=(tensor, flat))
 
     def barrier(self, *, tag: str = "") -> Pending:
         """Complete when every rank of the group has issued it."""
@@ -197,32 +191,33 @@ class Communicator(ObservedGroup):
         return self._submit(Collective.BARRIER, None, self._transport.barrier, tag)
 
     def close(self) -> None:
-        """End the queues after the collectives in them."""
-        for queue in (self._queue, self._send_queue):
-            if queue is not None:
-                queue.close()
-        self._queue = self._send_queue = None
+        """End the queue after the collectives in it."""
+        if self._queue is not None:
+            self._queue.close()
+        self._queue = None
 
     def _submit(
         self,
         op: Collective,
         buffer: Tensor | None,
-        job: Job,
+        job: Job | Message,
         tag: str,
         *,
         own_chunk_bytes: int | None = None,
         scratch_bytes: int = 0,
         keep: tuple[Tensor, ...] = (),
-        queue: Queue | None = None,
         start: Start | None = None,
     ) -> Pending:
-        queue = queue or self._queue
+        queue = self._queue
         if queue is None or self._transport is None:
             raise RuntimeError(f"communicator: axis {self.axis!r} is closed; build a new mesh")
         buffers = () if buffer is None else (buffer,)
         # Announced before it is queued: the board must show a collective that the transport never comes back from.
         event = self.announce(op, buffers, tag, own_chunk_bytes=own_chunk_bytes, scratch_bytes=scratch_bytes)
-        finish = queue.submit(job, event, self._observers, start)
+        if isinstance(job, Message):
+            finish = queue.submit_message(job, event, self._observers)
+        else:
+            finish = queue.submit(job, event, self._observers, start)
         return Pending(finish, keep=keep, event=event, observers=self._observers, mark=self._mark)
 
     def _chunk(self, buffer: Tensor, bounds: Bounds) -> Tensor:

@@ -12,6 +12,8 @@ Transports are written as plain blocking code. A queue makes them asynchronous:
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
 from time import perf_counter_ns
 
@@ -19,7 +21,7 @@ import torch
 
 from shardlab.comm.events import CollectiveEvent, DeviceEvent, Observer
 from shardlab.comm.streams import CUDA, Streams, mark
-from shardlab.comm.transports.base import Job, Start
+from shardlab.comm.transports.base import Job, Message, Start
 
 
 class _Entry:
@@ -76,6 +78,7 @@ class ThreadQueue:
 
     def __init__(self, name: str, device: torch.device | None = None) -> None:
         self._device = device
+        self._sends: ThreadQueue | None = None
         # The thread gets the queue and not ``self``: it would otherwise keep this object, and so itself, alive.
         self._queue: SimpleQueue[_Entry | None] = SimpleQueue()
         self._last_done = threading.Event()
@@ -98,12 +101,19 @@ class ThreadQueue:
         self._queue.put(entry)
         return entry.wait
 
-    def twin(self) -> "ThreadQueue":
-        """Another thread."""
-        return ThreadQueue(f"{self._thread.name}-twin", self._device)
+    def submit_message(self, message: Message, event: CollectiveEvent, observers: tuple[Observer, ...]) -> Job:
+        """Queue a receive among the collectives, and a send in another thread of its own."""
+        if not message.is_send:
+            return self.submit(message.travel, event, observers)
+        # In one thread each rank of a ring would send first, and no rank would ever come to receive.
+        if self._sends is None:
+            self._sends = ThreadQueue(f"{self._thread.name}-sends", self._device)
+        return self._sends.submit(message.travel, event, observers)
 
     def close(self) -> None:
-        """End the thread after the jobs that are queued."""
+        """End the threads after the jobs that are queued."""
+        if self._sends is not None:
+            self._sends.close()
         # The marker goes behind all entries; after the join no job can touch a group that is about to be destroyed.
         self._abandon()
         self._thread.join()
@@ -130,6 +140,15 @@ class Running:
                 observer.completed(event)
 
 
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """A message that has been issued and has not left."""
+
+    message: Message
+    event: CollectiveEvent
+    observers: tuple[Observer, ...]
+
+
 class StreamQueue:
     """A CUDA stream beside the compute stream, for transports whose calls only enqueue (NCCL).
 
@@ -139,9 +158,10 @@ class StreamQueue:
     """
 
     def __init__(self, device: torch.device, streams: Streams = CUDA) -> None:
-        self._device, self._streams = device, streams
+        self._streams = streams
         self._stream = streams.Stream(device)
         self._running = Running()
+        self._held: list[_Held] = []
 
     def submit(
         self,
@@ -151,31 +171,78 @@ class StreamQueue:
         start: Start | None = None,  # noqa: ARG002
     ) -> Job:
         """Enqueue ``job`` behind everything that the current stream has been given so far; ``start`` is not needed."""
-        streams = self._streams
+        self._let_travel(self._held)
         # The buffers are still being computed on the current stream.
-        self._stream.wait_stream(streams.current_stream())
-        with streams.stream(self._stream):
-            begin = mark(streams)
-            job()
-            end = mark(streams)
-        event.device_times = (begin, end)
-        self._running.add(event, observers)
+        self._stream.wait_stream(self._streams.current_stream())
+        end = self._enqueue(job, [(event, observers)])
 
         def wait() -> None:
             # The host goes on. The buffers may be freed: the current stream uses their memory again behind the event.
-            streams.current_stream().wait_event(end)
+            self._streams.current_stream().wait_event(end)
             self._running.tell_ended()
 
         return wait
 
-    def twin(self) -> "StreamQueue":
-        """Another stream."""
-        return StreamQueue(self._device, self._streams)
+    def submit_message(self, message: Message, event: CollectiveEvent, observers: tuple[Observer, ...]) -> Job:
+        """Hold a message until somebody waits for it or a collective is issued: what is held may travel together.
+
+        A stream does one thing after another. Two ranks that both send first and then receive would each wait for the
+        other's receive, which stands behind its send.
+        """
+        self._stream.wait_stream(self._streams.current_stream())  # now: what comes later does not change the buffer
+        held = _Held(message, event, observers)
+        self._held.append(held)
+
+        def wait() -> None:
+            if held in self._held:
+                self._let_travel(_together(self._held, held))
+            assert event.device_times is not None
+            self._streams.current_stream().wait_event(event.device_times[1])
+            self._running.tell_ended()
+
+        return wait
 
     def close(self) -> None:
         """Wait for the stream."""
+        self._let_travel(self._held)
         self._stream.synchronize()
         self._running.tell_ended()
+
+    def _let_travel(self, leaving: Sequence[_Held]) -> None:
+        if not leaving:
+            return
+        messages = [held.message for held in leaving]
+        self._held = [held for held in self._held if held not in leaving]
+
+        def job() -> None:
+            messages[0].transport.exchange(messages)
+            for message in messages:
+                if message.after is not None:
+                    message.after()
+
+        self._enqueue(job, [(held.event, held.observers) for held in leaving])
+
+    def _enqueue(self, job: Job, told: Sequence[tuple[CollectiveEvent, tuple[Observer, ...]]]) -> DeviceEvent:
+        with self._streams.stream(self._stream):
+            begin = mark(self._streams)
+            job()
+            end = mark(self._streams)
+        for event, observers in told:
+            event.device_times = (begin, end)
+            self._running.add(event, observers)
+        return end
+
+
+def _together(held: Sequence[_Held], waited: _Held) -> list[_Held]:
+    """What has to leave with the message that is waited for.
+
+    Messages that are grouped end together. So a receive takes along all sends, which the other side may need first,
+    and no receive behind it, for which the other side may need this one first. A send takes along all.
+    """
+    if waited.message.is_send:
+        return list(held)
+    place = held.index(waited)
+    return [one for at, one in enumerate(held) if at <= place or one.message.is_send]
 
 
 def _end_of_current_stream() -> DeviceEvent | None:

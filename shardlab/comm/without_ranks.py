@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import CollectiveEvent, Observer, Pending
-from shardlab.comm.transports.base import Bounds, Job, Queue, Reduction, Start, Transport
+from shardlab.comm.transports.base import Bounds, Job, Message, Reduction, Start, Transport
 from shardlab.vocabulary import Collective
 
 T = TypeVar("T")
@@ -36,8 +36,8 @@ class SilentCommunicator(Communicator):
         self._observers = ()  # not those of this process, which wait for a collective's end
 
     @override
-    def _submit(self, op: Collective, buffer: Tensor | None, job: Job, tag: str, **sizes: Any) -> Pending:
-        for name in ("keep", "queue", "start"):
+    def _submit(self, op: Collective, buffer: Tensor | None, job: Job | Message, tag: str, **sizes: Any) -> Pending:
+        for name in ("keep", "start"):
             sizes.pop(name, None)
         self.announce(op, () if buffer is None else (buffer,), tag, **sizes)
         return Pending()
@@ -163,9 +163,9 @@ class _AtOnce:
         job()
         return _nothing
 
-    def twin(self) -> Queue:
-        """Another one."""
-        return _AtOnce()
+    def submit_message(self, message: Message, event: CollectiveEvent, observers: tuple[Observer, ...]) -> Job:
+        """Run it."""
+        return self.submit(message.travel, event, observers)
 
     def close(self) -> None:
         """Nothing is left to run."""

@@ -5,12 +5,14 @@ from math import inf
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardlab.comm import events
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import CollectiveEvent, Pending
 from shardlab.comm.queues import StreamQueue
 from shardlab.comm.streams import mark
+from shardlab.comm.transports.nccl import NcclTransport
 from shardlab.launch.board import Board, BoardWriter, CallState
 from shardlab.trace import clock
 from shardlab.trace.clock import StreamClock
@@ -29,9 +31,13 @@ class TakesTime:
     name, emulated = "nccl", False
 
     def __init__(self, device, duration):
-        self._device, self._duration = device, duration
+        self._device, self._duration, self.exchanged = device, duration, []
 
     def all_reduce(self, tensor, reduction, tag=""):
+        self._device.compute(self._duration)
+
+    def exchange(self, messages):
+        self.exchanged.append([("send" if message.is_send else "recv", message.peer) for message in messages])
         self._device.compute(self._duration)
 
 
@@ -122,6 +128,65 @@ def test_marks_are_exact_after_an_hour(device):
     begin, end = clock_of_run.resolve(marks)
     assert abs(begin - (3_600_000 * MS + 123_457)) < 100
     assert abs(end - begin - 7_000) < 100
+
+
+def among_four(device):
+    transport = TakesTime(device, 6 * MS)
+    queue = StreamQueue(CPU, device)
+    return Communicator(transport, queue, (0, 1, 2, 3), 1, "data", partial(mark, device)), transport.exchanged
+
+
+@pytest.mark.parametrize("waits_for", [0, 1])
+def test_a_send_and_a_receive_travel_together(device, waits_for):
+    """On one stream, two ranks that send before they receive would wait for each other for ever."""
+    comm, exchanged = among_four(device)
+    pending = [comm.send(torch.ones(4), 2), comm.recv(torch.ones(4), 2)]
+    assert exchanged == []
+    pending[waits_for].wait()
+    assert exchanged == [[("send", 2), ("recv", 2)]]
+    pending[1 - waits_for].wait()
+    assert len(exchanged) == 1
+
+
+def test_a_receive_leaves_later_ones_behind(device):
+    """What rank 0 sends may be what rank 2's answer needs first."""
+    comm, exchanged = among_four(device)
+    first, later = comm.recv(torch.ones(4), 0), comm.recv(torch.ones(4), 2)
+    first.wait()
+    assert exchanged == [[("recv", 0)]]
+    comm.send(torch.ones(4), 2).wait()
+    later.wait()
+    assert exchanged == [[("recv", 0)], [("recv", 2), ("send", 2)]]
+
+
+@pytest.mark.parametrize("then", ["all_reduce", "close"])
+def test_messages_leave_before_a_collective_and_at_the_end(device, then):
+    comm, exchanged = among_four(device)
+    columns = torch.zeros(4, 2)[:, 0]
+    pending = comm.recv(columns, 0)
+    comm.all_reduce(torch.ones(4)) if then == "all_reduce" else comm.close()
+    assert exchanged == [[("recv", 0)]]
+    pending.wait()
+
+
+def around_the_ring(rank):
+    """The stream's way with real messages: gloo in the place of NCCL, each too large for a socket to take at once."""
+    size, numel = dist.get_world_size(), 1 << 20
+    queue = StreamQueue(CPU, Device())
+    comm = Communicator(NcclTransport(dist.group.WORLD), queue, tuple(range(size)), rank, "data")
+    neighbours = [(rank + 1) % size, (rank - 1) % size]
+    sent = [comm.send(torch.full((numel,), rank, dtype=torch.int16), to) for to in neighbours]
+    came = [torch.zeros(numel, dtype=torch.int16) for _ in neighbours]
+    received = [comm.recv(tensor, at) for tensor, at in zip(came, neighbours, strict=True)]
+    for pending in (*sent, *received):
+        pending.wait()
+    comm.close()
+    return [tensor.unique().tolist() for tensor in came]
+
+
+def test_all_ranks_may_send_before_they_receive(pools):
+    for rank, came in enumerate(pools(3).run(around_the_ring)):
+        assert came == [[(rank + 1) % 3], [(rank - 1) % 3]]
 
 
 def look(board, writer):

@@ -7,8 +7,8 @@ says what is sent, the same on all ranks, so that a transport can refuse to mix 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Literal, Protocol
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -17,6 +17,25 @@ from shardlab.comm.events import CollectiveEvent, Observer
 Reduction = Literal["sum", "max"]
 Bounds = tuple[int, ...]
 Job = Callable[[], None]
+
+
+class Message(NamedTuple):
+    """A send to ``peer``, or a receive from it, of a flat tensor; ``after`` is done once it has come."""
+
+    transport: "Transport"
+    is_send: bool
+    tensor: Tensor
+    peer: int
+    after: Job | None = None
+
+    def travel(self) -> None:
+        """Go alone."""
+        move = self.transport.send if self.is_send else self.transport.recv
+        move(self.tensor, self.peer)
+        if self.after is not None:
+            self.after()
+
+
 Start = Callable[[], Job | None]
 """Begins what a job would do and returns at once what waits for its end; None: it cannot, and has done nothing."""
 
@@ -63,6 +82,10 @@ class Transport(ABC):
     def recv(self, tensor: Tensor, src: int) -> None:
         """Receive from one rank."""
 
+    def exchange(self, messages: "Sequence[Message]") -> None:
+        """Send and receive several messages at once, whatever the order in which the other ranks name theirs."""
+        raise NotImplementedError(f"{self.name} sends and receives one message at a time")
+
     @abstractmethod
     def barrier(self) -> None:
         """Return when all ranks have called it."""
@@ -84,8 +107,8 @@ class Queue(Protocol):
     ) -> Job:
         """Queue ``job``, or do the same by ``start``; the returned call waits for it and raises what it raised."""
 
-    def twin(self) -> "Queue":
-        """Another queue of the same kind, whose jobs run beside this one's."""
+    def submit_message(self, message: Message, event: CollectiveEvent, observers: tuple[Observer, ...]) -> Job:
+        """Queue a message so that none of its rank's sends keeps a receive from beginning, nor the other way round."""
 
     def close(self) -> None:
         """End the queue after the jobs that are in it."""

@@ -3,13 +3,14 @@
 What is only copied is sent as bytes, so that every dtype travels; NCCL itself refuses int16, for example.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from shardlab.comm.transports.base import Bounds, Reduction, Transport
+from shardlab.comm.transports.base import Bounds, Message, Reduction, Transport
 from shardlab.comm.transports.gloo import REDUCE_OPS, as_bytes
 
 # torch 2.13 names these ..._single and warns at the old names, which are all that 2.11 has. Decided here, once.
@@ -70,12 +71,30 @@ class NcclTransport(Transport):
     @override
     def send(self, tensor: Tensor, dst: int) -> None:
         """Send to one rank."""
-        dist.send(as_bytes(tensor), group=self._group, group_dst=dst)
+        self.exchange([Message(self, True, tensor, dst)])
 
     @override
     def recv(self, tensor: Tensor, src: int) -> None:
         """Receive from one rank."""
-        dist.recv(as_bytes(tensor), group=self._group, group_src=src)
+        self.exchange([Message(self, False, tensor, src)])
+
+    @override
+    def exchange(self, messages: Sequence[Message]) -> None:
+        """In one grouped call, for NCCL has one stream for both ways: a send would keep the receive behind it waiting.
+
+        Even one message goes this way: alone it would use another communicator than the group its other end may be in.
+        """
+        calls = [
+            dist.P2POp(
+                dist.isend if message.is_send else dist.irecv,
+                as_bytes(message.tensor),
+                group=self._group,
+                group_peer=message.peer,
+            )
+            for message in messages
+        ]
+        for work in dist.batch_isend_irecv(calls):
+            work.wait()  # the current stream, not the host
 
     @override
     def barrier(self) -> None:
