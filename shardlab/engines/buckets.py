@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from shardlab.comm.events import Pending
 from shardlab.engines.unused_params import mark_all_used, nobody_used, write_unused
-from shardlab.partition.buckets import assign_buckets
-from shardlab.partition.flat import FlatLayout, ParamSpec, flat_layout, owned_layout, owned_order
+from shardlab.partition.buckets import plan_buckets
+from shardlab.partition.flat import FlatLayout, ParamSpec
 from shardlab.partition.layout import first_elements
-from shardlab.partition.owners import assign_owners
 from shardlab.vocabulary import Partition
 
 
@@ -26,14 +25,13 @@ class Bucket:
     Args:
         index: position among the buckets, which is the order of their collectives.
         layout: where each parameter is and which rank holds which chunk.
-        names: parameter names in slot order.
         params: the parameters in slot order, all of one dtype and device.
     """
 
-    def __init__(self, index: int, layout: FlatLayout, names: Sequence[str], params: Sequence[nn.Parameter]) -> None:
+    def __init__(self, index: int, layout: FlatLayout, params: Sequence[nn.Parameter]) -> None:
         self.index = index
         self.layout = layout
-        self.names = tuple(names)
+        self.names = layout.names
         self.params = tuple(params)
         self.buffer: Tensor | None = None  # flat gradients, [padded_numel]; allocated when first needed
         self.views: list[Tensor] = []  # of the buffer, one per slot, in the parameters' shapes
@@ -175,22 +173,7 @@ def build_buckets(
     """
     if capacity_bytes < 1:
         raise ValueError(f"bucket_bytes: {capacity_bytes} is below 1; give the capacity of a bucket in bytes")
-    names = list(params)
     specs = [ParamSpec(name, tuple(param.shape), param.element_size()) for name, param in params.items()]
     keys = [(param.dtype, param.device, param.requires_grad) for param in params.values()]
-    whole = partition is not Partition.ELEMENTS
-    owners = assign_owners(specs, num_ranks, partition) if whole else ()
-    buckets = []
-    for index, members in enumerate(assign_buckets(specs, capacity_bytes, keys)):
-        together = [specs[member] for member in members]
-        order = list(members)
-        if whole:
-            bucket_owners = [owners[member] for member in members]
-            # Slots by owner, so that what a rank owns is one chunk of the bucket.
-            layout = owned_layout(together, bucket_owners, num_ranks)
-            order = [members[place] for place in owned_order(bucket_owners)]
-        else:
-            layout = flat_layout(together, num_ranks)
-        slot_names = [names[member] for member in order]
-        buckets.append(Bucket(index, layout, slot_names, [params[name] for name in slot_names]))
-    return buckets
+    layouts = plan_buckets(specs, keys, num_ranks, capacity_bytes, partition)
+    return [Bucket(index, layout, [params[name] for name in layout.names]) for index, layout in enumerate(layouts)]

@@ -8,7 +8,7 @@ map must be the same on every rank: it depends on the order of the parameters al
 from collections.abc import Hashable, Sequence
 
 from shardlab.partition.chunks import require_count
-from shardlab.partition.flat import FlatLayout, ParamSpec, flat_layout, owned_layout
+from shardlab.partition.flat import FlatLayout, ParamSpec, aligned_first, flat_layout, owned_layout
 from shardlab.partition.owners import assign_owners
 from shardlab.vocabulary import Partition
 
@@ -74,11 +74,10 @@ def plan_buckets(
     Raises:
         ValueError: a count is too small, or ``keys`` has another length than ``specs``.
     """
-    members = assign_buckets(specs, capacity_bytes, keys)
+    buckets = [
+        aligned_first(specs[index] for index in bucket) for bucket in assign_buckets(specs, capacity_bytes, keys)
+    ]
     if partition is Partition.ELEMENTS:
-        return tuple(flat_layout([specs[index] for index in bucket], num_ranks) for bucket in members)
-    owners = assign_owners(specs, num_ranks, partition)
-    return tuple(
-        owned_layout([specs[index] for index in bucket], [owners[index] for index in bucket], num_ranks)
-        for bucket in members
-    )
+        return tuple(flat_layout(bucket, num_ranks) for bucket in buckets)
+    owners = dict(zip((spec.name for spec in specs), assign_owners(specs, num_ranks, partition), strict=True))
+    return tuple(owned_layout(bucket, [owners[spec.name] for spec in bucket], num_ranks) for bucket in buckets)

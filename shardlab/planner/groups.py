@@ -11,7 +11,7 @@ from functools import cached_property
 
 from shardlab.partition.buckets import plan_buckets
 from shardlab.partition.dim0 import Dim0Layout, dim0_layout
-from shardlab.partition.flat import FlatLayout, ParamSpec, flat_layout, owned_layout
+from shardlab.partition.flat import FlatLayout, ParamSpec, aligned_first, flat_layout, owned_layout
 from shardlab.partition.layout import Piece
 from shardlab.partition.owners import Ownership
 from shardlab.planner.model import PlannedModel, PlannedParam
@@ -129,10 +129,11 @@ def _units(by_name: Mapping[str, PlannedParam], setup: Setup) -> Iterator[Group]
         kinds = dict.fromkeys((*_kind(by_name[name]), _is_small(by_name[name], setup)) for name in names)
         for part, kind in enumerate(kinds):
             *alike, small = kind
-            together = [
-                by_name[name].spec for name in names
+            together = aligned_first(
+                by_name[name].spec
+                for name in names
                 if list(_kind(by_name[name])) == alike and _is_small(by_name[name], setup) == small
-            ]  # fmt: skip
+            )
             name = unit if len(kinds) == 1 else f"{unit} part {part}"
             layout = _unit_layout(together, 1 if small else setup.num_shards, owners, setup)
             yield Group(name, unit, layout, {spec.name: by_name[spec.name] for spec in together})

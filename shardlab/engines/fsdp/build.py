@@ -18,7 +18,7 @@ from shardlab.engines.fsdp.unit import Unit
 from shardlab.engines.offload import OFFLOADS
 from shardlab.engines.placeholder import sites_of
 from shardlab.meta import InitFn, materialize
-from shardlab.partition.flat import ParamSpec, owned_layout, owned_order
+from shardlab.partition.flat import ParamSpec, aligned_first, owned_layout
 from shardlab.partition.layout import Layout
 from shardlab.partition.owners import Ownership
 from shardlab.units.policy import ROOT, owners_of_parameters, wrapped_modules
@@ -78,8 +78,8 @@ def _buckets(
     for place, alike in enumerate(kinds.values()):
         name = unit if len(kinds) == 1 else f"{unit} part {place}"
         comm, replicas = _axes(next(iter(alike.values())), options)
-        order, layout = _layout(alike, comm.num_ranks, options, owners)
-        slots = {key: alike[key] for key in order}
+        layout = _layout(alike, comm.num_ranks, options, owners)
+        slots = {key: alike[key] for key in layout.names}
         offload = OFFLOADS[options.offload]
         buckets.append(
             UnitBucket(name, slots, sites, layout, comm, options.precision, replicas=replicas, offload=offload)
@@ -95,15 +95,10 @@ def _axes(param: nn.Parameter, options: ShardingOptions) -> tuple[Communicator, 
     return Communicator(None, None, (0,), 0, MeshAxis.SHARD), options.data_axes[::-1]
 
 
-def _layout(
-    params: Params, num_ranks: int, options: ShardingOptions, owners: Mapping[str, int]
-) -> tuple[Sequence[str], Layout]:
-    """Names in slot order, and their layout."""
-    specs = [_spec(name, param) for name, param in params.items()]
+def _layout(params: Params, num_ranks: int, options: ShardingOptions, owners: Mapping[str, int]) -> Layout:
+    specs = aligned_first(_spec(name, param) for name, param in params.items())
     ranks = [owners[spec.name] for spec in specs if spec.name in owners]
-    if not ranks:
-        return list(params), LAYOUTS[options.layout](specs, num_ranks)
-    return [specs[place].name for place in owned_order(ranks)], owned_layout(specs, ranks, num_ranks)
+    return owned_layout(specs, ranks, num_ranks) if ranks else LAYOUTS[options.layout](specs, num_ranks)
 
 
 def _spec(name: str, param: nn.Parameter) -> ParamSpec:
