@@ -14,7 +14,9 @@ After the reduction such an element is -0 if and only if no rank used the parame
 * the sum must not round to -0. It does not: a sum of numbers of one dtype is a multiple of its smallest subnormal, so
   it is exactly 0 or not 0 at all, and a sum that cancels to exactly 0 is +0. Summing 16-bit numbers in float32 and
   rounding the result does not change that; nor does a second axis that sums the sums;
-* the answer is read before the sum is cast or divided.
+* the answer is read before the sum is cast or divided;
+* whoever adds keeps the sign, as all processors do. A switch need not: NCCL is tried before it is used
+  (``comm.transports.nccl.require_signed_zeros``).
 
 ``torch.set_flush_denormal(True)`` breaks the second: a subnormal result becomes 0 with the result's sign. In that mode,
 terms below ``smallest_normal / eps`` are sent as +0 (1e-31 in float32, and only in the elements that are looked at).
