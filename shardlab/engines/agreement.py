@@ -5,13 +5,16 @@ collective in it; afterwards every rank learns of every failure, and all raise t
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from typing import Any, TypeVar
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from shardlab.comm.communicator import Communicator
+from shardlab.vocabulary import dtype_name
 
 T = TypeVar("T")
 _TAG = "agreement"
@@ -66,6 +69,28 @@ def share_texts(comms: Sequence[Communicator], device: torch.device, text: str) 
         words[bounds[number] : bounds[number + 1]] = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(device)
     joined = _sum(comms, words).cpu().numpy().tobytes()
     return [joined[bounds[rank] : bounds[rank + 1]].decode() for rank in range(num_ranks)]
+
+
+def check_alike(comms: Sequence[Communicator], device: torch.device, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Check that all ranks name the same tensors, of the same shapes and dtypes, in the same order.
+
+    Else their collectives would not match: some transports then break off without saying what differs. Sends one number
+    a rank unless something does.
+
+    Raises:
+        ValueError: on all ranks; the message has the first difference.
+    """
+    lines = [f"{name} {list(tensor.shape)} {dtype_name(tensor.dtype)}" for name, tensor in tensors]
+    numbers = share_json(comms, device, crc32("\n".join(lines).encode()))
+    if len(set(numbers)) == 1:
+        return
+    other = next(rank for rank, number in enumerate(numbers) if number != numbers[0])
+    shared = share_json(comms, device, lines)
+    pairs = zip_longest(shared[0], shared[other], fillvalue="nothing")
+    first, second = next(pair for pair in pairs if pair[0] != pair[1])
+    raise ValueError(
+        f"model: where rank 0 has {first}, rank {other} has {second}; build the same module on all data ranks"
+    )
 
 
 def number_among(comms: Sequence[Communicator]) -> tuple[int, int]:

@@ -29,7 +29,7 @@ from typing_extensions import override
 from shardlab.comm import BaseMesh
 from shardlab.comm.coalesced import broadcast_coalesced
 from shardlab.comm.communicator import Communicator
-from shardlab.engines.agreement import all_or_none
+from shardlab.engines.agreement import all_or_none, check_alike
 from shardlab.engines.checks import (
     check_max_norm,
     check_no_meta,
@@ -88,6 +88,7 @@ class Engine(Holdings, Gradients, EngineState):
         self.loss_is_scaled = False  # a GradScaler has said so
         super().__init__()
         # Before anything is laid out, since all ranks must cut their shards from the same model.
+        check_alike(self.data_comms, self.mesh.device, [*self.params.items(), *model.named_buffers()])
         self._equalise(
             [*(param for param in self.params.values() if not param.is_meta), *model.buffers()],
             "parameters and buffers from rank 0",

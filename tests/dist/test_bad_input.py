@@ -285,3 +285,23 @@ def test_sizes_of_axes_are_whole_numbers_by_name():
     for axes, words in (("x", "axes: 'x' was given"), ({"data": 1.5}, "axes: .* whole number of ranks")):
         with pytest.raises(ValueError, match=words):
             Mesh(axes)
+
+
+def other_module(rank, strategy, transport):
+    """Rank 1 alone has a wider layer, rank 2 another dtype in a buffer behind it."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3 if rank == 1 else 2))
+    model.register_buffer("seen", torch.zeros(1, dtype=torch.int32 if rank == 2 else torch.int64))
+    with Mesh({"data": 3}, transport=transport) as mesh:
+        try:
+            build_engine(strategy, model, adamw, mesh)
+        except ValueError as error:
+            return str(error)
+    return "built"
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("strategy", ["ddp", "bucketed", "zero3", "fsdp"])
+def test_another_module_on_a_rank_is_named_on_all(pools, strategy, transport):
+    expected = "model: where rank 0 has 1.weight [2, 4] float32, rank 1 has 1.weight [3, 4] float32; build the same"
+    for said in pools(3).run(other_module, strategy, transport):
+        assert said.startswith(expected)
