@@ -45,8 +45,10 @@ def hint(exercise: Named, *, progress: Path | str | None = None) -> None:
     if not found.hints:
         sys.stdout.write(f"{found.name} has no hints.\n")
         return
-    number = min(Progress(progress).take_hint(found.name), len(found.hints) - 1)
-    sys.stdout.write(f"Hint {number + 1} of {len(found.hints)}: {found.hints[number]}\n")
+    taken, last = Progress(progress).take_hint(found.name), len(found.hints) - 1
+    number = min(taken, last)
+    again = ", which was the last" if taken > last else ""
+    sys.stdout.write(f"Hint {number + 1} of {len(found.hints)}{again}: {found.hints[number]}\n")
 
 
 def check(

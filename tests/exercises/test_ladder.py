@@ -33,6 +33,14 @@ def test_the_starter_is_a_function_that_fails(ranks: RankPool, exercise: Exercis
     assert report.reason
 
 
+@BY_NAME
+def test_a_forgotten_return_is_told_without_frames_of_the_package(ranks: RankPool, exercise: Exercise) -> None:
+    report = examine(exercise, lambda *_: None, ranks)
+    assert report.verdict is Verdict.FAILED
+    assert report.reason
+    assert "Traceback" not in report.detail
+
+
 @pytest.mark.parametrize(("name", "function"), solutions(RIGHT))
 def test_references_pass(ranks: RankPool, name: str, function) -> None:
     report = examine(find(name), function, ranks)

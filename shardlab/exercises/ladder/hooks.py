@@ -100,7 +100,7 @@ def _gradients(rank: int, used: Sequence[bool]) -> dict[str, Tensor]:
 
 def train(
     function: Function, comm: Communicator, rank: int, used: Sequence[bool], is_all_used: bool
-) -> dict[str, object]:
+) -> dict[str, object] | None:
     """The micro-batches of one step with the learner's hooks."""
     model = Branches()
     with _counted(comm) as sent:
@@ -108,6 +108,8 @@ def train(
         for micro_batch, uses_right in enumerate(used):
             model(_rows(rank, micro_batch), uses_right).mean().backward()
         during_backward = bool(sent)
+    if finish is None:  # a forgotten return, which is then the result
+        return None
     finish()
     result: dict[str, object] = {"gradients": {name: param.grad for name, param in model.named_parameters()}}
     # Where a rank leaves out the parameter that is sent first, nothing can be sent before finish().

@@ -69,7 +69,10 @@ def _peak_bytes(units: Units, sizes: Sequence[int], prefetch: int) -> int:
 
 def gather_units(function: Function, comm: Communicator, sizes: Sequence[int], budget: int, prefetch: int) -> Measured:
     """A forward that gathers the learner's units, each in one message."""
-    units: Any = [list(unit) for unit in function(list(sizes), budget, prefetch)]
+    found: Any = function(list(sizes), budget, prefetch)
+    if found is None:  # a forgotten return
+        return Measured(None)
+    units = [list(unit) for unit in found]
     layers = [index for unit in units for index in unit]
     if layers != list(range(len(sizes))):
         return Measured({"layers": layers})
