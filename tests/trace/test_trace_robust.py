@@ -1,5 +1,6 @@
 """What must hold whatever happens: a killed rank, ten thousand steps, and savings that are what the clock says."""
 
+import gc
 import os
 import signal
 import time
@@ -69,6 +70,15 @@ def fake_step(recorder, step):
     recorder.finish_step(1.0, 1.0, 1e-3, 4)
 
 
+@pytest.fixture
+def _as_in_a_rank():
+    """The objects of all other tests are not gone through for tensors 10,000 times."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("_as_in_a_rank")
 def test_ten_thousand_steps_leave_the_recorder_as_small_as_one_thousand(tmp_path):
     write_manifest(tmp_path, {"run": "long"})
     gradient, held = torch.ones(8), {}
