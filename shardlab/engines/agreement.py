@@ -74,18 +74,22 @@ def share_texts(comms: Sequence[Communicator], device: torch.device, text: str) 
 def check_alike(comms: Sequence[Communicator], device: torch.device, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Check that all ranks name the same tensors, of the same shapes and dtypes, in the same order.
 
-    Else their collectives would not match: some transports then break off without saying what differs. Sends one number
-    a rank unless something does.
+    Else their collectives would not match: some transports then break off without saying what differs. Sends 16 bytes
+    unless something does.
 
     Raises:
         ValueError: on all ranks; the message has the first difference.
     """
     lines = [f"{name} {list(tensor.shape)} {dtype_name(tensor.dtype)}" for name, tensor in tensors]
-    numbers = share_json(comms, device, crc32("\n".join(lines).encode()))
-    if len(set(numbers)) == 1:
+    number = crc32("\n".join(lines).encode())
+    bounds = torch.tensor([number, -number], device=device)
+    for comm in comms:
+        comm.all_reduce(bounds, reduction="max", tag=_TAG).wait()
+    largest, smallest = bounds.tolist()
+    if largest == -smallest:
         return
-    other = next(rank for rank, number in enumerate(numbers) if number != numbers[0])
     shared = share_json(comms, device, lines)
+    other = next(rank for rank, theirs in enumerate(shared) if theirs != shared[0])
     pairs = zip_longest(shared[0], shared[other], fillvalue="nothing")
     first, second = next(pair for pair in pairs if pair[0] != pair[1])
     raise ValueError(

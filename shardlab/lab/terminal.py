@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-WIDTH = "100"
+SIZE = {"COLUMNS": "80", "LINES": "24", "TERM": "dumb"}  # all three, or a program asks elsewhere
 
 
 def terminal(command: str, folder: str | Path = ".") -> None:
@@ -19,7 +19,7 @@ def terminal(command: str, folder: str | Path = ".") -> None:
         subprocess.CalledProcessError: it failed; the note of the error has what it said.
     """
     own = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    plain = {"PATH": own, "COLUMNS": WIDTH, "TERM": "dumb", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    plain = SIZE | {"PATH": own, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         command,
         shell=True,

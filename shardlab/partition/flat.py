@@ -26,7 +26,7 @@ from math import prod
 from shardlab.partition.chunks import even_bounds, require_count, require_rank
 from shardlab.partition.layout import Piece
 
-ALIGNED_NUMEL = 16  # elements: at least 16 bytes in every dtype
+ALIGNED_NUMEL = 8  # elements: 16 bytes in a dtype of two bytes, more in wider ones
 
 
 @dataclass(frozen=True)

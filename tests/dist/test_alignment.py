@@ -25,12 +25,12 @@ def addresses(rank, num_ranks, strategy, options):
     """Of parameters in forward and of gradients before the step, from the start of a 16-byte word."""
     found = {}
     model = OddSizes()
-    seen = [(name, param) for name, param in model.named_parameters() if param.numel() % 16 == 0]
+    seen = [(name, param) for name, param in model.named_parameters() if param.numel() % 8 == 0]
     assert len(seen) == 8
 
     def look(module, *_):
         for name, param in module.named_parameters(recurse=False):
-            if param.numel() % 16 == 0:
+            if param.numel() % 8 == 0:
                 found[f"{id(module)}.{name}"] = param.data_ptr() % 16
 
     with Mesh({"data": num_ranks}) as mesh:

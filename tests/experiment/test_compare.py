@@ -145,9 +145,10 @@ def test_the_first_broadcast_is_recorded_but_in_no_step(comparison):
     sent = setup[setup["op"] == Collective.BROADCAST]
     assert (sent.groupby(["run", "rank"])["bytes"].sum() == width(config) * numel(config)).all()
     others = setup[setup["op"] != Collective.BROADCAST]
-    assert set(others["run"]) == {"zero1"}, "its ranks agree whether the optimizer fits their pieces"
-    assert (others.groupby("rank").size() == 1).all()
-    assert (others["bytes"] == 8 * config.ranks).all()
+    # Whether all ranks have the same module; zero1's, also whether the optimizer fits their pieces.
+    agreed = {"ddp": [16], "bucketed": [16], "zero1": [16, 8 * config.ranks]}
+    for (run, _), rows in others.groupby(["run", "rank"]):
+        assert rows["bytes"].tolist() == agreed[run]
 
 
 def test_shards_say_who_holds_what(comparison):

@@ -143,9 +143,9 @@ def test_what_is_sent_before_the_first_step_is_step_minus_one(pools, tmp_path, s
     _, records = record(pools(2), Setting(strategy), tmp_path)
     before = records.collectives[records.collectives["step"] == -1]
     assert set(before["phase"]) == {Phase.SETUP}
-    # Ranks that step pieces agree whether the optimizer fits them.
+    # That they have the same module; ranks that step pieces, also whether the optimizer fits them.
     agreements = before[before["op"] == Collective.ALL_REDUCE]
-    assert agreements.groupby("rank").size().tolist() == ([1, 1] if strategy == "zero1" else [])
+    assert agreements.groupby("rank").size().tolist() == ([2, 2] if strategy == "zero1" else [1, 1])
     broadcasts = before.drop(agreements.index)
     assert set(broadcasts["op"]) == {Collective.BROADCAST}
     num_params = sum(param.numel() for param in Setting().model().parameters())
