@@ -111,7 +111,7 @@ class ShardedBucket:
         """Begin to gather unless that has begun; ``as_stored``: in the shard's dtype, not the compute dtype."""
         if self.state is BucketState.SHARDED:
             dtype = self.shard.dtype if as_stored else self._compute_dtype
-            if self._is_full(dtype):
+            if self._needs_no_gather(dtype):
                 self._gathering = (self.shard, Pending())  # no copy: the full parameters will be views of the shard
             else:
                 buffer = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
@@ -271,8 +271,8 @@ class ShardedBucket:
         """The shard, in the memory where it stays between steps."""
         return shard
 
-    def _is_full(self, dtype: torch.dtype) -> bool:
-        """Whether the shard itself is what a gather in ``dtype`` would return."""
+    def _needs_no_gather(self, dtype: torch.dtype) -> bool:
+        """Whether the shard is already what a gather in ``dtype`` would return."""
         return self.is_whole and dtype == self.shard.dtype
 
     def _reduce(self, buffer: Tensor) -> tuple[Tensor, Pending]:

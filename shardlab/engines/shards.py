@@ -67,7 +67,7 @@ class ParameterShards:
         for bucket, flat in zip(self.buckets, self.flat, strict=True):
             if any(is_due(param) for param in bucket.params):
                 tag = f"parameters of bucket {bucket.index}"
-                pending.append(self.comm.all_gather(flat, self._chunk(bucket), bounds=bucket.layout.bounds, tag=tag))
+                pending.append(self.comm.all_gather(flat, self._own_part(bucket), bounds=bucket.layout.bounds, tag=tag))
         wait_all(pending)
         # The parameters were written through the buffers, unseen by autograd. With a new version it refuses a backward
         # that saved the old values; without one it would compute with the new ones.
@@ -87,7 +87,7 @@ class ParameterShards:
             # With the parameter's number of dims (at least one), since some optimizers accept only matrices.
             return param.detach().reshape(param.shape or (1,))[:0].requires_grad_(param.requires_grad)
         bucket, piece = self.pieces[name]
-        chunk = self._chunk(bucket)
+        chunk = self._own_part(bucket)
         offset = bucket.layout.chunk(self.comm.rank)[0]
         # Without masters the piece is a view of the parameter, so that a step needs no copy back.
         if chunk is None:
@@ -106,7 +106,7 @@ class ParameterShards:
         bucket.show(flat)
         return flat
 
-    def _chunk(self, bucket: Bucket) -> Tensor | None:  # noqa: ARG002
+    def _own_part(self, bucket: Bucket) -> Tensor | None:  # noqa: ARG002
         """What this rank steps of a bucket, [chunk]; None if it is the slice of the flat buffer itself."""
         return None
 
@@ -263,7 +263,7 @@ class MasterShards(ParameterShards):
         return rounded
 
     @override
-    def _chunk(self, bucket: Bucket) -> Tensor | None:
+    def _own_part(self, bucket: Bucket) -> Tensor | None:
         return self._masters[bucket.index]
 
     def _master(self, index: int) -> Tensor:

@@ -84,10 +84,10 @@ class ZeRO1(SteppedInPieces, Bucketed):
 
     @override
     def _take_means(self, bucket: Bucket) -> None:
-        sums, places = self._chunk(bucket), bucket.places_in_chunk(self.comm.rank)
+        reduced, places = self._chunk(bucket), bucket.places_in_chunk(self.comm.rank)
         unused_here = {bucket.names[slot] for slot in bucket.unused}
-        # Read before the sums become means: dividing a tiny one may give -0.
-        unused = nobody_used({name: sums[place] for name, place in places.items() if name in unused_here})
+        # With a precision these are sums, read before they become means: dividing a tiny one may give -0.
+        unused = nobody_used({name: reduced[place] for name, place in places.items() if name in unused_here})
         means = self._means_of(bucket)
         for name, place in places.items():
             tensor = self.step_tensors().by_name(name)

@@ -68,8 +68,9 @@ class ZeRO2(ZeRO1):
 
     @override
     def _means_of(self, bucket: Bucket) -> Tensor:
-        means = self._gradient_shards[bucket.index] = super()._means_of(bucket)
-        return means
+        # In another dtype than the sums the means are a new tensor, and that is then what this rank holds.
+        self._gradient_shards[bucket.index] = super()._means_of(bucket)
+        return self._gradient_shards[bucket.index]
 
     @override
     def _keep_means(self, bucket: Bucket) -> None:

@@ -1,10 +1,11 @@
 """ZeRO-3, explicit: parameters, gradients and optimizer state are sharded; nothing is whole between two steps.
 
 What changes against ``zero2``: the parameters are sharded too, from construction on. All buckets are gathered, one
-after another, before forward computes, and resharded after it; the same again around backward. The step works on shards
-and needs no gather after it. A bucket now holds parameters, and nothing overlaps: gradients are reduce-scattered when
-backward has ended, so plain loops over the buckets keep the order and no queue is needed. That is what ``zero2`` did
-better, and what ``fsdp`` brings back: it gathers and reduces unit by unit, while others compute.
+after another in the order of backward, before forward computes, and resharded after it; the same again around backward.
+The step works on shards and needs no gather after it. A bucket now holds parameters (``ShardedBucket``), so this engine
+shares the map of buckets with ``zero2`` and no code. Nothing overlaps: gradients are reduce-scattered when backward has
+ended, so plain loops over the buckets keep the order and no queue is needed. ``zero2`` did overlap, and ``fsdp`` does
+again: it gathers and reduces unit by unit, while others compute.
 
 Per rank for P fp32 parameters with Adam: at rest 4P/N parameters, 4P/N gradients, 8P/N state (P with the padding of
 each bucket to a multiple of N); in forward and backward another 4P of gathered parameters, and at the end of backward

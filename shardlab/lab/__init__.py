@@ -5,7 +5,7 @@ from shardlab.lab.fit import RunPlan, fit_of, kept_for_backward, readable_fit
 from shardlab.lab.interleaved import run_interleaved
 from shardlab.lab.memory import gathered_table, saved_for_backward, unit_bytes, watch_gathered
 from shardlab.lab.modules import modules_table
-from shardlab.lab.sweeps import bucket_sweep, message_sweep
+from shardlab.lab.sweeps import bucket_sweep, link_for, message_sweep
 from shardlab.lab.terminal import terminal
 from shardlab.lab.traced_step import trace_step
 from shardlab.lab.verdicts import (
@@ -45,6 +45,7 @@ __all__ = [
     "hidden_verdict",
     "kept_for_backward",
     "late_verdict",
+    "link_for",
     "log_collectives",
     "message_gains",
     "message_sweep",

@@ -1,4 +1,4 @@
-"""Sweeps over sizes on real ranks: time of a message by its size, time of a step by the size of its buckets.
+"""Sweeps over sizes on real ranks: time of a message by its size, time of a step by the size of its buckets; a link.
 
 All sizes take turns, so that a slow moment of the machine does not hit all repetitions of one of them.
 """
@@ -16,7 +16,8 @@ from shardlab.comm.mesh import Mesh
 from shardlab.experiment.config import CompareConfig
 from shardlab.lab.interleaved import run_interleaved
 from shardlab.launch import RankPool, current
-from shardlab.vocabulary import Phase
+from shardlab.partition.wire import Link
+from shardlab.vocabulary import Phase, SpanKind
 
 Op = Callable[[Communicator, torch.Tensor], object]
 NUM_WARM_UPS = 2
@@ -63,6 +64,38 @@ def message_sweep(ops: Mapping[str, Op], num_bytes: Sequence[int], pool: RankPoo
     table["time_us"] = slowest_rank.amin(dim=-1).flatten().tolist()
     table["median_us"] = slowest_rank.quantile(0.5, dim=-1).flatten().tolist()
     return table.assign(group_size=pool.world_size)
+
+
+def link_for(config: CompareConfig, pool: RankPool, *, sends_for: float = 0.8, latency: float = 0.005) -> Link:
+    """A link to emulate that is neither too fast nor too slow to show anything: relative to what backward takes here.
+
+    A link of fixed speed hides everything on a slow machine and nothing on a fast one. So three steps are trained
+    without one, and the median backward of a rank, without its waits, decides.
+
+    Args:
+        config: what will be trained, with one strategy; its own link does not count.
+        pool: the ranks.
+        sends_for: how long the bytes of a step take, in backwards, without latency.
+        latency: in backwards.
+
+    Returns:
+        Bandwidth and latency to two digits.
+
+    Raises:
+        ValueError: ``sends_for`` or ``latency`` is not above 0, or ``config`` is refused by ``run_interleaved``.
+    """
+    for field, value in (("sends_for", sends_for), ("latency", latency)):
+        if not value > 0:
+            raise ValueError(f"{field}: {value} was given; it must be above 0")
+    records = run_interleaved({"without a link": replace(config, link=None, steps=4)}, pool)
+    spans = records.spans.query(f"step > 0 and unit == 'model' and kind == '{SpanKind.BACKWARD}'")
+    backward_us = (spans["end_us"] - spans["start_us"]).groupby([spans["rank"], spans["step"]]).sum().median()
+    num_bytes = records.steps["wire_bytes"].max()
+    return Link(_two_digits(latency * backward_us), _two_digits(num_bytes * 8 / (sends_for * backward_us * 1e3)))
+
+
+def _two_digits(value: float) -> float:
+    return float(f"{value:.2g}")
 
 
 def _time_all(rank: int, ops: dict[str, Op], num_bytes: list[int], repeats: int) -> list[Any]:

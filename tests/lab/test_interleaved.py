@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 
 from shardlab.experiment import CompareConfig
+from shardlab.lab import sweeps
 from shardlab.lab.interleaved import run_interleaved
-from shardlab.lab.sweeps import bucket_sweep
+from shardlab.lab.sweeps import bucket_sweep, link_for
 from shardlab.models import build_model
 from shardlab.partition.wire import ring_wire_bytes
 from tests.conftest import Pools
@@ -57,6 +60,29 @@ def test_a_sweep_sends_the_same_bytes_in_fewer_messages(pools: Pools) -> None:
     assert num_messages[1] == num_parameters
     assert num_parameters > num_messages[4_000_000] > 1
     assert num_messages[100_000_000] == 1
+
+
+def test_a_link_is_as_slow_as_the_compute(monkeypatch) -> None:
+    """Two ranks that compute for 90 and 110 ms, in two pieces, and send 1 MB."""
+    times = {(0, 0): 900e3, (0, 1): 90e3, (0, 2): 90e3, (1, 1): 110e3, (1, 2): 110e3}
+    spans = [
+        {"rank": rank, "step": step, "unit": unit, "kind": "backward", "start_us": start, "end_us": start + us / 2}
+        for (rank, step), us in times.items()
+        for unit in ("model", "block")
+        for start in (0, us)
+    ]
+    records = SimpleNamespace(spans=pd.DataFrame(spans), steps=pd.DataFrame({"wire_bytes": [1e6]}))
+    monkeypatch.setattr(sweeps, "run_interleaved", lambda variants, pool: records)
+    link = link_for(BASE, None, sends_for=2, latency=0.01)
+    assert (link.latency_us, link.bandwidth_gbps) == (1000, 0.04)
+    assert link.transfer_us(1e6) == pytest.approx(2 * 100e3)
+    with pytest.raises(ValueError, match="sends_for: 0 was given; it must be above 0"):
+        link_for(BASE, None, sends_for=0)
+
+
+def test_a_link_that_was_found_can_be_emulated(pools: Pools) -> None:
+    link = link_for(replace(BASE, link="1Gbps,1ms"), pools(2))
+    run_interleaved({"flat": replace(BASE, steps=1, link=str(link))}, pools(2))
 
 
 @pytest.mark.parametrize(

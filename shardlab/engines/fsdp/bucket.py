@@ -109,8 +109,8 @@ class UnitBucket(ShardedBucket):
         return in_host_memory(shard) if self._offload.parameters else shard
 
     @override
-    def _is_full(self, dtype: torch.dtype) -> bool:
-        return super()._is_full(dtype) and not self._offload.parameters
+    def _needs_no_gather(self, dtype: torch.dtype) -> bool:
+        return super()._needs_no_gather(dtype) and not self._offload.parameters
 
     @override
     def _reduce(self, buffer: Tensor) -> tuple[Tensor, Pending]:
