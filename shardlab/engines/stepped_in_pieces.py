@@ -27,8 +27,8 @@ from shardlab.vocabulary import Role
 class SteppedInPieces(MixedPrecision):
     """An engine that has ``buckets`` of whole parameters and steps ``shards`` of them.
 
-    Stands before ``Bucketed`` among the bases of ``ZeRO1``. Python then asks this class, ``MixedPrecision``, ``Bucketed``
-    and ``Engine`` in this order, so ``super()`` here reaches what makes the buckets.
+    Stands before ``Bucketed`` among the bases of ``ZeRO1``. Python then asks this class, ``MixedPrecision``,
+    ``Bucketed`` and ``Engine`` in this order, so ``super()`` here reaches what makes the buckets.
     """
 
     shards: ParameterShards
