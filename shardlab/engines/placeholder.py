@@ -23,8 +23,9 @@ from shardlab.comm.trees import map_tensors
 from shardlab.engines.checks import sharded_gradient
 
 _OF_PARAMETER = frozenset(
-    {"__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex", "requires_grad_"}
+    {"__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex"}
 )
+_FREEZES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)
 _OF_GRADIENT = frozenset({"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "untyped_storage"})
 
 
@@ -32,10 +33,12 @@ class PlaceholderParameter(nn.Parameter):
     """A parameter of which this rank holds only a shard.
 
     Attributes:
+        param: what it stands for, which is frozen and unfrozen with it.
         refusal: the error text.
         refused_gradient: the error text for code that uses ``.grad``, which this parameter never has.
     """
 
+    param: nn.Parameter
     refusal: str
     refused_gradient: str
 
@@ -43,6 +46,7 @@ class PlaceholderParameter(nn.Parameter):
     def of(cls, name: str, param: nn.Parameter) -> "PlaceholderParameter":
         """The placeholder of ``param``, with its shape, dtype and requires_grad."""
         made: PlaceholderParameter = cls(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+        made.param = param
         made.refusal = (
             f"parameter {name!r} is sharded: this rank holds only its shard; compute inside engine(...), by "
             "engine.call(function, ...) for what is not forward, or inside 'with engine.full_params():'; "
@@ -67,7 +71,12 @@ class PlaceholderParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Answer for metadata, refuse everything else."""
+        """Answer for metadata, freeze and unfreeze, refuse everything else."""
+        if func in _FREEZES:
+            # The parameter at once, and not when it is gathered: whether its gradient is due is asked before that, and
+            # where only some ranks have gathered it, they would not agree.
+            func(args[0].param, *args[1:], **(kwargs or {}))
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         # Getters of attributes are all called __get__; of those only .data would return a tensor to compute with.
         if getattr(func, "__name__", "") in _OF_PARAMETER and getattr(func, "__self__", None) is not Tensor.data:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
@@ -103,13 +112,12 @@ class ParameterSites:
 
     def put_parameter(self) -> None:
         """Put the parameter itself into the module."""
-        # The user may have frozen or unfrozen what was in the module meanwhile, here and below.
-        self._param.requires_grad_(self._placeholder.requires_grad)
         self._put(self._param)
 
     def put_placeholder(self) -> None:
         """Put the placeholder into the module."""
-        self._placeholder.requires_grad_(self._param.requires_grad)
+        if self._placeholder.requires_grad is not self._param.requires_grad:  # the user has changed it meanwhile
+            self._placeholder.requires_grad_(self._param.requires_grad)
         self._put(self._placeholder)
 
     def _put(self, value: nn.Parameter) -> None:

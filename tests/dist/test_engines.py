@@ -159,8 +159,8 @@ def freeze_and_thaw(rank, strategy, num_ranks):
 
 
 def toggle(model, step):
-    """A frozen weight is thawed, another frozen, and back."""
-    model.first.weight.requires_grad_(step in (2, 3))
+    """A frozen weight is thawed, another frozen, and back, in both ways in which people write it."""
+    model.first.weight.requires_grad = step in (2, 3)
     model.last.requires_grad_(step != 3)
 
 

@@ -241,3 +241,48 @@ def test_a_frozen_unit_whose_output_is_the_models_too(pools, num_ranks):
     for state in pools(num_ranks).run(passed, num_ranks):
         for name, value in model.state_dict().items():
             torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+
+
+class Branches(nn.Module):
+    """Some ranks use one branch and some the other, and so only some have gathered either."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x, branch):
+        return self.leave(self.branches[branch](self.enter(x)))
+
+
+def of_a_branch(rank, num_ranks, module):
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(3, 4, dtype=torch.float64, generator=generator)
+    return module(x, rank % 2).square().sum() / num_ranks
+
+
+def frozen_before_backward(rank, num_ranks, frozen):
+    torch.manual_seed(0)
+    mesh, options = Mesh({"data": num_ranks}), {"sharding": "no_shard", "wrap": lambda _, module: isinstance(module, nn.Linear)}
+    sgd = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
+    with mesh, build_engine("fsdp", Branches().double(), sgd, mesh, **options) as engine:
+        loss = num_ranks * of_a_branch(rank, num_ranks, engine)
+        engine.module.get_submodule(frozen).requires_grad_(False)
+        engine.backward(loss)
+        engine.step()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("frozen", ["branches", "branches.1"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_branch_that_some_ranks_use_is_frozen_before_backward(pools, num_ranks, frozen):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Branches().double()
+    loss = sum(of_a_branch(rank, num_ranks, model) for rank in range(num_ranks))
+    model.get_submodule(frozen).requires_grad_(False)
+    loss.backward()
+    torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1).step()
+    for state in pools(num_ranks).run(frozen_before_backward, num_ranks, frozen):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
