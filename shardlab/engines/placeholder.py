@@ -25,7 +25,7 @@ from shardlab.engines.checks import sharded_gradient
 _OF_PARAMETER = frozenset(
     {"__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex"}
 )
-_FREEZES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)
+_FREEZES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]  # a bool in torch's stubs
 _OF_GRADIENT = frozenset({"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "untyped_storage"})
 
 
