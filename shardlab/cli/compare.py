@@ -120,6 +120,7 @@ class _Bars:
 
 def _with_progress(config: "CompareConfig", directory: Path) -> "Comparison":
     from shardlab import experiment
+    from shardlab.launch import RankError, RankHang
 
     console = Console(stderr=True, quiet=not experiment.is_reporter(), highlight=False)
     console.print(
@@ -134,3 +135,6 @@ def _with_progress(config: "CompareConfig", directory: Path) -> "Comparison":
     except KeyboardInterrupt:
         console.print(f"interrupted: the ranks have ended; the records so far are in {directory}", soft_wrap=True)
         raise typer.Exit(INTERRUPTED) from None
+    except (RankError, RankHang):
+        console.print(f"the ranks have failed; 'shardlab report {directory}' shows what was finished", soft_wrap=True)
+        raise

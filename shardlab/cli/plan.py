@@ -11,12 +11,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.planner.model_states import ModelStates, model_states, precision_named
 
 if TYPE_CHECKING:
     import pandas as pd
 
 FACTORS = {"K": 3, "M": 6, "B": 9, "T": 12}  # powers of ten
+BUCKET_MIB = DEFAULT_BUCKET_BYTES / 2**20
 UNITS = {"GB": 9, "MB": 6, "kB": 3}
 
 
@@ -34,6 +36,9 @@ def plan(
     ] = 1,
     sharding: Annotated[str, typer.Option(help="Of --workload: FSDP's, as in compare.")] = "full_shard",
     wrap: Annotated[str, typer.Option(help="Of --workload: FSDP's units, as in compare.")] = "",
+    bucket_mib: Annotated[
+        float, typer.Option(help="Of --workload: capacity of a bucket; the engines' own. compare takes 1 by default.")
+    ] = BUCKET_MIB,
     gpu: Annotated[
         str, typer.Option(help="Memory, bandwidth and latency, such as 24GB,32GB/s,10us: what is left, what fits.")
     ] = "",
@@ -47,11 +52,13 @@ def plan(
         raise ValueError(f"ranks: {ranks} was given; give 1 or more, for example --ranks 8")
     if workload:
         chosen: dict[str, Any] = {"sharding": sharding, "precision": precision or "full", "tp": tp}
-        chosen |= {"wrap": wrap} if wrap else {}
+        chosen |= ({"wrap": wrap} if wrap else {}) | ({"bucket_mib": bucket_mib} if bucket_mib != BUCKET_MIB else {})
         _plan_workload(workload, ranks, strategies, chosen, gpu, json)
         return
-    if strategies or wrap or tp != 1 or sharding != "full_shard" or gpu:
-        raise ValueError("strategies, tp, sharding, wrap, gpu: only for --workload; leave them out with --params")
+    if strategies or wrap or tp != 1 or sharding != "full_shard" or gpu or bucket_mib != BUCKET_MIB:
+        raise ValueError(
+            "strategies, tp, sharding, wrap, gpu, bucket_mib: only for --workload; leave them out with --params"
+        )
     number, precision = _number_of_params(params), precision or "mixed"
     rows = model_states(number, ranks, precision)
     if json:
@@ -88,7 +95,7 @@ def _plan_workload(place: str, ranks: int, strategies: str, options: dict[str, A
     console.print(
         "Per rank, the largest of all ranks; at rest, between two steps. Sent: bytes and messages of one step. Units "
         "are decimal: 1 MB is 1,000,000 bytes. "
-        "Activations and temporaries come on top."
+        f"Activations and temporaries come on top.{_buckets(names, options)}"
     )
     if gpu:
         console.print(_table_on(rows, f"on a GPU of {gpu}"))
@@ -96,6 +103,14 @@ def _plan_workload(place: str, ranks: int, strategies: str, options: dict[str, A
             "Left: memory without what is at rest and what is gathered at once. Rows: of a micro-batch, by what "
             "autograd keeps for each; libraries and the allocator take some too. Sending: all messages, one by one."
         )
+
+
+def _buckets(names: tuple[str, ...], options: dict[str, Any]) -> str:
+    """How large the buckets are, which decides the number of messages; empty without any."""
+    from shardlab.experiment.config import takes
+
+    size = options.get("bucket_mib", BUCKET_MIB)
+    return f" Buckets of {size:g} MiB." if any(map(takes("bucket_bytes"), names)) else ""
 
 
 def _table_of_layers(layers: "pd.DataFrame", title: str) -> Table:

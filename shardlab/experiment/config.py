@@ -8,6 +8,7 @@ from types import NoneType
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardlab.comm.transports.choice import check_transport
 from shardlab.data_sets import load_text
@@ -15,6 +16,7 @@ from shardlab.engines import STRATEGIES, engine_options
 from shardlab.engines.fsdp import LAYOUTS, SHARDINGS
 from shardlab.engines.offload import OFFLOADS
 from shardlab.engines.optimizer_fit import parse_partition
+from shardlab.engines.peers import TorchFSDP2
 from shardlab.engines.precision import parse_precision
 from shardlab.experiment.builtin import builtin
 from shardlab.experiment.field_types import check_types
@@ -106,9 +108,7 @@ class CompareConfig(CompareOptions):
         for field in BUILTIN_FIELDS:
             if getattr(self, field) != _default(field):
                 raise ValueError(f"{field}: only for the built-in models; {self.workload} says it itself; leave it out")
-        dtypes = [
-            dtype_name(param.dtype) for param in self.workload.on_meta().parameters() if param.is_floating_point()
-        ]
+        dtypes = [dtype_name(param.dtype) for param in self.on_meta.parameters() if param.is_floating_point()]
         if self.dtype not in (_default("dtype"), dtypes[0]):
             raise ValueError(
                 f"dtype: {self.dtype!r}, but the parameters of {self.workload} are {dtypes[0]}; leave it out"
@@ -142,7 +142,7 @@ class CompareConfig(CompareOptions):
         _one_of("layout", self.layout, LAYOUTS)
         _one_of("offload", self.offload, OFFLOADS)
         if self.wrap_policy != AUTO:
-            wrapped_modules(self.trained.on_meta(), self.wrap_policy)  # here, since on a rank it would be too late
+            wrapped_modules(self.on_meta, self.wrap_policy)  # here, since on a rank it would be too late
         parse_precision(self.precision)
         for field in ("prefetch", "replicate_below"):
             if getattr(self, field) < 0:
@@ -171,6 +171,8 @@ class CompareConfig(CompareOptions):
 
     def _check_peers(self) -> None:
         """Refuse what torch's own engines cannot do."""
+        if TorchFSDP2.name in self.strategies:
+            TorchFSDP2.check_params(dict(self.on_meta.named_parameters()))
         if self.link is not None and (peers := [name for name in self.strategies if name.startswith("torch_")]):
             raise ValueError(f"link: torch's own engines bypass an emulated link; leave out {', '.join(peers)}")
         if TORCH_TP in self.strategies:
@@ -187,6 +189,15 @@ class CompareConfig(CompareOptions):
     def trained(self) -> Workload:
         """What is trained: the workload, or that of the built-in model."""
         return self.workload or builtin(self, self.global_batch // self.accumulation)
+
+    @cached_property
+    def on_meta(self) -> nn.Module:
+        """The module for its names and shapes, if possible without memory; nobody changes it."""
+        return self.trained.on_meta()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a rank needs: it builds its own module."""
+        return {name: value for name, value in self.__dict__.items() if name != "on_meta"}
 
     @property
     def title(self) -> str:

@@ -12,9 +12,11 @@ from shardlab.experiment.summary import COLUMNS, JUDGED_STEPS, not_finite, toler
 
 Saved = tuple[Comparison, CompareConfig]
 WITHOUT_EFFECT = {"strategies", "timeout_s"}  # fields that change no number of a strategy
-NAMES = {"loss_first": "first loss", "other_bytes": "other (kB)", "padding_bytes": "padding (kB)",
-         "recorder_share": "recording (%)"}  # fmt: skip
-DIVISORS = {"loss_first": 1, "other_bytes": 1e3, "padding_bytes": 1e3, "recorder_share": 0.01}
+NAMES = {"loss_first": "first loss", "other_bytes": "other (kB)", "unattributed_bytes": "unattributed (kB)",
+         "padding_bytes": "padding (kB)", "recorder_share": "recording (%)"}  # fmt: skip
+DIVISORS = {
+    "loss_first": 1, "other_bytes": 1e3, "unattributed_bytes": 1e3, "padding_bytes": 1e3, "recorder_share": 0.01,
+}  # fmt: skip
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:

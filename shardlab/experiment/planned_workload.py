@@ -52,7 +52,7 @@ class PlannedWorkload:
     @classmethod
     def of(cls, config: CompareConfig) -> "PlannedWorkload":
         """That of a configuration."""
-        module = config.trained.on_meta()
+        module = config.on_meta
         tried = first_forward(config, module)
         return cls(module, described(module, unused=tried.unused), optimizer_of(config.trained), tried)
 
@@ -93,10 +93,14 @@ def first_forward(config: CompareConfig, module: nn.Module) -> FirstForward:
 
 def _tried(config: CompareConfig, module: nn.Module, batch: Any) -> FirstForward:
     units: list[str] = []
-    for name, unit in wrapped_modules(module, config.wrap_policy).items():
-        unit.register_forward_pre_hook(partial(_note, units, name))
-    with seeded(0):
-        reached = _leaves_below(config.trained.loss(module, batch).grad_fn)
+    watched = wrapped_modules(module, config.wrap_policy).items()
+    hooks = [unit.register_forward_pre_hook(partial(_note, units, name)) for name, unit in watched]
+    try:
+        with seeded(0):
+            reached = _leaves_below(config.trained.loss(module, batch).grad_fn)
+    finally:
+        for hook in hooks:  # a unit may be a layer that is to be divided, which is refused with hooks
+            hook.remove()
     params = module.named_parameters()
     unused = tuple(name for name, param in params if param.requires_grad and param not in reached)
     return FirstForward(unused, tuple(units))

@@ -45,8 +45,8 @@ def with_plan(options: CompareOptions, workload: Workload) -> Workload:
     found = tried_plan(workload, options.tp, options.seed)
     if not found.plan:
         raise ValueError(
-            f"tp: nothing of {workload} can be divided over {options.tp} ranks ({found.why_empty}); give Workload a "
-            "tp_plan, see shardlab.tensor_parallel"
+            f"tp: nothing of {workload} can be divided over {options.tp} ranks ({found.why_empty}); leave tp out, or "
+            "give Workload a tp_plan: help(shardlab.tensor_parallel) has the styles"
         )
     return replace(workload, tp_plan=found.plan)
 

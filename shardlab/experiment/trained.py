@@ -21,8 +21,7 @@ def description(config: CompareConfig) -> dict[str, Any]:
     ``differs_by_rank`` has a sentence for each thing that makes ranks that train on parts of a batch differ from one
     process that trains on all of it, even if everything is right. ``commit`` is that of the current folder.
     """
-    workload = config.trained
-    module = workload.on_meta()
+    workload, module = config.trained, config.on_meta
     params = list(module.parameters())
     return {
         "name": str(workload),
@@ -41,7 +40,7 @@ def description(config: CompareConfig) -> dict[str, Any]:
 
 def outline(rank: int, config: CompareConfig) -> list[str]:  # noqa: ARG001
     """What this rank's model is made of, a line for each parameter and buffer; runs on a rank."""
-    module = config.trained.on_meta()
+    module = config.on_meta
     params = [
         f"{name}: {list(param.shape)} {dtype_name(param.dtype)}{'' if param.requires_grad else ', frozen'}"
         for name, param in module.named_parameters()

@@ -5,17 +5,24 @@ from math import prod
 
 import pandas as pd
 
+from shardlab.analysis.timed import in_timed_steps, timed_steps
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.summary import JUDGED_STEPS, REFERENCE, differs_by_rank, not_finite, reference_of
-from shardlab.vocabulary import HostTransport, MeshAxis, Phase
+from shardlab.vocabulary import HostTransport, MeshAxis, Phase, SpanKind
 
 SAME_SUM = 1e-4  # relative
+APART = 1e-3  # of the single process's loss: more than rounding
+AGREED = 1e-3  # of the distance to the single process
+QUIET = 0.2  # of a step, off the CPU
 SAME_PEAK = 0.01  # of a peak: what is less does not change how it reads
 
 
 def verdicts(comparison: Comparison) -> list[str]:
     """What a comparison shows, in sentences."""
-    kinds = (agreement_verdict, verdict, alone_verdict, plan_verdict, traffic_verdict, transport_verdict)
+    kinds = (
+        agreement_verdict, unfinished_verdict, verdict, alone_verdict, plan_verdict, traffic_verdict, transport_verdict,
+        busy_verdict,
+    )  # fmt: skip
     said = (kind(comparison) for kind in kinds)
     return [sentence for sentence in said if sentence]
 
@@ -32,19 +39,22 @@ def verdict(comparison: Comparison) -> str:
     if pd.isna(judged) or len(comparison.summary) == 1:
         return "Losses were not compared: only one strategy ran."
     reference = reference_of(comparison.records)
-    origin = "the single process" if reference == REFERENCE else f"{reference}, the first strategy,"
+    origin = "the single process" if reference == REFERENCE else f"{reference}, the first strategy on several ranks,"
     rounded = {run: precision for run in comparison.summary["strategy"] if (precision := _rounded(run, comparison))}
     equal = "equal" if comparison.losses_equal else "NOT equal"
     if rounded and comparison.losses_equal:
         equal = f"equal, those of {', '.join(rounded)} within the rounding of {next(iter(rounded.values()))}"
     steps, largest = int(comparison.summary["steps"].max()), comparison.summary["max_loss_difference"].max()
-    if not comparison.losses_equal and reference == REFERENCE and (sums := _looks_like_sums(comparison)):
-        return sums
+    why = ""
+    if not comparison.losses_equal and reference == REFERENCE:
+        if sums := _looks_like_sums(comparison):
+            return sums
+        why = _divides_rows_badly(comparison)
     if steps <= JUDGED_STEPS:
-        return f"Losses are {equal}: the largest difference from {origin} is {judged:.1e}."
+        return f"Losses are {equal}: the largest difference from {origin} is {judged:.1e}.{why}"
     return (
         f"Losses are {equal}: the largest difference from {origin} in the first {JUDGED_STEPS} steps is "
-        f"{judged:.1e}; over all {steps} steps, in which training amplifies every rounding, it is {largest:.1e}."
+        f"{judged:.1e}; over all {steps} steps, in which training amplifies every rounding, it is {largest:.1e}.{why}"
     )
 
 
@@ -71,19 +81,53 @@ def agreement_verdict(comparison: Comparison) -> str:
     )
 
 
+def unfinished_verdict(comparison: Comparison) -> str:
+    """One sentence if strategies are missing because the comparison was cut off; else empty."""
+    if not (comparison.directory / "records").is_dir():  # one run of it was loaded
+        return ""
+    wanted = [name for known in comparison.records.manifests.values() for name in known["config"]["strategies"]]
+    missing = [name for name in dict.fromkeys(wanted) if name not in set(comparison.summary["strategy"])]
+    return f"NOT finished: {', '.join(missing)}; the comparison was cut off before." if missing else ""
+
+
 def _looks_like_sums(comparison: Comparison) -> str:
     """One sentence if the losses of all ranks together are the single process's: then each is a sum, and no mean."""
-    steps = comparison.records.steps
-    first = steps[(steps["step"] == steps["step"].min()) & (steps["rank"] == 0)].set_index("run")["loss"]
-    for run, manifest in comparison.records.manifests.items():
-        mesh = manifest["mesh"]
-        ranks = prod(size for axis, size in mesh.items() if axis != MeshAxis.TENSOR)
+    first = _first_losses(comparison)
+    for run in first.index:
+        ranks = _data_ranks(comparison, run)
         if ranks > 1 and first[REFERENCE] and abs(first[run] * ranks / first[REFERENCE] - 1) < SAME_SUM:
             return (
                 f"Losses are NOT equal: with {ranks} data ranks that of {run} is 1/{ranks} of the single process's, so "
                 "the loss is a sum over rows; return their mean."
             )
     return ""
+
+
+def _divides_rows_badly(comparison: Comparison) -> str:
+    """A sentence if the strategies that share a batch agree with each other and not with the single process."""
+    first = _first_losses(comparison)
+    shared = first[[_data_ranks(comparison, run) > 1 for run in first.index]]
+    distance = (shared - first[REFERENCE]).abs().min()
+    if len(shared) < 2 or distance < APART * abs(first[REFERENCE]) or shared.max() - shared.min() > AGREED * distance:
+        return ""
+    return (
+        f" From the first step on {', '.join(shared.index)} agree with each other: each rank's loss is of its own rows. "
+        "So the loss of a batch is not the mean of the losses of its parts, as where rows are compared with one another "
+        "(a contrastive loss) or weighed by their number; then the single process rightly differs."
+    )
+
+
+def _first_losses(comparison: Comparison) -> "pd.Series[float]":
+    """The loss of the first step, by run."""
+    steps = comparison.records.steps
+    first: pd.DataFrame = steps[(steps["step"] == steps["step"].min()) & (steps["rank"] == 0)]
+    losses: pd.Series[float] = first.set_index("run")["loss"]
+    return losses
+
+
+def _data_ranks(comparison: Comparison, run: str) -> int:
+    mesh = comparison.records.manifests[run]["mesh"]
+    return prod(size for axis, size in mesh.items() if axis != MeshAxis.TENSOR)
 
 
 def alone_verdict(comparison: Comparison) -> str:
@@ -134,6 +178,21 @@ def transport_verdict(comparison: Comparison) -> str:
     return (
         f"Times compare more than engines: {ours} sent through shared memory, {theirs} over gloo; "
         "with transport=gloo all do."
+    )
+
+
+def busy_verdict(comparison: Comparison) -> str:
+    """One sentence if ranks were not running for a good part of their steps, so that times say little; else empty."""
+    steps, spans = comparison.records.steps, comparison.records.spans
+    _, worked = in_timed_steps(comparison.records.collectives, spans, steps)
+    away = worked[worked["kind"] == str(SpanKind.OFF_CPU)]
+    lost = (away["end_us"] - away["start_us"]).groupby(away["run"]).sum()
+    shares = (lost / timed_steps(steps).groupby("run")["step_us"].sum()).dropna()
+    if not len(shares) or shares.max() <= QUIET:
+        return ""
+    return (
+        f"Times are UNCERTAIN: in {shares.idxmax()} ranks were off the CPU for {shares.max():.0%} of their steps: they "
+        "slept, or other programs or ranks had the cores."
     )
 
 

@@ -13,8 +13,8 @@ class Texts(NamedTuple):
 
     Attributes:
         whole: every frame.
-        of_user: those of files that are not installed, in a notebook those of its cells; the same text if there are
-            none, since then the error is none of the user's.
+        of_user: those of files that are not installed, in a notebook those of its cells. If there are none: nothing for
+            a ValueError, whose message says what to change, and else the same text, as the error is none of the user's.
         num_left_out: frames that are only in ``whole``.
     """
 
@@ -28,7 +28,7 @@ def texts_of(error: BaseException, trace: TracebackType | None) -> Texts:
     found = traceback.TracebackException(type(error), error, trace)
     whole, num_left_out = "".join(found.format()), 0
     if not any(map(is_users, found.stack)):
-        return Texts(whole, whole, 0)
+        return Texts(whole, "", len(found.stack)) if isinstance(error, ValueError) else Texts(whole, whole, 0)
     for part in _chain(found):
         own = list(filter(is_users, part.stack))
         num_left_out += len(part.stack) - len(own)

@@ -99,7 +99,7 @@ def suggest_tp_plan(module: nn.Module, num_ranks: int, run: Run) -> Suggestion:
         chosen |= kind.form
         why = kind.why_not or ", ".join(filter(None, (origin, _tried(rehearsal))))
         whys |= dict.fromkeys(kind.layers, why)
-    plan = _bywithout_numbers(module, chosen)
+    plan = _by_pattern(module, chosen)
     return Suggestion(plan, tuple(_rows(module, flow, plan, whys, has_own=own is not None)))
 
 
@@ -135,7 +135,7 @@ def _tried(rehearsal: Rehearsal) -> str:
     return f"tried: shapes fit (values were not tried: {rehearsal.why_no_values})"
 
 
-def _bywithout_numbers(module: nn.Module, form: Form) -> dict[str, Style]:
+def _by_pattern(module: nn.Module, form: Form) -> dict[str, Style]:
     """The same plan with one pattern for all layers that are alike."""
     groups: dict[tuple[str, Style], list[str]] = {}
     for name, style in form.items():
@@ -183,8 +183,7 @@ def _why_whole(module: nn.Module, name: str, flow: Flow | None, *, has_own: bool
     if flow is None:
         return "not in the plan"
     if not (is_layer(part, nn.Linear) or is_layer(part, nn.Embedding)):
-        is_like = isinstance(part, nn.Linear | nn.MultiheadAttention) or type(part).__name__ == "Conv1D"
-        return f"only nn.Linear and nn.Embedding are divided, and this is a {type(part).__name__}" if is_like else ""
+        return f"a {type(part).__name__}: only nn.Linear and nn.Embedding are divided"
     if name not in flow.feeders:
         return "the forward does not call it"
     if has_own:

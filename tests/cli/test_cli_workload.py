@@ -71,6 +71,17 @@ def test_a_plan_for_more_ranks_than_this_machine_has(template):
     assert " 0.00 " not in text  # of a small model's shards
 
 
+def test_a_plan_says_how_large_buckets_are(template):
+    text = said("plan", "--workload", PLACE, "--ranks", 2)[1]
+    assert "Buckets of 25 MiB." in text.replace("\n", " ")
+    code, text = said("plan", "--workload", PLACE, "--ranks", 2, "--bucket-mib", 0.001, "--strategies", "bucketed")
+    assert code == 0
+    assert "Buckets of 0.001 MiB." in text.replace("\n", " ")
+    code, text = said("plan", "--workload", PLACE, "--ranks", 2, "--strategies", "single,fsdp")
+    assert code == 0
+    assert "Buckets" not in text
+
+
 def test_an_edited_file_is_read_again(template):
     assert str(workload_at(PLACE)) == "Classifier"
     text = (template / "train.py").read_text()

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -15,9 +16,11 @@ from shardlab.experiment import CompareConfig, Workload, claim, compare, load_co
 from shardlab.experiment.comparison import _disagreement
 from shardlab.experiment.report import peak_table
 from shardlab.experiment.run import RankReport
+from shardlab.experiment.saved import load_saved
 from shardlab.experiment.summary import summarise
-from shardlab.experiment.verdicts import agreement_verdict, verdict, verdicts
+from shardlab.experiment.verdicts import agreement_verdict, busy_verdict, verdict, verdicts
 from shardlab.faults import NaN, faulty
+from shardlab.launch import RankError
 from shardlab.models import build_model
 from shardlab.partition.chunks import even_bounds
 from shardlab.vocabulary import Collective, Phase, Role
@@ -270,7 +273,7 @@ def test_without_single_strategies_are_compared_with_the_first(pools, tmp_path):
     result = compare(config, tmp_path / "out", pool=pools(2))
     assert result.summary["loss_reference"].tolist() == ["zero1", "zero1"]
     assert (result.summary["max_loss_difference"] <= 1e-9).all()
-    assert "the largest difference from zero1, the first strategy, is" in write_report(result, config).read_text()
+    assert "difference from zero1, the first strategy on several ranks, is" in write_report(result, config).read_text()
 
 
 @pytest.mark.parametrize(
@@ -368,6 +371,59 @@ def test_ranks_that_drift_apart_are_told(comparison):
     manifests["ddp"] = {**manifests["ddp"], "disagreement": words}
     wrong = replace(result, records=replace(result.records, manifests=manifests))
     assert verdicts(wrong)[0].startswith("Ranks DISAGREE, so the numbers are of no one run: in ddp after step 1, ranks")
+
+
+def test_ranks_that_were_off_the_cpu_make_times_uncertain(comparison):
+    _, result, _ = comparison
+    steps, spans = result.records.steps, result.records.spans
+    own = steps[(steps["run"] == "ddp") & (steps["step"] == 1)]
+    away = own[["run", "source", "rank", "step"]].assign(kind="off_cpu", start_us=0.0, end_us=own["step_us"])
+    quiet = spans[spans["kind"] != "off_cpu"]
+    assert busy_verdict(replace(result, records=replace(result.records, spans=quiet))) == ""
+    busy = replace(result, records=replace(result.records, spans=pd.concat([quiet, away])))
+    assert busy_verdict(busy).startswith("Times are UNCERTAIN: in ddp ranks were off the CPU for ")
+
+
+def test_a_loss_that_compares_rows_with_one_another_is_told(pools, tmp_path):
+    rows = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+
+    def contrastive(model, batch):
+        return torch.nn.functional.cross_entropy(model(batch) @ batch.T, torch.arange(len(batch)))
+
+    workload = Workload(lambda: torch.nn.Linear(4, 4), [rows], contrastive)
+    result = compare(workload, tmp_path / "out", pool=pools(2), strategies=("single", "ddp", "zero3"), ranks=2, steps=3)
+    assert not result.losses_equal
+    assert "From the first step on ddp, zero3 agree with each other" in verdict(result)
+
+
+def test_what_fails_on_the_ranks_leaves_a_report_of_the_others(pools, tmp_path):
+    class Whole(torch.optim.SGD):
+        def step(self, closure=None):
+            self.param_groups[0]["params"][0].grad.norm()
+            super().step(closure)
+            self.param_groups[0]["params"][0].detach().view(3, 4)
+
+    workload = Workload(lambda: torch.nn.Linear(4, 3), [torch.ones(4, 4)], lambda model, rows: model(rows).sum(),
+                        optimizer=lambda tensors: Whole(tensors, lr=0.1))  # fmt: skip
+    with pytest.raises(RankError) as refused:
+        compare(workload, tmp_path / "out", pool=pools(2), strategies=("single", "ddp", "zero3", "fsdp"), ranks=2)
+    assert "frames of libraries are left out" in str(refused.value)
+    assert "agreement.py" not in str(refused.value)
+    saved, config = load_saved(tmp_path / "out")
+    assert "NOT finished: zero3, fsdp; the comparison was cut off before." in verdicts(saved)
+    assert write_report(saved, config).is_file()
+
+
+@pytest.mark.parametrize("param", [torch.ones(()), torch.ones(4, 3).t()], ids=["0-d", "not contiguous"])
+def test_what_torchs_fsdp_does_not_take_is_said_before_ranks_start(param):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.odd = torch.nn.Parameter(param)
+
+    workload = Workload(Model, [torch.ones(4, 4)], lambda model, rows: model.odd.sum())
+    with pytest.raises(ValueError, match=r"strategies: .* parameter 'odd', which is .*; leave out 'torch_fsdp2'"):
+        CompareConfig(workload=workload, strategies=("ddp", "torch_fsdp2"), ranks=2)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", "[1]", '[{"ranks": 2}]'])

@@ -126,6 +126,33 @@ def test_in_16_bits_and_in_micro_batches_of_uneven_rows_it_is_as_planned(pools: 
     assert result.summary["as_planned"].all()
 
 
+class Tower(torch.nn.Module):
+    """Its blocks have no forward of their own, so that each layer is a unit."""
+
+    def __init__(self):
+        super().__init__()
+        parts = {"up": (6, 8), "down": (8, 6)}
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.ModuleDict({name: torch.nn.Linear(*sizes) for name, sizes in parts.items()}) for _ in range(2)
+        )
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block["down"](torch.relu(block["up"](x)))
+        return x * self.scale
+
+
+def test_layers_that_are_units_are_divided(pools: Pools, tmp_path) -> None:
+    workload = Workload(Tower, [torch.randn(4, 6)], lambda model, x: model(x).square().mean())
+    layers = show_tp_plan(workload, 2).set_index("module")
+    assert layers.loc["blocks.*.up", "style"] == "Column()"
+    assert layers.loc["", "why"] == "a Tower: only nn.Linear and nn.Embedding are divided"
+    result = compare(workload, tmp_path / "run", ranks=2, tp=2, strategies=("single", "fsdp"), steps=2, pool=pools(2))
+    assert result.losses_equal
+    assert result.summary["as_planned"].all()
+
+
 def test_the_messages_of_a_gpt_are_those_of_its_formulas() -> None:
     config = CompareConfig(**BASE, strategies=("zero1",), clip=1.0)
     given = plan_runs(config)["zero1"].collectives

@@ -55,6 +55,21 @@ class TorchFSDP2(DTensorPeer):
         self._gathered: list[Tensor] = []
         super().__init__(model, optimizer_fn, mesh, observed=observed)
 
+    @staticmethod
+    def check_params(params: Mapping[str, nn.Parameter]) -> None:
+        """Refuse what torch refuses too, but only on the ranks.
+
+        Raises:
+            ValueError: a parameter is 0-d or non-contiguous.
+        """
+        for name, param in params.items():
+            if param.dim() == 0 or not param.is_contiguous():
+                what = "0-d" if param.dim() == 0 else "not contiguous"
+                raise ValueError(
+                    f"strategies: torch's fully_shard does not take parameter {name!r}, which is {what}; leave out "
+                    "'torch_fsdp2', or change the parameter (to shape [1], to .contiguous())"
+                )
+
     @override
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Gradients of ``loss``, averaged over the data axis unless inside ``no_sync()``."""
@@ -100,6 +115,7 @@ class TorchFSDP2(DTensorPeer):
 
         from shardlab.engines.peers.dtensors import device_mesh
 
+        self.check_params(self.params)
         over = device_mesh(self._group, self.mesh.device.type)
         # Inner units before outer ones: each fully_shard takes the parameters that are not yet in a unit.
         self._units = [*reversed(wrapped_modules(self.module, self.wrap).values()), self.module]
