@@ -2,12 +2,14 @@
 
 import contextlib
 from collections.abc import Iterator
+from math import floor, log10
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 BAD_INPUT = 2  # an exit code
+UNITS = {"GB": 9, "MB": 6, "kB": 3}  # powers of ten
 
 
 @contextlib.contextmanager
@@ -32,3 +34,13 @@ def complain(text: str) -> None:
 def count(number: int, noun: str) -> str:
     """For example '1 rank' or '4 ranks'."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def unit_of(largest_bytes: float) -> tuple[str, int]:
+    """The largest unit in which the largest number is at least 1, and its power of ten; at least kB."""
+    return next((item for item in UNITS.items() if largest_bytes >= 10 ** item[1]), ("kB", UNITS["kB"]))
+
+
+def decimals_of(largest: float) -> int:
+    """Number of decimals with which the largest value has five digits; small shards then still show some."""
+    return min(6, max(1, 4 - floor(log10(largest))))

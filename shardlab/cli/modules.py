@@ -1,14 +1,16 @@
 """``shardlab modules``: what each part of the model costs at rest, from the records of a run."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+from shardlab.cli.console import decimals_of, unit_of
 from shardlab.cli.records import AsJson, Directory, print_json, table_of
 
-MB = 1e6
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def modules(
@@ -34,11 +36,21 @@ def modules(
     if json:
         print_json(own)
         return
-    sizes = own.set_index("module").astype("float64") / MB
-    shown = sizes.rename(columns=lambda name: f"{name.removesuffix('_bytes').replace('bytes', 'all')}\nMB")
+    _print(own.set_index("module"), set(table["module"]), f"{records.shards['run'].iloc[0]}, rank {chosen}, at rest")
+
+
+def _print(held: "pd.DataFrame", modules: set[str], title: str) -> None:
+    """In the unit of the largest number; modules of which this rank holds nothing are named."""
+    largest = float(held.to_numpy().max())
+    unit, power = unit_of(largest)
+    decimals, total = decimals_of(largest / 10**power), held["bytes"].sum() / 10**power
+    texts = (held / 10**power).map(lambda size: f"{size:,.{decimals}f}")
+    shown = texts.rename(columns=lambda name: f"{name.removesuffix('_bytes').replace('bytes', 'all')}\n{unit}")
     console = Console(highlight=False)
-    console.print(table_of(shown.reset_index(), f"{records.shards['run'].iloc[0]}, rank {chosen}, at rest", 2))
-    console.print(f"In all {sizes['bytes'].sum():.2f} MB.")
+    console.print(table_of(shown.reset_index(), title, 2, right=shown.columns))
+    console.print(f"In all {total:,.{decimals}f} {unit}.")
+    if elsewhere := sorted(modules - set(held.index)):
+        console.print(f"This rank holds nothing of {', '.join(elsewhere)}: other ranks do.")
 
 
 def _run(directory: Path, strategy: str | None) -> Path:
@@ -49,5 +61,6 @@ def _run(directory: Path, strategy: str | None) -> Path:
     if strategy is None and len(found) == 1:
         return next(iter(found.values()))
     if strategy not in found:
-        raise ValueError(f"strategy: {strategy or 'none given'}; {directory} holds {', '.join(found)}")
+        names = ", ".join(found)
+        raise ValueError(f"strategy: {strategy or 'none given'}; {directory} holds {names}, name one of them")
     return found[strategy]

@@ -3,7 +3,6 @@
 import json as json_text
 from dataclasses import asdict
 from decimal import Decimal, InvalidOperation
-from math import floor, log10
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,6 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from shardlab.cli.console import decimals_of, unit_of
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.planner.model_states import ModelStates, model_states, precision_named
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 FACTORS = {"K": 3, "M": 6, "B": 9, "T": 12}  # powers of ten
 BUCKET_MIB = DEFAULT_BUCKET_BYTES / 2**20
-UNITS = {"GB": 9, "MB": 6, "kB": 3}
 
 
 def plan(
@@ -132,8 +131,8 @@ def _table_of(rows: "pd.DataFrame", title: str) -> Table:
     }  # fmt: skip
     shown = [name for name in names if rows[name].any()]
     largest = float(rows[shown].to_numpy().max())
-    unit, exponent = _unit(largest)
-    one, decimals = 10**exponent, _decimals(largest / 10**exponent)
+    unit, exponent = unit_of(largest)
+    one, decimals = 10**exponent, decimals_of(largest / 10**exponent)
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
     per = {"wire_bytes_per_step": "/step"}
@@ -175,12 +174,12 @@ def _number_of_params(text: str) -> float:
 def _table(rows: tuple[ModelStates, ...], title: str) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
-    unit, exponent = _unit(rows[0].total_bytes)
+    unit, exponent = unit_of(rows[0].total_bytes)
     for name in (*(f"{held}\n{unit}" for held in ("parameters", "gradients", "optimizer", "total")), "saving",
                  f"sent\n10^{exponent}"):  # fmt: skip
         table.add_column(name, justify="right", no_wrap=True)
     whole, one = rows[0].total_bytes, 10**exponent
-    decimals = _decimals(whole / one)
+    decimals = decimals_of(whole / one)
     for row in rows:
         held = (row.parameter_bytes, row.gradient_bytes, row.optimizer_bytes, row.total_bytes)
         saving = f"{100 * (1 - row.total_bytes / whole):.1f} %"
@@ -189,19 +188,9 @@ def _table(rows: tuple[ModelStates, ...], title: str) -> Table:
     return table
 
 
-def _unit(largest_bytes: float) -> tuple[str, int]:
-    """The largest unit in which the largest number is at least 1, and its power of ten; at least kB."""
-    return next((item for item in UNITS.items() if largest_bytes >= 10 ** item[1]), ("kB", UNITS["kB"]))
-
-
-def _decimals(largest: float) -> int:
-    """Number of decimals with which the largest value has five digits; small shards then still show some."""
-    return min(6, max(1, 4 - floor(log10(largest))))
-
-
 def _note(precision: str, largest: ModelStates) -> str:
     each = precision_named(precision)
-    unit, power = _unit(largest.total_bytes)
+    unit, power = unit_of(largest.total_bytes)
     return (
         f"Per rank, in {unit} of 10^{power} bytes; saving against ddp; sent: elements per step. FSDP's full_shard "
         f"takes what zero3 takes. Bytes of a parameter {each.parameter}, of a gradient {each.gradient}, of its "

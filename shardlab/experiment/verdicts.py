@@ -111,9 +111,9 @@ def _divides_rows_badly(comparison: Comparison) -> str:
     if len(shared) < 2 or distance < APART * abs(first[REFERENCE]) or shared.max() - shared.min() > AGREED * distance:
         return ""
     return (
-        f" From the first step on {', '.join(shared.index)} agree with each other: each rank's loss is of its own rows. "
-        "So the loss of a batch is not the mean of the losses of its parts, as where rows are compared with one another "
-        "(a contrastive loss) or weighed by their number; then the single process rightly differs."
+        f" From the first step on {', '.join(shared.index)} agree with each other: each rank's loss is of its own "
+        "rows. So the loss of a batch is not the mean of the losses of its parts, as where rows are compared with one "
+        "another (a contrastive loss) or weighed by their number; then the single process rightly differs."
     )
 
 

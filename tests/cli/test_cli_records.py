@@ -7,11 +7,13 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
 from shardlab.analysis.difference import QUANTITIES
 from shardlab.cli import app
+from shardlab.cli.modules import _print as print_modules
 from shardlab.experiment import CompareConfig, compare
 from shardlab.experiment.difference import NAMES
 from shardlab.experiment.summary import COLUMNS
@@ -43,7 +45,7 @@ def shardlab(*arguments):
     return result
 
 
-def test_bytes_at_rest_by_module(finished):
+def test_bytes_at_rest_by_module(finished, capsys):
     def at(number, *options):
         said = shardlab("modules", finished, "--strategy", "zero1", "--rank", number, "--json", *options)
         return {row["module"]: row for row in json.loads(said.output)}
@@ -58,6 +60,11 @@ def test_bytes_at_rest_by_module(finished):
     printed = shardlab("modules", finished, "--strategy", "zero1").output
     assert "zero1, rank 0, at rest" in printed
     assert "In all" in printed
+    held = pd.DataFrame({"parameter_bytes": [1500], "bytes": [1500]}, index=pd.Index(["head"], name="module"))
+    print_modules(held, {"head", "norm"}, "fsdp, rank 0")
+    assert re.search(
+        r"head +1.5000 +1.5000\nIn all 1.5000 kB.\nThis rank holds nothing of norm", capsys.readouterr().out
+    )
     for wrong, message in (
         (("--strategy", "x"), "strategy: x; "), ((), "strategy: none given; "),
         (("--strategy", "zero1", "--rank", 7), "rank: 7 is not one of 0, 1"),
