@@ -89,8 +89,8 @@ def table_of(report: Report) -> pd.DataFrame:
         )
     table = pd.DataFrame(rows)
     if report.case is not None and report.case.traffic is not None:
-        table["messages enough"] = report.case.traffic.most_messages
-        table["bytes enough"] = round(report.case.traffic.most_bytes)
+        table["messages needed"] = report.case.traffic.most_messages
+        table["bytes needed"] = round(report.case.traffic.most_bytes)
     return table
 
 
