@@ -128,7 +128,9 @@ def _figures(comparison: Comparison) -> dict[str, go.Figure]:
     figures = {"Every strategy trains on the same rows.": loss_curves(records.steps)}
     reference = reference_of(records)
     if reference is not None and records.steps["run"].nunique() > 1:
-        figures["Only the order of summation differs."] = loss_difference(records.steps, reference)
+        # What losses that are not equal mean, the verdicts say above.
+        why = "Only the order of summation differs." if comparison.losses_equal else "More than rounding differs."
+        figures[why] = loss_difference(records.steps, reference)
     figures["What each rank holds between two steps."] = memory_by_role(records.memory)
     if (records.memory["where"] == "peak").any():
         figures["The peak of a step, on the rank where it is highest."] = memory_by_role(records.memory, where="peak")

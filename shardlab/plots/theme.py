@@ -78,7 +78,7 @@ def summary_of(figure: go.Figure) -> str:
 
 
 def log_axis(values: Sequence[float], words: Callable[[float], str]) -> dict[str, Any]:
-    """A logarithmic axis around positive values, with ticks at 1, 2 and 5 times powers of ten.
+    """A logarithmic axis around positive values, with two ticks or more, at 1, 2 and 5 times powers of ten.
 
     Args:
         values: the values that are drawn.
@@ -87,7 +87,11 @@ def log_axis(values: Sequence[float], words: Callable[[float], str]) -> dict[str
     low, high = min(values) / ROOM, max(values) * ROOM
     powers = [10.0**power for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
     factors = (1.0, 2.0, 5.0) if len(powers) <= MANY_DECADES else (1.0,)
-    ticks = [factor * power for power in powers for factor in factors if low <= factor * power <= high]
+    every = [factor * power for power in powers for factor in factors]
+    ticks = [tick for tick in every if low <= tick <= high]
+    if len(ticks) < 2:  # values that are nearly equal: as far as the ticks around them
+        low, high = max(tick for tick in every if tick <= low), min(tick for tick in every if tick >= high)
+        ticks = [tick for tick in every if low <= tick <= high]
     return {
         "type": "log", "range": [math.log10(low), math.log10(high)], "tickvals": ticks,
         "ticktext": [words(tick) for tick in ticks],

@@ -394,6 +394,9 @@ def test_a_loss_that_compares_rows_with_one_another_is_told(pools, tmp_path):
     result = compare(workload, tmp_path / "out", pool=pools(2), strategies=("single", "ddp", "zero3"), ranks=2, steps=3)
     assert not result.losses_equal
     assert "From the first step on ddp, zero3 agree with each other" in verdict(result)
+    page = write_report(result, CompareConfig(workload=workload, strategies=("single", "ddp", "zero3"))).read_text()
+    assert "More than rounding differs." in page
+    assert "Only the order of summation" not in page
 
 
 def test_what_fails_on_the_ranks_leaves_a_report_of_the_others(pools, tmp_path):

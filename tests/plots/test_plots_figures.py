@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -179,6 +181,9 @@ def test_a_logarithmic_axis_encloses_its_values_and_names_1_2_and_5():
     assert 10 ** axis["range"][1] > 22_600
     assert axis["tickvals"] == pytest.approx([200, 500, 1e3, 2e3, 5e3, 1e4, 2e4])
     assert log_axis([1.0, 1e8], str)["tickvals"] == pytest.approx([10.0**power for power in range(9)])
+    nearly_equal = log_axis([0.7086, 0.7093], str)
+    assert nearly_equal["tickvals"] == [0.5, 1.0]
+    assert nearly_equal["range"] == [math.log10(0.5), 0.0]
 
 
 def test_a_slanted_name_at_the_right_end_has_room(records):
