@@ -56,7 +56,7 @@ def plan(
         return
     if strategies or wrap or tp != 1 or sharding != "full_shard" or gpu or bucket_mib != BUCKET_MIB:
         raise ValueError(
-            "strategies, tp, sharding, wrap, gpu, bucket_mib: only for --workload; leave them out with --params"
+            "strategies, tp, sharding, wrap, bucket_mib, gpu: only for --workload; leave them out with --params"
         )
     number, precision = _number_of_params(params), precision or "mixed"
     rows = model_states(number, ranks, precision)

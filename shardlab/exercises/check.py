@@ -45,9 +45,9 @@ def hint(exercise: Named, *, progress: Path | str | None = None) -> None:
     if not found.hints:
         sys.stdout.write(f"{found.name} has no hints.\n")
         return
-    taken, last = Progress(progress).take_hint(found.name), len(found.hints) - 1
-    number = min(taken, last)
-    again = ", which was the last" if taken > last else ""
+    number, last = Progress(progress).take_hint(found.name, len(found.hints)), len(found.hints) - 1
+    again = ", which was the last" if number > last else ""
+    number = min(number, last)
     sys.stdout.write(f"Hint {number + 1} of {len(found.hints)}{again}: {found.hints[number]}\n")
 
 
@@ -102,7 +102,7 @@ def _say(exercise: Exercise, report: Report) -> None:
     if report.detail:
         sys.stdout.write(report.detail + "\n")
     if report.case is not None:
-        sys.stdout.write(inputs_of(report.case))
+        sys.stdout.write(inputs_of(exercise, report.case))
     if not report.done:
         return
     counts = report.case is not None and report.case.traffic is not None
@@ -115,10 +115,11 @@ def _say(exercise: Exercise, report: Report) -> None:
         show(moved(messages, f"What moved: {exercise.name}"))
 
 
-def inputs_of(case: Case) -> str:
+def inputs_of(exercise: Exercise, case: Case) -> str:
     """The inputs of a case, a line for each rank or one for all of them; empty where they are too long to read."""
+    in_words = exercise.shown_inputs or (lambda *inputs: ", ".join(repr(plain(value)) for value in inputs))
     try:
-        lines = [", ".join(repr(plain(value)) for value in inputs) for inputs in case.inputs]
+        lines = [in_words(*inputs) for inputs in case.inputs]
     except TypeError:  # a module, for example
         return ""
     if max(map(len, lines)) > MOST_OF_INPUTS or not any(lines):

@@ -149,6 +149,8 @@ class Exercise:
             ``f(function, comm, *inputs)``, which returns what is compared, or that as ``Measured``.
         drawn: a rank's result as a row of numbers, for the picture.
         drawn_words: what stands in each column of it.
+        result_words: what is compared, in the verdict.
+        shown_inputs: a rank's inputs in words, where their values would not say what the learner's function gets.
         lacks: says what this machine lacks for it; empty if nothing.
         num_references: right solutions that its tests hold.
         num_wrong: wrong solutions that its tests hold.
@@ -163,6 +165,8 @@ class Exercise:
     attempt: Attempt = call
     drawn: Callable[[object], Sequence[float]] = field(default=numbers_in)
     drawn_words: str = "a number of the result"
+    result_words: str = "result"
+    shown_inputs: Callable[..., str] | None = None
     lacks: Callable[[], str] = str
     num_references: int = 0
     num_wrong: int = 0

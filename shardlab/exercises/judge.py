@@ -7,12 +7,13 @@ counted by an observer of the communicator, not by asking it.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import zip_longest
 from pathlib import Path
 
 from shardlab.comm import CollectiveEvent
 from shardlab.comm.mesh import Mesh
 from shardlab.exercises.exercise import Attempt, Case, Exercise, Function, Measured, Message, Traffic
-from shardlab.exercises.values import difference, plain
+from shardlab.exercises.values import differences, plain
 from shardlab.launch import RankDied, RankError, RankHang, RankPool
 
 TIMEOUT_S = 5.0  # in one collective
@@ -161,7 +162,7 @@ def examine(exercise: Exercise, function: Function, pool: RankPool) -> Report:
     score = Score()
     for case in exercise.cases():
         done, reason = _run(exercise, function, case, pool)
-        reason = reason or _wrong(case, done)
+        reason = reason or _wrong(case, done, exercise.result_words)
         if reason:
             first, _, rest = f"{case.words}: {reason}".partition("\n")
             return Report(exercise.name, Verdict.FAILED, first, rest.strip(), case, done, score)
@@ -181,10 +182,10 @@ def _run(exercise: Exercise, function: Function, case: Case, pool: RankPool) -> 
     return tuple(of_rank for of_rank in done if of_rank is not None), ""
 
 
-def _wrong(case: Case, done: Sequence[Done]) -> str:
+def _wrong(case: Case, done: Sequence[Done], result_words: str) -> str:
     """The result first: what a wrong one has cost is nobody's question."""
     in_traffic = _wrong_traffic(case.traffic, done) if case.traffic is not None else ""
-    return _wrong_result(case, done) or _too_high(case, done) or in_traffic
+    return _wrong_result(case, done, result_words) or _too_high(case, done) or in_traffic
 
 
 def _too_high(case: Case, done: Sequence[Done]) -> str:
@@ -196,10 +197,14 @@ def _too_high(case: Case, done: Sequence[Done]) -> str:
     return ""
 
 
-def _wrong_result(case: Case, done: Sequence[Done]) -> str:
-    for rank, (wanted, of_rank) in enumerate(zip(case.wanted, done, strict=True)):
-        if words := difference(plain(wanted), of_rank.result):
-            return f"rank {rank}, {words}"
+def _wrong_result(case: Case, done: Sequence[Done], result_words: str) -> str:
+    """The first part of the result that is wrong on any rank: what they do together, one rank spoils for all."""
+    pairs = [(plain(wanted), of_rank.result) for wanted, of_rank in zip(case.wanted, done, strict=True)]
+    parts = [differences(wanted, found, result_words) for wanted, found in pairs]
+    for of_part in zip_longest(*parts, fillvalue=""):
+        for rank, words in enumerate(of_part):
+            if words:
+                return f"rank {rank}, {words}"
     return ""
 
 

@@ -51,10 +51,10 @@ class Progress:
             entry |= {"passed": True, **dict(zip(SCORE, best, strict=True))}
         self._write(report.exercise, entry)
 
-    def take_hint(self, name: str) -> int:
-        """Count a hint; the number of those taken before."""
+    def take_hint(self, name: str, most: int) -> int:
+        """Count a hint, up to ``most``, since the last one comes again; the number of those taken before."""
         entry = self.of(name)
-        self._write(name, entry | {"hints": entry["hints"] + 1})
+        self._write(name, entry | {"hints": min(entry["hints"] + 1, most)})
         return int(entry["hints"])
 
     def _read(self) -> dict[str, dict[str, Any]]:

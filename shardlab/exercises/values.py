@@ -58,6 +58,13 @@ def difference(wanted: object, found: object, place: str = "result") -> str:
     return "" if equal else f"{place}: {wanted!r} is wanted, {shortened(found)} was found"
 
 
+def differences(wanted: object, found: object, place: str = "result") -> list[str]:
+    """``difference`` of each part of a dict with the same keys, else of the whole."""
+    if isinstance(wanted, Mapping) and isinstance(found, Mapping) and set(wanted) == set(found):
+        return [difference(value, found[key], f"{place}[{key!r}]") for key, value in wanted.items()]
+    return [difference(wanted, found, place)]
+
+
 def shortened(value: object) -> str:
     """The value in at most 60 characters."""
     text = repr(value).replace("\n", " ")

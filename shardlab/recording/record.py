@@ -239,8 +239,9 @@ class Recording:
             write_manifest(self._directory, self._manifest())
 
     def _manifest(self) -> dict[str, Any]:
-        share = nan if self._recorder is None else self._recorder.cost_share
-        axes = self._axes
+        axes, recorder = self._axes, self._recorder
+        shares = (nan, nan) if recorder is None else (recorder.cost_share, recorder.unwatched_cost_share)
+        share, unwatched = (None if isnan(share) else share for share in shares)
         return {
             "run": self._directory.name,
             "recorded": sys.argv,
@@ -255,7 +256,8 @@ class Recording:
             "always_watched": ALWAYS_WATCHED,
             "watch_every": self._watch_every,
             "padding_bytes": 0,
-            "recorder_share": None if isnan(share) else share,
+            "recorder_share": share,
+            "unwatched_recorder_share": unwatched,
         }  # fmt: skip
 
 

@@ -38,6 +38,7 @@ COLUMNS = {
     "unattributed_bytes": ("unattributed (MB)", MB),
     **{name: COMPARED[name] for name in ("peak_bytes", "wire_bytes_per_step", "moved_bytes_per_step")},
     "recorder_share": ("recording (%)", 0.01),
+    "unwatched_recorder_share": ("unwatched (%)", 0.01),
 }
 CAPTION = (
     "Times are medians over steps and ranks, without the first step; exposed and hidden refer to communication. What "
@@ -45,7 +46,8 @@ CAPTION = (
     "is that of one traced step; unattributed are tensors that belong to no module that trains and to no optimizer. "
     "The loss is what the script called backward on, the mean over ranks. Recording is the share of the steps' time "
     "that rank 0 spent in the recorder's own code, by its own clock, reading all memory (steps 0, 1, 64, 256 and so "
-    "on) included; the first step and the traced one do not count. 1 MB is 1,000,000 bytes."
+    "on) included; the first step and the traced one do not count. Unwatched is that share in the steps that are not "
+    "watched, which are most of a long run. 1 MB is 1,000,000 bytes."
 )
 
 
@@ -128,10 +130,11 @@ def caption(recorded: Recorded) -> str:
 
 
 def _bytes(records: Records) -> dict[str, Any]:
-    held = at_rest(records.memory).set_index("role")["bytes"]
+    held, (manifest,) = at_rest(records.memory).set_index("role")["bytes"], records.manifests.values()
     return {
         "buffer_bytes": int(held.get(Role.COMMUNICATION_BUFFER, 0)),
         "unattributed_bytes": int(held.get(Role.UNATTRIBUTED, 0)),
+        "unwatched_recorder_share": manifest.get("unwatched_recorder_share"),
     }
 
 

@@ -90,7 +90,7 @@ class Recorder:
         self._begin: Mark = 0
         self._end: Mark | None = None
         self._cost_ns = 0
-        self._cost_share_ns = [0, 0]  # of recording and of the steps themselves
+        self._costs_ns = {True: [0, 0], False: [0, 0]}  # by whether a step was watched: of recording and of the steps
 
     @contextlib.contextmanager
     def step(
@@ -233,8 +233,9 @@ class Recorder:
         self._writer.append(self._step, tables)
         self.spent(began_ns)
         if self._ledger is None and self._step > 0:
-            self._cost_share_ns[0] += self._cost_ns
-            self._cost_share_ns[1] += end_ns - begin_ns
+            of_recording_and_of_steps = self._costs_ns[self._watched]
+            of_recording_and_of_steps[0] += self._cost_ns
+            of_recording_and_of_steps[1] += end_ns - begin_ns
         self._ledger = None
 
     @property
@@ -243,8 +244,12 @@ class Recorder:
 
         Left out as in all timings: step 0, which allocates and warms up, and memory-traced steps.
         """
-        cost, steps = self._cost_share_ns
-        return cost / steps if steps else nan
+        return _share(*map(sum, zip(*self._costs_ns.values(), strict=True)))
+
+    @property
+    def unwatched_cost_share(self) -> float:
+        """The same of the steps that were not watched, which are most of a long run."""
+        return _share(*self._costs_ns[False])
 
     def write_shards(self, rows: list[Row]) -> None:
         """Write table ``shards``: who holds which slice."""
@@ -281,3 +286,7 @@ class Recorder:
     def _tell(self, ledger: MemoryLedger) -> None:
         """Tell the ledger the current unit: the one that began last and has not ended."""
         ledger.unit = next(reversed(self._open), (WHOLE_MODEL, None))[0]
+
+
+def _share(cost: int, steps: int) -> float:
+    return cost / steps if steps else nan

@@ -2,7 +2,15 @@
 
 import torch
 
-from tests.exercises.right import ranges_within, right_buckets, right_forward, right_hooks, right_norm, right_reshard
+from tests.exercises.right import (
+    ranges_within,
+    right_buckets,
+    right_forward,
+    right_hooks,
+    right_norm,
+    right_owners,
+    right_reshard,
+)
 
 
 def ring_in_ceil_chunks(comm, x):
@@ -189,6 +197,20 @@ def sends_every_micro_batch(comm, model, num_micro_batches):
     return hooks_as_they_come(comm, model, num_micro_batches, every_time=True)
 
 
+def waits_at_once(comm, model, num_micro_batches):
+    class Waits:
+        num_ranks = comm.num_ranks
+
+        def all_reduce(self, tensor):
+            comm.all_reduce(tensor).wait()
+            return self
+
+        def wait(self):
+            pass
+
+    return right_hooks(Waits(), model, num_micro_batches)
+
+
 def all_at_the_end(comm, model, num_micro_batches):
     def finish():
         for param in model.parameters():
@@ -258,6 +280,13 @@ def each_parameter_in_parts(saved, sizes, num_ranks, rank):
         return {name: (start, stop) for name, (start, stop) in parts.items() if start < stop}
 
     return right_reshard(saved, sizes, num_ranks, rank, in_parts)
+
+
+def in_the_order_of_saving(saved, sizes, num_ranks, rank):
+    """Puts all that was saved end to end, and never looks at where it starts."""
+    whole = {name: torch.cat([pieces[name][1] for pieces in saved if name in pieces]) for name in sizes}
+    ranges = right_owners(sizes, num_ranks, rank)
+    return {name: (start, whole[name][start:stop]) for name, (start, stop) in ranges.items()}
 
 
 def files_handed_on(saved, sizes, num_ranks, rank):

@@ -377,6 +377,11 @@ def test_the_recorder_states_its_cost(tmp_path):
             recorder.at_rest()
         recorder.finish_step(1.0, 1.0, 1.0, 1)
     assert recorder.cost_share > 1  # a step of nothing: all of it is recording
+    assert math.isnan(recorder.unwatched_cost_share)
+    with recorder.step(2, watched=False):
+        recorder.at_rest()
+    recorder.finish_step(1.0, 1.0, 1.0, 1)
+    assert recorder.unwatched_cost_share > 0
     recorder._writer.close()
 
 

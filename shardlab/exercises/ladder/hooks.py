@@ -22,12 +22,14 @@ USED = {  # for each rank, whether each of its micro-batches uses the right bran
 
 TASK = """data_parallel_hooks(comm, model, num_micro_batches): register hooks on the parameters of model; return finish.
 
-Each rank then calls forward and backward num_micro_batches times, and finish() once. After that, every parameter's
-grad must be the mean over the ranks of what the micro-batches have added up. One message per parameter is enough; a
-message after every micro-batch would be too many. The first messages must leave during the last backward, not in
-finish(). A rank may not use a parameter at all, or not in the last micro-batch, while another rank does; all ranks must
-send the same parameters in the same order. param.register_post_accumulate_grad_hook(hook) calls hook(param) when its
-grad has been added to; comm.all_reduce(tensor) returns at once, and .wait() on what it returns waits for the sum."""
+In the check, model has three layers: trunk, left and right. Each rank calls forward and backward num_micro_batches
+times, and finish() once. After that, every parameter's grad must be a tensor: the mean over the ranks of what the
+micro-batches have added up. One message per parameter is enough; a message after every micro-batch would be too
+many. The first messages must leave during the last backward, and nothing may be waited for before finish(). A rank
+may not use right at all, or not in the last micro-batch, while another rank does; its part is then zero, and all
+ranks must send the same parameters in the same order. param.register_post_accumulate_grad_hook(hook) calls
+hook(param) when its grad has been added to; comm.all_reduce(tensor) returns at once, and .wait() on what it returns
+waits for the sum."""
 
 STARTER = """def data_parallel_hooks(comm, model, num_micro_batches):
     def finish():
@@ -75,7 +77,9 @@ def _case(words: str, used: list[list[bool]]) -> Case:
         Message("all_reduce", param.nbytes, _wire(param.nbytes, len(used))) for param in Branches().parameters()
     ]
     is_all_used = all(map(all, used))
-    wanted: dict[str, object] = {"gradients": mean}
+    wanted: dict[str, object] = {
+        "returns a function": True, "gradients": mean, "waits during backward": False
+    }  # fmt: skip
     if is_all_used:
         wanted["sends during backward"] = True
     inputs = tuple((rank, tuple(used[rank]), is_all_used) for rank in range(len(used)))
@@ -100,40 +104,50 @@ def _gradients(rank: int, used: Sequence[bool]) -> dict[str, Tensor]:
 
 def train(
     function: Function, comm: Communicator, rank: int, used: Sequence[bool], is_all_used: bool
-) -> dict[str, object] | None:
+) -> dict[str, object]:
     """The micro-batches of one step with the learner's hooks."""
     model = Branches()
-    with _counted(comm) as sent:
+    with _counted(comm) as seen:
         finish = function(comm, model, len(used))
         for micro_batch, uses_right in enumerate(used):
             model(_rows(rank, micro_batch), uses_right).mean().backward()
-        during_backward = bool(sent)
-    if finish is None:  # a forgotten return, which is then the result
-        return None
-    finish()
-    result: dict[str, object] = {"gradients": {name: param.grad for name, param in model.named_parameters()}}
+        during_backward, waits = bool(seen.issued_events), seen.num_waits > 0
+    if returns_function := callable(finish):  # a return is easily forgotten
+        finish()
+    gradients = {name: param.grad for name, param in model.named_parameters()}
+    result = {"returns a function": returns_function, "gradients": gradients, "waits during backward": waits}
     # Where a rank leaves out the parameter that is sent first, nothing can be sent before finish().
     return result | ({"sends during backward": during_backward} if is_all_used else {})
 
 
-class _Issued(list[CollectiveEvent]):
-    """An observer: the list of what was issued."""
+class _Seen:
+    """An observer: what was issued, and how often somebody waited."""
+
+    def __init__(self) -> None:
+        self.issued_events: list[CollectiveEvent] = []
+        self.num_waits = 0
 
     def issued(self, event: CollectiveEvent) -> None:
-        self.append(event)
+        self.issued_events.append(event)
 
     def started(self, event: CollectiveEvent) -> None: ...
 
     def completed(self, event: CollectiveEvent) -> None: ...
 
-    def waited(self, event: CollectiveEvent) -> None: ...
+    def waited(self, event: CollectiveEvent) -> None:  # noqa: ARG002
+        self.num_waits += 1
 
 
 @contextmanager
-def _counted(comm: Communicator) -> Iterator[_Issued]:
-    issued = _Issued()
-    with comm.observed_by(issued):
-        yield issued
+def _counted(comm: Communicator) -> Iterator[_Seen]:
+    seen = _Seen()
+    with comm.observed_by(seen):
+        yield seen
+
+
+def _those(used: Sequence[bool]) -> str:
+    """Which micro-batches use the right branch."""
+    return ", ".join(str(number) for number, uses_right in enumerate(used) if uses_right) or "none"
 
 
 def gradient_numbers(result: object) -> list[float]:
@@ -151,6 +165,7 @@ HOOKS = Exercise(
     attempt=train,
     drawn=gradient_numbers,
     drawn_words="an element of the gradients",
+    shown_inputs=lambda _rank, used, _: f"num_micro_batches {len(used)}; right is used in micro-batches: {_those(used)}",
     num_references=1,
-    num_wrong=5,
+    num_wrong=6,
 )

@@ -27,9 +27,9 @@ STARTER = """def clip_global_norm(comm, shards, norm_type):
 """
 
 HINTS = (
-    "Norms do not add up. What does, for a 2-norm, and how do you come back from it?",
+    "Norms do not add up, but for a 1-norm. What does, for a 2-norm, and how do you come back from it?",
     "Of an inf-norm nothing adds up: the largest counts, and a negative element may be the largest in absolute value.",
-    "A rank without shards sends a zero: all ranks take part in every collective.",
+    "A rank without shards sends a zero: all ranks take part in every collective, with the same dtype (float64).",
 )
 
 

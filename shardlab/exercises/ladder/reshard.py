@@ -12,40 +12,46 @@ from shardlab.partition.flat import ParamSpec, flat_layout
 Saved = dict[str, tuple[int, Tensor]]
 
 SIZES = {"weight": 7, "bias": 3, "scale": 1, "head": 8}
-RANKS = ((4, 3), (3, 1), (1, 4), (2, 2))
+FEW = {"weight": 4, "bias": 1}  # too few for all of four ranks
+CASES = {
+    "4 to 3": (4, 3, SIZES), "3 to 1": (3, 1, SIZES), "1 to 4": (1, 4, SIZES), "2 to 2": (2, 2, SIZES),
+    "4 to 2, the last saved first": (4, 2, FEW), "2 to 4, with a rank that holds nothing": (2, 4, FEW),
+}  # fmt: skip
 
 TASK = """checkpoint_reshard(saved, sizes, num_ranks, rank): what rank holds of a checkpoint that others have saved.
 
-saved has a dict for each rank that saved: {name: (start, values)}, where values are the elements of the parameter from
-start on. sizes is {name: number of elements} of the whole parameters, in order. Return the same kind of dict for one of
-num_ranks new ranks: the parameters lie end to end, and every rank holds an equal chunk of ceil(total / num_ranks)
-elements, as in zero1.owners. Parameters of which the rank holds nothing are left out."""
+saved has a dict for each rank that saved, in any order: {name: (start, values)}, where values are the elements of
+the parameter from start on. sizes is {name: number of elements} of the whole parameters, in order. Return the same
+kind of dict for one of num_ranks new ranks: the parameters lie end to end, and every rank holds an equal chunk of
+ceil(total / num_ranks) elements, as in zero1.owners. Parameters of which the rank holds nothing are left out."""
 
 STARTER = """def checkpoint_reshard(saved, sizes, num_ranks, rank):
     return saved[rank % len(saved)]  # your code: here a rank reads one old file, which holds other ranges
 """
 
 HINTS = (
-    "Your zero1_owners(sizes, num_ranks, rank) says which ranges the new rank holds.",
+    "Your zero1_owners(sizes, num_ranks, rank) of notebook 06 says which ranges the new rank holds: copy it over.",
     "Each of these ranges may lie in several of the old dicts: take what each of them shares with it.",
     "Make an empty vector of the range, and copy every shared part to its place, minus the range's start.",
 )
 
 
 def cases() -> list[Case]:
-    """Fewer ranks, one, more ranks, the same number; one input for each new rank, read one after another."""
-    return [_case(before, after) for before, after in RANKS]
+    """Fewer ranks, one, more ranks, the same number, another order; one input for each new rank."""
+    return [_case(words, *of_case) for words, of_case in CASES.items()]
 
 
-def _case(before: int, after: int) -> Case:
-    saved = [_pieces(before, rank) for rank in range(before)]
-    wanted = tuple(_pieces(after, rank) for rank in range(after))
-    return Case(f"{before} to {after}", tuple((saved, SIZES, after, rank) for rank in range(after)), wanted)
+def _case(words: str, before: int, after: int, sizes: Mapping[str, int]) -> Case:
+    saved = [_pieces(sizes, before, rank) for rank in range(before)]
+    if "last saved first" in words:
+        saved.reverse()
+    wanted = tuple(_pieces(sizes, after, rank) for rank in range(after))
+    return Case(words, tuple((saved, dict(sizes), after, rank) for rank in range(after)), wanted)
 
 
-def _pieces(num_ranks: int, rank: int) -> Saved:
-    layout = flat_layout([ParamSpec(name, (size,), 1) for name, size in SIZES.items()], num_ranks)
-    whole = _parameters(SIZES)
+def _pieces(sizes: Mapping[str, int], num_ranks: int, rank: int) -> Saved:
+    layout = flat_layout([ParamSpec(name, (size,), 1) for name, size in sizes.items()], num_ranks)
+    whole = _parameters(sizes)
     return {
         piece.name: (piece.param_start, whole[piece.name][piece.param_start : piece.param_stop].clone())
         for piece in layout.pieces(rank)
@@ -56,6 +62,15 @@ def _parameters(sizes: Mapping[str, int]) -> dict[str, Tensor]:
     """Every element has its own value, so that a wrong place shows."""
     numel = sum(sizes.values())
     return dict(zip(sizes, torch.arange(numel, dtype=torch.float64).split(list(sizes.values())), strict=True))
+
+
+def _ranges_in(saved: list[Saved]) -> str:
+    """What each rank has saved, without the values."""
+    of_ranks = (
+        ", ".join(f"{name} {start} to {start + len(values)}" for name, (start, values) in pieces.items())
+        for pieces in saved
+    )
+    return f"saved [{' | '.join(of_ranks)}]"
 
 
 def values_held(result: object) -> list[float]:
@@ -74,6 +89,7 @@ RESHARD = Exercise(
     attempt=call_without_ranks,
     drawn=values_held,
     drawn_words="an element that the rank holds",
+    shown_inputs=lambda saved, sizes, num_ranks, rank: f"{_ranges_in(saved)}; {sizes}; {num_ranks}; {rank}",
     num_references=1,
-    num_wrong=4,
+    num_wrong=5,
 )

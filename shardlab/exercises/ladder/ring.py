@@ -9,10 +9,11 @@ SIZES = ((2, 8), (3, 7), (4, 3), (1, 5))  # ranks, elements
 
 TASK = """collectives_ring_all_reduce(comm, x): add up x over all ranks, in place, with comm.send and comm.recv alone.
 
-x is a vector of any length, comm.rank this rank's number, comm.num_ranks the number N of ranks. Divide x into N chunks,
-which need not be equal and may be empty. First every chunk travels around the ring and is added to at every rank, then
-the finished chunks travel around once more: a rank sends 2(N - 1) messages of one chunk each. comm.send(tensor, rank)
-and comm.recv(tensor, rank) return at once; call .wait() on what they return before you use or change the tensor."""
+x is a vector of any length, comm.rank this rank's number, comm.num_ranks the number N of ranks. Divide x into N
+chunks, which need not be equal and may be empty. First every chunk travels around the ring and is added to at every
+rank, then the finished chunks travel around once more: a rank sends at most 2(N - 1) messages, of one chunk each.
+comm.send(tensor, rank) and comm.recv(tensor, rank) return at once; call .wait() on what they return before you use
+or change the tensor."""
 
 STARTER = """def collectives_ring_all_reduce(comm, x):
     pass  # your code: the next rank around the ring is (comm.rank + 1) % comm.num_ranks
@@ -64,6 +65,7 @@ RING = Exercise(
     notebook="01_collectives_by_hand",
     attempt=call_in_place,
     drawn_words="an element of x",
+    result_words="x after the call",
     num_references=1,
     num_wrong=5,
 )

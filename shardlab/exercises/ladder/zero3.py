@@ -18,9 +18,10 @@ SIZES = {"2 ranks, 4 units": (2, 4), "3 ranks, 2 units": (3, 2), "2 ranks, 1 uni
 TASK = """zero3_forward(units, x): send x through all units in order and return it.
 
 Every rank holds a shard of each unit. unit.gather() starts to gather its weights, unit.use(x) waits for them and
-returns the unit's output, unit.free() gives the gathered weights up. While a unit is used, the next one must be on its
-way, and never may more than two units be gathered at once. At the end none is. (On the virtual clock a unit is used for
-100 us, and a gather takes 40 us and 1 us for 2 bytes: with one unit ahead only the first gather is waited for.)"""
+returns the unit's output, unit.free() gives the gathered weights up. While a unit is used, the next one must be on
+its way, and never may more than two units be gathered at once. At the end none is. (On the virtual clock a unit is
+used for 100 us, and a gather takes 40 us and 1 us for every 2 bytes that a rank sends: with one unit ahead only the
+first gather is waited for.)"""
 
 STARTER = """def zero3_forward(units, x):
     for unit in units:
