@@ -165,7 +165,9 @@ HOOKS = Exercise(
     attempt=train,
     drawn=gradient_numbers,
     drawn_words="an element of the gradients",
-    shown_inputs=lambda _rank, used, _: f"num_micro_batches {len(used)}; right is used in micro-batches: {_those(used)}",
+    shown_inputs=lambda _rank, used, _: (
+        f"num_micro_batches {len(used)}; right is used in micro-batches: {_those(used)}"
+    ),
     num_references=1,
     num_wrong=6,
 )
