@@ -1,5 +1,11 @@
-"""Instruments for notebooks: sweeps, logs, interleaved variants, one traced step, plans, verdicts, tables."""
+"""Instruments for notebooks: sweeps, logs, interleaved variants, one traced step, plans, verdicts, tables.
 
+What a notebook needs besides, from rooms further in, is here too, so that its first cell has few lines.
+"""
+
+from shardlab.analysis import with_group
+from shardlab.data_sets import batch
+from shardlab.experiment.comparison import PRELOAD
 from shardlab.lab.event_log import EventLog, collectives_table, log_collectives
 from shardlab.lab.fit import RunPlan, fit_of, kept_for_backward, readable_fit
 from shardlab.lab.interleaved import run_interleaved
@@ -26,17 +32,37 @@ from shardlab.lab.verdicts import (
     prediction_verdict,
 )
 from shardlab.lab.weights import weights_table
+from shardlab.launch import RankDied, RankError, RankHang, current
+from shardlab.partition.owners import Ownership
+from shardlab.partition.slices import slices_of
+from shardlab.partition.wire import ring_wire_bytes
+from shardlab.tables import COLLECTIVES, SHARDS, SPANS, STEPS
+from shardlab.trace.memory import MemoryLedger, bytes_by_role
+from shardlab.units import units_of
 
 __all__ = [
+    "COLLECTIVES",
+    "PRELOAD",
+    "SHARDS",
+    "SPANS",
+    "STEPS",
     "EventLog",
+    "MemoryLedger",
+    "Ownership",
+    "RankDied",
+    "RankError",
+    "RankHang",
     "RunPlan",
+    "batch",
     "bucket_sweep",
     "bucket_verdict",
     "bus_verdict",
     "busy_in_messages",
     "busy_in_steps",
     "busy_now",
+    "bytes_by_role",
     "collectives_table",
+    "current",
     "fit_of",
     "floor_verdict",
     "gain_verdict",
@@ -55,11 +81,15 @@ __all__ = [
     "pay_off_verdict",
     "prediction_verdict",
     "readable_fit",
+    "ring_wire_bytes",
     "run_interleaved",
     "saved_for_backward",
+    "slices_of",
     "terminal",
     "trace_step",
     "unit_bytes",
+    "units_of",
     "watch_gathered",
     "weights_table",
+    "with_group",
 ]

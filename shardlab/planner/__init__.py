@@ -4,6 +4,7 @@ Nothing here imports torch. ``model_states`` needs only the number of parameters
 ``predicted_collectives`` need the parameters (``described(module)``) and a ``Setup``, and are exact.
 """
 
+from shardlab.planner.activations import Layer, activation_bytes
 from shardlab.planner.collectives import predicted_collectives
 from shardlab.planner.fit import Gpu, gathered_at_once
 from shardlab.planner.memory import predicted_memory
@@ -17,6 +18,7 @@ from shardlab.planner.model_states import (
     zero_paper_numbers,
 )
 from shardlab.planner.setup import ADAM, SGD, SGD_MOMENTUM, Optimizer, Setup
+from shardlab.planner.tensor import TensorSetup, divided, on_tensor_ranks, predicted_tensor_collectives
 
 __all__ = [
     "ADAM",
@@ -24,6 +26,7 @@ __all__ = [
     "SGD",
     "SGD_MOMENTUM",
     "Gpu",
+    "Layer",
     "ModelStates",
     "Optimizer",
     "PaperNumber",
@@ -31,10 +34,15 @@ __all__ = [
     "PlannedParam",
     "Precision",
     "Setup",
+    "TensorSetup",
+    "activation_bytes",
     "described",
+    "divided",
     "gathered_at_once",
     "model_states",
+    "on_tensor_ranks",
     "predicted_collectives",
     "predicted_memory",
+    "predicted_tensor_collectives",
     "zero_paper_numbers",
 ]

@@ -4,6 +4,7 @@ Read in this order: slicing, linear, shared_input, vocab_parallel, sequence, rng
 any module is suggested: own_plan, flow, regions, rehearsal, suggest.
 """
 
+from shardlab.comm.autograd import copy, reduce
 from shardlab.tensor_parallel.gpt import gpt_plan
 from shardlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from shardlab.tensor_parallel.plan import Plan, parallelize_module
@@ -26,11 +27,13 @@ __all__ = [
     "Suggestion",
     "VocabParallelEmbedding",
     "Vocabulary",
+    "copy",
     "differing_by_rank",
     "gpt_plan",
     "load_state_dict",
     "merge_state_dict",
     "parallelize_module",
+    "reduce",
     "suggest_tp_plan",
     "vocab_parallel_cross_entropy",
 ]

@@ -1,5 +1,6 @@
 """What is saved in the notebooks: readable on GitHub, small, run in order, comparable, free of this machine."""
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -77,6 +78,11 @@ def test_no_html_but_tables(path: Path) -> None:
         html = output.get("data", {}).get("text/html", "")
         assert "<script" not in html
         assert not html or 'class="dataframe"' in html
+
+
+def test_a_dozen_imports_at_most(path: Path) -> None:
+    parsed = [node for cell in code_cells(path) for node in ast.parse(cell.source).body]
+    assert sum(isinstance(node, ast.Import | ast.ImportFrom) for node in parsed) <= 12
 
 
 def test_figures_are_not_compared_and_the_rest_is(path: Path) -> None:

@@ -4,8 +4,10 @@ Read shards, directory, manifest, save, files, load; then gather, module_state, 
 this package; ``shardlab.engines`` gives it to them.
 """
 
+from shardlab.engines.checkpoint.directory import latest
 from shardlab.engines.checkpoint.gather import full_gradients
 from shardlab.engines.checkpoint.load import load_checkpoint
+from shardlab.engines.checkpoint.manifest import read_manifest
 from shardlab.engines.checkpoint.module_state import first_ranks_own, full_state_dict, load_full_state_dict
 from shardlab.engines.checkpoint.optimizer_state import (
     full_optimizer_state_dict,
@@ -20,10 +22,12 @@ __all__ = [
     "full_gradients",
     "full_optimizer_state_dict",
     "full_state_dict",
+    "latest",
     "load_checkpoint",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "load_named_optimizer_state",
     "named_optimizer_state",
+    "read_manifest",
     "save_checkpoint",
 ]
