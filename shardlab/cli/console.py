@@ -43,4 +43,4 @@ def unit_of(largest_bytes: float) -> tuple[str, int]:
 
 def decimals_of(largest: float) -> int:
     """Number of decimals with which the largest value has five digits; small shards then still show some."""
-    return min(6, max(1, 4 - floor(log10(largest))))
+    return min(6, max(1, 4 - floor(log10(largest)))) if largest else 1

@@ -13,10 +13,14 @@ Saved = dict[str, tuple[int, Tensor]]
 
 SIZES = {"weight": 7, "bias": 3, "scale": 1, "head": 8}
 FEW = {"weight": 4, "bias": 1}  # too few for all of four ranks
-CASES = {
-    "4 to 3": (4, 3, SIZES), "3 to 1": (3, 1, SIZES), "1 to 4": (1, 4, SIZES), "2 to 2": (2, 2, SIZES),
-    "4 to 2, the last saved first": (4, 2, FEW), "2 to 4, with a rank that holds nothing": (2, 4, FEW),
-}  # fmt: skip
+CASES = {  # the ranks that saved, in the order of saved, and how many read
+    "4 to 3": (range(4), 3, SIZES),
+    "3 to 1": (range(3), 1, SIZES),
+    "1 to 4": (range(1), 4, SIZES),
+    "2 to 2": (range(2), 2, SIZES),
+    "4 to 2, the last saved first": (range(3, -1, -1), 2, FEW),
+    "2 to 4, with a rank that holds nothing": (range(2), 4, FEW),
+}
 
 TASK = """checkpoint_reshard(saved, sizes, num_ranks, rank): what rank holds of a checkpoint that others have saved.
 
@@ -41,10 +45,8 @@ def cases() -> list[Case]:
     return [_case(words, *of_case) for words, of_case in CASES.items()]
 
 
-def _case(words: str, before: int, after: int, sizes: Mapping[str, int]) -> Case:
-    saved = [_pieces(sizes, before, rank) for rank in range(before)]
-    if "last saved first" in words:
-        saved.reverse()
+def _case(words: str, before: range, after: int, sizes: Mapping[str, int]) -> Case:
+    saved = [_pieces(sizes, len(before), rank) for rank in before]
     wanted = tuple(_pieces(sizes, after, rank) for rank in range(after))
     return Case(words, tuple((saved, dict(sizes), after, rank) for rank in range(after)), wanted)
 
