@@ -27,6 +27,7 @@ from shardlab.engines.agreement_check import disagreement
 from shardlab.experiment.batches import fewest_rows
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import claim, new_directory, run_directory
+from shardlab.experiment.finite import GRADIENTS, LOSS
 from shardlab.experiment.planned import against_plan, plan_runs
 from shardlab.experiment.run import Progress, RankReport, run_strategy
 from shardlab.experiment.summary import summarise
@@ -257,7 +258,10 @@ def _found(reports: list[RankReport], mesh: dict[str, int]) -> dict[str, Any]:
         "recorder_share": None
         if any(map(isnan, shares))
         else max(shares),  # NaN: nothing but the first step was recorded, which does not count
-        "not_finite": {rank: report.not_finite for rank, report in enumerate(reports) if report.not_finite is not None},
+        "not_finite": {
+            what: {rank: report.not_finite[what] for rank, report in enumerate(reports) if what in report.not_finite}
+            for what in (LOSS, GRADIENTS)
+        },
         "disagreement": _disagreement(reports, mesh.get(MeshAxis.TENSOR, 1)),
     }
 

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
@@ -18,6 +17,7 @@ from shardlab.engines import Engine, GradScaler, build_engine, engine_options
 from shardlab.engines.agreement_check import Did, did
 from shardlab.experiment.batches import batches_of, size_of
 from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.finite import FiniteCheck
 from shardlab.experiment.resume import checkpoint_directory, said_of
 from shardlab.experiment.step import StepResult, TrainStep
 from shardlab.experiment.tensor import divided, loss_of
@@ -49,13 +49,13 @@ class RankReport:
     Attributes:
         recorder_share: time of recording over time of the steps, see ``Recorder.cost_share``.
         padding_bytes: bytes of padding in one copy of the parameters.
-        not_finite: the first step in which the loss of this rank's own rows was inf or NaN.
+        not_finite: the first step in which a number of this rank's own rows was inf or NaN, by what it was.
         did: what the rank had called, and its parameters' checksum, after some of the steps.
     """
 
     recorder_share: float
     padding_bytes: int
-    not_finite: int | None
+    not_finite: dict[str, int]
     did: dict[int, Did]
 
 
@@ -70,7 +70,6 @@ class RankRun:
 
     def __init__(self, config: CompareConfig, engine: Engine, recorder: Recorder) -> None:
         self.engine, self.recorder = engine, recorder
-        self.not_finite: int | None = None
         self.shards: list[Row] = []
         """Who held what when memory was last read: after a step, while gradients were still there."""
         self._config, workload = config, config.trained
@@ -82,10 +81,11 @@ class RankRun:
             raise ValueError(
                 f"scheduler: returned {type(scheduler).__name__}; it must return a learning rate scheduler"
             )
+        scaler = GradScaler() if config.scales_loss(engine.name) else None
+        self.finite = FiniteCheck(None if scaler is not None else engine.params.values())
         self._train_step = TrainStep(
             engine, loss_of(config, workload, engine.name, engine.mesh), accumulation=config.accumulation,
-            max_norm=config.clip, scheduler=scheduler,
-            scaler=GradScaler() if config.scales_loss(engine.name) else None, recorder=recorder,
+            max_norm=config.clip, scheduler=scheduler, scaler=scaler, recorder=recorder,
         )  # fmt: skip
 
     def live_tensors(self) -> LiveTensors:
@@ -119,8 +119,7 @@ class RankRun:
         """Train and record step number ``step``; ``trace_memory`` finds its peak by role, and slows it."""
         with self.recorder.step(step, trace_memory=trace_memory):
             result, num_tokens = self._train()
-        if self.not_finite is None and not isfinite(result.own_loss):
-            self.not_finite = step
+        self.finite.ended(step, result.own_loss)
         self.recorder.finish_step(result.loss, result.grad_norm, result.learning_rate, num_tokens)
         return result
 
@@ -160,6 +159,7 @@ def recorded_run(
         for hook in watch_units(engine.module, recorder, config.wrap_policy):
             stack.callback(hook.remove)
         run = RankRun(config, engine, recorder)
+        stack.callback(run.finite.remove)
         recorder.live_tensors = run.live_tensors
         yield run
 
@@ -195,7 +195,7 @@ def run_strategy(
             if config.save_every and ((step + 1) % config.save_every == 0 or step + 1 == config.steps):
                 run.save(checkpoint_directory(directory.parents[1], strategy))
         run.recorder.write_shards(run.shards)
-        return RankReport(run.recorder.cost_share, run.engine.padding_bytes, run.not_finite, known)
+        return RankReport(run.recorder.cost_share, run.engine.padding_bytes, run.finite.lost, known)
 
 
 def source_of(mesh: BaseMesh) -> str:

@@ -1,12 +1,13 @@
 """What a comparison shows, in sentences: are losses, plan and transports equal?"""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import prod
 
 import pandas as pd
 
 from shardlab.analysis.timed import in_timed_steps, timed_steps
 from shardlab.experiment.comparison import Comparison
+from shardlab.experiment.finite import GRADIENTS, LOSS
 from shardlab.experiment.summary import JUDGED_STEPS, REFERENCE, differs_by_rank, not_finite, reference_of
 from shardlab.vocabulary import HostTransport, MeshAxis, Phase, SpanKind
 
@@ -20,8 +21,8 @@ SAME_PEAK = 0.01  # of a peak: what is less does not change how it reads
 def verdicts(comparison: Comparison) -> list[str]:
     """What a comparison shows, in sentences."""
     kinds = (
-        agreement_verdict, unfinished_verdict, verdict, alone_verdict, plan_verdict, traffic_verdict, transport_verdict,
-        busy_verdict,
+        agreement_verdict, unfinished_verdict, verdict, gradients_verdict, alone_verdict, plan_verdict,
+        traffic_verdict, transport_verdict, busy_verdict,
     )  # fmt: skip
     said = (kind(comparison) for kind in kinds)
     return [sentence for sentence in said if sentence]
@@ -63,12 +64,32 @@ def _began(comparison: Comparison, runs: Iterable[str]) -> str:
     said = ""
     for run in runs:
         manifest = comparison.records.manifests[run]
-        first = {int(rank): step for rank, step in manifest.get("not_finite", {}).items()}
-        origin = [rank for rank, step in first.items() if step == min(first.values())]
-        if 0 < len(origin) < manifest["ranks"]:
-            ranks = ", ".join(map(str, origin))
-            said += f"In {run} it began on rank {ranks}, with the loss of its own rows in step {min(first.values())}. "
+        step, what, ranks = _first_lost(manifest.get("not_finite", {}))
+        if 0 < len(ranks) < manifest["ranks"]:
+            where = ", ".join(ranks)
+            said += f"In {run} it began on rank {where}, with the {what} of its own rows in step {step}. "
     return said
+
+
+def gradients_verdict(comparison: Comparison) -> str:
+    """One sentence if a gradient was inf or NaN so late that no loss has shown it; else empty."""
+    shown = not_finite(comparison.records.steps)
+    found = []
+    for run, manifest in comparison.records.manifests.items():
+        step, what, ranks = _first_lost(manifest.get("not_finite", {}))
+        if what == GRADIENTS and run not in shown:
+            found.append(f"in {run} on rank {', '.join(ranks)}, in step {step}")
+    return f"Gradients are NOT finite: {'; '.join(found)}." if found else ""
+
+
+def _first_lost(known: Mapping[str, Mapping[str, int]]) -> tuple[int, str, list[str]]:
+    """The step in which a number of some ranks' own rows was lost first, which number that was, and on which ranks."""
+    found = [(step, what, rank) for what in (LOSS, GRADIENTS) for rank, step in known.get(what, {}).items()]
+    if not found:
+        return 0, "", []
+    # Of one step the loss, which stands first: a NaN in it is in the gradients too.
+    step, what, _ = min(found, key=lambda lost: lost[0])
+    return step, what, [rank for other, kind, rank in found if (other, kind) == (step, what)]
 
 
 def agreement_verdict(comparison: Comparison) -> str:

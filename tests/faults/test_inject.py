@@ -7,8 +7,8 @@ import torch
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import STRATEGIES, build_engine, check_agreement
-from shardlab.experiment import compare
-from shardlab.experiment.verdicts import verdict
+from shardlab.experiment import compare, load_comparison
+from shardlab.experiment.verdicts import verdict, verdicts
 from shardlab.faults import (
     DeadRank,
     Happened,
@@ -103,12 +103,44 @@ def test_a_fault_that_never_happened_is_an_error(pools):
         pools(2).run(train, "bucketed", None, [SkippedCollective(1, 1, "forward")])
 
 
-@pytest.mark.parametrize(("phase", "words"), [("forward", "In zero3 it began on rank 1,"), ("step", "are NOT finite")])
+BEGAN = "it began on rank 1, with the"
+
+
+@pytest.mark.parametrize(
+    ("phase", "words"),
+    [
+        ("forward", f"In zero3 {BEGAN} loss of its own rows in step 2."),
+        ("backward", f"In zero3 {BEGAN} gradients of its own rows in step 2."),
+        ("step", "are NOT finite"),
+    ],
+)
 def test_compare_meets_the_fault_of_a_model_that_has_one(pools, tmp_path, phase, words):
     broken = workload([NaN(1, 2, phase)])
     result = compare(broken, tmp_path / "out", pool=pools(2), strategies=("single", "zero3"), ranks=2, steps=STEPS)
-    assert words in verdict(result)
+    for comparison in (result, load_comparison(result.directory)):
+        assert words in verdict(comparison)
     assert f"that of zero3 from step {2 if phase == 'forward' else 3} on" in verdict(result)
+
+
+def test_the_rank_is_named_whose_backward_made_a_nan_under_every_strategy(pools, tmp_path):
+    strategies = ("ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp", "torch_ddp", "torch_zero1")
+    broken = workload([NaN(1, 1)])
+    result = compare(broken, tmp_path / "out", pool=pools(2), strategies=strategies, ranks=2, steps=4)
+    for strategy in strategies:
+        assert f"In {strategy} {BEGAN} gradients of its own rows in step 1." in verdict(result)
+
+
+def test_a_nan_of_the_last_backward_is_told_though_no_loss_has_shown_it(pools, tmp_path):
+    broken = workload([NaN(1, 1)])
+    result = compare(broken, tmp_path / "out", pool=pools(2), strategies=("single", "zero2"), ranks=2, steps=2)
+    assert "Gradients are NOT finite: in zero2 on rank 1, in step 1." in verdicts(result)
+
+
+def test_a_nan_on_all_ranks_is_of_none(pools, tmp_path):
+    broken = workload([NaN(0, 1), NaN(1, 1)])
+    result = compare(broken, tmp_path / "out", pool=pools(2), strategies="bucketed", ranks=2, steps=4)
+    assert "NOT finite" in verdict(result)
+    assert "it began on" not in verdict(result)
 
 
 def test_a_fault_that_the_run_does_not_come_to_is_an_error_in_compare_too(pools, tmp_path):

@@ -23,7 +23,7 @@ TOLD = {
     "SkippedCall": ("rank named", "RankError", False, True),
     "SkippedCollective": ("rank named", "RankError", True, True),
     "MismatchedCollective": ("rank named", "RankHang", True, True),
-    "NaN": ("told", "", False, False),
+    "NaN": ("rank named", "", False, False),
 }
 
 

@@ -1,0 +1,52 @@
+"""On which rank numbers stopped being numbers: after a reduction a NaN of one rank is in the mean of all.
+
+So each rank looks at what no other has touched: the loss of its own rows, and one of its gradients before it is sent.
+A NaN anywhere in a backward goes on towards the input, so one gradient tells of all: that of the first parameter of the
+module that trains, which comes among the last. Cost: one sum over it in a backward.
+"""
+
+from collections.abc import Iterable
+from math import isfinite
+
+import torch
+from torch import Tensor, nn
+
+LOSS, GRADIENTS = "loss", "gradients"
+
+
+class FiniteCheck:
+    """Of one rank: in which step its own loss, and its own gradients, were first inf or NaN.
+
+    Args:
+        params: of the module, in its order; None for no look at gradients, because a scaler expects some to overflow.
+
+    Attributes:
+        lost: the first such step, by ``LOSS`` and ``GRADIENTS``; empty while all is well.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter] | None) -> None:
+        self.lost: dict[str, int] = {}
+        self._sums: list[Tensor | float] = []
+        first = next((param for param in params or () if param.requires_grad), None)
+        # Called with the gradient as backward has computed it, before an engine's own hook takes it away.
+        self._hook = None if first is None else first.register_hook(self._look)
+
+    def ended(self, step: int, own_loss: float) -> None:
+        """A step has ended; ``own_loss`` is that of this rank's rows."""
+        sums, self._sums = self._sums, []
+        # Read only now: on a GPU the host has waited for the loss already.
+        if not all(isfinite(each) for each in sums):
+            self.lost.setdefault(GRADIENTS, step)
+        if not isfinite(own_loss):
+            self.lost.setdefault(LOSS, step)
+
+    def remove(self) -> None:
+        """Look at no gradient any more."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _look(self, gradient: Tensor) -> None:
+        # In 32 bits at least: a sum of fewer may overflow though no element has.
+        total = gradient.detach().sum(dtype=torch.promote_types(gradient.dtype, torch.float32))
+        # A number and no tensor on the CPU, where what is held after a step is counted to the byte.
+        self._sums.append(total if total.is_cuda else float(total))
