@@ -23,6 +23,7 @@ class Message:
         sent_bytes: that this rank sends for it.
         line: where the call stands.
         axis: of the mesh; empty where it has only one.
+        is_waited_for: whether the rank has waited for its end.
     """
 
     op: str
@@ -30,6 +31,7 @@ class Message:
     sent_bytes: float
     line: str = ""
     axis: str = ""
+    is_waited_for: bool = True
 
     @property
     def is_sent(self) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import zip_longest
+from math import isnan
 from pathlib import Path
 
 from shardlab.comm import CollectiveEvent
@@ -106,15 +107,24 @@ class MessageLog:
     """An observer that keeps what a rank sends and receives, and over which axis, if there are several."""
 
     def __init__(self, *, with_axis: bool = False) -> None:
-        self.messages: list[Message] = []
+        self._events: list[CollectiveEvent] = []
         self._with_axis = with_axis
 
-    def issued(self, event: CollectiveEvent) -> None:
-        """Keep what it is and how much it sends."""
+    @property
+    def messages(self) -> list[Message]:
+        """In the order of the calls, and whether each has been waited for by now."""
+        return [self._message(event) for event in self._events]
+
+    def _message(self, event: CollectiveEvent) -> Message:
         # A message that the exercise sends for the learner has no line of the learner's.
         line = "" if event.source_line.startswith(OWN_FOLDER) else event.source_line
         axis = event.axis if self._with_axis else ""
-        self.messages.append(Message(str(event.op), event.num_bytes, event.wire_bytes, line, axis))
+        waited = not isnan(event.wait_end_ns)
+        return Message(str(event.op), event.num_bytes, event.wire_bytes, line, axis, waited)
+
+    def issued(self, event: CollectiveEvent) -> None:
+        """Keep it."""
+        self._events.append(event)
 
     def started(self, event: CollectiveEvent) -> None:
         """Nobody asks when."""
@@ -123,7 +133,7 @@ class MessageLog:
         """Nobody asks when."""
 
     def waited(self, event: CollectiveEvent) -> None:
-        """Nobody asks for how long."""
+        """Its times are in the event."""
 
 
 def on_rank(
@@ -220,6 +230,18 @@ def _wrong_traffic(traffic: Traffic, done: Sequence[Done]) -> str:
             f"all ranks together sent {total:g} B, and {traffic.least_bytes:g} B are needed: "
             "send through the communicator that your function gets"
         )
+    return _not_waited_for(done)
+
+
+def _not_waited_for(done: Sequence[Done]) -> str:
+    """Last: the result was right all the same, this time."""
+    for rank, of_rank in enumerate(done):
+        for number, message in enumerate(of_rank.messages):
+            if not message.is_waited_for:
+                return (
+                    f"rank {rank} never waited for message {number}, {_words(message)}; until then the tensor may "
+                    "still be read or written, so the result was right by chance"
+                )
     return ""
 
 

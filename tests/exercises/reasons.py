@@ -10,6 +10,7 @@ WRONG = {
         wrong.whole_vectors: "3 ranks, 7 elements: rank 0 sent 112 B where 96 B.*send of 56 B",
         wrong.librarys_own: "2 ranks, 8 elements: rank 0, message 0 is all_reduce of 64 B .*allowed: send and recv",
         wrong.receives_first: "2 ranks, 8 elements: ranks waited in a collective.*recv",
+        wrong.lets_sends_go: "2 ranks, 8 elements: rank 0 never waited for message 0, send of 32 B .*by chance",
     },
     "buckets.assign": {
         wrong.buckets_of_forward: r"four parameters.*result\[0\]\[0\]: 3 is wanted, 0 was found",

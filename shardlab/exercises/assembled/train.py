@@ -65,7 +65,7 @@ def train_on_rank(rank: int, name: str, parts: Parts, ranks: int, steps: int) ->
         engine = ENGINES[name](parts, mesh.data, SMALL_GPT.build(SEED))
         engine.start(SMALL_GPT.optimizer)
         for own_rows, _ in zip(sequences(rank, ranks, SEED), range(steps), strict=False):
-            log.messages.clear()
+            log = MessageLog()  # the messages of the last step are told
             with mesh.observed_by(log):
                 losses.append(engine.step(own_rows))
         sent = [message.sent_bytes for message in log.messages if message.is_sent]

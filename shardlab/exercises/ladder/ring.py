@@ -12,8 +12,8 @@ TASK = """collectives_ring_all_reduce(comm, x): add up x over all ranks, in plac
 x is a vector of any length, comm.rank this rank's number, comm.num_ranks the number N of ranks. Divide x into N
 chunks, which need not be equal and may be empty. First every chunk travels around the ring and is added to at every
 rank, then the finished chunks travel around once more: a rank sends at most 2(N - 1) messages, of one chunk each.
-comm.send(tensor, rank) and comm.recv(tensor, rank) return at once; call .wait() on what they return before you use
-or change the tensor."""
+comm.send(tensor, rank) and comm.recv(tensor, rank) return at once; call .wait() on each of what they return, before you
+use or change the tensor."""
 
 STARTER = """def collectives_ring_all_reduce(comm, x):
     pass  # your code: the next rank around the ring is (comm.rank + 1) % comm.num_ranks
@@ -67,5 +67,5 @@ RING = Exercise(
     drawn_words="an element of x",
     result_words="x after the call",
     num_references=1,
-    num_wrong=5,
+    num_wrong=6,
 )
