@@ -23,6 +23,7 @@ from shardlab.experiment.step import StepResult, TrainStep
 from shardlab.experiment.tensor import divided, loss_of
 from shardlab.experiment.workload import seeded
 from shardlab.launch import current
+from shardlab.launch.pool import num_cores
 from shardlab.partition.wire import Link
 from shardlab.trace.clock import Origins, clock_for, own_origin_ns
 from shardlab.trace.memory import LiveTensors
@@ -169,14 +170,15 @@ def run_strategy(
 ) -> RankReport | None:
     """Train with one strategy on this rank and record it; None on a rank that does not take part.
 
-    'single' trains on rank 0 alone, on the rows and with the threads of all ranks: it sees the same global batch.
+    'single' trains on rank 0 alone, on the rows and with the cores of all ranks: it sees the same global batch.
     """
     alone = strategy == "single"
     if alone and rank > 0:
         return None
     with contextlib.ExitStack() as stack:
         if alone:
-            stack.enter_context(_threads(torch.get_num_threads() * config.ranks))
+            # Those of all ranks, but no more than cores: threads that share one wait for each other in every layer.
+            stack.enter_context(_threads(min(torch.get_num_threads() * config.ranks, num_cores())))
         mesh = stack.enter_context(_mesh(config, strategy))
         stack.enter_context(seeded(f"{config.seed}/{rank}"))  # dropout, for example, draws the same in every run
         writer = RunWriter(directory, rank, strategy, source_of(mesh))

@@ -87,7 +87,7 @@ class RankPool:
             placement=self.placement,
             # Later than our own report, which covers all ranks. It serves for waits that the board cannot see.
             group_timeout_s=max(timeout_s + 2.0, 10.0),
-            num_threads=threads_per_rank or max(1, _num_cores() // world_size),
+            num_threads=threads_per_rank or max(1, num_cores() // world_size),
             preload=preload,
         )
         self._processes: RankProcesses | None = None
@@ -272,5 +272,6 @@ def _check_seconds(**fields: float) -> None:
             raise ValueError(f"{name}: {value!r} is given; allowed values are seconds above 0")
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
+    """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

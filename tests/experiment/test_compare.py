@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -263,6 +264,19 @@ def test_one_strategy_alone_has_nothing_to_compare_with(pools, tmp_path):
     assert result.summary["max_loss_difference"].isna().all()
     assert result.losses_equal
     assert "not compared" in write_report(result, config).read_text()
+
+
+def test_the_single_process_has_the_cores_of_all_ranks_and_no_more_threads(pools, tmp_path):
+    cores = len(os.sched_getaffinity(0))
+
+    def loss(model, batch):
+        if torch.get_num_threads() != min(4, cores):
+            raise ValueError(f"loss: {torch.get_num_threads()} threads on {cores} cores")
+        return model(batch).mean()
+
+    rows = torch.ones(8, 3)
+    workload = Workload(lambda: torch.nn.Linear(3, 1), lambda rank, ranks, seed: iter([rows] * 9), loss)
+    compare(workload, tmp_path / "out", pool=pools(4), strategies="single", ranks=4, steps=2)
 
 
 def test_without_single_strategies_are_compared_with_the_first(pools, tmp_path):
