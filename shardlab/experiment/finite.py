@@ -46,7 +46,9 @@ class FiniteCheck:
             self._hook.remove()
 
     def _look(self, gradient: Tensor) -> None:
+        # Of a DTensor this rank's part: a number that is the sum of all of it would have to be communicated.
+        own: Tensor = getattr(gradient, "_local_tensor", gradient)
         # In 32 bits at least: a sum of fewer may overflow though no element has.
-        total = gradient.detach().sum(dtype=torch.promote_types(gradient.dtype, torch.float32))
+        total = own.detach().sum(dtype=torch.promote_types(own.dtype, torch.float32))
         # A number and no tensor on the CPU, where what is held after a step is counted to the byte.
         self._sums.append(total if total.is_cuda else float(total))
