@@ -262,5 +262,6 @@ def test_the_traced_step_leaves_its_peak_in_the_records(pools, tmp_path):
     at_rest = records.memory[(records.memory["where"] == "rest") & (records.memory["rank"] == 0)]
     at_rest = at_rest[at_rest["step"] == 2].set_index("role")["bytes"]
     assert at_peak[Role.PARAMETER] == at_rest[Role.PARAMETER]
-    assert at_peak.sum() > at_rest.sum() - at_rest[Role.OTHER]
+    # A warm rank may still have tensors of an earlier test: unattributed at rest, and no part of the step's peak.
+    assert at_peak.sum() > at_rest.sum() - at_rest[Role.OTHER] - at_rest[Role.UNATTRIBUTED]
     assert at_peak[Role.COMMUNICATION_BUFFER] + at_peak[Role.ACTIVATION] + at_peak[Role.OTHER] > 0
