@@ -6,17 +6,20 @@
 
 A communicator belongs to one axis of the mesh: the group of ranks along it, a transport, a queue. A group of one moves
 nothing and records nothing, so engines need no special case for it. Sums stay sums: whoever wants a mean divides.
+
+Only contiguous, one-dimensional tensors are sent: gloo reads the wrong memory of any other, without an error.
 """
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 
 from torch import Tensor
 
-from shardlab.comm.buffers import bounds_of, copy_back, flattened, sizes_of
 from shardlab.comm.events import Mark, Pending
 from shardlab.comm.group import ObservedGroup
 from shardlab.comm.transports.base import Bounds, Job, Message, Queue, Reduction, Start, Transport
+from shardlab.partition.chunks import even_bounds
 from shardlab.vocabulary import Collective
 
 
@@ -51,7 +54,7 @@ class Communicator(ObservedGroup):
 
     def all_reduce(self, tensor: Tensor, *, reduction: Reduction = "sum", tag: str = "") -> Pending:
         """Reduce ``tensor`` (any shape) over the group, in place on every rank."""
-        flat = flattened(tensor)
+        flat = _flattened(tensor)
         transport = self._transport
         if transport is None:
             return Pending()
@@ -59,7 +62,7 @@ class Communicator(ObservedGroup):
         # The job runs in the queue's thread: what it closes over lives until the caller has waited.
         def job() -> None:
             transport.all_reduce(flat, reduction, tag)
-            copy_back(flat, tensor)
+            _copy_back(flat, tensor)
 
         # A copy would have to be written back at the end, which only the job does.
         start = (lambda: transport.start_all_reduce(flat, reduction)) if tensor.is_contiguous() else None
@@ -76,11 +79,11 @@ class Communicator(ObservedGroup):
             bounds: num_ranks + 1 offsets of the chunks; None for equal ones.
             tag: what it is for.
         """
-        bounds = bounds_of(buffer, bounds, self.num_ranks)
+        bounds = _bounds_of(buffer, bounds, self.num_ranks)
         target = self._chunk(buffer, bounds) if output is None else output
         transport = self._transport
         if transport is None:
-            copy_back(buffer, target)
+            _copy_back(buffer, target)
             return Pending()
         own_bytes = target.nbytes
         return self._submit(
@@ -104,7 +107,7 @@ class Communicator(ObservedGroup):
             bounds: num_ranks + 1 offsets of the chunks; None for equal ones.
             tag: what it is for.
         """
-        bounds = bounds_of(buffer, bounds, self.num_ranks)
+        bounds = _bounds_of(buffer, bounds, self.num_ranks)
         place = self._chunk(buffer, bounds)
         # Copied by the caller, not by the job: the caller may change its chunk as soon as this returns.
         if chunk is not None:
@@ -123,14 +126,14 @@ class Communicator(ObservedGroup):
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, tag: str = "") -> Pending:
         """Copy ``tensor`` (any shape, any dtype) from group rank ``src`` into the others', in place."""
-        flat = flattened(tensor)
+        flat = _flattened(tensor)
         transport = self._transport
         if transport is None:
             return Pending()
 
         def job() -> None:
             transport.broadcast(flat, src)
-            copy_back(flat, tensor)
+            _copy_back(flat, tensor)
 
         return self._submit(Collective.BROADCAST, flat, job, tag, keep=(tensor, flat))
 
@@ -152,11 +155,11 @@ class Communicator(ObservedGroup):
             sizes: elements to each rank; None for equal parts.
             tag: what it is for.
         """
-        parts_in = sizes_of(output, output_sizes, self.num_ranks)
-        parts_out = sizes_of(buffer, sizes, self.num_ranks)
+        parts_in = _sizes_of(output, output_sizes, self.num_ranks)
+        parts_out = _sizes_of(buffer, sizes, self.num_ranks)
         transport = self._transport
         if transport is None:
-            copy_back(buffer, output)
+            _copy_back(buffer, output)
             return Pending()
         own_bytes = parts_out[self.rank] * buffer.element_size()
         return self._submit(
@@ -174,14 +177,14 @@ class Communicator(ObservedGroup):
         It may not leave before somebody waits for it, or for another message that it then travels with: NCCL, which
         does one thing after another, has to be told of all that must happen at the same time.
         """
-        flat = flattened(tensor)
+        flat = _flattened(tensor)
         message = Message(self._peer(dst, "dst"), True, flat, dst)
         return self._submit(Collective.SEND, flat, message, tag, keep=(flat,))
 
     def recv(self, tensor: Tensor, src: int, *, tag: str = "") -> Pending:
         """Receive from group rank ``src`` into ``tensor``; as for ``send``, somebody has to wait for it."""
-        flat = flattened(tensor)
-        message = Message(self._peer(src, "src"), False, flat, src, partial(copy_back, flat, tensor))
+        flat = _flattened(tensor)
+        message = Message(self._peer(src, "src"), False, flat, src, partial(_copy_back, flat, tensor))
         return self._submit(Collective.RECV, flat, message, tag, keep=(tensor, flat))
 
     def barrier(self, *, tag: str = "") -> Pending:
@@ -230,3 +233,55 @@ class Communicator(ObservedGroup):
                 f"is {self.rank}"
             )
         return self._transport
+
+
+def _flattened(tensor: Tensor) -> Tensor:
+    """The same elements, one-dimensional and contiguous: the tensor's own memory where it is so, else a copy."""
+    return tensor.detach().contiguous().view(-1)
+
+
+def _copy_back(flat: Tensor, tensor: Tensor) -> None:
+    """Write ``flat`` into a tensor of as many elements, unless it is that tensor's own memory."""
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def _require_flat(buffer: Tensor) -> None:
+    """Raise ValueError, naming shape and strides, unless the buffer is contiguous and one-dimensional."""
+    if buffer.dim() != 1 or not buffer.is_contiguous():
+        raise ValueError(
+            f"buffer: shape {tuple(buffer.shape)} with strides {buffer.stride()} is given; it must be contiguous and "
+            "one-dimensional"
+        )
+
+
+def _bounds_of(buffer: Tensor, bounds: Bounds | None, num_ranks: int) -> Bounds:
+    """Offsets of the ranks' chunks in a buffer, num_ranks + 1 of them; None for equal chunks.
+
+    Raises:
+        ValueError: the buffer is not flat, does not divide, or the bounds do not fit it.
+    """
+    _require_flat(buffer)
+    if bounds is None:
+        if buffer.numel() % num_ranks:
+            raise ValueError(
+                f"buffer: {buffer.numel()} elements do not divide into {num_ranks} equal chunks; pass bounds"
+            )
+        return even_bounds(buffer.numel(), num_ranks)
+    if len(bounds) != num_ranks + 1 or bounds[-1] != buffer.numel():
+        raise ValueError(f"bounds: {bounds} is given; {num_ranks + 1} offsets ending at {buffer.numel()} are needed")
+    return bounds
+
+
+def _sizes_of(buffer: Tensor, sizes: Sequence[int] | None, num_ranks: int) -> list[int]:
+    """Elements of each rank's part of a buffer; None for equal parts.
+
+    Raises:
+        ValueError: the buffer is not flat, does not divide, or the sizes do not add up to it.
+    """
+    if sizes is None:
+        return [stop - start for start, stop in pairwise(_bounds_of(buffer, None, num_ranks))]
+    _require_flat(buffer)
+    if len(sizes) != num_ranks or sum(sizes) != buffer.numel():
+        raise ValueError(f"sizes: {sizes} is given; {num_ranks} numbers adding up to {buffer.numel()} are needed")
+    return list(sizes)
