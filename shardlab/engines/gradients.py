@@ -59,7 +59,11 @@ class Gradients:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward only accumulates on this rank; the next backward outside communicates the sum."""
+        """Inside, backward only accumulates on this rank; the next backward outside communicates the sum.
+
+        Until then ``param.grad`` is this rank's own sum. What you change in it goes into the mean, and torch's
+        ``clip_grad_norm_`` clips each rank's by another norm; ``engine.clip_grad_norm_`` communicates first.
+        """
         before, self._sync = self._sync, False
         try:
             yield

@@ -155,6 +155,11 @@ class Habit(Operation):
     what: str = "optimizer.step"
     is_habit: ClassVar[bool] = True
 
+    def applies(self, world: World) -> bool:
+        # What no_sync() has left is each rank's own, also for torch's clipping; an engine cannot see that it is called.
+        is_local = world.gradients == "local" and not world.unfinished
+        return not (is_local and self.what.startswith("clip"))
+
     def ours(self, world: World) -> Seen:
         engine = world.ours.engine
         if self.what == "optimizer.step":
