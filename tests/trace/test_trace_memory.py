@@ -250,8 +250,14 @@ def test_the_peak_of_a_step_is_within_one_percent_of_the_profilers(strategy):
     assert recording.ledger.peak().phase in (Phase.FORWARD, Phase.BACKWARD)
 
 
+def collect(_rank):
+    gc.collect()
+
+
 def test_the_traced_step_leaves_its_peak_in_the_records(pools, tmp_path):
     write_manifest(tmp_path, {"run": "zero1"})
+    # A warm rank may still have an engine of an earlier test, which is a cycle: unattributed at rest, and in no peak.
+    pools(2).run(collect)
     pools(2).run(train, Setting("zero1", directory=tmp_path, traced=2))
     records = load_run(tmp_path)
     assert records.steps.groupby("step")["traced_memory"].all().tolist() == [False, False, True]
@@ -262,6 +268,5 @@ def test_the_traced_step_leaves_its_peak_in_the_records(pools, tmp_path):
     at_rest = records.memory[(records.memory["where"] == "rest") & (records.memory["rank"] == 0)]
     at_rest = at_rest[at_rest["step"] == 2].set_index("role")["bytes"]
     assert at_peak[Role.PARAMETER] == at_rest[Role.PARAMETER]
-    # A warm rank may still have tensors of an earlier test: unattributed at rest, and no part of the step's peak.
-    assert at_peak.sum() > at_rest.sum() - at_rest[Role.OTHER] - at_rest[Role.UNATTRIBUTED]
+    assert at_peak.sum() > at_rest.sum() - at_rest[Role.OTHER]
     assert at_peak[Role.COMMUNICATION_BUFFER] + at_peak[Role.ACTIVATION] + at_peak[Role.OTHER] > 0
