@@ -89,6 +89,11 @@ class BackwardWatch:
         self._entered()
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a backward has been noticed that has not ended yet."""
+        return self._expected or self._task is not None
+
+    @property
     def is_inside(self) -> bool:
         """Whether autograd calls from inside some backward, as for a forward that checkpointing computes again."""
         return _current_task() != _OUTSIDE

@@ -136,8 +136,9 @@ class Bucket:
     def _allocate(self) -> None:
         self.buffer = self.new_buffer(self.gradient_dtype)
         self._elements = [self.buffer[place : place + 1] for place in self._looked_at]
+        # By ``.data``, so that each gradient has a version of its own, which tells whether the user has changed it.
         self.views = [
-            self.buffer[slot.start : slot.stop].as_strided(param.shape, _strides(param), slot.start)
+            self.buffer[slot.start : slot.stop].as_strided(param.shape, _strides(param), slot.start).data
             for slot, param in zip(self.layout.slots, self.params, strict=True)
         ]
 

@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import TensorWeakRef
 
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.backward_watch import BackwardWatch
@@ -32,6 +33,7 @@ class Gradients:
         self._are_means = False  # the gradients, over the data axes
         self._has_failed = False  # a backward outside no_sync() raised, and zero_grad() has not been called since
         self._were_trainable: set[nn.Parameter] = set()  # in a backward since zero_grad(); may be frozen by now
+        self._local: dict[nn.Parameter, tuple[TensorWeakRef, int]] = {}  # what no_sync() has left, and its version
         self.num_backwards = 0  # begun so far
         self._backward_watch = BackwardWatch(
             self.params, self._begin_backward, self._enter_backward, self._end_backward
@@ -61,8 +63,9 @@ class Gradients:
     def no_sync(self) -> Iterator[None]:
         """Inside, backward only accumulates on this rank; the next backward outside communicates the sum.
 
-        Until then ``param.grad`` is this rank's own sum. What you change in it goes into the mean, and torch's
-        ``clip_grad_norm_`` clips each rank's by another norm; ``engine.clip_grad_norm_`` communicates first.
+        Until then ``param.grad`` is this rank's own sum, which you may read, clear, or replace by a tensor of yours. A
+        change in place is refused, if not at once then by what needs the gradients next: torch's ``clip_grad_norm_``
+        would scale each rank's sum by another norm. ``engine.clip_grad_norm_`` communicates first.
         """
         before, self._sync = self._sync, False
         try:
@@ -74,12 +77,15 @@ class Gradients:
         """Return when the gradients are means over the data axis; clip and step call it if that is still pending.
 
         Raises:
-            RuntimeError: the last backward raised, and ``zero_grad()`` has not been called since.
+            RuntimeError: the last backward raised, or what ``no_sync()`` has left was changed in place, and
+                ``zero_grad()`` has not been called since.
         """
         self._refuse_after_failure()
         if not self._are_means:
+            self._refuse_changes()
             self._finish_gradients()
             self._are_means = True
+            self._forget_local()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients.
@@ -89,6 +95,7 @@ class Gradients:
                 parameters too, by momentum and weight decay. Pending reductions are finished first: collective.
         """
         self._notice_failure()
+        self._forget_local()
         # Before anything is cleared: other ranks may be waiting in collectives of the backward that raised here.
         if self._has_failed:
             self._complete_failed_backward()
@@ -113,6 +120,8 @@ class Gradients:
     def _begin_backward(self) -> None:
         """A backward begins; called before its first gradient, or right after it (see ``BackwardWatch``)."""
         self._refuse_after_failure()
+        self._refuse_changes()
+        self._forget_local()  # autograd changes them now
         self.num_backwards += 1
         # Noted on every rank: a parameter frozen before the reduction still has a gradient to send, here or elsewhere.
         self._were_trainable.update(param for param in self.params.values() if param.requires_grad)
@@ -128,6 +137,9 @@ class Gradients:
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         """A gradient has been accumulated into ``param.grad``."""
+        if not self._backward_watch.has_begun:
+            # Nobody saw this plain backward begin, and autograd has changed this one itself.
+            self._local.pop(param, None)
         # First: this may be the first sign of a plain backward, whose beginning resets queues and placeholders.
         self._backward_watch.enter()
         gradient = param.grad
@@ -142,10 +154,36 @@ class Gradients:
         if self._sync:
             self.finish_gradients()
         self._leave_backward()
+        if not self._sync:
+            self._note_local()
 
     def _leave_backward(self) -> None:
         """A backward has ended or raised; communicates nothing."""
         return
+
+    def _note_local(self) -> None:
+        """A backward inside ``no_sync()`` has ended: until they are means, no gradients of this rank may be changed."""
+        self._step_tensors.are_behind = True
+        for param in self.params.values():
+            if param.grad is not None:
+                # Weakly: a gradient that the user clears must not stay in memory.
+                self._local[param] = TensorWeakRef(param.grad), param.grad._version
+
+    def _forget_local(self) -> None:
+        self._local.clear()
+        self._step_tensors.are_behind = False
+
+    def _refuse_changes(self) -> None:
+        """Refuse a mean of what was changed on each rank in its own way."""
+        for param, (reference, version) in self._local.items():
+            gradient = param.grad
+            if gradient is not None and gradient is reference() and gradient._version != version:
+                self._has_failed = True  # a rank without gradients has nothing to refuse, and zero_grad() joins it
+                raise RuntimeError(
+                    f"gradient of {self._name_of(param)!r}: it was changed in place after a backward inside no_sync(), "
+                    "when it was this rank's own sum and no mean; call engine.zero_grad(), and from then on write "
+                    "engine.clip_grad_norm_(max_norm), or engine.finish_gradients() before what changes gradients"
+                )
 
     def _notice_failure(self) -> None:
         """Find out whether a plain ``loss.backward()`` raised."""

@@ -12,7 +12,7 @@ torch means "clear this gradient", ``check`` raises.
 """
 
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -178,9 +178,10 @@ class PlaceholderGradients:
         self._placed: set[str] = set()
         self._hooks = [_before_gradient(self, name, param) for name, param in params.items() if _can_train(param)]
 
-    def place(self) -> None:
-        """Set ``.grad`` of every trainable parameter to a placeholder, when the gradients are means."""
-        for name, param in self._params.items():
+    def place(self, names: Iterable[str]) -> None:
+        """Set ``.grad`` of parameters to a placeholder, where they are trainable: their gradients are elsewhere."""
+        for name in names:
+            param = self._params[name]
             if param.requires_grad:
                 if self._placeholders[name].dtype != param.dtype:
                     # Rounded since construction, or inside full_params(); torch wants equal dtypes.

@@ -27,22 +27,37 @@ class StepTensors(Sequence[Tensor]):
         tensors: by name.
         are_parts: whether some tensors have their other parts on other ranks, so that the norm of these is not the
             model's.
+        chosen_from: the tensors that these were chosen from.
+
+    Attributes:
+        are_behind: whether a backward inside ``no_sync()`` has left gradients that are not means yet; of the tensors
+            that these were chosen from.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], *, are_parts: bool = False) -> None:
-        self._tensors, self.are_parts = dict(tensors), are_parts
+    def __init__(
+        self, tensors: Mapping[str, Tensor], *, are_parts: bool = False, chosen_from: "StepTensors | None" = None
+    ) -> None:
+        self._tensors, self.are_parts, self._chosen_from = dict(tensors), are_parts, chosen_from
+        self.are_behind = False
 
     @override
     def __iter__(self) -> Iterator[Tensor]:
         """The tensors.
 
         Raises:
-            RuntimeError: the caller is torch's ``clip_grad_norm_``, which would scale each rank's parts differently.
+            RuntimeError: the caller is torch's clipping, and these are parts or behind: each rank's would be scaled
+                differently, or nothing would be.
         """
-        if self.are_parts and _asks_for_a_norm(sys._getframe(1)):
+        caller = sys._getframe(1)
+        if self.are_parts and _clips(caller, by="clip_grad_norm_"):
             raise RuntimeError(
                 "engine.step_tensors(): these are this rank's parts, and torch.nn.utils.clip_grad_norm_ would compute "
                 "a different norm on each rank; write engine.clip_grad_norm_(max_norm)"
+            )
+        if (self._chosen_from or self).are_behind and _clips(caller):
+            raise RuntimeError(
+                "engine.step_tensors(): gradients are not means yet, after a backward inside no_sync(); write "
+                "engine.clip_grad_norm_(max_norm), or engine.finish_gradients() before torch's clipping"
             )
         return iter(self._tensors.values())
 
@@ -62,7 +77,7 @@ class StepTensors(Sequence[Tensor]):
     def where(self, wanted: Callable[[str], bool]) -> "StepTensors":
         """The tensors whose name ``wanted`` accepts."""
         chosen = {name: tensor for name, tensor in self._tensors.items() if wanted(name)}
-        return StepTensors(chosen, are_parts=self.are_parts)
+        return self._chosen(chosen)
 
     @overload
     def __getitem__(self, index: int) -> Tensor: ...
@@ -71,14 +86,17 @@ class StepTensors(Sequence[Tensor]):
     @override
     def __getitem__(self, index: int | slice) -> "Tensor | StepTensors":
         if isinstance(index, slice):
-            return StepTensors(dict(list(self._tensors.items())[index]), are_parts=self.are_parts)
+            return self._chosen(dict(list(self._tensors.items())[index]))
         return list(self._tensors.values())[index]
+
+    def _chosen(self, tensors: Mapping[str, Tensor]) -> "StepTensors":
+        return StepTensors(tensors, are_parts=self.are_parts, chosen_from=self._chosen_from or self)
 
     @override
     def __len__(self) -> int:
         return len(self._tensors)
 
 
-def _asks_for_a_norm(caller: FrameType) -> bool:
+def _clips(caller: FrameType, by: str = "") -> bool:
     """Whether torch's clipping is the caller. Looking at its frame is a last resort: torch has no hook on clipping."""
-    return caller.f_code.co_name == "clip_grad_norm_" and caller.f_globals.get("__name__") == "torch.nn.utils.clip_grad"
+    return caller.f_code.co_name.startswith(by) and caller.f_globals.get("__name__") == "torch.nn.utils.clip_grad"

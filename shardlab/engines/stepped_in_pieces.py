@@ -33,6 +33,7 @@ class SteppedInPieces(MixedPrecision):
 
     shards: ParameterShards
     buckets: list[Bucket]
+    _place: dict[nn.Parameter, tuple[Bucket, int]]
     _scale: float
 
     @contextlib.contextmanager
@@ -110,10 +111,24 @@ class SteppedInPieces(MixedPrecision):
         super()._begin_backward()
 
     @override
+    def _on_gradient(self, param: nn.Parameter) -> None:
+        super()._on_gradient(param)
+        if not self._sync and param.grad is None:
+            # It adds up in its bucket, in more bits: torch's clipping would take None for "has no gradient".
+            bucket, slot = self._place[param]
+            self._placeholders.place([bucket.names[slot]])
+
+    @override
+    def _refuse_changes(self) -> None:
+        self._placeholders.check()
+        super()._refuse_changes()
+
+    @override
     def _finish_gradients(self) -> None:
+        self._placeholders.take_away()
         super()._finish_gradients()
         # Last: until everything is sent, whatever is at ``.grad`` counts as a gradient.
-        self._placeholders.place()
+        self._placeholders.place(self.params)
 
     @override
     def _forget_gradients(self) -> None:

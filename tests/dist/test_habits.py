@@ -406,6 +406,149 @@ def test_a_look_at_gradients_that_lie_in_pieces_is_refused(pools, setup, num_ran
             torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
 
 
+# Who clips what no_sync() has left.
+
+WHOLE = tuple(setup for setup in SETUPS if setup not in PIECES)
+ROUNDED = {"zero1-bf16": ("zero1", {"precision": "bf16"}), "zero2-bf16": ("zero2", {"precision": "bf16"})}
+LOCAL_CLIPS = {
+    "clip_grad_norm_": lambda engine: clip_grad_norm_(engine.module.parameters(), 1e-3),
+    "clip_grad_value_": lambda engine: clip_grad_value_(engine.module.parameters(), 1e-3),
+    "of step_tensors": lambda engine: clip_grad_norm_(engine.step_tensors(), 1e-3),
+    "of a choice": lambda engine: clip_grad_norm_(engine.step_tensors().where(lambda name: "weight" in name), 1e-3),
+}
+THEN = {
+    "step": lambda engine: engine.step(),
+    "clip": lambda engine: engine.clip_grad_norm_(1.0),
+    "backward": lambda engine: backward(engine, 1),
+    "quiet backward": lambda engine: quietly_backward(engine, 1),
+    "plain backward": lambda engine: plain_backward(engine, 1),
+    "full_gradients": lambda engine: engine.full_gradients(),
+}
+
+
+def quietly_backward(engine, step):
+    with engine.no_sync():
+        backward(engine, step)
+
+
+def plain_backward(engine, step):
+    x, y = own("MLP", step, 0, engine)
+    cases.loss_of(engine(x), y).backward()
+
+
+def clipped_too_early(rank, setup, then):  # noqa: ARG001
+    with trained_by(setup) as engine:
+        for clip in LOCAL_CLIPS.values():
+            for after_means in (False, True):
+                if after_means:
+                    backward(engine, 0)
+                quietly_backward(engine, 1)
+                with pytest.raises(RuntimeError, match=r"write engine\.clip_grad_norm_\(max_norm\)"):
+                    clip(engine)
+                    THEN[then](engine)
+                engine.zero_grad()
+        assert not engine.step_tensors().are_behind
+        one_step(engine, engine.data_rank)
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("then", THEN)
+@pytest.mark.parametrize("num_ranks", WORLD_SIZES)
+@pytest.mark.parametrize("setup", SETUPS)
+def test_torch_s_clipping_of_what_no_sync_has_left_is_refused(pools, setup, num_ranks, then):
+    expected = cases.reference("MLP", "sgd", num_ranks, steps=1)
+    for state in pools(num_ranks).run(clipped_too_early, setup, then):
+        for name, value in expected.state.items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+
+
+def clipped_where_there_is_something(rank, setup):
+    """One rank alone has gradients, so it alone refuses."""
+    with trained_by(setup) as engine:
+        if rank == 1:
+            quietly_backward(engine, 0)
+            clip_grad_norm_(engine.module.parameters(), 1.0)
+            with pytest.raises(RuntimeError, match="changed in place"):
+                engine.finish_gradients()
+        else:
+            clip_grad_norm_(engine.module.parameters(), 1.0)
+            engine.finish_gradients()
+            grads = [tensor.grad for tensor in engine.step_tensors() if tensor.grad is not None]
+            assert grads
+            assert all(bool(grad.isnan().all()) for grad in grads)
+        engine.zero_grad()
+        one_step(engine, engine.data_rank)
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("setup", ["ddp", "bucketed", "zero1", "zero2"])
+def test_a_refusal_of_local_clipping_on_one_rank_leaves_no_other_waiting(pools, setup):
+    expected = cases.reference("MLP", "sgd", 2, steps=1)
+    for state in pools(2).run(clipped_where_there_is_something, setup):
+        for name, value in expected.state.items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+
+
+def rounded_and_clipped_too_early(rank, setup):
+    strategy, options = ROUNDED[setup]
+    model = cases.build("MLP").float()
+    with (
+        Mesh({"data": 2}) as mesh,
+        build_engine(strategy, model, cases.OPTIMIZERS["sgd"], mesh, **options) as engine,
+    ):
+        x, y = own("MLP", 0, 0, engine)
+        norms = []
+        for _ in range(2):
+            with engine.no_sync():
+                engine.backward(cases.loss_of(engine(x.float()), y))
+            for clip in LOCAL_CLIPS.values():
+                with contextlib.suppress(RuntimeError):
+                    clip(engine)
+                    norms.append("was not refused")
+        norms.append(float(engine.clip_grad_norm_(1.0)))
+        engine.zero_grad()
+        engine.backward(2 * cases.loss_of(engine(x.float()), y))
+        return [*norms, float(engine.clip_grad_norm_(1.0))]
+
+
+@pytest.mark.parametrize("setup", ROUNDED)
+def test_torch_s_clipping_is_refused_where_local_gradients_add_up_in_more_bits(pools, setup):
+    """They add up in the bucket: torch's clipping would find none, and clip nothing."""
+    for quiet, at_once in pools(2).run(rounded_and_clipped_too_early, setup):
+        assert quiet == pytest.approx(at_once, rel=1e-2)
+
+
+def local_gradients(rank, setup):  # noqa: ARG001
+    """Read, replaced and cleared: the user's own doing, which travels as it is."""
+    with trained_by(setup) as engine:
+        quietly_backward(engine, 0)
+        norm = float(get_total_norm([param.grad for param in engine.module.parameters()]))
+        for name, param in engine.module.named_parameters():
+            param.grad = param.grad * 2 if name.endswith("bias") else param.grad
+            param.grad = None if name == "0.weight" else param.grad
+        gradients = engine.full_gradients()
+        return norm, gradients
+
+
+@pytest.mark.parametrize("setup", [*WHOLE[:2], "zero1", "zero2"])
+def test_what_no_sync_has_left_may_be_read_replaced_and_cleared(pools, setup):
+    norms = []
+    for rank, (norm, gradients) in enumerate(pools(2).run(local_gradients, setup)):
+        model = cases.build("MLP")
+        for share in range(2):
+            x, y = (cases.own_rows(part, share) for part in cases.rows("MLP", 0, 0, 2))
+            cases.loss_of(model(x), y).backward()
+            if share == 0 and rank == 0:
+                norms.append((norm, float(get_total_norm([param.grad for param in model.parameters()]))))
+        for name, param in model.named_parameters():
+            expected = None if name == "0.weight" else param.grad / (1 if name.endswith("bias") else 2)
+            if expected is None:
+                assert gradients[name] is None
+            else:
+                torch.testing.assert_close(gradients[name], expected, atol=1e-10, rtol=0)
+    assert norms[0][0] == pytest.approx(norms[0][1], abs=1e-10)
+
+
 def two_losses(rank, setup):
     """Backwards that add to means: by engine.backward, in no_sync, and plain, from a forward before the first."""
     with trained_by(setup, "Unused") as engine:

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from shardlab.engines.fsdp import FSDP
+from tests.fuzzing.engines import PEERS
 from tests.fuzzing.operation import Operation
 from tests.fuzzing.optimizers import LEFT_OUT
 from tests.fuzzing.world import Seen, World
@@ -156,9 +157,11 @@ class Habit(Operation):
     is_habit: ClassVar[bool] = True
 
     def applies(self, world: World) -> bool:
-        # What no_sync() has left is each rank's own, also for torch's clipping; an engine cannot see that it is called.
-        is_local = world.gradients == "local" and not world.unfinished
-        return not (is_local and self.what.startswith("clip"))
+        # Torch's engines clip each rank's own gradients by their own norm where no_sync() has left them.
+        return not (self._clips_local(world) and world.ours.spec.name in PEERS)
+
+    def _clips_local(self, world: World) -> bool:
+        return self.what.startswith("clip") and world.gradients != "means" and not world.unfinished
 
     def ours(self, world: World) -> Seen:
         engine = world.ours.engine
@@ -171,7 +174,8 @@ class Habit(Operation):
             engine.optimizer.zero_grad()
         else:
             tensors = engine.module.parameters() if self.what == "clip module" else engine.step_tensors()
-            return {"norm": torch.nn.utils.clip_grad_norm_(tensors, 1.0)}
+            norm = torch.nn.utils.clip_grad_norm_(tensors, 1.0)
+            return {} if self._clips_local(world) else {"norm": norm}
         return {}
 
     def plain(self, world: World) -> Seen:
@@ -182,9 +186,12 @@ class Habit(Operation):
         elif self.what.endswith("zero_grad"):
             plain.zero_grad()
         else:
-            return {"norm": torch.nn.utils.clip_grad_norm_(list(plain.params.values()), 1.0)}
+            norm = torch.nn.utils.clip_grad_norm_(list(plain.params.values()), 1.0)
+            return {} if self._clips_local(world) else {"norm": norm}
         return {}
 
     def after(self, world: World) -> None:
+        if self._clips_local(world):
+            world.gradients = "changed"  # what needs them next must refuse them, or they are not those of one process
         if self.what.endswith("zero_grad"):
             world.gradients, world.unfinished = "means", False

@@ -36,6 +36,8 @@ def is_documented(error: Exception, world: World) -> bool:
         return False
     if "modified by an inplace operation" in str(error):
         return world.may_clash
+    if "changed in place after a backward inside no_sync()" in str(error):
+        return world.gradients == "changed"
     if _matches(error, INSIDE_AND_OUTSIDE):
         # A graph from before full_params() that nobody knows of brings a part of the gradient too.
         return _inside_and_outside(world.ours.module_spec) or (world.ours.spec.rounds and world.has_retained)

@@ -212,7 +212,7 @@ class World:
         meshes: of this rank.
         directory: shared by the ranks, for checkpoints; or None.
         tolerance: of a comparison, absolute for values up to 1.
-        gradients: 'means' where the engine's gradients can be compared, else 'local'.
+        gradients: 'means' where the engine's gradients can be compared, else 'local', or 'changed' by the user.
         unfinished: a plain ``loss.backward()`` may not have been finished.
         gathered: parameters may be there in full now.
         held: units that the user has gathered by hand.

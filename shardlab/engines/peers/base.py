@@ -1,7 +1,8 @@
 """Torch's own engines behind the interface of ours: the same loop, the same tables, the same tests.
 
 They send through a group that notifies the observers of the mesh's axis (``comm.torch_engine_groups``), so their
-collectives are recorded like ours. Torch reduces the gradients: they are means when ``loss.backward()`` returns.
+collectives are recorded like ours. Torch reduces the gradients: they are means when ``loss.backward()`` returns. What
+``no_sync()`` has left is sent by the next backward alone: clip and step before it use each rank's own, as in torch.
 Torch's parts are imported when one of these engines is built, since that takes half a second.
 """
 
@@ -84,6 +85,10 @@ class Peer(Engine):
         """The gradients are already means, and torch's C++ code has waited for them: record when it did."""
         if isinstance(self._group, TorchGroup):
             self._group.end_waits()
+
+    @override
+    def _note_local(self) -> None:
+        """Nothing: a plain ``loss.backward()``, which makes means of them, goes unnoticed here."""
 
     @override
     def _watch(self, param: nn.Parameter) -> RemovableHandle | None:
