@@ -12,9 +12,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from torch import Tensor, nn
 
 from shardlab.comm import Communicator
-from shardlab.engines.fsdp.bucket import UnitBucket
 from shardlab.engines.fsdp.sharding import LAYOUTS, ShardingOptions
-from shardlab.engines.fsdp.unit import Unit
+from shardlab.engines.fsdp.unit import Unit, UnitBucket
 from shardlab.engines.offload import OFFLOADS
 from shardlab.engines.placeholder import sites_of
 from shardlab.meta import InitFn, materialize

@@ -41,11 +41,10 @@ from shardlab.comm.communicator import Communicator
 from shardlab.engines.agreement import all_or_none
 from shardlab.engines.base import OptimizerFn
 from shardlab.engines.checks import check_max_norm, check_params, second_gradient
-from shardlab.engines.fsdp.bucket import UnitBucket
 from shardlab.engines.fsdp.build import build_units
 from shardlab.engines.fsdp.schedule import Schedule
 from shardlab.engines.fsdp.sharding import ShardingOptions
-from shardlab.engines.fsdp.unit import Unit
+from shardlab.engines.fsdp.unit import Unit, UnitBucket
 from shardlab.engines.holdings import Held
 from shardlab.engines.hooks import ModuleHook
 from shardlab.engines.offload import OFFLOADS, check_host_memory, wait_for_copies

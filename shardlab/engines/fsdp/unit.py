@@ -1,15 +1,26 @@
-"""A wrapped module and the parameters that are gathered for it.
+"""A wrapped module, the parameters that are gathered for it, and the buckets in which they travel.
 
 Parameters of one dtype that are all trainable, or all frozen, make one ``UnitBucket``. A module that mixes them has
-several, so that frozen parameters are never reduce-scattered.
+several, so that frozen parameters are never reduce-scattered. A bucket is that of ZeRO-3, with shards that may be
+replicated and may be in host memory.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
 
-from shardlab.engines.fsdp.bucket import UnitBucket
-from shardlab.engines.sharded_bucket import BucketState
+from shardlab.comm.communicator import Communicator
+from shardlab.comm.events import Pending
+from shardlab.engines.holdings import Held
+from shardlab.engines.offload import Offload, copy_to_host, in_host_memory
+from shardlab.engines.placeholder import ParameterSites
+from shardlab.engines.precision import Precision
+from shardlab.engines.sharded_bucket import BucketState, ShardedBucket
+from shardlab.partition.layout import Layout
+from shardlab.vocabulary import Role
 
 
 class Unit:
@@ -21,7 +32,7 @@ class Unit:
         buckets: its own, without those of units inside it.
     """
 
-    def __init__(self, name: str, module: nn.Module, buckets: Sequence[UnitBucket]) -> None:
+    def __init__(self, name: str, module: nn.Module, buckets: "Sequence[UnitBucket]") -> None:
         self.name, self.module, self.buckets = name, module, tuple(buckets)
         self.params = tuple(param for bucket in self.buckets for param in bucket.params.values())
 
@@ -80,3 +91,151 @@ class Unit:
         """Wait for the means."""
         for bucket in self.buckets:
             bucket.finish_reduce()
+
+
+class UnitBucket(ShardedBucket):
+    """Parameters of a unit that share dtype, device, requires_grad and sharding.
+
+    Args:
+        name: see ``ShardedBucket``.
+        params: see ``ShardedBucket``.
+        sites: see ``ShardedBucket``.
+        layout: see ``ShardedBucket``.
+        comm: see ``ShardedBucket``.
+        precision: see ``ShardedBucket``.
+        replicas: axes whose ranks hold the same chunk, in the order in which gradients are summed over them.
+        offload: what stays in host memory.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: Mapping[str, nn.Parameter],
+        sites: Mapping[str, ParameterSites],
+        layout: Layout,
+        comm: Communicator,
+        precision: Precision,
+        *,
+        replicas: Sequence[Communicator],
+        offload: Offload,
+    ) -> None:
+        self._replicas, self._offload = tuple(replicas), offload
+        self._axes_left: list[Communicator] = []  # to sum the gradients over, while they are being reduced
+        self._arriving: tuple[Tensor, set[str]] | None = None  # means on their way to host memory, see ``_accept``
+        self._visiting: Tensor | None = None  # an offloaded shard on the device, while the optimizer steps
+        super().__init__(name, params, sites, layout, comm, precision)
+
+    def visit_device(self) -> None:
+        """Bring an offloaded shard to the device, for an optimizer that steps there."""
+        if self._offload.parameters and not self._offload.gradients_and_state and self._visiting is None:
+            # On the device for the step alone, beside the shard in host memory.
+            self._visiting = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
+            self._visiting.copy_(self.shard, non_blocking=True)
+            self._point_pieces_at(self._visiting)
+
+    def advance_reduce(self) -> None:
+        """Wait for the reduction under way; begin that over the next axis, or take the means if it was the last.
+
+        So the sum over replicas travels during the backward of the unit after the next.
+        """
+        if self._reducing is not None and self._axes_left:
+            self._sum_over_next()
+        else:
+            self.finish_reduce()
+
+    def return_to_host(self) -> None:
+        """Copy what has been stepped back into host memory; the host must wait before it reads it."""
+        if self._visiting is not None:
+            # Copied first: then nothing refers to the device's copy any more, and its memory is free.
+            copy_to_host(self.shard, self._visiting)
+            self._visiting = None
+            self._point_pieces_at(self.shard)
+
+    @override
+    def held_parameters(self) -> Iterator[Held]:
+        """As the base; a shard in host memory is ``Role.OFFLOADED``, which comes first and so counts."""
+        if self._offload.parameters:
+            yield Held(Role.OFFLOADED, self.shard)
+        yield from super().held_parameters()
+        if self._visiting is not None:
+            yield Held(Role.PARAMETER, self._visiting)
+
+    @override
+    def held_gradients(self) -> Iterator[Held]:
+        """As the base; means in host memory are ``Role.OFFLOADED``."""
+        if self._offload.gradients_and_state and self.gradient_shard is not None:
+            yield Held(Role.OFFLOADED, self.gradient_shard)
+        if self._arriving is not None:
+            yield Held(Role.OFFLOADED, self._arriving[0])
+        yield from super().held_gradients()
+
+    def _point_pieces_at(self, shard: Tensor) -> None:
+        # By ``.data``: the optimizer finds its state by these very tensor objects.
+        for name, piece in self.pieces.items():
+            piece.data = self._tensors.piece_of(name, shard)
+
+    @override
+    def _chunk_to_gather(self) -> Tensor:
+        # On the device before it is cast: the host would cast into memory that is not pinned, and wait for the copy.
+        return self.shard.to(self.device, non_blocking=True)
+
+    @override
+    def _keep_shard(self, shard: Tensor) -> Tensor:
+        return in_host_memory(shard) if self._offload.parameters else shard
+
+    @override
+    def _needs_no_gather(self, dtype: torch.dtype) -> bool:
+        return super()._needs_no_gather(dtype) and not self._offload.parameters
+
+    @override
+    def _reduce(self, buffer: Tensor) -> tuple[Tensor, Pending]:
+        self._axes_left = list(self._replicas)
+        # Nothing to scatter: the first sum over replicas is issued here, to overlap with backward.
+        if self.is_whole and self._axes_left:
+            return buffer, self._next_sum(buffer)
+        return super()._reduce(buffer)
+
+    @override
+    def _sum_over_replicas(self) -> int:
+        while self._axes_left:
+            self._sum_over_next()
+        return super()._sum_over_replicas() * prod(replicas.num_ranks for replicas in self._replicas)
+
+    def _sum_over_next(self) -> None:
+        """When the sums over one axis are there, begin to sum these over the next, in the same order on all ranks."""
+        assert self._reducing is not None
+        _, sums, pending = self._reducing
+        pending.wait()
+        # The buffer that was reduce-scattered is no longer needed.
+        self._reducing = (sums, sums, self._next_sum(sums))
+
+    def _next_sum(self, sums: Tensor) -> Pending:
+        return self._axes_left.pop(0).all_reduce(sums, tag=f"gradients of {self.name}")
+
+    @override
+    def _accept(self, means: Tensor, unused: set[str]) -> None:
+        if self._offload.gradients_and_state:
+            assert self._arriving is None
+            self._arriving = in_host_memory(means), unused
+        else:
+            super()._accept(means, unused)
+
+    def take_arrived(self) -> None:
+        """Take the means that have arrived in host memory, after the host has waited for them."""
+        if self._arriving is not None:
+            means, unused = self._arriving
+            self._arriving = None
+            super()._accept(means, unused)
+
+    @override
+    def drop_gradients(self) -> None:
+        """As the base; those on their way too."""
+        self._arriving = None
+        super().drop_gradients()
+
+    @override
+    def _set_gradient(self, piece: Tensor, gradient: Tensor) -> None:
+        # Torch refuses a gradient on another device than the piece's data, which is in host memory outside a step.
+        home, piece.data = piece.data, gradient
+        piece.grad = gradient
+        piece.data = home
