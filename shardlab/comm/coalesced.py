@@ -32,6 +32,7 @@ def broadcast_coalesced(comm: Communicator, tensors: Iterable[Tensor], src: int 
 
 
 def _messages(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    # By the order in which kinds are first seen: all ranks must come to the same messages in the same order.
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)

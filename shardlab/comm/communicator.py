@@ -184,6 +184,7 @@ class Communicator(ObservedGroup):
     def recv(self, tensor: Tensor, src: int, *, tag: str = "") -> Pending:
         """Receive from group rank ``src`` into ``tensor``; as for ``send``, somebody has to wait for it."""
         flat = _flattened(tensor)
+        # The queue copies back, once the message has come: before that there is nothing in ``flat`` to copy.
         message = Message(self._peer(src, "src"), False, flat, src, partial(_copy_back, flat, tensor))
         return self._submit(Collective.RECV, flat, message, tag, keep=(tensor, flat))
 

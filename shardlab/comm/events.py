@@ -174,4 +174,5 @@ def wait_all(pending: list[Pending]) -> None:
     """Wait for each in order and empty the list."""
     for item in pending:
         item.wait()
+    # Only when all have ended: after an error the list still keeps the buffers of what is in flight alive.
     pending.clear()

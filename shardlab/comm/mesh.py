@@ -61,6 +61,7 @@ class Mesh(BaseMesh):
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         super().__init__(axes, range(world_size) if ranks is None else ranks, device)
         _check(self.axes, self.ranks, world_size)
+        # Taken before the ranks meet: what is retired from here on may still be in use on another rank.
         no_longer_used = Process.retired
         for asked in _asked_by_all(_Asked(tuple(self.axes.items()), self.ranks, link, transport)):
             for axis in dict(asked.axes):
@@ -118,6 +119,7 @@ def _asked_by_all(own: _Asked) -> list[_Asked]:
                     f"ranks: rank {rank} builds {wanted}, while rank {member}, which is on it, builds {asked[member]}; "
                     "all ranks of a mesh build the same one at the same time"
                 )
+    # In rank order: torch pairs the calls of new_group by their order, so it must be the same on all ranks.
     return list(dict.fromkeys(asked))
 
 
@@ -127,6 +129,7 @@ def _retire_with(comm: Communicator, group: dist.ProcessGroup, transport: Transp
     The latter is for a mesh that is dropped without ``close()``, as after an error. Ranks drop it at different times.
     gloo destroys a group on each rank by itself; NCCL needs all ranks at once, so there only ``close()`` does it.
     """
+    # The call must not hold the communicator, which would then never be collected.
     end = partial(_end, group, transport)
     if dist.get_backend(group) == "gloo":
         return weakref.finalize(comm, retire, end)

@@ -49,6 +49,7 @@ def retire(*ends: Callable[[], object]) -> None:
 
 def end_retired() -> None:
     """Destroy the groups that no rank uses any more; called when all ranks are known to be done with them."""
+    # Forgotten before they are called: a group must not be destroyed twice, even if one of the calls fails.
     ends, Process.retired = Process.retired, ()
     for end in ends:
         end()

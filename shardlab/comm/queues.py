@@ -29,6 +29,7 @@ class _Entry:
 
     def __init__(self, job: Job, event: CollectiveEvent, observers: tuple[Observer, ...]) -> None:
         self.job, self.event, self.observers = job, event, observers
+        # Recorded here, in the caller's thread: the queue's thread has another current stream.
         self.ready = _end_of_current_stream()
         self.begun = False  # in the caller's thread
         self.done = threading.Event()
@@ -171,6 +172,7 @@ class StreamQueue:
         start: Start | None = None,  # noqa: ARG002
     ) -> Job:
         """Enqueue ``job`` behind everything that the current stream has been given so far; ``start`` is not needed."""
+        # Before the collective: a rank may need a held message before it comes to the collective itself.
         self._let_travel(self._held)
         # The buffers are still being computed on the current stream.
         self._stream.wait_stream(self._streams.current_stream())
@@ -205,6 +207,7 @@ class StreamQueue:
     def close(self) -> None:
         """Wait for the stream."""
         self._let_travel(self._held)
+        # The host waits: the group may be destroyed after this, and only now have all end events been passed.
         self._stream.synchronize()
         self._running.tell_ended()
 

@@ -144,6 +144,7 @@ class TorchCalls:
 
     def forget_ended(self) -> None:
         """Hold collectives no longer that have ended and that nobody has waited for."""
+        # A Work keeps its tensors: one that nobody waits for would hold them until the end.
         for work in [work for work, sent in self._sent.items() if not isnan(sent.event.end_ns)]:
             self._forget(work)
 
@@ -222,6 +223,7 @@ class TorchCalls:
 
     def _forget(self, work: dist.Work) -> None:
         sent = self._sent.pop(work)
+        # A later collective may have its result in the same storage, and is still to be waited for.
         if self._work_of.get(sent.output) is work:
             del self._work_of[sent.output]
 

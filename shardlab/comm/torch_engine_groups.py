@@ -62,6 +62,7 @@ def torch_group(mesh: BaseMesh, axis: str, tag_of: TagOf | None) -> dist.Process
             make = partial(TorchGroup, plain, comm, tag_of)
             observed = dist.new_group(list(ranks), timeout=Process.timeout, backend=BACKEND, pg_options=make)
         if comm.ranks == ranks:
+            # In the order in which they are destroyed: the observed group sends through the plain one.
             own = [plain] if observed is None else [observed, plain]
     mesh.call_at_close(partial(_retire, own))
     return own[0]
@@ -213,6 +214,7 @@ class TorchWork(dist.Work):
                 done = self._group.times.wait(lambda: inner.wait(timeout), self._event)
             finally:  # one that failed is not under way either
                 self._group.times.ended(self._event, self._observers)
+        # Not after a wait that failed: the transport may still write into what is kept.
         self._keep = None
         self._event.wait_start_ns, self._event.wait_end_ns = began_ns, perf_counter_ns()
         for observer in self._observers:

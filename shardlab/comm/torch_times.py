@@ -98,6 +98,7 @@ class HostTimes:
                 return
             event.end_ns = perf_counter_ns()
             self._num_free += 1
+        # Outside the lock: observers have locks of their own.
         for observer in observers:
             observer.completed(event)
         self._begin_next()

@@ -56,6 +56,7 @@ def on_threads(num_ranks: int, function: Callable[[Communicator], T], axis: str)
     def run(rank: int) -> None:
         transport = None if num_ranks == 1 else _MemoryTransport(meeting, rank)
         comm = Communicator(transport, _AtOnce(), range(num_ranks), rank, axis)
+        # Not those of this process: its hang board would show a collective that no rank is in.
         comm._observers = ()
         try:
             results[rank] = function(comm)
@@ -87,6 +88,7 @@ class _Meeting:
         self._given[rank] = given
         self.barrier.wait()
         taken = take(self._given)
+        # Nobody leaves before all have taken: the next collective puts other tensors into the same places.
         self.barrier.wait()
         return taken
 
@@ -123,6 +125,7 @@ class _MemoryTransport(Transport):
 
     @override
     def broadcast(self, tensor: Tensor, src: int) -> None:
+        # A clone: once they have met, the source may change its tensor while others still copy.
         tensor.copy_(self._meeting.exchange(self._rank, tensor, lambda tensors: tensors[src].clone()))
 
     @override

@@ -82,12 +82,14 @@ def check_alike(comms: Sequence[Communicator], device: torch.device, tensors: It
     """
     lines = [f"{name} {list(tensor.shape)} {dtype_name(tensor.dtype)}" for name, tensor in tensors]
     number = crc32("\n".join(lines).encode())
+    # One max finds the largest number and minus the smallest; these cancel only where all ranks have the same.
     bounds = torch.tensor([number, -number], device=device)
     for comm in comms:
         comm.all_reduce(bounds, reduction="max", tag=_TAG).wait()
     largest, smallest = bounds.tolist()
     if largest == -smallest:
         return
+    # All ranks come here or none does, since all of them have compared the same two numbers.
     shared = share_json(comms, device, lines)
     other = next(rank for rank, theirs in enumerate(shared) if theirs != shared[0])
     pairs = zip_longest(shared[0], shared[other], fillvalue="nothing")

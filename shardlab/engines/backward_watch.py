@@ -64,6 +64,7 @@ class BackwardWatch:
     @contextlib.contextmanager
     def expected(self, loss: Tensor, *, retain_graph: bool) -> Iterator[None]:
         """Wraps a backward of ``loss`` whose end the caller sees itself."""
+        # First: it may refuse the backward, and then nothing has been set that would have to be undone.
         self._began()
         self._expected, self._is_retained = True, retain_graph
         # On the loss, since the first gradient may come from a backward nested in this one, with a number of its own.
@@ -143,6 +144,7 @@ class BackwardWatch:
     def _reached(self, graph: "_Graph", _: Tensor) -> None:
         if self._task is None and self._accumulates():
             self.enter()
+        # After ``enter()``, which counts the outputs that are still to run, this one among them.
         if self._task is not None and not self._is_retained:
             self._to_run.discard(graph)
 
@@ -161,6 +163,7 @@ class BackwardWatch:
             return False
 
     def _leave(self) -> None:
+        # First: if the end raises, this must not look like a backward that never came to its end.
         self._forget()
         self._ended()
 

@@ -201,6 +201,7 @@ class Engine(Holdings, Gradients, EngineState):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        # Last: another engine may take the module only when no hook of this one is left on it.
         self._claim.release()
 
     def __enter__(self) -> Self:
@@ -260,5 +261,6 @@ class Engine(Holdings, Gradients, EngineState):
     def _stepped(self) -> Stepped:
         """What the optimizer steps."""
         shapes = {name: tuple(param.shape) for name, param in self.params.items()}
+        # Asked inside, since offloaded pieces are on the device of the optimizer only during a step.
         with self.stepping():
             return Stepped(self.step_tensors(), shapes, self.step_tensors()[0].device)

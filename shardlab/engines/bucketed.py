@@ -54,6 +54,7 @@ class Bucketed(Engine):
         super()._forget_gradients()
         for bucket in self.buckets:
             bucket.forget()
+        # Or a rank that steps without another backward would find everything sent, and join nothing.
         self._queue.reset()
 
     @override

@@ -54,6 +54,7 @@ class Bucket:
         """A flat tensor, [padded_numel], in the parameters' dtype unless given; only the padding is set, to 0."""
         like = self.params[0]
         buffer = torch.empty(self.layout.padded_numel, dtype=dtype or like.dtype, device=like.device)
+        # The padding travels too, and nothing writes to it; every slot is written before it is read or sent.
         buffer[self.layout.numel :].zero_()
         return buffer
 
@@ -66,6 +67,7 @@ class Bucket:
 
     def show(self, flat: Tensor) -> None:
         """Make the parameters views of a flat buffer that holds their values."""
+        # By ``.data``: the same parameter objects stay in the module, with their hooks and versions.
         for view, param in zip(self.slots_of(flat), self.params, strict=True):
             param.data = view
 
@@ -107,6 +109,7 @@ class Bucket:
 
     def forget(self) -> None:
         """Clear all gradients."""
+        # The buffer stays, for the next backward to fill; whoever wants its memory back calls ``release()``.
         self._sealed.clear()
         self.holds_means = False
 

@@ -68,6 +68,7 @@ class MixedPrecision(Engine):
 
     def _cast_buffers(self) -> None:
         if self.precision.buffers is not None:
+            # By ``.data``, since two modules that share a buffer must go on sharing it.
             for buffer in self.module.buffers():
                 if buffer.is_floating_point():
                     buffer.data = buffer.to(self.precision.buffers)

@@ -141,6 +141,7 @@ class Claim:
         # First, since it also frees modules that were taken out of the tree, which the loop below does not reach.
         self._mark.forget()
         self._hook.remove()
+        # The module's only strong reference: from here on the engine lives as long as the user holds it.
         object.__setattr__(self._module, _KEPT, None)
         for thing in (*self._module.modules(), *self._params):
             # A module added since may be another engine's.

@@ -44,6 +44,7 @@ def clip_(tensors: Mapping[Axes, Iterable[Tensor]], max_norm: float, norm_type: 
     norm = norms[()] if set(norms) == {()} else _over_axes(norms, norm_type, device)
     # A rank that holds nothing has a norm in torch's default dtype; all ranks must return the same dtype.
     norm = norm.to(torch.promote_types(everything[0].dtype, torch.float32))
+    # All ranks scale by this one number, so what several of them hold alike stays alike.
     clip_grads_with_norm_(everything, max_norm, norm)
     return norm
 
@@ -57,6 +58,7 @@ def _over_axes(norms: Mapping[Axes, Tensor], norm_type: float, device: torch.dev
         spread = [axes for axes in parts if comm in axes]
         message = torch.stack([parts[axes] for axes in spread])
         comm.all_reduce(message, reduction="max" if norm_type == inf else "sum", tag="gradient norm").wait()
+        # A group that is spread over two axes is reduced again, over the second, from these results.
         parts.update(zip(spread, message.unbind(), strict=True))
     values = torch.stack(list(parts.values()))
     return values.max() if norm_type == inf else values.sum() ** (1.0 / power)

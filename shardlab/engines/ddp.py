@@ -38,6 +38,7 @@ class DDP(Engine):
                 param.grad.div_(self.comm.num_ranks)
 
     def _send(self, name: str, param: nn.Parameter) -> Pending:
+        # Sent even if it was not used here: other ranks may have used it, and wait for this rank's part.
         if param.grad is None:
             param.grad = torch.empty_like(param)
             write_unused(param.grad)

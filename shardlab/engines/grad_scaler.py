@@ -47,6 +47,7 @@ class GradScaler:
 
     def unscale_(self, engine: Engine) -> None:
         """Divide the gradients by the scale, and find out over all ranks whether any is inf or nan."""
+        # First: what ``no_sync()`` has left may not be in the step tensors yet, and would stay scaled.
         engine.finish_gradients()
         engine.loss_is_scaled = True
         flag = torch.zeros(1, device=engine.mesh.device)
@@ -63,6 +64,7 @@ class GradScaler:
         """Step the engine unless a gradient overflowed; return whether it stepped, the same on every rank."""
         if self._overflow is None:
             self.unscale_(engine)
+        # Forgotten at once, or the next step would take this answer for its own and leave its gradients scaled.
         overflow, self._overflow = bool(self._overflow), None
         if overflow:
             self.current_scale *= self.backoff

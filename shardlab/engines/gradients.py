@@ -57,6 +57,7 @@ class Gradients:
                 self._has_failed |= self._sync
                 self._leave_backward()
                 raise
+        # Only here: inside the block this backward still counts as begun, and would be taken for one that raised.
         self._end_backward()
 
     @contextlib.contextmanager
@@ -215,6 +216,7 @@ class Gradients:
             # Where means go to pieces, a filler that is still here was never sent: its bucket was, before the error.
             if self._step_tensors.by_name(name) is not param and param.grad is filler:
                 param.grad = None
+        # Or ``finish_gradients()``, which ``zero_grad()`` may call next, would refuse them or send all once more.
         self._are_means, self._has_failed = True, False
 
     def _name_of(self, param: nn.Parameter) -> str:

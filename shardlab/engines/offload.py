@@ -52,6 +52,7 @@ def copy_to_host(host: Tensor, tensor: Tensor) -> Tensor:
 def wait_for_copies(device: torch.device) -> None:
     """Let the host wait for all copies that the current stream of ``device`` has been given."""
     if device.type == "cuda":
+        # Blocking, so that the host's thread sleeps: the ranks of a host share its cores.
         event = torch.cuda.Event(blocking=True)
         event.record()
         event.synchronize()

@@ -191,6 +191,7 @@ class PlaceholderGradients:
 
     def take_away(self) -> None:
         """Remove all: another backward follows, or the gradients are cleared."""
+        # Over a copy, since ``lift()`` takes the name out of the set.
         for name in tuple(self._placed):
             self.lift(name)
 

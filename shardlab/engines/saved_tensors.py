@@ -68,6 +68,7 @@ def _unpack(packed: _Kept | _Reference) -> Tensor:
     # Before the gather: the versions are the same on all ranks, so all refuse and none waits in it.
     if packed.bucket.params[packed.name]._version != packed.version:
         raise _changed(packed)
+    # Nothing here reshards it: the node that asked is about to compute with it, and the engine knows when it ends.
     packed.bucket.unshard()
     full = packed.bucket.full[packed.name]
     return full.as_strided(packed.size, packed.stride, full.storage_offset() + packed.offset)

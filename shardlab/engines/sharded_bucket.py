@@ -164,6 +164,7 @@ class ShardedBucket:
             for name, param in self.params.items():
                 self.sites[name].put_placeholder()
                 param.data = stub.expand(self.sites[name].shape)
+            # Our last references: from here on only a view that the user has kept can hold the memory.
             self.full, self.addresses = {}, set()
         self.state = BucketState.SHARDED
 
@@ -188,6 +189,7 @@ class ShardedBucket:
     def refresh(self) -> None:
         """Gather again what the user holds, since the shard has changed."""
         if self.is_held:
+            # Not ``reshard()``, which leaves alone what is held.
             self.release()
             self.unshard(as_stored=self.num_holders > 0)
 
@@ -226,6 +228,7 @@ class ShardedBucket:
         """Add the means to ``gradient_shard``, and make its parts the ``.grad`` of the pieces."""
         if self._reducing is None:
             return
+        # First: where shards are replicated, it puts the sums over the last axis in place of what is being reduced.
         num_ranks = self._sum_over_replicas()
         (_, sums, pending), self._reducing = self._reducing, None
         pending.wait()
@@ -290,6 +293,7 @@ class ShardedBucket:
     def _accept(self, means: Tensor, unused: set[str]) -> None:
         had = {name for name, piece in self.pieces.items() if piece.grad is not None}
         if self.gradient_shard is not None and had:
+            # Of whole chunks: a parameter that an earlier backward did not use has zeros there.
             means.add_(self.gradient_shard)
         self.gradient_shard = means
         for name in self._tensors.own:

@@ -60,6 +60,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.num_steps = 0
         self._named = _names(self.param_groups)
         buckets = build_buckets(self._named, comm.num_ranks, bucket_bytes, self.partition)
+        # Only after the base has taken its groups: from here on ``add_param_group()`` refuses.
         self.shards = ParameterShards(self._named, buckets, comm)
         device = next(iter(self._named.values())).device
 

@@ -124,6 +124,7 @@ class MasterShards(ParameterShards):
     def __init__(
         self, params: Mapping[str, nn.Parameter], buckets: Sequence[Bucket], comm: Communicator, precision: Precision
     ) -> None:
+        # All of these before the base, whose construction rounds each bucket and keeps its master weights.
         self._precision = precision
         self._dtypes = {name: param.dtype for name, param in params.items()}
         self._masters: list[Tensor | None] = []  # [chunk] by bucket; None if nothing is rounded
@@ -231,6 +232,7 @@ class MasterShards(ParameterShards):
             tag, bounds = f"parameters of bucket {index}", bucket.layout.bounds
             pending.append(self.comm.all_gather(self._stored[index], master, bounds=bounds, tag=tag))
         wait_all(pending)
+        # Only when all have arrived: a gather that raises leaves the module what it has.
         for index, stored in self._stored.items():
             self.buckets[index].show(stored)
 
@@ -259,6 +261,7 @@ class MasterShards(ParameterShards):
         # A clone: a view would keep the unrounded chunks of all ranks in memory.
         self._masters.append(stored[start:stop].clone())
         rounded = stored.to(dtype)
+        # Takes the parameters off the unrounded buffer, which is free when this returns.
         bucket.show(rounded)
         return rounded
 

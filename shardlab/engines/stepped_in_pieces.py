@@ -100,6 +100,7 @@ class SteppedInPieces(MixedPrecision):
             bucket.gradient_dtype = self.precision.reduce_dtype_of(bucket.params[0])
         if self.precision.reduce_dtype is not None:
             self._scale = 1.0  # sums are divided when they have the master weights' dtype
+        # Last: a placeholder has its parameter's dtype, which may just have been rounded.
         self._placeholders = PlaceholderGradients(self.params)
         return tensors
 
@@ -135,6 +136,7 @@ class SteppedInPieces(MixedPrecision):
         super()._forget_gradients()
         for tensor in self.step_tensors():
             tensor.grad = None
+        # The base has cleared them: forgotten here, or the next check would take that for somebody else's doing.
         self._placeholders.take_away()
 
     @override

@@ -60,6 +60,7 @@ class ZeRO1(SteppedInPieces, Bucketed):
     @override
     def step(self) -> None:
         """Step this rank's pieces, then gather the parameters."""
+        # First: the step reads the master weights, and the gather after it overwrites the parameters.
         self._take_changes()
         super().step()
         # Decided by what is due, which all ranks know: one that stepped nothing of a bucket must join its gather too.

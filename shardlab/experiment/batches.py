@@ -173,6 +173,7 @@ def _apart(source: Callable[[], Iterator[Any]], seed: int) -> Iterator[Any]:
             except StopIteration:
                 break
             states, number = _random_states(), number + 1
+        # Outside of the seed: training goes on from here, with its own random numbers.
         yield batch
     raise ValueError(f"data: it ended after {number} batches; yield more of them, or take fewer steps")
 

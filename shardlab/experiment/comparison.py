@@ -98,6 +98,7 @@ def compare(
     """
     config, directory = configured(what, rest, directory, options)
     directory = directory or new_directory()
+    # Before ranks start, which would be for nothing if it refuses.
     prepare(config, directory, overwrite=overwrite)
     if pool is None:
         with RankPool(config.ranks, device=config.device, timeout_s=config.timeout_s, preload=PRELOAD) as own:
@@ -121,6 +122,7 @@ def prepare(config: CompareConfig, directory: Path, *, overwrite: bool = False) 
             f"data: its smallest batch has {fewest} rows, too few for {ranks} data ranks; give it at least as many "
             "(drop_last=True leaves out a short last one), or take fewer ranks"
         )
+    # One process alone: a second could find, or remove, what the first has begun to write.
     if is_reporter():
         claim(directory, overwrite=overwrite, resume=config.resume)
 
@@ -195,6 +197,7 @@ def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress
         {**row, **against_plan(row["strategy"], records, plans[row["strategy"]])}
         for row in summarise(records, config.dtype)
     ]
+    # The last file: a directory that has it counts as a finished comparison.
     if is_reporter():
         (directory / "summary.json").write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
     return Comparison(pd.DataFrame(summary), records, directory)

@@ -56,6 +56,7 @@ class CompareConfig(CompareOptions):
 
     def __post_init__(self) -> None:
         """Check every field."""
+        # First: the other checks compare and divide, and would say less of a wrong type.
         check_types(self)
         self._check_strategies()
         if self.workload is None:
@@ -70,6 +71,7 @@ class CompareConfig(CompareOptions):
             if (value := getattr(self, field)) is not None and not 0 < value < math.inf:
                 raise ValueError(f"{field}: {value} is not a finite number above 0")
         self._check_batch()
+        # After the batch has been checked: a built-in workload is made from its rows.
         self.__dict__["trained"] = with_plan(self, self.trained)  # in the place of the cached property
         self._check_taken()
         self._check_fsdp()

@@ -41,6 +41,7 @@ def claim(directory: Path, *, overwrite: bool = False, resume: str | None = None
         )
     if names and resume is not None and Path(resume).resolve() == directory.resolve():
         raise ValueError(f"overwrite: {directory} holds the checkpoints to resume from; name another directory")
+    # Only after every refusal: what is removed does not come back.
     for name in names:
         path = directory / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -72,6 +72,7 @@ class PlannedTensorAxis:
 
     def _messages(self, strategy: str, precision: Precision, batches: list[Any]) -> list[CollectiveEvent] | None:
         casts = precision != Precision()
+        # One of its own where units get hooks that cast: the uncast one serves several strategies.
         rank = self._rank(precision) if casts else self._uncast
         units = self._units(rank.module) if casts and strategy == "fsdp" else ()
         called = _Called(rank.module, precision, units)

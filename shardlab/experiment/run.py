@@ -105,6 +105,7 @@ class RankRun:
         Returns:
             Number of the next step.
         """
+        # Before the batches are passed over: only the checkpoint says how many there were.
         self.engine.load(directory, **self._objects)
         for _ in range(self.engine.num_steps * self._config.accumulation):
             next(self._batches)

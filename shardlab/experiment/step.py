@@ -97,16 +97,19 @@ class TrainStep:
                 loss = loss * weight
         with self._phase(Phase.BACKWARD, SpanKind.BACKWARD):
             self.engine.backward(loss if self.scaler is None else self.scaler.scale(loss))
+        # Detached, or the losses would hold the graphs of all micro-batches until the step ends.
         return loss.detach()
 
     def _update(self) -> StepResult:
         grad_norm: Tensor | None = None
         if self.scaler is not None:
             with self._phase(Phase.CLIP, SpanKind.OPTIMIZER):
+                # Before clipping, whose norm is that of the true gradients.
                 self.scaler.unscale_(self.engine)
         if self.max_norm is not None:
             with self._phase(Phase.CLIP, SpanKind.OPTIMIZER):
                 grad_norm = self.engine.clip_grad_norm_(self.max_norm)
+        # Before the scheduler changes it: the result says that of this step.
         learning_rate = self.engine.learning_rate
         with self._phase(Phase.STEP, SpanKind.OPTIMIZER):
             if self.scaler is None:
@@ -114,10 +117,12 @@ class TrainStep:
             else:
                 self.scaler.step(self.engine)
         if self.recorder is not None:
+            # While the gradients are still there: a plan counts them as held at rest.
             self.recorder.at_rest()
         self.engine.zero_grad()
         if self.scheduler is not None:
             self.scheduler.step()
+        # Last: it makes the host wait for the device, which by now has been given the whole step.
         loss, own = self._mean_loss()
         norm = nan if grad_norm is None else float(grad_norm)
         return StepResult(loss, norm, learning_rate, self.engine.num_steps, own)
@@ -127,6 +132,7 @@ class TrainStep:
         with self._phase(Phase.METRICS):
             own = torch.stack(self._losses).sum().to(torch.float64)
             self._losses.clear()
+            # A clone, as the mean is computed in place and this rank's own loss is needed too.
             return float(self.engine.mean_over_ranks(own.clone(), tag="loss")), float(own)
 
     def _phase(self, phase: Phase, kind: SpanKind | None = None) -> AbstractContextManager[None]:

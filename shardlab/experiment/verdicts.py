@@ -20,6 +20,7 @@ SAME_PEAK = 0.01  # of a peak: what is less does not change how it reads
 
 def verdicts(comparison: Comparison) -> list[str]:
     """What a comparison shows, in sentences."""
+    # The worst first: where ranks disagree or strategies are missing, what follows says little.
     kinds = (
         agreement_verdict, unfinished_verdict, verdict, gradients_verdict, alone_verdict, plan_verdict,
         traffic_verdict, transport_verdict, busy_verdict,

@@ -62,6 +62,7 @@ def inject(engine: Engine, *faults: Fault) -> Iterator[None]:
         yield
     finally:
         injection.remove()
+    # Not after an error in the loop, which would then be hidden behind this one.
     injection.check()
 
 
@@ -99,7 +100,9 @@ class _Begin:
         self._has_begun = True
         _check_ranks(self._faults, range(current().world_size))
         injection = Injection(engine, self._faults)
+        # This forward has begun: the hook that has just been registered sees the next one first.
         injection.begin_forward()
+        # Called the last one first: the engine is as it was before the check may raise.
         engine.mesh.call_at_close(injection.check)
         engine.mesh.call_at_close(injection.remove)
 

@@ -161,6 +161,7 @@ class MismatchedCollective(AtCollective):
     @override
     def communicate(self, comm: Communicator, verb: Collective, buffer: Tensor | None, tag: str) -> Pending:
         """Broadcast a copy of the same buffer; in place of a broadcast, reduce it."""
+        # A copy: the collective shall be wrong, and not the engine's own tensor.
         copy = torch.zeros(1) if buffer is None else buffer.clone()
         other: Callable[..., Pending] = comm.all_reduce if verb == Collective.BROADCAST else comm.broadcast
         return other(copy, tag=tag)

@@ -204,6 +204,7 @@ class _Runs:
         # gloo ends a process that receives more than it has room for, and that prints the stacks of all its threads.
         with contextlib.redirect_stdout(io.StringIO()):
             heard = self._compare((fault,)) if isinstance(fault, NaN) else self._train(fault)
+        # Before what is left is counted: the pool has its ranks again, so one that was left is one too many.
         usable = self.pool.run(train, self.strategy, self.transport, ()) == self.right
         return Row(
             fault=type(fault).__name__, phase=str(fault.phase), rank=fault.rank, strategy=self.strategy,

@@ -22,6 +22,7 @@ def train(rank: int, strategy: str, transport: str | None, faults: Sequence[Faul
     """Train for some steps on this rank; the losses."""
     num_ranks = torch.distributed.get_world_size()
     with (
+        # Left in reverse order: faults are removed from the engine before it closes, and its mesh goes last.
         Mesh({"data": num_ranks}, transport=transport) as mesh,
         build_engine(strategy, _model().to(mesh.device), _optimizer, mesh, **_options(strategy)) as engine,
         inject(engine, *faults),

@@ -96,6 +96,7 @@ class BoardWriter:
     def issued(self, event: CollectiveEvent) -> None:
         """Show the collective unless an older one is still in flight."""
         with self._lock:
+            # The event itself is held, so that no other can get its id meanwhile.
             self._in_flight[id(event)] = event
             if len(self._in_flight) == 1:
                 self._write(event, CallState.ISSUED)
@@ -181,6 +182,7 @@ class Board:
     """All slots, as the parent reads them."""
 
     def __init__(self, path: Path, world_size: int) -> None:
+        # In its full size before a rank starts: each maps the file as it finds it.
         path.write_bytes(bytes(SLOT_BYTES * world_size))
         self.path = path
         self._world_size = world_size

@@ -180,6 +180,7 @@ class Collector:
         in_one = [row for row in rows if row.rank not in self._answers and row.state is CallState.ISSUED]
         now_ns, timeout_s, limit_s = perf_counter_ns(), self._patience.timeout_s, self._patience.limit_s
         if timeout_s is not None and any(row.waited_s(now_ns) > timeout_s for row in in_one):
+            # First: what the ranks have printed then stands above the error.
             self._finish_output()
             raise self._hang(rows, in_one)
         if limit_s is not None and monotonic() - self._began > limit_s:

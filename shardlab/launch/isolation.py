@@ -43,6 +43,7 @@ def isolate(output: Connection, life: Connection, environ: Mapping[str, str]) ->
     """
     os.setsid()
     hold(life)  # after setsid: the signal goes to the process group that this process then leads
+    # The forkserver was started with it blocked, and a fork inherits the mask.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     for fd in (1, 2):
         os.dup2(output.fileno(), fd)
@@ -55,6 +56,7 @@ def isolate(output: Connection, life: Connection, environ: Mapping[str, str]) ->
     # The forkserver has the environment of its own start; a notebook may have changed it since.
     os.environ.clear()
     os.environ.update(environ)
+    # After the environment, in which the user may set glibc's thresholds.
     keep_freed()
 
 
@@ -65,6 +67,7 @@ def hold(life: Connection) -> None:
     fd = life.fileno()
     fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
+    # Last of the three: from here on the signal may come, and must be the right one for the whole group.
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if life.poll():  # the parent went before any of this was in place

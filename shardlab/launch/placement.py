@@ -115,6 +115,7 @@ def agreed(placement: Placement, rank: int, gpu: str, store: Store) -> Placement
         gpu: what no other GPU has, such as its UUID.
         store: of all ranks.
     """
+    # Before anything is read: each get waits until the rank it asks for has written.
     store.set(_GPU_OF.format(rank), f"{placement.devices[rank]} {gpu}")
     found = [store.get(_GPU_OF.format(other)).decode().split(" ", 1) for other in range(placement.world_size)]
     devices, gpus = zip(*found, strict=True)

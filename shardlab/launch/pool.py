@@ -130,6 +130,7 @@ class RankPool:
         if self._torchrun is not None:
             self.start()
             return self._torchrun.run(fn, args, kwargs, on_message)
+        # Before the ranks start: what cannot be pickled is told at once.
         call = pack((fn, args, kwargs), "the function or one of its arguments")
         self.start()
         payloads = self._attempt(Task(call, tuple(sys.path)), on_message)
@@ -198,6 +199,7 @@ class RankPool:
         """Send ``task`` and collect the answers; None collects those of a start. If ranks fail, all are ended."""
         processes = self._processes
         assert processes is not None
+        # Before it counts as running: an interrupt that comes after that must not be lost.
         self._interrupted.clear()
         self._is_running = True
         try:
@@ -225,6 +227,7 @@ class RankPool:
             processes.stop(grace_s)
         else:
             processes.end(grace_s)
+        # Only now: until they have ended, the exit of this process must still end them.
         if self._ender is not None:
             atexit.unregister(self._ender)
             self._ender.detach()

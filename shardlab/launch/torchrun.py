@@ -47,6 +47,7 @@ class TorchrunRanks:
         """Make this process a rank; the group is made if the script has not made it."""
         if not dist.is_initialized():
             self._find_store()
+        # After the store: on GPUs the ranks have agreed there on what sends, which the context says.
         enter(self._context)
         become_rank(self._context.device, timedelta(seconds=self._timeout_s))
         if self._context.device.type == "cuda":
@@ -95,6 +96,7 @@ class TorchrunRanks:
             if on_message is not None:
                 on_message(rank, message)
 
+        # Anew for each call: messages go to the ``on_message`` of this one.
         enter(replace(self._context, emit=emit if rank == 0 else no_emit))
         if self._limit_s is not None:
             faulthandler.dump_traceback_later(self._limit_s, exit=True)

@@ -162,6 +162,7 @@ def _serve(rank: int, board: BoardWriter, control: _Control) -> None:
         control.send(reply)
         del task, reply  # they hold the call's arguments and results, which would live until the next call
         _look_for_cycles()
+        # After the cycles: only then is all that the call held free to be returned.
         isolation.give_back()
 
 
@@ -177,6 +178,7 @@ def _look_for_cycles() -> None:
 
 
 def _answer(rank: int, task: Task, board: BoardWriter) -> Answer | Failure:
+    # Before the call is unpacked, which may import what only the parent's path finds.
     sys.path[:] = task.sys_path
     try:
         return Answer(_call(rank, task.call))
@@ -194,6 +196,7 @@ def _call(rank: int, call: Payload) -> Payload:
 
 
 def _failure(rank: int, error: BaseException) -> Failure:
+    # First: the parent orders failures by it, and all that follows takes time.
     time_ns = perf_counter_ns()
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:

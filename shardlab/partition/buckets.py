@@ -47,6 +47,7 @@ def assign_buckets(
         key, num_bytes = keys[index], specs[index].num_bytes
         if key not in open_buckets or open_bytes[key] + num_bytes > capacity_bytes:
             open_buckets[key], open_bytes[key] = [], 0
+            # The same list, which goes on filling while its bucket is open.
             buckets.append(open_buckets[key])
         open_buckets[key].append(index)
         open_bytes[key] += num_bytes

@@ -150,6 +150,7 @@ class FlatLayout:
             ValueError: a chunk border runs through the parameter, so no rank holds all of it.
         """
         slot = self.slots[slot_index]
+        # One without elements may begin at the last bound, behind every chunk.
         rank = min(bisect_right(self.bounds, slot.start) - 1, self.num_ranks - 1)
         if slot.stop > self.bounds[rank + 1]:
             raise ValueError(f"slot: parameter {slot.spec.name!r} is split over ranks; no rank holds all of it")

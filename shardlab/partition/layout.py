@@ -57,6 +57,7 @@ def stretches_in_buffer(layout: Layout) -> dict[str, list[tuple[int, int, int]]]
     for rank in range(layout.num_ranks):
         for piece in layout.pieces(rank):
             known = found[piece.name]
+            # Pieces come in rank order, so two that touch in the buffer follow each other in the parameter too.
             if known and known[-1][1] == piece.flat_start:
                 start, _, offset = known.pop()
                 known.append((start, piece.flat_stop, offset))

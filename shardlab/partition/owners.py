@@ -53,6 +53,7 @@ def largest_first(sizes: Sequence[int], loads: Sequence[int]) -> tuple[int, ...]
     """
     loads = list(loads)
     owners = [0] * len(sizes)
+    # A stable sort, and min() takes the first: ties fall alike on all ranks, which do not ask each other.
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         rank = min(range(len(loads)), key=loads.__getitem__)
         owners[index] = rank
@@ -87,6 +88,7 @@ def balanced_runs(sizes: Sequence[int], num_runs: int, base: Sequence[int] | Non
 
 
 def _smallest_limit(sizes: Sequence[int], base: Sequence[int]) -> int:
+    # No limit can be below what a run has before its first item; and at ``high`` one run could take all.
     low, high = max(base), max(base) + sum(sizes)
     while low < high:
         middle = (low + high) // 2
@@ -114,6 +116,7 @@ def _draw_runs(sizes: Sequence[int], base: Sequence[int], limit: int) -> tuple[i
         mean = (sum(base[run:]) + sum(sizes[item:])) / (len(base) - run)
         while item < len(sizes) and load + sizes[item] <= limit:
             enough = load + sizes[item] / 2 > mean or (item > bounds[-1] and len(sizes) - item <= len(rest))
+            # It may stop early only if the later runs can take the rest, or items would be left over.
             if enough and _fits(sizes, item, rest, limit):
                 break
             load += sizes[item]

@@ -170,6 +170,7 @@ class _Step:
     def clip(self) -> Iterator[Call]:
         """A scalar for the norm, where gradients are sharded; before it one per axis, where a scaler looks for inf."""
         if self.setup.scales_loss:
+            # A scaler asks the engine's axes outer first; ``data_axes`` has them inner first, as reductions need them.
             for axis, size in self.data_axes[::-1]:
                 yield Call(Collective.ALL_REDUCE, axis, "overflow", Phase.CLIP, "float32", 4, 1, size)
             if self.tensor_ranks > 1:

@@ -84,6 +84,7 @@ def gathered_at_once(model: PlannedModel, setup: Setup) -> int:
         return 0
     sizes: dict[str, int] = {}
     for group in groups_of(model, setup):
+        # What every rank holds whole is never gathered, and counts as at rest.
         if not group.is_whole and group.unit not in setup.uncalled:
             sizes[group.unit] = sizes.get(group.unit, 0) + _gathered(group, setup)
     if setup.strategy == "zero3" or setup.sharding == Sharding.SHARD_GRAD_OP:

@@ -126,6 +126,7 @@ def _buckets(by_name: Mapping[str, PlannedParam], setup: Setup) -> Iterator[Grou
 def _units(by_name: Mapping[str, PlannedParam], setup: Setup) -> Iterator[Group]:
     owners = _owners(by_name, setup)
     for unit, names in _with_root(by_name, setup.units).items():
+        # By first use, as the engine numbers its parts: tags are compared with those of a record.
         kinds = dict.fromkeys((*_kind(by_name[name]), _is_small(by_name[name], setup)) for name in names)
         for part, kind in enumerate(kinds):
             *alike, small = kind

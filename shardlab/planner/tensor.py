@@ -111,6 +111,7 @@ def divided(model: PlannedModel, num_ranks: int, dims: Mapping[str, int] = GPT_D
 
 def on_tensor_ranks(table: pd.DataFrame, num_ranks: int) -> pd.DataFrame:
     """A table of the ranks of a data axis as one of the mesh, whose tensor axis of ``num_ranks`` varies fastest."""
+    # Stable: the messages of a rank stay in the order of issue.
     return pd.concat([table.assign(rank=table["rank"] * num_ranks + place) for place in range(num_ranks)]).sort_values(
         "rank", kind="stable", ignore_index=True
     )

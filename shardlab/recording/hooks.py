@@ -111,6 +111,7 @@ class Hooks:
 
     def _watch(self, root: nn.Module) -> None:
         self._holdings.roots.add(root)
+        # In front of the hooks that are there: what they send, FSDP2's gathers for example, belongs to the forward.
         hooks = (
             root.register_forward_pre_hook(self._before_forward, prepend=True),
             root.register_forward_hook(self._after_forward, always_call=True),

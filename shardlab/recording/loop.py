@@ -179,6 +179,7 @@ class Loop:
     def finish(self) -> None:
         """Write the last step, if it has ended."""
         self._in_phase.close()
+        # A step that has not ended is not written: its block is only left.
         if self._stepped:
             self._cut()
         self._in_step.close()
@@ -215,6 +216,7 @@ class Loop:
         # Read here, where the recorder waits for the device anyway: earlier it would have to wait for it.
         loss = sum(float(loss) for loss in losses) if losses else nan
         self._recorder.finish_step(loss, nan, self._learning_rate, None)
+        # Only when it is written: a wait that comes after that has nothing left to change.
         self._record.forget_ended()
         self.num_steps += 1
 

@@ -133,6 +133,7 @@ class Recording:
 
     def __enter__(self) -> Self:
         """Begin to listen."""
+        # Undone in reverse: listening ends, the last step and the manifest are written, the writer makes its files.
         with contextlib.ExitStack() as stack:
             self._writer = stack.enter_context(
                 contextlib.closing(RunWriter(self._directory, self._place.rank, self._directory.name, "measured"))
@@ -141,6 +142,7 @@ class Recording:
             stack.callback(self._finish)
             self._listening = stack.enter_context(contextlib.ExitStack())
             self._listening.enter_context(self._hooks)
+            # Before the manifest is written: this also takes over which axes and backends were seen.
             self._listening.callback(self.watch, on=False)
             self.watch(on=True)
             # Forked children (workers of a DataLoader) share the journal's memory, and must not write into it.

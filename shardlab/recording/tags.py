@@ -33,6 +33,7 @@ class Tags:
         if self._loop.step != self._step:
             self._step = self._loop.step
             self._counts.clear()
+            # Of the step before: DDP may have freed them since, and other storages may have their identities.
             self._holdings.buckets.clear()
         name = "ddp" if caller.name == "autograd" and self._holdings.has_ddp else caller.name
         words = WORDS.get((name, op)) or f"{op} of {PARTS.get(name, 'the script')}"

@@ -89,6 +89,7 @@ def _refuse_by_shapes(rehearsal: Rehearsal, kinds: list[Kind]) -> None:
     """Every form that cannot be computed; kinds with one form are tried together first, which mostly is enough."""
     clear = [kind for kind in kinds if len(kind.forms) == 1]
     if rehearsal.shapes(_merged(kind.form for kind in clear)):
+        # One of them cannot be computed; tried alone, each says whether it is the one.
         clear = []
     for kind in kinds:
         for form in list(kind.forms) if kind not in clear else ():
@@ -98,6 +99,7 @@ def _refuse_by_shapes(rehearsal: Rehearsal, kinds: list[Kind]) -> None:
 
 def _refuse_by_values(rehearsal: Rehearsal, kinds: list[Kind]) -> None:
     """Of each kind all forms before the first that computes what the whole module does."""
+    # All together first: mostly every likeliest form holds, and one pass is enough.
     if not rehearsal.values(_merged(kind.form for kind in kinds)):
         return
     for kind in kinds:

@@ -40,6 +40,7 @@ class ImaginedRank:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.comm: Communicator = SilentCommunicator(num_ranks, 0, MeshAxis.TENSOR)
         with self._mode:
+            # By identity, so that a tied weight stays one parameter in the copy.
             memo: dict[int, object] = {
                 id(param): nn.Parameter(_without_memory(param, dtype), requires_grad=param.requires_grad)
                 for param in module.parameters()

@@ -65,6 +65,7 @@ class ColumnParallelLinear(nn.Module):
         name: str = "column",
     ) -> None:
         super().__init__()
+        # Before anything is sent: sizes are equal on all ranks, so all refuse alike and none waits for another.
         check_column(name, linear.out_features, comm.num_ranks, gather_output, parts, sequence_dim, regather)
         equalise(linear, comm, name)
         self.in_features, self.out_features = linear.in_features, linear.out_features

@@ -104,7 +104,9 @@ def divide(
         places.make(name, module, home, init_fn)
         if name in styles:
             places.replace(module, styles[name].apply(name, module, comm))
+    # After all are sliced: until then a tied weight has a slice of its own in each of its places.
     places.tie()
+    # Only now is it known what has no slice; together it travels in few messages.
     _equalise_rest(model, comm)
     _share_inputs(model)
 

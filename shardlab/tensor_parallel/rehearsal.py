@@ -97,6 +97,7 @@ class Rehearsal:
         """Why a plan cannot be, by its values; empty if it can."""
         if self._reference is None:
             self._whole = self._copy(_random)
+            # A copy for each pass: it is divided and gets gradients, and the next pass needs the same values.
             self._reference = _pass(copy.deepcopy(self._whole), {}, self._run, None)
         try:
             ranks = on_threads(
@@ -110,6 +111,7 @@ class Rehearsal:
 
     def _copy(self, made: Callable[[Tensor], Tensor]) -> nn.Module:
         """A copy whose parameters all train."""
+        # By identity, so that a tied weight stays one parameter in the copy.
         memo: dict[int, object] = {}
         for param in self._module.parameters():
             memo[id(param)] = nn.Parameter(made(param.detach()), requires_grad=param.is_floating_point())

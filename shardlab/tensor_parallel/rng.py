@@ -23,6 +23,7 @@ _LARGEST = 2**63 - 1
 def equalise_rng(comm: Communicator, device: torch.device) -> None:
     """Put torch's generators (CPU and this device's) into the state of the axis' first rank; blocking."""
     for generator in _generators(device):
+        # A state lies in host memory, and NCCL sends only what is on the device.
         state = generator.get_state().to(device)
         comm.broadcast(state, tag="random state from rank 0").wait()
         generator.set_state(state.cpu())
@@ -42,6 +43,7 @@ def differing_by_rank(comm: Communicator, device: torch.device | None = None) ->
     # Drawn from the shared stream on all ranks alike, so that the stream goes on equally after this.
     drawn = int(torch.randint(_LARGEST, (), generator=torch.default_generator, device="cpu"))
     generators = _generators(torch.device("cpu") if device is None else device)
+    # After the draw, so that the number drawn stays drawn when the states are put back.
     before = [generator.get_state() for generator in generators]
     for generator in generators:
         generator.manual_seed((drawn + (comm.rank + 1) * _STRIDE) % _LARGEST)

@@ -62,10 +62,12 @@ class SharedInput:
             part: this rank's part.
             for_all: remember it for the other columns, until the gradient of the whole is there.
         """
+        # By memory: each column has a tensor of its own over it, and what is held cannot be reused for another.
         if self._again is not None and self._again[0].data_ptr() == part.data_ptr():
             return self._again[1]
         assert self.sequence_dim is not None
         whole = all_gather(part, self.comm, self.sequence_dim, tag=f"input of {self.name} again")
+        # Only where the whole has a gradient: the hook on that is what forgets it again.
         if self._is_shared and for_all:
             self._again = (part, whole)
         return whole

@@ -81,6 +81,7 @@ def suggest_tp_plan(module: nn.Module, num_ranks: int, run: Run) -> Suggestion:
     Raises:
         ValueError: ``run`` fails with the whole module.
     """
+    # Seeded, so that the same module always gets the same answer; outside, the caller's generator is as it was.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         rehearsal = Rehearsal(module, num_ranks, run)

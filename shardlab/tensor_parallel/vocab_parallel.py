@@ -65,6 +65,7 @@ class VocabParallelEmbedding(nn.Module):
         elsewhere = ((tokens < self.start) | (tokens >= self.stop)) & (tokens >= 0) & (tokens < self.num_embeddings)
         # A token outside the vocabulary stays outside the slice, so that the look-up refuses it.
         own = torch.where(elsewhere, 0, tokens - self.start)
+        # Tokens of other ranks have looked up the first row here, and must add nothing to the sum.
         term = functional.embedding(own, self.weight, self._own_padding()).masked_fill(elsewhere.unsqueeze(-1), 0)
         tag = f"output of {self.name}"
         if self.sequence_dim is None:
@@ -123,6 +124,7 @@ def vocab_parallel_cross_entropy(
     if logits.dtype in _HALF:
         logits = logits.float()
     counts = targets != ignore_index
+    # Detached: the maximum cancels out of the loss, so no gradient flows through it.
     peak = logits.detach().amax(-1)
     comm.all_reduce(peak, reduction="max", tag="maximum of logits").wait()
     shifted = logits - peak.unsqueeze(-1)

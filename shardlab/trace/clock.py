@@ -107,6 +107,7 @@ class CpuReadings:
 
     def read(self, *, always: bool = False) -> None:
         """Take a reading; from any thread."""
+        # Looked up once: ``stop()`` may be called from another thread in between.
         now_ns, cpu_time = perf_counter_ns(), self._cpu_time
         if cpu_time is not None and (always or now_ns - self._last_ns >= self.LEAST_NS):
             self._last_ns = now_ns
@@ -118,6 +119,7 @@ class CpuReadings:
 
     def until(self, end_ns: int) -> list[tuple[int, int]]:
         """(``time.perf_counter_ns``, CPU time in ns) of the readings up to ``end_ns``, in order of time."""
+        # Threads of the queues read too, so a later reading may have been noted before an earlier one.
         return sorted(row for row in self._rows if row[0] <= end_ns)
 
 

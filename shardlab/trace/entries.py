@@ -61,6 +61,7 @@ class EntryStream:
         """
         try:
             while chunk := self._journal.new(CHUNK_BYTES):
+                # A chunk may end inside an entry, whose beginning the unpacker keeps until the rest comes.
                 self._unpacker.feed(chunk)
                 yield from self._unpacker
         except (ValueError, msgpack.UnpackException) as error:

@@ -30,6 +30,7 @@ class Journal:
         self._made = 0  # bytes of the file
         self._end = END.size
         self._make(AHEAD_BYTES)
+        # A mapping of its own, which stays while the other moves on: each append ends with a write to it.
         self._first_page = self._first(path)
         END.pack_into(self._first_page, 0, self._end)
         self._map()
@@ -41,6 +42,7 @@ class Journal:
             OSError: there is no room on the disk.
         """
         end = self._end + len(data)
+        # Room before data: a full disk raises here, and readers still see every earlier append.
         if end > self._made:
             self._make(end + AHEAD_BYTES)
             self._map()

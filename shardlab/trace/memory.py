@@ -163,6 +163,7 @@ class MemoryLedger(TorchDispatchMode):
     ) -> None:
         super().__exit__(exc_type, exc_value, traceback)  # type: ignore[no-untyped-call]
         del torch.UntypedStorage.resize_  # torch's own is that of the class above
+        # Weak references go on telling what is freed, which is no part of the step any more.
         self._closed = True
 
     _closed = False
@@ -184,6 +185,7 @@ class MemoryLedger(TorchDispatchMode):
             and not of_activations
             and self.phase in (Phase.FORWARD, Phase.BACKWARD)
         ):
+            # Only without a role: what the engine says of a storage comes before what a collective suggests.
             self._roles.setdefault(serial, _MOVES[event.op])
 
     def started(self, event: CollectiveEvent) -> None:

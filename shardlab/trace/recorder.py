@@ -106,6 +106,7 @@ class Recorder:
             watched: whether its collectives and units are told; if not, what the step sent and hid is unknown.
         """
         if self._step == BEFORE_TRAINING:
+            # Before the lists begin anew: what has been sent so far is a step of its own.
             self._write_setup()
         began_ns = perf_counter_ns()
         self._step, self._spans, self._events, self._cost_ns = step, [], [], 0
@@ -114,6 +115,7 @@ class Recorder:
         self._memory.begin_step()
         self._cpu = CpuReadings(self._clock.cpu_time() if watched else None)
         self.spent(began_ns)
+        # After the recorder's own preparations, which are no part of the step.
         begin = self._mark(always=True)
         self._begin, self._end = begin if since is None else since, None
         try:
@@ -123,6 +125,7 @@ class Recorder:
             self._cpu.stop()  # the thread may end now, before collectives do that are under way
             raise
         finally:
+            # Without a call of ``at_rest()``, after an error for example, the step lasts until here.
             if self._end is None:
                 self._end = self._mark(always=True)
             self._open.clear()
@@ -217,6 +220,7 @@ class Recorder:
         self._clock.settle()
         assert self._end is not None
         begin_ns, end_ns = self._clock.resolve((self._begin, self._end))
+        # Before the tables: asking for the peak adds its rows to those of the memory.
         step: Row = {
             "loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate, "step_ns": end_ns - begin_ns,
             "peak_bytes": self._memory.peak(self._ledger), "num_tokens": num_tokens,

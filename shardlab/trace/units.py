@@ -83,6 +83,7 @@ def watch_module(name: str, unit: nn.Module, sink: SpanSink) -> Iterator[Removab
         for tensor in inputs:
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(has_gradient_of_input)
+        # Last here and first in ``after``: what the hooks do themselves is not the unit's time.
         sink.begin_span(name, SpanKind.FORWARD)
         sink.spent(began_ns)
 

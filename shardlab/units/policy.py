@@ -55,6 +55,7 @@ def wrapped_modules(module: nn.Module, wrap: WrapPolicy = AUTO) -> Modules:
         return {name: child for name, child in called.items() if child in chosen}
     if isinstance(wrap, tuple | list) and wrap and all(isinstance(selector, str | type) for selector in wrap):
         fitting = {name for selector in wrap for name in _selected(module, called, selector)}
+        # In the module's order: that of a set of names differs from process to process, and so between ranks.
         return {name: child for name, child in called.items() if name in fitting}
     if isinstance(wrap, int) and not isinstance(wrap, bool):
         return _by_size(called, wrap)

@@ -66,6 +66,7 @@ def transport_of(
     transport: Transport = _through_host(group, wanted)
     if device.type == "cuda":
         transport = StagedTransport(transport, device, dist.get_rank(group))
+    # The link outermost: copies through the host then count as part of its time, and do not come on top of it.
     return transport if link is None else EmulatedLink(transport, link, dist.get_world_size(group))
 
 

@@ -58,6 +58,7 @@ class GlooTransport(Transport):
         return lambda: _wait(works)
 
     def _begin_all_reduce(self, tensor: Tensor, reduction: Reduction) -> list[dist.Work | None]:
+        # By the size alone, which all ranks share: gloo pairs collectives by the order of the calls.
         parts = tensor.chunk(2) if tensor.nbytes >= HALVES_FROM_BYTES else (tensor,)
         return [dist.all_reduce(part, REDUCE_OPS[reduction], self._group, async_op=True) for part in parts]
 
@@ -71,6 +72,7 @@ class GlooTransport(Transport):
             buffer.new_empty(0 if rank == self._rank else min(length, output.numel()))
             for rank in range(self._num_ranks)
         ]
+        # As many rounds on every rank, also where its own chunk is shorter: the others need its segments.
         for start in range(0, max(chunk.numel() for chunk in chunks), length):
             segments = [chunk[start : start + length] for chunk in chunks]
             own = segments[self._rank]
@@ -88,6 +90,7 @@ class GlooTransport(Transport):
             for rank, tensor in enumerate(tensors)
             if rank != self._rank and tensor.numel()
         ]
+        # Sends too: once this returns the caller may write into the memory that they read.
         _wait(works)
 
     @override
@@ -137,6 +140,7 @@ class GlooTransport(Transport):
 
 def add_in_order(versions: list[Tensor], output: Tensor, room: Tensor, add: Callable[..., Tensor] = torch.add) -> None:
     """Add in the order of the ranks; ``room`` is a version to overwrite, and ``output`` may be this rank's own."""
+    # Only the last sum goes into ``output``, which may be this rank's own version: sums before it still read that.
     total, *others = versions
     for number, version in enumerate(others, 1):
         total = add(total, version, out=output if number == len(others) else room)

@@ -41,6 +41,7 @@ class NcclTransport(Transport):
     def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """In place where ``output`` is this rank's chunk of ``buffer``."""
         chunks = _chunks(buffer, bounds)
+        # By the bounds, which all ranks share: ranks that made different calls would wait for each other.
         if len({chunk.numel() for chunk in chunks}) == 1:
             _reduce_scatter(output, buffer, group=self._group)
         else:
@@ -139,6 +140,7 @@ def require_signed_zeros(
             transport.reduce_scatter(chunk, scattered, bounds)
             for result in (reduced, chunk):
                 lost += result.signbit().logical_not().any()
+    # Agreed on first: a rank that raised alone would leave the others waiting in their first collective.
     transport.all_reduce(lost, "max")
     if lost.item():
         raise RuntimeError(

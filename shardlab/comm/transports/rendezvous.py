@@ -65,6 +65,7 @@ def share_buffers(group: dist.ProcessGroup, timeout: timedelta, half_bytes: int 
         if listener is None or len({endpoint.host for endpoint in endpoints}) > 1:
             return None
         sockets = _connected(rank, endpoints)
+        # Before anybody accepts: a rank would wait for a connection that another could not make.
         if not _all_have(sockets is not None, group):
             _close(sockets)
             return None
@@ -168,6 +169,7 @@ def _exchange_buffers(rank: int, sockets: Mapping[int, socket.socket], num_bytes
     for other, peer in sockets.items():
         _, [theirs], _, _ = socket.recv_fds(peer, len(b"buffer"), 1)
         buffers[other] = _mapped(theirs, num_bytes)
+    # After the sends: mapping closes the descriptor that they pass on.
     buffers[rank] = _mapped(own, num_bytes)
     return buffers
 

@@ -45,6 +45,7 @@ class SharedMemoryTransport(GlooTransport):
         for segment in tensor.split(self._num_ranks * self._part_length(tensor.dtype)):
             bounds = chunk_bounds(segment.numel(), self._num_ranks)
             own = segment[bounds[self._rank] : bounds[self._rank + 1]]
+            # No other rank needs this rank's term of its own part, so the sum may go over it.
             self._reduce_parts(call, own, segment, bounds, _ADD[reduction])
             self._gather_parts(call, segment, bounds)
 
@@ -88,6 +89,7 @@ class SharedMemoryTransport(GlooTransport):
         """This rank's chunk, reduced, into ``output``, which may be that part of ``buffer``."""
         chunks = [buffer[start:stop] for start, stop in pairwise(bounds)]
         length = self._part_length(buffer.dtype)
+        # As many rounds on every rank, also where its own chunk is shorter: in each of them all ranks synchronise.
         for start in range(0, max(chunk.numel() for chunk in chunks), length):
             parts = [chunk[start : start + length] for chunk in chunks]
             place_of_all = self._shared.own(buffer.dtype)
@@ -110,11 +112,13 @@ class SharedMemoryTransport(GlooTransport):
         """Every rank's chunk into its place."""
         chunks = [buffer[start:stop] for start, stop in pairwise(bounds)]
         length = self._shared.length(buffer.dtype)
+        # The longest chunk decides, on all ranks alike: each round is a synchronisation of all.
         for start in range(0, max(chunk.numel() for chunk in chunks), length):
             parts = [chunk[start : start + length] for chunk in chunks]
             own = parts[self._rank]
             self._shared.own(buffer.dtype)[: own.numel()].copy_(own)
             self._shared.synchronize(call)
+            # Copied now: what the others wrote is valid only until the next synchronisation.
             for rank, part in enumerate(parts):
                 if rank != self._rank:
                     part.copy_(self._shared.of(rank, buffer.dtype)[: part.numel()])

@@ -31,6 +31,7 @@ class StagedTransport(Transport):
 
     def __init__(self, inner: Transport, device: torch.device, rank: int, streams: Streams = CUDA) -> None:
         self._inner, self._rank, self._streams = inner, rank, streams
+        # A stream of its own: the host waits for each copy, and must not wait for what is computed meanwhile.
         self._stream = streams.Stream(device)
 
     @override
@@ -111,6 +112,7 @@ class StagedTransport(Transport):
         return torch.empty_like(tensor, device="cpu", pin_memory=True) if tensor.is_cuda else tensor
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
+        # It need not wait for the stream that computes: the queue's thread has done that before it called.
         with self._streams.stream(self._stream):
             target.copy_(source, non_blocking=True)
         # The transport reads it from the host, and whoever waits for the queue on any stream.

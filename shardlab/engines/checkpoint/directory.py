@@ -56,9 +56,11 @@ def begun(directory: Path) -> Iterator[str]:
         if found := _VERSION.fullmatch(entry.name):
             numbers.append(int(found[1]))
             if found[2]:
+                # Where the file system has no locks it stays: another run may be writing it at this moment.
                 _remove_unless_used(entry, if_unknown=False)
     with contextlib.ExitStack() as stack:
         version = ""
+        # Two runs may count to the same number: the one whose ``mkdir`` comes first has it, the other counts on.
         while not version:
             numbers.append(max(numbers) + 1)
             version = _claimed(directory, f"version-{numbers[-1]:06d}", stack)
@@ -126,6 +128,7 @@ def reading(directory: Path) -> Iterator[Path]:
         with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
             # Not locked means that its run removes it just now; then ``latest`` names a newer one.
             if _locked(folder, fcntl.LOCK_SH, stack) is not False:
+                # Moved out of this block, which would give the lock back at its end.
                 stack = stack.pop_all()
                 break
     with stack:
@@ -172,6 +175,7 @@ def _remove_unless_used(folder: Path, *, if_unknown: bool) -> None:
     with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
         is_free = _locked(folder, fcntl.LOCK_EX, stack)
         if is_free or (is_free is None and if_unknown):
+            # Under the lock, so that nobody begins to read it while it goes.
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -185,6 +189,7 @@ def _locked(folder: Path, kind: int, stack: contextlib.ExitStack) -> bool | None
         FileNotFoundError: it is gone.
     """
     descriptor = os.open(folder, os.O_RDONLY)
+    # Closing it also gives the lock back.
     stack.callback(os.close, descriptor)
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)

@@ -135,6 +135,7 @@ def _gather_message(
     dtype: torch.dtype = next(getattr(torch, stretch.dtype) for held in stretches for stretch in held)
     buffer = torch.empty(bounds[-1], dtype=dtype, device=device)
     parts = [own[key].to(device) for key in keys if key in own]
+    # A rank that has nothing of these tensors joins all the same: the others wait for it.
     chunk = torch.cat(parts) if parts else buffer[:0]
     comm.all_gather(buffer, chunk, bounds=bounds, tag=tag).wait()
     # Copied out of the buffer: it may have MESSAGE_BYTES, and any view of it would keep all of it in memory.

@@ -81,6 +81,7 @@ def _restore(engine: Checkpointed, folder: Path, manifest: Manifest) -> None:
                 buffer.copy_(files.read(rows, 0, buffer.numel()).view(buffer.shape))
         _restore_optimizer(engine, files, manifest)
     engine.num_steps = manifest.num_steps
+    # Only a version that was loaded to the end counts as this engine's, which its next save may replace.
     if (loaded := identity(folder)) is not None:
         engine.own_checkpoints[folder.resolve()] = loaded
     # Last: the load_state_dict() of a user's optimizer may draw numbers, which would advance the generators.

@@ -56,6 +56,7 @@ def first_ranks_own(engine: Checkpointed, state: dict[str, Any]) -> dict[str, An
     others = {name: value for name, value in state.items() if name not in parameters}
     extra = {name for name, value in others.items() if name.endswith(_EXTRA_STATE) or not isinstance(value, Tensor)}
     buffers = [value for name, value in others.items() if name not in extra and value.numel()]
+    # Inner axis first: then the first rank of an outer axis sends on what it has just received.
     for comm in reversed(engine.data_comms):
         broadcast_coalesced(comm, buffers, tag="buffers of rank 0")
     if not extra:

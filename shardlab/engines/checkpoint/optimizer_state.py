@@ -110,6 +110,7 @@ def install_state(
     tensors = engine.step_tensors()
     # An optimizer may leave parameters out, which then have no number.
     owned = {name: span for name, span in engine.owned().items() if name in numbers}
+    # All of them before the optimizer changes: if one cannot be read or cut, it keeps the state that it has.
     pieces = {name: state_of(name, tensors.by_name(name), *span) for name, span in owned.items()}
     state = {numbers[name]: found for name, found in pieces.items() if found}
     # Torch moves the state to the device of the tensors; inside, those are where they are stepped, not in host memory.

@@ -110,6 +110,7 @@ def _write_part(engine: Checkpointed, folder: Path, shards: list[TensorShard]) -
     if shards:
         tensors = {row.tensor_name: shard.tensor for row, shard in zip(rows, shards, strict=True)}
         write_tensors(folder / file, tensors)
+        # Read back from the file: a checksum of what was written, not of what should have been.
         checksums[file] = checksum(folder / file)
     part = {
         "checksums": checksums,
@@ -139,6 +140,7 @@ def _finish(
     written, known = identity(partial_folder(directory, version)), engine.own_checkpoints
     assert written is not None
     publish(directory, version, [folder for folder in known if identity(folder) == known[folder]])
+    # Only those that are gone: one that somebody was reading is removed by a later save.
     for folder in [folder for folder in known if not folder.is_dir()]:
         del known[folder]
     known[(directory / version).resolve()] = written

@@ -76,6 +76,7 @@ def check_files(folder: Path, manifest: Manifest, number: int, num_ranks: int) -
                 f"file: {path} is damaged: its checksum is {found}, and was {written} when it was written; "
                 "load another version, or a copy"
             )
+    # After the checksums: a damaged file gets the error that says so, and not one about its contents.
     with ShardFiles(folder) as files:
         for row in (row for row in manifest.rows if row.file in own):
             first = files.checked(row)

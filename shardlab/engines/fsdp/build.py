@@ -74,6 +74,7 @@ def _buckets(
         kind = (param.dtype, param.device, param.requires_grad, options.is_sharded(param))
         kinds.setdefault(kind, {})[name] = param
     buckets = []
+    # In the module's order, which is the same on every rank: the gathers of a unit follow it.
     for place, alike in enumerate(kinds.values()):
         name = unit if len(kinds) == 1 else f"{unit} part {place}"
         comm, replicas = _axes(next(iter(alike.values())), options)

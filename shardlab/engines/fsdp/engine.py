@@ -110,6 +110,7 @@ class FSDP(ShardedEngine):
         self._init_fn = init_fn or reset_parameters
         # After the options, from which the base's construction makes the axes and the units.
         super().__init__(model, optimizer_fn, mesh)
+        # Last, as in the base: a model that is refused must keep no hook.
         self._hooks += self._schedule.watch() + self._cast_inputs_of_units()
 
     @override
@@ -146,6 +147,7 @@ class FSDP(ShardedEngine):
         """
         held = self._unit(unit)
         held.unshard()
+        # Only once it is there: a gather that raised must not leave the unit held.
         held.hold(by_hand=True)
 
     def reshard(self, unit: str) -> None:
@@ -194,6 +196,7 @@ class FSDP(ShardedEngine):
     def _make_buckets(self) -> list[UnitBucket]:
         self._check_host_memory()
         self.units = build_units(self.module, self.params, self._options, self._init_fn, self._equalise)
+        # The shards are still on their way to host memory, and the host may read them from here on.
         if OFFLOADS[self.offload].parameters:
             wait_for_copies(self.mesh.device)
         self._schedule = Schedule(
@@ -229,12 +232,14 @@ class FSDP(ShardedEngine):
     @override
     def _on_gradient(self, param: nn.Parameter) -> None:
         super()._on_gradient(param)
+        # Before it is noted, which may reshard the unit and send others.
         if self._sync and self._schedule.comes_too_late(param):
             raise second_gradient(self._name_of(param))
         self._schedule.gradient_came(param, in_part=self._backward_watch.brings_parts, reduce=self._sync)
 
     @override
     def _begin_backward(self) -> None:
+        # First, since it may refuse: then nothing has been gathered.
         super()._begin_backward()
         self._schedule.begin_backward()
 

@@ -98,6 +98,7 @@ class Schedule:
 
     def end_backward(self) -> None:
         """It has ended, or raised: reshard what is still gathered."""
+        # First: ``let_go()`` may raise, and then the next forward would count as a recomputation.
         self._in_backward = False
         self.let_go()
 
@@ -132,6 +133,7 @@ class Schedule:
         """Reduce what is left, and return when all gradients are means."""
         # Units that this rank's backward did not reach too: other ranks have gradients of them, and send them.
         self._queue.send_rest()
+        # In one order on all ranks: with replicas, finishing a unit sends its sums over the next axis.
         for unit in self._units:
             unit.finish_reduce()
         self.let_go()

@@ -131,6 +131,7 @@ class UnitBucket(ShardedBucket):
             # On the device for the step alone, beside the shard in host memory.
             self._visiting = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
             self._visiting.copy_(self.shard, non_blocking=True)
+            # No wait: the optimizer's kernels come behind this copy, on the same stream.
             self._point_pieces_at(self._visiting)
 
     def advance_reduce(self) -> None:
@@ -216,6 +217,7 @@ class UnitBucket(ShardedBucket):
     def _accept(self, means: Tensor, unused: set[str]) -> None:
         if self._offload.gradients_and_state:
             assert self._arriving is None
+            # The means may be freed at once: their memory goes to later work of this stream, behind the copy.
             self._arriving = in_host_memory(means), unused
         else:
             super()._accept(means, unused)

@@ -56,8 +56,10 @@ class Peer(Engine):
         self._counts: Counter[Collective] = Counter()
         # Weakly: the engine holds its group, and torch holds groups in C++, where Python's collector sees no cycles.
         engine = weakref.proxy(self)
+        # Before the base, whose construction already builds torch's engine over this group.
         self._group = torch_group(mesh, self.axis, (lambda op: engine._tag(op)) if observed else None)
         super().__init__(model, optimizer_fn, mesh)
+        # Only now: what was sent until here is no part of a training step.
         self._occasion = ""
 
     @override

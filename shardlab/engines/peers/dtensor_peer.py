@@ -33,6 +33,7 @@ class DTensorPeer(Peer):
         """As in ``Engine``; always collective."""
         from shardlab.engines.peers.dtensors import whole
 
+        # In the order of the state dict, which is the same on all ranks: each whole tensor is a collective of its own.
         with self._for("full parameters"):
             state = {
                 name: whole(value) if isinstance(value, Tensor) else value

@@ -121,6 +121,7 @@ class TorchFSDP2(DTensorPeer):
         self._units = [*reversed(wrapped_modules(self.module, self.wrap).values()), self.module]
         for unit in self._units:
             fully_shard(unit, mesh=over, reshard_after_forward=self.reshard_after_forward)
+        # Read again: distributed parameters have taken the places of the plain ones.
         self.params = dict(self.module.named_parameters())
         self._first_forward = {unit: unit.register_forward_pre_hook(self._keep_gathered) for unit in self._units}
         return super()._prepare()

@@ -93,6 +93,7 @@ class TorchTP(DTensorPeer):
         plan: dict[str, Any] = {name: styles[style]() for name, style in self.plan.items()}
         # The ranks' weights are already equal, so each cuts out its piece and nothing is sent.
         parallelize_module(self.module, over, plan, src_data_rank=None)
+        # Read again: where layers are cut, distributed parameters have taken the place of the plain ones.
         self.params = dict(self.module.named_parameters())
         return super()._prepare()
 

@@ -93,6 +93,7 @@ class TorchZeRO1(TorchDDP):
             for group in plain.param_groups
         ]
         defaults = {key: value for key, value in plain.defaults.items() if key in known}
+        # The plain optimizer ends here: it has told its class, groups and options, and never steps.
         return ZeroRedundancyOptimizer(
             groups,
             kind,
