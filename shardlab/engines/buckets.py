@@ -35,6 +35,7 @@ class Bucket:
         self.params = tuple(params)
         self.buffer: Tensor | None = None  # flat gradients, [padded_numel]; allocated when first needed
         self.views: list[Tensor] = []  # of the buffer, one per slot, in the parameters' shapes
+        self.chunk: Tensor | None = None  # where gradients are scattered, this rank's of the reduced ones, [chunk]
         self.gradient_dtype = self.params[0].dtype  # of the buffer, the dtype in which gradients are reduced
         self.pending: Pending | None = None  # while it is being reduced
         self.holds_means = False
@@ -111,7 +112,7 @@ class Bucket:
         """Clear all gradients."""
         # The buffer stays, for the next backward to fill; whoever wants its memory back calls ``release()``.
         self._sealed.clear()
-        self.holds_means = False
+        self.chunk, self.holds_means = None, False
 
     def fill(self, scale: float) -> None:
         """Complete every slot before sending; ``scale`` as in ``seal``."""

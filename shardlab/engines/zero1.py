@@ -79,20 +79,27 @@ class ZeRO1(SteppedInPieces, Bucketed):
     @override
     def _reduce(self, bucket: Bucket) -> Pending:
         assert bucket.buffer is not None
-        return self.comm.reduce_scatter(
-            bucket.buffer, bounds=bucket.layout.bounds, tag=f"gradients of bucket {bucket.index}"
-        )
+        bucket.chunk = self._new_chunk(bucket.buffer, *bucket.layout.chunk(self.comm.rank))
+        tag = f"gradients of bucket {bucket.index}"
+        return self.comm.reduce_scatter(bucket.buffer, bucket.chunk, bounds=bucket.layout.bounds, tag=tag)
+
+    def _new_chunk(self, buffer: Tensor, start: int, stop: int) -> Tensor:
+        """Where this rank's chunk of the reduced gradients goes, [stop - start]: its place in the buffer."""
+        return buffer[start:stop]
 
     @override
     def _take_means(self, bucket: Bucket) -> None:
-        reduced, places = self._chunk(bucket), bucket.places_in_chunk(self.comm.rank)
+        assert bucket.chunk is not None
+        places = bucket.places_in_chunk(self.comm.rank)
         unused_here = {bucket.names[slot] for slot in bucket.unused}
         # With a precision these are sums, read before they become means: dividing a tiny one may give -0.
-        unused = nobody_used({name: reduced[place] for name, place in places.items() if name in unused_here})
-        means = self._means_of(bucket)
+        unused = nobody_used({name: bucket.chunk[place] for name, place in places.items() if name in unused_here})
+        if self.precision.reduce_dtype is not None:
+            # The dtype that the optimizer steps; from here on this is what the rank holds of the gradients.
+            bucket.chunk = bucket.chunk.to(self.step_tensors().by_name(bucket.names[0]).dtype).div_(self.comm.num_ranks)
         for name, place in places.items():
             tensor = self.step_tensors().by_name(name)
-            gradient = means[place].view(tensor.shape)
+            gradient = bucket.chunk[place].view(tensor.shape)
             if tensor.grad is not None:  # means of an earlier backward, see _keep_means
                 gradient.add_(tensor.grad)
             elif name in unused:
@@ -102,20 +109,7 @@ class ZeRO1(SteppedInPieces, Bucketed):
 
     @override
     def _keep_means(self, bucket: Bucket) -> None:
-        # Copied out of the bucket, which is about to be filled with this rank's new gradients.
-        for name in bucket.places_in_chunk(self.comm.rank):
+        # Copied out of the buffer, which is about to be filled with this rank's new gradients.
+        for name in bucket.places_in_chunk(self.comm.rank) if bucket.buffer is not None else ():
             tensor = self.step_tensors().by_name(name)
             tensor.grad = None if tensor.grad is None else tensor.grad.clone()
-
-    def _means_of(self, bucket: Bucket) -> Tensor:
-        """This rank's chunk of the means, in the dtype that the optimizer steps, [chunk]."""
-        if self.precision.reduce_dtype is None:
-            return self._chunk(bucket)
-        dtype = self.step_tensors().by_name(bucket.names[0]).dtype
-        return self._chunk(bucket).to(dtype).div_(self.comm.num_ranks)
-
-    def _chunk(self, bucket: Bucket) -> Tensor:
-        """This rank's chunk of the reduced gradients, [chunk]."""
-        assert bucket.buffer is not None
-        start, stop = bucket.layout.chunk(self.comm.rank)
-        return bucket.buffer[start:stop]

@@ -16,10 +16,8 @@ from collections.abc import Iterator
 from torch import Tensor
 from typing_extensions import override
 
-from shardlab.comm.events import Pending
 from shardlab.engines.buckets import Bucket
 from shardlab.engines.holdings import Held
-from shardlab.engines.step_tensors import StepTensors
 from shardlab.engines.zero1 import ZeRO1
 from shardlab.vocabulary import Role
 
@@ -34,15 +32,9 @@ class ZeRO2(ZeRO1):
     @override
     def _forget_gradients(self) -> None:
         super()._forget_gradients()
-        self._gradient_shards.clear()
         for bucket in self.buckets:
             # A buffer that is still here has what no_sync() accumulated and no backward has sent.
             bucket.release()
-
-    @override
-    def _prepare(self) -> StepTensors:
-        self._gradient_shards: dict[int, Tensor] = {}  # bucket index -> [chunk]
-        return super()._prepare()
 
     @override
     def _send(self, bucket: Bucket) -> None:
@@ -52,13 +44,9 @@ class ZeRO2(ZeRO1):
         super()._send(bucket)
 
     @override
-    def _reduce(self, bucket: Bucket) -> Pending:
-        assert bucket.buffer is not None
-        shard = bucket.buffer.new_empty(bucket.layout.chunk_sizes[self.comm.rank])
-        # Replaces the chunk of an earlier backward, which lives on in the pieces' ``.grad`` until it is added.
-        self._gradient_shards[bucket.index] = shard
-        tag = f"gradients of bucket {bucket.index}"
-        return self.comm.reduce_scatter(bucket.buffer, shard, bounds=bucket.layout.bounds, tag=tag)
+    def _new_chunk(self, buffer: Tensor, start: int, stop: int) -> Tensor:
+        # That of an earlier backward lives on in the pieces' ``.grad`` until it is added.
+        return buffer.new_empty(stop - start)
 
     @override
     def _take_means(self, bucket: Bucket) -> None:
@@ -67,22 +55,8 @@ class ZeRO2(ZeRO1):
         bucket.release()
 
     @override
-    def _means_of(self, bucket: Bucket) -> Tensor:
-        # In another dtype than the sums the means are a new tensor, and that is then what this rank holds.
-        self._gradient_shards[bucket.index] = super()._means_of(bucket)
-        return self._gradient_shards[bucket.index]
-
-    @override
-    def _keep_means(self, bucket: Bucket) -> None:
-        """They can stay where they are: the next reduction allocates a new chunk."""
-
-    @override
-    def _chunk(self, bucket: Bucket) -> Tensor:
-        return self._gradient_shards[bucket.index]
-
-    @override
     def _gradients_of(self, bucket: Bucket) -> Iterator[Held]:
-        if (shard := self._gradient_shards.get(bucket.index)) is not None:
-            yield Held(Role.GRADIENT, shard)
+        if bucket.chunk is not None:
+            yield Held(Role.GRADIENT, bucket.chunk)
             for name, place in bucket.places_in_chunk(self.comm.rank).items():
-                yield Held(Role.GRADIENT, shard[place], name, self.owned()[name])
+                yield Held(Role.GRADIENT, bucket.chunk[place], name, self.owned()[name])

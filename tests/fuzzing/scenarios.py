@@ -69,6 +69,8 @@ def _training_step(draw: st.DrawFn) -> list[Operation]:
     ]
     if operations and draw(seldom):
         operations.append(Freeze(draw(_parts)))  # what has a gradient that is still to be reduced
+    if operations and draw(seldom) and draw(st.booleans()):
+        operations.append(Habit(draw(st.sampled_from(["clip module", "clip step tensors"]))))  # too early
     operations.append(Forward(draw(_seeds), draw(_depths)))
     if draw(seldom):
         operations.append(Forward(draw(_seeds), draw(_depths)))
