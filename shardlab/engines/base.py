@@ -33,6 +33,7 @@ from shardlab.engines.agreement import all_or_none, check_alike
 from shardlab.engines.checks import (
     check_max_norm,
     check_no_meta,
+    check_optimizer,
     check_optimizer_fn,
     check_params,
     check_types,
@@ -46,7 +47,7 @@ from shardlab.engines.hooks import forward_is
 from shardlab.engines.looks_at import Stepped
 from shardlab.engines.optimizer_fit import Cut, check_sliced, fitting_optimizer
 from shardlab.engines.state import EngineState
-from shardlab.engines.step_tensors import StepTensors
+from shardlab.engines.step_tensors import GroupTensors, StepTensors
 from shardlab.partition.slices import slices_of
 from shardlab.vocabulary import MeshAxis, Partition
 
@@ -95,6 +96,7 @@ class Engine(Holdings, Gradients, EngineState):
         )
         self._step_tensors = self._prepare()
         self.optimizer = self._make_optimizer(optimizer_fn)
+        self._note_groups()
         # Last, when nothing can be refused any more: a refused model must keep no hook and no mark.
         self._hooks = [hook for param in self.params.values() if (hook := self._watch(param)) is not None]
         self._claim = Claim(self, self.params.values(), self.optimizer)
@@ -171,6 +173,10 @@ class Engine(Holdings, Gradients, EngineState):
         """One optimizer step; afterwards the parameters are equal on all ranks."""
         # On ranks that called no backward too: the others wait for their part of the reductions.
         self.finish_gradients()
+        if self._count_stepped() != self._num_stepped:
+            # A group was added: of a tensor that the engine does not know, nobody averages the gradients.
+            check_optimizer(self.optimizer, self.step_tensors())
+            self._note_groups()
         with self.stepping(), self._claim.stepping():
             self.optimizer.step()
         self.num_steps += 1
@@ -257,6 +263,16 @@ class Engine(Holdings, Gradients, EngineState):
     def _give_back(self) -> None:
         """Put into the module what plain training needs; collective where this rank keeps only pieces."""
         return
+
+    def _note_groups(self) -> None:
+        self._num_stepped = self._count_stepped()
+        if all(tensor is self.params[name] for name, tensor in self._step_tensors.items()):
+            return
+        for group in self.optimizer.param_groups:
+            group["params"] = GroupTensors(group["params"], self._step_tensors)
+
+    def _count_stepped(self) -> int:
+        return sum(len(group["params"]) for group in self.optimizer.param_groups)
 
     def _stepped(self) -> Stepped:
         """What the optimizer steps."""

@@ -88,7 +88,7 @@ class Bucket:
         # From the second micro-batch on, autograd has added in place to this very view.
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
-        self.params[slot].grad = view
+            self.params[slot].grad = view.detach()
 
     def seal(self, slot: int, gradient: Tensor, scale: float) -> None:
         """Put a gradient times ``scale`` into its slot, or add it if one is sealed already."""
@@ -135,7 +135,8 @@ class Bucket:
         unused = nobody_used({slot: self.views[slot] for slot in self.unused})
         for slot, param in enumerate(self.params):
             if slot not in unused:
-                param.grad = self.views[slot]
+                # Another tensor object each time: module.to() gives the one at ``.grad`` other memory.
+                param.grad = self.views[slot].detach()
 
     def _allocate(self) -> None:
         self.buffer = self.new_buffer(self.gradient_dtype)

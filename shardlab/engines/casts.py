@@ -11,6 +11,7 @@ import torch
 from typing_extensions import override
 
 from shardlab.engines.base import Engine
+from shardlab.engines.checks import check_separate
 from shardlab.engines.precision import Precision, advise, cast_floating
 
 
@@ -33,6 +34,11 @@ class MixedPrecision(Engine):
         except BaseException as error:
             advise(error, self.precision, self.module)
             raise
+
+    @override
+    def _check_model(self) -> None:
+        super()._check_model()
+        check_separate({**self.params, **dict(self.module.named_buffers())})
 
     @override
     def step(self) -> None:

@@ -1,6 +1,7 @@
 """What an engine refuses, with errors that name the argument and say what to do instead."""
 
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -106,8 +107,27 @@ def check_optimizer(optimizer: object, given: Iterable[Tensor]) -> None:
     if strange:
         raise ValueError(
             f"optimizer_fn: its optimizer steps {len(strange)} tensors that it was not given; build it from the "
-            "function's argument, for example lambda tensors: AdamW(tensors, lr=1e-3)"
+            "function's argument, for example lambda tensors: AdamW(tensors, lr=1e-3), and add groups of "
+            "engine.step_tensors() only; a parameter that is new in the module needs another engine"
         )
+
+
+def check_separate(tensors: Mapping[str, Tensor]) -> None:
+    """Check that no two tensors share memory: a strategy that moves parameters would part them unseen.
+
+    Args:
+        tensors: different parameters and buffers, by name; tied ones are one parameter.
+
+    Raises:
+        ValueError: two overlap.
+    """
+    found = sorted((tensor.data_ptr(), tensor.nbytes, name) for name, tensor in tensors.items() if tensor.nbytes)
+    for (start, num_bytes, name), (following, _, other) in pairwise(found):
+        if following < start + num_bytes:
+            raise ValueError(
+                f"model: {name!r} and {other!r} are two tensors over the same memory; tie them as one parameter, "
+                "b.weight = a.weight, or give each its own with clone()"
+            )
 
 
 def check_optimizer_fn(optimizer_fn: object) -> None:

@@ -152,9 +152,11 @@ class Gradients:
 
     def _end_backward(self) -> None:
         """A backward has ended."""
-        if self._sync:
-            self.finish_gradients()
-        self._leave_backward()
+        try:
+            if self._sync:
+                self.finish_gradients()
+        finally:
+            self._leave_backward()  # after an error too, or the next forward would count as one inside this backward
         if not self._sync:
             self._note_local()
 

@@ -69,6 +69,8 @@ def fitting_optimizer(make: Make, stepped: Stepped, cut: Cut) -> torch.optim.Opt
     check_optimizer(optimizer, stepped.tensors)
     if cut.num_ranks > 1:
         _check_cut(optimizer, stepped, cut)
+        if len(optimizer.param_groups) > 1 or _names_by_group(optimizer, stepped.tensors) != [stepped.tensors.names]:
+            optimizer = _grouped_by_name(make, optimizer, stepped)
     return optimizer
 
 
@@ -117,16 +119,45 @@ def check_sliced(optimizer: torch.optim.Optimizer, stepped: Stepped, slices: Map
         )
 
 
+def _grouped_by_name(make: Make, optimizer: torch.optim.Optimizer, stepped: Stepped) -> torch.optim.Optimizer:
+    """The optimizer, if ``make`` would choose the same groups from whole parameters.
+
+    Raises:
+        ValueError: it looks at shapes or sizes, which pieces do not have.
+    """
+    whole = _whole(stepped)
+    try:
+        of_whole = make(whole)
+    except Exception:  # what it does with tensors on the meta device says nothing
+        return make(stepped.tensors)
+    if _names_by_group(of_whole, whole) != _names_by_group(optimizer, stepped.tensors):
+        raise ValueError(
+            "optimizer_fn: it groups tensors by their shape or size, and this rank's are pieces, which have others; "
+            "choose by name with tensors.where(lambda name: ...), or use a partition other than 'elements'"
+        )
+    # Once more, so that whatever the user's function keeps is of the optimizer that steps.
+    return make(stepped.tensors)
+
+
+def _names_by_group(optimizer: torch.optim.Optimizer, tensors: StepTensors) -> list[list[str]]:
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    return [[names.get(id(tensor), "") for tensor in group["params"]] for group in optimizer.param_groups]
+
+
 def _made_of_whole(make: Make, stepped: Stepped) -> str | None:
     """The class of the optimizer that ``make`` builds over whole parameters; None if it refuses those too."""
-    whole = {
-        name: torch.empty(stepped.shapes[name], dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
-        for name, tensor in stepped.tensors.items()
-    }
     try:
-        return type(make(StepTensors(whole))).__name__
+        return type(make(_whole(stepped))).__name__
     except Exception:  # then the pieces are not the reason
         return None
+
+
+def _whole(stepped: Stepped) -> StepTensors:
+    """What is stepped, in the parameters' shapes, on the meta device."""
+    return StepTensors({
+        name: torch.empty(stepped.shapes[name], dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+        for name, tensor in stepped.tensors.items()
+    })  # fmt: skip
 
 
 def _cuts_through(kind: str, *, by_rows: bool) -> ValueError:

@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from shardlab.comm.trees import map_tensors
 from shardlab.engines.checks import sharded_gradient
+from shardlab.vocabulary import dtype_name
 
 _OF_PARAMETER = frozenset(
     {"__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex"}
@@ -80,12 +81,30 @@ class PlaceholderParameter(nn.Parameter):
         # Getters of attributes are all called __get__; of those only .data would return a tensor to compute with.
         if getattr(func, "__name__", "") in _OF_PARAMETER and getattr(func, "__self__", None) is not Tensor.data:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        used = next((value for value in args if isinstance(value, PlaceholderParameter)), None)
+        # Functions such as torch.autograd.grad() take them in lists too.
+        given = (value for some in args for value in (some if isinstance(some, list | tuple) else (some,)))
+        used = next((value for value in given if isinstance(value, PlaceholderParameter)), None)
         raise RuntimeError(used.refusal if used is not None else "a sharded parameter was used")
 
     @override
     def __repr__(self) -> str:  # type: ignore[override]
         return f"sharded parameter {tuple(self.shape)}"
+
+
+def taken_into(view: Tensor, param: nn.Parameter, name: str) -> Tensor:
+    """``view``, with what the user has put in the place of the parameter's data; that tensor is free afterwards.
+
+    Raises:
+        RuntimeError: it has another shape, dtype or device.
+    """
+    if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
+        raise RuntimeError(
+            f"parameter {name!r}: its data was replaced by {tuple(param.shape)} of {dtype_name(param.dtype)} on "
+            f"{param.device}, and the engine keeps {tuple(view.shape)} of {dtype_name(view.dtype)} on {view.device}; "
+            "convert the module before the engine is built"
+        )
+    with torch.no_grad():
+        return view.copy_(param)
 
 
 def without_parameters(output: Any, params: Container[Tensor]) -> Any:
@@ -99,7 +118,7 @@ class ParameterSites:
     """All attributes of a module that hold one parameter: several if weights are tied."""
 
     def __init__(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
-        self._param = param
+        self._name, self._param = name, param
         self.shape = tuple(param.shape)
         # All of them: where a tied weight is left out, forward would compute with the stub of a resharded parameter.
         self._sites = [
@@ -110,8 +129,24 @@ class ParameterSites:
         ]
         self._placeholder = PlaceholderParameter.of(name, param)
 
+    def check(self) -> None:
+        """Find out whether the user has put another parameter into the module.
+
+        Raises:
+            RuntimeError: an attribute has something else than the parameter or its placeholder.
+        """
+        for owner, attribute in self._sites:
+            found = owner._parameters.get(attribute)
+            if found is not self._param and found is not self._placeholder:
+                raise RuntimeError(
+                    f"parameter {self._name!r}: {attribute!r} of the {type(owner).__name__} was replaced, and the "
+                    "engine trains the one that was there; copy values into that inside 'with engine.full_params("
+                    "keep_changes=True):', or engine.close() and build another engine"
+                )
+
     def put_parameter(self) -> None:
         """Put the parameter itself into the module."""
+        self.check()
         self._put(self._param)
 
     def put_placeholder(self) -> None:

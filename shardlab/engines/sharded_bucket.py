@@ -16,6 +16,7 @@ A bucket is SHARDED, GATHERING or UNSHARDED. To reshard is to drop references. T
 
 from collections.abc import Iterator, Mapping
 from enum import Enum, auto
+from math import nan
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from torch.autograd.graph import increment_version
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending
 from shardlab.engines.holdings import Division, Held
-from shardlab.engines.placeholder import ParameterSites
+from shardlab.engines.placeholder import ParameterSites, taken_into
 from shardlab.engines.precision import Precision
 from shardlab.engines.tensor_layout import LayoutOfTensors
 from shardlab.engines.unused_params import mark_all_used, nobody_used
@@ -125,8 +126,10 @@ class ShardedBucket:
         self.start_unshard(as_stored=as_stored)
         if self.state is BucketState.GATHERING:
             assert self._gathering is not None
-            (buffer, pending), self._gathering = self._gathering, None
+            buffer, pending = self._gathering
+            # Waited for, and only then dropped: after an error a transport may still write into the buffer.
             pending.wait()
+            self._gathering = None
             self.full = {name: self._tensors.read(name, buffer) for name in self.params}
             self.addresses = {full.untyped_storage().data_ptr() for full in self.full.values()}
             for name, param in self.params.items():
@@ -157,10 +160,12 @@ class ShardedBucket:
             self._gathering[1].wait()  # a transport may still write into the buffer
             self._gathering = None
         if self.state is BucketState.UNSHARDED:
-            # The stub: autograd may ask for the shape, and nothing reads the values. In the dtype it is gathered in,
-            # or autograd would accumulate the next use's gradient as another parameter's. One for the whole bucket,
-            # since each costs a launch on a device.
-            stub = torch.zeros((), dtype=self._compute_dtype, device=self.device)
+            # The stub: autograd may ask for the shape. In the dtype it is gathered in, or autograd would accumulate the
+            # next use's gradient as another parameter's. One for the whole bucket, since each costs a launch on a
+            # device. NaN, for code that kept the parameter from before the engine: it must not compute with zeros.
+            stub = torch.full(
+                (), nan if self._compute_dtype.is_floating_point else 0, dtype=self._compute_dtype, device=self.device
+            )
             for name, param in self.params.items():
                 self.sites[name].put_placeholder()
                 param.data = stub.expand(self.sites[name].shape)
@@ -193,9 +198,24 @@ class ShardedBucket:
             self.release()
             self.unshard(as_stored=self.num_holders > 0)
 
+    def read_replaced(self) -> None:
+        """Before ``keep_changes``, of all buckets: take what the user has put in the place of gathered data.
+
+        Raises:
+            RuntimeError: an attribute has another parameter.
+        """
+        for name, param in self.params.items():
+            self.sites[name].check()
+            if self._is_replaced(name):
+                # Apart from where it was: the user may have swapped the data of two.
+                param.data = param.detach().clone()
+
     def keep_changes(self) -> None:
         """Copy what was written into the full parameters back into the shard."""
         assert self.state is BucketState.UNSHARDED
+        for name, param in self.params.items():
+            if self._is_replaced(name):
+                param.data = taken_into(self.full[name], param, name)
         for name, piece in self._tensors.own.items():
             self.pieces[name].detach().view(-1).copy_(self.full[name].reshape(-1)[piece.param_start : piece.param_stop])
         # Writing has raised the versions of what was written to; a backward through the rest is still right.
@@ -230,8 +250,9 @@ class ShardedBucket:
             return
         # First: where shards are replicated, it puts the sums over the last axis in place of what is being reduced.
         num_ranks = self._sum_over_replicas()
-        (_, sums, pending), self._reducing = self._reducing, None
+        _, sums, pending = self._reducing
         pending.wait()
+        self._reducing = None
         # Read before the sums become means: casting or dividing a tiny one may give -0.
         unused = nobody_used(
             {name: self._tensors.piece_of(name, sums) for name in self._unused & self._tensors.own.keys()}
@@ -291,14 +312,14 @@ class ShardedBucket:
         return self.comm.num_ranks
 
     def _accept(self, means: Tensor, unused: set[str]) -> None:
-        had = {name for name, piece in self.pieces.items() if piece.grad is not None}
-        if self.gradient_shard is not None and had:
-            # Of whole chunks: a parameter that an earlier backward did not use has zeros there.
-            means.add_(self.gradient_shard)
         self.gradient_shard = means
         for name in self._tensors.own:
-            if name not in unused or name in had:
-                self._set_gradient(self.pieces[name], self._tensors.piece_of(name, means))
+            gradient, earlier = self._tensors.piece_of(name, means), self.pieces[name].grad
+            # What stands at the piece, and not the earlier chunk: the user may have cleared or replaced it.
+            if earlier is not None:
+                gradient.add_(earlier)
+            if name not in unused or earlier is not None:
+                self._set_gradient(self.pieces[name], gradient)
 
     def _set_gradient(self, piece: Tensor, gradient: Tensor) -> None:
         piece.grad = gradient
@@ -308,7 +329,14 @@ class ShardedBucket:
         return {name: param._version for name, param in self.params.items()}
 
     def _written_to(self) -> list[str]:
-        """Gathered parameters that were written to since; none if they are the shard itself, which has the change."""
+        """Gathered parameters that were written to or replaced since; writing is fine if they are the shard itself."""
+        if replaced := [name for name in self.params if self._is_replaced(name)]:
+            return replaced
         if self.shard.untyped_storage().data_ptr() in self.addresses:
             return []
         return [name for name, version in self._versions_now().items() if version != self._versions[name]]
+
+    def _is_replaced(self, name: str) -> bool:
+        """Whether the user has put another tensor in the place of the gathered data, by ``.data =``."""
+        full = self.full[name]
+        return full.numel() > 0 and self.params[name].data_ptr() != full.data_ptr()

@@ -35,9 +35,9 @@ class ShardedEngine(MixedPrecision):
     def step(self) -> None:
         """One optimizer step on the shards; what the user holds in full is gathered again, the rest is resharded."""
         # Before the step: what the user wrote must be in the shards, and nothing gathered may outlive its values.
+        if self._num_keeping:
+            self._keep_changes()
         for bucket in self.buckets:
-            if self._num_keeping:
-                bucket.keep_changes()
             bucket.reshard()
         super().step()
         for bucket in self.buckets:
@@ -62,20 +62,27 @@ class ShardedEngine(MixedPrecision):
             keep_changes: copy changes in place back into the shards; without it they are lost. Every rank must write
                 the same values; nothing checks that.
         """
-        for bucket in self.buckets:
-            bucket.hold()
+        held: list[ShardedBucket] = []
         self._num_keeping += keep_changes
-        self._note_stored_params()
         try:
+            for bucket in self.buckets:
+                bucket.hold()  # it may refuse, and then those before it must not stay held
+                held.append(bucket)
+            self._note_stored_params()
             yield self.module
             # Not after an error: half of a change must not reach the shards.
             if keep_changes:
-                for bucket in self.buckets:
-                    bucket.keep_changes()
+                self._keep_changes()
         finally:
             self._num_keeping -= keep_changes
-            for bucket in self.buckets:
+            for bucket in held:
                 bucket.let_go()
+
+    def _keep_changes(self) -> None:
+        for bucket in self.buckets:
+            bucket.read_replaced()
+        for bucket in self.buckets:
+            bucket.keep_changes()
 
     @override
     def full_state_dict(self) -> dict[str, Any]:

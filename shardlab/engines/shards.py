@@ -20,6 +20,7 @@ from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending, wait_all
 from shardlab.engines.buckets import Bucket
 from shardlab.engines.holdings import Held
+from shardlab.engines.placeholder import taken_into
 from shardlab.engines.precision import Precision
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.partition.layout import Piece
@@ -74,6 +75,36 @@ class ParameterShards:
         for bucket in self.buckets:
             if any(is_due(param) for param in bucket.params):
                 increment_version(bucket.params)
+
+    def take_replaced(self) -> None:
+        """Take over what the user has put in the place of a parameter's data, as ``module.to()`` does too.
+
+        Raises:
+            RuntimeError: it has another shape, dtype or device, or the parameter is a rounded copy.
+        """
+        replaced = [(bucket, place) for bucket in self.buckets for place in self._replaced(bucket)]
+        # All are read before the first is written: the user may have swapped the data of two.
+        for bucket, place in replaced:
+            bucket.params[place].data = bucket.params[place].detach().clone()
+        for bucket, place in replaced:
+            self._take(bucket, place, bucket.slots_of(self._shown(bucket.index))[place])
+
+    def _replaced(self, bucket: Bucket) -> list[int]:
+        shown = self._shown(bucket.index)
+        start, itemsize = shown.data_ptr(), shown.element_size()
+        return [
+            place
+            for place, (slot, param) in enumerate(zip(bucket.layout.slots, bucket.params, strict=True))
+            if param.numel() and param.data_ptr() != start + slot.start * itemsize
+        ]
+
+    def _take(self, bucket: Bucket, place: int, view: Tensor) -> None:
+        # Into the buffer: the optimizer steps a slice of that, and the next gather would pass the user's tensor by.
+        bucket.params[place].data = taken_into(view, bucket.params[place], bucket.names[place])
+
+    def _shown(self, index: int) -> Tensor:
+        """The buffer that the parameters of a bucket are views of now."""
+        return self.flat[index]
 
     def held(self) -> Iterator[Held]:
         """The whole parameters, and the flat buffers with their padding."""
@@ -175,6 +206,7 @@ class MasterShards(ParameterShards):
             yield
             # Not after an error: half of a change must not reach the master weights.
             if keep_changes:
+                self.take_replaced()
                 self.keep_changes()
         finally:
             self._num_holders -= 1
@@ -210,11 +242,7 @@ class MasterShards(ParameterShards):
             return
         for name, version in self._versions.items():
             if self.params[name]._version != version:
-                raise RuntimeError(
-                    f"parameter {name!r}: it was written into in place, but with precision it is a rounded copy, and "
-                    "the master weights do not change with it; write inside 'with engine.full_params(keep_changes="
-                    "True):', or use engine.load_full_state_dict(state)"
-                )
+                raise _written(name)
 
     def forget_writes(self) -> None:
         """Accept what was written into parameters, which are about to be replaced."""
@@ -251,6 +279,16 @@ class MasterShards(ParameterShards):
         self._versions = {name: self.params[name]._version for name in rounded}
 
     @override
+    def _shown(self, index: int) -> Tensor:
+        return self._stored.get(index, self.flat[index])
+
+    @override
+    def _take(self, bucket: Bucket, place: int, view: Tensor) -> None:
+        if self._masters[bucket.index] is not None and not self.is_held:
+            raise _written(bucket.names[place])
+        super()._take(bucket, place, view)
+
+    @override
     def _flatten(self, bucket: Bucket) -> Tensor:
         stored = super()._flatten(bucket)
         dtype = self._precision.compute_dtype_of(stored)
@@ -279,3 +317,11 @@ class MasterShards(ParameterShards):
         piece = super()._piece_tensor(name)
         # An empty piece is cut from the rounded parameter, but the optimizer must see one dtype on all ranks.
         return piece.detach().to(self._dtypes[name]).requires_grad_(piece.requires_grad)
+
+
+def _written(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"parameter {name!r}: it was written into in place or replaced, but with precision it is a rounded copy, and "
+        "the master weights do not change with it; write inside 'with engine.full_params(keep_changes=True):', or use "
+        "engine.load_full_state_dict(state)"
+    )

@@ -45,10 +45,17 @@ class StepTensors(Sequence[Tensor]):
         """The tensors.
 
         Raises:
-            RuntimeError: the caller is torch's clipping, and these are parts or behind: each rank's would be scaled
-                differently, or nothing would be.
+            RuntimeError: see ``check_caller``.
         """
-        caller = sys._getframe(1)
+        self.check_caller(sys._getframe(1))
+        return iter(self._tensors.values())
+
+    def check_caller(self, caller: FrameType) -> None:
+        """Refuse torch's clipping where these are parts or behind: each rank's would be scaled differently, or none.
+
+        Raises:
+            RuntimeError: it is the caller.
+        """
         if self.are_parts and _clips(caller, by="clip_grad_norm_"):
             raise RuntimeError(
                 "engine.step_tensors(): these are this rank's parts, and torch.nn.utils.clip_grad_norm_ would compute "
@@ -59,7 +66,6 @@ class StepTensors(Sequence[Tensor]):
                 "engine.step_tensors(): gradients are not means yet, after a backward inside no_sync(); write "
                 "engine.clip_grad_norm_(max_norm), or engine.finish_gradients() before torch's clipping"
             )
-        return iter(self._tensors.values())
 
     @property
     def names(self) -> list[str]:
@@ -95,6 +101,29 @@ class StepTensors(Sequence[Tensor]):
     @override
     def __len__(self) -> int:
         return len(self._tensors)
+
+
+class GroupTensors(list[Tensor]):
+    """The tensors of one of the optimizer's groups: a list that torch's clipping cannot take either.
+
+    Args:
+        group: the optimizer's own list.
+        tensors: the engine's, some of which these are.
+    """
+
+    def __init__(self, group: Sequence[Tensor], tensors: StepTensors) -> None:
+        super().__init__(group)
+        self._step_tensors = tensors
+
+    @override
+    def __iter__(self) -> Iterator[Tensor]:
+        self._step_tensors.check_caller(sys._getframe(1))
+        return super().__iter__()
+
+    @override
+    def __reduce__(self) -> tuple[type[list[Tensor]], tuple[list[Tensor]]]:
+        # A copy of the optimizer belongs to no engine.
+        return list, (list(self),)
 
 
 def _clips(caller: FrameType, by: str = "") -> bool:

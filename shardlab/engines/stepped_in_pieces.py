@@ -80,6 +80,7 @@ class SteppedInPieces(MixedPrecision):
         """
         if self._masters is not None and self._masters.is_held:
             raise ValueError("load: leave 'with engine.full_params():' first; what it holds would be stale")
+        self.shards.take_replaced()  # or what is loaded would not reach the module
         extra = super().load(directory, **objects)
         if self._masters is not None:
             # Each rank has read only its own chunks. All buckets, since frozen parameters were loaded too.
@@ -183,6 +184,7 @@ class SteppedInPieces(MixedPrecision):
 
     def _update_masters(self) -> None:
         """Before they are stepped or saved: take over what the user has written, or refuse it."""
+        self.shards.take_replaced()
         if self._masters is not None:
             self._masters.check_unwritten()
             self._masters.keep_changes()

@@ -122,7 +122,7 @@ class CompareConfig(CompareOptions):
             raise ValueError(f"strategies: {TORCH_TP!r} cuts a built-in GPT, not {self.workload}; leave it out")
 
     def _check_batch(self) -> None:
-        parts = self.data_ranks * self.accumulation
+        parts = max(self.data_ranks, 1) * self.accumulation  # with more tensor ranks than ranks, which is refused below
         if self.batch is not None and (self.batch < 1 or self.batch % parts):
             nearest = max(parts, round(self.batch / parts) * parts)
             raise ValueError(

@@ -41,8 +41,8 @@ def claim(directory: Path, *, overwrite: bool = False, resume: str | None = None
         )
     if names and resume is not None and Path(resume).resolve() == directory.resolve():
         raise ValueError(f"overwrite: {directory} holds the checkpoints to resume from; name another directory")
-    # Only after every refusal: what is removed does not come back.
-    for name in names:
+    # Only after every refusal: what is removed does not come back. Records last: by them the next call knows the rest.
+    for name in sorted(names, key=lambda name: name == "records"):
         path = directory / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 

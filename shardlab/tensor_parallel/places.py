@@ -25,7 +25,8 @@ class Places:
                 if param is not None:
                     held.setdefault(param, []).append((name, key))
         self._tied = [together for together in held.values() if len(together) > 1]
-        self._of = held
+        # Only those without memory, which ``make`` replaces: others are to be freed as soon as they are divided.
+        self._of = {param: together for param, together in held.items() if param.is_meta}
 
     def check(self, styles: Mapping[str, Style]) -> None:
         """Refuse tied weights that a plan would separate, and gradients that it would sum twice.
@@ -65,7 +66,7 @@ class Places:
                     owner._modules[key] = new
 
     def put(self, old: nn.Parameter, new: nn.Parameter) -> None:
-        """Put the parameter ``new`` wherever ``old`` was."""
+        """Put the parameter ``new`` wherever ``old``, on the meta device, was."""
         for name, key in self._of[old]:
             self._model.get_submodule(name)._parameters[key] = new
 

@@ -375,7 +375,8 @@ def looked_at(rank, setup):
             with pytest.raises(RuntimeError, match=r"gradient of .*write engine\.clip_grad_norm_\(max_norm\)"):
                 look(engine.module)
         tensors = engine.step_tensors()
-        for some in (tensors, tensors[:2], tensors.where(lambda name: name.endswith("bias"))):
+        groups = [group["params"] for group in engine.optimizer.param_groups]
+        for some in (tensors, tensors[:2], tensors.where(lambda name: name.endswith("bias")), *groups):
             with pytest.raises(RuntimeError, match=r"engine\.step_tensors\(\): .*; write engine\.clip_grad_norm_"):
                 clip_grad_norm_(some, 1.0)
         norm = float(engine.clip_grad_norm_(1e-3))
@@ -414,6 +415,7 @@ LOCAL_CLIPS = {
     "clip_grad_norm_": lambda engine: clip_grad_norm_(engine.module.parameters(), 1e-3),
     "clip_grad_value_": lambda engine: clip_grad_value_(engine.module.parameters(), 1e-3),
     "of step_tensors": lambda engine: clip_grad_norm_(engine.step_tensors(), 1e-3),
+    "of groups": lambda engine: clip_grad_norm_(engine.optimizer.param_groups[0]["params"], 1e-3),
     "of a choice": lambda engine: clip_grad_norm_(engine.step_tensors().where(lambda name: "weight" in name), 1e-3),
 }
 THEN = {
@@ -576,6 +578,42 @@ def test_a_backward_that_adds_to_means_does_not_meet_what_stands_there(pools, se
     for state in pools(num_ranks).run(two_losses, setup):
         for name, value in model.state_dict().items():
             torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+
+
+BY_HAND = {
+    "cleared": lambda grad: None,
+    "replaced": lambda grad: grad * 0.5,
+    "changed": lambda grad: grad.mul_(0.5),
+}
+
+
+def changed_between_backwards(rank, setup, way, name):  # noqa: ARG001
+    with trained_by(setup) as engine:
+        backward(engine, 0)
+        tensor = engine.step_tensors().by_name(name)
+        if tensor.grad is not None:
+            tensor.grad = BY_HAND[way](tensor.grad)
+        backward(engine, 1)
+        engine.step()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("num_ranks", WORLD_SIZES)
+@pytest.mark.parametrize("way", BY_HAND)
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_mean_that_is_changed_by_hand_stays_changed_when_the_next_is_added(pools, setup, way, num_ranks):
+    for name in ("0.weight", "2.bias"):
+        model = cases.build("MLP")
+        for step in range(2):
+            x, y = cases.rows("MLP", step, 0, num_ranks)
+            cases.loss_of(model(x), y).backward()
+            if step == 0:
+                param = model.get_parameter(name)
+                param.grad = BY_HAND[way](param.grad)
+        cases.OPTIMIZERS["sgd"](list(model.parameters())).step()
+        for state in pools(num_ranks).run(changed_between_backwards, setup, way, name):
+            for key, value in model.state_dict().items():
+                torch.testing.assert_close(state[key], value, atol=1e-10, rtol=0)
 
 
 # Whose module it is.

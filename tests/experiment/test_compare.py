@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shardlab.engines.agreement_check import Did
 from shardlab.experiment import CompareConfig, Workload, claim, compare, load_comparison, prepare, write_report
+from shardlab.experiment import directory as directory_module
 from shardlab.experiment.comparison import _disagreement
 from shardlab.experiment.report import peak_table
 from shardlab.experiment.run import RankReport
@@ -220,6 +221,19 @@ def test_overwrite_removes_a_run_whatever_became_of_it_and_nothing_else(pools, t
     with pytest.raises(ValueError, match=r"overwrite: .* holds the checkpoints to resume from"):
         claim(tmp_path, overwrite=True, resume=str(tmp_path))
     prepare(config, tmp_path, overwrite=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_overwriting_that_is_cut_off_can_be_done_again(tmp_path, monkeypatch):
+    for name in ("records", "checkpoints"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "summary.json").write_text("{}")
+    monkeypatch.setattr(directory_module.shutil, "rmtree", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        claim(tmp_path, overwrite=True)
+    assert (tmp_path / "records").is_dir()
+    monkeypatch.undo()
+    claim(tmp_path, overwrite=True)
     assert not list(tmp_path.iterdir())
 
 

@@ -59,6 +59,7 @@ def test_mixed_precision_and_micro_batches_are_as_planned(pools: Pools, tmp_path
     ("fields", "words"),
     [
         ({"tp": 3}, "tp: 3 does not divide 4 ranks"),
+        ({"tp": 8}, "tp: 8 does not divide 4 ranks"),
         ({"tp": 0}, "tp: 0 is below 1"),
         ({"ranks": 3, "tp": 3}, "tp: token_embedding: .*256 does not divide over 3"),
         ({"ranks": 5, "tp": 5, "model": "mlp"}, r"tp: nothing of mlp can be divided over 5 ranks \(.*use 510 or 515"),

@@ -1,11 +1,12 @@
 """What users do between the steps of training: evaluate, freeze, set modes and rates, hold a unit; and habits."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from shardlab.engines.fsdp import FSDP
 from tests.fuzzing.engines import PEERS
@@ -142,6 +143,30 @@ class Hold(Operation):
         return {}
 
     def plain(self, world: World) -> Seen:
+        return {}
+
+
+@dataclass(frozen=True)
+class ChangeMeans(Operation):
+    """Clear or scale by hand the mean gradients of a part, where the optimizer will find them."""
+
+    part: str = "enter"
+    clear: bool = True
+    peers: ClassVar[bool] = False
+
+    def applies(self, world: World) -> bool:
+        return world.gradients == "means" and not world.unfinished
+
+    def ours(self, world: World) -> Seen:
+        return self._change(world.ours.engine.step_tensors().items())
+
+    def plain(self, world: World) -> Seen:
+        return self._change(world.plain.params.items())
+
+    def _change(self, tensors: Iterable[tuple[str, Tensor]]) -> Seen:
+        for name, tensor in tensors:
+            if name.startswith(self.part) and tensor.grad is not None:
+                tensor.grad = None if self.clear else tensor.grad.mul_(0.5)
         return {}
 
 

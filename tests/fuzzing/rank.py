@@ -16,7 +16,15 @@ from tests.fuzzing.checks import checks_after_close, deep_checks, differences, l
 from tests.fuzzing.engines import PEERS
 from tests.fuzzing.meshes import Meshes
 from tests.fuzzing.operation import Operation
-from tests.fuzzing.refusals import Different, check_refusal, first_line, has_met, is_about_optimizer, is_documented
+from tests.fuzzing.refusals import (
+    Different,
+    check_refusal,
+    first_line,
+    has_met,
+    is_about_optimizer,
+    is_documented,
+    refuses_forward,
+)
 from tests.fuzzing.run import Scenario
 from tests.fuzzing.training import Backward
 from tests.fuzzing.world import Ours, Plain, World
@@ -114,6 +122,8 @@ def _do(world: World, operation: Operation, deep: bool) -> str:
         return "declined: " + (check_refusal(ours) if takes_part else "")
     plain = _attempt(operation.plain, world)
     if isinstance(ours, Exception) and isinstance(plain, Exception):
+        if refuses_forward(ours):
+            world.plain.restore(before)  # whose forward has written into buffers before its backward raised
         world.recover()
         _raise_first(operation, _looks(world, deep))
         return "raised alike"

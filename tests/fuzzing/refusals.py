@@ -41,11 +41,16 @@ def is_documented(error: Exception, world: World) -> bool:
     if _matches(error, INSIDE_AND_OUTSIDE):
         # A graph from before full_params() that nobody knows of brings a part of the gradient too.
         return _inside_and_outside(world.ours.module_spec) or (world.ours.spec.rounds and world.has_retained)
-    if "leave 'with engine.full_params():' before engine(...)" in str(error):
+    if refuses_forward(error):
         return world.ours.spec.rounds
     if world.left_alone and _matches(error, (MEET,)):
         return True
     return is_about_optimizer(error, world.ours.optimizer_spec.kind) or _matches(error, DOCUMENTED)
+
+
+def refuses_forward(error: Exception) -> bool:
+    """Whether it refuses to compute inside ``full_params()``, where parameters do not have the dtype for that."""
+    return "leave 'with engine.full_params():' before engine(...)" in str(error)
 
 
 def has_met(error: Exception) -> bool:

@@ -3,7 +3,7 @@
 import sys
 
 from shardlab.launch import RankPool
-from tests.fuzzing.between import AddGroup, Evaluate, Freeze, Habit, Hold, LearningRate, Mode
+from tests.fuzzing.between import AddGroup, ChangeMeans, Evaluate, Freeze, Habit, Hold, LearningRate, Mode
 from tests.fuzzing.checkpoints import Load, Save
 from tests.fuzzing.engines import EngineSpec
 from tests.fuzzing.modules import BlockSpec, ModuleSpec
@@ -13,9 +13,10 @@ from tests.fuzzing.states import FullParams, OptimizerIn, OptimizerOut, StateIn,
 from tests.fuzzing.training import Backward, Clip, FailsAlone, Finish, Forward, ScaledStep, Step, ZeroGrad
 
 __all__ = [
-    "AddGroup", "Backward", "BlockSpec", "Clip", "EngineSpec", "Evaluate", "FailsAlone", "Finish", "Forward", "Freeze",
-    "FullParams", "Habit", "Hold", "LearningRate", "Load", "Mode", "ModuleSpec", "OptimizerIn", "OptimizerOut",
-    "OptimizerSpec", "Save", "ScaledStep", "Scenario", "StateIn", "StateOut", "Step", "ZeroGrad", "replay",
+    "AddGroup", "Backward", "BlockSpec", "ChangeMeans", "Clip", "EngineSpec", "Evaluate", "FailsAlone", "Finish",
+    "Forward", "Freeze", "FullParams", "Habit", "Hold", "LearningRate", "Load", "Mode", "ModuleSpec", "OptimizerIn",
+    "OptimizerOut", "OptimizerSpec", "Save", "ScaledStep", "Scenario", "StateIn", "StateOut", "Step", "ZeroGrad",
+    "replay",
 ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.fuzzing.between import AddGroup, Evaluate, Freeze, Habit, Hold, LearningRate, Mode
+from tests.fuzzing.between import AddGroup, ChangeMeans, Evaluate, Freeze, Habit, Hold, LearningRate, Mode
 from tests.fuzzing.checkpoints import Load, Save
 from tests.fuzzing.drawn import Menu, drawn_optimizer, engines, fitting, modules, seldom, with_whole_parameters
 from tests.fuzzing.engines import PEERS
@@ -56,6 +56,7 @@ _seeds = st.integers(0, 9)
 _depths = st.sampled_from([None, None, None, 1, 0, 2])
 _which = st.sampled_from(["all", "all", "last", "first"])
 _how = st.sampled_from(["engine", "engine", "plain"])
+_insides = st.sampled_from(["look", "change", "replace", "evaluate", "train"])
 _parts = st.sampled_from(["enter", "blocks", "leave", "blocks.0", "blocks.1", "spare"])
 
 
@@ -84,6 +85,8 @@ def _training_step(draw: st.DrawFn) -> list[Operation]:
         operations.append(Evaluate(draw(_seeds), draw(_depths)))
     if draw(st.booleans()):
         operations.append(Clip(draw(st.sampled_from([0.1, 1.0])), draw(st.sampled_from([2.0, 1.0, "inf"]))))
+    if draw(seldom) and draw(seldom):
+        operations.append(ChangeMeans(draw(_parts), draw(st.booleans())))
     operations.append(Step())
     if draw(seldom):
         operations.append(LearningRate())
@@ -112,12 +115,13 @@ def _single(menu: Menu) -> st.SearchStrategy[list[Operation]]:
         st.builds(ZeroGrad),
         st.builds(Finish),
         st.builds(Freeze, _parts, st.booleans()),
+        st.builds(ChangeMeans, _parts, st.booleans()),
         st.builds(LearningRate, st.sampled_from([None, 0.02])),
         st.builds(Mode, st.booleans()),
         st.builds(ScaledStep, _seeds, seldom),
         st.builds(FailsAlone, _seeds, st.integers(0, 3), st.sampled_from(["backward", "forward"]), _how),
         st.builds(AddGroup),
-        st.builds(FullParams, st.booleans(), st.sampled_from(["look", "change", "evaluate", "train"]), _seeds),
+        st.builds(FullParams, st.booleans(), _insides, _seeds),
         st.builds(StateOut),
         st.builds(StateIn),
         st.builds(OptimizerOut),

@@ -12,21 +12,29 @@ from tests.fuzzing.world import Seen, World, copied
 
 @dataclass(frozen=True)
 class FullParams(Operation):
-    """Inside ``full_params()``: 'look' at the parameters, 'change' them, 'evaluate' or 'train' with the engine."""
+    """Inside ``full_params()``: 'look' at parameters, 'change' or 'replace' them, 'evaluate' or 'train' the engine."""
 
     keep: bool = False
     inside: str = "look"
     seed: int = 0
     peers: ClassVar[bool] = False
 
+    @property
+    def changes(self) -> bool:
+        """Whether parameters have other values afterwards."""
+        return self.inside in ("change", "replace") and self.keep
+
     def ours(self, world: World) -> Seen:
         engine = world.ours.engine
         with engine.full_params(keep_changes=self.keep) as model:
             seen: Seen = {name: param.detach().clone() for name, param in model.named_parameters()}
-            if self.inside == "change" and self.keep:
+            if self.changes:
                 with torch.no_grad():
                     for param in model.parameters():
-                        param.mul_(0.9)
+                        if self.inside == "replace":
+                            param.data = param.data * 0.9
+                        else:
+                            param.mul_(0.9)
             elif self.inside == "evaluate":
                 with evaluating(model, True):
                     seen["output"] = world.ours.forward(self.seed)[1]
@@ -38,7 +46,7 @@ class FullParams(Operation):
     def plain(self, world: World) -> Seen:
         plain = world.plain
         seen: Seen = {name: param.clone() for name, param in world.own(plain.detached()).items()}
-        if self.inside == "change" and self.keep:
+        if self.changes:
             plain.losses.clear()
             with torch.no_grad():
                 for param in plain.params.values():
@@ -57,7 +65,7 @@ class FullParams(Operation):
         return seen
 
     def after(self, world: World) -> None:
-        if self.inside == "change" and self.keep:
+        if self.changes:
             world.ours.losses.clear()
         if self.inside == "train":
             world.gradients, world.unfinished = "means", False

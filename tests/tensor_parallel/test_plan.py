@@ -1,9 +1,12 @@
 """Plans: a user's own model in five lines, and what is refused before anything is changed."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.weak import TensorWeakRef
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import Single
@@ -19,6 +22,7 @@ from shardlab.tensor_parallel import (
     merge_state_dict,
     parallelize_module,
 )
+from shardlab.tensor_parallel.places import Places
 
 
 class Layer(nn.Module):
@@ -318,3 +322,13 @@ def test_what_crosses_an_entrance_is_never_mistaken(pools, sequence_dim):
     for name, param in model.named_parameters():
         merged = torch.cat([gradients[name] for _, _, gradients in results])
         torch.testing.assert_close(merged, param.grad, atol=1e-12, rtol=1e-12)
+
+
+def test_a_full_layer_is_freed_as_soon_as_it_is_divided():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    places = Places(model)
+    weight = TensorWeakRef(model[0].weight)
+    model[0] = nn.Identity()
+    gc.collect()
+    assert weight() is None
+    assert places is not None

@@ -167,8 +167,11 @@ def _exchange_buffers(rank: int, sockets: Mapping[int, socket.socket], num_bytes
         peer.settimeout(None)
         socket.send_fds(peer, [b"buffer"], [own])
     for other, peer in sockets.items():
-        _, [theirs], _, _ = socket.recv_fds(peer, len(b"buffer"), 1)
-        buffers[other] = _mapped(theirs, num_bytes)
+        _, received, _, _ = socket.recv_fds(peer, len(b"buffer"), 1)
+        if not received:
+            os.close(own)
+            raise RuntimeError(f"shared memory: rank {other} of the group has gone while ranks exchanged their buffers")
+        buffers[other] = _mapped(received[0], num_bytes)
     # After the sends: mapping closes the descriptor that they pass on.
     buffers[rank] = _mapped(own, num_bytes)
     return buffers

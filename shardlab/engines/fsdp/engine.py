@@ -40,7 +40,7 @@ from shardlab.comm import BaseMesh
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.agreement import all_or_none
 from shardlab.engines.base import OptimizerFn
-from shardlab.engines.checks import check_max_norm, check_params, second_gradient
+from shardlab.engines.checks import check_max_norm, check_params, check_separate, second_gradient
 from shardlab.engines.fsdp.build import build_units
 from shardlab.engines.fsdp.schedule import Schedule
 from shardlab.engines.fsdp.sharding import ShardingOptions
@@ -164,9 +164,9 @@ class FSDP(ShardedEngine):
         offload, device = OFFLOADS[self.offload], self.mesh.device
         if offload.gradients_and_state:
             wait_for_copies(device)  # the host is about to write what a gather may still be reading
-        for bucket in self.buckets:
-            bucket.visit_device()
         try:
+            for bucket in self.buckets:
+                bucket.visit_device()
             yield
         finally:  # after an error too, or the next gather would send the host's old values
             for bucket in self.buckets:
@@ -226,6 +226,8 @@ class FSDP(ShardedEngine):
         # Parameters on the meta device are allocated unit by unit; buffers are not.
         check_params(self.params, self.mesh.device)
         check_max_norm(self.module, self.num_data_ranks)
+        tensors = {**self.params, **dict(self.module.named_buffers())}
+        check_separate({name: tensor for name, tensor in tensors.items() if not tensor.is_meta})
         if meta := [name for name, buffer in self.module.named_buffers() if buffer.is_meta]:
             raise ValueError(f"model: buffer {meta[0]!r} is on the meta device; create buffers on the mesh's device")
 
