@@ -59,7 +59,8 @@ class Engine(Holdings, Gradients, EngineState):
 
     Args:
         model: an ``nn.Module`` on its device. Its parameters and buffers become those of the first data rank.
-        optimizer_fn: builds the optimizer from the tensors this rank steps (``StepTensors``).
+        optimizer_fn: builds the optimizer from the tensors this rank steps (``StepTensors``). It may be called several
+            times, also with tensors that only have the parameters' shapes; what it returns last is used.
         mesh: gradients are averaged over its axis ``data``; None for this process alone. A tensor-parallel model also
             needs the axis ``tensor`` that it was parallelized over.
 

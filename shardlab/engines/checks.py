@@ -116,12 +116,14 @@ def check_separate(tensors: Mapping[str, Tensor]) -> None:
     """Check that no two tensors share memory: a strategy that moves parameters would part them unseen.
 
     Args:
-        tensors: different parameters and buffers, by name; tied ones are one parameter.
+        tensors: different parameters and buffers, by name; tied ones are one parameter. Those on the meta device or
+            without strides are left out.
 
     Raises:
         ValueError: two overlap.
     """
-    found = sorted((tensor.data_ptr(), tensor.nbytes, name) for name, tensor in tensors.items() if tensor.nbytes)
+    dense = {name: tensor for name, tensor in tensors.items() if tensor.layout is torch.strided and not tensor.is_meta}
+    found = sorted((tensor.data_ptr(), tensor.nbytes, name) for name, tensor in dense.items() if tensor.nbytes)
     for (start, num_bytes, name), (following, _, other) in pairwise(found):
         if following < start + num_bytes:
             raise ValueError(

@@ -49,8 +49,8 @@ def fitting_optimizer(make: Make, stepped: Stepped, cut: Cut) -> torch.optim.Opt
     """The optimizer that ``make`` builds over the pieces this rank steps, if it fits the cut.
 
     Args:
-        make: the user's function. If it fails it is called again with whole tensors on the meta device, to find out
-            whether it refuses pieces, as Muon's constructor does.
+        make: the user's function. If it fails it is called again with tensors of the whole shapes, to find out whether
+            it refuses pieces, as Muon's constructor does; likewise if it makes groups, whether it would make the same.
         stepped: what the optimizer is to step.
         cut: of the parameters.
 
@@ -128,7 +128,7 @@ def _grouped_by_name(make: Make, optimizer: torch.optim.Optimizer, stepped: Step
     whole = _whole(stepped)
     try:
         of_whole = make(whole)
-    except Exception:  # what it does with tensors on the meta device says nothing
+    except Exception:  # what it does with tensors without memory says nothing
         return make(stepped.tensors)
     if _names_by_group(of_whole, whole) != _names_by_group(optimizer, stepped.tensors):
         raise ValueError(
@@ -153,9 +153,12 @@ def _made_of_whole(make: Make, stepped: Stepped) -> str | None:
 
 
 def _whole(stepped: Stepped) -> StepTensors:
-    """What is stepped, in the parameters' shapes, on the meta device."""
+    """What is stepped, in the parameters' shapes, without their memory: one element each, expanded.
+
+    Not on the meta device, where torch refuses options such as ``fused=True``.
+    """
     return StepTensors({
-        name: torch.empty(stepped.shapes[name], dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+        name: tensor.new_zeros(()).expand(stepped.shapes[name]).requires_grad_(tensor.requires_grad)
         for name, tensor in stepped.tensors.items()
     })  # fmt: skip
 

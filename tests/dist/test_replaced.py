@@ -216,7 +216,8 @@ def grouped(rank, setup, how, options):
         else:
             chosen = [tensors.where(lambda name: "weight" in name), tensors.where(lambda name: "bias" in name)]
         decays = (0.5, 0.0)
-        made.append(torch.optim.SGD([{"params": g, "weight_decay": d} for g, d in zip(chosen, decays)], lr=0.1))
+        groups = [{"params": some, "weight_decay": decay} for some, decay in zip(chosen, decays, strict=True)]
+        made.append(torch.optim.SGD(groups, lr=0.1, fused=True))
         return made[-1]
 
     with Mesh({"data": current().world_size}) as mesh:
