@@ -38,7 +38,7 @@ class MixedPrecision(Engine):
     @override
     def _check_model(self) -> None:
         super()._check_model()
-        check_separate({**self.params, **dict(self.module.named_buffers())})
+        check_separate(self.params, dict(self.module.named_buffers()))
 
     @override
     def step(self) -> None:

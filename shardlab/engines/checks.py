@@ -1,7 +1,6 @@
 """What an engine refuses, with errors that name the argument and say what to do instead."""
 
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -112,24 +111,31 @@ def check_optimizer(optimizer: object, given: Iterable[Tensor]) -> None:
         )
 
 
-def check_separate(tensors: Mapping[str, Tensor]) -> None:
-    """Check that no two tensors share memory: a strategy that moves parameters would part them unseen.
+def check_separate(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+    """Check that no parameter shares memory: a strategy that moves parameters would part what does, unseen.
 
     Args:
-        tensors: different parameters and buffers, by name; tied ones are one parameter. Those on the meta device or
-            without strides are left out.
+        params: by name; tied ones are one parameter. Those on the meta device or without strides are left out.
+        buffers: likewise; these may share memory with each other.
 
     Raises:
-        ValueError: two overlap.
+        ValueError: a parameter overlaps another one, or a buffer.
     """
-    dense = {name: tensor for name, tensor in tensors.items() if tensor.layout is torch.strided and not tensor.is_meta}
-    found = sorted((tensor.data_ptr(), tensor.nbytes, name) for name, tensor in dense.items() if tensor.nbytes)
-    for (start, num_bytes, name), (following, _, other) in pairwise(found):
-        if following < start + num_bytes:
+    dense = [
+        (tensor.data_ptr(), tensor.nbytes, name)
+        for name, tensor in (*params.items(), *buffers.items())
+        if tensor.layout is torch.strided and not tensor.is_meta and tensor.nbytes
+    ]
+    ends = {True: (0, ""), False: (0, "")}  # the last one so far, of parameters and of buffers
+    for start, num_bytes, name in sorted(dense):
+        is_param = name in params
+        end, other = max(ends.values()) if is_param else ends[True]
+        if start < end:
             raise ValueError(
-                f"model: {name!r} and {other!r} are two tensors over the same memory; tie them as one parameter, "
+                f"model: {other!r} and {name!r} are two tensors over the same memory; tie them as one parameter, "
                 "b.weight = a.weight, or give each its own with clone()"
             )
+        ends[is_param] = max(ends[is_param], (start + num_bytes, name))
 
 
 def check_optimizer_fn(optimizer_fn: object) -> None:

@@ -190,17 +190,24 @@ def over_one_memory(rank, setup, kind):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
     if kind == "parameters":
         model[1].weight.data = model[0].weight.data
-    else:
+    elif kind == "buffer":
         model.register_buffer("kept", model[0].weight.detach())
+    else:
+        base = torch.ones(4, 4)
+        model.register_buffer("mask", base[:2])
+        model.register_buffer("same", base[:3])
     with Mesh({"data": 2}) as mesh:
+        if kind == "buffers":
+            engine_of(setup, model, mesh).close()
+            return True
         with pytest.raises(ValueError, match=r"^model: .* are two tensors over the same memory; tie them"):
             engine_of(setup, model, mesh)
     return True
 
 
-@pytest.mark.parametrize("kind", ["parameters", "buffer"])
+@pytest.mark.parametrize("kind", ["parameters", "buffer", "buffers"])
 @pytest.mark.parametrize("setup", [*GATHERS, "zero1", "zero2"])
-def test_two_tensors_over_one_memory_are_refused(pools, setup, kind):
+def test_a_parameter_over_the_memory_of_another_tensor_is_refused(pools, setup, kind):
     assert all(pools(2).run(over_one_memory, setup, kind))
 
 

@@ -226,7 +226,7 @@ class FSDP(ShardedEngine):
         # Parameters on the meta device are allocated unit by unit; buffers are not.
         check_params(self.params, self.mesh.device)
         check_max_norm(self.module, self.num_data_ranks)
-        check_separate({**self.params, **dict(self.module.named_buffers())})
+        check_separate(self.params, dict(self.module.named_buffers()))
         if meta := [name for name, buffer in self.module.named_buffers() if buffer.is_meta]:
             raise ValueError(f"model: buffer {meta[0]!r} is on the meta device; create buffers on the mesh's device")
 
