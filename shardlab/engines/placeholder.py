@@ -3,7 +3,7 @@
 A parameter that is sharded and not gathered has no data on this rank. Three tensors stand for it then. The module has a
 placeholder on the meta device, which answers for shape, dtype and name, and refuses every computation with an error
 that names the parameter. The parameter itself stays in ``engine.params``, since hooks and autograd's version are on it;
-its data is a stub, one element expanded to the whole shape. The optimizer steps the piece that this rank keeps.
+its data is a stub, one NaN expanded to the whole shape. The optimizer steps the piece that this rank keeps.
 
 Where parameters are whole and their mean gradients are in pieces, ``param.grad`` would be None. Code that reads it,
 such as ``torch.nn.utils.clip_grad_norm_``, would silently do nothing. So ``param.grad`` is a placeholder too. It holds

@@ -17,6 +17,7 @@ from typing_extensions import override
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.agreement import all_or_none
 from shardlab.engines.buckets import build_buckets
+from shardlab.engines.checks import check_separate
 from shardlab.engines.holdings import Division, owned_in, owners_in
 from shardlab.engines.looks_at import Stepped
 from shardlab.engines.optimizer_fit import Cut, fitting_optimizer, parse_partition
@@ -42,7 +43,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         defaults: arguments of ``optimizer_cls``.
 
     Raises:
-        ValueError: an unknown partition, or one that does not fit the optimizer; on all ranks together.
+        ValueError: an unknown partition, or one that does not fit the optimizer; on all ranks together. Or two
+            parameters share memory.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.partition = parse_partition(partition)
         self.num_steps = 0
         self._named = _names(self.param_groups)
+        check_separate(self._named, {})
         buckets = build_buckets(self._named, comm.num_ranks, bucket_bytes, self.partition)
         # Only after the base has taken its groups: from here on ``add_param_group()`` refuses.
         self.shards = ParameterShards(self._named, buckets, comm)
@@ -85,6 +88,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._take_gradients()
+        self.shards.take_replaced()  # what module.to() or ``.data =`` has put there is stepped too
         self.inner.step()
         self._drop_gradients()
         # Without grad mode, since it writes into parameters; every rank joins, also one that stepped nothing.

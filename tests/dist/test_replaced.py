@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import build_engine
+from shardlab.engines import ShardedOptimizer, build_engine
 from shardlab.launch import current
 from tests.dist import cases
 from tests.dist.test_habits import backward, engine_of, trained_by
@@ -329,3 +329,33 @@ def in_lists(rank, setup):
 @pytest.mark.parametrize("setup", ["zero3", "fsdp"])
 def test_sharded_parameters_in_a_list_are_refused_by_name(pools, setup):
     assert pools(2).run(in_lists, setup) == [3, 3]
+
+
+def sharded_optimizer(rank, way):
+    with Mesh({"data": 2}) as mesh:
+        model = cases.build("MLP")
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, comm=mesh.data, lr=0.1, momentum=0.9)
+        for step in range(3):
+            x, y = cases.rows("MLP", step, 0, 2)  # all rows on every rank: the gradients are the means
+            optimizer.zero_grad()
+            cases.loss_of(model(x), y).backward()
+            optimizer.step()
+            if step == 0:
+                REPLACEMENTS[way](model)
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("way", REPLACEMENTS)
+def test_the_sharded_optimizer_steps_what_was_replaced(pools, way):
+    model = cases.build("MLP")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        x, y = cases.rows("MLP", step, 0, 2)
+        optimizer.zero_grad()
+        cases.loss_of(model(x), y).backward()
+        optimizer.step()
+        if step == 0:
+            REPLACEMENTS[way](model)
+    for state in pools(2).run(sharded_optimizer, way):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
