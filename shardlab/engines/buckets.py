@@ -33,6 +33,7 @@ class Bucket:
         self.layout = layout
         self.names = layout.names
         self.params = tuple(params)
+        self.shapes = [tuple(param.shape) for param in params]
         self.buffer: Tensor | None = None  # flat gradients, [padded_numel]; allocated when first needed
         self.views: list[Tensor] = []  # of the buffer, one per slot, in the parameters' shapes
         self.chunk: Tensor | None = None  # where gradients are scattered, this rank's of the reduced ones, [chunk]
@@ -62,8 +63,7 @@ class Bucket:
     def slots_of(self, flat: Tensor) -> list[Tensor]:
         """Views of a flat buffer, one per slot, in the parameters' shapes."""
         return [
-            flat[slot.start : slot.stop].view(param.shape)
-            for slot, param in zip(self.layout.slots, self.params, strict=True)
+            flat[slot.start : slot.stop].view(shape) for slot, shape in zip(self.layout.slots, self.shapes, strict=True)
         ]
 
     def show(self, flat: Tensor) -> None:
@@ -101,6 +101,10 @@ class Bucket:
             self._sealed.add(slot)
         # Or autograd would add the next gradient in place to what is being sent.
         self.params[slot].grad = None
+
+    def drop(self, slot: int) -> None:
+        """Forget what has added up in a slot."""
+        self._sealed.discard(slot)
 
     def release(self) -> None:
         """Free the buffer, when its contents are no longer needed."""

@@ -115,7 +115,7 @@ def check_separate(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) 
     """Check that no parameter shares memory: a strategy that moves parameters would part what does, unseen.
 
     Args:
-        params: by name; tied ones are one parameter. Those on the meta device or without strides are left out.
+        params: by name; tied ones are one parameter. Those on the meta device or not contiguous are left out.
         buffers: likewise; these may share memory with each other.
 
     Raises:
@@ -124,7 +124,7 @@ def check_separate(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) 
     dense = [
         (tensor.data_ptr(), tensor.nbytes, name)
         for name, tensor in (*params.items(), *buffers.items())
-        if tensor.layout is torch.strided and not tensor.is_meta and tensor.nbytes
+        if tensor.layout is torch.strided and not tensor.is_meta and tensor.nbytes and tensor.is_contiguous()
     ]
     ends = {True: (0, ""), False: (0, "")}  # the last one so far, of parameters and of buffers
     for start, num_bytes, name in sorted(dense):

@@ -56,6 +56,8 @@ class Gradients:
                 # Send nothing here: the other ranks may have raised elsewhere, and would never join the collective.
                 self._has_failed |= self._sync
                 self._leave_backward()
+                if not self._sync:
+                    self._note_local()
                 raise
         # Only here: inside the block this backward still counts as begun, and would be taken for one that raised.
         self._end_backward()
@@ -96,7 +98,7 @@ class Gradients:
                 parameters too, by momentum and weight decay. Pending reductions are finished first: collective.
         """
         self._notice_failure()
-        self._forget_local()
+        self._local.clear()  # what was changed in them is dropped
         # Before anything is cleared: other ranks may be waiting in collectives of the backward that raised here.
         if self._has_failed:
             self._complete_failed_backward()
@@ -117,6 +119,7 @@ class Gradients:
             param.grad = None
         self._were_trainable.clear()
         self._are_means = False
+        self._forget_local()
 
     def _begin_backward(self) -> None:
         """A backward begins; called before its first gradient, or right after it (see ``BackwardWatch``)."""
@@ -168,7 +171,8 @@ class Gradients:
         """A backward inside ``no_sync()`` has ended: until they are means, no gradients of this rank may be changed."""
         self._step_tensors.are_behind = True
         for param in self.params.values():
-            if param.grad is not None:
+            # One process alone may change them: its sums are the means.
+            if param.grad is not None and self.comm.num_ranks > 1:
                 # Weakly: a gradient that the user clears must not stay in memory.
                 self._local[param] = TensorWeakRef(param.grad), param.grad._version
 
@@ -181,7 +185,8 @@ class Gradients:
         for param, (reference, version) in self._local.items():
             gradient = param.grad
             if gradient is not None and gradient is reference() and gradient._version != version:
-                self._has_failed = True  # a rank without gradients has nothing to refuse, and zero_grad() joins it
+                # A rank without gradients has nothing to refuse, and may be in a collective, which zero_grad() joins.
+                self._has_failed |= self._sync
                 raise RuntimeError(
                     f"gradient of {self._name_of(param)!r}: it was changed in place after a backward inside no_sync(), "
                     "when it was this rank's own sum and no mean; call engine.zero_grad(), and from then on write "

@@ -11,6 +11,7 @@ the whole model     the whole model: ddp, bucketed, fsdp no_shard
 An optimizer that does not fit is refused when the engine is built, before its first step.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -69,8 +70,12 @@ def fitting_optimizer(make: Make, stepped: Stepped, cut: Cut) -> torch.optim.Opt
     check_optimizer(optimizer, stepped.tensors)
     if cut.num_ranks > 1:
         _check_cut(optimizer, stepped, cut)
-        if len(optimizer.param_groups) > 1 or _names_by_group(optimizer, stepped.tensors) != [stepped.tensors.names]:
-            optimizer = _grouped_by_name(make, optimizer, stepped)
+        groups = _names_by_group(optimizer, stepped.tensors)
+        if groups != [stepped.tensors.names]:
+            del optimizer  # and its state, if it makes that at once
+            _check_groups(make, groups, stepped)
+            # Once more, so that whatever the user's function keeps is of the optimizer that steps.
+            return make(stepped.tensors)
     return optimizer
 
 
@@ -119,24 +124,24 @@ def check_sliced(optimizer: torch.optim.Optimizer, stepped: Stepped, slices: Map
         )
 
 
-def _grouped_by_name(make: Make, optimizer: torch.optim.Optimizer, stepped: Stepped) -> torch.optim.Optimizer:
-    """The optimizer, if ``make`` would choose the same groups from whole parameters.
+def _check_groups(make: Make, groups: list[list[str]], stepped: Stepped) -> None:
+    """Check that ``make`` would choose the same groups from whole parameters.
 
     Raises:
         ValueError: it looks at shapes or sizes, which pieces do not have.
     """
-    whole = _whole(stepped)
-    try:
-        of_whole = make(whole)
-    except Exception:  # what it does with tensors without memory says nothing
-        return make(stepped.tensors)
-    if _names_by_group(of_whole, whole) != _names_by_group(optimizer, stepped.tensors):
-        raise ValueError(
-            "optimizer_fn: it groups tensors by their shape or size, and this rank's are pieces, which have others; "
-            "choose by name with tensors.where(lambda name: ...), or use a partition other than 'elements'"
-        )
-    # Once more, so that whatever the user's function keeps is of the optimizer that steps.
-    return make(stepped.tensors)
+    for device in (torch.device("meta"), stepped.tensors[0].device):
+        whole = _whole(stepped, device)
+        with contextlib.suppress(Exception):  # torch refuses fused=True on the meta device
+            if _names_by_group(make(whole), whole) == groups:
+                return
+            break
+    else:
+        return  # what it does with tensors without memory says nothing
+    raise ValueError(
+        "optimizer_fn: it groups tensors by their shape or size, and this rank's are pieces, which have others; choose "
+        "by name with tensors.where(lambda name: ...), or use a partition other than 'elements'"
+    )
 
 
 def _names_by_group(optimizer: torch.optim.Optimizer, tensors: StepTensors) -> list[list[str]]:
@@ -147,18 +152,17 @@ def _names_by_group(optimizer: torch.optim.Optimizer, tensors: StepTensors) -> l
 def _made_of_whole(make: Make, stepped: Stepped) -> str | None:
     """The class of the optimizer that ``make`` builds over whole parameters; None if it refuses those too."""
     try:
-        return type(make(_whole(stepped))).__name__
+        return type(make(_whole(stepped, torch.device("meta")))).__name__
     except Exception:  # then the pieces are not the reason
         return None
 
 
-def _whole(stepped: Stepped) -> StepTensors:
-    """What is stepped, in the parameters' shapes, without their memory: one element each, expanded.
-
-    Not on the meta device, where torch refuses options such as ``fused=True``.
-    """
+def _whole(stepped: Stepped, device: torch.device) -> StepTensors:
+    """What is stepped, in the parameters' shapes and without their memory: one element each, expanded."""
     return StepTensors({
-        name: tensor.new_zeros(()).expand(stepped.shapes[name]).requires_grad_(tensor.requires_grad)
+        name: torch.zeros((), dtype=tensor.dtype, device=device)
+        .expand(stepped.shapes[name])
+        .requires_grad_(tensor.requires_grad)
         for name, tensor in stepped.tensors.items()
     })  # fmt: skip
 

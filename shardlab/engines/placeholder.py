@@ -91,8 +91,14 @@ class PlaceholderParameter(nn.Parameter):
         return f"sharded parameter {tuple(self.shape)}"
 
 
-def taken_into(view: Tensor, param: nn.Parameter, name: str) -> Tensor:
-    """``view``, with what the user has put in the place of the parameter's data; that tensor is free afterwards.
+def is_at(param: Tensor, view: Tensor) -> bool:
+    """Whether a parameter's data is still the engine's ``view``, and not what the user has put there by ``.data =``."""
+    same = param.shape == view.shape and param.stride() == view.stride()
+    return same and (not view.numel() or param.data_ptr() == view.data_ptr())
+
+
+def move_away(param: nn.Parameter, view: Tensor, name: str) -> None:
+    """Give what the user has put in the place of ``view`` memory of its own, since two may have been swapped.
 
     Raises:
         RuntimeError: it has another shape, dtype or device.
@@ -103,8 +109,7 @@ def taken_into(view: Tensor, param: nn.Parameter, name: str) -> Tensor:
             f"{param.device}, and the engine keeps {tuple(view.shape)} of {dtype_name(view.dtype)} on {view.device}; "
             "convert the module before the engine is built"
         )
-    with torch.no_grad():
-        return view.copy_(param)
+    param.data = param.detach().clone()
 
 
 def without_parameters(output: Any, params: Container[Tensor]) -> Any:
@@ -146,7 +151,6 @@ class ParameterSites:
 
     def put_parameter(self) -> None:
         """Put the parameter itself into the module."""
-        self.check()
         self._put(self._param)
 
     def put_placeholder(self) -> None:
@@ -157,7 +161,9 @@ class ParameterSites:
 
     def _put(self, value: nn.Parameter) -> None:
         for owner, attribute in self._sites:
-            owner._parameters[attribute] = value
+            # What the user has put there stays: closing the engine must not take it away.
+            if owner._parameters.get(attribute) is self._param or owner._parameters.get(attribute) is self._placeholder:
+                owner._parameters[attribute] = value
 
 
 def sites_of(module: nn.Module, params: Mapping[str, nn.Parameter]) -> dict[str, ParameterSites]:
@@ -237,18 +243,22 @@ class PlaceholderGradients:
             self._params[name].grad = None
         self._placed.discard(name)
 
+    @property
+    def gone(self) -> list[str]:
+        """Where other code has cleared or set the gradient."""
+        return [name for name in self._placed if not isinstance(self._params[name].grad, PlaceholderGradient)]
+
     def check(self) -> None:
         """Find out whether other code has cleared or set gradients without the engine.
 
         Raises:
             RuntimeError: a placeholder is gone.
         """
-        for name in self._placed:
-            if not isinstance(self._params[name].grad, PlaceholderGradient):
-                raise RuntimeError(
-                    f"gradient of {name!r}: it was set or cleared at the parameter (by a submodule's zero_grad() or by "
-                    "'.grad ='), but the mean is in engine.step_tensors(); write engine.zero_grad()"
-                )
+        for name in self.gone:
+            raise RuntimeError(
+                f"gradient of {name!r}: it was set or cleared at the parameter (by a submodule's zero_grad() or by "
+                "'.grad ='), but the mean is in engine.step_tensors(); write engine.zero_grad()"
+            )
 
     def close(self) -> None:
         """Leave the parameters plain."""

@@ -25,7 +25,7 @@ from torch.autograd.graph import increment_version
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending
 from shardlab.engines.holdings import Division, Held
-from shardlab.engines.placeholder import ParameterSites, taken_into
+from shardlab.engines.placeholder import ParameterSites, is_at, move_away
 from shardlab.engines.precision import Precision
 from shardlab.engines.tensor_layout import LayoutOfTensors
 from shardlab.engines.unused_params import mark_all_used, nobody_used
@@ -121,8 +121,17 @@ class ShardedBucket:
                 self._gathering = (buffer, pending)
             self.state = BucketState.GATHERING
 
-    def unshard(self, *, as_stored: bool = False) -> None:
-        """Gather, and put the full parameters into the module."""
+    def unshard(self, *, as_stored: bool = False, checked: bool = True) -> None:
+        """Gather, and put the full parameters into the module.
+
+        Args:
+            as_stored: in the shard's dtype, not the compute dtype.
+            checked: refuse to where the user has put another parameter into the module; else that one stays.
+        """
+        if checked and self.state is not BucketState.UNSHARDED:
+            # Before anything is gathered, or a refusal would leave a part of it.
+            for site in map(self.sites.__getitem__, self.params):
+                site.check()
         self.start_unshard(as_stored=as_stored)
         if self.state is BucketState.GATHERING:
             assert self._gathering is not None
@@ -202,20 +211,19 @@ class ShardedBucket:
         """Before ``keep_changes``, of all buckets: take what the user has put in the place of gathered data.
 
         Raises:
-            RuntimeError: an attribute has another parameter.
+            RuntimeError: an attribute has another parameter, or the data another shape, dtype or device.
         """
         for name, param in self.params.items():
             self.sites[name].check()
-            if self._is_replaced(name):
-                # Apart from where it was: the user may have swapped the data of two.
-                param.data = param.detach().clone()
+            if not is_at(param, self.full[name]):
+                move_away(param, self.full[name], name)
 
     def keep_changes(self) -> None:
         """Copy what was written into the full parameters back into the shard."""
         assert self.state is BucketState.UNSHARDED
         for name, param in self.params.items():
-            if self._is_replaced(name):
-                param.data = taken_into(self.full[name], param, name)
+            if not is_at(param, self.full[name]):
+                param.data = self.full[name].copy_(param.detach())
         for name, piece in self._tensors.own.items():
             self.pieces[name].detach().view(-1).copy_(self.full[name].reshape(-1)[piece.param_start : piece.param_stop])
         # Writing has raised the versions of what was written to; a backward through the rest is still right.
@@ -337,6 +345,7 @@ class ShardedBucket:
         return [name for name, version in self._versions_now().items() if version != self._versions[name]]
 
     def _is_replaced(self, name: str) -> bool:
-        """Whether the user has put another tensor in the place of the gathered data, by ``.data =``."""
-        full = self.full[name]
-        return full.numel() > 0 and self.params[name].data_ptr() != full.data_ptr()
+        """Whether the user has put other values in the place of the gathered data, by ``.data =``."""
+        param, full = self.params[name], self.full[name]
+        # The values, too: an LSTM's flatten_parameters() moves them on CUDA and leaves them what they are.
+        return not is_at(param, full) and not (param.shape == full.shape and torch.equal(param.detach(), full))

@@ -144,7 +144,7 @@ class ShardedEngine(MixedPrecision):
         for bucket in self.buckets:
             # First: what is gathered to compute with may have fewer bits.
             bucket.release()
-            bucket.unshard(as_stored=True)
+            bucket.unshard(as_stored=True, checked=False)
 
     @property
     @override

@@ -20,7 +20,7 @@ from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending, wait_all
 from shardlab.engines.buckets import Bucket
 from shardlab.engines.holdings import Held
-from shardlab.engines.placeholder import taken_into
+from shardlab.engines.placeholder import move_away
 from shardlab.engines.precision import Precision
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.partition.layout import Piece
@@ -82,25 +82,38 @@ class ParameterShards:
         Raises:
             RuntimeError: it has another shape, dtype or device, or the parameter is a rounded copy.
         """
-        replaced = [(bucket, place) for bucket in self.buckets for place in self._replaced(bucket)]
-        # All are read before the first is written: the user may have swapped the data of two.
-        for bucket, place in replaced:
-            bucket.params[place].data = bucket.params[place].detach().clone()
-        for bucket, place in replaced:
-            self._take(bucket, place, bucket.slots_of(self._shown(bucket.index))[place])
+        replaced = [(bucket, *found) for bucket in self.buckets for found in self._replaced(bucket)]
+        # All are moved before the first is copied: the user may have swapped the data of two.
+        for bucket, place, view in replaced:
+            self._check_replaceable(bucket)
+            move_away(bucket.params[place], view, bucket.names[place])
+        for bucket, place, view in replaced:
+            # Into the buffer: the optimizer steps a slice of that, and the next gather would pass the user's tensor by.
+            bucket.params[place].data = view.copy_(bucket.params[place].detach())
 
-    def _replaced(self, bucket: Bucket) -> list[int]:
+    def show(self) -> None:
+        """Give every parameter its place in the buffers again, whatever the user has put there by ``.data =``."""
+        for bucket in self.buckets:
+            if self._replaced(bucket):
+                bucket.show(self._shown(bucket.index))
+
+    def _replaced(self, bucket: Bucket) -> list[tuple[int, Tensor]]:
+        """Slots whose parameters have other data than the buffer's, and their views of it."""
         shown = self._shown(bucket.index)
         start, itemsize = shown.data_ptr(), shown.element_size()
+        # Views are made only where something differs: there may be thousands of parameters, in each step.
         return [
-            place
+            (place, bucket.slots_of(shown)[place])
             for place, (slot, param) in enumerate(zip(bucket.layout.slots, bucket.params, strict=True))
-            if param.numel() and param.data_ptr() != start + slot.start * itemsize
+            if not self._is_shown(param, bucket, place)
+            or (slot.stop > slot.start and param.data_ptr() != start + slot.start * itemsize)
         ]
 
-    def _take(self, bucket: Bucket, place: int, view: Tensor) -> None:
-        # Into the buffer: the optimizer steps a slice of that, and the next gather would pass the user's tensor by.
-        bucket.params[place].data = taken_into(view, bucket.params[place], bucket.names[place])
+    def _is_shown(self, param: nn.Parameter, bucket: Bucket, place: int) -> bool:
+        return param.shape == bucket.shapes[place] and param.is_contiguous()
+
+    def _check_replaceable(self, bucket: Bucket) -> None:
+        """Refuse data in the place of a rounded copy, where there are any."""
 
     def _shown(self, index: int) -> Tensor:
         """The buffer that the parameters of a bucket are views of now."""
@@ -243,9 +256,13 @@ class MasterShards(ParameterShards):
         for name, version in self._versions.items():
             if self.params[name]._version != version:
                 raise _written(name)
+        for bucket in self.buckets:
+            if self._replaced(bucket):
+                self._check_replaceable(bucket)
 
     def forget_writes(self) -> None:
         """Accept what was written into parameters, which are about to be replaced."""
+        self.show()
         self._note_versions()
 
     def _gather_masters(self) -> None:
@@ -283,10 +300,9 @@ class MasterShards(ParameterShards):
         return self._stored.get(index, self.flat[index])
 
     @override
-    def _take(self, bucket: Bucket, place: int, view: Tensor) -> None:
+    def _check_replaceable(self, bucket: Bucket) -> None:
         if self._masters[bucket.index] is not None and not self.is_held:
-            raise _written(bucket.names[place])
-        super()._take(bucket, place, view)
+            raise _written(bucket.names[self._replaced(bucket)[0][0]])
 
     @override
     def _flatten(self, bucket: Bucket) -> Tensor:

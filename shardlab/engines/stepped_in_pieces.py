@@ -49,6 +49,9 @@ class SteppedInPieces(MixedPrecision):
         with contextlib.nullcontext() if masters is None else masters.whole(keep_changes=keep_changes):
             self._note_stored_params()
             yield self.module
+            # Rounded parameters are left out: ``whole()`` does it while the master weights are in their place.
+            if keep_changes and masters is None:
+                self.shards.take_replaced()
 
     @override
     def full_state_dict(self) -> dict[str, Any]:
@@ -80,7 +83,7 @@ class SteppedInPieces(MixedPrecision):
         """
         if self._masters is not None and self._masters.is_held:
             raise ValueError("load: leave 'with engine.full_params():' first; what it holds would be stale")
-        self.shards.take_replaced()  # or what is loaded would not reach the module
+        self.shards.show()  # or what is loaded would not reach what the user has put there by ``.data =``
         extra = super().load(directory, **objects)
         if self._masters is not None:
             # Each rank has read only its own chunks. All buckets, since frozen parameters were loaded too.
@@ -108,7 +111,7 @@ class SteppedInPieces(MixedPrecision):
     @override
     def _begin_backward(self) -> None:
         # Before autograd accumulates, since a placeholder has no memory to add to; checked while they are still there.
-        self._placeholders.check()
+        self._check_placeholders()
         self._placeholders.take_away()
         super()._begin_backward()
 
@@ -122,8 +125,18 @@ class SteppedInPieces(MixedPrecision):
 
     @override
     def _refuse_changes(self) -> None:
-        self._placeholders.check()
+        self._check_placeholders()
         super()._refuse_changes()
+
+    def _check_placeholders(self) -> None:
+        """Of means: refuse that somebody has cleared or set one. Of what ``no_sync()`` has left: drop that sum."""
+        if not self._step_tensors.are_behind:
+            self._placeholders.check()
+            return
+        places = {bucket.names[slot]: (bucket, slot) for bucket, slot in self._place.values()}
+        for name in self._placeholders.gone:
+            bucket, slot = places[name]
+            bucket.drop(slot)
 
     @override
     def _finish_gradients(self) -> None:

@@ -48,7 +48,7 @@ def _from_file(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        del sys.modules[name]  # half of it
+        sys.modules.pop(name, None)  # half of it
         raise ValueError(f"workload: {path} cannot be imported: {type(error).__name__}: {error}") from error
     return module
 

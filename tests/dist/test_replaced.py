@@ -10,8 +10,10 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import ShardedOptimizer, build_engine
 from shardlab.launch import current
+from shardlab.trace.memory import bytes_by_role
+from shardlab.vocabulary import Role
 from tests.dist import cases
-from tests.dist.test_habits import backward, engine_of, trained_by
+from tests.dist.test_habits import backward, engine_of, own, trained_by
 from tests.dist.test_in_flight import SETUPS, SHARDED
 
 WORLD_SIZES = (2, 3)
@@ -157,7 +159,7 @@ def test_data_that_is_replaced_while_it_is_gathered_is_refused(pools, setup):
 
 
 def other_parameter(model):
-    model[0].weight = nn.Parameter(torch.zeros_like(model[0].weight, device="cpu"))
+    model[0].weight = nn.Parameter(torch.zeros(model[0].weight.shape).double())
 
 
 
@@ -359,3 +361,167 @@ def test_the_sharded_optimizer_steps_what_was_replaced(pools, way):
     for state in pools(2).run(sharded_optimizer, way):
         for name, value in model.state_dict().items():
             torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+
+
+# What a refusal leaves behind, and what is no reason for one.
+
+
+def closed_after_a_refusal(rank, setup):
+    with Mesh({"data": 2}) as mesh:
+        model = cases.build("MLP")
+        engine = engine_of(setup, model, mesh)
+        backward(engine, 0)
+        engine.step()
+        model[0].weight = new = nn.Parameter(torch.zeros(model[0].weight.shape).double())
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="was replaced"):
+                backward(engine, 1)
+            engine.zero_grad()
+        held = bytes_by_role(engine.live_tensors())[Role.GATHERED_PARAMETER]
+        engine.close()
+        assert model[0].weight is new
+        with engine_of(setup, model, mesh) as engine:
+            backward(engine, 0)
+            engine.step()
+            return held, engine.num_steps
+
+
+@pytest.mark.parametrize("setup", SHARDED)
+def test_after_the_refusal_of_another_parameter_the_engine_can_be_closed(pools, setup):
+    assert pools(2).run(closed_after_a_refusal, setup) == [(0, 1)] * 2
+
+
+def cleared_while_local(rank, setup, only):
+    """A submodule's gradients, of which one rank, or both, have some that add up in more bits."""
+    strategy, _ = SETUPS[setup]
+    with Mesh({"data": 2}) as mesh:
+        model = cases.build("MLP").float()
+        with build_engine(strategy, model, cases.OPTIMIZERS["sgd"], mesh, precision="bf16") as engine:
+            x, _ = own("MLP", 0, 0, engine)
+            if not only or rank == 1:
+                with engine.no_sync():
+                    engine.backward(engine(x.float()).sum())
+            model[0].zero_grad()
+            engine.finish_gradients()
+            gradients = engine.full_gradients()
+            engine.zero_grad(set_to_none=False)
+            return {name: gradient is None for name, gradient in gradients.items()}
+
+
+@pytest.mark.parametrize("only", [False, True])
+@pytest.mark.parametrize("setup", ["zero1", "zero2"])
+def test_local_gradients_in_more_bits_can_be_cleared(pools, setup, only):
+    for cleared in pools(2).run(cleared_while_local, setup, only):
+        assert cleared == {name: name.startswith("0.") for name in cleared}
+
+
+def rounded_elsewhere(rank, setup, directory):
+    strategy, _ = SETUPS[setup]
+    with Mesh({"data": 2}) as mesh:
+        model = cases.build("MLP").float()
+        with build_engine(strategy, model, cases.OPTIMIZERS["sgd"], mesh, precision="bf16") as engine:
+            engine.save(directory)
+            model[0].bias.data = torch.full_like(model[0].bias, 7.0)
+            for use in (engine.full_state_dict, engine.step, lambda: engine.save(directory)):
+                with pytest.raises(RuntimeError, match="written into in place or replaced"):
+                    use()
+            engine.load(directory)
+            return engine.full_state_dict()["0.bias"]
+
+
+@pytest.mark.parametrize("setup", ["zero1", "zero2"])
+def test_a_rounded_copy_that_is_replaced_is_refused_until_it_is_loaded(pools, setup, tmp_path):
+    for bias in pools(2).run(rounded_elsewhere, setup, tmp_path / "saved"):
+        assert torch.equal(bias, cases.build("MLP").float()[0].bias)
+
+
+def other_shape(rank, setup, shape):
+    with trained_by(setup) as engine:
+        name = "2.weight"
+        with pytest.raises(RuntimeError, match=rf"parameter '{name}': its data was replaced by"):
+            with engine.full_params(keep_changes=True) as model:
+                model[0].bias.data = torch.full_like(model[0].bias, 9.0)
+                model.get_parameter(name).data = torch.zeros(shape, dtype=torch.float64)
+            engine.step()
+        return float(engine.full_state_dict()["0.bias"].max()) if setup in SHARDED else 0.0
+
+
+@pytest.mark.parametrize("shape", [(16, 5), (3, 3), (0,)])
+@pytest.mark.parametrize("setup", [*SHARDED, "zero1", "zero2"])
+def test_another_shape_is_refused_and_nothing_is_kept_by_half(pools, setup, shape):
+    assert all(largest < 9.0 for largest in pools(2).run(other_shape, setup, shape))
+
+
+class Square(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(4, 4).double()
+
+    def forward(self, x):
+        return self.one(x)
+
+
+def transposed(rank, setup):
+    torch.manual_seed(0)
+    with Mesh({"data": 2}) as mesh, engine_of(setup, Square(), mesh) as engine:
+        with engine.full_params(keep_changes=True) as model:
+            model.one.weight.data = model.one.weight.data.t()
+        engine.backward(engine(torch.ones(2, 4).double()).square().mean())
+        engine.step()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_transposed_weight_trains(pools, setup):
+    torch.manual_seed(0)
+    model = Square()
+    model.one.weight.data = model.one.weight.data.t()
+    model(torch.ones(2, 4).double()).square().mean().backward()
+    cases.OPTIMIZERS["sgd"](list(model.parameters())).step()
+    for state in pools(2).run(transposed, setup):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+
+
+def disjoint(rank, setup):
+    model = nn.Module()
+    whole = torch.randn(8, 16).double()
+    model.q, model.k = nn.Parameter(whole[:, :8]), nn.Parameter(whole[:, 8:])
+    model.register_buffer("mask", torch.zeros(3, 3))
+    with Mesh({"data": 2}) as mesh, engine_of(setup, model, mesh) as engine:
+        return engine.name
+
+
+@pytest.mark.parametrize("setup", ["zero1", "fsdp"])
+def test_columns_of_one_tensor_are_separate(pools, setup):
+    assert len(pools(2).run(disjoint, setup)) == 2
+
+
+def test_one_process_may_clip_what_no_sync_has_left():
+    with build_engine("single", cases.build("MLP"), cases.OPTIMIZERS["sgd"]) as engine:
+        with engine.no_sync():
+            backward(engine, 0)
+        torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 1e-3)
+        engine.step()
+        assert engine.num_steps == 1
+
+
+def allocating_optimizer(rank):
+    sizes = []
+
+    def optimizer_fn(tensors):
+        groups = [{"params": tensors.where(lambda name, end=end: name.endswith(end))} for end in ("weight", "bias")]
+        made = torch.optim.Adagrad(groups, lr=0.1)
+        state = [value for each in made.state.values() for value in each.values() if isinstance(value, torch.Tensor)]
+        sizes.append(sum(value.nbytes for value in state if not value.is_meta))
+        return made
+
+    with Mesh({"data": 2}) as mesh, build_engine("fsdp", cases.build("MLP"), optimizer_fn, mesh):
+        return sizes
+
+
+def test_the_trial_of_groups_makes_no_state_of_the_whole_model(pools):
+    num_bytes = sum(param.nbytes for param in cases.build("MLP").parameters())
+    for sizes in pools(2).run(allocating_optimizer):
+        assert len(sizes) == 3
+        assert max(sizes) < num_bytes
