@@ -28,6 +28,11 @@ class Gradients:
     comm: Communicator
     _step_tensors: StepTensors
 
+    @property
+    def comms(self) -> tuple[Communicator, ...]:
+        """All axes whose ranks train this model together."""
+        raise NotImplementedError
+
     def __init__(self) -> None:
         self._sync = True  # not inside no_sync()
         self._are_means = False  # the gradients, over the data axes
@@ -171,8 +176,8 @@ class Gradients:
         """A backward inside ``no_sync()`` has ended: until they are means, no gradients of this rank may be changed."""
         self._step_tensors.are_behind = True
         for param in self.params.values():
-            # One process alone may change them: its sums are the means.
-            if param.grad is not None and self.comm.num_ranks > 1:
+            # One process alone may change them: its sums are the means, and of whole parameters.
+            if param.grad is not None and any(comm.num_ranks > 1 for comm in self.comms):
                 # Weakly: a gradient that the user clears must not stay in memory.
                 self._local[param] = TensorWeakRef(param.grad), param.grad._version
 

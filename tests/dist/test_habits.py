@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.launch import current
+from shardlab.tensor_parallel import Column, Row, parallelize_module
 from shardlab.trace.memory import bytes_by_role
 from shardlab.vocabulary import Role
 from tests.dist import cases
@@ -713,3 +714,22 @@ def left_behind(rank):  # noqa: ARG001
 
 def test_neither_a_copy_nor_what_a_lost_engine_leaves_belongs_to_one(pools):
     assert pools(2).run(left_behind) == [0, 0]
+
+
+def slices_clipped_too_early(rank, strategy):
+    """One data rank, whose tensor ranks have slices: a norm of slices is not the model's."""
+    with Mesh({"data": 1, "tensor": 2}) as mesh:
+        model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)).double()
+        parallelize_module(model, {"0": Column(), "2": Row()}, mesh["tensor"])
+        with build_engine(strategy, model, cases.OPTIMIZERS["sgd"], mesh) as engine:
+            with engine.no_sync():
+                engine.backward(engine(torch.ones(2, 4).double()).sum())
+            with pytest.raises(RuntimeError, match=r"write engine\.clip_grad_norm_"):
+                clip_grad_norm_(engine.module.parameters(), 1e-3)
+                engine.step()
+    return True
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp"])
+def test_clipping_of_slices_that_no_sync_has_left_is_refused(pools, strategy):
+    assert all(pools(2).run(slices_clipped_too_early, strategy))
