@@ -85,7 +85,7 @@ class ParameterShards:
         replaced = [(bucket, *found) for bucket in self.buckets for found in self._replaced(bucket)]
         # All are moved before the first is copied: the user may have swapped the data of two.
         for bucket, place, view in replaced:
-            self._check_replaceable(bucket)
+            self._check_replaceable(bucket, place)
             move_away(bucket.params[place], view, bucket.names[place])
         for bucket, place, view in replaced:
             # Into the buffer: the optimizer steps a slice of that, and the next gather would pass the user's tensor by.
@@ -105,14 +105,12 @@ class ParameterShards:
         return [
             (place, bucket.slots_of(shown)[place])
             for place, (slot, param) in enumerate(zip(bucket.layout.slots, bucket.params, strict=True))
-            if not self._is_shown(param, bucket, place)
+            if param.shape != bucket.shapes[place]
+            or not param.is_contiguous()
             or (slot.stop > slot.start and param.data_ptr() != start + slot.start * itemsize)
         ]
 
-    def _is_shown(self, param: nn.Parameter, bucket: Bucket, place: int) -> bool:
-        return param.shape == bucket.shapes[place] and param.is_contiguous()
-
-    def _check_replaceable(self, bucket: Bucket) -> None:
+    def _check_replaceable(self, bucket: Bucket, place: int) -> None:
         """Refuse data in the place of a rounded copy, where there are any."""
 
     def _shown(self, index: int) -> Tensor:
@@ -257,8 +255,8 @@ class MasterShards(ParameterShards):
             if self.params[name]._version != version:
                 raise _written(name)
         for bucket in self.buckets:
-            if self._replaced(bucket):
-                self._check_replaceable(bucket)
+            for place, _ in self._replaced(bucket):
+                self._check_replaceable(bucket, place)
 
     def forget_writes(self) -> None:
         """Accept what was written into parameters, which are about to be replaced."""
@@ -300,9 +298,9 @@ class MasterShards(ParameterShards):
         return self._stored.get(index, self.flat[index])
 
     @override
-    def _check_replaceable(self, bucket: Bucket) -> None:
+    def _check_replaceable(self, bucket: Bucket, place: int) -> None:
         if self._masters[bucket.index] is not None and not self.is_held:
-            raise _written(bucket.names[self._replaced(bucket)[0][0]])
+            raise _written(bucket.names[place])
 
     @override
     def _flatten(self, bucket: Bucket) -> Tensor:
