@@ -168,7 +168,9 @@ class Engine(Holdings, Gradients, EngineState):
         tensors: dict[tuple[Communicator, ...], list[Tensor]] = {}
         for name, axes in self.spread_over().items():
             tensors.setdefault(axes, []).append(self.step_tensors().by_name(name))
-        return clip_(tensors, max_norm, norm_type, self.mesh.device)
+        norm = clip_(tensors, max_norm, norm_type, self.mesh.device)
+        self.guard_slices()
+        return norm
 
     def step(self) -> None:
         """One optimizer step; afterwards the parameters are equal on all ranks."""

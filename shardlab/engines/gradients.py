@@ -18,6 +18,18 @@ from torch.utils.weak import TensorWeakRef
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.backward_watch import BackwardWatch
 from shardlab.engines.step_tensors import StepTensors
+from shardlab.partition.slices import TensorSlice
+
+_CHANGED_SUM = (
+    "it was changed in place after a backward inside no_sync(), when it was this rank's own sum and no mean; call "
+    "engine.zero_grad(), and from then on write engine.clip_grad_norm_(max_norm), or engine.finish_gradients() before "
+    "what changes gradients"
+)
+_CHANGED_MEAN = (
+    "it was changed in place, and it is a slice: torch's clip_grad_norm_ would scale it by a different norm on each "
+    "tensor rank; call engine.zero_grad(), and from then on write engine.clip_grad_norm_(max_norm), or assign a "
+    "new tensor where each element is changed by itself, as in param.grad = param.grad * 0.5"
+)
 
 
 class Gradients:
@@ -25,6 +37,7 @@ class Gradients:
 
     name: ClassVar[str]
     params: dict[str, nn.Parameter]
+    slices: dict[str, TensorSlice]
     comm: Communicator
     _step_tensors: StepTensors
 
@@ -38,7 +51,8 @@ class Gradients:
         self._are_means = False  # the gradients, over the data axes
         self._has_failed = False  # a backward outside no_sync() raised, and zero_grad() has not been called since
         self._were_trainable: set[nn.Parameter] = set()  # in a backward since zero_grad(); may be frozen by now
-        self._local: dict[nn.Parameter, tuple[TensorWeakRef, int]] = {}  # what no_sync() has left, and its version
+        # Gradients that the user may not change in place, and their versions: what no_sync() has left, means of slices.
+        self._guarded: dict[nn.Parameter, tuple[TensorWeakRef, int]] = {}
         self.num_backwards = 0  # begun so far
         self._backward_watch = BackwardWatch(
             self.params, self._begin_backward, self._enter_backward, self._end_backward
@@ -85,15 +99,27 @@ class Gradients:
         """Return when the gradients are means over the data axis; clip and step call it if that is still pending.
 
         Raises:
-            RuntimeError: the last backward raised, or what ``no_sync()`` has left was changed in place, and
-                ``zero_grad()`` has not been called since.
+            RuntimeError: the last backward raised, or what ``no_sync()`` has left, or a mean of slices, was changed in
+                place, and ``zero_grad()`` has not been called since.
         """
         self._refuse_after_failure()
+        self._refuse_changes()
         if not self._are_means:
-            self._refuse_changes()
             self._finish_gradients()
             self._are_means = True
-            self._forget_local()
+            self._forget_guarded()
+            self.guard_slices()
+
+    def guard_slices(self) -> None:
+        """From now on refuse changes in place of the means of slices; whoever changes them rightly calls it after that.
+
+        Torch's ``clip_grad_norm_`` would scale what each tensor rank has by the norm of that alone.
+        """
+        for name, param in self.params.items():
+            is_slice = name in self.slices and self.slices[name].num_ranks > 1
+            # Those that the user sees. Where means go to pieces, a placeholder stands here and refuses by itself.
+            if is_slice and self._step_tensors.by_name(name) is param:
+                self._guard(param)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients.
@@ -103,7 +129,7 @@ class Gradients:
                 parameters too, by momentum and weight decay. Pending reductions are finished first: collective.
         """
         self._notice_failure()
-        self._local.clear()  # what was changed in them is dropped
+        self._guarded.clear()  # what was changed in them is dropped
         # Before anything is cleared: other ranks may be waiting in collectives of the backward that raised here.
         if self._has_failed:
             self._complete_failed_backward()
@@ -124,13 +150,13 @@ class Gradients:
             param.grad = None
         self._were_trainable.clear()
         self._are_means = False
-        self._forget_local()
+        self._forget_guarded()
 
     def _begin_backward(self) -> None:
         """A backward begins; called before its first gradient, or right after it (see ``BackwardWatch``)."""
         self._refuse_after_failure()
         self._refuse_changes()
-        self._forget_local()  # autograd changes them now
+        self._forget_guarded()  # autograd changes them now
         self.num_backwards += 1
         # Noted on every rank: a parameter frozen before the reduction still has a gradient to send, here or elsewhere.
         self._were_trainable.update(param for param in self.params.values() if param.requires_grad)
@@ -148,7 +174,7 @@ class Gradients:
         """A gradient has been accumulated into ``param.grad``."""
         if not self._backward_watch.has_begun:
             # Nobody saw this plain backward begin, and autograd has changed this one itself.
-            self._local.pop(param, None)
+            self._guarded.pop(param, None)
         # First: this may be the first sign of a plain backward, whose beginning resets queues and placeholders.
         self._backward_watch.enter()
         gradient = param.grad
@@ -177,26 +203,29 @@ class Gradients:
         self._step_tensors.are_behind = True
         for param in self.params.values():
             # One process alone may change them: its sums are the means, and of whole parameters.
-            if param.grad is not None and any(comm.num_ranks > 1 for comm in self.comms):
-                # Weakly: a gradient that the user clears must not stay in memory.
-                self._local[param] = TensorWeakRef(param.grad), param.grad._version
+            if any(comm.num_ranks > 1 for comm in self.comms):
+                self._guard(param)
 
-    def _forget_local(self) -> None:
-        self._local.clear()
+    def _guard(self, param: nn.Parameter) -> None:
+        if param.grad is not None:
+            # Weakly: a gradient that the user clears must not stay in memory.
+            self._guarded[param] = TensorWeakRef(param.grad), param.grad._version
+
+    def _forget_guarded(self) -> None:
+        self._guarded.clear()
         self._step_tensors.are_behind = False
 
     def _refuse_changes(self) -> None:
-        """Refuse a mean of what was changed on each rank in its own way."""
-        for param, (reference, version) in self._local.items():
+        """Refuse what may have been changed on each rank in its own way."""
+        for param, (reference, version) in self._guarded.items():
             gradient = param.grad
-            if gradient is not None and gradient is reference() and gradient._version != version:
-                # A rank without gradients has nothing to refuse, and may be in a collective, which zero_grad() joins.
-                self._has_failed |= self._sync
-                raise RuntimeError(
-                    f"gradient of {self._name_of(param)!r}: it was changed in place after a backward inside no_sync(), "
-                    "when it was this rank's own sum and no mean; call engine.zero_grad(), and from then on write "
-                    "engine.clip_grad_norm_(max_norm), or engine.finish_gradients() before what changes gradients"
-                )
+            if gradient is None or gradient is not reference() or gradient._version == version:
+                continue
+            # A rank without gradients has nothing to refuse, and may be in a collective, which zero_grad() joins.
+            self._has_failed |= self._sync and not self._are_means
+            raise RuntimeError(
+                f"gradient of {self._name_of(param)!r}: {_CHANGED_MEAN if self._are_means else _CHANGED_SUM}"
+            )
 
     def _notice_failure(self) -> None:
         """Find out whether a plain ``loss.backward()`` raised."""

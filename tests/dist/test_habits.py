@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
+from shardlab.engines.grad_scaler import GradScaler
 from shardlab.launch import current
 from shardlab.tensor_parallel import Column, Row, parallelize_module
 from shardlab.trace.memory import bytes_by_role
@@ -40,7 +41,9 @@ def trained_by(setup, kind="MLP", optimizer="sgd"):
 
 
 def own(kind, step, micro_batch, engine):
-    return (cases.own_rows(part, engine.data_rank) for part in cases.rows(kind, step, micro_batch, engine.num_data_ranks))
+    return (
+        cases.own_rows(part, engine.data_rank) for part in cases.rows(kind, step, micro_batch, engine.num_data_ranks)
+    )
 
 
 def backward(engine, step, micro_batch=0, kind="MLP"):
@@ -196,7 +199,9 @@ def zeroed_in_part(rank, setup):  # noqa: ARG001
         for then in (lambda engine: engine.step(), lambda engine: backward(engine, 1)):
             with trained_by(setup) as engine:
                 backward(engine, 0)
-                with pytest.raises(RuntimeError, match=r"gradient of '0\.\w+'.*write engine\.zero_grad|engine\.zero_gr"):
+                with pytest.raises(
+                    RuntimeError, match=r"gradient of '0\.\w+'.*write engine\.zero_grad|engine\.zero_gr"
+                ):
                     zero(engine)
                     then(engine)
                 engine.zero_grad()
@@ -716,20 +721,143 @@ def test_neither_a_copy_nor_what_a_lost_engine_leaves_belongs_to_one(pools):
     assert pools(2).run(left_behind) == [0, 0]
 
 
-def slices_clipped_too_early(rank, strategy):
+# Who clips slices.
+
+
+@contextlib.contextmanager
+def slices_trained_by(strategy):
     """One data rank, whose tensor ranks have slices: a norm of slices is not the model's."""
     with Mesh({"data": 1, "tensor": 2}) as mesh:
-        model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)).double()
+        model = sliceable()
         parallelize_module(model, {"0": Column(), "2": Row()}, mesh["tensor"])
-        with build_engine(strategy, model, cases.OPTIMIZERS["sgd"], mesh) as engine:
-            with engine.no_sync():
-                engine.backward(engine(torch.ones(2, 4).double()).sum())
-            with pytest.raises(RuntimeError, match=r"write engine\.clip_grad_norm_"):
-                clip_grad_norm_(engine.module.parameters(), 1e-3)
-                engine.step()
+        with build_engine(strategy, model, cases.OPTIMIZERS["adamw"], mesh) as engine:
+            yield engine
+
+
+def sliceable():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)).double()
+
+
+def loss_of_step(model, step):
+    return model(torch.full((2, 4), step + 1.0).double()).square().sum()
+
+
+def slices_clipped_too_early(rank, strategy):  # noqa: ARG001
+    with slices_trained_by(strategy) as engine:
+        with engine.no_sync():
+            engine.backward(loss_of_step(engine, 0))
+        with pytest.raises(RuntimeError, match=r"write engine\.clip_grad_norm_"):
+            clip_grad_norm_(engine.module.parameters(), 1e-3)
+            engine.step()
     return True
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp"])
 def test_clipping_of_slices_that_no_sync_has_left_is_refused(pools, strategy):
     assert all(pools(2).run(slices_clipped_too_early, strategy))
+
+
+AFTER_MEANS = {
+    "step": lambda engine: engine.step(),
+    "backward": lambda engine: engine.backward(loss_of_step(engine, 1)),
+    "plain backward": lambda engine: loss_of_step(engine, 1).backward(),
+    "scaled step": lambda engine: GradScaler(1.0).step(engine),
+    "clip": lambda engine: engine.clip_grad_norm_(1.0),
+}
+
+
+def slices_clipped(rank, strategy):  # noqa: ARG001
+    with slices_trained_by(strategy) as engine:
+        for then in AFTER_MEANS.values():
+            for clip in ("clip_grad_norm_", "of a choice"):
+                engine.backward(loss_of_step(engine, 0))
+                with pytest.raises(RuntimeError, match=r"write engine\.clip_grad_norm_\(max_norm\)"):
+                    LOCAL_CLIPS[clip](engine)
+                    then(engine)
+                engine.zero_grad()
+        engine.backward(loss_of_step(engine, 0))
+        engine.step()
+        return engine.full_state_dict()
+
+
+WITH_SLICES = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
+
+
+@pytest.mark.parametrize("strategy", WITH_SLICES)
+def test_torch_s_clipping_of_slices_is_refused(pools, strategy):
+    model = sliceable()
+    optimizer = cases.OPTIMIZERS["adamw"](model.parameters())
+    loss_of_step(model, 0).backward()
+    optimizer.step()
+    for state in pools(2).run(slices_clipped, strategy):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+
+
+def halved(engine):
+    for tensor in engine.step_tensors():
+        tensor.grad = tensor.grad * 0.5
+
+
+def zeroed_first(engine):
+    engine.zero_grad(set_to_none=False)
+    engine.backward(loss_of_step(engine, 1))
+
+
+# What each does to slices, and what it does to the model's gradients in one process.
+ALLOWED = {
+    "the engine's clipping": (
+        lambda engine: engine.clip_grad_norm_(1e-3),
+        lambda model: clip_grad_norm_(model.parameters(), 1e-3),
+    ),
+    "out of place": (halved, lambda model: [p.grad.mul_(0.5) for p in model.parameters()]),
+    "zeros": (zeroed_first, lambda model: (model.zero_grad(), loss_of_step(model, 1).backward())),
+    "unscaled": (
+        lambda engine: GradScaler(2.0).unscale_(engine),
+        lambda model: [p.grad.div_(2) for p in model.parameters()],
+    ),
+}
+
+
+def slices_changed(rank, strategy, way):  # noqa: ARG001
+    with slices_trained_by(strategy) as engine:
+        for _ in range(2):
+            engine.backward(loss_of_step(engine, 0))
+            ALLOWED[way][0](engine)
+            engine.step()
+            engine.zero_grad()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("way", ALLOWED)
+@pytest.mark.parametrize("strategy", WITH_SLICES)
+def test_what_may_be_done_to_gradients_of_slices(pools, strategy, way):
+    model = sliceable()
+    optimizer = cases.OPTIMIZERS["adamw"](model.parameters())
+    for _ in range(2):
+        loss_of_step(model, 0).backward()
+        ALLOWED[way][1](model)
+        optimizer.step()
+        optimizer.zero_grad()
+    for state in pools(2).run(slices_changed, strategy, way):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+
+
+def whole_ones_clipped(rank, strategy):  # noqa: ARG001
+    with slices_trained_by(strategy) as engine:
+        engine.backward(loss_of_step(engine, 0))
+        norm = clip_grad_norm_([param for name, param in engine.params.items() if name not in engine.slices], 1e-3)
+        engine.step()
+        return norm
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "bucketed"])
+def test_torch_clips_what_every_tensor_rank_has_whole(pools, strategy):
+    model = sliceable()
+    loss_of_step(model, 0).backward()
+    expected = float(model[2].bias.grad.norm())
+    for norm in pools(2).run(whole_ones_clipped, strategy):
+        assert float(norm) == pytest.approx(expected, abs=1e-10)

@@ -158,7 +158,9 @@ class ChangeMeans(Operation):
         return world.gradients == "means" and not world.unfinished
 
     def ours(self, world: World) -> Seen:
-        return self._change(world.ours.engine.step_tensors().items())
+        seen = self._change(world.ours.engine.step_tensors().items())
+        world.ours.engine.guard_slices()  # or it could be torch's clipping
+        return seen
 
     def plain(self, world: World) -> Seen:
         return self._change(world.plain.params.items())
@@ -183,10 +185,12 @@ class Habit(Operation):
 
     def applies(self, world: World) -> bool:
         # Torch's engines clip each rank's own gradients by their own norm where no_sync() has left them.
-        return not (self._clips_local(world) and world.ours.spec.name in PEERS)
+        return not (self._clips_parts(world) and world.ours.spec.name in PEERS)
 
-    def _clips_local(self, world: World) -> bool:
-        return self.what.startswith("clip") and world.gradients != "means" and not world.unfinished
+    def _clips_parts(self, world: World) -> bool:
+        """Whether the norm on each rank is of its own sums, or of its slices."""
+        are_sums = world.gradients != "means" and not world.unfinished
+        return self.what.startswith("clip") and (are_sums or world.ours.spec.num_tensor_ranks > 1)
 
     def ours(self, world: World) -> Seen:
         engine = world.ours.engine
@@ -200,7 +204,7 @@ class Habit(Operation):
         else:
             tensors = engine.module.parameters() if self.what == "clip module" else engine.step_tensors()
             norm = torch.nn.utils.clip_grad_norm_(tensors, 1.0)
-            return {} if self._clips_local(world) else {"norm": norm}
+            return {} if self._clips_parts(world) else {"norm": norm}
         return {}
 
     def plain(self, world: World) -> Seen:
@@ -212,11 +216,11 @@ class Habit(Operation):
             plain.zero_grad()
         else:
             norm = torch.nn.utils.clip_grad_norm_(list(plain.params.values()), 1.0)
-            return {} if self._clips_local(world) else {"norm": norm}
+            return {} if self._clips_parts(world) else {"norm": norm}
         return {}
 
     def after(self, world: World) -> None:
-        if self._clips_local(world):
+        if self._clips_parts(world):
             world.gradients = "changed"  # what needs them next must refuse them, or they are not those of one process
         if self.what.endswith("zero_grad"):
             world.gradients, world.unfinished = "means", False

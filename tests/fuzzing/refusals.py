@@ -36,7 +36,7 @@ def is_documented(error: Exception, world: World) -> bool:
         return False
     if "modified by an inplace operation" in str(error):
         return world.may_clash
-    if "changed in place after a backward inside no_sync()" in str(error):
+    if "it was changed in place" in str(error):
         return world.gradients == "changed"
     if _matches(error, INSIDE_AND_OUTSIDE):
         # A graph from before full_params() that nobody knows of brings a part of the gradient too.

@@ -57,6 +57,7 @@ _depths = st.sampled_from([None, None, None, 1, 0, 2])
 _which = st.sampled_from(["all", "all", "last", "first"])
 _how = st.sampled_from(["engine", "engine", "plain"])
 _insides = st.sampled_from(["look", "change", "replace", "evaluate", "train"])
+_clips = st.sampled_from(["clip module", "clip step tensors"])
 _parts = st.sampled_from(["enter", "blocks", "leave", "blocks.0", "blocks.1", "spare"])
 
 
@@ -71,7 +72,7 @@ def _training_step(draw: st.DrawFn) -> list[Operation]:
     if operations and draw(seldom):
         operations.append(Freeze(draw(_parts)))  # what has a gradient that is still to be reduced
     if operations and draw(seldom) and draw(st.booleans()):
-        operations.append(Habit(draw(st.sampled_from(["clip module", "clip step tensors"]))))  # too early
+        operations.append(Habit(draw(_clips)))  # too early
     operations.append(Forward(draw(_seeds), draw(_depths)))
     if draw(seldom):
         operations.append(Forward(draw(_seeds), draw(_depths)))
@@ -85,6 +86,8 @@ def _training_step(draw: st.DrawFn) -> list[Operation]:
         operations.append(Evaluate(draw(_seeds), draw(_depths)))
     if draw(st.booleans()):
         operations.append(Clip(draw(st.sampled_from([0.1, 1.0])), draw(st.sampled_from([2.0, 1.0, "inf"]))))
+    if draw(seldom) and draw(st.booleans()):
+        operations.append(Habit(draw(_clips)))
     if draw(seldom) and draw(seldom):
         operations.append(ChangeMeans(draw(_parts), draw(st.booleans())))
     operations.append(Step())
