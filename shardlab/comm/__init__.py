@@ -5,10 +5,9 @@ What is imported here is what an engine needs. ``comm.mesh`` makes a mesh over t
 """
 
 from shardlab.comm.base_mesh import BaseMesh
-from shardlab.comm.coalesced import broadcast_coalesced
-from shardlab.comm.communicator import Communicator
+from shardlab.comm.communicator import Communicator, broadcast_coalesced
 from shardlab.comm.events import CollectiveEvent, DeviceEvent, Observer, Pending, wait_all
-from shardlab.comm.process import become_rank, end_retired, leave_group
+from shardlab.comm.group import become_rank, end_retired, leave_group
 
 __all__ = [
     "BaseMesh",

@@ -1,16 +1,22 @@
-"""A group of ranks along one axis: it numbers their collectives and tells observers of each."""
+"""Groups of ranks: one along an axis, whose collectives are numbered and observed, and what all of a process share.
+
+Whoever started a rank's process says what holds for all its groups: device, timeout, observers. So the hang board
+observes every mesh, also one made in a notebook cell that knows nothing of it. Other observers use ``observed_by``.
+"""
 
 import contextlib
+import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardlab.comm.events import CollectiveEvent, Observer
-from shardlab.comm.process import Process
 from shardlab.comm.transports.base import Transport
 from shardlab.vocabulary import Collective, dtype_name
 
@@ -22,6 +28,26 @@ _LIBRARY = (
     contextlib.__file__,  # an engine's gather in a ``with`` block enters through it
     str(Path(torch.__file__).parent),
 )
+
+
+class Process:
+    """Settings of this process, made by whoever started it and kept for its whole life.
+
+    Attributes:
+        device: of meshes that name none.
+        observers: get the events of every communicator made from now on.
+        timeout: torch ends a collective that takes longer with an error; None for torch's default.
+        retired: calls that destroy the groups this rank no longer uses. Destroying one while another rank still uses
+            it would end that rank's collectives with an unexplained connection error. So they wait until the next mesh
+            is built, or a pool calls the next function, which is when all ranks are known to be done.
+    """
+
+    device: torch.device = torch.device("cpu")
+    observers: tuple[Observer, ...] = ()
+    retired: tuple[Callable[[], object], ...] = ()
+    timeout: timedelta | None = None
+    patient: dist.ProcessGroup | None = None
+    """Of all ranks, where one may wait for another for days; see ``make_patient_group``."""
 
 
 class ObservedGroup:
@@ -118,6 +144,64 @@ class ObservedGroup:
         for observer in self._observers:
             observer.issued(event)
         return event
+
+
+def become_rank(device: torch.device, timeout: timedelta, *observers: Observer) -> None:
+    """Set the device, the timeout and the observers of all meshes made from now on."""
+    Process.device, Process.timeout, Process.observers = device, timeout, observers
+
+
+def retire(*ends: Callable[[], object]) -> None:
+    """Have ``ends`` called when the next mesh is built: they destroy groups that this rank no longer uses.
+
+    Not never: a group that stays has gloo's thread, which wakes 100 times a second.
+    """
+    Process.retired = (*Process.retired, *ends)
+
+
+def end_retired() -> None:
+    """Destroy the groups that no rank uses any more; called when all ranks are known to be done with them."""
+    # Forgotten before they are called: a group must not be destroyed twice, even if one of the calls fails.
+    ends, Process.retired = Process.retired, ()
+    for end in ends:
+        end()
+
+
+def leave_group() -> None:
+    """Destroy the default group and the groups of closed meshes; a process calls it last.
+
+    A group that is merely forgotten keeps gloo's threads. One that still holds a tensor when the interpreter ends needs
+    it to let go, and that aborts the process ("terminate called without an active exception").
+    """
+    # Not called one by one: destroying the default group destroys all others with it.
+    Process.retired, Process.patient = (), None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()  # what is left of an engine is a cycle: module, hooks, engine, mesh
+
+
+def make_patient_group() -> None:
+    """Make the group for ``all_gather_object(..., patiently=True)``; collective over the default group, once."""
+    if Process.patient is None:
+        Process.patient = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+
+
+def all_gather_object(value: object, *, patiently: bool = False) -> list[object]:
+    """Every rank's ``value``, in rank order, on every rank of the default group.
+
+    The objects are pickled: on NCCL they travel through the current CUDA device, on gloo through host memory. Every
+    rank has to call it. Communicates about (N - 1) times the largest pickled object per rank.
+
+    Args:
+        value: anything that pickles.
+        patiently: wait for the last rank however long it takes, past the timeout of the default group.
+
+    Returns:
+        ``world_size`` objects; element ``r`` is what rank ``r`` gave.
+    """
+    values: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, Process.patient if patiently else None)
+    return values
 
 
 def _line_of_caller() -> str:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from shardlab.comm.base_mesh import BaseMesh, groups_along
 from shardlab.comm.communicator import Communicator
-from shardlab.comm.process import Process, all_gather_object, retire
+from shardlab.comm.group import Process, all_gather_object, retire
 from shardlab.comm.queues import StreamQueue, ThreadQueue
 from shardlab.comm.streams import mark_of
 from shardlab.comm.transports.base import Queue, Transport

@@ -23,7 +23,7 @@ from typing_extensions import override
 from shardlab.comm.base_mesh import BaseMesh, groups_along
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import CollectiveEvent, Observer
-from shardlab.comm.process import Process, retire
+from shardlab.comm.group import Process, retire
 from shardlab.comm.torch_times import GLOO_THREADS, HostTimes, StreamTimes, Times, complete_waits
 from shardlab.comm.trees import tensors_in
 from shardlab.partition.torch_gloo import moved_bytes
@@ -69,7 +69,7 @@ def torch_group(mesh: BaseMesh, axis: str, tag_of: TagOf | None) -> dist.Process
 
 
 def _retire(groups: list[dist.ProcessGroup]) -> None:
-    """Close the groups now and destroy them when the next mesh is built, as ``comm.process`` says."""
+    """Close the groups now and destroy them when the next mesh is built, as ``comm.group`` says."""
     for group in groups:
         if isinstance(group, TorchGroup):
             group.close()

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from shardlab.comm.events import Pending
 from shardlab.engines.unused_params import mark_all_used, nobody_used, write_unused
 from shardlab.partition.buckets import plan_buckets
+from shardlab.partition.chunks import first_elements
 from shardlab.partition.flat import FlatLayout, ParamSpec
-from shardlab.partition.layout import first_elements
 from shardlab.vocabulary import Partition
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.step_tensors import StepTensors
-from shardlab.partition.layout import Layout
+from shardlab.partition.chunks import Layout
 from shardlab.partition.slices import TensorSlice, stretches
 from shardlab.vocabulary import Role
 

@@ -29,7 +29,7 @@ from shardlab.engines.placeholder import ParameterSites, is_at, move_away
 from shardlab.engines.precision import Precision
 from shardlab.engines.tensor_layout import LayoutOfTensors
 from shardlab.engines.unused_params import mark_all_used, nobody_used
-from shardlab.partition.layout import Layout, first_elements
+from shardlab.partition.chunks import Layout, first_elements
 from shardlab.vocabulary import Role
 
 

@@ -23,7 +23,7 @@ from shardlab.engines.holdings import Held
 from shardlab.engines.placeholder import move_away
 from shardlab.engines.precision import Precision
 from shardlab.engines.step_tensors import StepTensors
-from shardlab.partition.layout import Piece
+from shardlab.partition.chunks import Piece
 from shardlab.vocabulary import Role
 
 

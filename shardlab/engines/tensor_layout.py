@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardlab.engines.unused_params import write_unused
-from shardlab.partition.layout import Layout, has_whole_rows, stretches_in_buffer
+from shardlab.partition.chunks import Layout, has_whole_rows, stretches_in_buffer
 
 
 class LayoutOfTensors:

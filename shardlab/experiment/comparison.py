@@ -22,7 +22,7 @@ import pandas as pd
 import torch
 from torch import nn
 
-from shardlab.comm.process import all_gather_object
+from shardlab.comm.group import all_gather_object
 from shardlab.engines.agreement_check import disagreement
 from shardlab.experiment.batches import fewest_rows
 from shardlab.experiment.config import CompareConfig

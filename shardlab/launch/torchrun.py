@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from shardlab.comm import become_rank, leave_group
-from shardlab.comm.process import all_gather_object, make_patient_group
+from shardlab.comm.group import all_gather_object, make_patient_group
 from shardlab.launch.context import enter, no_emit, torchrun_context
 from shardlab.launch.messages import Payload, pack, unpack
 from shardlab.launch.placement import Placement, TorchrunEnv, agreed

@@ -2,9 +2,17 @@
 
 from shardlab.partition.blocks import BlockPlacement, ModelBytes, place_blocks
 from shardlab.partition.buckets import assign_buckets
-from shardlab.partition.chunks import chunk_bounds, chunk_sizes, even_bounds, owner_of, saving, shard_bytes
+from shardlab.partition.chunks import (
+    Layout,
+    Piece,
+    chunk_bounds,
+    chunk_sizes,
+    even_bounds,
+    owner_of,
+    saving,
+    shard_bytes,
+)
 from shardlab.partition.flat import FlatLayout, ParamSpec, Slot, flat_layout, owned_layout, owned_order
-from shardlab.partition.layout import Layout, Piece
 from shardlab.partition.owners import Ownership, assign_owners
 from shardlab.partition.wire import Link, ring_wire_bytes
 

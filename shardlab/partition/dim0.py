@@ -21,9 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardlab.partition.chunks import require_count, require_rank
+from shardlab.partition.chunks import Piece, require_count, require_rank
 from shardlab.partition.flat import ParamSpec
-from shardlab.partition.layout import Piece
 
 
 @dataclass(frozen=True)

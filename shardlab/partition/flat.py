@@ -23,8 +23,7 @@ from functools import cached_property
 from itertools import pairwise
 from math import prod
 
-from shardlab.partition.chunks import even_bounds, require_count, require_rank
-from shardlab.partition.layout import Piece
+from shardlab.partition.chunks import Piece, even_bounds, require_count, require_rank
 
 ALIGNED_NUMEL = 8  # elements: 16 bytes in a dtype of two bytes, more in wider ones
 

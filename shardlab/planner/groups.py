@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardlab.partition.buckets import plan_buckets
+from shardlab.partition.chunks import Piece
 from shardlab.partition.dim0 import Dim0Layout, dim0_layout
 from shardlab.partition.flat import FlatLayout, ParamSpec, aligned_first, flat_layout, owned_layout
-from shardlab.partition.layout import Piece
 from shardlab.partition.owners import Ownership
 from shardlab.planner.model import PlannedModel, PlannedParam
 from shardlab.planner.setup import Setup

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm import Communicator, broadcast_coalesced
-from shardlab.comm.process import Process
+from shardlab.comm.group import Process
 from shardlab.meta import InitFn, reset_parameters
 from shardlab.partition.slices import slices_of
 from shardlab.tensor_parallel.linear import ColumnParallelLinear

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardlab.comm.group import Process
 from shardlab.comm.mesh import Mesh
-from shardlab.comm.process import Process
 from shardlab.launch import RankHang, RankPool
 from shardlab.partition.chunks import chunk_bounds
 

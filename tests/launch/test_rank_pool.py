@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardlab.comm.group import all_gather_object
 from shardlab.comm.mesh import Mesh
-from shardlab.comm.process import all_gather_object
 from shardlab.engines import build_engine
 from shardlab.launch import RankError, RankPool, current, launch
 from tests.launch.helpers import scaled

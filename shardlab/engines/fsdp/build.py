@@ -17,8 +17,8 @@ from shardlab.engines.fsdp.unit import Unit, UnitBucket
 from shardlab.engines.offload import OFFLOADS
 from shardlab.engines.placeholder import sites_of
 from shardlab.meta import InitFn, materialize
+from shardlab.partition.chunks import Layout
 from shardlab.partition.flat import ParamSpec, aligned_first, owned_layout
-from shardlab.partition.layout import Layout
 from shardlab.partition.owners import Ownership
 from shardlab.units.policy import ROOT, owners_of_parameters, wrapped_modules
 from shardlab.vocabulary import MeshAxis, Partition

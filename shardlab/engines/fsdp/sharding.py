@@ -10,9 +10,9 @@ from shardlab import vocabulary
 from shardlab.comm import BaseMesh, Communicator
 from shardlab.engines.offload import OFFLOADS
 from shardlab.engines.precision import Precision
+from shardlab.partition.chunks import Layout
 from shardlab.partition.dim0 import dim0_layout
 from shardlab.partition.flat import ParamSpec, flat_layout
-from shardlab.partition.layout import Layout
 from shardlab.units.policy import WrapPolicy
 from shardlab.vocabulary import MeshAxis, Partition
 

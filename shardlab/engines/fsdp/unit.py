@@ -19,7 +19,7 @@ from shardlab.engines.offload import Offload, copy_to_host, in_host_memory
 from shardlab.engines.placeholder import ParameterSites
 from shardlab.engines.precision import Precision
 from shardlab.engines.sharded_bucket import BucketState, ShardedBucket
-from shardlab.partition.layout import Layout
+from shardlab.partition.chunks import Layout
 from shardlab.vocabulary import Role
 
 
