@@ -26,10 +26,7 @@ the model: ``engine.backward(loss)`` sees all of them.
 Source: Zhao et al., arXiv 2304.11277, sections 3 and 4.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from math import prod
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -38,27 +35,23 @@ from typing_extensions import override
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.communicator import Communicator
-from shardlab.engines.agreement import all_or_none
 from shardlab.engines.base import OptimizerFn
 from shardlab.engines.checks import check_max_norm, check_params, check_separate, second_gradient
 from shardlab.engines.fsdp.build import build_units
+from shardlab.engines.fsdp.offloaded_engine import OffloadedEngine
 from shardlab.engines.fsdp.schedule import Schedule
 from shardlab.engines.fsdp.sharding import ShardingOptions
 from shardlab.engines.fsdp.unit import Unit, UnitBucket
-from shardlab.engines.holdings import Held
 from shardlab.engines.hooks import ModuleHook
-from shardlab.engines.offload import OFFLOADS, check_host_memory, wait_for_copies
 from shardlab.engines.optimizer_fit import parse_partition
 from shardlab.engines.precision import Precision, cast_floating, parse_precision
 from shardlab.engines.saved_tensors import saved_by_reference
-from shardlab.engines.sharded_engine import ShardedEngine
-from shardlab.engines.state import Stateful
 from shardlab.meta import InitFn, reset_parameters
 from shardlab.units.policy import AUTO, WrapPolicy
-from shardlab.vocabulary import Partition, Role
+from shardlab.vocabulary import Partition
 
 
-class FSDP(ShardedEngine):
+class FSDP(OffloadedEngine):
     """Sharded parameters, gradients and optimizer state, unit by unit.
 
     Args:
@@ -79,8 +72,6 @@ class FSDP(ShardedEngine):
     """
 
     name = "fsdp"
-
-    buckets: Sequence[UnitBucket]
 
     def __init__(
         self,
@@ -157,48 +148,15 @@ class FSDP(ShardedEngine):
         held.hold(by_hand=False)
         held.reshard()
 
-    @contextlib.contextmanager
-    @override
-    def stepping(self) -> Iterator[None]:
-        """Inside, shards whose optimizer state is on the device are on it too."""
-        offload, device = OFFLOADS[self.offload], self.mesh.device
-        if offload.gradients_and_state:
-            wait_for_copies(device)  # the host is about to write what a gather may still be reading
-        try:
-            for bucket in self.buckets:
-                bucket.visit_device()
-            yield
-        finally:  # after an error too, or the next gather would send the host's old values
-            for bucket in self.buckets:
-                bucket.return_to_host()
-            if offload.parameters and not offload.gradients_and_state:
-                wait_for_copies(device)
-
-    @override
-    def load(self, directory: str | Path, **objects: Stateful) -> Any:
-        """As the base."""
-        if OFFLOADS[self.offload].parameters:
-            wait_for_copies(self.mesh.device)  # the host is about to write what a gather may still be reading
-        return super().load(directory, **objects)
-
-    @override
-    def _held_state(self) -> Iterator[Held]:
-        for held in super()._held_state():
-            if held.role is Role.OPTIMIZER_STATE and OFFLOADS[self.offload].gradients_and_state:
-                yield Held(Role.OFFLOADED, held.tensor)
-            yield held
-
     @override
     def _data_axes(self) -> tuple[Communicator, ...]:
         return self._options.data_axes
 
     @override
     def _make_buckets(self) -> list[UnitBucket]:
-        self._check_host_memory()
+        axis = self._options.shard_axis
+        self._check_host_memory(1 if axis is None else axis.num_ranks)
         self.units = build_units(self.module, self.params, self._options, self._init_fn, self._equalise)
-        # The shards are still on their way to host memory, and the host may read them from here on.
-        if OFFLOADS[self.offload].parameters:
-            wait_for_copies(self.mesh.device)
         self._schedule = Schedule(
             self.units,
             prefetch=self.prefetch,
@@ -206,13 +164,6 @@ class FSDP(ShardedEngine):
             is_due=self._is_due,
         )
         return [bucket for unit in self.units for bucket in unit.buckets]
-
-    def _check_host_memory(self) -> None:
-        offload, num_ranks = OFFLOADS[self.offload], prod(self.mesh.axes.values())
-        if offload.parameters:
-            num_bytes = sum(param.nbytes for param in self.params.values()) * (1 + offload.gradients_and_state)
-            shards = 1 if self._options.shard_axis is None else self._options.shard_axis.num_ranks
-            all_or_none(self.comms, self.mesh.device, lambda: check_host_memory(num_bytes // shards, num_ranks))
 
     def _cast_inputs_of_units(self) -> list[RemovableHandle]:
         """Cast the inputs of units: a float32 buffer, for example, may have promoted them on their way."""
@@ -255,10 +206,7 @@ class FSDP(ShardedEngine):
     @override
     def _finish_gradients(self) -> None:
         self._schedule.finish()
-        if OFFLOADS[self.offload].gradients_and_state:
-            wait_for_copies(self.mesh.device)  # once, for the means of all units
-            for bucket in self.buckets:
-                bucket.take_arrived()
+        super()._finish_gradients()
 
     def _unit(self, name: str) -> Unit:
         for unit in self.units:
