@@ -24,7 +24,7 @@ from shardlab.engines.peers import TorchDDP
 from shardlab.launch import current
 from shardlab.models import GPT, build_model, next_token_loss
 from shardlab.tensor_parallel import gpt_plan, parallelize_module
-from shardlab.trace.memory import MemoryLedger
+from shardlab.trace.memory_by_role import MemoryLedger
 from shardlab.vocabulary import MeshAxis
 
 WARM_UPS = 3  # the first step allocates optimizer state, and in the third DDP with a static graph rebuilds its buckets

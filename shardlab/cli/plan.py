@@ -70,7 +70,7 @@ def plan(
 
 def _plan_workload(place: str, ranks: int, strategies: str, options: dict[str, Any], gpu: str, json: bool) -> None:
     from shardlab.experiment import plan as planned  # here, because it imports torch
-    from shardlab.experiment.named import workload_at
+    from shardlab.experiment.named_workload import workload_at
     from shardlab.experiment.tensor_plan import shown_plan
     from shardlab.lab.fit import RunPlan
     from shardlab.planner.setup import STRATEGIES

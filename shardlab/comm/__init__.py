@@ -5,7 +5,8 @@ What is imported here is what an engine needs. ``comm.mesh`` makes a mesh over t
 """
 
 from shardlab.comm.base_mesh import BaseMesh
-from shardlab.comm.communicator import Communicator, broadcast_coalesced
+from shardlab.comm.coalesced import broadcast_coalesced
+from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import CollectiveEvent, DeviceEvent, Observer, Pending, wait_all
 from shardlab.comm.group import become_rank, end_retired, leave_group
 

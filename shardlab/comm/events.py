@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from shardlab.partition.wire import ring_wire_bytes
+from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.vocabulary import Collective
 
 
@@ -79,7 +79,7 @@ class CollectiveEvent:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes this rank sends by the ring formula (``partition.wire``), worked out only where somebody asks."""
+        """Bytes this rank sends by the ring formula (``partition.ring_cost``), worked out only where somebody asks."""
         return ring_wire_bytes(self.op, self.num_bytes, self.group_size, self.own_chunk_bytes)
 
     @property

@@ -27,7 +27,7 @@ from shardlab.comm.streams import mark_of
 from shardlab.comm.transports.base import Queue, Transport
 from shardlab.comm.transports.choice import check_transport, transport_of
 from shardlab.comm.transports.nccl import NcclTransport
-from shardlab.partition.wire import Link
+from shardlab.partition.ring_cost import Link
 
 
 class Mesh(BaseMesh):

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from shardlab.comm import BaseMesh
-from shardlab.comm.communicator import Communicator, broadcast_coalesced
+from shardlab.comm.coalesced import broadcast_coalesced
+from shardlab.comm.communicator import Communicator
 from shardlab.engines.agreement import all_or_none, check_alike
 from shardlab.engines.checks import (
     check_max_norm,

@@ -46,7 +46,7 @@ class Traffic:
     Attributes:
         wanted: the messages of a good solution, by rank: the wanted half of the picture.
         most_messages: messages that one rank may send.
-        most_bytes: bytes that one rank may send, by the ring formulas of ``partition.wire``.
+        most_bytes: bytes that one rank may send, by the ring formulas of ``partition.ring_cost``.
         least_bytes: bytes that all ranks together must send; with fewer, something went another way.
     """
 

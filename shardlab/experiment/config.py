@@ -20,7 +20,7 @@ from shardlab.engines.peers import TorchFSDP2
 from shardlab.engines.precision import parse_precision
 from shardlab.experiment.builtin import builtin
 from shardlab.experiment.field_types import check_types
-from shardlab.experiment.named import workload_at
+from shardlab.experiment.named_workload import workload_at
 from shardlab.experiment.options import CompareOptions
 from shardlab.experiment.resume import check_resume
 from shardlab.experiment.tensor import TORCH_TP, with_plan
@@ -28,7 +28,7 @@ from shardlab.experiment.workload import Workload
 from shardlab.launch import place
 from shardlab.launch.placement import torchrun_env
 from shardlab.models import MODELS, GPTConfig
-from shardlab.partition.wire import Link
+from shardlab.partition.ring_cost import Link
 from shardlab.units import AUTO, WrapPolicy, parse_wrap, wrap_text, wrapped_modules
 from shardlab.vocabulary import dtype_name
 

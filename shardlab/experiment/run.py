@@ -24,11 +24,11 @@ from shardlab.experiment.tensor import divided, loss_of
 from shardlab.experiment.workload import seeded
 from shardlab.launch import current
 from shardlab.launch.pool import num_cores
-from shardlab.partition.wire import Link
+from shardlab.partition.ring_cost import Link
 from shardlab.trace.clock import Origins, clock_for, own_origin_ns
-from shardlab.trace.memory import LiveTensors
+from shardlab.trace.memory_by_role import LiveTensors
+from shardlab.trace.observed import Row
 from shardlab.trace.recorder import Recorder, sampled_at_rest
-from shardlab.trace.rows import Row
 from shardlab.trace.store import RunWriter
 from shardlab.trace.units import watch_units
 from shardlab.vocabulary import Phase, SpanKind

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardlab.experiment.batches import batches_of, divide, rows_of
-from shardlab.experiment.named import workload_at
+from shardlab.experiment.named_workload import workload_at
 from shardlab.experiment.workload import Workload
 from shardlab.tensor_parallel import Suggestion, suggest_tp_plan
 from shardlab.tensor_parallel.rehearsal import MAX_NUMEL

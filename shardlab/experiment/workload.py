@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from shardlab.comm.communicator import Communicator
-from shardlab.meta import InitFn, materialize, reset_parameters
+from shardlab.meta_device import InitFn, materialize, reset_parameters
 from shardlab.tensor_parallel import Plan
 from shardlab.units import AUTO, WrapPolicy
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from shardlab.export.kineto import RankTrace, Slice, collective_of, dtype_of
 from shardlab.export.profiler_compute import KERNEL, Kinds, Launches, issues
+from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.partition.torch_gloo import moved_bytes
-from shardlab.partition.wire import ring_wire_bytes
 from shardlab.vocabulary import Collective, MeshAxis, SpanKind
 
 # Operators whose shapes are those of one rank's chunk, not of the whole buffer.

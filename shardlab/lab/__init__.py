@@ -34,10 +34,10 @@ from shardlab.lab.verdicts import (
 from shardlab.lab.weights import weights_table
 from shardlab.launch import RankDied, RankError, RankHang, current
 from shardlab.partition.owners import Ownership
+from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.partition.slices import slices_of
-from shardlab.partition.wire import ring_wire_bytes
 from shardlab.tables import COLLECTIVES, SHARDS, SPANS, STEPS
-from shardlab.trace.memory import MemoryLedger, bytes_by_role
+from shardlab.trace.memory_by_role import MemoryLedger, bytes_by_role
 from shardlab.units import units_of
 
 __all__ = [

@@ -22,7 +22,7 @@ from shardlab.comm.mesh import Mesh
 from shardlab.tables import COLLECTIVES
 from shardlab.trace.clock import clock_for
 from shardlab.trace.entries import in_us
-from shardlab.trace.rows import Row, collective_columns
+from shardlab.trace.observed import Row, collective_columns
 from shardlab.vocabulary import Phase
 
 TIMES = ["issue_us", "start_us", "end_us", "wait_start_us", "wait_end_us"]

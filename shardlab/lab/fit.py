@@ -26,7 +26,7 @@ from shardlab.comm.trees import map_tensors
 from shardlab.engines.precision import Precision, cast_floating, parse_precision
 from shardlab.experiment.batches import batches_of, divide, rows_of
 from shardlab.experiment.config import takes
-from shardlab.experiment.named import workload_at
+from shardlab.experiment.named_workload import workload_at
 from shardlab.experiment.plan_table import plans_of, row_of
 from shardlab.experiment.planned import Plan
 from shardlab.experiment.workload import Workload, seeded

@@ -14,7 +14,7 @@ from shardlab.comm.mesh import Mesh
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.run import RankRun, now_ns, recorded_run, source_of
 from shardlab.launch import RankPool, current
-from shardlab.partition.wire import Link
+from shardlab.partition.ring_cost import Link
 from shardlab.trace.store import Records, RunWriter, load_runs, write_manifest
 
 

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardlab.engines import FSDP
 from shardlab.engines.fsdp.unit import Unit
-from shardlab.trace.memory import bytes_by_role
+from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 
 COLUMNS = ("sample", "moment", "unit", "bytes")

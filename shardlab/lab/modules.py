@@ -6,7 +6,7 @@ from shardlab.analysis.modules import module_bytes
 from shardlab.engines import Engine
 from shardlab.experiment.run import shard_rows
 from shardlab.tables import SHARDS
-from shardlab.trace.memory import bytes_by_role
+from shardlab.trace.memory_by_role import bytes_by_role
 
 _KEYS = {"run": "now", "source": "measured", "rank": 0}
 

@@ -16,7 +16,7 @@ from shardlab.comm.mesh import Mesh
 from shardlab.experiment.config import CompareConfig
 from shardlab.lab.interleaved import run_interleaved
 from shardlab.launch import RankPool, current
-from shardlab.partition.wire import Link
+from shardlab.partition.ring_cost import Link
 from shardlab.vocabulary import Phase, SpanKind
 
 Op = Callable[[Communicator, torch.Tensor], object]

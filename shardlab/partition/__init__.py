@@ -14,7 +14,7 @@ from shardlab.partition.chunks import (
 )
 from shardlab.partition.flat import FlatLayout, ParamSpec, Slot, flat_layout, owned_layout, owned_order
 from shardlab.partition.owners import Ownership, assign_owners
-from shardlab.partition.wire import Link, ring_wire_bytes
+from shardlab.partition.ring_cost import Link, ring_wire_bytes
 
 __all__ = [
     "BlockPlacement",

@@ -23,7 +23,7 @@ formula of ``wire`` says.
 
 from math import nan
 
-from shardlab.partition.wire import ring_wire_bytes
+from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.vocabulary import Collective
 
 GLOO = "gloo"

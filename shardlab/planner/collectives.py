@@ -29,7 +29,7 @@ from math import nan
 
 import pandas as pd
 
-from shardlab.partition.wire import ring_wire_bytes
+from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.planner.groups import ROOT, Group, backward_order, groups_of
 from shardlab.planner.model import ITEMSIZES, PlannedModel
 from shardlab.planner.setup import Setup

@@ -24,7 +24,7 @@ from math import floor, isfinite
 
 import pandas as pd
 
-from shardlab.partition.wire import Link
+from shardlab.partition.ring_cost import Link
 from shardlab.planner.groups import ROOT, Group, groups_of
 from shardlab.planner.model import ITEMSIZES, PlannedModel
 from shardlab.planner.setup import Setup

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from shardlab.meta import InitFn
+from shardlab.meta_device import InitFn
 from shardlab.partition.slices import SLICES
 from shardlab.tensor_parallel.styles import OnSequence, Row, Style
 

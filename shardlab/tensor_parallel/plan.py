@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from shardlab.comm import Communicator, broadcast_coalesced
 from shardlab.comm.group import Process
-from shardlab.meta import InitFn, reset_parameters
+from shardlab.meta_device import InitFn, reset_parameters
 from shardlab.partition.slices import slices_of
 from shardlab.tensor_parallel.linear import ColumnParallelLinear
 from shardlab.tensor_parallel.places import Places

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from shardlab.trace.memory import ByRole
+from shardlab.trace.memory_by_role import ByRole
 from shardlab.vocabulary import ProcessPart, Role
 
 

@@ -20,8 +20,8 @@ from shardlab.comm import CollectiveEvent
 from shardlab.tables import COLLECTIVES, MEMORY, SHARDS, SPANS, STEPS
 from shardlab.trace.clock import Clock, CpuReadings, Mark
 from shardlab.trace.entries import CPU, Columns
-from shardlab.trace.memory import LiveTensors, MemoryLedger, on_device
-from shardlab.trace.rows import (
+from shardlab.trace.memory_by_role import LiveTensors, MemoryLedger, on_device
+from shardlab.trace.observed import (
     Row,
     Span,
     collective_columns,

@@ -4,9 +4,9 @@ import torch
 
 from shardlab.analysis.memory import PEAK, REST
 from shardlab.trace.known_tensors import with_unattributed
-from shardlab.trace.memory import ByRole, LiveTensors, MemoryLedger, Moment, bytes_by_role
+from shardlab.trace.memory_by_role import ByRole, LiveTensors, MemoryLedger, Moment, bytes_by_role
+from shardlab.trace.observed import Row, memory_rows, process_rows, unit_place
 from shardlab.trace.process_memory import Allocator, ProcessMemory, ResidentBytes
-from shardlab.trace.rows import Row, memory_rows, process_rows, unit_place
 from shardlab.vocabulary import Phase
 
 

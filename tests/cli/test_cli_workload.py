@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shardlab.cli import app
-from shardlab.experiment.named import workload_at
+from shardlab.experiment.named_workload import workload_at
 
 PLACE = "train.py:workload"
 

@@ -5,7 +5,7 @@ from time import perf_counter, sleep
 import torch
 
 from shardlab.comm.mesh import Mesh
-from shardlab.partition.wire import Link
+from shardlab.partition.ring_cost import Link
 from tests.comm.test_communicator import Log
 
 LINK = Link(latency_us=20_000.0, bandwidth_gbps=1.0)

@@ -8,7 +8,7 @@ import torch
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
-from shardlab.partition.wire import Link
+from shardlab.partition.ring_cost import Link
 from tests.dist import cases
 from tests.dist.every_engine import assert_states
 from tests.launch.helpers import script_env

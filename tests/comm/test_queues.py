@@ -8,7 +8,7 @@ import torch
 
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.transports.gloo import GlooTransport
-from shardlab.partition.wire import Link
+from shardlab.partition.ring_cost import Link
 from shardlab.vocabulary import HostTransport
 
 ELEMENTS = 64

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import ShardedOptimizer, build_engine
-from shardlab.trace.memory import bytes_by_role
+from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 from tests.comm.test_communicator import Log
 from tests.dist import cases

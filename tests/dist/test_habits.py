@@ -16,7 +16,7 @@ from shardlab.engines import build_engine
 from shardlab.engines.grad_scaler import GradScaler
 from shardlab.launch import current
 from shardlab.tensor_parallel import Column, Row, parallelize_module
-from shardlab.trace.memory import bytes_by_role
+from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 from tests.dist import cases
 from tests.dist.test_engines import one_step

@@ -10,7 +10,7 @@ import torch
 from shardlab.comm import Pending
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
-from shardlab.trace.memory import bytes_by_role
+from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Collective, Role
 from tests.comm.test_communicator import Log
 from tests.dist import cases, nasty

@@ -12,7 +12,7 @@ from shardlab.engines import build_engine, offload
 from shardlab.engines.checkpoint.directory import latest
 from shardlab.engines.checkpoint.manifest import read_manifest
 from shardlab.engines.fsdp import offloaded_engine, unit
-from shardlab.trace.memory import bytes_by_role
+from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 from tests.dist import cases
 

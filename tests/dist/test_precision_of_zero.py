@@ -10,7 +10,7 @@ from shardlab.engines import build_engine
 from shardlab.engines.grad_scaler import GradScaler
 from shardlab.engines.precision import Precision, parse_precision
 from shardlab.engines.shards import ParameterShards
-from shardlab.trace.memory import bytes_by_role
+from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 from tests.dist import cases
 

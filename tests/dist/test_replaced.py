@@ -10,7 +10,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import ShardedOptimizer, build_engine
 from shardlab.launch import current
-from shardlab.trace.memory import bytes_by_role
+from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 from tests.dist import cases
 from tests.dist.test_habits import backward, engine_of, own, trained_by

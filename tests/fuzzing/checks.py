@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.engines.peers.dtensor_peer import DTensorPeer
-from shardlab.trace.memory import bytes_by_role
+from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 from tests.fuzzing.engines import PEERS
 from tests.fuzzing.modules import rows

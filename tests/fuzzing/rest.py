@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from shardlab.planner import SGD, Setup, described
 from shardlab.planner.groups import Group, groups_of
 from shardlab.planner.memory import bytes_at_rest
-from shardlab.trace.memory import bytes_by_role
+from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.units import units_of
 from shardlab.vocabulary import Role
 from tests.fuzzing.engines import NAMED, OURS, EngineSpec

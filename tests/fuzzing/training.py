@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shardlab.trace.memory import bytes_by_role
+from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 from tests.fuzzing.modules import Planted
 from tests.fuzzing.operation import Operation

@@ -11,7 +11,7 @@ from shardlab.comm import BaseMesh
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.launch import current
-from shardlab.trace.memory import bytes_by_role, on_device
+from shardlab.trace.memory_by_role import bytes_by_role, on_device
 from tests.dist import cases
 
 ENGINES = {

@@ -13,7 +13,7 @@ from shardlab.cli import app
 from shardlab.lab import RunPlan, fit_of, kept_for_backward, readable_fit, saved_for_backward, terminal
 from shardlab.lab.memory import watch_gathered
 from shardlab.models import GPT, GPTConfig, next_token_loss
-from shardlab.partition.wire import Link
+from shardlab.partition.ring_cost import Link
 from shardlab.planner import Gpu, Setup, described, gathered_at_once
 from shardlab.planner.fit import memory_bytes, rows_that_fit, sending_us
 from shardlab.plots import memory_on_gpu, summary_of

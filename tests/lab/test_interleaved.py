@@ -12,7 +12,7 @@ from shardlab.lab import sweeps
 from shardlab.lab.interleaved import run_interleaved
 from shardlab.lab.sweeps import bucket_sweep, link_for
 from shardlab.models import build_model
-from shardlab.partition.wire import ring_wire_bytes
+from shardlab.partition.ring_cost import ring_wire_bytes
 from tests.conftest import Pools
 
 BASE = CompareConfig(

@@ -7,7 +7,7 @@ from shardlab.analysis.modules import NO_MODULE, ROOT
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.lab.modules import modules_table
-from shardlab.trace.memory import bytes_by_role
+from shardlab.trace.memory_by_role import bytes_by_role
 
 STRATEGIES = ("ddp", "zero1", "zero3", "fsdp", "torch_zero1", "torch_fsdp2")
 

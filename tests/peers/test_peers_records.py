@@ -9,8 +9,8 @@ import torch
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.peers import Peer
-from shardlab.partition.wire import Link
-from shardlab.trace.memory import MemoryLedger, bytes_by_role
+from shardlab.partition.ring_cost import Link
+from shardlab.trace.memory_by_role import MemoryLedger, bytes_by_role
 from shardlab.vocabulary import Phase, Role
 from tests.dist import cases
 from tests.peers.training import CallsOfTorch, Observer, Setting, build, mesh_axes, micro_step, rows

@@ -14,7 +14,7 @@ from shardlab.engines.buckets import build_buckets
 from shardlab.engines.precision import PRECISIONS
 from shardlab.planner import ADAM, SGD, SGD_MOMENTUM, Setup, described, predicted_collectives, predicted_memory
 from shardlab.planner.groups import groups_of
-from shardlab.trace.memory import bytes_by_role
+from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.units import units_of
 from shardlab.vocabulary import Partition, Role
 from tests.comm.test_communicator import Log

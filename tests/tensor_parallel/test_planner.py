@@ -20,7 +20,7 @@ from shardlab.tensor_parallel import (
     parallelize_module,
     vocab_parallel_cross_entropy,
 )
-from shardlab.trace.memory import bytes_by_role
+from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 from tests.comm.test_communicator import Log
 

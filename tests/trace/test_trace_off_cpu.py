@@ -8,7 +8,7 @@ import torch
 
 from shardlab.analysis import attribution, critical_path, overlap, stragglers
 from shardlab.comm.mesh import Mesh
-from shardlab.partition.wire import Link
+from shardlab.partition.ring_cost import Link
 from shardlab.trace.clock import CpuReadings, HostClock, StreamClock, cpu_time_of_this_thread
 from shardlab.trace.entries import off_cpu
 from shardlab.trace.recorder import Recorder

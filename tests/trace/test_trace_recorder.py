@@ -20,7 +20,7 @@ from shardlab.comm.mesh import Mesh
 from shardlab.comm.transports.shared_buffers import SharedBuffers
 from shardlab.engines import build_engine
 from shardlab.experiment import TrainStep
-from shardlab.partition.wire import ring_wire_bytes
+from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.trace.clock import clock_for
 from shardlab.trace.recorder import Recorder
 from shardlab.trace.store import RunWriter, load_run, write_manifest

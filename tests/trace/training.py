@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import Engine, build_engine
 from shardlab.experiment import TrainStep
-from shardlab.partition.wire import Link
+from shardlab.partition.ring_cost import Link
 from shardlab.trace.clock import Clock, HostClock
 from shardlab.trace.recorder import Recorder
 from shardlab.trace.store import RunWriter

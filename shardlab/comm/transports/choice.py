@@ -22,7 +22,7 @@ from shardlab.comm.transports.nccl import NcclTransport, require_signed_zeros
 from shardlab.comm.transports.rendezvous import share_buffers
 from shardlab.comm.transports.shared_memory import SharedMemoryTransport
 from shardlab.comm.transports.staged_and_emulated import EmulatedLink, StagedTransport
-from shardlab.partition.wire import Link
+from shardlab.partition.ring_cost import Link
 from shardlab.vocabulary import HostTransport
 
 

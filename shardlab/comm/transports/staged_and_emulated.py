@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from shardlab.comm.streams import CUDA, Streams
 from shardlab.comm.transports.base import Bounds, Reduction, Transport
-from shardlab.partition.wire import Link
+from shardlab.partition.ring_cost import Link
 from shardlab.vocabulary import Collective
 
 

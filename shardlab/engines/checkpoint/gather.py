@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardlab.comm.communicator import MESSAGE_BYTES, Communicator
+from shardlab.comm.coalesced import MESSAGE_BYTES
+from shardlab.comm.communicator import Communicator
 from shardlab.comm.slices import merge
 from shardlab.engines.agreement import share_json
 from shardlab.engines.checkpoint.shards import TensorShard, gradient_shards, shape_of

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlab.comm.communicator import Communicator, broadcast_coalesced
+from shardlab.comm.coalesced import broadcast_coalesced
+from shardlab.comm.communicator import Communicator
 from shardlab.comm.slices import cut_state, merge_state
 from shardlab.engines.agreement import all_or_none, share_texts
 from shardlab.engines.state import Checkpointed

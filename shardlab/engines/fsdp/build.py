@@ -16,7 +16,7 @@ from shardlab.engines.fsdp.sharding import LAYOUTS, ShardingOptions
 from shardlab.engines.fsdp.unit import Unit, UnitBucket
 from shardlab.engines.offload import OFFLOADS
 from shardlab.engines.placeholder import sites_of
-from shardlab.meta import InitFn, materialize
+from shardlab.meta_device import InitFn, materialize
 from shardlab.partition.chunks import Layout
 from shardlab.partition.flat import ParamSpec, aligned_first, owned_layout
 from shardlab.partition.owners import Ownership

@@ -46,7 +46,7 @@ from shardlab.engines.hooks import ModuleHook
 from shardlab.engines.optimizer_fit import parse_partition
 from shardlab.engines.precision import Precision, cast_floating, parse_precision
 from shardlab.engines.saved_tensors import saved_by_reference
-from shardlab.meta import InitFn, reset_parameters
+from shardlab.meta_device import InitFn, reset_parameters
 from shardlab.units.policy import AUTO, WrapPolicy
 from shardlab.vocabulary import Partition
 

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from shardlab.exercises.exercise import Case, Exercise, Message, Traffic
 from shardlab.exercises.values import numbers_in
-from shardlab.partition.wire import ring_wire_bytes
+from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.vocabulary import Collective
 
 ROWS, WIDTH, INNER = 2, 3, 6

@@ -10,7 +10,7 @@ from typing_extensions import override
 from shardlab.comm import CollectiveEvent, Communicator
 from shardlab.exercises.exercise import Case, Exercise, Function, Message, Traffic
 from shardlab.exercises.values import numbers_in
-from shardlab.partition.wire import ring_wire_bytes
+from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.vocabulary import Collective
 
 USED = {  # for each rank, whether each of its micro-batches uses the right branch

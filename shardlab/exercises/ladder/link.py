@@ -8,7 +8,7 @@ from shardlab.comm import Communicator
 from shardlab.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic
 from shardlab.exercises.values import numbers_in
 from shardlab.exercises.virtual_clock import VirtualClock
-from shardlab.partition.wire import ring_wire_bytes
+from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.vocabulary import Collective
 
 Layers = Sequence[tuple[float, int]]  # microseconds of backward, bytes of gradients

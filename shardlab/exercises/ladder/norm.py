@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardlab.exercises.exercise import Case, Exercise, Message, Traffic
-from shardlab.partition.wire import ring_wire_bytes
+from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.vocabulary import Collective
 
 SHARDS = {  # of each rank, and the norm

@@ -8,7 +8,7 @@ import torch
 
 from shardlab.comm import Communicator
 from shardlab.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic
-from shardlab.partition.wire import ring_wire_bytes
+from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.vocabulary import Collective
 
 Units = Sequence[Sequence[int]]

@@ -6,7 +6,7 @@ import torch
 
 from shardlab.exercises.exercise import Case, Exercise, Message, Traffic
 from shardlab.exercises.values import numbers_in
-from shardlab.partition.wire import ring_wire_bytes
+from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.vocabulary import Collective
 
 SCALE = 1024.0

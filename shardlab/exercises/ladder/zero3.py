@@ -8,7 +8,7 @@ from torch import Tensor
 from shardlab.comm import Communicator, Pending
 from shardlab.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic
 from shardlab.exercises.virtual_clock import VirtualClock
-from shardlab.partition.wire import ring_wire_bytes
+from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.vocabulary import Collective
 
 NUMEL = 12  # of a unit: divides by 1, 2 and 3

@@ -9,7 +9,7 @@ from shardlab.analysis.memory import PROCESS, WHOLE_STEP
 from shardlab.comm import CollectiveEvent
 from shardlab.trace.clock import Clock, Mark
 from shardlab.trace.entries import Columns
-from shardlab.trace.memory import ByRole
+from shardlab.trace.memory_by_role import ByRole
 from shardlab.trace.process_memory import Allocator
 from shardlab.vocabulary import Phase, ProcessPart, SpanKind
 
