@@ -182,6 +182,7 @@ class Engine(Holdings, Gradients, EngineState):
             self._note_groups()
         with self.stepping(), self._claim.stepping():
             self.optimizer.step()
+        self.guard_slices()  # some optimizers change gradients
         self.num_steps += 1
 
     @property

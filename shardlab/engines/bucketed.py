@@ -97,6 +97,12 @@ class Bucketed(Engine):
         """
 
     @override
+    def _complete_failed_backward(self) -> None:
+        if self._are_means:
+            self._queue.reset()  # it was refused before it began here, and the other ranks send all of it
+        super()._complete_failed_backward()
+
+    @override
     def _on_gradient(self, param: nn.Parameter) -> None:
         super()._on_gradient(param)
         bucket, slot = self._place[param]

@@ -28,7 +28,7 @@ _CHANGED_SUM = (
 _CHANGED_MEAN = (
     "it was changed in place, and it is a slice: torch's clip_grad_norm_ would scale it by a different norm on each "
     "tensor rank; call engine.zero_grad(), and from then on write engine.clip_grad_norm_(max_norm), or assign a "
-    "new tensor where each element is changed by itself, as in param.grad = param.grad * 0.5"
+    "new tensor where each element is changed by itself, as in param.grad = param.grad.clamp(-1, 1)"
 )
 
 
@@ -48,6 +48,7 @@ class Gradients:
 
     def __init__(self) -> None:
         self._sync = True  # not inside no_sync()
+        self._began_in_sync = True  # the last backward, whose end or error may come when no_sync() has been left
         self._are_means = False  # the gradients, over the data axes
         self._has_failed = False  # a backward outside no_sync() raised, and zero_grad() has not been called since
         self._were_trainable: set[nn.Parameter] = set()  # in a backward since zero_grad(); may be frozen by now
@@ -103,7 +104,7 @@ class Gradients:
                 place, and ``zero_grad()`` has not been called since.
         """
         self._refuse_after_failure()
-        self._refuse_changes()
+        self._refuse_changes(others_wait=self._sync and not self._are_means)
         if not self._are_means:
             self._finish_gradients()
             self._are_means = True
@@ -141,6 +142,7 @@ class Gradients:
         for tensor in self._step_tensors:
             if tensor.grad is not None:
                 tensor.grad.zero_()
+        self.guard_slices()
 
     def _finish_gradients(self) -> None:
         """Make the gradients means over the data axes. All ranks call it equally often; in one process they are."""
@@ -155,8 +157,9 @@ class Gradients:
     def _begin_backward(self) -> None:
         """A backward begins; called before its first gradient, or right after it (see ``BackwardWatch``)."""
         self._refuse_after_failure()
-        self._refuse_changes()
+        self._refuse_changes(others_wait=self._sync)
         self._forget_guarded()  # autograd changes them now
+        self._began_in_sync = self._sync
         self.num_backwards += 1
         # Noted on every rank: a parameter frozen before the reduction still has a gradient to send, here or elsewhere.
         self._were_trainable.update(param for param in self.params.values() if param.requires_grad)
@@ -215,14 +218,17 @@ class Gradients:
         self._guarded.clear()
         self._step_tensors.are_behind = False
 
-    def _refuse_changes(self) -> None:
-        """Refuse what may have been changed on each rank in its own way."""
+    def _refuse_changes(self, *, others_wait: bool) -> None:
+        """Refuse what may have been changed on each rank in its own way.
+
+        A rank where nothing was changed refuses nothing, and may be in a collective (``others_wait``), which
+        ``zero_grad()`` then joins.
+        """
         for param, (reference, version) in self._guarded.items():
             gradient = param.grad
             if gradient is None or gradient is not reference() or gradient._version == version:
                 continue
-            # A rank without gradients has nothing to refuse, and may be in a collective, which zero_grad() joins.
-            self._has_failed |= self._sync and not self._are_means
+            self._has_failed |= others_wait
             raise RuntimeError(
                 f"gradient of {self._name_of(param)!r}: {_CHANGED_MEAN if self._are_means else _CHANGED_SUM}"
             )
@@ -230,8 +236,10 @@ class Gradients:
     def _notice_failure(self) -> None:
         """Find out whether a plain ``loss.backward()`` raised."""
         if self._backward_watch.take_unended():
-            self._has_failed |= self._sync
+            self._has_failed |= self._began_in_sync
             self._leave_backward()
+            if not self._began_in_sync:
+                self._note_local()
 
     def _refuse_after_failure(self) -> None:
         self._notice_failure()

@@ -104,7 +104,6 @@ class SteppedInPieces(MixedPrecision):
             bucket.gradient_dtype = self.precision.reduce_dtype_of(bucket.params[0])
         if self.precision.reduce_dtype is not None:
             self._scale = 1.0  # sums are divided when they have the master weights' dtype
-        # Last: a placeholder has its parameter's dtype, which may just have been rounded.
         self._placeholders = PlaceholderGradients(self.params)
         return tensors
 
@@ -124,9 +123,11 @@ class SteppedInPieces(MixedPrecision):
             self._placeholders.place([bucket.names[slot]])
 
     @override
-    def _refuse_changes(self) -> None:
-        self._check_placeholders()
-        super()._refuse_changes()
+    def _refuse_changes(self, *, others_wait: bool) -> None:
+        # Of means only a step and a backward do: zero_grad() may clear what somebody else has cleared in part.
+        if not self._are_means:
+            self._check_placeholders()
+        super()._refuse_changes(others_wait=others_wait)
 
     def _check_placeholders(self) -> None:
         """Of means: refuse that somebody has cleared or set one. Of what ``no_sync()`` has left: drop that sum."""

@@ -367,7 +367,7 @@ LOOKS = {
     "clip_grad_value_": lambda model: clip_grad_value_(model.parameters(), 1.0),
     "get_total_norm": lambda model: get_total_norm([p.grad for p in model.parameters() if p.grad is not None]),
     "by hand": lambda model: [p.grad.norm() for p in model.parameters() if p.grad is not None],
-    "in place": lambda model: [p.grad.div_(2) for p in model.parameters() if p.grad is not None],
+    "in place": lambda model, _: [p.grad.div_(2) for p in model.parameters() if p.grad is not None],
     "data": lambda model: [p.grad.data.mul_(2) for p in model.parameters() if p.grad is not None],
     "zeros": lambda model: nn.Module.zero_grad(model, set_to_none=False),
 }
@@ -725,13 +725,17 @@ def test_neither_a_copy_nor_what_a_lost_engine_leaves_belongs_to_one(pools):
 
 
 @contextlib.contextmanager
-def slices_trained_by(strategy):
-    """One data rank, whose tensor ranks have slices: a norm of slices is not the model's."""
-    with Mesh({"data": 1, "tensor": 2}) as mesh:
+def slices_trained_by(strategy, num_data_ranks=1):
+    """The two tensor ranks have slices: a norm of slices is not the model's."""
+    with Mesh({"data": num_data_ranks, "tensor": 2}) as mesh:
         model = sliceable()
         parallelize_module(model, {"0": Column(), "2": Row()}, mesh["tensor"])
-        with build_engine(strategy, model, cases.OPTIMIZERS["adamw"], mesh) as engine:
+        with build_engine(strategy, model, changes_gradients, mesh) as engine:
             yield engine
+
+
+def changes_gradients(tensors):
+    return torch.optim.SGD(tensors, lr=0.01, momentum=0.9, nesterov=True, foreach=True)
 
 
 def sliceable():
@@ -788,7 +792,7 @@ WITH_SLICES = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
 @pytest.mark.parametrize("strategy", WITH_SLICES)
 def test_torch_s_clipping_of_slices_is_refused(pools, strategy):
     model = sliceable()
-    optimizer = cases.OPTIMIZERS["adamw"](model.parameters())
+    optimizer = changes_gradients(model.parameters())
     loss_of_step(model, 0).backward()
     optimizer.step()
     for state in pools(2).run(slices_clipped, strategy):
@@ -806,17 +810,36 @@ def zeroed_first(engine):
     engine.backward(loss_of_step(engine, 1))
 
 
+def zeroed_while_local(engine):
+    engine.zero_grad()
+    with engine.no_sync():
+        engine.backward(loss_of_step(engine, 0))
+    engine.zero_grad(set_to_none=False)
+
+
+def stepped_first(engine):
+    engine.step()
+    engine.backward(loss_of_step(engine, 1))
+
+
+def stepped_first_alone(model, optimizer):
+    optimizer.step()
+    loss_of_step(model, 1).backward()
+
+
 # What each does to slices, and what it does to the model's gradients in one process.
 ALLOWED = {
     "the engine's clipping": (
         lambda engine: engine.clip_grad_norm_(1e-3),
-        lambda model: clip_grad_norm_(model.parameters(), 1e-3),
+        lambda model, _: clip_grad_norm_(model.parameters(), 1e-3),
     ),
-    "out of place": (halved, lambda model: [p.grad.mul_(0.5) for p in model.parameters()]),
-    "zeros": (zeroed_first, lambda model: (model.zero_grad(), loss_of_step(model, 1).backward())),
+    "out of place": (halved, lambda model, _: [p.grad.mul_(0.5) for p in model.parameters()]),
+    "zeros": (zeroed_first, lambda model, _: (model.zero_grad(), loss_of_step(model, 1).backward())),
+    "zeros of local sums": (zeroed_while_local, lambda model, _: model.zero_grad(set_to_none=False)),
+    "a step that changes them": (stepped_first, stepped_first_alone),
     "unscaled": (
         lambda engine: GradScaler(2.0).unscale_(engine),
-        lambda model: [p.grad.div_(2) for p in model.parameters()],
+        lambda model, _: [p.grad.div_(2) for p in model.parameters()],
     ),
 }
 
@@ -835,10 +858,10 @@ def slices_changed(rank, strategy, way):  # noqa: ARG001
 @pytest.mark.parametrize("strategy", WITH_SLICES)
 def test_what_may_be_done_to_gradients_of_slices(pools, strategy, way):
     model = sliceable()
-    optimizer = cases.OPTIMIZERS["adamw"](model.parameters())
+    optimizer = changes_gradients(model.parameters())
     for _ in range(2):
         loss_of_step(model, 0).backward()
-        ALLOWED[way][1](model)
+        ALLOWED[way][1](model, optimizer)
         optimizer.step()
         optimizer.zero_grad()
     for state in pools(2).run(slices_changed, strategy, way):
@@ -861,3 +884,33 @@ def test_torch_clips_what_every_tensor_rank_has_whole(pools, strategy):
     expected = float(model[2].bias.grad.norm())
     for norm in pools(2).run(whole_ones_clipped, strategy):
         assert float(norm) == pytest.approx(expected, abs=1e-10)
+
+
+def changed_on_one_data_rank(rank, strategy, then):  # noqa: ARG001
+    with slices_trained_by(strategy, num_data_ranks=2) as engine:
+        engine.backward(loss_of_step(engine, 0))
+        if engine.data_rank == 0:
+            for param in engine.module.parameters():
+                param.grad.mul_(0.5)
+        with pytest.raises(RuntimeError, match="it is a slice") if engine.data_rank == 0 else contextlib.nullcontext():
+            AFTER_MEANS[then](engine)
+        engine.zero_grad()
+        for _ in range(2):
+            engine.backward(loss_of_step(engine, 0))
+            engine.step()
+            engine.zero_grad()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("then", ["backward", "plain backward"])
+@pytest.mark.parametrize("strategy", ["ddp", "bucketed"])
+def test_a_refusal_of_clipped_slices_on_one_data_rank_leaves_no_other_waiting(pools, strategy, then):
+    model = sliceable()
+    optimizer = changes_gradients(model.parameters())
+    for _ in range(2):
+        loss_of_step(model, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for state in pools(4).run(changed_on_one_data_rank, strategy, then):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)

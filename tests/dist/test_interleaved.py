@@ -539,6 +539,39 @@ def test_a_backward_that_raises_at_another_place_on_each_rank_is_forgotten(pools
                 torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
 
 
+def fail_quietly_and_go_on(rank, setup, num_ranks, plain, everywhere, leave_first):
+    strategy, options = SETUPS[setup]
+    with (
+        Mesh({"data": num_ranks}) as mesh,
+        build_engine(strategy, build(FailsSomewhere), sgd, mesh, **options) as engine,
+    ):
+        x = rows(0, num_ranks)[2 * rank : 2 * rank + 2]
+        failing = pytest.raises(ArithmeticError) if everywhere or rank == 0 else contextlib.nullcontext()
+        outside, inside = (failing, contextlib.nullcontext()) if leave_first else (contextlib.nullcontext(), failing)
+        with outside, engine.no_sync(), inside:
+            loss = loss_of(engine(x, fail_at=1 if everywhere or rank == 0 else None))
+            loss.backward() if plain else engine.backward(loss)
+        engine.zero_grad()
+        engine.backward(loss_of(engine(x)))
+        engine.step()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("setup", ["ddp", *BUCKETS, "zero3"])
+@FEW_RANKS
+def test_a_backward_that_raises_inside_no_sync_has_nothing_to_complete(pools, num_ranks, setup, plain):
+    model = build(FailsSomewhere)
+    optimizer = sgd(list(model.parameters()))
+    loss_of(model(rows(0, num_ranks))).backward()
+    optimizer.step()
+    for everywhere, leave_first in ((True, True), (False, True), (False, False)):
+        states = pools(num_ranks).run(fail_quietly_and_go_on, setup, num_ranks, plain, everywhere, leave_first)
+        for state in states:
+            for name, value in model.state_dict().items():
+                torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+
+
 def step_while_another_failed(rank, setup):
     strategy, options = SETUPS[setup]
     with Mesh({"data": 2}) as mesh, build_engine(strategy, build(FailsSomewhere), sgd, mesh, **options) as engine:

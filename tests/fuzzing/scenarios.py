@@ -122,7 +122,7 @@ def _single(menu: Menu) -> st.SearchStrategy[list[Operation]]:
         st.builds(LearningRate, st.sampled_from([None, 0.02])),
         st.builds(Mode, st.booleans()),
         st.builds(ScaledStep, _seeds, seldom),
-        st.builds(FailsAlone, _seeds, st.integers(0, 3), st.sampled_from(["backward", "forward"]), _how),
+        st.builds(FailsAlone, _seeds, st.integers(0, 3), st.sampled_from(["backward", "forward"]), _how, seldom),
         st.builds(AddGroup),
         st.builds(FullParams, st.booleans(), _insides, _seeds),
         st.builds(StateOut),

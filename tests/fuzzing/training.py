@@ -227,12 +227,14 @@ class FailsAlone(Operation):
         on: the data rank, modulo their number.
         fault: where, 'forward' or 'backward'.
         how: as in ``Backward``.
+        quiet: inside ``no_sync()``.
     """
 
     seed: int = 0
     on: int = 0
     fault: str = "backward"
     how: str = "engine"
+    quiet: bool = False
     peers: ClassVar[bool] = False
 
     def applies(self, world: World) -> bool:
@@ -255,13 +257,14 @@ class FailsAlone(Operation):
         return {}
 
     def _pass(self, world: World, fault: str) -> None:
-        loss, _ = world.ours.forward(self.seed, fault=fault)
-        if self.fault == "forward" and not world.ours.spec.gathers:
-            return
-        if self.how == "engine":
-            world.ours.engine.backward(loss)
-        else:
-            loss.backward()
+        with quiet(world.ours.engine, self.quiet):
+            loss, _ = world.ours.forward(self.seed, fault=fault)
+            if self.fault == "forward" and not world.ours.spec.gathers:
+                return
+            if self.how == "engine":
+                world.ours.engine.backward(loss)
+            else:
+                loss.backward()
 
     def plain(self, world: World) -> Seen:
         plain = world.plain

@@ -3,6 +3,7 @@
 They send through a group that notifies the observers of the mesh's axis (``comm.torch_engine_groups``), so their
 collectives are recorded like ours. Torch reduces the gradients: they are means when ``loss.backward()`` returns. What
 ``no_sync()`` has left is sent by the next backward alone: clip and step before it use each rank's own, as in torch.
+Nor is torch's clipping of slices refused here.
 Torch's parts are imported when one of these engines is built, since that takes half a second.
 """
 
@@ -91,6 +92,10 @@ class Peer(Engine):
     @override
     def _note_local(self) -> None:
         """Nothing: a plain ``loss.backward()``, which makes means of them, goes unnoticed here."""
+
+    @override
+    def guard_slices(self) -> None:
+        """Nothing, for the same reason."""
 
     @override
     def _watch(self, param: nn.Parameter) -> RemovableHandle | None:
