@@ -1,7 +1,7 @@
 """Many small tensors moved as few large messages.
 
 A small message costs nearly as much as a large one (0.2 ms at 2 ranks, 4 ms at 4 on a busy laptop). So the tensors are
-packed by dtype and device into flat buffers of at most 64 MiB.
+packed by dtype and device into flat buffers of at most 64 MiB, or of one larger tensor.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""The verbs: every byte that ranks exchange passes through a ``Communicator``, and each call is an event.
+"""The verbs: every tensor that ranks exchange passes through a ``Communicator``, and each call is an event.
 
     pending = comm.all_reduce(tensor, tag="gradients of bucket 0")
     ...                                   # compute goes on

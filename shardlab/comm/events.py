@@ -43,7 +43,7 @@ class CollectiveEvent:
     Attributes:
         seq: position among the collectives of this communicator, from 0.
         numel: elements of the whole buffer; ``num_bytes`` likewise.
-        own_chunk_bytes: bytes of this rank's chunk, where chunks are uneven.
+        own_chunk_bytes: bytes of this rank's chunk, where chunks may be uneven.
         scratch_bytes: bytes the transport holds between start and end beside the caller's buffers.
         storage: identity of the buffer's storage while it is alive, so that a memory ledger can tell what it is.
         source_line: ``file:line`` of the caller outside the library.

@@ -28,7 +28,7 @@ _OUTSIDE = -1  # torch's answer while no backward runs
 
 
 class BackwardWatch:
-    """Calls ``began`` and ``ended`` once for each backward that accumulates gradients.
+    """Calls ``began`` once for each backward that accumulates gradients, and ``ended`` after one of the user's own.
 
     Args:
         params: the engine's parameters.

@@ -2,8 +2,9 @@
 
 While gradients only accumulate (``no_sync()``), ``param.grad`` is a view of its slot, and autograd adds the next
 micro-batch to it in place. A gradient that will be sent is *sealed*: multiplied by 1/N on its way into the slot, so
-that the sum over N ranks is the mean without another pass over the buffer. Its parameter then has no ``.grad``, so that
-autograd cannot write into a buffer that is being sent. After the reduction the slots are the parameters' ``.grad``.
+that the sum over N ranks is the mean without another pass over the buffer (with a ``precision``, sums are divided when
+they have more bits). Its parameter then has no ``.grad``, so that autograd cannot write into a buffer that is being
+sent. After an all-reduce the slots are the parameters' ``.grad``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,7 @@ class Bucket:
         self.shapes = [tuple(param.shape) for param in params]
         self.buffer: Tensor | None = None  # flat gradients, [padded_numel]; allocated when first needed
         self.views: list[Tensor] = []  # of the buffer, one per slot, in the parameters' shapes
-        self.chunk: Tensor | None = None  # where gradients are scattered, this rank's of the reduced ones, [chunk]
+        self.chunk: Tensor | None = None  # ZeRO-1 and 2: this rank's chunk of the reduced gradients
         self.gradient_dtype = self.params[0].dtype  # of the buffer, the dtype in which gradients are reduced
         self.pending: Pending | None = None  # while it is being reduced
         self.holds_means = False

@@ -67,7 +67,7 @@ class Gradients:
             retain_graph: keep the graph, so that another backward through it can add its gradients.
 
         Raises:
-            RuntimeError: the previous backward raised, and ``zero_grad()`` has not been called since.
+            RuntimeError: the previous backward outside ``no_sync()`` raised, and ``zero_grad()`` was not called since.
         """
         with self._backward_watch.expected(loss, retain_graph=retain_graph):
             try:
@@ -86,9 +86,10 @@ class Gradients:
     def no_sync(self) -> Iterator[None]:
         """Inside, backward only accumulates on this rank; the next backward outside communicates the sum.
 
-        Until then ``param.grad`` is this rank's own sum, which you may read, clear, or replace by a tensor of yours. A
-        change in place is refused, if not at once then by what needs the gradients next: torch's ``clip_grad_norm_``
-        would scale each rank's sum by another norm. ``engine.clip_grad_norm_`` communicates first.
+        Until then, where parameters are whole, ``param.grad`` is this rank's own sum, which you may read, clear, or
+        replace by a tensor of yours. A change in place is refused, if not at once then by what needs the gradients
+        next: torch's ``clip_grad_norm_`` would scale each rank's sum by another norm. ``engine.clip_grad_norm_``
+        communicates first.
         """
         before, self._sync = self._sync, False
         try:
@@ -100,8 +101,8 @@ class Gradients:
         """Return when the gradients are means over the data axis; clip and step call it if that is still pending.
 
         Raises:
-            RuntimeError: the last backward raised, or what ``no_sync()`` has left, or a mean of slices, was changed in
-                place, and ``zero_grad()`` has not been called since.
+            RuntimeError: the last backward outside ``no_sync()`` raised, or what ``no_sync()`` has left, or a mean of
+                slices, was changed in place, and ``zero_grad()`` has not been called since.
         """
         self._refuse_after_failure()
         self._refuse_changes(others_wait=self._sync and not self._are_means)
@@ -145,7 +146,7 @@ class Gradients:
         self.guard_slices()
 
     def _finish_gradients(self) -> None:
-        """Make the gradients means over the data axes. All ranks call it equally often; in one process they are."""
+        """Make the gradients means over the data axes. All ranks call it equally often; for one process do nothing."""
 
     def _forget_gradients(self) -> None:
         for param in self.params.values():
@@ -246,7 +247,7 @@ class Gradients:
         if self._has_failed:
             raise RuntimeError(
                 "gradients: the last backward raised an exception and left them incomplete; call engine.zero_grad() on "
-                "all ranks before the next backward"
+                "all ranks before the next forward"
             )
 
     def _complete_failed_backward(self) -> None:
@@ -262,7 +263,7 @@ class Gradients:
         self._finish_gradients()
         for name, filler in fillers.items():
             param = self.params[name]
-            # Where means go to pieces, a filler that is still here was never sent: its bucket was, before the error.
+            # Where means go to pieces, a filler that is still here was not sent, since its bucket had been sent before.
             if self._step_tensors.by_name(name) is not param and param.grad is filler:
                 param.grad = None
         # Or ``finish_gradients()``, which ``zero_grad()`` may call next, would refuse them or send all once more.

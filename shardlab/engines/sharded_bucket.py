@@ -4,8 +4,8 @@ Tensors of a bucket, for a layout of N chunks:
 
 * ``shard``: this rank's chunk of the parameters, [chunk], always there; ``pieces`` are its parts by parameter, which
   the optimizer steps;
-* ``full``: the parameters while gathered, from a buffer of all chunks, [N x chunk]. If the layout keeps a parameter in
-  one stretch (flat) it is a view of the buffer, otherwise (dim-0) a copy, and the buffer is dropped at once; with a
+* ``full``: the parameters while gathered, from a buffer of all chunks, [padded_numel]. If the layout keeps a parameter
+  in one stretch (flat) it is a view of the buffer, otherwise (dim-0) a copy, and the buffer is dropped at once; with a
   single chunk it is the shard;
 * gradients: ``param.grad`` of each full parameter until backward has made them all, then one flat buffer that is
   reduce-scattered, then this rank's chunk, whose parts are the ``.grad`` of the pieces.
@@ -253,10 +253,10 @@ class ShardedBucket:
         self._reducing = (buffer, *self._reduce(buffer))  # the buffer too: it is read until the reduction has ended
 
     def finish_reduce(self) -> None:
-        """Add the means to ``gradient_shard``, and make its parts the ``.grad`` of the pieces."""
+        """Put the means into ``gradient_shard``, with those of earlier backwards, as the ``.grad`` of the pieces."""
         if self._reducing is None:
             return
-        # First: where shards are replicated, it puts the sums over the last axis in place of what is being reduced.
+        # First: where shards are replicated (FSDP), this replaces ``_reducing`` by the reduction over replicas.
         num_ranks = self._sum_over_replicas()
         _, sums, pending = self._reducing
         pending.wait()
@@ -316,7 +316,7 @@ class ShardedBucket:
         return sums, self.comm.reduce_scatter(buffer, sums, bounds=self.layout.bounds, tag=tag)
 
     def _sum_over_replicas(self) -> int:
-        """Begin to add the sums of the ranks that hold the same chunk; return over how many ranks these are sums."""
+        """Over how many ranks these are sums; where shards are replicated, also begin the sum over replicas."""
         return self.comm.num_ranks
 
     def _accept(self, means: Tensor, unused: set[str]) -> None:

@@ -7,8 +7,9 @@ An optimizer takes them directly, ``torch.optim.AdamW(tensors, lr=1e-3)``; param
         {"params": tensors.where(lambda name: not name.endswith("bias"))},
     ], lr=1e-3)
 
-Where a strategy shards, each tensor is the piece this rank holds (one-dimensional, or a whole parameter in its shape),
-and is empty if this rank holds nothing of the parameter. So every rank makes the same groups, with the same indices.
+Where a strategy shards, each tensor is the piece this rank holds (one-dimensional, or rows of a parameter in their
+shape), and is empty if this rank holds nothing of the parameter. So every rank makes the same groups, with the same
+indices.
 """
 
 import sys

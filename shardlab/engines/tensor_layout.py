@@ -1,7 +1,7 @@
 """A layout applied to tensors: a chunk cut out of parameters, parameters read from a buffer, gradients written to one.
 
-The buffer holds the chunks of all ranks, [N x chunk]. If a layout keeps a parameter in one stretch of it (flat), what
-is read is a view; otherwise (dim-0) the parameter is copied from its stretches.
+The buffer holds the chunks of all ranks, [padded_numel]. If a layout keeps a parameter in one stretch of it (flat),
+what is read is a view; otherwise (dim-0) the parameter is copied from its stretches.
 """
 
 from collections.abc import Mapping

@@ -8,7 +8,7 @@ Per rank for P fp32 parameters with Adam: 4P parameters, 4P gradients, 8P/N stat
 a multiple of N). The chunk is reduced inside the bucket, where it is a slice; the rest of the bucket then holds this
 rank's own, stale gradients. So the means are the ``.grad`` of ``step_tensors()``, and ``param.grad`` after backward is
 a placeholder that refuses to be used (``stepped_in_pieces.py``). With a 16-bit ``precision`` parameters are 2P, with
-4P/N master weights, and both messages have fewer bytes; ``precision.py`` has the table.
+4P/N master weights, and the gather has fewer bytes; ``precision.py`` has the table.
 Source: Rajbhandari et al., arXiv 1910.02054, section 5.1.
 """
 

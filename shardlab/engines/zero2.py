@@ -7,7 +7,7 @@ backward and step, and during backward only those of the buckets being filled an
 Per rank for P fp32 parameters with Adam: 4P parameters, 4P/N gradients, 8P/N state (P with the padding of each bucket
 to a multiple of N); on the wire 2P(N-1)/N elements, as before. Inside ``no_sync()`` nothing is sent, so full gradients
 accumulate there until a backward communicates. With ``precision='bf16'``: 2P parameters, 4P/N master weights,
-4P/N gradients, 8P/N state; the paper's 2P + 14P/N keeps 16-bit gradients, and torch's optimizers take those of the
+4P/N gradients, 8P/N state; the paper's 2P + 14P/N keeps 16-bit gradients, but torch's optimizers need them in the
 master weights' dtype. Source: Rajbhandari et al., arXiv 1910.02054, section 5.2.
 """
 
@@ -45,7 +45,7 @@ class ZeRO2(ZeRO1):
 
     @override
     def _new_chunk(self, buffer: Tensor, start: int, stop: int) -> Tensor:
-        # That of an earlier backward lives on in the pieces' ``.grad`` until it is added.
+        # A new one each time: the pieces' ``.grad`` is the chunk of an earlier backward, until that is added.
         return buffer.new_empty(stop - start)
 
     @override

@@ -3,16 +3,17 @@
 What changes against ``zero2``: the parameters are sharded too, from construction on. All buckets are gathered, one
 after another in the order of backward, before forward computes, and resharded after it; the same again around backward.
 The step works on shards and needs no gather after it. A bucket now holds parameters (``ShardedBucket``), so this engine
-shares the map of buckets with ``zero2`` and no code. Nothing overlaps: gradients are reduce-scattered when backward has
-ended, so plain loops over the buckets keep the order and no queue is needed. ``zero2`` did overlap, and ``fsdp`` does
-again: it gathers and reduces unit by unit, while others compute.
+shares with ``zero2`` which parameters go together and how they are cut, and nothing of what buckets do. Nothing
+overlaps: gradients are reduce-scattered when backward has ended, so plain loops over the buckets keep the order and no
+queue is needed. ``zero2`` did overlap, and ``fsdp`` does again: it gathers and reduces unit by unit, while others
+compute.
 
 Per rank for P fp32 parameters with Adam: at rest 4P/N parameters, 4P/N gradients, 8P/N state (P with the padding of
 each bucket to a multiple of N); in forward and backward another 4P of gathered parameters, and at the end of backward
-another 4P of whole gradients. On the wire P(N-1)/N for each gather and for the reduce-scatter: 3P(N-1)/N elements a
-step. With ``precision='bf16'`` gathered parameters have 2 bytes an element and nothing else changes, since the shards
-are the master weights: 16P/N at rest, as in the paper, which counts 2 + 2 for parameters and gradients and 12 for the
-rest.
+another 4P of whole gradients, which ``no_sync()`` keeps until a backward communicates. On the wire P(N-1)/N for each
+gather and for the reduce-scatter: 3P(N-1)/N elements a step. With ``precision='bf16'`` gathered parameters and whole
+gradients have 2 bytes an element. At rest nothing changes, since the shards are the master weights: 16P/N, as in the
+paper, which counts 2 + 2 for parameters and gradients and 12 for the rest.
 Source: Rajbhandari et al., arXiv 1910.02054, section 5.3.
 """
 
@@ -70,7 +71,7 @@ class ZeRO3(ShardedEngine):
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Gather, run the module's forward, reshard."""
-        # First: what a backward that raised has left is resharded, and not in the middle of this forward.
+        # First: what a backward that raised has left is resharded. The base does this too, but we would have gathered.
         self._notice_failure()
         with self._gathered(), saved_by_reference(self.buckets):
             output = without_parameters(super().__call__(*args, **kwargs), set(self.params.values()))
@@ -124,7 +125,7 @@ class ZeRO3(ShardedEngine):
 
     @override
     def _leave_backward(self) -> None:
-        # For errors, no_sync() and a plain backward; what has been reduced is resharded already.
+        # For a plain backward inside no_sync() or one that raised; what has been reduced is resharded already.
         self.release_params()
 
     @contextlib.contextmanager

@@ -69,8 +69,8 @@ def plan_buckets(
         keys: as for :func:`assign_buckets`.
         num_ranks: chunks of each bucket; 1 where nothing is sharded.
         capacity_bytes: bytes of gradients in a full bucket, at least 1.
-        partition: ``elements`` cuts each bucket into equal chunks; the others give whole parameters to ranks, balanced
-            over the whole model and not bucket by bucket.
+        partition: ``elements`` cuts each bucket into equal chunks; the others give whole parameters to ranks,
+            assigned over the whole model and not bucket by bucket.
 
     Raises:
         ValueError: a count is too small, or ``keys`` has another length than ``specs``.

@@ -1,8 +1,8 @@
 """A range of ``numel`` elements cut into one contiguous chunk per rank: who holds which element, and what it saves.
 
-Two ways to cut. *Even bounds*, which engines use, give every rank ceil(numel / num_ranks) elements of a padded range,
-10 over 3 are 4, 4, 4 with 2 of padding: equal chunks are what NCCL's one-call reduce-scatter needs. *Chunks*, for plans
-and figures, spread the remainder over the first ranks: 10 over 3 are 4, 3, 3; nothing is padded.
+Two ways to cut. *Even bounds*, of buckets, give every rank ceil(numel / num_ranks) elements of a padded range, 10 over
+3 are 4, 4, 4 with 2 of padding: equal chunks are what NCCL's one-call reduce-scatter needs. *Chunks*, where nothing may
+be padded, spread the remainder over the first ranks: 10 over 3 are 4, 3, 3.
 
 Where the range holds parameters, a ``Layout`` says which ``Piece`` of each lies in a rank's chunk: what flat and dim-0
 layouts have in common.
@@ -148,7 +148,7 @@ class Layout(Protocol):
 
 
 def has_whole_rows(piece: Piece, shape: tuple[int, ...]) -> bool:
-    """Whether a piece of a parameter of this shape begins and ends between two rows of dim 0."""
+    """Whether a piece of a parameter of this shape of two dims or more begins and ends between two rows of dim 0."""
     row = prod(shape[1:])
     return len(shape) > 1 and row > 0 and piece.param_start % row == 0 and piece.param_stop % row == 0
 

@@ -1,7 +1,7 @@
 """A flat layout: many parameters laid end to end as one range of elements, and that range cut into a chunk per rank.
 
-This is the shape of a bucket under every strategy: each rank keeps its own chunk, and in a layout of one rank that is
-everything. Two cuts:
+This is the shape of a bucket under every strategy, unless FSDP cuts by rows (``dim0``): each rank keeps its own chunk,
+and in a layout of one rank that is everything. Two cuts:
 
 - ``flat_layout``: parameters one after another, equal chunks, padding at the end. A chunk border may run through a
   parameter, so a rank holds *pieces*; every collective has equal parts.
