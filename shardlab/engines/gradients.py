@@ -117,10 +117,10 @@ class Gradients:
 
         Torch's ``clip_grad_norm_`` would scale what each tensor rank has by the norm of that alone.
         """
-        for name, param in self.params.items():
-            is_slice = name in self.slices and self.slices[name].num_ranks > 1
+        for name in self.slices.keys() & self.params.keys():  # tied weights are slices under each of their names
+            param = self.params[name]
             # Those that the user sees. Where means go to pieces, a placeholder stands here and refuses by itself.
-            if is_slice and self._step_tensors.by_name(name) is param:
+            if self.slices[name].num_ranks > 1 and self._step_tensors.by_name(name) is param:
                 self._guard(param)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
