@@ -88,13 +88,14 @@ class Bucket:
         view = self.views[slot]
         # From the second micro-batch on, autograd has added in place to this very view.
         if gradient.data_ptr() != view.data_ptr():
-            view.copy_(gradient)
+            view.copy_(gradient.detach())
             self.params[slot].grad = view.detach()
 
     def seal(self, slot: int, gradient: Tensor, scale: float) -> None:
         """Put a gradient times ``scale`` into its slot, or add it if one is sealed already."""
         if self.buffer is None:
             self._allocate()
+        gradient = gradient.detach()  # create_graph=True leaves a graph at it
         if slot in self._sealed:
             self.views[slot].add_(gradient, alpha=scale)
         else:

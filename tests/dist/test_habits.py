@@ -5,6 +5,7 @@ import copy
 import gc
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -719,6 +720,33 @@ def left_behind(rank):  # noqa: ARG001
 
 def test_neither_a_copy_nor_what_a_lost_engine_leaves_belongs_to_one(pools):
     assert pools(2).run(left_behind) == [0, 0]
+
+
+# A backward that leaves a graph at the gradients.
+
+
+def backwards_with_graphs(rank, setup):  # noqa: ARG001
+    with trained_by(setup) as engine, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True")  # torch tells it once
+        for quiet in (True, False):
+            x, y = own("MLP", 0, int(quiet), engine)
+            with engine.no_sync() if quiet else contextlib.nullcontext():
+                cases.loss_of(engine(x), y).backward(create_graph=True)
+        engine.step()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_backward_may_leave_a_graph(pools, setup):
+    model = cases.build("MLP")
+    optimizer = cases.OPTIMIZERS["sgd"](model.parameters())
+    for micro_batch in (1, 0):
+        x, y = cases.rows("MLP", 0, micro_batch, 2)
+        cases.loss_of(model(x), y).backward()
+    optimizer.step()
+    for state in pools(2).run(backwards_with_graphs, setup):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
 
 
 # Who clips slices.
