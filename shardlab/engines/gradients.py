@@ -205,9 +205,10 @@ class Gradients:
     def _note_local(self) -> None:
         """A backward inside ``no_sync()`` has ended: until they are means, no gradients of this rank may be changed."""
         self._step_tensors.are_behind = True
-        for param in self.params.values():
-            # One process alone may change them: its sums are the means, and of whole parameters.
-            if any(comm.num_ranks > 1 for comm in self.comms):
+        several = any(comm.num_ranks > 1 for comm in self.comms)
+        for name, param in self.params.items():
+            # One process alone may change its sums, which are the means, unless earlier means lie elsewhere.
+            if several or self._step_tensors.by_name(name) is not param:
                 self._guard(param)
 
     def _guard(self, param: nn.Parameter) -> None:

@@ -368,7 +368,7 @@ LOOKS = {
     "clip_grad_value_": lambda model: clip_grad_value_(model.parameters(), 1.0),
     "get_total_norm": lambda model: get_total_norm([p.grad for p in model.parameters() if p.grad is not None]),
     "by hand": lambda model: [p.grad.norm() for p in model.parameters() if p.grad is not None],
-    "in place": lambda model, _: [p.grad.div_(2) for p in model.parameters() if p.grad is not None],
+    "in place": lambda model: [p.grad.div_(2) for p in model.parameters() if p.grad is not None],
     "data": lambda model: [p.grad.data.mul_(2) for p in model.parameters() if p.grad is not None],
     "zeros": lambda model: nn.Module.zero_grad(model, set_to_none=False),
 }
@@ -469,6 +469,27 @@ def test_torch_s_clipping_of_what_no_sync_has_left_is_refused(pools, setup, num_
     for state in pools(num_ranks).run(clipped_too_early, setup, then):
         for name, value in expected.state.items():
             torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_clipping_local_sums_alone_is_refused_in_one_process_too_where_means_lie_elsewhere(strategy):
+    model = cases.build("MLP")
+    with build_engine(strategy, model, cases.OPTIMIZERS["sgd"]) as engine:
+        backward(engine, 0)
+        quietly_backward(engine, 1)
+        with pytest.raises(RuntimeError, match=r"write engine\.clip_grad_norm_\(max_norm\)"):
+            clip_grad_norm_(model.parameters(), 1e-3)
+            engine.step()
+        engine.zero_grad()
+        quietly_backward(engine, 0)
+        engine.step()
+    alone = cases.build("MLP")
+    optimizer = cases.OPTIMIZERS["sgd"](alone.parameters())
+    x, y = cases.rows("MLP", 0, 0, 1)
+    cases.loss_of(alone(x), y).backward()
+    optimizer.step()
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, atol=1e-10, rtol=0)
 
 
 def clipped_where_there_is_something(rank, setup):

@@ -86,7 +86,7 @@ def _training_step(draw: st.DrawFn) -> list[Operation]:
         operations.append(Evaluate(draw(_seeds), draw(_depths)))
     if draw(st.booleans()):
         operations.append(Clip(draw(st.sampled_from([0.1, 1.0])), draw(st.sampled_from([2.0, 1.0, "inf"]))))
-    if draw(seldom) and draw(st.booleans()):
+    if draw(seldom) and draw(seldom):
         operations.append(Habit(draw(_clips)))
     if draw(seldom) and draw(seldom):
         operations.append(ChangeMeans(draw(_parts), draw(st.booleans())))
