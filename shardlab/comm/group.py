@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -69,6 +70,20 @@ class ObservedGroup:
         self._transport = transport
         self._observers: tuple[Observer, ...] = Process.observers
         self._seq = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself, in a group of one.
+
+        Raises:
+            TypeError: of a layer that sends: its copy would lack the hooks that make the gradients of what is whole.
+        """
+        if self.num_ranks > 1:
+            raise TypeError(
+                f"model: it is divided over the {self.num_ranks} ranks of axis {str(self.axis)!r}, and a copy would "
+                "lack hooks on its parameters; copy it before parallelize_module(...), and load engine."
+                "full_state_dict() into the copy"
+            )
+        return self
 
     @property
     def num_ranks(self) -> int:
