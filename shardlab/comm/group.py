@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.transports.base import Transport
@@ -71,19 +72,24 @@ class ObservedGroup:
         self._observers: tuple[Observer, ...] = Process.observers
         self._seq = 0
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Itself, in a group of one.
+    @override
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """How it is pickled.
 
         Raises:
-            TypeError: of a layer that sends: its copy would lack the hooks that make the gradients of what is whole.
+            TypeError: it is of several ranks. The copy of a layer that sends would lack the hooks that make the
+                gradients of what all ranks have whole.
         """
         if self.num_ranks > 1:
             raise TypeError(
-                f"model: it is divided over the {self.num_ranks} ranks of axis {str(self.axis)!r}, and a copy would "
-                "lack hooks on its parameters; copy it before parallelize_module(...), and load engine."
-                "full_state_dict() into the copy"
+                f"axis {str(self.axis)!r}: a communicator of {self.num_ranks} ranks cannot be copied; copy or save a "
+                "tensor-parallel model before parallelize_module(...), and load engine.full_state_dict() into that copy"
             )
-        return self
+        return super().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Itself, in a group of one, which sends nothing; of several ranks refused, as for a pickle."""
+        return self if self.num_ranks == 1 else self.__reduce_ex__(4)
 
     @property
     def num_ranks(self) -> int:

@@ -8,9 +8,9 @@
     engine.zero_grad()
 
 The module keeps its class, its parameter names and its buffers; any torch optimizer works. A copy of the module
-(``copy.deepcopy``, pickle) is a plain one, without the engine. Gradients are means over the ranks of the data axis.
-``loss.backward()`` instead of ``engine.backward(loss)`` works too: the engine notices it and finishes the gradients at
-its end.
+(``copy.deepcopy``, pickle) is a plain one, without the engine; one that is divided over tensor ranks is not copied.
+Gradients are means over the ranks of the data axis. ``loss.backward()`` instead of ``engine.backward(loss)`` works too:
+the engine notices it and finishes the gradients at its end.
 
 The rest of the interface is in ``gradients`` (from backward to ``zero_grad()``), ``holdings`` (what this rank holds)
 and ``state`` (what outlives the process).
@@ -182,7 +182,7 @@ class Engine(Holdings, Gradients, EngineState):
             self._note_groups()
         with self.stepping(), self._claim.stepping():
             self.optimizer.step()
-        self.guard_slices()  # some optimizers change gradients
+        self._guarded.clear()  # spent: they may be zeroed in place, and some optimizers change them
         self.num_steps += 1
 
     @property

@@ -48,16 +48,15 @@ class Gradients:
 
     def __init__(self) -> None:
         self._sync = True  # not inside no_sync()
-        self._began_in_sync = True  # the last backward, whose end or error may come when no_sync() has been left
+        # The last backward, whose error may be noticed when no_sync() has been left; None if it was refused.
+        self._began_in_sync: bool | None = None
         self._are_means = False  # the gradients, over the data axes
         self._has_failed = False  # a backward outside no_sync() raised, and zero_grad() has not been called since
         self._were_trainable: set[nn.Parameter] = set()  # in a backward since zero_grad(); may be frozen by now
         # Gradients that the user may not change in place, and their versions: what no_sync() has left, means of slices.
         self._guarded: dict[nn.Parameter, tuple[TensorWeakRef, int]] = {}
         self.num_backwards = 0  # begun so far
-        self._backward_watch = BackwardWatch(
-            self.params, self._begin_backward, self._enter_backward, self._end_backward
-        )
+        self._backward_watch = BackwardWatch(self.params, self._try_to_begin, self._enter_backward, self._end_backward)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Gradients of ``loss``, averaged over the data axis unless inside ``no_sync()``.
@@ -105,7 +104,7 @@ class Gradients:
                 slices, was changed in place, and ``zero_grad()`` has not been called since.
         """
         self._refuse_after_failure()
-        self._refuse_changes(others_wait=self._sync and not self._are_means)
+        self._refuse_changes(others_wait=not self._are_means)
         if not self._are_means:
             self._finish_gradients()
             self._are_means = True
@@ -115,8 +114,10 @@ class Gradients:
     def guard_slices(self) -> None:
         """From now on refuse changes in place of the means of slices; whoever changes them rightly calls it after that.
 
-        Torch's ``clip_grad_norm_`` would scale what each tensor rank has by the norm of that alone.
+        Torch's ``clip_grad_norm_`` would scale what each tensor rank has by the norm of that alone. A step ends it.
         """
+        if not self._are_means:
+            return  # or changed sums would be taken for right ones
         for name in self.slices.keys() & self.params.keys():  # tied weights are slices under each of their names
             param = self.params[name]
             # Those that the user sees. Where means go to pieces, a placeholder stands here and refuses by itself.
@@ -155,12 +156,17 @@ class Gradients:
         self._are_means = False
         self._forget_guarded()
 
+    def _try_to_begin(self) -> None:
+        self._notice_failure()  # of the one before, as which of both kinds it began
+        self._began_in_sync = None
+        self._begin_backward()  # may refuse
+        self._began_in_sync = self._sync
+
     def _begin_backward(self) -> None:
         """A backward begins; called before its first gradient, or right after it (see ``BackwardWatch``)."""
         self._refuse_after_failure()
         self._refuse_changes(others_wait=self._sync)
         self._forget_guarded()  # autograd changes them now
-        self._began_in_sync = self._sync
         self.num_backwards += 1
         # Noted on every rank: a parameter frozen before the reduction still has a gradient to send, here or elsewhere.
         self._were_trainable.update(param for param in self.params.values() if param.requires_grad)
@@ -223,8 +229,8 @@ class Gradients:
     def _refuse_changes(self, *, others_wait: bool) -> None:
         """Refuse what may have been changed on each rank in its own way.
 
-        A rank where nothing was changed refuses nothing, and may be in a collective (``others_wait``), which
-        ``zero_grad()`` then joins.
+        A rank where nothing was changed refuses nothing, and may be in a reduction of gradients (``others_wait``),
+        which ``zero_grad()`` then joins. No other collective is joined: not that of a norm, for example.
         """
         for param, (reference, version) in self._guarded.items():
             gradient = param.grad
@@ -238,9 +244,9 @@ class Gradients:
     def _notice_failure(self) -> None:
         """Find out whether a plain ``loss.backward()`` raised."""
         if self._backward_watch.take_unended():
-            self._has_failed |= self._began_in_sync
+            self._has_failed |= self._began_in_sync is True
             self._leave_backward()
-            if not self._began_in_sync:
+            if self._began_in_sync is False:
                 self._note_local()
 
     def _refuse_after_failure(self) -> None:
@@ -269,6 +275,7 @@ class Gradients:
                 param.grad = None
         # Or ``finish_gradients()``, which ``zero_grad()`` may call next, would refuse them or send all once more.
         self._are_means, self._has_failed = True, False
+        self._forget_guarded()
 
     def _name_of(self, param: nn.Parameter) -> str:
         return next(name for name, known in self.params.items() if known is param)

@@ -70,6 +70,6 @@ class LayoutOfTensors:
             if gradient is None:
                 write_unused(buffer[start:stop])
             elif len(self._stretches[name]) == 1:
-                buffer[start:stop].view(gradient.shape).copy_(gradient)
+                buffer[start:stop].view(gradient.shape).copy_(gradient.detach())
             else:
-                buffer[start:stop].copy_(gradient.reshape(-1)[offset : offset + stop - start])
+                buffer[start:stop].copy_(gradient.detach().reshape(-1)[offset : offset + stop - start])

@@ -519,6 +519,50 @@ def test_a_refusal_of_local_clipping_on_one_rank_leaves_no_other_waiting(pools, 
             torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
 
 
+def refused_twice(rank, setup):  # noqa: ARG001
+    with trained_by(setup) as engine:
+        with engine.no_sync():
+            backward(engine, 0)
+            clip_grad_norm_(engine.module.parameters(), 1e-3)
+            with pytest.raises(RuntimeError, match=r"write engine\.clip_grad_norm_\(max_norm\)"):
+                plain_backward(engine, 1)
+        with pytest.raises(RuntimeError, match=r"write engine\.clip_grad_norm_\(max_norm\)|call engine\.zero_grad\(\)"):
+            engine.step()
+        engine.zero_grad()
+        one_step(engine, engine.data_rank)
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("setup", ["ddp", "bucketed", "zero1", "zero2"])
+def test_a_plain_backward_that_was_refused_does_not_accept_what_it_refused(pools, setup):
+    expected = cases.reference("MLP", "sgd", 2, steps=1)
+    for state in pools(2).run(refused_twice, setup):
+        for name, value in expected.state.items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+
+
+def clipped_inside_no_sync(rank, setup):
+    """One rank alone changes its sum, and all communicate before they leave no_sync()."""
+    with trained_by(setup) as engine:
+        with engine.no_sync():
+            backward(engine, 0)
+            if rank == 0:
+                clip_grad_norm_(engine.module.parameters(), 1e-3)
+            with pytest.raises(RuntimeError, match="changed in place") if rank == 0 else contextlib.nullcontext():
+                engine.finish_gradients()
+        engine.zero_grad()
+        one_step(engine, engine.data_rank)
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("setup", ["ddp", "bucketed", "zero1", "zero2"])
+def test_a_refusal_inside_no_sync_leaves_no_other_waiting(pools, setup):
+    expected = cases.reference("MLP", "sgd", 2, steps=1)
+    for state in pools(2).run(clipped_inside_no_sync, setup):
+        for name, value in expected.state.items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+
+
 def rounded_and_clipped_too_early(rank, setup):
     strategy, options = ROUNDED[setup]
     model = cases.build("MLP").float()
@@ -866,6 +910,19 @@ def zeroed_while_local(engine):
     engine.zero_grad(set_to_none=False)
 
 
+def zeroed_by_hand(engine):
+    engine.step()
+    for tensor in engine.step_tensors():
+        tensor.grad.zero_()
+    engine.backward(loss_of_step(engine, 1))
+
+
+def zeroed_by_hand_alone(model, optimizer):
+    optimizer.step()
+    model.zero_grad()
+    loss_of_step(model, 1).backward()
+
+
 def stepped_first(engine):
     engine.step()
     engine.backward(loss_of_step(engine, 1))
@@ -885,6 +942,7 @@ ALLOWED = {
     "out of place": (halved, lambda model, _: [p.grad.mul_(0.5) for p in model.parameters()]),
     "zeros": (zeroed_first, lambda model, _: (model.zero_grad(), loss_of_step(model, 1).backward())),
     "zeros of local sums": (zeroed_while_local, lambda model, _: model.zero_grad(set_to_none=False)),
+    "zeros by hand after a step": (zeroed_by_hand, zeroed_by_hand_alone),
     "a step that changes them": (stepped_first, stepped_first_alone),
     "unscaled": (
         lambda engine: GradScaler(2.0).unscale_(engine),
@@ -935,6 +993,18 @@ def test_torch_clips_what_every_tensor_rank_has_whole(pools, strategy):
         assert float(norm) == pytest.approx(expected, abs=1e-10)
 
 
+def quiet_plain_backward(engine):
+    with engine.no_sync():
+        loss_of_step(engine, 1).backward()
+
+
+ON_ONE_DATA_RANK = {
+    "backward": AFTER_MEANS["backward"],
+    "plain backward": AFTER_MEANS["plain backward"],
+    "quiet plain backward": quiet_plain_backward,
+}
+
+
 def changed_on_one_data_rank(rank, strategy, then):  # noqa: ARG001
     with slices_trained_by(strategy, num_data_ranks=2) as engine:
         engine.backward(loss_of_step(engine, 0))
@@ -942,7 +1012,7 @@ def changed_on_one_data_rank(rank, strategy, then):  # noqa: ARG001
             for param in engine.module.parameters():
                 param.grad.mul_(0.5)
         with pytest.raises(RuntimeError, match="it is a slice") if engine.data_rank == 0 else contextlib.nullcontext():
-            AFTER_MEANS[then](engine)
+            ON_ONE_DATA_RANK[then](engine)
         engine.zero_grad()
         for _ in range(2):
             engine.backward(loss_of_step(engine, 0))
@@ -951,7 +1021,7 @@ def changed_on_one_data_rank(rank, strategy, then):  # noqa: ARG001
         return engine.full_state_dict()
 
 
-@pytest.mark.parametrize("then", ["backward", "plain backward"])
+@pytest.mark.parametrize("then", ON_ONE_DATA_RANK)
 @pytest.mark.parametrize("strategy", ["ddp", "bucketed"])
 def test_a_refusal_of_clipped_slices_on_one_data_rank_leaves_no_other_waiting(pools, strategy, then):
     model = sliceable()
