@@ -151,16 +151,18 @@ class BackwardWatch:
     def _accumulates(self) -> bool:
         """Whether parameters will get gradients: ``torch.autograd.grad`` calls the same hooks and gives them none.
 
-        Asks for the first trainable parameter; if this backward leaves that out, its first gradient will tell.
+        Those that only a backward inside this one reaches count too: its number is not that of this one.
         """
-        trainable = next((param for param in self._params.values() if param.requires_grad), None)
-        if trainable is None:
-            return False
+        trainable = [param for param in self._params.values() if param.requires_grad]
         # Private: there is no public way to ask which nodes a backward will run.
         try:
-            return bool(torch._C._will_engine_execute_node(get_gradient_edge(trainable).node))
+            if any(torch._C._will_engine_execute_node(get_gradient_edge(param).node) for param in trainable):
+                return True
         except RuntimeError:  # torch does not answer if torch.autograd.grad was called for this very parameter
             return False
+        if not trainable or not torch.autograd._is_checkpoint_valid():  # false in torch.autograd.grad
+            return False
+        return any(_may_nest(node) for node in _nodes_below(torch._C._current_autograd_node()))
 
     def _leave(self) -> None:
         # First: if the end raises, this must not look like a backward that never came to its end.

@@ -180,10 +180,25 @@ class Engine(Holdings, Gradients, EngineState):
             # A group was added: of a tensor that the engine does not know, nobody averages the gradients.
             check_optimizer(self.optimizer, self.step_tensors())
             self._note_groups()
-        with self.stepping(), self._claim.stepping():
+        with self.stepping(), self._claim.stepping(), self._step_tensors.kept_in_place():
             self.optimizer.step()
         self._guarded.clear()  # spent: they may be zeroed in place, and some optimizers change them
         self.num_steps += 1
+
+    def others_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Another optimizer of this process is about to step.
+
+        Raises:
+            RuntimeError: it steps parameters of the module of which this engine steps pieces.
+        """
+        stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+        for name, param in self.params.items():
+            if id(param) in stepped and self._step_tensors.by_name(name) is not param:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step(): it steps the module's {name!r}, and strategy {self.name!r} a "
+                    "piece of that instead; let the engine build the optimizer, as in build_engine(strategy, model, "
+                    "lambda tensors: AdamW(tensors, lr=1e-3), mesh), and write engine.step()"
+                )
 
     @property
     def learning_rate(self) -> float:

@@ -39,6 +39,7 @@ class Bucket:
         self.views: list[Tensor] = []  # of the buffer, one per slot, in the parameters' shapes
         self.chunk: Tensor | None = None  # ZeRO-1 and 2: this rank's chunk of the reduced gradients
         self.gradient_dtype = self.params[0].dtype  # of the buffer, the dtype in which gradients are reduced
+        self.is_cut = False  # its means go to pieces, which are cut from contiguous parameters
         self.pending: Pending | None = None  # while it is being reduced
         self.holds_means = False
         self.unused: list[int] = []  # slots this rank sent as unused
@@ -149,8 +150,8 @@ class Bucket:
         self._elements = [self.buffer[place : place + 1] for place in self._looked_at]
         # By ``.data``, so that each gradient has a version of its own, which tells whether the user has changed it.
         self.views = [
-            self.buffer[slot.start : slot.stop].as_strided(param.shape, _strides(param), slot.start).data
-            for slot, param in zip(self.layout.slots, self.params, strict=True)
+            view.data if self.is_cut else view.as_strided(param.shape, _strides(param)).data
+            for view, param in zip(self.slots_of(self.buffer), self.params, strict=True)
         ]
 
 

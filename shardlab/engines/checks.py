@@ -1,9 +1,11 @@
 """What an engine refuses, with errors that name the argument and say what to do instead."""
 
+import inspect
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.communicator import Communicator
@@ -22,6 +24,10 @@ def check_params(params: Mapping[str, nn.Parameter], device: torch.device) -> No
     if complex_names := [name for name, param in params.items() if param.is_complex()]:
         raise ValueError(f"model: parameters {complex_names} are complex; only real ones are supported")
     for name, param in params.items():
+        if is_lazy(param):
+            raise ValueError(
+                f"model: {name!r} has no shape yet; run one forward of the model, and then build the engine"
+            )
         if not param.is_meta and param.device.type != device.type:
             raise ValueError(f"model: {name!r} is on {param.device}, the mesh on {device}; use model.to(mesh.device)")
 
@@ -101,6 +107,11 @@ def check_optimizer(optimizer: object, given: Iterable[Tensor]) -> None:
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer_fn: it returned a {type(optimizer).__name__}; return a torch.optim.Optimizer")
+    if needs_closure(optimizer):
+        raise ValueError(
+            f"optimizer: {type(optimizer).__name__}.step() needs a closure, which it calls several times, and "
+            "engine.step() takes none; use an optimizer that steps once for each backward, such as AdamW"
+        )
     known = {id(tensor) for tensor in given}
     strange = [tensor for group in optimizer.param_groups for tensor in group["params"] if id(tensor) not in known]
     if strange:
@@ -109,6 +120,12 @@ def check_optimizer(optimizer: object, given: Iterable[Tensor]) -> None:
             "function's argument, for example lambda tensors: AdamW(tensors, lr=1e-3), and add groups of "
             "engine.step_tensors() only; a parameter that is new in the module needs another engine"
         )
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its ``step`` cannot be called without a closure."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def check_separate(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:

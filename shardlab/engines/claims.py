@@ -4,7 +4,8 @@ An engine marks every module of its tree and every parameter. So a second engine
 larger, or around another module that shares a parameter is refused before it changes anything.
 
 Calls that would bypass the engine are redirected to it (``module.zero_grad()``, ``optimizer.zero_grad()``) or refused
-(``optimizer.step()``, which would step this rank's pieces without the collectives before and after).
+(``optimizer.step()``, which would step this rank's pieces without the collectives before and after). The engine is told
+of every other optimizer that steps, since one may have been built from the same parameters.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
@@ -32,6 +34,7 @@ class Claimant(Protocol):
     @property
     def module(self) -> nn.Module: ...  # noqa: D102
     def zero_grad(self, set_to_none: bool = True) -> None: ...  # noqa: D102
+    def others_step(self, optimizer: torch.optim.Optimizer) -> None: ...  # noqa: D102
 
 
 class EngineReference:
@@ -104,7 +107,7 @@ class Claim:
         self._module, self._optimizer = engine.module, optimizer
         self._params = tuple(params)
         self._is_stepping = False
-        self._hook = _refuse_direct_steps(self)
+        self._hooks = [_refuse_direct_steps(self), _watch_others(self)]
         # Modules without parameters stay unmarked: two models may share an activation.
         claimed = [module for module in self._module.modules() if next(module.parameters(), None) is not None]
         for thing in (*claimed, *self._params):
@@ -136,11 +139,18 @@ class Claim:
                 "and gather nothing; write engine.step(), or scaler.step(engine) with shardlab.engines.GradScaler"
             )
 
+    def check_others(self, optimizer: torch.optim.Optimizer) -> None:
+        """Tell the engine of a step of any optimizer, unless it is its own, or one inside that."""
+        engine = self._mark.engine
+        if engine is not None and optimizer is not self._optimizer and not self._is_stepping:
+            engine.others_step(optimizer)
+
     def release(self) -> None:
         """Free everything for other engines."""
         # First, since it also frees modules that were taken out of the tree, which the loop below does not reach.
         self._mark.forget()
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         # The module's only strong reference: from here on the engine lives as long as the user holds it.
         object.__setattr__(self._module, _KEPT, None)
         for thing in (*self._module.modules(), *self._params):
@@ -184,6 +194,18 @@ def _refuse_direct_steps(claim: Claim) -> RemovableHandle:
     except AttributeError:
         # A wrapper around another optimizer that never called Optimizer.__init__ has no hooks and is not watched.
         return RemovableHandle(OrderedDict())
+
+
+def _watch_others(claim: Claim) -> RemovableHandle:
+    reference = weakref.ref(claim)
+
+    def tell(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if (known := reference()) is not None:
+            known.check_others(optimizer)
+
+    handle: RemovableHandle = register_optimizer_step_pre_hook(tell)
+    weakref.finalize(claim, handle.remove)  # an engine that nobody closes leaves none
+    return handle
 
 
 def engine_of(module: nn.Module) -> Claimant | None:

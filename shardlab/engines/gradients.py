@@ -56,6 +56,7 @@ class Gradients:
         # Gradients that the user may not change in place, and their versions: what no_sync() has left, means of slices.
         self._guarded: dict[nn.Parameter, tuple[TensorWeakRef, int]] = {}
         self.num_backwards = 0  # begun so far
+        self._gradient_hook = _weakly(self)
         self._backward_watch = BackwardWatch(self.params, self._try_to_begin, self._enter_backward, self._end_backward)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
@@ -167,6 +168,7 @@ class Gradients:
         self._refuse_after_failure()
         self._refuse_changes(others_wait=self._sync)
         self._forget_guarded()  # autograd changes them now
+        self._run_hooks_last()
         self.num_backwards += 1
         # Noted on every rank: a parameter frozen before the reduction still has a gradient to send, here or elsewhere.
         self._were_trainable.update(param for param in self.params.values() if param.requires_grad)
@@ -188,7 +190,12 @@ class Gradients:
         # First: this may be the first sign of a plain backward, whose beginning resets queues and placeholders.
         self._backward_watch.enter()
         gradient = param.grad
-        if gradient is not None and gradient.is_sparse and self.comm.num_ranks > 1:
+        if gradient is None:
+            raise RuntimeError(
+                f"gradient of {self._name_of(param)!r}: a hook on the parameter has cleared it before it was averaged, "
+                "as one does that steps inside backward; step with engine.step(), after engine.backward(loss)"
+            )
+        if gradient.is_sparse and self.comm.num_ranks > 1:
             raise ValueError(
                 f"model: parameter {self._name_of(param)!r} has a sparse gradient, which strategy {self.name!r} cannot "
                 "average; build the embedding with sparse=False"
@@ -280,13 +287,22 @@ class Gradients:
     def _name_of(self, param: nn.Parameter) -> str:
         return next(name for name, known in self.params.items() if known is param)
 
+    def _run_hooks_last(self) -> None:
+        """Let the user's hooks see gradients first: ours may send them, or put them elsewhere."""
+        for param in self.params.values():
+            # Private: there is no public way to ask for them.
+            hooks = param._post_accumulate_grad_hooks or {}
+            ours = [number for number, hook in hooks.items() if hook is self._gradient_hook]
+            if ours and next(reversed(hooks)) not in ours:
+                hooks[ours[0]] = hooks.pop(ours[0])
+
     def _watch(self, param: nn.Parameter) -> RemovableHandle | None:
         if not param.is_floating_point():
             return None
         # A frozen parameter may be unfrozen later, but torch takes the hook only while requires_grad is True.
         frozen = not param.requires_grad
         param.requires_grad_(True)
-        hook: RemovableHandle = param.register_post_accumulate_grad_hook(_weakly(self))
+        hook: RemovableHandle = param.register_post_accumulate_grad_hook(self._gradient_hook)
         param.requires_grad_(not frozen)
         return hook
 

@@ -35,6 +35,23 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def outside_inference(function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap ``function`` so that what it makes can train, though it may be called in ``torch.inference_mode()``.
+
+    A parameter with the data of an inference tensor could never train again.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        # Leaving inference mode alone would switch gradients on.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return run
+
+
 class ModuleHook:
     """A forward hook or forward pre-hook that is not traced, and that does nothing in copies of the module."""
 

@@ -9,7 +9,6 @@ An optimizer that looks at whole tensors only after many steps, or that cannot b
 its class or on the instance: ``shardlab_looks_at = "tensor"``. The declaration is believed without a trial.
 """
 
-import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -212,8 +211,4 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
     if getattr(step, "hooked", False):
         # Skip torch's wrapper: it calls the hooks on all optimizers of the process, which are for those that train.
         step = getattr(step, "__wrapped__", step)
-    closure = inspect.signature(step).parameters.get("closure")
-    if closure is None or closure.default is not inspect.Parameter.empty:
-        step(optimizer)
-    else:
-        step(optimizer, lambda: 0.0)
+    step(optimizer)

@@ -50,9 +50,11 @@ class PlaceholderParameter(nn.Parameter):
         made.param = param
         made.refusal = (
             f"parameter {name!r} is sharded: this rank holds only its shard; compute inside engine(...), by "
-            "engine.call(function, ...) for what is not forward, or inside 'with engine.full_params():'; "
-            "engine.full_state_dict() returns a copy of all parameters; a weight used both inside and outside "
-            "activation checkpointing needs use_reentrant=False there"
+            "engine.call(function, ...) for what is not forward, or inside 'with engine.full_params():', with the "
+            "parameters that the module has there; FSDP gathers a unit only for its own forward: where other modules "
+            "read its parameters, choose larger units, such as wrap='root'; engine.full_state_dict() returns a copy of "
+            "all parameters; a weight used both inside and outside activation checkpointing needs use_reentrant=False "
+            "there"
         )
         made.refused_gradient = sharded_gradient(name)
         return made
@@ -82,8 +84,9 @@ class PlaceholderParameter(nn.Parameter):
         if getattr(func, "__name__", "") in _OF_PARAMETER and getattr(func, "__self__", None) is not Tensor.data:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         # Functions such as torch.autograd.grad() take them in lists too.
-        given = (value for some in args for value in (some if isinstance(some, list | tuple) else (some,)))
-        used = next((value for value in given if isinstance(value, PlaceholderParameter)), None)
+        given = (*args, *(kwargs or {}).values())
+        values = (value for some in given for value in (some if isinstance(some, list | tuple) else (some,)))
+        used = next((value for value in values if isinstance(value, PlaceholderParameter)), None)
         raise RuntimeError(used.refusal if used is not None else "a sharded parameter was used")
 
     @override
@@ -97,8 +100,8 @@ def is_at(param: Tensor, view: Tensor) -> bool:
     return same and (not view.numel() or param.data_ptr() == view.data_ptr())
 
 
-def move_away(param: nn.Parameter, view: Tensor, name: str) -> None:
-    """Give what the user has put in the place of ``view`` memory of its own, since two may have been swapped.
+def check_replaced(param: nn.Parameter, view: Tensor, name: str) -> None:
+    """Check what the user has put in the place of ``view``.
 
     Raises:
         RuntimeError: it has another shape, dtype or device.
@@ -109,7 +112,6 @@ def move_away(param: nn.Parameter, view: Tensor, name: str) -> None:
             f"{param.device}, and the engine keeps {tuple(view.shape)} of {dtype_name(view.dtype)} on {view.device}; "
             "convert the module before the engine is built"
         )
-    param.data = param.detach().clone()
 
 
 def without_parameters(output: Any, params: Container[Tensor]) -> Any:

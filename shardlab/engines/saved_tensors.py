@@ -43,7 +43,7 @@ def saved_by_reference(buckets: Sequence[ShardedBucket]) -> Iterator[None]:
     """
 
     def pack(saved: Tensor) -> _Kept | _Reference:
-        address = saved.untyped_storage().data_ptr()
+        address = _address(saved)
         for bucket in buckets:
             if address in bucket.addresses:
                 # In a flat layout all parameters of a bucket share a storage: the place in it tells them apart.
@@ -56,8 +56,25 @@ def saved_by_reference(buckets: Sequence[ShardedBucket]) -> Iterator[None]:
         # backward would keep its activations for ever. A detached tensor shares the version.
         return _Kept(saved.detach(), saved._version)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
-        yield
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            yield
+    except RuntimeError as error:
+        if "support saved tensor hooks" not in str(error):
+            raise
+        raise RuntimeError(
+            "torch.func: its grad, vjp, jacrev and hessian do not run inside a forward whose parameters are sharded, "
+            "since what they save cannot be resharded; write torch.autograd.grad(..., create_graph=True), or use "
+            "strategy 'zero2', whose parameters are whole"
+        ) from error
+
+
+def _address(saved: Tensor) -> int:
+    """Where its storage begins; 0 for a tensor that has none, such as a sparse or nested one, and is no parameter."""
+    try:
+        return int(saved.untyped_storage().data_ptr())
+    except (NotImplementedError, RuntimeError):
+        return 0
 
 
 def _unpack(packed: _Kept | _Reference) -> Tensor:

@@ -25,7 +25,8 @@ from torch.autograd.graph import increment_version
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending
 from shardlab.engines.holdings import Division, Held
-from shardlab.engines.placeholder import ParameterSites, is_at, move_away
+from shardlab.engines.hooks import outside_inference
+from shardlab.engines.placeholder import ParameterSites, check_replaced, is_at
 from shardlab.engines.precision import Precision
 from shardlab.engines.tensor_layout import LayoutOfTensors
 from shardlab.engines.unused_params import mark_all_used, nobody_used
@@ -108,6 +109,7 @@ class ShardedBucket:
 
     # Gathering: sharded -> gathering -> unsharded -> sharded.
 
+    @outside_inference
     def start_unshard(self, *, as_stored: bool = False) -> None:
         """Begin to gather unless that has begun; ``as_stored``: in the shard's dtype, not the compute dtype."""
         if self.state is BucketState.SHARDED:
@@ -121,6 +123,7 @@ class ShardedBucket:
                 self._gathering = (buffer, pending)
             self.state = BucketState.GATHERING
 
+    @outside_inference
     def unshard(self, *, as_stored: bool = False, checked: bool = True) -> None:
         """Gather, and put the full parameters into the module.
 
@@ -163,6 +166,7 @@ class ShardedBucket:
                 "write inside 'with engine.full_params(keep_changes=True):', or use a buffer for what forward changes"
             )
 
+    @outside_inference
     def release(self) -> None:
         """Free the full parameters; a prefetch that was not used is waited for and dropped."""
         if self._gathering is not None:
@@ -207,8 +211,8 @@ class ShardedBucket:
             self.release()
             self.unshard(as_stored=self.num_holders > 0)
 
-    def read_replaced(self) -> None:
-        """Before ``keep_changes``, of all buckets: take what the user has put in the place of gathered data.
+    def check_replaced(self) -> None:
+        """Before ``keep_changes``, of all buckets: check what the user has put in the place of gathered data.
 
         Raises:
             RuntimeError: an attribute has another parameter, or the data another shape, dtype or device.
@@ -216,18 +220,33 @@ class ShardedBucket:
         for name, param in self.params.items():
             self.sites[name].check()
             if not is_at(param, self.full[name]):
-                move_away(param, self.full[name], name)
+                check_replaced(param, self.full[name], name)
 
     def keep_changes(self) -> None:
         """Copy what was written into the full parameters back into the shard."""
         assert self.state is BucketState.UNSHARDED
-        for name, param in self.params.items():
-            if not is_at(param, self.full[name]):
-                param.data = self.full[name].copy_(param.detach())
+        if any(not is_at(param, self.full[name]) for name, param in self.params.items()):
+            self._renew_full()
         for name, piece in self._tensors.own.items():
             self.pieces[name].detach().view(-1).copy_(self.full[name].reshape(-1)[piece.param_start : piece.param_stop])
         # Writing has raised the versions of what was written to; a backward through the rest is still right.
         self._versions = self._versions_now()
+
+    def _renew_full(self) -> None:
+        """Give the full parameters new memory, from wherever their data is now.
+
+        The old memory is left as it is: the user may have swapped the data of two parameters, or keep it to put it back
+        later.
+        """
+        if self.shard.untyped_storage().data_ptr() in self.addresses:
+            self.shard = self.shard.clone()
+            self._point_pieces_at(self.shard)
+            self.full = {name: self._tensors.read(name, self.shard) for name in self.params}
+        else:
+            self.full = {name: torch.empty_like(full) for name, full in self.full.items()}
+        self.addresses = {full.untyped_storage().data_ptr() for full in self.full.values()}
+        for name, param in self.params.items():
+            param.data = self.full[name].copy_(param.detach())
 
     def values_changed(self) -> None:
         """Refuse backwards that need the shard's former values, see ``saved_tensors.py``.
@@ -328,6 +347,11 @@ class ShardedBucket:
                 gradient.add_(earlier)
             if name not in unused or earlier is not None:
                 self._set_gradient(self.pieces[name], gradient)
+
+    def _point_pieces_at(self, shard: Tensor) -> None:
+        # By ``.data``: the optimizer finds its state by these very tensor objects.
+        for name, piece in self.pieces.items():
+            piece.data = self._tensors.piece_of(name, shard)
 
     def _set_gradient(self, piece: Tensor, gradient: Tensor) -> None:
         piece.grad = gradient

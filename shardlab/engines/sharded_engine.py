@@ -80,7 +80,7 @@ class ShardedEngine(MixedPrecision):
 
     def _keep_changes(self) -> None:
         for bucket in self.buckets:
-            bucket.read_replaced()
+            bucket.check_replaced()
         for bucket in self.buckets:
             bucket.keep_changes()
 

@@ -20,7 +20,8 @@ from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending, wait_all
 from shardlab.engines.buckets import Bucket
 from shardlab.engines.holdings import Held
-from shardlab.engines.placeholder import move_away
+from shardlab.engines.hooks import outside_inference
+from shardlab.engines.placeholder import check_replaced
 from shardlab.engines.precision import Precision
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.partition.chunks import Piece
@@ -83,19 +84,35 @@ class ParameterShards:
             RuntimeError: it has another shape, dtype or device, or the parameter is a rounded copy.
         """
         replaced = [(bucket, *found) for bucket in self.buckets for found in self._replaced(bucket)]
-        # All are moved before the first is copied: the user may have swapped the data of two.
         for bucket, place, view in replaced:
             self._check_replaceable(bucket, place)
-            move_away(bucket.params[place], view, bucket.names[place])
-        for bucket, place, view in replaced:
-            # Into the buffer: the optimizer steps a slice of that, and the next gather would pass the user's tensor by.
-            bucket.params[place].data = view.copy_(bucket.params[place].detach())
+            check_replaced(bucket.params[place], view, bucket.names[place])
+        for bucket in dict.fromkeys(bucket for bucket, _, _ in replaced):
+            self._renew(bucket)
 
     def show(self) -> None:
         """Give every parameter its place in the buffers again, whatever the user has put there by ``.data =``."""
         for bucket in self.buckets:
             if self._replaced(bucket):
                 bucket.show(self._shown(bucket.index))
+
+    def _renew(self, bucket: Bucket) -> None:
+        """Move a bucket to a new buffer, from wherever its parameters' data is now.
+
+        The optimizer steps a slice of the buffer, and the next gather would pass the user's tensors by. The old buffer
+        is left as it is: the user may have swapped the data of two parameters, or keep it to put it back later.
+        """
+        flat = self._shown(bucket.index).clone()
+        for view, param in zip(bucket.slots_of(flat), bucket.params, strict=True):
+            view.copy_(param.detach())
+        bucket.show(flat)
+        self._replace_shown(bucket, flat)
+
+    def _replace_shown(self, bucket: Bucket, flat: Tensor) -> None:
+        self.flat[bucket.index] = flat
+        for name in bucket.names:
+            # By ``.data``: the optimizer finds its state by these very tensor objects.
+            self.tensors.by_name(name).data = self._piece_tensor(name).data
 
     def _replaced(self, bucket: Bucket) -> list[tuple[int, Tensor]]:
         """Slots whose parameters have other data than the buffer's, and their views of it."""
@@ -263,6 +280,7 @@ class MasterShards(ParameterShards):
         self.show()
         self._note_versions()
 
+    @outside_inference
     def _gather_masters(self) -> None:
         pending = []
         for index, master in enumerate(self._masters):
@@ -296,6 +314,13 @@ class MasterShards(ParameterShards):
     @override
     def _shown(self, index: int) -> Tensor:
         return self._stored.get(index, self.flat[index])
+
+    @override
+    def _replace_shown(self, bucket: Bucket, flat: Tensor) -> None:
+        if bucket.index in self._stored:
+            self._stored[bucket.index] = flat
+        else:
+            super()._replace_shown(bucket, flat)
 
     @override
     def _check_replaceable(self, bucket: Bucket, place: int) -> None:

@@ -12,6 +12,7 @@ shape), and is empty if this rank holds nothing of the parameter. So every rank 
 indices.
 """
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
@@ -80,6 +81,16 @@ class StepTensors(Sequence[Tensor]):
     def by_name(self, name: str) -> Tensor:
         """The tensor of one parameter."""
         return self._tensors[name]
+
+    @contextlib.contextmanager
+    def kept_in_place(self) -> Iterator[None]:
+        """Inside, an optimizer may assign to their ``.data``; its values go to where the tensors were."""
+        homes = [tensor.data for tensor in self._tensors.values()]
+        yield
+        for tensor, home in zip(self._tensors.values(), homes, strict=True):
+            if tensor.data_ptr() != home.data_ptr():
+                # Only there do the parameters and the next gather find them.
+                tensor.data = home.copy_(tensor.detach())
 
     def where(self, wanted: Callable[[str], bool]) -> "StepTensors":
         """The tensors whose name ``wanted`` accepts."""

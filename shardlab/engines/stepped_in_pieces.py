@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from typing_extensions import override
 
@@ -36,6 +37,32 @@ class SteppedInPieces(MixedPrecision):
     _place: dict[nn.Parameter, tuple[Bucket, int]]
     _scale: float
 
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the base.
+
+        Raises:
+            RuntimeError: another optimizer has stepped the pieces, and no ``step()`` has gathered them.
+        """
+        self._refuse_ungathered()
+        return super().__call__(*args, **kwargs)
+
+    @override
+    def others_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """As the base; remembers an optimizer over the pieces, which ``step()`` has to gather."""
+        super().others_step(optimizer)
+        stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+        if any(id(tensor) in stepped for _, tensor in self._step_tensors.items()):
+            self._ungathered_by = type(optimizer).__name__
+
+    def _refuse_ungathered(self) -> None:
+        # All ranks call the user's optimizer alike, so all of them refuse.
+        if self._ungathered_by:
+            raise RuntimeError(
+                f"{self._ungathered_by}.step(): it has stepped this rank's pieces, which nobody has gathered since; "
+                "call it before engine.step(), which gathers what both have stepped"
+            )
+
     @contextlib.contextmanager
     @override
     def full_params(self, *, keep_changes: bool = False) -> Iterator[nn.Module]:
@@ -45,6 +72,7 @@ class SteppedInPieces(MixedPrecision):
             keep_changes: copy changes in place back into the master weights; without it they are lost where
                 parameters are rounded. Every rank must write the same values; nothing checks that.
         """
+        self._refuse_ungathered()
         masters = self._masters
         with contextlib.nullcontext() if masters is None else masters.whole(keep_changes=keep_changes):
             self._note_stored_params()
@@ -71,6 +99,7 @@ class SteppedInPieces(MixedPrecision):
     @override
     def save(self, directory: str | Path, *, extra: Any = None, **objects: Stateful) -> None:
         """As the base; the master weights, if there are any."""
+        self._refuse_ungathered()
         self._update_masters()
         super().save(directory, extra=extra, **objects)
 
@@ -85,6 +114,7 @@ class SteppedInPieces(MixedPrecision):
             raise ValueError("load: leave 'with engine.full_params():' first; what it holds would be stale")
         self.shards.show()  # or what is loaded would not reach what the user has put there by ``.data =``
         extra = super().load(directory, **objects)
+        self._ungathered_by = ""
         if self._masters is not None:
             # Each rank has read only its own chunks. All buckets, since frozen parameters were loaded too.
             self._masters.gather(lambda _: True)
@@ -102,15 +132,18 @@ class SteppedInPieces(MixedPrecision):
         tensors = super()._prepare()
         for bucket in self.buckets:
             bucket.gradient_dtype = self.precision.reduce_dtype_of(bucket.params[0])
+            bucket.is_cut = True
         if self.precision.reduce_dtype is not None:
             self._scale = 1.0  # sums are divided when they have the master weights' dtype
         self._placeholders = PlaceholderGradients(self.params)
+        self._ungathered_by = ""  # the class of another optimizer that has stepped pieces since the last gather
         return tensors
 
     @override
     def _begin_backward(self) -> None:
         # Before autograd accumulates, since a placeholder has no memory to add to; checked while they are still there.
         self._check_placeholders()
+        self._refuse_ungathered()
         self._placeholders.take_away()
         super()._begin_backward()
 

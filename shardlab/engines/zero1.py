@@ -65,6 +65,7 @@ class ZeRO1(SteppedInPieces, Bucketed):
         super().step()
         # Decided by what is due, which all ranks know: one that stepped nothing of a bucket must join its gather too.
         self.shards.gather(self._is_due)
+        self._ungathered_by = ""
 
     @override
     def _prepare(self) -> StepTensors:

@@ -237,6 +237,18 @@ def plain_backwards(trainer):
     return []
 
 
+def freeze_between_forwards_of_one_backward(trainer):
+    """The first gradient may then come from a backward inside the plain one."""
+    for step in range(2):
+        first = loss_of(trainer(trainer.rows(2 * step)))
+        trainer.module.enter.requires_grad_(False)
+        (first + loss_of(trainer(trainer.rows(2 * step + 1).requires_grad_()))).backward()
+        trainer.step()
+        trainer.zero_grad()
+        trainer.module.requires_grad_(True)
+    return []
+
+
 def penalise_the_gradient(trainer):
     """``torch.autograd.grad`` passes through the module and leaves no gradients in it."""
     x = trainer.rows(0).requires_grad_()
@@ -300,7 +312,7 @@ def two_forwards_one_backward(trainer):
 @EVERY_SETUP
 @FEW_RANKS
 def test_gradients_that_come_in_parts_from_reentrant_checkpointing_add_up(pools, setup, num_ranks):
-    for story in (two_forwards_one_backward, plain_backwards):
+    for story in (two_forwards_one_backward, plain_backwards, freeze_between_forwards_of_one_backward):
         assert_story_equals_one_process(pools, setup, num_ranks, story, Reentrant)
 
 

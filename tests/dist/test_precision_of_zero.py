@@ -13,6 +13,7 @@ from shardlab.engines.shards import ParameterShards
 from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 from tests.dist import cases
+from tests.dist.whole_optimizers import Clipped
 
 STRATEGIES = ("zero1", "zero2", "zero3")
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -342,7 +343,7 @@ def refused(_, strategy):
     with Mesh({"data": 2}) as mesh:
         model = build("MLP")
         with pytest.raises(ValueError, match="looks at the whole model"):
-            build_engine(strategy, model, torch.optim.LBFGS, mesh, precision="bf16")
+            build_engine(strategy, model, Clipped, mesh, precision="bf16")
         return {name: value.clone() for name, value in model.state_dict().items()}
 
 

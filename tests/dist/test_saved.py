@@ -409,3 +409,83 @@ def test_a_graph_that_never_runs_backward_holds_nothing(pools, setup):
     for gone in pools(2).run(abandoned, setup):
         assert gone
         assert all(gone)
+
+
+# Tensors that have no memory of the usual kind, and transforms.
+
+
+def through_a_sparse_matrix(hidden):
+    """Autograd saves the matrix, as in a graph network."""
+    adjacent = torch.eye(hidden.shape[0], dtype=hidden.dtype).to_sparse()
+    return torch.sparse.mm(2 * adjacent, hidden)
+
+
+def through_a_nested_tensor(hidden):
+    nested = torch.nested.as_nested_tensor([hidden[:1], hidden[1:]], layout=torch.jagged)
+    return nested.cos().values()
+
+
+def with_a_derivative_forward(hidden):
+    return torch.func.jvp(torch.sin, (hidden,), (torch.ones_like(hidden),))[1]
+
+
+UNUSUAL = {
+    function.__name__: function
+    for function in (through_a_sparse_matrix, through_a_nested_tensor, with_a_derivative_forward)
+}
+
+
+def calls(way):
+    model = build(Calls)
+    model.between = UNUSUAL[way]
+    return model
+
+
+def unusual(rank, setup, way):
+    strategy, options = SETUPS[setup]
+    with Mesh({"data": 2}) as mesh, build_engine(strategy, calls(way), sgd, mesh, **options) as engine:
+        x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", 0, 0, 2))
+        for _ in range(2):
+            engine.backward(cases.loss_of(engine(x), y))
+            engine.step()
+            engine.zero_grad()
+        return engine.full_state_dict()
+
+
+@pytest.mark.filterwarnings("ignore:.*(Sparse|nested tensor).*:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("way", UNUSUAL)
+@pytest.mark.parametrize("setup", SETUPS)
+def test_tensors_without_memory_of_the_usual_kind_are_saved(pools, setup, way):
+    model = calls(way)
+    optimizer = sgd(list(model.parameters()))
+    x, y = cases.rows("MLP", 0, 0, 2)
+    for _ in range(2):
+        cases.loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_states(pools(2).run(unusual, setup, way), model.state_dict())
+
+
+def transformed(rank, setup):
+    strategy, options = SETUPS[setup]
+    model = build(Calls)
+    model.between = torch.func.grad(lambda hidden: hidden.square().sum())
+    with Mesh({"data": 2}) as mesh, build_engine(strategy, model, sgd, mesh, **options) as engine:
+        x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", 0, 0, 2))
+        with pytest.raises(RuntimeError, match=r"^torch.func: .*write torch.autograd.grad\(.*create_graph=True\)"):
+            engine(x)
+        model.between = torch.tanh
+        engine.backward(cases.loss_of(engine(x), y))
+        engine.step()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("setup", BY_REFERENCE)
+def test_a_transform_whose_saved_tensors_nobody_may_replace_is_refused(pools, setup):
+    model = build(Calls)
+    model.between = torch.tanh
+    x, y = cases.rows("MLP", 0, 0, 2)
+    cases.loss_of(model(x), y).backward()
+    sgd(list(model.parameters())).step()
+    assert_states(pools(2).run(transformed, setup), model.state_dict())

@@ -17,32 +17,33 @@ from tests.fuzzing.world import Seen, World
 
 @dataclass(frozen=True)
 class Evaluate(Operation):
-    """A forward without gradients, in evaluation mode or not."""
+    """A forward without gradients, in evaluation mode or not, by ``no_grad`` or by ``inference_mode``."""
 
     seed: int = 0
     depth: int | None = None
     mode: bool = True
+    inference: bool = False
 
     def ours(self, world: World) -> Seen:
-        with evaluating(world.ours.engine.module, self.mode):
+        with evaluating(world.ours.engine.module, self.mode, inference=self.inference):
             loss, output = world.ours.forward(self.seed, depth=self.depth)
         return {"output": output, "loss needs a gradient": loss.requires_grad}
 
     def plain(self, world: World) -> Seen:
         with contextlib.ExitStack() as stack:
             for model in world.plain.models:
-                stack.enter_context(evaluating(model, self.mode))
+                stack.enter_context(evaluating(model, self.mode, inference=self.inference))
             loss, output = world.plain.forward(self.seed, world.rank, depth=self.depth)
         return {"output": output, "loss needs a gradient": loss[world.rank].requires_grad}
 
 
 @contextlib.contextmanager
-def evaluating(model: torch.nn.Module, mode: bool) -> Iterator[None]:
+def evaluating(model: torch.nn.Module, mode: bool, *, inference: bool = False) -> Iterator[None]:
     """Without gradients, and with ``mode`` as an evaluation does it."""
     before = model.training
     model.train(before and not mode)
     try:
-        with torch.no_grad():
+        with torch.inference_mode() if inference else torch.no_grad():
             yield
     finally:
         model.train(before)

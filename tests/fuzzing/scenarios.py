@@ -56,7 +56,7 @@ _seeds = st.integers(0, 9)
 _depths = st.sampled_from([None, None, None, 1, 0, 2])
 _which = st.sampled_from(["all", "all", "last", "first"])
 _how = st.sampled_from(["engine", "engine", "plain"])
-_insides = st.sampled_from(["look", "change", "replace", "evaluate", "train"])
+_insides = st.sampled_from(["look", "change", "replace", "borrow", "evaluate", "train"])
 _clips = st.sampled_from(["clip module", "clip step tensors"])
 _parts = st.sampled_from(["enter", "blocks", "leave", "blocks.0", "blocks.1", "spare"])
 
@@ -77,13 +77,13 @@ def _training_step(draw: st.DrawFn) -> list[Operation]:
     if draw(seldom):
         operations.append(Forward(draw(_seeds), draw(_depths)))
     if draw(seldom):
-        operations.append(Evaluate(draw(_seeds)))
+        operations.append(Evaluate(draw(_seeds), inference=draw(seldom)))
     if draw(seldom) and draw(seldom):
         operations.append(Backward(draw(_how), retain=True))
     # Rarely inside no_sync() too, so that clip or step must reduce.
     operations.append(Backward(draw(_how), quiet=draw(seldom) and draw(seldom)))
     if draw(seldom):
-        operations.append(Evaluate(draw(_seeds), draw(_depths)))
+        operations.append(Evaluate(draw(_seeds), draw(_depths), inference=draw(seldom)))
     if draw(st.booleans()):
         operations.append(Clip(draw(st.sampled_from([0.1, 1.0])), draw(st.sampled_from([2.0, 1.0, "inf"]))))
     if draw(seldom) and draw(seldom):
@@ -111,7 +111,7 @@ def _single(menu: Menu) -> st.SearchStrategy[list[Operation]]:
     faults = st.sampled_from(["none", "none", "none", "forward", "backward"])
     kinds: list[st.SearchStrategy[Any]] = [
         st.builds(Forward, _seeds, _depths, st.booleans(), faults),
-        st.builds(Evaluate, _seeds, _depths, st.booleans()),
+        st.builds(Evaluate, _seeds, _depths, st.booleans(), st.booleans()),
         st.builds(Backward, _how, _which, st.booleans(), seldom),
         st.builds(Clip, st.sampled_from([1.0, 0.1]), st.sampled_from([2.0, 1.0, "inf"])),
         st.builds(Step, st.sampled_from([True, True, False])),

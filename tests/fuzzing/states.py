@@ -12,7 +12,10 @@ from tests.fuzzing.world import Seen, World, copied
 
 @dataclass(frozen=True)
 class FullParams(Operation):
-    """Inside ``full_params()``: 'look' at parameters, 'change' or 'replace' them, 'evaluate' or 'train' the engine."""
+    """Inside ``full_params()``: 'look' at parameters, 'change' or 'replace' them, 'evaluate' or 'train' the engine.
+
+    'borrow' replaces them, and then puts back the memory that was there.
+    """
 
     keep: bool = False
     inside: str = "look"
@@ -21,26 +24,31 @@ class FullParams(Operation):
 
     @property
     def changes(self) -> bool:
-        """Whether parameters have other values afterwards."""
-        return self.inside in ("change", "replace") and self.keep
+        """Whether parameters have other values afterwards, or had meanwhile."""
+        return self.inside in ("change", "replace", "borrow") and self.keep
 
     def ours(self, world: World) -> Seen:
         engine = world.ours.engine
         with engine.full_params(keep_changes=self.keep) as model:
             seen: Seen = {name: param.detach().clone() for name, param in model.named_parameters()}
+            borrowed = [param.data for param in model.parameters() if self.inside == "borrow"]
             if self.changes:
                 with torch.no_grad():
                     for param in model.parameters():
-                        if self.inside == "replace":
-                            param.data = param.data * 0.9
-                        else:
+                        if self.inside == "change":
                             param.mul_(0.9)
+                        else:
+                            param.data = param.data * 0.9
             elif self.inside == "evaluate":
                 with evaluating(model, True):
                     seen["output"] = world.ours.forward(self.seed)[1]
             elif self.inside == "train":
                 loss, seen["output"] = world.ours.forward(self.seed)
                 engine.backward(loss)
+        if self.changes and self.inside == "borrow":
+            with engine.full_params(keep_changes=True) as model:
+                for param, data in zip(model.parameters(), borrowed, strict=True):
+                    param.data = data
         return seen
 
     def plain(self, world: World) -> Seen:
@@ -49,7 +57,7 @@ class FullParams(Operation):
         if self.changes:
             plain.losses.clear()
             with torch.no_grad():
-                for param in plain.params.values():
+                for param in plain.params.values() if self.inside != "borrow" else ():
                     param.mul_(0.9)
         elif self.inside == "evaluate":
             before = plain.models[0].training

@@ -268,7 +268,7 @@ class World:
         self.gradients, self.unfinished = "means", False
 
     def restore_buffers(self) -> None:
-        """Undo what a recomputation has written into buffers before its backward was refused."""
+        """Undo what a forward or a recomputation has written into buffers before its backward was refused."""
         if self.ours.is_member:
             known = dict(self.plain.models[self.rank].named_buffers())
             for name, buffer in self.ours.engine.module.named_buffers():

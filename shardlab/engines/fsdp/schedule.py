@@ -157,7 +157,9 @@ class Schedule:
     def _watch(self, unit: Unit) -> list[RemovableHandle]:
         return [
             unit.module.register_forward_pre_hook(
-                ModuleHook(lambda _, args, kwargs: self._before_forward(unit, (args, kwargs))), with_kwargs=True
+                ModuleHook(lambda _, args, kwargs: self._before_forward(unit, (args, kwargs))),
+                prepend=True,  # before hooks that compute with parameters, such as those of pruning
+                with_kwargs=True,
             ),
             unit.module.register_forward_hook(ModuleHook(lambda _, __, output: self._after_forward(unit, output))),
         ]

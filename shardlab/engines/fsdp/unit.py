@@ -170,11 +170,6 @@ class UnitBucket(ShardedBucket):
             yield Held(Role.OFFLOADED, self._arriving[0])
         yield from super().held_gradients()
 
-    def _point_pieces_at(self, shard: Tensor) -> None:
-        # By ``.data``: the optimizer finds its state by these very tensor objects.
-        for name, piece in self.pieces.items():
-            piece.data = self._tensors.piece_of(name, shard)
-
     @override
     def _chunk_to_gather(self) -> Tensor:
         # On the device before it is cast: the host would cast into memory that is not pinned, and wait for the copy.

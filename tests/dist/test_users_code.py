@@ -1,0 +1,393 @@
+"""What users write around a training step, done with an engine on ranks and with plain torch in one process."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+from shardlab.engines import build_engine
+from shardlab.launch import current
+from tests.dist import cases
+from tests.dist.every_engine import ENGINES, assert_states, engine_of
+
+PLACES = [(key, size) for key in ENGINES for size in ((4,) if "hybrid" in key else (2, 3))]
+WHOLE = [key for key in ENGINES if not key.startswith(("zero3", "fsdp"))]
+PIECES = [key for key in ENGINES if key.startswith(("zero", "fsdp"))]
+STEPPED_IN_PIECES = [key for key in ENGINES if key.startswith(("zero1", "zero2"))]
+
+
+def sgd(tensors):
+    return torch.optim.SGD(tensors, lr=0.1)
+
+
+class Assigns(torch.optim.SGD):
+    """Puts new tensors in the place of what it steps."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data = param.data - group["lr"] * param.grad.data
+
+
+class PlainTorch:
+    """One process, with the names of an engine; it has all rows."""
+
+    def __init__(self, model, optimizer_fn, num_rows):
+        self.module, self.optimizer, self.num_rows = model, optimizer_fn(list(model.parameters())), num_rows
+
+    def rows(self, x):
+        return x[: self.num_rows]
+
+    def __call__(self, x):
+        return self.module(x)
+
+    def backward(self, loss):
+        loss.backward()
+
+    def step(self):
+        self.optimizer.step()
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+    def full_params(self, *, keep_changes=False):
+        return contextlib.nullcontext(self.module)
+
+    def tensors_of(self, wanted):
+        return [param for name, param in self.module.named_parameters() if wanted(name)]
+
+
+class OnRanks:
+    """An engine that knows which rows are its own."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    def rows(self, x):
+        return cases.own_rows(x, self.engine.data_rank)
+
+    def __call__(self, x):
+        return self.engine(x)
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    def tensors_of(self, wanted):
+        return list(self.engine.step_tensors().where(wanted))
+
+
+def loss_of(engine, step):
+    x, y = cases.rows("MLP", step, 0, 4)
+    return nn.functional.mse_loss(engine(engine.rows(x)), engine.rows(y))
+
+
+def train(engine, step):
+    engine.backward(loss_of(engine, step))
+    engine.step()
+    engine.zero_grad()
+
+
+def averaged_weights_are_put_in_and_back(engine):
+    """As classes do that keep a moving average: the backup is the memory that was there, and no copy."""
+    with engine.full_params() as model:
+        average = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for step in range(3):
+        train(engine, step)
+        backup = {}
+        with engine.full_params(keep_changes=True) as model:
+            for name, param in model.named_parameters():
+                average[name] = (average[name] + param.data) / 2
+                backup[name] = param.data
+                param.data = average[name]
+        with torch.no_grad():
+            engine(engine.rows(cases.rows("MLP", step, 0, 4)[0]))
+        with engine.full_params(keep_changes=True) as model:
+            for name, param in model.named_parameters():
+                param.data = backup[name]
+
+
+def others_are_trained_meanwhile(engine):
+    """A step between taking weights out and putting them back leaves the ones that were taken out alone."""
+    train(engine, 0)
+    backup = {}
+    with engine.full_params(keep_changes=True) as model:
+        for name, param in model.named_parameters():
+            backup[name] = param.data
+            param.data = torch.full_like(param, 0.1)
+    train(engine, 1)
+    with engine.full_params(keep_changes=True) as model:
+        for name, param in model.named_parameters():
+            param.data = backup[name] + param.data
+    train(engine, 2)
+
+
+def weights_get_other_strides(engine):
+    train(engine, 0)
+    with engine.full_params(keep_changes=True) as model:
+        for param in model.parameters():
+            param.data = param.data.t().contiguous().t() if param.dim() == 2 else param.data
+    for step in range(1, 3):
+        train(engine, step)
+
+
+def hooks_change_gradients(engine):
+    """Registered after the engine's own, which take gradients away."""
+
+    def halved(param):
+        param.grad.mul_(0.5)
+
+    with engine.full_params() as model:
+        hooks = [param.register_post_accumulate_grad_hook(halved) for param in model.parameters()]
+    for step in range(2):
+        train(engine, step)
+    hooks[0].remove()
+    train(engine, 2)
+
+
+def a_second_optimizer_steps_first(engine):
+    """A step of nothing by the engine's own gathers what the second has stepped."""
+    second = torch.optim.SGD(engine.tensors_of(lambda name: name.startswith("2.")), lr=0.5)
+    for step in range(3):
+        engine.backward(loss_of(engine, step))
+        second.step()
+        engine.step()
+        engine.zero_grad()
+
+
+def inference_between_forward_and_backward(engine):
+    for step, plain in enumerate((False, True, False)):
+        loss = loss_of(engine, step)
+        with torch.inference_mode():
+            loss_of(engine, step + 1)
+        if plain:
+            loss.backward()
+        else:
+            engine.backward(loss)
+        with torch.inference_mode():
+            loss_of(engine, step)
+        engine.step()
+        engine.zero_grad()
+
+
+def inference_before_layers_are_thawed(engine):
+    for param in engine.module[0].parameters():
+        param.requires_grad_(False)
+    train(engine, 0)
+    with torch.inference_mode():
+        loss_of(engine, 1)
+    for param in engine.module[0].parameters():
+        param.requires_grad_(True)
+    train(engine, 1)
+    with torch.inference_mode(), engine.full_params():
+        pass
+    train(engine, 2)
+
+
+STORIES = {
+    story.__name__: story
+    for story in (
+        averaged_weights_are_put_in_and_back,
+        others_are_trained_meanwhile,
+        weights_get_other_strides,
+        hooks_change_gradients,
+        a_second_optimizer_steps_first,
+        inference_between_forward_and_backward,
+        inference_before_layers_are_thawed,
+    )
+}
+
+
+def in_one_process(story, num_ranks, model, optimizer_fn=sgd):
+    told = PlainTorch(model, optimizer_fn, num_ranks * cases.ROWS_PER_RANK)
+    story(told)
+    return told.module.state_dict()
+
+
+def on_ranks(rank, key, name):  # noqa: ARG001
+    with engine_of(key, current().world_size, cases.build("MLP"), optimizer_fn=sgd) as engine:
+        STORIES[name](OnRanks(engine))
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("name", STORIES)
+@pytest.mark.parametrize(("key", "num_ranks"), PLACES)
+def test_a_story_ends_as_in_one_process(pools, key, num_ranks, name):
+    expected = in_one_process(STORIES[name], num_ranks, cases.build("MLP"))
+    assert_states(pools(num_ranks).run(on_ranks, key, name), expected)
+
+
+def steps_of(engine):
+    for step in range(3):
+        train(engine, step)
+
+
+def assigned(rank, key):  # noqa: ARG001
+    def optimizer_fn(tensors):
+        return Assigns(tensors, lr=0.1)
+
+    with engine_of(key, current().world_size, cases.build("MLP"), optimizer_fn=optimizer_fn) as engine:
+        steps_of(OnRanks(engine))
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize(("key", "num_ranks"), PLACES)
+def test_an_optimizer_may_assign_new_tensors(pools, key, num_ranks):
+    expected = in_one_process(steps_of, num_ranks, cases.build("MLP"), lambda tensors: Assigns(tensors, lr=0.1))
+    assert_states(pools(num_ranks).run(assigned, key), expected)
+
+
+# Strides that change outside full_params(), where parameters are whole.
+
+
+class Pictures(nn.Module):
+    """Rows are made into pictures of 3 channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.spread = nn.Linear(7, 27)
+        self.conv = nn.Conv2d(3, 4, 2)
+        self.last = nn.Linear(16, 5)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.conv(self.spread(x).view(-1, 3, 3, 3))).flatten(1))
+
+
+def pictures():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Pictures().double()
+
+
+def channels_last(engine):
+    engine.module.to(memory_format=torch.channels_last)
+    steps_of(engine)
+
+
+def channels_last_on_ranks(rank, key):  # noqa: ARG001
+    with engine_of(key, current().world_size, pictures(), optimizer_fn=sgd) as engine:
+        channels_last(OnRanks(engine))
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("key", WHOLE)
+def test_whole_parameters_may_get_another_memory_format(pools, key, num_ranks):
+    expected = in_one_process(channels_last, num_ranks, pictures())
+    assert_states(pools(num_ranks).run(channels_last_on_ranks, key), expected)
+
+
+# Modules that compute their weights in hooks of their own.
+
+HOOKED = {
+    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", amount=0.4),
+    "weight_norm": lambda layer: nn.utils.weight_norm(layer),
+}
+
+
+def hooked(way):
+    model = cases.build("MLP")
+    for layer in (model[0], model[2]):
+        HOOKED[way](layer)
+    return model
+
+
+def hooked_on_ranks(rank, key, way):  # noqa: ARG001
+    more = {"wrap": nn.Linear} if key.startswith("fsdp") else {}
+    with engine_of(key, current().world_size, hooked(way), optimizer_fn=sgd, **more) as engine:
+        steps_of(OnRanks(engine))
+        return engine.full_state_dict()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("way", HOOKED)
+@pytest.mark.parametrize(("key", "num_ranks"), PLACES)
+def test_hooks_of_a_layer_find_its_parameters(pools, key, num_ranks, way):
+    expected = in_one_process(steps_of, num_ranks, hooked(way))
+    assert_states(pools(num_ranks).run(hooked_on_ranks, key, way), expected)
+
+
+# What is refused, with the line to write instead.
+
+
+def second_after(rank, key):  # noqa: ARG001
+    with engine_of(key, current().world_size, cases.build("MLP"), optimizer_fn=sgd) as engine:
+        ranks, said = OnRanks(engine), []
+        second = torch.optim.SGD(ranks.tensors_of(lambda name: name.startswith("2.")), lr=0.5)
+        engine.backward(loss_of(ranks, 0))
+        engine.step()
+        second.step()
+        for use in (lambda: loss_of(ranks, 1), engine.full_state_dict):
+            with pytest.raises(RuntimeError, match=r"SGD.step\(\).*call it before engine.step\(\)") as caught:
+                use()
+            said.append(str(caught.value))
+        engine.step()  # gathers it
+        loss_of(ranks, 1)
+        return said
+
+
+@pytest.mark.parametrize("key", STEPPED_IN_PIECES)
+def test_a_second_optimizer_that_nobody_gathers_after_is_refused(pools, key):
+    assert len({str(said) for said in pools(2).run(second_after, key)}) == 1
+
+
+def made_before(rank, key):  # noqa: ARG001
+    model = cases.build("MLP")
+    early = sgd(model.parameters())
+    with engine_of(key, current().world_size, model, optimizer_fn=sgd) as engine:
+        engine.backward(loss_of(OnRanks(engine), 0))
+        with pytest.raises(RuntimeError, match=r"it steps the module's .*write engine.step\(\)"):
+            early.step()
+        engine.step()
+    early.step()  # the module is plain again
+    return True
+
+
+@pytest.mark.parametrize("key", PIECES)
+def test_an_optimizer_over_the_module_s_parameters_is_refused_where_pieces_are_stepped(pools, key):
+    assert all(pools(4 if "hybrid" in key else 2).run(made_before, key))
+
+
+def steps_inside_backward(rank, key):  # noqa: ARG001
+    with engine_of(key, current().world_size, cases.build("MLP"), optimizer_fn=sgd) as engine:
+        optimizers = {}
+
+        def step(param):
+            optimizers[param].step()
+            optimizers[param].zero_grad()
+
+        with engine.full_params() as model:
+            for param in model.parameters():
+                optimizers[param] = sgd([param])
+                param.register_post_accumulate_grad_hook(step)
+        with pytest.raises(RuntimeError, match=r"write engine.step\(\)|step with engine.step\(\)"):
+            engine.backward(loss_of(OnRanks(engine), 0))
+    return True
+
+
+@pytest.mark.parametrize("key", ENGINES)
+def test_a_step_inside_backward_is_refused(pools, key):
+    assert all(pools(4 if "hybrid" in key else 2).run(steps_inside_backward, key))
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "zero1", "fsdp"])
+def test_an_optimizer_that_needs_a_closure_is_refused(strategy):
+    with pytest.raises(ValueError, match=r"^optimizer: LBFGS.step\(\) needs a closure"):
+        build_engine(strategy, cases.build("MLP"), torch.optim.LBFGS)
+
+
+@pytest.mark.parametrize("strategy", ["single", "bucketed", "zero1", "zero3", "fsdp"])
+def test_a_model_without_shapes_is_refused(strategy):
+    with pytest.raises(ValueError, match=r"^model: 'weight' has no shape yet; run one forward"):
+        build_engine(strategy, nn.LazyLinear(3), sgd)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
+def test_a_parameter_that_is_not_here_is_named_where_it_is_an_argument_by_name(strategy):
+    with build_engine(strategy, cases.build("MLP"), sgd) as engine:
+        engine.zero_grad()
+        with pytest.raises(RuntimeError, match=r"'0.weight' is sharded"):
+            torch.add(torch.ones(1), other=engine.module[0].weight)
