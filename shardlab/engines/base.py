@@ -7,8 +7,9 @@
     engine.step()
     engine.zero_grad()
 
-The module keeps its class, its parameter names and its buffers; any torch optimizer works. A copy of the module
-(``copy.deepcopy``, pickle) is a plain one, without the engine; one that is divided over tensor ranks is not copied.
+The module keeps its class, its parameter names and its buffers; any torch optimizer works that needs no closure. A copy
+of the module (``copy.deepcopy``, pickle) is a plain one, without the engine; one that is divided over tensor ranks is
+not copied.
 Gradients are means over the ranks of the data axis. ``loss.backward()`` instead of ``engine.backward(loss)`` works too:
 the engine notices it and finishes the gradients at its end.
 
