@@ -151,18 +151,22 @@ class BackwardWatch:
     def _accumulates(self) -> bool:
         """Whether parameters will get gradients: ``torch.autograd.grad`` calls the same hooks and gives them none.
 
-        Those that only a backward inside this one reaches count too: its number is not that of this one.
+        One that only a backward inside this one reaches counts too: else the first gradient would come under the inner
+        one's number, and that would be taken for the outermost.
         """
         trainable = [param for param in self._params.values() if param.requires_grad]
         # Private: there is no public way to ask which nodes a backward will run.
         try:
             if any(torch._C._will_engine_execute_node(get_gradient_edge(param).node) for param in trainable):
                 return True
+            node = torch._C._current_autograd_node()
+            # No in torch.autograd.grad, also where it was asked for the tensor with the hook and runs nothing below it.
+            goes_on = torch.autograd._is_checkpoint_valid() and any(
+                below is not None and torch._C._will_engine_execute_node(below) for below, _ in node.next_functions
+            )
         except RuntimeError:  # torch does not answer if torch.autograd.grad was called for this very parameter
             return False
-        if not trainable or not torch.autograd._is_checkpoint_valid():  # false in torch.autograd.grad
-            return False
-        return any(_may_nest(node) for node in _nodes_below(torch._C._current_autograd_node()))
+        return bool(trainable) and goes_on and any(_may_nest(below) for below in _nodes_below(node))
 
     def _leave(self) -> None:
         # First: if the end raises, this must not look like a backward that never came to its end.

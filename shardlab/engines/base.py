@@ -48,7 +48,7 @@ from shardlab.engines.hooks import forward_is
 from shardlab.engines.looks_at import Stepped
 from shardlab.engines.optimizer_fit import Cut, check_sliced, fitting_optimizer
 from shardlab.engines.state import EngineState
-from shardlab.engines.step_tensors import GroupTensors, StepTensors
+from shardlab.engines.step_tensors import GroupTensors, StepTensors, tensors_of
 from shardlab.partition.slices import slices_of
 from shardlab.vocabulary import MeshAxis, Partition
 
@@ -134,6 +134,7 @@ class Engine(Holdings, Gradients, EngineState):
         # First: after a plain backward that raised, FSDP would take this forward for a recomputation inside it.
         self._notice_failure()
         output = self.module(*args, **kwargs)
+        self._run_hooks_last()  # a plain backward may show first by the hook of a parameter
         self._backward_watch.follow(output)
         return output
 
@@ -181,8 +182,11 @@ class Engine(Holdings, Gradients, EngineState):
             # A group was added: of a tensor that the engine does not know, nobody averages the gradients.
             check_optimizer(self.optimizer, self.step_tensors())
             self._note_groups()
-        with self.stepping(), self._claim.stepping(), self._step_tensors.kept_in_place():
-            self.optimizer.step()
+        with self.stepping(), self._claim.stepping():
+            try:
+                self.optimizer.step()
+            finally:  # after an error too, or later steps would change tensors that nobody gathers
+                self._take_assigned()
         self._guarded.clear()  # spent: they may be zeroed in place, and some optimizers change them
         self.num_steps += 1
 
@@ -190,11 +194,19 @@ class Engine(Holdings, Gradients, EngineState):
         """Another optimizer of this process is about to step.
 
         Raises:
-            RuntimeError: it steps parameters of the module of which this engine steps pieces.
+            RuntimeError: it steps parameters of the module of which this engine steps pieces, or steps parameters
+                before their gradients are averaged.
         """
-        stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+        stepped = tensors_of(optimizer)
         for name, param in self.params.items():
-            if id(param) in stepped and self._step_tensors.by_name(name) is not param:
+            if id(param) not in stepped:
+                continue
+            if self.num_data_ranks > 1 and self._backward_watch.is_inside:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step(): it steps {name!r} inside backward, before gradients are "
+                    "averaged over the ranks; write engine.step(), after engine.backward(loss)"
+                )
+            if self._step_tensors.by_name(name) is not param:
                 raise RuntimeError(
                     f"{type(optimizer).__name__}.step(): it steps the module's {name!r}, and strategy {self.name!r} a "
                     "piece of that instead; let the engine build the optimizer, as in build_engine(strategy, model, "
@@ -237,6 +249,10 @@ class Engine(Holdings, Gradients, EngineState):
         # No gather after an error: the other ranks may never join it.
         if exc_type is None or not self._keeps_pieces:
             self.close()
+
+    def _take_assigned(self) -> None:
+        """Take over what the optimizer has put in the place of a piece by assigning to its ``.data``."""
+        return
 
     def _data_axes(self) -> tuple[Communicator, ...]:
         """The axes of the mesh to average over, outer first."""

@@ -107,7 +107,8 @@ class Bucketed(Engine):
         super()._on_gradient(param)
         bucket, slot = self._place[param]
         gradient = param.grad
-        assert gradient is not None
+        if gradient is None:
+            return  # a hook of the user's has dropped it: sent as unused when backward has ended
         if not self._sync:
             bucket.take(slot, gradient)
             return

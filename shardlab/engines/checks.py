@@ -109,7 +109,7 @@ def check_optimizer(optimizer: object, given: Iterable[Tensor]) -> None:
         raise ValueError(f"optimizer_fn: it returned a {type(optimizer).__name__}; return a torch.optim.Optimizer")
     if needs_closure(optimizer):
         raise ValueError(
-            f"optimizer: {type(optimizer).__name__}.step() needs a closure, which it calls several times, and "
+            f"optimizer: {type(optimizer).__name__}.step() needs a closure, which it may call several times, and "
             "engine.step() takes none; use an optimizer that steps once for each backward, such as AdamW"
         )
     known = {id(tensor) for tensor in given}

@@ -190,12 +190,7 @@ class Gradients:
         # First: this may be the first sign of a plain backward, whose beginning resets queues and placeholders.
         self._backward_watch.enter()
         gradient = param.grad
-        if gradient is None:
-            raise RuntimeError(
-                f"gradient of {self._name_of(param)!r}: a hook on the parameter has cleared it before it was averaged, "
-                "as one does that steps inside backward; step with engine.step(), after engine.backward(loss)"
-            )
-        if gradient.is_sparse and self.comm.num_ranks > 1:
+        if gradient is not None and gradient.is_sparse and self.comm.num_ranks > 1:
             raise ValueError(
                 f"model: parameter {self._name_of(param)!r} has a sparse gradient, which strategy {self.name!r} cannot "
                 "average; build the embedding with sparse=False"
@@ -291,7 +286,9 @@ class Gradients:
         """Let the user's hooks see gradients first: ours may send them, or put them elsewhere."""
         for param in self.params.values():
             # Private: there is no public way to ask for them.
-            hooks = param._post_accumulate_grad_hooks or {}
+            hooks = param._post_accumulate_grad_hooks
+            if hooks is None or len(hooks) < 2:
+                continue
             ours = [number for number, hook in hooks.items() if hook is self._gradient_hook]
             if ours and next(reversed(hooks)) not in ours:
                 hooks[ours[0]] = hooks.pop(ours[0])

@@ -50,8 +50,8 @@ class PlaceholderParameter(nn.Parameter):
         made.param = param
         made.refusal = (
             f"parameter {name!r} is sharded: this rank holds only its shard; compute inside engine(...), by "
-            "engine.call(function, ...) for what is not forward, or inside 'with engine.full_params():', with the "
-            "parameters that the module has there; FSDP gathers a unit only for its own forward: where other modules "
+            "engine.call(function, ...) for what is not forward, or inside 'with engine.full_params():', with "
+            "parameters asked of the module there; FSDP gathers a unit only for its own forward: where other modules "
             "read its parameters, choose larger units, such as wrap='root'; engine.full_state_dict() returns a copy of "
             "all parameters; a weight used both inside and outside activation checkpointing needs use_reentrant=False "
             "there"

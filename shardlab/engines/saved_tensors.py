@@ -45,7 +45,7 @@ def saved_by_reference(buckets: Sequence[ShardedBucket]) -> Iterator[None]:
     def pack(saved: Tensor) -> _Kept | _Reference:
         address = _address(saved)
         for bucket in buckets:
-            if address in bucket.addresses:
+            if address and address in bucket.addresses:
                 # In a flat layout all parameters of a bucket share a storage: the place in it tells them apart.
                 for name, full in bucket.full.items():
                     if full.untyped_storage().data_ptr() == address and _inside(saved, full):
@@ -73,7 +73,7 @@ def _address(saved: Tensor) -> int:
     """Where its storage begins; 0 for a tensor that has none, such as a sparse or nested one, and is no parameter."""
     try:
         return int(saved.untyped_storage().data_ptr())
-    except (NotImplementedError, RuntimeError):
+    except RuntimeError:  # NotImplementedError too
         return 0
 
 

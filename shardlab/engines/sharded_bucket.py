@@ -68,6 +68,7 @@ class ShardedBucket:
         self.device = next(iter(self.params.values())).device
         self.state = BucketState.UNSHARDED
         self.held_by_hand = False  # gathered by the user, who will reshard it
+        self.stepped_by_others = False  # since the last gather, by an optimizer that is not the engine's
         self.num_holders = 0  # open full_params(), which show parameters in their stored dtype
         self.full: dict[str, Tensor] = {}  # gathered parameters, while UNSHARDED
         self.addresses: set[int] = set()  # of their storages
@@ -82,7 +83,8 @@ class ShardedBucket:
         self._compute_dtype = precision.compute_dtype_of(self.shard)
         self._reduce_dtype = precision.reduce_dtype_of(self.shard)
         self.pieces = {
-            key: self._tensors.piece_of(key, self.shard).requires_grad_(param.requires_grad)
+            # Detached: the view would keep the shard's memory when another shard takes its place.
+            key: self._tensors.piece_of(key, self.shard).detach().requires_grad_(param.requires_grad)
             for key, param in params.items()
         }
         self.release()  # the full parameters that the model came with
@@ -113,6 +115,9 @@ class ShardedBucket:
     def start_unshard(self, *, as_stored: bool = False) -> None:
         """Begin to gather unless that has begun; ``as_stored``: in the shard's dtype, not the compute dtype."""
         if self.state is BucketState.SHARDED:
+            if self.stepped_by_others:
+                self.take_assigned()
+                self.stepped_by_others = False
             dtype = self.shard.dtype if as_stored else self._compute_dtype
             if self._needs_no_gather(dtype):
                 self._gathering = (self.shard, Pending())  # no copy: the full parameters will be views of the shard
@@ -232,15 +237,42 @@ class ShardedBucket:
         # Writing has raised the versions of what was written to; a backward through the rest is still right.
         self._versions = self._versions_now()
 
+    def take_assigned(self) -> None:
+        """Take over what an optimizer has put in the place of a piece's data."""
+        home = self._home()
+        start, itemsize = (
+            home.data_ptr() - self.layout.chunk(self.comm.rank)[0] * home.element_size(),
+            home.element_size(),
+        )
+        if any(
+            piece.flat_stop > piece.flat_start and self.pieces[name].data_ptr() != start + piece.flat_start * itemsize
+            for name, piece in self._tensors.own.items()
+        ):
+            self._renew_shard()
+
+    @outside_inference
+    def _renew_shard(self) -> None:
+        """Move the shard to new memory, from wherever the pieces' data is now.
+
+        The optimizer may have kept the old memory, as its previous weights, and so may the user.
+        """
+        home = self._home().clone()
+        for name in self._tensors.own:
+            self._tensors.piece_of(name, home).copy_(self.pieces[name].detach())
+        self._move_home(home)
+        self._point_pieces_at(self._home())
+
+    @outside_inference
     def _renew_full(self) -> None:
         """Give the full parameters new memory, from wherever their data is now.
 
         The old memory is left as it is: the user may have swapped the data of two parameters, or keep it to put it back
         later.
         """
+        # Unseen by autograd: with a new version it refuses a backward that saved the old values.
+        increment_version([self.params[name] for name in self.params if self._is_replaced(name)])
         if self.shard.untyped_storage().data_ptr() in self.addresses:
-            self.shard = self.shard.clone()
-            self._point_pieces_at(self.shard)
+            self._renew_shard()
             self.full = {name: self._tensors.read(name, self.shard) for name in self.params}
         else:
             self.full = {name: torch.empty_like(full) for name, full in self.full.items()}
@@ -347,6 +379,13 @@ class ShardedBucket:
                 gradient.add_(earlier)
             if name not in unused or earlier is not None:
                 self._set_gradient(self.pieces[name], gradient)
+
+    def _home(self) -> Tensor:
+        """What the pieces are parts of now, [chunk]."""
+        return self.shard
+
+    def _move_home(self, home: Tensor) -> None:
+        self.shard = home
 
     def _point_pieces_at(self, shard: Tensor) -> None:
         # By ``.data``: the optimizer finds its state by these very tensor objects.

@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from typing_extensions import override
 
@@ -14,7 +15,7 @@ from shardlab.engines.casts import MixedPrecision
 from shardlab.engines.holdings import Division, Held
 from shardlab.engines.sharded_bucket import ShardedBucket
 from shardlab.engines.state import Stateful
-from shardlab.engines.step_tensors import StepTensors
+from shardlab.engines.step_tensors import StepTensors, tensors_of
 
 
 class ShardedEngine(MixedPrecision):
@@ -45,6 +46,32 @@ class ShardedEngine(MixedPrecision):
             if bucket.gradient_shard is not None:
                 bucket.values_changed()
             bucket.refresh()
+
+    @override
+    def _take_assigned(self) -> None:
+        for bucket in self.buckets:
+            bucket.take_assigned()
+
+    @override
+    def others_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """As the base; refuses backwards that need the values from before the step.
+
+        Raises:
+            RuntimeError: also if the user holds full parameters, which would be stale.
+        """
+        super().others_step(optimizer)
+        stepped = tensors_of(optimizer)
+        for bucket in self.buckets:
+            if not any(id(piece) in stepped for piece in bucket.pieces.values()):
+                continue
+            if bucket.is_held:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step(): what engine.full_params() or engine.unshard(unit) holds would "
+                    "be stale; call it outside, or step by engine.step()"
+                )
+            bucket.reshard()
+            bucket.values_changed()
+            bucket.stepped_by_others = True
 
     @override
     def divisions(self) -> list[Division]:

@@ -89,7 +89,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._take_gradients()
         self.shards.take_replaced()  # what module.to() or ``.data =`` has put there is stepped too
-        self.inner.step()
+        try:
+            self.inner.step()
+        finally:
+            self.shards.take_assigned()
         self._drop_gradients()
         # Without grad mode, since it writes into parameters; every rank joins, also one that stepped nothing.
         with torch.no_grad():

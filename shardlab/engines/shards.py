@@ -96,11 +96,33 @@ class ParameterShards:
             if self._replaced(bucket):
                 bucket.show(self._shown(bucket.index))
 
+    def take_assigned(self) -> None:
+        """Take over what an optimizer has put in the place of a piece's data."""
+        starts = [
+            buffer.data_ptr() - first * buffer.element_size() for buffer, first in map(self._stepped, self.buckets)
+        ]
+        moved = [
+            bucket for name, (bucket, piece) in self.pieces.items()
+            if piece.flat_stop > piece.flat_start and (tensor := self.tensors.by_name(name)).data_ptr()
+            != starts[bucket.index] + piece.flat_start * tensor.element_size()
+        ]  # fmt: skip
+        for bucket in dict.fromkeys(moved):
+            values = {name: self.tensors.by_name(name).data for name in bucket.names if name in self.pieces}
+            self._renew_stepped(bucket)
+            for name, value in values.items():
+                self.tensors.by_name(name).detach().copy_(value)
+
+    def _renew_stepped(self, bucket: Bucket) -> None:
+        """Move the pieces of a bucket to new memory: the optimizer may have kept the old, as its previous weights."""
+        self._renew(bucket)
+
+    @outside_inference
     def _renew(self, bucket: Bucket) -> None:
         """Move a bucket to a new buffer, from wherever its parameters' data is now.
 
         The optimizer steps a slice of the buffer, and the next gather would pass the user's tensors by. The old buffer
-        is left as it is: the user may have swapped the data of two parameters, or keep it to put it back later.
+        is left as it is: the user may have swapped the data of two parameters, or keep it to put it back later. What
+        else the user has kept of it, as another parameter's ``.data``, is the parameter's no more.
         """
         flat = self._shown(bucket.index).clone()
         for view, param in zip(bucket.slots_of(flat), bucket.params, strict=True):
@@ -110,6 +132,9 @@ class ParameterShards:
 
     def _replace_shown(self, bucket: Bucket, flat: Tensor) -> None:
         self.flat[bucket.index] = flat
+        self._point_pieces(bucket)
+
+    def _point_pieces(self, bucket: Bucket) -> None:
         for name in bucket.names:
             # By ``.data``: the optimizer finds its state by these very tensor objects.
             self.tensors.by_name(name).data = self._piece_tensor(name).data
@@ -146,15 +171,17 @@ class ParameterShards:
             # With the parameter's number of dims (at least one), since some optimizers accept only matrices.
             return param.detach().reshape(param.shape or (1,))[:0].requires_grad_(param.requires_grad)
         bucket, piece = self.pieces[name]
-        chunk = self._own_part(bucket)
-        offset = bucket.layout.chunk(self.comm.rank)[0]
-        # Without masters the piece is a view of the parameter, so that a step needs no copy back.
-        if chunk is None:
-            chunk, offset = self.flat[bucket.index], 0
+        chunk, offset = self._stepped(bucket)
         tensor = chunk[piece.flat_start - offset : piece.flat_stop - offset]
         if piece.whole:
             tensor = tensor.view(param.shape)
         return tensor.detach().requires_grad_(param.requires_grad)
+
+    def _stepped(self, bucket: Bucket) -> tuple[Tensor, int]:
+        """What the pieces are slices of, and the place in the layout at which it begins."""
+        chunk = self._own_part(bucket)
+        # Without masters the piece is a view of the parameter, so that a step needs no copy back.
+        return (self.flat[bucket.index], 0) if chunk is None else (chunk, bucket.layout.chunk(self.comm.rank)[0])
 
     def _flatten(self, bucket: Bucket) -> Tensor:
         """Move a bucket's parameters into one buffer."""
@@ -321,6 +348,14 @@ class MasterShards(ParameterShards):
             self._stored[bucket.index] = flat
         else:
             super()._replace_shown(bucket, flat)
+
+    @override
+    def _renew_stepped(self, bucket: Bucket) -> None:
+        if self._masters[bucket.index] is None:
+            super()._renew_stepped(bucket)
+        else:
+            self._masters[bucket.index] = self._master(bucket.index).clone()
+            self._point_pieces(bucket)
 
     @override
     def _check_replaceable(self, bucket: Bucket, place: int) -> None:

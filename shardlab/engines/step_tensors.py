@@ -12,12 +12,12 @@ shape), and is empty if this rank holds nothing of the parameter. So every rank 
 indices.
 """
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import overload
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -82,16 +82,6 @@ class StepTensors(Sequence[Tensor]):
         """The tensor of one parameter."""
         return self._tensors[name]
 
-    @contextlib.contextmanager
-    def kept_in_place(self) -> Iterator[None]:
-        """Inside, an optimizer may assign to their ``.data``; its values go to where the tensors were."""
-        homes = [tensor.data for tensor in self._tensors.values()]
-        yield
-        for tensor, home in zip(self._tensors.values(), homes, strict=True):
-            if tensor.data_ptr() != home.data_ptr():
-                # Only there do the parameters and the next gather find them.
-                tensor.data = home.copy_(tensor.detach())
-
     def where(self, wanted: Callable[[str], bool]) -> "StepTensors":
         """The tensors whose name ``wanted`` accepts."""
         chosen = {name: tensor for name, tensor in self._tensors.items() if wanted(name)}
@@ -136,6 +126,11 @@ class GroupTensors(list[Tensor]):
     def __reduce__(self) -> tuple[type[list[Tensor]], tuple[list[Tensor]]]:
         # A copy of the optimizer belongs to no engine.
         return list, (list(self),)
+
+
+def tensors_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    """The identities of what an optimizer steps."""
+    return {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
 
 
 def _clips(caller: FrameType, by: str = "") -> bool:

@@ -21,7 +21,7 @@ from shardlab.engines.holdings import Held
 from shardlab.engines.placeholder import PlaceholderGradient, PlaceholderGradients
 from shardlab.engines.shards import MasterShards, ParameterShards
 from shardlab.engines.state import Stateful
-from shardlab.engines.step_tensors import StepTensors
+from shardlab.engines.step_tensors import StepTensors, tensors_of
 from shardlab.vocabulary import Role
 
 
@@ -48,10 +48,14 @@ class SteppedInPieces(MixedPrecision):
         return super().__call__(*args, **kwargs)
 
     @override
+    def _take_assigned(self) -> None:
+        self.shards.take_assigned()
+
+    @override
     def others_step(self, optimizer: torch.optim.Optimizer) -> None:
         """As the base; remembers an optimizer over the pieces, which ``step()`` has to gather."""
         super().others_step(optimizer)
-        stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+        stepped = tensors_of(optimizer)
         if any(id(tensor) in stepped for _, tensor in self._step_tensors.items()):
             self._ungathered_by = type(optimizer).__name__
 
@@ -60,7 +64,7 @@ class SteppedInPieces(MixedPrecision):
         if self._ungathered_by:
             raise RuntimeError(
                 f"{self._ungathered_by}.step(): it has stepped this rank's pieces, which nobody has gathered since; "
-                "call it before engine.step(), which gathers what both have stepped"
+                "call it before engine.step(), which gathers what both have stepped, or engine.step() once more"
             )
 
     @contextlib.contextmanager
@@ -90,6 +94,7 @@ class SteppedInPieces(MixedPrecision):
     @override
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """As the base; each rank keeps its part of the master weights. Collective if there are any."""
+        self._ungathered_by = ""  # all that was stepped is about to be replaced
         if self._masters is not None:
             # Or full_params() would refuse writes that are about to be replaced anyway.
             self._masters.forget_writes()
@@ -212,7 +217,7 @@ class SteppedInPieces(MixedPrecision):
     @property
     @override
     def _keeps_pieces(self) -> bool:
-        return self._masters is not None
+        return self._masters is not None or bool(self._ungathered_by)
 
     def _shards_of_parameters(self, buckets: Sequence[Bucket]) -> ParameterShards:
         """The shards to step, with master weights if parameters do not have the dtype to compute in."""
@@ -238,7 +243,9 @@ class SteppedInPieces(MixedPrecision):
 
     @override
     def _give_back(self) -> None:
-        """Put the master weights into the module; collective if there are any."""
+        """Put the master weights into the module; collective if there are any, or if pieces were not gathered."""
+        if self._ungathered_by:
+            self.shards.gather(lambda _: True)
         if self._masters is not None:
             self._masters.give_back()
 

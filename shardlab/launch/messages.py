@@ -12,6 +12,7 @@ import pickle
 import site
 import sys
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any
@@ -136,6 +137,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self._send_by_value(value.__module__)
         if isinstance(value, FunctionType):
             self._keep_source(value.__code__.co_filename)
+            if getattr(value, "hooked", False) and not _is_installed(value.__module__):
+                return _hooked_step, (value.__wrapped__,)  # type: ignore[attr-defined]
         return super().reducer_override(value)
 
     def forget_modules(self) -> None:
@@ -158,10 +161,25 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self.sources[file] = "".join(entry[2])
 
 
+def _hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The ``step`` of an optimizer's class as torch wraps it when the first optimizer of the class is made.
+
+    Not the other side's wrapper: by value it would call a copy of the hooks that all optimizers of a process share.
+    """
+    hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
+    hooked.hooked = True
+    return hooked  # type: ignore[no-any-return]
+
+
 def _is_on_gpu(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
 def _is_user_code(module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
-    return bool(file) and module.__name__ != "__main__" and not str(file).startswith(INSTALLED)
+    return bool(file) and module.__name__ != "__main__" and not _is_installed(module.__name__)
+
+
+def _is_installed(module_name: str) -> bool:
+    file = getattr(sys.modules.get(module_name), "__file__", None)
+    return module_name != "__main__" and str(file).startswith(INSTALLED)  # a notebook runs an installed program

@@ -33,6 +33,22 @@ class Assigns(torch.optim.SGD):
                     param.data = param.data - group["lr"] * param.grad.data
 
 
+class HeavyBall(torch.optim.SGD):
+    """Keeps the weights of the step before, and no copy of them."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    last, before = param.data, self.state[param].get("before", param.data)
+                    param.data = last - group["lr"] * param.grad.data + 0.5 * (last - before)
+                    self.state[param]["before"] = last
+
+
+ASSIGNING = {"assigns": Assigns, "heavy ball": HeavyBall}
+
+
 class PlainTorch:
     """One process, with the names of an engine; it has all rows."""
 
@@ -134,11 +150,12 @@ def weights_get_other_strides(engine):
         train(engine, step)
 
 
+def halved(param):
+    param.grad.mul_(0.5)
+
+
 def hooks_change_gradients(engine):
     """Registered after the engine's own, which take gradients away."""
-
-    def halved(param):
-        param.grad.mul_(0.5)
 
     with engine.full_params() as model:
         hooks = [param.register_post_accumulate_grad_hook(halved) for param in model.parameters()]
@@ -156,6 +173,29 @@ def a_second_optimizer_steps_first(engine):
         second.step()
         engine.step()
         engine.zero_grad()
+
+
+def a_second_optimizer_assigns_last(engine):
+    second = Assigns(engine.tensors_of(lambda name: name.startswith("2.")), lr=0.5)
+    for step in range(3):
+        engine.backward(loss_of(engine, step))
+        engine.step()
+        second.step()
+        engine.zero_grad()
+
+
+def averaged_weights_are_put_in_and_back_by_inference(engine):
+    train(engine, 0)
+    with torch.inference_mode():
+        backup = {}
+        with engine.full_params(keep_changes=True) as model:
+            for name, param in model.named_parameters():
+                backup[name], param.data = param.data, torch.zeros_like(param)
+        loss_of(engine, 1)
+        with engine.full_params(keep_changes=True) as model:
+            for name, param in model.named_parameters():
+                param.data = backup[name]
+    train(engine, 1)
 
 
 def inference_between_forward_and_backward(engine):
@@ -195,6 +235,7 @@ STORIES = {
         weights_get_other_strides,
         hooks_change_gradients,
         a_second_optimizer_steps_first,
+        averaged_weights_are_put_in_and_back_by_inference,
         inference_between_forward_and_backward,
         inference_before_layers_are_thawed,
     )
@@ -220,24 +261,40 @@ def test_a_story_ends_as_in_one_process(pools, key, num_ranks, name):
     assert_states(pools(num_ranks).run(on_ranks, key, name), expected)
 
 
+def assigned_last(rank, key):  # noqa: ARG001
+    with engine_of(key, current().world_size, cases.build("MLP"), optimizer_fn=sgd) as engine:
+        a_second_optimizer_assigns_last(OnRanks(engine))
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("key", [key for key in ENGINES if key not in STEPPED_IN_PIECES])
+def test_a_second_optimizer_may_step_last_where_nothing_is_gathered_after(pools, key):
+    num_ranks = 4 if "hybrid" in key else 2
+    expected = in_one_process(a_second_optimizer_assigns_last, num_ranks, cases.build("MLP"))
+    assert_states(pools(num_ranks).run(assigned_last, key), expected)
+
+
 def steps_of(engine):
     for step in range(3):
         train(engine, step)
 
 
-def assigned(rank, key):  # noqa: ARG001
+def assigned(rank, key, kind):  # noqa: ARG001
     def optimizer_fn(tensors):
-        return Assigns(tensors, lr=0.1)
+        return ASSIGNING[kind](tensors, lr=0.1)
 
     with engine_of(key, current().world_size, cases.build("MLP"), optimizer_fn=optimizer_fn) as engine:
         steps_of(OnRanks(engine))
         return engine.full_state_dict()
 
 
-@pytest.mark.parametrize(("key", "num_ranks"), PLACES)
-def test_an_optimizer_may_assign_new_tensors(pools, key, num_ranks):
-    expected = in_one_process(steps_of, num_ranks, cases.build("MLP"), lambda tensors: Assigns(tensors, lr=0.1))
-    assert_states(pools(num_ranks).run(assigned, key), expected)
+@pytest.mark.parametrize("kind", ASSIGNING)
+@pytest.mark.parametrize(("key", "num_ranks"), [("single", 1), *PLACES])
+def test_an_optimizer_may_assign_new_tensors(pools, key, num_ranks, kind):
+    expected = in_one_process(
+        steps_of, num_ranks, cases.build("MLP"), lambda tensors: ASSIGNING[kind](tensors, lr=0.1)
+    )
+    assert_states(pools(num_ranks).run(assigned, key, kind), expected)
 
 
 # Strides that change outside full_params(), where parameters are whole.
@@ -391,3 +448,187 @@ def test_a_parameter_that_is_not_here_is_named_where_it_is_an_argument_by_name(s
         engine.zero_grad()
         with pytest.raises(RuntimeError, match=r"'0.weight' is sharded"):
             torch.add(torch.ones(1), other=engine.module[0].weight)
+
+
+def steps_between(rank, key):  # noqa: ARG001
+    """A backward that needs the weights from before another optimizer's step, or from before an assignment."""
+    with engine_of(key, current().world_size, cases.build("MLP"), optimizer_fn=sgd) as engine:
+        ranks = OnRanks(engine)
+        second = torch.optim.SGD(ranks.tensors_of(lambda name: name.startswith("2.")), lr=0.5)
+        train(ranks, 0)
+        engine.backward(loss_of(ranks, 1))
+        loss = loss_of(ranks, 2)
+        second.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            engine.backward(loss)
+        engine.zero_grad()
+        loss = loss_of(ranks, 3)
+        with engine.full_params(keep_changes=True) as model:
+            model[2].weight.data = model[2].weight.data * 2
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            engine.backward(loss)
+        engine.zero_grad()
+        with engine.full_params(), pytest.raises(RuntimeError, match=r"^SGD.step\(\): .* would be stale"):
+            second.step()
+    return True
+
+
+@pytest.mark.parametrize("key", [key for key in ENGINES if key.startswith(("zero3", "fsdp"))])
+def test_a_backward_that_needs_what_another_optimizer_has_stepped_is_refused(pools, key):
+    assert all(pools(4 if "hybrid" in key else 2).run(steps_between, key))
+
+
+def closed_after(rank, key):  # noqa: ARG001
+    model = cases.build("MLP")
+    with engine_of(key, current().world_size, model, optimizer_fn=sgd) as engine:
+        ranks = OnRanks(engine)
+        second = torch.optim.SGD(ranks.tensors_of(lambda name: name.startswith("2.")), lr=0.5)
+        engine.backward(loss_of(ranks, 0))
+        engine.step()
+        second.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("key", ENGINES)
+def test_closing_gathers_what_a_second_optimizer_has_stepped(pools, key):
+    def story(engine):
+        second = torch.optim.SGD(engine.tensors_of(lambda name: name.startswith("2.")), lr=0.5)
+        engine.backward(loss_of(engine, 0))
+        engine.step()
+        second.step()
+
+    num_ranks = 4 if "hybrid" in key else 2
+    assert_states(pools(num_ranks).run(closed_after, key), in_one_process(story, num_ranks, cases.build("MLP")))
+
+
+# What is no backward, and gradients that a hook drops.
+
+
+class Twice(torch.autograd.Function):
+    """Might run a backward of its own, for all that its kind says."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+class Doubling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = cases.build("MLP")
+
+    def forward(self, x):
+        return Twice.apply(self.body(x))
+
+
+def looked_at_alone(rank, key):
+    """Rank 0 alone asks for the gradient at the output."""
+    with engine_of(key, current().world_size, Doubling(), optimizer_fn=sgd) as engine:
+        x, y = cases.rows("MLP", 0, 0, 4)
+        for _ in range(2):
+            output = engine(cases.own_rows(x, engine.data_rank))
+            loss = nn.functional.mse_loss(output, cases.own_rows(y, engine.data_rank))
+            if rank == 0:
+                torch.autograd.grad(loss, output, retain_graph=True)
+            engine.backward(loss)
+            engine.step()
+            engine.zero_grad()
+        return engine.full_state_dict(), engine.num_backwards
+
+
+@pytest.mark.parametrize("key", ENGINES)
+def test_a_gradient_at_the_output_is_no_backward(pools, key):
+    num_ranks = 4 if "hybrid" in key else 2
+    model = Doubling()
+    optimizer = sgd(model.parameters())
+    x, y = (part[: num_ranks * cases.ROWS_PER_RANK] for part in cases.rows("MLP", 0, 0, 4))
+    for _ in range(2):
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    states, counts = zip(*pools(num_ranks).run(looked_at_alone, key), strict=True)
+    assert_states(states, model.state_dict())
+    assert set(counts) == {2}
+
+
+def dropped(rank, key):
+    """Rank 0 drops its own gradient of one weight: it counts as 0 there."""
+    with engine_of(key, current().world_size, cases.build("MLP"), optimizer_fn=sgd) as engine:
+
+        def drop(param):
+            param.grad = None
+
+        with engine.full_params() as model:
+            if rank == 0:
+                model[2].weight.register_post_accumulate_grad_hook(drop)
+        train(OnRanks(engine), 0)
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("key", ENGINES)
+def test_a_gradient_that_one_rank_s_hook_drops_counts_as_unused_there(pools, key):
+    num_ranks = 4 if "hybrid" in key else 2
+    model = cases.build("MLP")
+    optimizer = sgd(model.parameters())
+    for rank in range(num_ranks):
+        x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", 0, 0, 4))
+        before = None if model[2].weight.grad is None else model[2].weight.grad.clone()
+        (nn.functional.mse_loss(model(x), y) / num_ranks).backward()
+        if rank == 0:
+            model[2].weight.grad = before
+    optimizer.step()
+    assert_states(pools(num_ranks).run(dropped, key), model.state_dict())
+
+
+class Box:
+    """Not looked into for tensors."""
+
+    def __init__(self, y):
+        self.y = y
+
+
+class Boxed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = cases.build("MLP")
+
+    def forward(self, x):
+        return Box(self.body(x))
+
+
+def boxed(rank, key):  # noqa: ARG001
+    with engine_of(key, current().world_size, Boxed(), optimizer_fn=sgd) as engine:
+        with engine.full_params() as model:
+            for param in model.parameters():
+                param.register_post_accumulate_grad_hook(halved)
+        x, y = cases.rows("MLP", 0, 0, 4)
+        nn.functional.mse_loss(
+            engine(cases.own_rows(x, engine.data_rank)).y, cases.own_rows(y, engine.data_rank)
+        ).backward()
+        engine.step()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("key", [key for key in ENGINES if key != "zero3" and not key.startswith("fsdp")])
+def test_hooks_see_the_first_gradient_too_where_it_alone_tells_of_a_backward(pools, key):
+    model = Boxed()
+    x, y = (part[: 2 * cases.ROWS_PER_RANK] for part in cases.rows("MLP", 0, 0, 4))
+    (0.5 * nn.functional.mse_loss(model(x).y, y)).backward()
+    sgd(model.parameters()).step()
+    assert_states(pools(2).run(boxed, key), model.state_dict())
+
+
+@pytest.mark.parametrize(("strategy", "options"), [("zero3", {}), ("fsdp", {}), ("fsdp", {"sharding": "no_shard"})])
+def test_memory_that_was_replaced_is_free(strategy, options):
+    with build_engine(strategy, cases.build("MLP"), sgd, **options) as engine:
+        held = [bucket.shard for bucket in engine.buckets]
+        old = [tensor.untyped_storage()._weak_ref() for tensor in held]
+        with engine.full_params(keep_changes=True) as model:
+            for param in model.parameters():
+                param.data = param.data * 2
+        del held
+        assert all(torch.UntypedStorage._expired(reference) for reference in old)

@@ -23,7 +23,7 @@ from tests.fuzzing.refusals import (
     has_met,
     is_about_optimizer,
     is_documented,
-    refuses_forward,
+    refuses_at_once,
 )
 from tests.fuzzing.run import Scenario
 from tests.fuzzing.training import Backward, ScaledStep
@@ -122,8 +122,8 @@ def _do(world: World, operation: Operation, deep: bool) -> str:
         return "declined: " + (check_refusal(ours) if takes_part else "")
     plain = _attempt(operation.plain, world)
     if isinstance(ours, Exception) and isinstance(plain, Exception):
-        if refuses_forward(ours):
-            world.plain.restore(before)  # whose forward has written into buffers before its backward raised
+        if refuses_at_once(ours):
+            world.plain.restore(before)  # which has written into buffers before it raised
         world.recover()
         _raise_first(operation, _looks(world, deep))
         return "raised alike"

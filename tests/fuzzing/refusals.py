@@ -48,6 +48,11 @@ def is_documented(error: Exception, world: World) -> bool:
     return is_about_optimizer(error, world.ours.optimizer_spec.kind) or _matches(error, DOCUMENTED)
 
 
+def refuses_at_once(error: Exception) -> bool:
+    """Whether nothing has been computed, by a forward or by a recomputation, before it was refused."""
+    return refuses_forward(error) or "it was changed in place" in str(error)
+
+
 def refuses_forward(error: Exception) -> bool:
     """Whether it refuses to compute inside ``full_params()``, where parameters do not have the dtype for that."""
     return "leave 'with engine.full_params():' before engine(...)" in str(error)

@@ -7,6 +7,7 @@ import traceback
 import cloudpickle
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardlab.launch import messages
 from shardlab.launch.messages import pack, unpack
@@ -20,6 +21,26 @@ def test_installed_code_goes_by_name():
 def test_registry_of_cloudpickle_is_left_as_it_was():
     pack(test_installed_code_goes_by_name, "x")
     assert cloudpickle.list_registry_pickle_by_value() == set()
+
+
+class Own(torch.optim.SGD):
+    def step(self, closure=None):
+        """Nothing."""
+
+
+def stepped(rank):
+    seen, optimizer = [], Own([torch.zeros(1)])
+    hook = register_optimizer_step_pre_hook(lambda stepped, *_: seen.append(stepped is optimizer))
+    try:
+        optimizer.step()
+    finally:
+        hook.remove()
+    return seen
+
+
+def test_an_optimizer_s_class_that_was_used_here_calls_the_hooks_of_the_rank(pools):
+    Own([torch.zeros(1)])  # torch wraps the class's step now
+    assert pools(2).run(stepped) == [[True], [True]]
 
 
 def test_what_cannot_be_pickled_is_named():

@@ -153,6 +153,17 @@ class UnitBucket(ShardedBucket):
             self._point_pieces_at(self.shard)
 
     @override
+    def _home(self) -> Tensor:
+        return self.shard if self._visiting is None else self._visiting
+
+    @override
+    def _move_home(self, home: Tensor) -> None:
+        if self._visiting is None:
+            self.shard = torch.empty_like(home, pin_memory=self.shard.is_pinned()).copy_(home)
+        else:
+            self._visiting = home
+
+    @override
     def held_parameters(self) -> Iterator[Held]:
         """As the base; a shard in host memory is ``Role.OFFLOADED``, which comes first and so counts."""
         if self._offload.parameters:
