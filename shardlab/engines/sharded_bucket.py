@@ -239,11 +239,8 @@ class ShardedBucket:
 
     def take_assigned(self) -> None:
         """Take over what an optimizer has put in the place of a piece's data."""
-        home = self._home()
-        start, itemsize = (
-            home.data_ptr() - self.layout.chunk(self.comm.rank)[0] * home.element_size(),
-            home.element_size(),
-        )
+        home, first = self._home(), self.layout.chunk(self.comm.rank)[0]
+        start, itemsize = home.data_ptr() - first * home.element_size(), home.element_size()
         if any(
             piece.flat_stop > piece.flat_start and self.pieces[name].data_ptr() != start + piece.flat_start * itemsize
             for name, piece in self._tensors.own.items()

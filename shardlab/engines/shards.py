@@ -98,9 +98,8 @@ class ParameterShards:
 
     def take_assigned(self) -> None:
         """Take over what an optimizer has put in the place of a piece's data."""
-        starts = [
-            buffer.data_ptr() - first * buffer.element_size() for buffer, first in map(self._stepped, self.buckets)
-        ]
+        buffers = map(self._stepped, self.buckets)
+        starts = [buffer.data_ptr() - first * buffer.element_size() for buffer, first in buffers]
         moved = [
             bucket for name, (bucket, piece) in self.pieces.items()
             if piece.flat_stop > piece.flat_start and (tensor := self.tensors.by_name(name)).data_ptr()
