@@ -46,14 +46,16 @@ def watch_gathered(engine: FSDP) -> Iterator[list[GatheredSample]]:
 
     A sample is taken when the forward or the backward of a unit begins (its own and prefetched parameters are gathered
     by then) and when it ends, and once at the end. The hooks run after those of the engine, because they are added
-    later.
+    later; those of gradients are added in each backward, since the engine puts its own behind what it finds there.
     """
     samples: list[GatheredSample] = []
 
     def sample(moment: str) -> None:
         samples.append(GatheredSample(moment, gathered_by_unit(engine)))
 
-    hooks = [hook for unit in engine.units for hook in _watch(unit, sample)]
+    hooks: list[RemovableHandle] = []
+    for unit in engine.units:
+        _watch(unit, sample, hooks)
     try:
         yield samples
     finally:
@@ -96,25 +98,28 @@ def _gathered(unit: Unit) -> list[Tensor]:
     return [tensor for role, tensor, *_ in held if role is Role.GATHERED_PARAMETER]
 
 
-def _watch(unit: Unit, sample: Any) -> Iterator[RemovableHandle]:
+def _watch(unit: Unit, sample: Any, hooks: list[RemovableHandle]) -> None:
+    owed: dict[nn.Parameter, RemovableHandle] = {}
+
     def after_forward(_: nn.Module, __: Any, output: Any) -> None:
         sample(f"{unit.name} forward done")
         if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(lambda _: sample(f"{unit.name} backward"))
+            output.register_hook(before_backward)
 
-    trainable = {param for param in unit.params if param.requires_grad}
-    owed = set(trainable)
+    def before_backward(_: Tensor) -> None:
+        sample(f"{unit.name} backward")
+        for param in unit.params:
+            if param.requires_grad and param not in owed:
+                owed[param] = param.register_post_accumulate_grad_hook(after_gradient)
+                hooks.append(owed[param])
 
     def after_gradient(param: nn.Parameter) -> None:
-        owed.discard(param)
+        owed.pop(param).remove()
         if not owed:
-            owed.update(trainable)  # for the next backward
             sample(f"{unit.name} backward done")
 
-    yield unit.module.register_forward_pre_hook(lambda *_: sample(f"{unit.name} forward"))
-    yield unit.module.register_forward_hook(after_forward)
-    for param in trainable:
-        yield param.register_post_accumulate_grad_hook(after_gradient)
+    hooks.append(unit.module.register_forward_pre_hook(lambda *_: sample(f"{unit.name} forward")))
+    hooks.append(unit.module.register_forward_hook(after_forward))
 
 
 @contextmanager
