@@ -36,6 +36,7 @@ from shardlab.engines.checks import (
     check_no_meta,
     check_optimizer,
     check_optimizer_fn,
+    check_others_step,
     check_params,
     check_types,
     tensor_axis,
@@ -48,7 +49,7 @@ from shardlab.engines.hooks import forward_is
 from shardlab.engines.looks_at import Stepped
 from shardlab.engines.optimizer_fit import Cut, check_sliced, fitting_optimizer
 from shardlab.engines.state import EngineState
-from shardlab.engines.step_tensors import GroupTensors, StepTensors, tensors_of
+from shardlab.engines.step_tensors import StepTensors, guard_groups
 from shardlab.partition.slices import slices_of
 from shardlab.vocabulary import MeshAxis, Partition
 
@@ -197,21 +198,8 @@ class Engine(Holdings, Gradients, EngineState):
             RuntimeError: it steps parameters of the module of which this engine steps pieces, or steps parameters
                 before their gradients are averaged.
         """
-        stepped = tensors_of(optimizer)
-        for name, param in self.params.items():
-            if id(param) not in stepped:
-                continue
-            if self.num_data_ranks > 1 and self._backward_watch.is_inside:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__}.step(): it steps {name!r} inside backward, before gradients are "
-                    "averaged over the ranks; write engine.step(), after engine.backward(loss)"
-                )
-            if self._step_tensors.by_name(name) is not param:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__}.step(): it steps the module's {name!r}, and strategy {self.name!r} a "
-                    "piece of that instead; let the engine build the optimizer, as in build_engine(strategy, model, "
-                    "lambda tensors: AdamW(tensors, lr=1e-3), mesh), and write engine.step()"
-                )
+        is_early = self.num_data_ranks > 1 and self._backward_watch.is_inside
+        check_others_step(optimizer, self.params, self._step_tensors, self.name, is_early=is_early)
 
     @property
     def learning_rate(self) -> float:
@@ -302,10 +290,8 @@ class Engine(Holdings, Gradients, EngineState):
 
     def _note_groups(self) -> None:
         self._num_stepped = self._count_stepped()
-        if all(tensor is self.params[name] for name, tensor in self._step_tensors.items()):
-            return
-        for group in self.optimizer.param_groups:
-            group["params"] = GroupTensors(group["params"], self._step_tensors)
+        if any(tensor is not self.params[name] for name, tensor in self._step_tensors.items()):
+            guard_groups(self.optimizer, self._step_tensors)
 
     def _count_stepped(self) -> int:
         return sum(len(group["params"]) for group in self.optimizer.param_groups)

@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.communicator import Communicator
+from shardlab.engines.step_tensors import StepTensors, tensors_of
 from shardlab.partition.slices import TensorSlice
 from shardlab.vocabulary import MeshAxis
 
@@ -126,6 +127,43 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its ``step`` cannot be called without a closure."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def check_others_step(
+    optimizer: torch.optim.Optimizer,
+    params: Mapping[str, Tensor],
+    stepped: StepTensors,
+    strategy: str,
+    *,
+    is_early: bool,
+) -> None:
+    """Check that an optimizer other than the engine's may step now.
+
+    Args:
+        optimizer: the other one.
+        params: the module's, by name.
+        stepped: what the engine steps instead of them, or they themselves.
+        strategy: the engine's name.
+        is_early: whether gradients are still to be averaged over ranks.
+
+    Raises:
+        RuntimeError: it steps parameters of the module, too early or in the place of the engine's pieces of them.
+    """
+    others = tensors_of(optimizer)
+    for name, param in params.items():
+        if id(param) not in others:
+            continue
+        if is_early:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step(): it steps {name!r} inside backward, before gradients are "
+                "averaged over the ranks; write engine.step(), after engine.backward(loss)"
+            )
+        if stepped.by_name(name) is not param:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step(): it steps the module's {name!r}, and strategy {strategy!r} a "
+                "piece of that instead; let the engine build the optimizer, as in build_engine(strategy, model, "
+                "lambda tensors: AdamW(tensors, lr=1e-3), mesh), and write engine.step()"
+            )
 
 
 def check_separate(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:

@@ -1,98 +1,39 @@
 """Parameters that are sharded, gathered, computed with, resharded and reduced together: the bucket of ZeRO-3.
 
-Tensors of a bucket, for a layout of N chunks:
+What the user holds is not resharded, and what the user writes goes into the shard or is refused.
 
-* ``shard``: this rank's chunk of the parameters, [chunk], always there; ``pieces`` are its parts by parameter, which
-  the optimizer steps;
-* ``full``: the parameters while gathered, from a buffer of all chunks, [padded_numel]. If the layout keeps a parameter
-  in one stretch (flat) it is a view of the buffer, otherwise (dim-0) a copy, and the buffer is dropped at once; with a
-  single chunk it is the shard;
-* gradients: ``param.grad`` of each full parameter until backward has made them all, then one flat buffer that is
-  reduce-scattered, then this rank's chunk, whose parts are the ``.grad`` of the pieces.
-
-A bucket is SHARDED, GATHERING or UNSHARDED. To reshard is to drop references. The autograd graph holds none
-(``saved_tensors.py``), so the memory is free at once, and no computation loses a tensor that it still uses.
+Gradients: ``param.grad`` of each full parameter until backward has made them all, then one flat buffer that is
+reduce-scattered, then this rank's chunk, whose parts are the ``.grad`` of the pieces.
 """
 
-from collections.abc import Iterator, Mapping
-from enum import Enum, auto
-from math import nan
+from collections.abc import Iterator, Sequence, Set
+from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
+from typing_extensions import override
 
-from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending
-from shardlab.engines.holdings import Division, Held
+from shardlab.engines.gathered_parameters import BucketState, GatheredParameters
+from shardlab.engines.holdings import Held
 from shardlab.engines.hooks import outside_inference
-from shardlab.engines.placeholder import ParameterSites, check_replaced, is_at
-from shardlab.engines.precision import Precision
-from shardlab.engines.tensor_layout import LayoutOfTensors
+from shardlab.engines.placeholder import check_replaced, is_at
 from shardlab.engines.unused_params import mark_all_used, nobody_used
-from shardlab.partition.chunks import Layout, first_elements
+from shardlab.partition.chunks import first_elements
 from shardlab.vocabulary import Role
 
 
-class BucketState(Enum):
-    """Where the full parameters are."""
+class ShardedBucket(GatheredParameters):
+    """Adds to ``GatheredParameters`` what the user does with them, and the reduction of their gradients."""
 
-    SHARDED = auto()
-    GATHERING = auto()
-    UNSHARDED = auto()
-
-
-class ShardedBucket:
-    """Shards parameters when it is built, and frees the full ones.
-
-    Args:
-        name: in the tags of its collectives.
-        params: full parameters by name, in the layout's slot order, all of one dtype and device.
-        sites: where they are in the module.
-        layout: which elements which rank holds.
-        comm: the ranks of the layout.
-        precision: dtypes of gathered parameters and of the reduction.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        params: Mapping[str, nn.Parameter],
-        sites: Mapping[str, ParameterSites],
-        layout: Layout,
-        comm: Communicator,
-        precision: Precision,
-    ) -> None:
-        self.name, self.params, self.sites = name, dict(params), {key: sites[key] for key in params}
-        self.layout, self.comm = layout, comm
-        self.device = next(iter(self.params.values())).device
-        self.state = BucketState.UNSHARDED
-        self.held_by_hand = False  # gathered by the user, who will reshard it
-        self.stepped_by_others = False  # since the last gather, by an optimizer that is not the engine's
-        self.num_holders = 0  # open full_params(), which show parameters in their stored dtype
-        self.full: dict[str, Tensor] = {}  # gathered parameters, while UNSHARDED
-        self.addresses: set[int] = set()  # of their storages
-        self.gradient_shard: Tensor | None = None  # [chunk], means
-        self._versions: dict[str, int] = {}  # of the parameters, when they were gathered
-        self._gathering: tuple[Tensor, Pending] | None = None
-        self._reducing: tuple[Tensor, Tensor, Pending] | None = None
-        self._unused: set[str] = set()
-        self._tensors = LayoutOfTensors(layout, comm.rank, {key: tuple(param.shape) for key, param in params.items()})
-        self._looked_at = first_elements(layout)  # by some rank, to detect unused parameters
-        self.shard = self._keep_shard(self._tensors.cut(self.params))
-        self._compute_dtype = precision.compute_dtype_of(self.shard)
-        self._reduce_dtype = precision.reduce_dtype_of(self.shard)
-        self.pieces = {
-            # Detached: the view would keep the shard's memory when another shard takes its place.
-            key: self._tensors.piece_of(key, self.shard).detach().requires_grad_(param.requires_grad)
-            for key, param in params.items()
-        }
-        self.release()  # the full parameters that the model came with
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the shard is all of the parameters."""
-        return self.layout.num_ranks == 1
+    # Before anything has happened.
+    held_by_hand = False  # gathered by the user, who will reshard it
+    num_holders = 0  # open full_params(), which show parameters in their stored dtype
+    stepped_by_others = False  # since the last gather, by an optimizer that is not the engine's
+    gradient_shard: Tensor | None = None  # [chunk], means
+    _reducing: tuple[Tensor, Tensor, Pending] | None = None
+    _unused: Set[str] = frozenset()
 
     @property
     def is_held(self) -> bool:
@@ -104,56 +45,14 @@ class ShardedBucket:
         """Whether the user holds them in a dtype other than the one to compute in."""
         return self.num_holders > 0 and self.shard.dtype != self._compute_dtype
 
-    @property
-    def division(self) -> Division:
-        """How the parameters are divided."""
-        return Division(self.layout, self.comm, self.shard.element_size())
-
-    # Gathering: sharded -> gathering -> unsharded -> sharded.
-
+    @override
     @outside_inference
     def start_unshard(self, *, as_stored: bool = False) -> None:
-        """Begin to gather unless that has begun; ``as_stored``: in the shard's dtype, not the compute dtype."""
-        if self.state is BucketState.SHARDED:
-            if self.stepped_by_others:
-                self.take_assigned()
-                self.stepped_by_others = False
-            dtype = self.shard.dtype if as_stored else self._compute_dtype
-            if self._needs_no_gather(dtype):
-                self._gathering = (self.shard, Pending())  # no copy: the full parameters will be views of the shard
-            else:
-                buffer = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
-                tag = f"parameters of {self.name}"
-                pending = self.comm.all_gather(buffer, self._chunk_to_gather(), bounds=self.layout.bounds, tag=tag)
-                self._gathering = (buffer, pending)
-            self.state = BucketState.GATHERING
-
-    @outside_inference
-    def unshard(self, *, as_stored: bool = False, checked: bool = True) -> None:
-        """Gather, and put the full parameters into the module.
-
-        Args:
-            as_stored: in the shard's dtype, not the compute dtype.
-            checked: refuse to where the user has put another parameter into the module; else that one stays.
-        """
-        if checked and self.state is not BucketState.UNSHARDED:
-            # Before anything is gathered, or a refusal would leave a part of it.
-            for site in map(self.sites.__getitem__, self.params):
-                site.check()
-        self.start_unshard(as_stored=as_stored)
-        if self.state is BucketState.GATHERING:
-            assert self._gathering is not None
-            buffer, pending = self._gathering
-            # Waited for, and only then dropped: after an error a transport may still write into the buffer.
-            pending.wait()
-            self._gathering = None
-            self.full = {name: self._tensors.read(name, buffer) for name in self.params}
-            self.addresses = {full.untyped_storage().data_ptr() for full in self.full.values()}
-            for name, param in self.params.items():
-                param.data = self.full[name]  # the same parameter object, with its hooks and its version
-                self.sites[name].put_parameter()
-            self._versions = self._versions_now()
-            self.state = BucketState.UNSHARDED
+        """As the base; first takes over what another optimizer has assigned."""
+        if self.state is BucketState.SHARDED and self.stepped_by_others:
+            self.take_assigned()
+            self.stepped_by_others = False
+        super().start_unshard(as_stored=as_stored)
 
     def reshard(self) -> None:
         """Free the full parameters unless the user holds them.
@@ -170,26 +69,6 @@ class ShardedBucket:
                 f"parameter {changed[0]!r}: it was written to while it was gathered, which does not change the shards; "
                 "write inside 'with engine.full_params(keep_changes=True):', or use a buffer for what forward changes"
             )
-
-    @outside_inference
-    def release(self) -> None:
-        """Free the full parameters; a prefetch that was not used is waited for and dropped."""
-        if self._gathering is not None:
-            self._gathering[1].wait()  # a transport may still write into the buffer
-            self._gathering = None
-        if self.state is BucketState.UNSHARDED:
-            # The stub: autograd may ask for the shape. In the dtype it is gathered in, or autograd would accumulate the
-            # next use's gradient as another parameter's. One for the whole bucket, since each costs a launch on a
-            # device. NaN, for code that kept the parameter from before the engine: it must not compute with zeros.
-            stub = torch.full(
-                (), nan if self._compute_dtype.is_floating_point else 0, dtype=self._compute_dtype, device=self.device
-            )
-            for name, param in self.params.items():
-                self.sites[name].put_placeholder()
-                param.data = stub.expand(self.sites[name].shape)
-            # Our last references: from here on only a view that the user has kept can hold the memory.
-            self.full, self.addresses = {}, set()
-        self.state = BucketState.SHARDED
 
     # What the user holds, and what the user writes.
 
@@ -289,7 +168,8 @@ class ShardedBucket:
 
     def start_reduce(self) -> None:
         """Begin to sum over the ranks the gradients that have accumulated in the parameters."""
-        buffer = torch.empty(self.layout.padded_numel, dtype=self._reduce_dtype, device=self.device)
+        dtype = self.precision.reduce_dtype_of(self.shard)
+        buffer = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
         if self.layout.padding_numel:
             buffer.zero_()  # no gradient is written to the padding, which must be 0 and not old memory
         self._unused = {name for name, param in self.params.items() if param.grad is None}
@@ -321,16 +201,6 @@ class ShardedBucket:
         for piece in self.pieces.values():
             piece.grad = None
 
-    # What it holds.
-
-    def held_parameters(self) -> Iterator[Held]:
-        """The shard, and the full parameters while they are gathered."""
-        yield Held(Role.PARAMETER, self.shard)
-        for name, piece in self._tensors.own.items():
-            yield Held(Role.PARAMETER, self.pieces[name], name, (piece.param_start, piece.param_stop))
-        gathered = [*self.full.values(), *([self._gathering[0]] if self._gathering is not None else [])]
-        yield from (Held(Role.GATHERED_PARAMETER, tensor) for tensor in gathered)
-
     def held_gradients(self) -> Iterator[Held]:
         """Everything that holds gradients at this moment."""
         whole = [param.grad for param in self.params.values() if param.grad is not None]
@@ -343,17 +213,10 @@ class ShardedBucket:
 
     # Steps that FSDP's buckets override, and helpers.
 
-    def _chunk_to_gather(self) -> Tensor:
-        """The shard, where it can be sent from."""
-        return self.shard
-
-    def _keep_shard(self, shard: Tensor) -> Tensor:
-        """The shard, in the memory where it stays between steps."""
-        return shard
-
-    def _needs_no_gather(self, dtype: torch.dtype) -> bool:
-        """Whether the shard is already what a gather in ``dtype`` would return."""
-        return self.is_whole and dtype == self.shard.dtype
+    @cached_property
+    def _looked_at(self) -> Sequence[tuple[str, int]]:
+        """Where in the buffer some rank will look to detect an unused parameter, by name."""
+        return first_elements(self.layout)
 
     def _reduce(self, buffer: Tensor) -> tuple[Tensor, Pending]:
         """Begin to sum a buffer of gradients over the ranks; return where this rank's sums will be, [chunk]."""
@@ -377,24 +240,8 @@ class ShardedBucket:
             if name not in unused or earlier is not None:
                 self._set_gradient(self.pieces[name], gradient)
 
-    def _home(self) -> Tensor:
-        """What the pieces are parts of now, [chunk]."""
-        return self.shard
-
-    def _move_home(self, home: Tensor) -> None:
-        self.shard = home
-
-    def _point_pieces_at(self, shard: Tensor) -> None:
-        # By ``.data``: the optimizer finds its state by these very tensor objects.
-        for name, piece in self.pieces.items():
-            piece.data = self._tensors.piece_of(name, shard)
-
     def _set_gradient(self, piece: Tensor, gradient: Tensor) -> None:
         piece.grad = gradient
-
-    def _versions_now(self) -> dict[str, int]:
-        """Autograd's counters of writes in place, which a change of ``.data`` leaves as they are."""
-        return {name: param._version for name, param in self.params.items()}
 
     def _written_to(self) -> list[str]:
         """Gathered parameters that were written to or replaced since; writing is fine if they are the shard itself."""

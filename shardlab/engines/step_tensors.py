@@ -128,6 +128,12 @@ class GroupTensors(list[Tensor]):
         return list, (list(self),)
 
 
+def guard_groups(optimizer: torch.optim.Optimizer, tensors: StepTensors) -> None:
+    """Make the groups of an engine's optimizer refuse torch's clipping as the engine's ``tensors`` do."""
+    for group in optimizer.param_groups:
+        group["params"] = GroupTensors(group["params"], tensors)
+
+
 def tensors_of(optimizer: torch.optim.Optimizer) -> set[int]:
     """The identities of what an optimizer steps."""
     return {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}

@@ -18,8 +18,9 @@ from typing_extensions import override
 from shardlab.engines.buckets import Bucket
 from shardlab.engines.casts import MixedPrecision
 from shardlab.engines.holdings import Held
+from shardlab.engines.master_shards import MasterShards
 from shardlab.engines.placeholder import PlaceholderGradient, PlaceholderGradients
-from shardlab.engines.shards import MasterShards, ParameterShards
+from shardlab.engines.shards import ParameterShards
 from shardlab.engines.state import Stateful
 from shardlab.engines.step_tensors import StepTensors, tensors_of
 from shardlab.vocabulary import Role

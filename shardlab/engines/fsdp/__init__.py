@@ -1,4 +1,4 @@
-"""Fully sharded data parallel. Read ``units``, then bucket, sharding, unit, build, order, schedule, engine."""
+"""Fully sharded data parallel. Read ``units``, then unit, offloaded_engine, sharding, order, schedule, engine."""
 
 from shardlab.engines.fsdp.engine import FSDP
 from shardlab.engines.fsdp.sharding import LAYOUTS, SHARDINGS

@@ -37,10 +37,9 @@ from shardlab.comm import BaseMesh
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.base import OptimizerFn
 from shardlab.engines.checks import check_max_norm, check_params, check_separate, second_gradient
-from shardlab.engines.fsdp.build import build_units
 from shardlab.engines.fsdp.offloaded_engine import OffloadedEngine
 from shardlab.engines.fsdp.schedule import Schedule
-from shardlab.engines.fsdp.sharding import ShardingOptions
+from shardlab.engines.fsdp.sharding import ShardingOptions, build_units
 from shardlab.engines.fsdp.unit import Unit, UnitBucket
 from shardlab.engines.hooks import ModuleHook
 from shardlab.engines.optimizer_fit import parse_partition

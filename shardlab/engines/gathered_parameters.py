@@ -1,0 +1,248 @@
+"""Parameters of which each rank keeps a chunk, gathered to compute with and freed again.
+
+For a layout of N chunks:
+
+* ``shard``: this rank's chunk, [chunk], always there; ``pieces`` are its parts by parameter, which the optimizer steps;
+* ``full``: the parameters while gathered, from a buffer of all chunks, [padded_numel]. If the layout keeps a parameter
+  in one stretch (flat) it is a view of the buffer, otherwise (dim-0) a copy, and the buffer is dropped at once; with a
+  single chunk it is the shard.
+
+They are SHARDED, GATHERING or UNSHARDED. To free the full ones is to drop references. The autograd graph holds none
+(``saved_tensors.py``), so the memory is free at once, and no computation loses a tensor that it still uses.
+"""
+
+from collections.abc import Iterator, Mapping
+from enum import Enum, auto
+from math import nan
+
+import torch
+from torch import Tensor, nn
+
+from shardlab.comm.communicator import Communicator
+from shardlab.comm.events import Pending
+from shardlab.engines.holdings import Division, Held
+from shardlab.engines.hooks import outside_inference
+from shardlab.engines.placeholder import ParameterSites
+from shardlab.engines.precision import Precision
+from shardlab.engines.unused_params import write_unused
+from shardlab.partition.chunks import Layout, has_whole_rows, stretches_in_buffer
+from shardlab.vocabulary import Role
+
+
+class BucketState(Enum):
+    """Where the full parameters are."""
+
+    SHARDED = auto()
+    GATHERING = auto()
+    UNSHARDED = auto()
+
+
+class GatheredParameters:
+    """Shards parameters when it is built, and frees the full ones.
+
+    Args:
+        name: in the tags of its collectives.
+        params: full parameters by name, in the layout's slot order, all of one dtype and device.
+        sites: where they are in the module.
+        layout: which elements which rank holds.
+        comm: the ranks of the layout.
+        precision: dtypes of gathered parameters and of the reduction.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: Mapping[str, nn.Parameter],
+        sites: Mapping[str, ParameterSites],
+        layout: Layout,
+        comm: Communicator,
+        precision: Precision,
+    ) -> None:
+        self.name, self.params, self.sites = name, dict(params), {key: sites[key] for key in params}
+        self.layout, self.comm, self.precision = layout, comm, precision
+        self.device = next(iter(self.params.values())).device
+        self.state = BucketState.UNSHARDED
+        self.full: dict[str, Tensor] = {}  # gathered parameters, while UNSHARDED
+        self.addresses: set[int] = set()  # of their storages
+        self._versions: dict[str, int] = {}  # of the parameters, when they were gathered
+        self._gathering: tuple[Tensor, Pending] | None = None
+        self._tensors = LayoutOfTensors(layout, comm.rank, {key: tuple(param.shape) for key, param in params.items()})
+        self.shard = self._keep_shard(self._tensors.cut(self.params))
+        self._compute_dtype = precision.compute_dtype_of(self.shard)
+        self.pieces = {
+            # Detached: the view would keep the shard's memory when another shard takes its place.
+            key: self._tensors.piece_of(key, self.shard).detach().requires_grad_(param.requires_grad)
+            for key, param in params.items()
+        }
+        self.release()  # the full parameters that the model came with
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the shard is all of the parameters."""
+        return self.layout.num_ranks == 1
+
+    @property
+    def division(self) -> Division:
+        """How the parameters are divided."""
+        return Division(self.layout, self.comm, self.shard.element_size())
+
+    @outside_inference
+    def start_unshard(self, *, as_stored: bool = False) -> None:
+        """Begin to gather unless that has begun; ``as_stored``: in the shard's dtype, not the compute dtype."""
+        if self.state is BucketState.SHARDED:
+            dtype = self.shard.dtype if as_stored else self._compute_dtype
+            if self._needs_no_gather(dtype):
+                self._gathering = (self.shard, Pending())  # no copy: the full parameters will be views of the shard
+            else:
+                buffer = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
+                tag = f"parameters of {self.name}"
+                pending = self.comm.all_gather(buffer, self._chunk_to_gather(), bounds=self.layout.bounds, tag=tag)
+                self._gathering = (buffer, pending)
+            self.state = BucketState.GATHERING
+
+    @outside_inference
+    def unshard(self, *, as_stored: bool = False, checked: bool = True) -> None:
+        """Gather, and put the full parameters into the module.
+
+        Args:
+            as_stored: in the shard's dtype, not the compute dtype.
+            checked: refuse to where the user has put another parameter into the module; else that one stays.
+        """
+        if checked and self.state is not BucketState.UNSHARDED:
+            # Before anything is gathered, or a refusal would leave a part of it.
+            for site in map(self.sites.__getitem__, self.params):
+                site.check()
+        self.start_unshard(as_stored=as_stored)
+        if self.state is BucketState.GATHERING:
+            assert self._gathering is not None
+            buffer, pending = self._gathering
+            # Waited for, and only then dropped: after an error a transport may still write into the buffer.
+            pending.wait()
+            self._gathering = None
+            self.full = {name: self._tensors.read(name, buffer) for name in self.params}
+            self.addresses = {full.untyped_storage().data_ptr() for full in self.full.values()}
+            for name, param in self.params.items():
+                param.data = self.full[name]  # the same parameter object, with its hooks and its version
+                self.sites[name].put_parameter()
+            self._versions = self._versions_now()
+            self.state = BucketState.UNSHARDED
+
+    @outside_inference
+    def release(self) -> None:
+        """Free the full parameters; a prefetch that was not used is waited for and dropped."""
+        if self._gathering is not None:
+            self._gathering[1].wait()  # a transport may still write into the buffer
+            self._gathering = None
+        if self.state is BucketState.UNSHARDED:
+            # The stub: autograd may ask for the shape. In the dtype it is gathered in, or autograd would accumulate the
+            # next use's gradient as another parameter's. One for the whole bucket, since each costs a launch on a
+            # device. NaN, for code that kept the parameter from before the engine: it must not compute with zeros.
+            stub = torch.full(
+                (), nan if self._compute_dtype.is_floating_point else 0, dtype=self._compute_dtype, device=self.device
+            )
+            for name, param in self.params.items():
+                self.sites[name].put_placeholder()
+                param.data = stub.expand(self.sites[name].shape)
+            # Our last references: from here on only a view that the user has kept can hold the memory.
+            self.full, self.addresses = {}, set()
+        self.state = BucketState.SHARDED
+
+    def held_parameters(self) -> Iterator[Held]:
+        """The shard, and the full parameters while they are gathered."""
+        yield Held(Role.PARAMETER, self.shard)
+        for name, piece in self._tensors.own.items():
+            yield Held(Role.PARAMETER, self.pieces[name], name, (piece.param_start, piece.param_stop))
+        gathered = [*self.full.values(), *([self._gathering[0]] if self._gathering is not None else [])]
+        yield from (Held(Role.GATHERED_PARAMETER, tensor) for tensor in gathered)
+
+    # Steps that FSDP's buckets override, and helpers.
+
+    def _chunk_to_gather(self) -> Tensor:
+        """The shard, where it can be sent from."""
+        return self.shard
+
+    def _keep_shard(self, shard: Tensor) -> Tensor:
+        """The shard, in the memory where it stays between steps."""
+        return shard
+
+    def _needs_no_gather(self, dtype: torch.dtype) -> bool:
+        """Whether the shard is already what a gather in ``dtype`` would return."""
+        return self.is_whole and dtype == self.shard.dtype
+
+    def _home(self) -> Tensor:
+        """What the pieces are parts of now, [chunk]."""
+        return self.shard
+
+    def _move_home(self, home: Tensor) -> None:
+        self.shard = home
+
+    def _point_pieces_at(self, shard: Tensor) -> None:
+        # By ``.data``: the optimizer finds its state by these very tensor objects.
+        for name, piece in self.pieces.items():
+            piece.data = self._tensors.piece_of(name, shard)
+
+    def _versions_now(self) -> dict[str, int]:
+        """Autograd's counters of writes in place, which a change of ``.data`` leaves as they are."""
+        return {name: param._version for name, param in self.params.items()}
+
+
+class LayoutOfTensors:
+    """Where the parameters of one bucket are, on one rank.
+
+    Args:
+        layout: which elements which rank holds.
+        rank: this one.
+        shapes: of the parameters, by name.
+    """
+
+    def __init__(self, layout: Layout, rank: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._shapes, self._chunk = shapes, layout.chunk(rank)
+        self._stretches = stretches_in_buffer(layout)
+        self.own = {piece.name: piece for piece in layout.pieces(rank)}
+
+    def cut(self, params: Mapping[str, Tensor]) -> Tensor:
+        """This rank's chunk of full parameters, [chunk], padded with zeros."""
+        start, stop = self._chunk
+        first = next(iter(params.values()))
+        # A copy: a view would keep the full parameters in memory.
+        shard = torch.zeros(stop - start, dtype=first.dtype, device=first.device)
+        for name, piece in self.own.items():
+            flat = params[name].detach().reshape(-1)
+            shard[piece.flat_start - start : piece.flat_stop - start].copy_(flat[piece.param_start : piece.param_stop])
+        return shard
+
+    def piece_of(self, name: str, shard: Tensor) -> Tensor:
+        """A parameter's part of a tensor of the chunk's size, a view: whole rows in their shape, anything else flat."""
+        shape = self._shapes[name]
+        if name not in self.own:
+            return shard.new_empty((0, *(shape or (1,))[1:]))
+        piece, offset = self.own[name], self._chunk[0]
+        part = shard[piece.flat_start - offset : piece.flat_stop - offset]
+        if piece.whole:
+            part = part.view(shape)
+        elif has_whole_rows(piece, shape):
+            part = part.view(-1, *shape[1:])
+        return part
+
+    def read(self, name: str, buffer: Tensor) -> Tensor:
+        """A full parameter read from the buffer."""
+        shape, stretches = self._shapes[name], self._stretches[name]
+        if len(stretches) == 1:
+            start, stop, _ = stretches[0]
+            # A view, which keeps the whole buffer in memory while any parameter of it is used.
+            return buffer[start:stop].view(shape)
+        # A copy: the buffer can go as soon as all parameters are read.
+        full = buffer.new_empty(shape)
+        for start, stop, offset in stretches:
+            full.view(-1)[offset : offset + stop - start].copy_(buffer[start:stop])
+        return full
+
+    def write(self, name: str, gradient: Tensor | None, buffer: Tensor) -> None:
+        """Put a gradient into its place in the buffer; None means that this rank did not use the parameter."""
+        for start, stop, offset in self._stretches[name]:
+            if gradient is None:
+                write_unused(buffer[start:stop])
+            elif len(self._stretches[name]) == 1:
+                buffer[start:stop].view(gradient.shape).copy_(gradient.detach())
+            else:
+                buffer[start:stop].copy_(gradient.detach().reshape(-1)[offset : offset + stop - start])
