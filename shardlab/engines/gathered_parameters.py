@@ -59,7 +59,7 @@ class GatheredParameters:
         precision: Precision,
     ) -> None:
         self.name, self.params, self.sites = name, dict(params), {key: sites[key] for key in params}
-        self.layout, self.comm, self.precision = layout, comm, precision
+        self.layout, self.comm, self._precision = layout, comm, precision
         self.device = next(iter(self.params.values())).device
         self.state = BucketState.UNSHARDED
         self.full: dict[str, Tensor] = {}  # gathered parameters, while UNSHARDED

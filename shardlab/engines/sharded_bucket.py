@@ -168,8 +168,7 @@ class ShardedBucket(GatheredParameters):
 
     def start_reduce(self) -> None:
         """Begin to sum over the ranks the gradients that have accumulated in the parameters."""
-        dtype = self.precision.reduce_dtype_of(self.shard)
-        buffer = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
+        buffer = torch.empty(self.layout.padded_numel, dtype=self._reduce_dtype, device=self.device)
         if self.layout.padding_numel:
             buffer.zero_()  # no gradient is written to the padding, which must be 0 and not old memory
         self._unused = {name for name, param in self.params.items() if param.grad is None}
@@ -212,6 +211,10 @@ class ShardedBucket(GatheredParameters):
                 yield Held(Role.GRADIENT, gradient, name, (piece.param_start, piece.param_stop))
 
     # Steps that FSDP's buckets override, and helpers.
+
+    @cached_property
+    def _reduce_dtype(self) -> torch.dtype:
+        return self._precision.reduce_dtype_of(self.shard)
 
     @cached_property
     def _looked_at(self) -> Sequence[tuple[str, int]]:

@@ -98,12 +98,12 @@ class UnitBucket(ShardedBucket):
     """Parameters of a unit that share dtype, device, requires_grad and sharding.
 
     Args:
-        name: see ``ShardedBucket``.
-        params: see ``ShardedBucket``.
-        sites: see ``ShardedBucket``.
-        layout: see ``ShardedBucket``.
-        comm: see ``ShardedBucket``.
-        precision: see ``ShardedBucket``.
+        name: see ``GatheredParameters``.
+        params: see ``GatheredParameters``.
+        sites: see ``GatheredParameters``.
+        layout: see ``GatheredParameters``.
+        comm: see ``GatheredParameters``.
+        precision: see ``GatheredParameters``.
         replicas: axes whose ranks hold the same chunk, in the order in which gradients are summed over them.
         offload: what stays in host memory.
     """
