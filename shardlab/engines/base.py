@@ -46,8 +46,8 @@ from shardlab.engines.clip import clip_
 from shardlab.engines.gradients import Gradients
 from shardlab.engines.holdings import Holdings
 from shardlab.engines.hooks import forward_is
-from shardlab.engines.looks_at import Stepped
 from shardlab.engines.optimizer_fit import Cut, check_sliced, fitting_optimizer
+from shardlab.engines.optimizer_trial import Stepped
 from shardlab.engines.state import EngineState
 from shardlab.engines.step_tensors import StepTensors, guard_groups
 from shardlab.partition.slices import slices_of

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from shardlab.engines.checks import check_optimizer
-from shardlab.engines.looks_at import LooksAt, Stepped, flat_pieces, looks_at, pieces_along
+from shardlab.engines.optimizer_trial import LooksAt, Stepped, flat_pieces, looks_at, pieces_along
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.partition.slices import TensorSlice
 from shardlab.vocabulary import Partition

@@ -18,10 +18,10 @@ from shardlab.comm.communicator import Communicator
 from shardlab.engines.agreement import all_or_none
 from shardlab.engines.buckets import build_buckets
 from shardlab.engines.checks import check_separate
+from shardlab.engines.flat_parameters import FlatParameters
 from shardlab.engines.holdings import Division, owned_in, owners_in
-from shardlab.engines.looks_at import Stepped
 from shardlab.engines.optimizer_fit import Cut, fitting_optimizer, parse_partition
-from shardlab.engines.shards import ParameterShards
+from shardlab.engines.optimizer_trial import Stepped
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.vocabulary import Partition
@@ -64,7 +64,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         check_separate(self._named, {})
         buckets = build_buckets(self._named, comm.num_ranks, bucket_bytes, self.partition)
         # Only after the base has taken its groups: from here on ``add_param_group()`` refuses.
-        self.shards = ParameterShards(self._named, buckets, comm)
+        self.shards = FlatParameters(self._named, buckets, comm)
         device = next(iter(self._named.values())).device
 
         def make(tensors: StepTensors) -> torch.optim.Optimizer:

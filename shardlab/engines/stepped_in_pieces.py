@@ -17,10 +17,10 @@ from typing_extensions import override
 
 from shardlab.engines.buckets import Bucket
 from shardlab.engines.casts import MixedPrecision
+from shardlab.engines.flat_parameters import FlatParameters
 from shardlab.engines.holdings import Held
-from shardlab.engines.master_shards import MasterShards
+from shardlab.engines.master_weights import MasterWeights
 from shardlab.engines.placeholder import PlaceholderGradient, PlaceholderGradients
-from shardlab.engines.shards import ParameterShards
 from shardlab.engines.state import Stateful
 from shardlab.engines.step_tensors import StepTensors, tensors_of
 from shardlab.vocabulary import Role
@@ -33,7 +33,7 @@ class SteppedInPieces(MixedPrecision):
     ``Bucketed`` and ``Engine`` in this order, so ``super()`` here reaches what makes the buckets.
     """
 
-    shards: ParameterShards
+    shards: FlatParameters
     buckets: list[Bucket]
     _place: dict[nn.Parameter, tuple[Bucket, int]]
     _scale: float
@@ -220,13 +220,13 @@ class SteppedInPieces(MixedPrecision):
     def _keeps_pieces(self) -> bool:
         return self._masters is not None or bool(self._ungathered_by)
 
-    def _shards_of_parameters(self, buckets: Sequence[Bucket]) -> ParameterShards:
+    def _shards_of_parameters(self, buckets: Sequence[Bucket]) -> FlatParameters:
         """The shards to step, with master weights if parameters do not have the dtype to compute in."""
         self._cast_buffers()
         if any(self.precision.compute_dtype_of(param) != param.dtype for param in self.params.values()):
-            shards: ParameterShards = MasterShards(self.params, buckets, self.comm, self.precision)
+            shards: FlatParameters = MasterWeights(self.params, buckets, self.comm, self.precision)
         else:
-            shards = ParameterShards(self.params, buckets, self.comm)
+            shards = FlatParameters(self.params, buckets, self.comm)
         shards.tensors.are_parts |= bool(self.slices)
         return shards
 
@@ -256,5 +256,5 @@ class SteppedInPieces(MixedPrecision):
         return self._masters is not None and self._masters.is_held
 
     @property
-    def _masters(self) -> MasterShards | None:
-        return self.shards if isinstance(self.shards, MasterShards) else None
+    def _masters(self) -> MasterWeights | None:
+        return self.shards if isinstance(self.shards, MasterWeights) else None

@@ -29,8 +29,8 @@ from shardlab.launch import RankPool
 from shardlab.plots import collective_timeline, training_progress
 from shardlab.plots.theme import nothing
 from shardlab.vocabulary import Phase
+from shardlab.widgets.live_tables import DirectoryTail, LiveTables
 from shardlab.widgets.panel import Message, Panel, Picture
-from shardlab.widgets.tail import DirectoryTail, LiveTables
 
 EVERY_S = 0.45
 TIMELINE_SHARE = 0.2  # of a core, at most

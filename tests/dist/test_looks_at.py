@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardlab.engines.looks_at import LooksAt, Stepped, flat_pieces, looks_at, pieces_along
+from shardlab.engines.optimizer_trial import LooksAt, Stepped, flat_pieces, looks_at, pieces_along
 from shardlab.engines.optimizer_fit import check_sliced
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.partition.slices import TensorSlice

@@ -9,7 +9,7 @@ from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.grad_scaler import GradScaler
 from shardlab.engines.precision import Precision, parse_precision
-from shardlab.engines.shards import ParameterShards
+from shardlab.engines.flat_parameters import FlatParameters
 from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 from tests.dist import cases
@@ -404,7 +404,7 @@ def plain(_, strategy):
         shards = engine.shards
         piece = engine.step_tensors().by_name("2.weight")
         inside = piece.untyped_storage().data_ptr() == engine.params["2.weight"].untyped_storage().data_ptr()
-        return type(shards) is ParameterShards, inside or not piece.numel(), engine.params["0.weight"].dtype
+        return type(shards) is FlatParameters, inside or not piece.numel(), engine.params["0.weight"].dtype
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])

@@ -20,7 +20,7 @@ from shardlab.partition.chunks import Piece
 from shardlab.vocabulary import Role
 
 
-class ParameterShards:
+class FlatParameters:
     """The pieces of every parameter over the ranks of one communicator.
 
     Args:

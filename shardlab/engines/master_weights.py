@@ -14,15 +14,15 @@ from typing_extensions import override
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import wait_all
 from shardlab.engines.buckets import Bucket
+from shardlab.engines.flat_parameters import FlatParameters
 from shardlab.engines.holdings import Held
 from shardlab.engines.hooks import outside_inference
 from shardlab.engines.precision import Precision
-from shardlab.engines.shards import ParameterShards
 from shardlab.vocabulary import Role
 
 
-class MasterShards(ParameterShards):
-    """As ``ParameterShards``, but steps master weights, in the dtype the model came with.
+class MasterWeights(FlatParameters):
+    """As ``FlatParameters``, but steps master weights, in the dtype the model came with.
 
     Args:
         params: parameters by name, in the module's order.
