@@ -64,14 +64,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         check_separate(self._named, {})
         buckets = build_buckets(self._named, comm.num_ranks, bucket_bytes, self.partition)
         # Only after the base has taken its groups: from here on ``add_param_group()`` refuses.
-        self.shards = FlatParameters(self._named, buckets, comm)
+        self.flat_params = FlatParameters(self._named, buckets, comm)
         device = next(iter(self._named.values())).device
 
         def make(tensors: StepTensors) -> torch.optim.Optimizer:
             return optimizer_cls(self._groups_of(tensors), **defaults)
 
         shapes = {name: tuple(param.shape) for name, param in self._named.items()}
-        stepped, cut = Stepped(self.shards.tensors, shapes, device), Cut(self.partition, comm.num_ranks)
+        stepped, cut = Stepped(self.flat_params.tensors, shapes, device), Cut(self.partition, comm.num_ranks)
         self.inner = all_or_none((comm,), device, lambda: fitting_optimizer(make, stepped, cut))
         # The same objects, so that a learning rate set here, by a scheduler or a user, is the inner optimizer's.
         self.param_groups, self.state, self.defaults = self.inner.param_groups, self.inner.state, self.inner.defaults
@@ -88,15 +88,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._take_gradients()
-        self.shards.take_replaced()  # what module.to() or ``.data =`` has put there is stepped too
+        self.flat_params.take_replaced()  # what module.to() or ``.data =`` has put there is stepped too
         try:
             self.inner.step()
         finally:
-            self.shards.take_assigned()
+            self.flat_params.take_assigned()
         self._drop_gradients()
         # Without grad mode, since it writes into parameters; every rank joins, also one that stepped nothing.
         with torch.no_grad():
-            self.shards.gather(lambda param: param.requires_grad or param.grad is not None)
+            self.flat_params.gather(lambda param: param.requires_grad or param.grad is not None)
         self.num_steps += 1
         return loss
 
@@ -124,24 +124,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def owners(self) -> dict[str, tuple[int, ...]]:
         """The ranks that step a piece of each parameter, in the order the parameters were given."""
-        return owners_in(self._divisions(), self._named, self.shards.comm.num_ranks)
+        return owners_in(self._divisions(), self._named, self.flat_params.comm.num_ranks)
 
     def owned(self) -> dict[str, tuple[int, int]]:
         """The elements (start, stop) that this rank steps of each flattened parameter it steps anything of."""
         return owned_in(self._divisions(), self._named)
 
     def _divisions(self) -> list[Division]:
-        buckets, comm = self.shards.buckets, self.shards.comm
+        buckets, comm = self.flat_params.buckets, self.flat_params.comm
         return [Division(bucket.layout, comm, bucket.params[0].element_size()) for bucket in buckets]
 
     def _take_gradients(self) -> None:
-        for name in self.shards.pieces:
+        for name in self.flat_params.pieces:
             gradient = self._named[name].grad
-            self.shards.tensors.by_name(name).grad = None if gradient is None else self.shards.slice_of(name, gradient)
+            self.flat_params.tensors.by_name(name).grad = (
+                None if gradient is None else self.flat_params.slice_of(name, gradient)
+            )
 
     def _drop_gradients(self) -> None:
         # Or these views would keep the full gradients in memory after the caller's zero_grad().
-        for tensor in self.shards.tensors:
+        for tensor in self.flat_params.tensors:
             tensor.grad = None
 
     def _groups_of(self, tensors: StepTensors) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ class SteppedInPieces(MixedPrecision):
     ``Bucketed`` and ``Engine`` in this order, so ``super()`` here reaches what makes the buckets.
     """
 
-    shards: FlatParameters
+    flat_params: FlatParameters
     buckets: list[Bucket]
     _place: dict[nn.Parameter, tuple[Bucket, int]]
     _scale: float
@@ -50,7 +50,7 @@ class SteppedInPieces(MixedPrecision):
 
     @override
     def _take_assigned(self) -> None:
-        self.shards.take_assigned()
+        self.flat_params.take_assigned()
 
     @override
     def others_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -84,7 +84,7 @@ class SteppedInPieces(MixedPrecision):
             yield self.module
             # Rounded parameters are left out: ``whole()`` does it while the master weights are in their place.
             if keep_changes and masters is None:
-                self.shards.take_replaced()
+                self.flat_params.take_replaced()
 
     @override
     def full_state_dict(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class SteppedInPieces(MixedPrecision):
         """
         if self._masters is not None and self._masters.is_held:
             raise ValueError("load: leave 'with engine.full_params():' first; what it holds would be stale")
-        self.shards.show()  # or what is loaded would not reach what the user has put there by ``.data =``
+        self.flat_params.show()  # or what is loaded would not reach what the user has put there by ``.data =``
         extra = super().load(directory, **objects)
         self._ungathered_by = ""
         if self._masters is not None:
@@ -195,7 +195,7 @@ class SteppedInPieces(MixedPrecision):
 
     @override
     def _held_parameters(self) -> Iterator[Held]:
-        return self.shards.held()
+        return self.flat_params.held()
 
     @override
     def _held_gradients(self) -> Iterator[Held]:
@@ -220,15 +220,15 @@ class SteppedInPieces(MixedPrecision):
     def _keeps_pieces(self) -> bool:
         return self._masters is not None or bool(self._ungathered_by)
 
-    def _shards_of_parameters(self, buckets: Sequence[Bucket]) -> FlatParameters:
-        """The shards to step, with master weights if parameters do not have the dtype to compute in."""
+    def _new_flat_params(self, buckets: Sequence[Bucket]) -> FlatParameters:
+        """The parameters in flat buffers, with master weights if parameters do not have the dtype to compute in."""
         self._cast_buffers()
         if any(self.precision.compute_dtype_of(param) != param.dtype for param in self.params.values()):
-            shards: FlatParameters = MasterWeights(self.params, buckets, self.comm, self.precision)
+            flat_params: FlatParameters = MasterWeights(self.params, buckets, self.comm, self.precision)
         else:
-            shards = FlatParameters(self.params, buckets, self.comm)
-        shards.tensors.are_parts |= bool(self.slices)
-        return shards
+            flat_params = FlatParameters(self.params, buckets, self.comm)
+        flat_params.tensors.are_parts |= bool(self.slices)
+        return flat_params
 
     def _take_changes(self) -> None:
         """Before a step: take over what the user has written into parameters, or refuse what the step would miss."""
@@ -237,7 +237,7 @@ class SteppedInPieces(MixedPrecision):
 
     def _update_masters(self) -> None:
         """Before they are stepped or saved: take over what the user has written, or refuse it."""
-        self.shards.take_replaced()
+        self.flat_params.take_replaced()
         if self._masters is not None:
             self._masters.check_unwritten()
             self._masters.keep_changes()
@@ -246,7 +246,7 @@ class SteppedInPieces(MixedPrecision):
     def _give_back(self) -> None:
         """Put the master weights into the module; collective if there are any, or if pieces were not gathered."""
         if self._ungathered_by:
-            self.shards.gather(lambda _: True)
+            self.flat_params.gather(lambda _: True)
         if self._masters is not None:
             self._masters.give_back()
 
@@ -257,4 +257,4 @@ class SteppedInPieces(MixedPrecision):
 
     @property
     def _masters(self) -> MasterWeights | None:
-        return self.shards if isinstance(self.shards, MasterWeights) else None
+        return self.flat_params if isinstance(self.flat_params, MasterWeights) else None

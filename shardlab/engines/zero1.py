@@ -64,14 +64,14 @@ class ZeRO1(SteppedInPieces, Bucketed):
         self._take_changes()
         super().step()
         # Decided by what is due, which all ranks know: one that stepped nothing of a bucket must join its gather too.
-        self.shards.gather(self._is_due)
+        self.flat_params.gather(self._is_due)
         self._ungathered_by = ""
 
     @override
     def _prepare(self) -> StepTensors:
         super()._prepare()
-        self.shards = self._shards_of_parameters(self.buckets)
-        return self.shards.tensors
+        self.flat_params = self._new_flat_params(self.buckets)
+        return self.flat_params.tensors
 
     @override
     def _build_buckets(self) -> list[Bucket]:

@@ -401,10 +401,10 @@ def test_interleaved(pools, strategy):
 
 def plain(_, strategy):
     with Mesh({"data": 2}) as mesh, build_engine(strategy, build("MLP"), adamw, mesh) as engine:
-        shards = engine.shards
+        flat_params = engine.flat_params
         piece = engine.step_tensors().by_name("2.weight")
         inside = piece.untyped_storage().data_ptr() == engine.params["2.weight"].untyped_storage().data_ptr()
-        return type(shards) is FlatParameters, inside or not piece.numel(), engine.params["0.weight"].dtype
+        return type(flat_params) is FlatParameters, inside or not piece.numel(), engine.params["0.weight"].dtype
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
