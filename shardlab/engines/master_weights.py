@@ -108,8 +108,8 @@ class MasterWeights(FlatParameters):
         """Leave the module with all master weights; collective."""
         if not self.is_held:
             self._gather_masters()
-        # Held for good, since the module keeps them.
-        self._num_holders = 1
+        # For good, also where this is inside a ``whole()`` that is left later.
+        self._num_holders += 1
 
     def check_unwritten(self) -> None:
         """Find out whether rounded parameters were written to, which would never reach the master weights.

@@ -1,8 +1,9 @@
 """When gradients may be sent, and in which order: the same on every rank, whatever order they arrive in.
 
-A member of the queue (a bucket, or a unit of FSDP) is complete when every trainable parameter in it has its gradient.
-It is sent when it and all members before it are complete; members that this rank's backward did not reach are sent
-when the backward has ended. So all ranks send the same collectives, even if they used different parameters.
+A member of the queue (a bucket, or a unit of FSDP) is complete when every trainable parameter in it has a gradient. It
+is sent when it and all members before it are complete and nothing more can be added to them in this backward; members
+that this rank's backward did not reach are sent when the backward has ended. So all ranks send the same collectives,
+even if they used different parameters.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,9 +27,11 @@ class ReductionQueue(Generic[Member]):
     """Sends its members in one order, each once in a backward.
 
     Args:
-        members: all of them, in the order in which they are sent unless ``begin`` gets another.
+        members: all of them.
         is_due: whether any rank may have a gradient of a parameter; a member without such a parameter is not sent.
         send: begins the reduction of a member.
+        in_order: returns all members in the order in which they are sent, the same on every rank; None for the order of
+            ``members``.
     """
 
     def __init__(
@@ -36,29 +39,24 @@ class ReductionQueue(Generic[Member]):
         members: Iterable[Member],
         is_due: Callable[[nn.Parameter], bool],
         send: Callable[[Member], None],
+        in_order: Callable[[], Sequence[Member]] | None = None,
     ) -> None:
         self._members, self._is_due, self._send = tuple(members), is_due, send
+        self._in_order = in_order or (lambda: self._members)
         self.reset()
 
     def reset(self) -> None:
         """Go back to before the backward, when everything is still to send."""
-        # All members and not none: a rank that calls no backward must still join what the others send.
-        self._to_send = list(reversed(self._members))  # the next one is the last
+        self._to_send: list[Member] | None = None
         self._missing: dict[Member, set[nn.Parameter]] = {}
         self._in_parts: set[Member] = set()
         self._sent: set[Member] = set()
 
-    def begin(self, order: Sequence[Member] | None = None) -> None:
-        """A backward begins: expect a gradient from every parameter that is trainable now.
-
-        Args:
-            order: all members, in the same order on every rank; None for the order they were given in.
-        """
+    def begin(self) -> None:
+        """A backward begins: expect a gradient from every parameter that is trainable now."""
         # Start over in each backward: the previous one may have raised halfway, or sent nothing inside no_sync().
         self.reset()
         self._missing = {member: {param for param in member.params if param.requires_grad} for member in self._members}
-        if order is not None:
-            self._to_send = list(reversed(order))
 
     def is_sent(self, member: Member) -> bool:
         """Whether its reduction has begun, so that another gradient comes too late."""
@@ -86,18 +84,27 @@ class ReductionQueue(Generic[Member]):
 
     def send_complete(self) -> None:
         """Send what is complete, up to the first member that is not."""
+        left = self._left()
         # One that is complete waits behind one that is not: another rank may complete them the other way round, and
         # two ranks that send different collectives wait for each other for ever.
-        while self._to_send and not self._missing[self._to_send[-1]] and self._to_send[-1] not in self._in_parts:
-            self._send_next()
+        while left and not self._missing[left[-1]] and left[-1] not in self._in_parts:
+            self._send_last(left)
 
     def send_rest(self) -> None:
         """The backward has ended: send everything that has not been sent."""
-        while self._to_send:
-            self._send_next()
+        left = self._left()
+        while left:
+            self._send_last(left)
 
-    def _send_next(self) -> None:
-        member = self._to_send.pop()
+    def _left(self) -> list[Member]:
+        """What has not been sent; the next one is the last."""
+        if self._to_send is None:
+            # Asked only now: a rank that called no backward joins what the others send, and in their order.
+            self._to_send = list(reversed(self._in_order()))
+        return self._to_send
+
+    def _send_last(self, left: list[Member]) -> None:
+        member = left.pop()
         self._sent.add(member)
         # Skip only what no rank has a gradient for: what has arrived on this rank must not decide.
         if any(self._is_due(param) for param in member.params):

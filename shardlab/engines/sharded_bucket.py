@@ -88,6 +88,14 @@ class ShardedBucket(GatheredParameters):
             if self.held_by_hand:
                 self.unshard()
 
+    def give_back(self) -> None:
+        """Leave the module with the full parameters in their stored dtype, for good."""
+        if self.num_holders == 0:
+            self.release()  # what is gathered to compute with may have fewer bits
+            self.unshard(as_stored=True, checked=False)
+        # Where this is inside a ``full_params()``, that must not take them away when it is left.
+        self.num_holders += 1
+
     def refresh(self) -> None:
         """Gather again what the user holds, since the shard has changed."""
         if self.is_held:

@@ -169,9 +169,7 @@ class ShardedEngine(MixedPrecision):
     def _give_back(self) -> None:
         """Put the full parameters back into the module; collective."""
         for bucket in self.buckets:
-            # First: what is gathered to compute with may have fewer bits.
-            bucket.release()
-            bucket.unshard(as_stored=True, checked=False)
+            bucket.give_back()
 
     @property
     @override

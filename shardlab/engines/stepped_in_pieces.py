@@ -111,7 +111,7 @@ class SteppedInPieces(MixedPrecision):
 
     @override
     def load(self, directory: str | Path, **objects: Stateful) -> Any:
-        """As the base; what each rank has read is then rounded and gathered.
+        """As the base; what each rank has read of its pieces alone is then gathered.
 
         Raises:
             ValueError: also inside ``full_params()`` if parameters are rounded outside it, on all ranks.
@@ -120,10 +120,10 @@ class SteppedInPieces(MixedPrecision):
             raise ValueError("load: leave 'with engine.full_params():' first; what it holds would be stale")
         self.flat_params.show()  # or what is loaded would not reach what the user has put there by ``.data =``
         extra = super().load(directory, **objects)
-        self._ungathered_by = ""
-        if self._masters is not None:
+        if self._keeps_pieces:
             # Each rank has read only its own chunks. All buckets, since frozen parameters were loaded too.
-            self._masters.gather(lambda _: True)
+            self.flat_params.gather(lambda _: True)
+        self._ungathered_by = ""
         return extra
 
     @override
@@ -232,7 +232,7 @@ class SteppedInPieces(MixedPrecision):
 
     def _take_changes(self) -> None:
         """Before a step: take over what the user has written into parameters, or refuse what the step would miss."""
-        self._placeholders.check()
+        self._check_placeholders()
         self._update_masters()
 
     def _update_masters(self) -> None:

@@ -56,7 +56,9 @@ def summed(result: Any) -> Tensor:
     found = [tensor for tensor in tensors_in(result) if tensor.is_floating_point() and tensor.requires_grad]
     if not found:
         raise ValueError("run: it returned no tensor that depends on a parameter; return the loss, or the output")
-    return torch.stack([tensor.float().square().mean() for tensor in found]).sum()
+    # In at least float32: half precision would hide small differences, and so would float32 those of float64.
+    squares = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)).square().mean() for tensor in found]
+    return torch.stack(squares).sum()
 
 
 def flow_of(module: nn.Module, run: Run) -> Flow:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from shardlab.engines import build_engine
+from shardlab.engines.precision import Precision
 from shardlab.launch import current
 from tests.dist import cases
 from tests.dist.every_engine import ENGINES, assert_states, engine_of
@@ -499,6 +500,59 @@ def test_closing_gathers_what_a_second_optimizer_has_stepped(pools, key):
 
     num_ranks = 4 if "hybrid" in key else 2
     assert_states(pools(num_ranks).run(closed_after, key), in_one_process(story, num_ranks, cases.build("MLP")))
+
+
+def loaded_after(rank, key, directory):  # noqa: ARG001
+    """The checkpoint, and what is there when it has been loaded over what a second optimizer has stepped."""
+    with engine_of(key, current().world_size, cases.build("MLP"), optimizer_fn=sgd) as engine:
+        ranks = OnRanks(engine)
+        second = torch.optim.SGD(ranks.tensors_of(lambda name: True), lr=0.5)  # noqa: ARG005
+        engine.save(directory)
+        saved = engine.full_state_dict()
+        train(ranks, 0)
+        engine.backward(loss_of(ranks, 1))
+        second.step()
+        with pytest.raises(ValueError, match="nothing"):
+            engine.load(directory / "nothing")
+        engine.load(directory)
+        return saved, engine.full_state_dict()
+
+
+@pytest.mark.parametrize("key", ENGINES)
+def test_loading_replaces_what_a_second_optimizer_has_stepped(pools, key, tmp_path):
+    for saved, found in pools(4 if "hybrid" in key else 2).run(loaded_after, key, tmp_path / "first"):
+        assert_states([found], saved)
+
+
+def closed_inside(rank, key, precision, keep_changes):  # noqa: ARG001
+    """The module of an engine that was closed inside ``full_params()``, trained on by one process."""
+    model = cases.build("MLP")
+    options = {"precision": precision} if precision else {}
+    with engine_of(key, current().world_size, model, optimizer_fn=sgd, **options) as engine:
+        with engine.full_params(keep_changes=keep_changes):
+            if keep_changes:
+                with torch.no_grad():
+                    model[0].weight.mul_(2)
+            engine.close()
+            inside = {name: param.detach().clone() for name, param in model.named_parameters()}
+        x, y = cases.rows("MLP", 0, 0, 1)
+        nn.functional.mse_loss(model(x), y).backward()
+        assert all(param.grad is not None for param in model.parameters())
+    return inside, model.state_dict()
+
+
+@pytest.mark.parametrize("keep_changes", [False, True])
+@pytest.mark.parametrize("key", ENGINES)
+def test_closed_inside_full_params_the_module_stays_whole(pools, key, keep_changes):
+    expected = cases.build("MLP")
+    if keep_changes:
+        with torch.no_grad():
+            expected[0].weight.mul_(2)
+    precisions = [None, Precision(torch.bfloat16)] if key in PIECES else [None]
+    for precision in precisions:
+        results = pools(4 if "hybrid" in key else 2).run(closed_inside, key, precision, keep_changes)
+        for inside, after in results:
+            assert_states([inside, after], expected.state_dict())
 
 
 # What is no backward, and gradients that a hook drops.

@@ -45,7 +45,7 @@ class Schedule:
         self._root_stays = False  # gathered, even when a forward of the whole model ends
         self._root = next((unit for unit in units if unit.name == ROOT), None)
         self._order = Order(units, self._root)
-        self._queue = ReductionQueue(units, is_due, self._reduce)
+        self._queue = ReductionQueue(units, is_due, self._reduce, self._order.of_reduction)
         self._unit_of = {param: unit for unit in units for param in unit.params}
         self._inside = {unit: _units_inside(unit, units) for unit in units}
         self._in_backward = False
@@ -81,8 +81,7 @@ class Schedule:
         self._in_backward = True
         self._begun.clear()
         self._recomputed.clear()
-        # In the order of the gathers so far, which is one order on all ranks; that of the uses need not be.
-        self._queue.begin(self._order.of_reduction())
+        self._queue.begin()
         if self._root is not None:
             # First, whichever hook runs first: where the last unit's output is the model's own, that is the unit's.
             self._root.start_unshard()

@@ -1,0 +1,104 @@
+"""What one rank leaves out: a backward, for which it sends zeros, or the sums of no_sync(), which it has cleared."""
+
+import pytest
+import torch
+from torch import nn
+
+from shardlab.comm.mesh import Mesh
+from shardlab.engines import build_engine
+from shardlab.engines.precision import Precision
+from shardlab.vocabulary import HostTransport
+from tests.dist import cases
+from tests.dist.every_engine import ENGINES, assert_states
+
+# Where backward gathers parameters, all ranks have to call it.
+NOT_GATHERED = [key for key in ENGINES if not key.startswith(("zero3", "fsdp"))]
+KEYS = [*NOT_GATHERED, "fsdp-no_shard", "fsdp-no_shard-dim0", "fsdp-shard_grad_op"]
+PIECES = [key for key in ENGINES if key.startswith(("zero1", "zero2"))]
+
+
+def sgd(tensors):
+    return torch.optim.SGD(tensors, lr=0.1, momentum=0.9)
+
+
+def loss_of(module, kind, rank, step, num_ranks):
+    x, y = (cases.own_rows(part, rank) for part in cases.rows(kind, step, 0, num_ranks))
+    return cases.loss_of(module(x), y)
+
+
+def skipping(rank, key, kind, num_ranks, transport, has_forward):
+    strategy, options = ENGINES[key]
+    model = cases.build(kind, seed=rank)
+    with (
+        Mesh({"data": num_ranks}, transport=transport) as mesh,
+        build_engine(strategy, model, sgd, mesh, **options) as engine,
+    ):
+        for step in range(3):
+            is_skipped = step == 1 and rank == 1
+            if not is_skipped or has_forward:
+                loss = loss_of(engine, kind, rank, step, num_ranks)
+            if not is_skipped:
+                engine.backward(loss)
+            engine.step()
+            engine.zero_grad()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("transport", HostTransport)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("key", KEYS)
+def test_a_rank_that_skips_a_backward_sends_zeros(pools, key, num_ranks, transport):
+    kind = "SmallGPT"
+    model = cases.build(kind)
+    optimizer = sgd(model.parameters())
+    for step in range(3):
+        losses = [
+            loss_of(model, kind, rank, step, num_ranks) for rank in range(num_ranks) if step != 1 or rank != 1
+        ]
+        (sum(losses) / num_ranks).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for has_forward in (True,) if key == "fsdp-shard_grad_op" else (True, False):
+        args = (skipping, key, kind, num_ranks, str(transport), has_forward)
+        assert_states(pools(num_ranks).run(*args), model.state_dict())
+
+
+def clearing(rank, key, num_ranks, cleared, dtype, precision):
+    strategy, options = ENGINES[key]
+    with (
+        Mesh({"data": num_ranks}) as mesh,
+        build_engine(strategy, cases.build("MLP").to(dtype), sgd, mesh, **options, precision=precision) as engine,
+    ):
+        for step in range(2):
+            x, y = (cases.own_rows(part, rank).to(dtype) for part in cases.rows("MLP", step, 0, num_ranks))
+            with engine.no_sync():
+                engine.backward(cases.loss_of(engine(x), y))
+            if rank in cleared:
+                engine.module[2].weight.grad = None
+            engine.step()
+            engine.zero_grad()
+        return engine.full_state_dict()
+
+
+# With more bits gradients add up in the bucket, and a placeholder is what the rank clears.
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [(torch.float64, "full"), (torch.float32, Precision(reduce=torch.float64))]
+)
+@pytest.mark.parametrize("cleared", [(0, 1, 2), (1,)])
+@pytest.mark.parametrize("key", PIECES)
+def test_what_a_rank_has_cleared_of_its_sums_is_not_sent(pools, key, cleared, dtype, precision):
+    model, num_ranks = cases.build("MLP").to(dtype).double(), 3
+    optimizer = sgd(model.parameters())
+    for step in range(2):
+        for rank in range(num_ranks):
+            before = None if (grad := model[2].weight.grad) is None else grad.clone()
+            (loss_of(model, "MLP", rank, step, num_ranks) / num_ranks).backward()
+            if rank in cleared:
+                model[2].weight.grad = before
+        optimizer.step()
+        optimizer.zero_grad()
+    results = pools(num_ranks).run(clearing, key, num_ranks, cleared, dtype, precision)
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-6
+    for found in results:
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(found[name].double(), value, atol=tolerance, rtol=0)
