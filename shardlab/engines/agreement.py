@@ -29,8 +29,8 @@ def all_or_none(comms: Sequence[Communicator], device: torch.device, work: Calla
         work: must not communicate.
 
     Raises:
-        ValueError: on all ranks, if the work of one raised a ValueError; the message is that of the first such rank.
-        RuntimeError: likewise for any other exception.
+        ValueError: on all ranks; the work of the first rank that failed raised one, with this message.
+        RuntimeError: likewise, if that was any other exception.
     """
     result, failure = _attempt(work)
     # Ranks whose work succeeded come here too, so none is left waiting for one that failed.
@@ -75,7 +75,7 @@ def check_alike(comms: Sequence[Communicator], device: torch.device, tensors: It
     """Check that all ranks name the same tensors, of the same shapes and dtypes, in the same order.
 
     Else their collectives would not match: some transports then break off without saying what differs. Sends 16 bytes
-    unless something does.
+    if nothing differs.
 
     Raises:
         ValueError: on all ranks; the message has the first difference.

@@ -106,7 +106,7 @@ class BackwardWatch:
 
     def note_other_dtypes(self) -> None:
         """Parameters have another dtype for a while."""
-        # Only if some graph has them by now: what comes in parts is reduced at the end of backward, and hides nothing.
+        # Only if an earlier graph is alive: gradients that may come in parts are not reduced before backward has ended.
         self._knows_twice = self._knows_twice or len(self._to_run) > 0
 
     def unreached(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:

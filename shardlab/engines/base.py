@@ -100,7 +100,7 @@ class Engine(Holdings, Gradients, EngineState):
         self._step_tensors = self._prepare()
         self.optimizer = self._make_optimizer(optimizer_fn)
         self._note_groups()
-        # Last, when nothing can be refused any more: a refused model must keep no hook and no mark.
+        # Last, when nothing can be refused any more: a refused model must keep no such hook and no mark.
         self._hooks = [hook for param in self.params.values() if (hook := self._watch(param)) is not None]
         self._claim = Claim(self, self.params.values(), self.optimizer)
 
@@ -177,7 +177,8 @@ class Engine(Holdings, Gradients, EngineState):
 
     def step(self) -> None:
         """One optimizer step; afterwards the parameters are equal on all ranks."""
-        # On ranks that called no backward too: the others wait for their part of the reductions.
+        # On ranks that called no backward too: the others wait for their part of the reductions. (Where backward also
+        # gathers, in zero3 and full_shard, they wait for that, and the ranks' collectives differ.)
         self.finish_gradients()
         if self._count_stepped() != self._num_stepped:
             # A group was added: of a tensor that the engine does not know, nobody averages the gradients.

@@ -2,9 +2,9 @@
 
 While gradients only accumulate (``no_sync()``), ``param.grad`` is a view of its slot, and autograd adds the next
 micro-batch to it in place. A gradient that will be sent is *sealed*: multiplied by 1/N on its way into the slot, so
-that the sum over N ranks is the mean without another pass over the buffer (with a ``precision``, sums are divided when
-they have more bits). Its parameter then has no ``.grad``, so that autograd cannot write into a buffer that is being
-sent. After an all-reduce the slots are the parameters' ``.grad``.
+that the sum over N ranks is the mean without another pass over the buffer (with a ``precision``, sums are divided
+after the cast to the master's dtype). Its parameter then has no ``.grad``, so that autograd cannot write into a buffer
+that is being sent. After an all-reduce the slots are the parameters' ``.grad``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -100,6 +100,7 @@ class Bucket:
         if slot in self._sealed:
             self.views[slot].add_(gradient, alpha=scale)
         else:
+            # The gradient may be this very view: after no_sync() it is scaled in place.
             torch.mul(gradient, scale, out=self.views[slot])
             self._sealed.add(slot)
         # Or autograd would add the next gradient in place to what is being sent.

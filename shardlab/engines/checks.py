@@ -160,14 +160,14 @@ def check_others_step(
             )
         if stepped.by_name(name) is not param:
             raise RuntimeError(
-                f"{type(optimizer).__name__}.step(): it steps the module's {name!r}, and strategy {strategy!r} a "
-                "piece of that instead; let the engine build the optimizer, as in build_engine(strategy, model, "
+                f"{type(optimizer).__name__}.step(): it steps the module's {name!r}, but strategy {strategy!r} steps a "
+                "piece of it; let the engine build the optimizer, as in build_engine(strategy, model, "
                 "lambda tensors: AdamW(tensors, lr=1e-3), mesh), and write engine.step()"
             )
 
 
 def check_separate(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-    """Check that no parameter shares memory: a strategy that moves parameters would part what does, unseen.
+    """Check that no parameter shares memory: a strategy that moves parameters would silently separate what does.
 
     Args:
         params: by name; tied ones are one parameter. Those on the meta device or not contiguous are left out.

@@ -1,7 +1,7 @@
 """Which engine a module and a parameter belong to, and what the module's and the optimizer's own methods do meanwhile.
 
-An engine marks every module of its tree and every parameter. So a second engine around a part of it, around something
-larger, or around another module that shares a parameter is refused before it changes anything.
+An engine marks every parameter and every module of its tree that has some. So a second engine around a part of it,
+around something larger, or around another module that shares a parameter is refused before it changes anything.
 
 Calls that would bypass the engine are redirected to it (``module.zero_grad()``, ``optimizer.zero_grad()``) or refused
 (``optimizer.step()``, which would step this rank's pieces without the collectives before and after). The engine is told

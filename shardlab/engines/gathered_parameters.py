@@ -5,7 +5,7 @@ For a layout of N chunks:
 * ``shard``: this rank's chunk, [chunk], always there; ``pieces`` are its parts by parameter, which the optimizer steps;
 * ``full``: the parameters while gathered, from a buffer of all chunks, [padded_numel]. If the layout keeps a parameter
   in one stretch (flat) it is a view of the buffer, otherwise (dim-0) a copy, and the buffer is dropped at once; with a
-  single chunk it is the shard.
+  single chunk it is the shard itself, unless that has another dtype or is in host memory.
 
 They are SHARDED, GATHERING or UNSHARDED. To free the full ones is to drop references. The autograd graph holds none
 (``saved_tensors.py``), so the memory is free at once, and no computation loses a tensor that it still uses.
@@ -70,7 +70,7 @@ class GatheredParameters:
         self.shard = self._keep_shard(self._tensors.cut(self.params))
         self._compute_dtype = precision.compute_dtype_of(self.shard)
         self.pieces = {
-            # Detached: the view would keep the shard's memory when another shard takes its place.
+            # Detached: a view keeps the shard it was cut from in memory, also when its data is in another shard.
             key: self._tensors.piece_of(key, self.shard).detach().requires_grad_(param.requires_grad)
             for key, param in params.items()
         }

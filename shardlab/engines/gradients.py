@@ -21,9 +21,9 @@ from shardlab.engines.step_tensors import StepTensors
 from shardlab.partition.slices import TensorSlice
 
 _CHANGED_SUM = (
-    "it was changed in place after a backward inside no_sync(), when it was this rank's own sum and no mean; call "
-    "engine.zero_grad(), and from then on write engine.clip_grad_norm_(max_norm), or engine.finish_gradients() before "
-    "what changes gradients"
+    "it was changed in place after a backward inside no_sync(), when it was this rank's own sum and not yet the mean; "
+    "call engine.zero_grad(), and from then on write engine.clip_grad_norm_(max_norm), or engine.finish_gradients() "
+    "before what changes gradients"
 )
 _CHANGED_MEAN = (
     "it was changed in place, and it is a slice: torch's clip_grad_norm_ would scale it by a different norm on each "
@@ -113,7 +113,7 @@ class Gradients:
             self.guard_slices()
 
     def guard_slices(self) -> None:
-        """From now on refuse changes in place of the means of slices; whoever changes them rightly calls it after that.
+        """From now on refuse changes in place of the means of slices; code that may change them calls this after it.
 
         Torch's ``clip_grad_norm_`` would scale what each tensor rank has by the norm of that alone. A step ends it.
         """

@@ -232,6 +232,7 @@ class ShardedBucket(GatheredParameters):
     def _reduce(self, buffer: Tensor) -> tuple[Tensor, Pending]:
         """Begin to sum a buffer of gradients over the ranks; return where this rank's sums will be, [chunk]."""
         if self.is_whole:
+            # The buffer itself: with equal dtypes it is divided in place, and the means need no other memory.
             return buffer, Pending()
         sums = torch.empty(self.shard.shape, dtype=buffer.dtype, device=self.device)
         tag = f"gradients of {self.name}"

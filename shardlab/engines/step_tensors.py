@@ -32,8 +32,8 @@ class StepTensors(Sequence[Tensor]):
         chosen_from: the tensors that these were chosen from.
 
     Attributes:
-        are_behind: whether a backward inside ``no_sync()`` has left gradients that are not means yet; of the tensors
-            that these were chosen from.
+        are_behind: whether a backward inside ``no_sync()`` has left gradients that are not means yet; set only where
+            ``chosen_from`` is None.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class StepTensors(Sequence[Tensor]):
         return iter(self._tensors.values())
 
     def check_caller(self, caller: FrameType) -> None:
-        """Refuse torch's clipping where these are parts or behind: each rank's would be scaled differently, or none.
+        """Refuse torch's clipping where these are parts or behind: ranks would scale theirs differently, or none.
 
         Raises:
             RuntimeError: it is the caller.

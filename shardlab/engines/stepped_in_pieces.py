@@ -127,13 +127,6 @@ class SteppedInPieces(MixedPrecision):
         return extra
 
     @override
-    def close(self) -> None:
-        """As the base."""
-        # Or plain training would meet their hooks and a placeholder at ``.grad``.
-        self._placeholders.close()
-        super().close()
-
-    @override
     def _prepare(self) -> StepTensors:
         tensors = super()._prepare()
         for bucket in self.buckets:
@@ -163,13 +156,13 @@ class SteppedInPieces(MixedPrecision):
 
     @override
     def _refuse_changes(self, *, others_wait: bool) -> None:
-        # Of means only a step and a backward do: zero_grad() may clear what somebody else has cleared in part.
+        # Of means, only step and backward check; zero_grad() must work even after somebody has cleared some.
         if not self._are_means:
             self._check_placeholders()
         super()._refuse_changes(others_wait=others_wait)
 
     def _check_placeholders(self) -> None:
-        """Of means: refuse that somebody has cleared or set one. Of what ``no_sync()`` has left: drop that sum."""
+        """For means, raise if a placeholder was cleared or set; for what ``no_sync()`` has left, drop that sum."""
         if not self._step_tensors.are_behind:
             self._placeholders.check()
             return
@@ -245,6 +238,8 @@ class SteppedInPieces(MixedPrecision):
     @override
     def _give_back(self) -> None:
         """Put the master weights into the module; collective if there are any, or if pieces were not gathered."""
+        # Or plain training would meet their hooks and a placeholder at ``.grad``.
+        self._placeholders.close()
         if self._ungathered_by:
             self.flat_params.gather(lambda _: True)
         if self._masters is not None:

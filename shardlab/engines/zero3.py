@@ -71,13 +71,14 @@ class ZeRO3(ShardedEngine):
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Gather, run the module's forward, reshard."""
-        # First: what a backward that raised has left is resharded. The base does this too, but we would have gathered.
+        # First: what a backward that raised has left is resharded. The base does this too, but only after the gather.
         self._notice_failure()
         with self._gathered(), saved_by_reference(self.buckets):
             output = without_parameters(super().__call__(*args, **kwargs), set(self.params.values()))
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 # For a plain loss.backward(): all ranks gather everything, so it does not matter what each has used.
+                # Behind the hook of the watch, so that a backward that is refused has gathered nothing.
                 tensor.register_hook(lambda _: self.gather_full_params())
         return output
 
@@ -116,12 +117,12 @@ class ZeRO3(ShardedEngine):
 
     @override
     def _finish_gradients(self) -> None:
-        # Each is reduced and resharded before the next, so that only one buffer of a reduction is in memory at a time.
+        # One after another, so that only one buffer of a reduction is in memory at a time.
         for bucket in self.buckets:
+            bucket.reshard()  # first, so that the buffer does not come on top of the full parameters
             if any(self._is_due(param) for param in bucket.params.values()):
                 bucket.start_reduce()
                 bucket.finish_reduce()
-            bucket.reshard()
 
     @override
     def _leave_backward(self) -> None:

@@ -18,11 +18,11 @@ hybrid_shard   replica, shard        3P(S-1)/S, and an all-reduce of P/S over re
 =============  ====================  =================================================
 
 Every rank must run the same units in the same order, since all of them join each gather. If ranks may skip a module,
-make it part of a larger unit with ``wrap``: within a unit, ranks may use different parameters. Not so with reentrant
-checkpointing or autograd functions written in Python, which may run a backward of their own: what such a backward will
-leave out is known at its end only, and then the ranks' collectives may differ in order. A function that runs none says
-so with the class attribute ``runs_no_backward = True``. Nor with a plain ``loss.backward()`` through several outputs of
-the model: ``engine.backward(loss)`` sees all of them.
+make it part of a larger unit with ``wrap``: within a unit, ranks may use different parameters. There are two
+exceptions, in which it is not known before the end what backward leaves out, so that the ranks' collectives may differ
+in order: (1) reentrant checkpointing, and autograd functions written in Python, which may run a backward of their own;
+one that runs none says so with the class attribute ``runs_no_backward = True``. (2) A plain ``loss.backward()`` through
+several outputs of the model; ``engine.backward(loss)`` sees all of them.
 Source: Zhao et al., arXiv 2304.11277, sections 3 and 4.
 """
 

@@ -83,7 +83,8 @@ class Schedule:
         self._recomputed.clear()
         self._queue.begin()
         if self._root is not None:
-            # First, whichever hook runs first: where the last unit's output is the model's own, that is the unit's.
+            # Before the units, also where the last one's output is the model's own and its hook runs first. (A plain
+            # ``loss.backward()`` shows only by such hooks: there that unit is first, on all ranks alike.)
             self._root.start_unshard()
 
     def expect_none_of(self, params: Iterable[nn.Parameter]) -> None:
