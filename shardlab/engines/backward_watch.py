@@ -51,6 +51,7 @@ class BackwardWatch:
         self._to_run: weakref.WeakSet[_Graph] = weakref.WeakSet()  # those of outputs that no backward has reached
         self._is_retained = False  # the graph of the current backward
         self._knows_twice = False  # some parameter, in graphs that are still to run
+        self._is_closed = False
 
     @untraced
     def follow(self, output: Any) -> None:
@@ -133,6 +134,10 @@ class BackwardWatch:
         reached = {node.variable for node in below if hasattr(node, "variable")}
         return [param for param in missing if below and param not in reached]
 
+    def close(self) -> None:
+        """Let backwards through the outputs that were followed so far be plain torch's."""
+        self._is_closed = True
+
     def take_unended(self) -> bool:
         """Whether a backward began and never ended because it raised; True only once for each."""
         # Inside a backward there is no answer yet: a forward that checkpointing computes again asks from there.
@@ -142,6 +147,8 @@ class BackwardWatch:
         return True
 
     def _reached(self, graph: "_Graph", _: Tensor) -> None:
+        if self._is_closed:
+            return
         if self._task is None and self._accumulates():
             self.enter()
         # After ``enter()``, which counts the outputs that are still to run, this one among them.

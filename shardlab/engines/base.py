@@ -90,6 +90,7 @@ class Engine(Holdings, Gradients, EngineState):
         self.num_steps = 0
         self.own_checkpoints: dict[Path, tuple[int, int]] = {}
         self.loss_is_scaled = False  # a GradScaler has said so
+        self._is_closed = False
         super().__init__()
         # Before anything is laid out, since all ranks must cut their shards from the same model.
         check_alike(self.data_comms, self.mesh.device, [*self.params.items(), *model.named_buffers()])
@@ -177,8 +178,8 @@ class Engine(Holdings, Gradients, EngineState):
 
     def step(self) -> None:
         """One optimizer step; afterwards the parameters are equal on all ranks."""
-        # On ranks that called no backward too: the others wait for their part of the reductions. (Where backward also
-        # gathers, in zero3 and full_shard, they wait for that, and the ranks' collectives differ.)
+        # On ranks that called no backward too: the others wait for their part of the reductions. (Not where backward
+        # also gathers, as in zero3, nor after an earlier backward: there the ranks' collectives differ.)
         self.finish_gradients()
         if self._count_stepped() != self._num_stepped:
             # A group was added: of a tensor that the engine does not know, nobody averages the gradients.
@@ -222,9 +223,10 @@ class Engine(Holdings, Gradients, EngineState):
 
         The first call is collective where this rank keeps only pieces of the parameters, or rounded ones: it gathers.
         """
-        # No hooks any more means that this is a second call, which must not gather without the other ranks.
-        if self._hooks:
-            self._give_back()
+        if not self._is_closed:
+            self._give_back()  # not in a second call, which must not gather without the other ranks
+        self._is_closed = True
+        self._backward_watch.close()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -25,6 +25,10 @@ _CHANGED_SUM = (
     "call engine.zero_grad(), and from then on write engine.clip_grad_norm_(max_norm), or engine.finish_gradients() "
     "before what changes gradients"
 )
+_REPLACED_SUM = (
+    "it was cleared or replaced after a backward inside no_sync(), but the mean of an earlier backward, to which it is "
+    "added, is in engine.step_tensors(); write engine.zero_grad()"
+)
 _CHANGED_MEAN = (
     "it was changed in place, and it is a slice: torch's clip_grad_norm_ would scale it by a different norm on each "
     "tensor rank; call engine.zero_grad(), and from then on write engine.clip_grad_norm_(max_norm), or assign a "
@@ -55,6 +59,7 @@ class Gradients:
         self._were_trainable: set[nn.Parameter] = set()  # in a backward since zero_grad(); may be frozen by now
         # Gradients that the user may not change in place, and their versions: what no_sync() has left, means of slices.
         self._guarded: dict[nn.Parameter, tuple[TensorWeakRef, int]] = {}
+        self._has_means_elsewhere = False  # of an earlier backward, to which what is at ``.grad`` will be added
         self.num_backwards = 0  # begun so far
         self._gradient_hook = _weakly(self)
         self._backward_watch = BackwardWatch(self.params, self._try_to_begin, self._enter_backward, self._end_backward)
@@ -154,7 +159,7 @@ class Gradients:
         for param in self.params.values():
             param.grad = None
         self._were_trainable.clear()
-        self._are_means = False
+        self._are_means = self._has_means_elsewhere = False
         self._forget_guarded()
 
     def _try_to_begin(self) -> None:
@@ -236,12 +241,16 @@ class Gradients:
         """
         for param, (reference, version) in self._guarded.items():
             gradient = param.grad
-            if gradient is None or gradient is not reference() or gradient._version == version:
+            if gradient is None or gradient is not reference():
+                if not self._has_means_elsewhere:
+                    continue
+                what = _REPLACED_SUM
+            elif gradient._version == version:
                 continue
+            else:
+                what = _CHANGED_MEAN if self._are_means else _CHANGED_SUM
             self._has_failed |= others_wait
-            raise RuntimeError(
-                f"gradient of {self._name_of(param)!r}: {_CHANGED_MEAN if self._are_means else _CHANGED_SUM}"
-            )
+            raise RuntimeError(f"gradient of {self._name_of(param)!r}: {what}")
 
     def _notice_failure(self) -> None:
         """Find out whether a plain ``loss.backward()`` raised."""

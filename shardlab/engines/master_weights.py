@@ -40,6 +40,7 @@ class MasterWeights(FlatParameters):
         self._masters: list[Tensor | None] = []  # [chunk] by bucket; None if nothing is rounded
         self._stored: dict[int, Tensor] = {}  # bucket index -> all master weights, [padded_numel], while held
         self._num_holders = self._num_keeping = 0
+        self._is_given_back = False
         super().__init__(params, buckets, comm)
         self._versions: dict[str, int] = {}
         self._note_versions()
@@ -84,7 +85,7 @@ class MasterWeights(FlatParameters):
         try:
             yield
             # Not after an error: half of a change must not reach the master weights.
-            if keep_changes:
+            if keep_changes and not self._is_given_back:
                 self.take_replaced()
                 self.keep_changes()
         finally:
@@ -108,6 +109,7 @@ class MasterWeights(FlatParameters):
         """Leave the module with all master weights; collective."""
         if not self.is_held:
             self._gather_masters()
+        self._is_given_back = True
         # For good, also where this is inside a ``whole()`` that is left later.
         self._num_holders += 1
 

@@ -6,8 +6,9 @@ Gradients: ``param.grad`` of each full parameter until backward has made them al
 reduce-scattered, then this rank's chunk, whose parts are the ``.grad`` of the pieces.
 """
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,27 @@ from shardlab.engines.placeholder import check_replaced, is_at
 from shardlab.engines.unused_params import mark_all_used, nobody_used
 from shardlab.partition.chunks import first_elements
 from shardlab.vocabulary import Role
+
+
+class Resharded(Protocol):
+    """What is gathered and resharded: a bucket, or a unit of FSDP."""
+
+    def reshard(self) -> None: ...  # noqa: D102
+
+
+def reshard_all(members: Iterable[Resharded]) -> None:
+    """Reshard all, and only then raise what the first of them refused.
+
+    Else this rank alone would keep the rest, and would not join the next gather of it.
+    """
+    refusal = None
+    for member in members:
+        try:
+            member.reshard()
+        except RuntimeError as error:
+            refusal = refusal or error
+    if refusal is not None:
+        raise refusal
 
 
 class ShardedBucket(GatheredParameters):

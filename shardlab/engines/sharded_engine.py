@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from shardlab.engines.casts import MixedPrecision
 from shardlab.engines.holdings import Division, Held
-from shardlab.engines.sharded_bucket import ShardedBucket
+from shardlab.engines.sharded_bucket import ShardedBucket, reshard_all
 from shardlab.engines.state import Stateful
 from shardlab.engines.step_tensors import StepTensors, tensors_of
 
@@ -38,8 +38,7 @@ class ShardedEngine(MixedPrecision):
         # Before the step: what the user wrote must be in the shards, and nothing gathered may outlive its values.
         if self._num_keeping:
             self._keep_changes()
-        for bucket in self.buckets:
-            bucket.reshard()
+        reshard_all(self.buckets)
         super().step()
         for bucket in self.buckets:
             # A reduction leaves a chunk on every rank, so all ranks raise the versions or none does.
@@ -97,8 +96,8 @@ class ShardedEngine(MixedPrecision):
                 held.append(bucket)
             self._note_stored_params()
             yield self.module
-            # Not after an error: half of a change must not reach the shards.
-            if keep_changes:
+            # Not after an error: half of a change must not reach the shards. Nor after close(), when none train.
+            if keep_changes and not self._is_closed:
                 self._keep_changes()
         finally:
             self._num_keeping -= keep_changes
@@ -135,8 +134,7 @@ class ShardedEngine(MixedPrecision):
                 "load: leave 'with engine.full_params():' first, and call engine.reshard(unit) for units gathered by "
                 "hand; what they hold would be stale"
             )
-        for bucket in self.buckets:
-            bucket.reshard()
+        reshard_all(self.buckets)
         extra = super().load(directory, **objects)
         for bucket in self.buckets:
             bucket.values_changed()

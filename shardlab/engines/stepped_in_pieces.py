@@ -60,6 +60,13 @@ class SteppedInPieces(MixedPrecision):
         if any(id(tensor) in stepped for _, tensor in self._step_tensors.items()):
             self._ungathered_by = type(optimizer).__name__
 
+    def _gather_stepped(self) -> None:
+        """Gather what another optimizer has stepped, where all of the parameters are needed; collective."""
+        if self._ungathered_by:
+            self._take_assigned()
+            self.flat_params.gather(lambda _: True)
+            self._ungathered_by = ""
+
     def _refuse_ungathered(self) -> None:
         # All ranks call the user's optimizer alike, so all of them refuse.
         if self._ungathered_by:
@@ -83,7 +90,7 @@ class SteppedInPieces(MixedPrecision):
             self._note_stored_params()
             yield self.module
             # Rounded parameters are left out: ``whole()`` does it while the master weights are in their place.
-            if keep_changes and masters is None:
+            if keep_changes and masters is None and not self._is_closed:
                 self.flat_params.take_replaced()
 
     @override
@@ -95,7 +102,7 @@ class SteppedInPieces(MixedPrecision):
     @override
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """As the base; each rank keeps its part of the master weights. Collective if there are any."""
-        self._ungathered_by = ""  # all that was stepped is about to be replaced
+        self._gather_stepped()
         if self._masters is not None:
             # Or full_params() would refuse writes that are about to be replaced anyway.
             self._masters.forget_writes()
@@ -111,19 +118,19 @@ class SteppedInPieces(MixedPrecision):
 
     @override
     def load(self, directory: str | Path, **objects: Stateful) -> Any:
-        """As the base; what each rank has read of its pieces alone is then gathered.
+        """As the base; master weights, of which each rank has read its own, are then rounded and gathered.
 
         Raises:
             ValueError: also inside ``full_params()`` if parameters are rounded outside it, on all ranks.
         """
         if self._masters is not None and self._masters.is_held:
             raise ValueError("load: leave 'with engine.full_params():' first; what it holds would be stale")
+        self._gather_stepped()
         self.flat_params.show()  # or what is loaded would not reach what the user has put there by ``.data =``
         extra = super().load(directory, **objects)
-        if self._keeps_pieces:
+        if self._masters is not None:
             # Each rank has read only its own chunks. All buckets, since frozen parameters were loaded too.
-            self.flat_params.gather(lambda _: True)
-        self._ungathered_by = ""
+            self._masters.gather(lambda _: True)
         return extra
 
     @override
@@ -144,6 +151,7 @@ class SteppedInPieces(MixedPrecision):
         self._check_placeholders()
         self._refuse_ungathered()
         self._placeholders.take_away()
+        self._has_means_elsewhere |= self._are_means
         super()._begin_backward()
 
     @override
@@ -240,8 +248,7 @@ class SteppedInPieces(MixedPrecision):
         """Put the master weights into the module; collective if there are any, or if pieces were not gathered."""
         # Or plain training would meet their hooks and a placeholder at ``.grad``.
         self._placeholders.close()
-        if self._ungathered_by:
-            self.flat_params.gather(lambda _: True)
+        self._gather_stepped()
         if self._masters is not None:
             self._masters.give_back()
 

@@ -114,4 +114,4 @@ class ZeRO1(SteppedInPieces, Bucketed):
         for name in bucket.places_in_chunk(self.comm.rank) if bucket.buffer is not None else ():
             tensor = self.step_tensors().by_name(name)
             tensor.grad = None if tensor.grad is None else tensor.grad.clone()
-            bucket.chunk = None  # after a reduction in fewer bits it is a separate tensor, which would stay alive
+            bucket.chunk = None  # after a reduction in another dtype it is a separate tensor, which would stay alive

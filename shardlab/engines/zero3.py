@@ -33,7 +33,7 @@ from shardlab.engines.optimizer_fit import parse_partition
 from shardlab.engines.placeholder import sites_of, without_parameters
 from shardlab.engines.precision import Precision, parse_precision
 from shardlab.engines.saved_tensors import saved_by_reference
-from shardlab.engines.sharded_bucket import ShardedBucket
+from shardlab.engines.sharded_bucket import ShardedBucket, reshard_all
 from shardlab.engines.sharded_engine import ShardedEngine
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.vocabulary import Partition
@@ -97,8 +97,7 @@ class ZeRO3(ShardedEngine):
     @untraced
     def release_params(self) -> None:
         """Reshard them; a computation with one then raises an error that names it."""
-        for bucket in self.buckets:
-            bucket.reshard()
+        reshard_all(self.buckets)
 
     @override
     def _make_buckets(self) -> list[ShardedBucket]:
@@ -117,16 +116,18 @@ class ZeRO3(ShardedEngine):
 
     @override
     def _finish_gradients(self) -> None:
-        # One after another, so that only one buffer of a reduction is in memory at a time.
-        for bucket in self.buckets:
-            bucket.reshard()  # first, so that the buffer does not come on top of the full parameters
-            if any(self._is_due(param) for param in bucket.params.values()):
-                bucket.start_reduce()
-                bucket.finish_reduce()
+        try:
+            self.release_params()  # first, so that no buffer of a reduction comes on top of the full parameters
+        finally:  # also where that refuses what was written into one: the other ranks wait for this one's gradients
+            # One after another, so that only one such buffer is in memory at a time.
+            for bucket in self.buckets:
+                if any(self._is_due(param) for param in bucket.params.values()):
+                    bucket.start_reduce()
+                    bucket.finish_reduce()
 
     @override
     def _leave_backward(self) -> None:
-        # For a plain backward inside no_sync() or one that raised; what has been reduced is resharded already.
+        # For a plain backward inside no_sync() or one that raised; after a reduction they are resharded already.
         self.release_params()
 
     @contextlib.contextmanager

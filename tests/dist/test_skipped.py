@@ -102,3 +102,85 @@ def test_what_a_rank_has_cleared_of_its_sums_is_not_sent(pools, key, cleared, dt
     for found in results:
         for name, value in model.state_dict().items():
             torch.testing.assert_close(found[name].double(), value, atol=tolerance, rtol=0)
+
+
+def clearing_beside_means(rank, key, precision, what):
+    strategy, options = ENGINES[key]
+    with (
+        Mesh({"data": 2}) as mesh,
+        build_engine(strategy, cases.build("MLP"), sgd, mesh, **options, precision=precision) as engine,
+    ):
+        before = engine.full_state_dict()
+        engine.backward(loss_of(engine, "MLP", rank, 0, 2))
+        with engine.no_sync():
+            engine.backward(loss_of(engine, "MLP", rank, 1, 2))
+        for param in engine.module.parameters():
+            param.grad = None if what == "cleared" else torch.ones_like(param)
+        with pytest.raises(RuntimeError, match="cleared or replaced.*engine.zero_grad"):
+            engine.step()
+        engine.zero_grad()
+        assert_states([engine.full_state_dict()], before)
+        engine.backward(loss_of(engine, "MLP", rank, 2, 2))
+        engine.step()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("what", ["cleared", "replaced"])
+@pytest.mark.parametrize("precision", ["full", Precision(reduce=torch.float64)])
+@pytest.mark.parametrize("key", PIECES)
+def test_sums_are_not_cleared_while_their_means_lie_elsewhere(pools, key, precision, what):
+    model = cases.build("MLP")
+    optimizer = sgd(model.parameters())
+    (sum(loss_of(model, "MLP", rank, 2, 2) for rank in range(2)) / 2).backward()
+    optimizer.step()
+    assert_states(pools(2).run(clearing_beside_means, key, precision, what), model.state_dict())
+
+
+class WritesOnce(nn.Module):
+    """Writes into a weight in backward, where it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(7, 7).double() for _ in range(3))
+        self.writes = False
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        if self.writes:
+            x.register_hook(self.write)
+        return x
+
+    def write(self, gradient):
+        with torch.no_grad():
+            self.layers[0].bias.add_(1)
+            self.layers[2].bias.add_(1)
+        return gradient
+
+
+def writing(rank, options):
+    torch.manual_seed(0)
+    model = WritesOnce()
+    with Mesh({"data": 2}) as mesh, build_engine("zero3", model, sgd, mesh, **options) as engine:
+        x = torch.ones(2, 7, dtype=torch.float64)
+        model.writes = rank == 1
+        loss = engine(x).sum()
+        if rank == 1:
+            with pytest.raises(RuntimeError, match="written to while it was gathered"):
+                engine.backward(loss)
+        else:
+            engine.backward(loss)
+        model.writes = False
+        engine.zero_grad()
+        engine.backward(engine(x).sum())
+        engine.step()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("bucket_bytes", [256, 2**20])
+def test_a_rank_that_is_refused_what_it_has_written_leaves_no_other_waiting(pools, bucket_bytes):
+    torch.manual_seed(0)
+    model = WritesOnce()
+    model(torch.ones(2, 7, dtype=torch.float64)).sum().backward()
+    sgd(model.parameters()).step()
+    assert_states(pools(2).run(writing, {"bucket_bytes": bucket_bytes}), model.state_dict())

@@ -176,6 +176,15 @@ def a_second_optimizer_steps_first(engine):
         engine.zero_grad()
 
 
+def a_second_optimizer_assigns_first(engine):
+    second = Assigns(engine.tensors_of(lambda name: name.startswith("2.")), lr=0.5)
+    for step in range(3):
+        engine.backward(loss_of(engine, step))
+        second.step()
+        engine.step()
+        engine.zero_grad()
+
+
 def a_second_optimizer_assigns_last(engine):
     second = Assigns(engine.tensors_of(lambda name: name.startswith("2.")), lr=0.5)
     for step in range(3):
@@ -236,6 +245,7 @@ STORIES = {
         weights_get_other_strides,
         hooks_change_gradients,
         a_second_optimizer_steps_first,
+        a_second_optimizer_assigns_first,
         averaged_weights_are_put_in_and_back_by_inference,
         inference_between_forward_and_backward,
         inference_before_layers_are_thawed,
@@ -522,6 +532,101 @@ def loaded_after(rank, key, directory):  # noqa: ARG001
 def test_loading_replaces_what_a_second_optimizer_has_stepped(pools, key, tmp_path):
     for saved, found in pools(4 if "hybrid" in key else 2).run(loaded_after, key, tmp_path / "first"):
         assert_states([found], saved)
+
+
+def taken_over(rank, key, way, precision, directory):  # noqa: ARG001
+    """What a second optimizer has assigned, before the engine is asked for something else than its own step."""
+    model, options = cases.build("MLP"), {"precision": precision} if precision else {}
+    with engine_of(key, current().world_size, model, optimizer_fn=sgd, **options) as engine:
+        ranks, saved = OnRanks(engine), engine.full_state_dict()
+        engine.save(directory)
+        second = Assigns(ranks.tensors_of(lambda name: True), lr=0.5)  # noqa: ARG005
+        train(ranks, 0)
+        engine.backward(loss_of(ranks, 1))
+        second.step()
+        if way == "refused":
+            with pytest.raises(RuntimeError, match="Missing key"):
+                engine.load_full_state_dict({})
+        elif way == "load":
+            engine.load(directory)
+        elif way == "load full":
+            engine.load_full_state_dict(saved)
+        engine.zero_grad()
+        if way.startswith("load"):
+            engine.step()  # of nothing
+            return saved, engine.full_state_dict()
+    return None, model.state_dict()
+
+
+@pytest.mark.parametrize("way", ["load", "load full", "refused", "close"])
+@pytest.mark.parametrize("key", PIECES)
+def test_what_a_second_optimizer_has_assigned_is_taken_over_first(pools, key, way, tmp_path):
+    def story(engine):
+        second = Assigns(engine.tensors_of(lambda name: True), lr=0.5)  # noqa: ARG005
+        train(engine, 0)
+        engine.backward(loss_of(engine, 1))
+        second.step()
+
+    num_ranks = 4 if "hybrid" in key else 2
+    expected = in_one_process(story, num_ranks, cases.build("MLP"))
+    for number, precision in enumerate((None, Precision(torch.bfloat16))):
+        results = pools(num_ranks).run(taken_over, key, way, precision, tmp_path / str(number))
+        for saved, found in results:
+            if saved is not None:
+                assert_states([found], saved)
+            elif precision is None:
+                assert_states([found], expected)
+        assert_states([found for _, found in results], results[0][1])
+
+
+def closed_before_backward(rank, key):  # noqa: ARG001
+    """The gradients of a backward through what an engine has computed before it was closed."""
+    model = cases.build("MLP")
+    with engine_of(key, current().world_size, model, optimizer_fn=sgd) as engine:
+        ranks = OnRanks(engine)
+        train(ranks, 0)
+        loss = loss_of(ranks, 1)
+        engine.close()
+        loss.backward()
+        loss_of(model_on(ranks, model), 2).backward()
+        return engine.data_rank, {name: param.grad for name, param in model.named_parameters()}
+
+
+def model_on(ranks, model):
+    plain = PlainTorch(model, sgd, 0)
+    plain.rows = ranks.rows
+    return plain
+
+
+@pytest.mark.parametrize("key", ENGINES)
+def test_a_backward_after_closing_is_plain_torchs(pools, key):
+    num_ranks = 4 if "hybrid" in key else 2
+    for data_rank, found in pools(num_ranks).run(closed_before_backward, key):
+        model = cases.build("MLP")
+        model.load_state_dict(in_one_process(lambda engine: train(engine, 0), num_ranks, cases.build("MLP")))
+        for step in (1, 2):
+            x, y = (cases.own_rows(part, data_rank) for part in cases.rows("MLP", step, 0, 4))
+            nn.functional.mse_loss(model(x), y).backward()
+        assert_states([found], {name: param.grad for name, param in model.named_parameters()})
+
+
+def converted_after_closing(rank, key, precision):  # noqa: ARG001
+    model, options = cases.build("MLP"), {"precision": precision} if precision else {}
+    with (
+        engine_of(key, current().world_size, model, optimizer_fn=sgd, **options) as engine,
+        engine.full_params(keep_changes=True),
+    ):
+        engine.close()
+        model.bfloat16()
+        model[0].weight = nn.Parameter(torch.zeros(2, 2))
+    return model[0].weight.sum().item() + sum(param.dtype == torch.bfloat16 for param in model.parameters())
+
+
+@pytest.mark.parametrize("key", ENGINES)
+def test_what_is_changed_after_closing_is_nobodys_business(pools, key):
+    for precision in [None, Precision(torch.bfloat16)] if key in PIECES else [None]:
+        found = pools(4 if "hybrid" in key else 2).run(converted_after_closing, key, precision)
+        assert set(found) == {5}
 
 
 def closed_inside(rank, key, precision, keep_changes):  # noqa: ARG001

@@ -18,6 +18,7 @@ from shardlab.engines.fsdp.unit import Unit
 from shardlab.engines.hooks import ModuleHook
 from shardlab.engines.placeholder import without_parameters
 from shardlab.engines.reduction_queue import ReductionQueue
+from shardlab.engines.sharded_bucket import reshard_all
 from shardlab.units.policy import ROOT
 
 
@@ -140,8 +141,7 @@ class Schedule:
 
     def let_go(self) -> None:
         """Reshard what is still gathered: not used, prefetched for nothing, or left by an error."""
-        for unit in self._units:
-            unit.reshard()
+        reshard_all(self._units)
 
     @contextlib.contextmanager
     def holding_root(self) -> Iterator[None]:

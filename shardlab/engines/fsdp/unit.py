@@ -19,7 +19,7 @@ from shardlab.engines.holdings import Held
 from shardlab.engines.offload import Offload, copy_to_host, in_host_memory
 from shardlab.engines.placeholder import ParameterSites
 from shardlab.engines.precision import Precision
-from shardlab.engines.sharded_bucket import ShardedBucket
+from shardlab.engines.sharded_bucket import ShardedBucket, reshard_all
 from shardlab.partition.chunks import Layout
 from shardlab.vocabulary import Role
 
@@ -63,8 +63,7 @@ class Unit:
 
     def reshard(self) -> None:
         """Free the full parameters, unless the user holds them."""
-        for bucket in self.buckets:
-            bucket.reshard()
+        reshard_all(self.buckets)
 
     def drop_gather(self) -> None:
         """Drop a prefetch that was not used."""
@@ -129,6 +128,7 @@ class UnitBucket(ShardedBucket):
     def visit_device(self) -> None:
         """Bring an offloaded shard to the device, for an optimizer that steps there."""
         if self._offload.parameters and not self._offload.gradients_and_state and self._visiting is None:
+            self.take_assigned()  # or what another optimizer has put in the place of a piece would be lost
             # On the device for the step alone, beside the shard in host memory.
             self._visiting = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
             self._visiting.copy_(self.shard, non_blocking=True)
