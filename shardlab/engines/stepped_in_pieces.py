@@ -147,12 +147,14 @@ class SteppedInPieces(MixedPrecision):
 
     @override
     def _begin_backward(self) -> None:
-        # Before autograd accumulates, since a placeholder has no memory to add to; checked while they are still there.
         self._check_placeholders()
         self._refuse_ungathered()
-        self._placeholders.take_away()
-        self._has_means_elsewhere |= self._are_means
+        were_means = self._are_means and bool(self._were_trainable)  # and not a step of nothing
         super()._begin_backward()
+        self._has_means_elsewhere |= were_means
+        # Before autograd accumulates, since a placeholder has no memory to add to; not before the checks, which ask for
+        # what somebody else has taken away.
+        self._placeholders.take_away()
 
     @override
     def _on_gradient(self, param: nn.Parameter) -> None:

@@ -1,5 +1,7 @@
 """What one rank leaves out: a backward, for which it sends zeros, or the sums of no_sync(), which it has cleared."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -134,6 +136,37 @@ def test_sums_are_not_cleared_while_their_means_lie_elsewhere(pools, key, precis
     (sum(loss_of(model, "MLP", rank, 2, 2) for rank in range(2)) / 2).backward()
     optimizer.step()
     assert_states(pools(2).run(clearing_beside_means, key, precision, what), model.state_dict())
+
+
+def means_and_sums(rank, key, precision, clears):
+    strategy, options = ENGINES[key]
+    with (
+        Mesh({"data": 2}) as mesh,
+        build_engine(strategy, cases.build("MLP"), sgd, mesh, **options, precision=precision) as engine,
+    ):
+        if clears:
+            engine.step()  # of nothing, after which there are no means that could stay
+            with engine.no_sync():
+                engine.backward(loss_of(engine, "MLP", rank, 3, 2))
+            for param in engine.module.parameters():
+                param.grad = None
+        for step, is_last in enumerate((True, False, True)):
+            with contextlib.nullcontext() if is_last else engine.no_sync():
+                engine.backward(loss_of(engine, "MLP", rank, step, 2))
+        engine.step()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("clears", [False, True])
+@pytest.mark.parametrize("precision", ["full", Precision(reduce=torch.float64)])
+@pytest.mark.parametrize("key", PIECES)
+def test_means_sums_and_means_add(pools, key, precision, clears):
+    model = cases.build("MLP")
+    optimizer = sgd(model.parameters())
+    for step in range(3):
+        (sum(loss_of(model, "MLP", rank, step, 2) for rank in range(2)) / 2).backward()
+    optimizer.step()
+    assert_states(pools(2).run(means_and_sums, key, precision, clears), model.state_dict())
 
 
 class WritesOnce(nn.Module):
