@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.weak import TensorWeakRef
 
 from shardlab.comm.trees import tensors_in
 from shardlab.engines.hooks import untraced
@@ -49,6 +50,8 @@ class BackwardWatch:
         self._expected = False
         self._task: int | None = None  # autograd's number of the outermost backward
         self._to_run: weakref.WeakSet[_Graph] = weakref.WeakSet()  # those of outputs that no backward has reached
+        self._through: _Graph | None = None  # by whose output a plain backward was noticed
+        self._num_over = 0  # backwards
         self._is_retained = False  # the graph of the current backward
         self._knows_twice = False  # some parameter, in graphs that are still to run
         self._is_closed = False
@@ -58,7 +61,7 @@ class BackwardWatch:
         """Notice a backward through any tensor of ``output``."""
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:  # a hook on a leaf would outlive the graph
-                graph = _Graph()
+                graph = _Graph(tensor, self._num_over)
                 self._to_run.add(graph)
                 tensor.register_hook(functools.partial(self._reached, graph))  # lives as long as the graph
 
@@ -115,9 +118,9 @@ class BackwardWatch:
 
         None of them where this cannot be told: where a backward may run inside it, as under reentrant checkpointing,
         whose graph is not made yet; where nobody saw the backward before its first gradient; and where a plain
-        ``loss.backward()`` may go through several outputs, of which only the first is known.
+        ``loss.backward()`` may go through another output, which nothing but a loss holds.
         """
-        if not self._expected and len(self._to_run) != 1:
+        if not (entries := self._entries()):
             return []
         # Private: there is no public way to ask which nodes a backward will run.
         missing = [
@@ -127,12 +130,30 @@ class BackwardWatch:
         ]
         if not missing:  # as a rule; the walk below takes time
             return []
-        below = _nodes_below(torch._C._current_autograd_node())
+        below = set().union(*map(_nodes_below, entries))
         if any(_may_nest(node) for node in below):
             return []
         # A parameter that had another dtype since the forward, inside full_params(), has another node by now.
         reached = {node.variable for node in below if hasattr(node, "variable")}
         return [param for param in missing if below and param not in reached]
+
+    def _entries(self) -> list[Any]:
+        """The nodes by which the current backward comes into the module's graphs; none where this cannot be told."""
+        entries = [torch._C._current_autograd_node()]
+        if self._expected:
+            return entries  # the loss's own
+        if self._through is None:
+            return []
+        for graph in self._to_run:
+            # Those from before the last backward are left aside. What that has not run will hardly run now; but after
+            # an error it may still be in memory, on some ranks and not on others.
+            if graph is self._through or graph.num_over != self._num_over:
+                continue
+            if (output := graph.output()) is None:
+                return []
+            if output.grad_fn is not None and torch._C._will_engine_execute_node(output.grad_fn):
+                entries.append(output.grad_fn)
+        return entries
 
     def close(self) -> None:
         """Let backwards through the outputs that were followed so far be plain torch's."""
@@ -150,6 +171,7 @@ class BackwardWatch:
         if self._is_closed:
             return
         if self._task is None and self._accumulates():
+            self._through = graph
             self.enter()
         # After ``enter()``, which counts the outputs that are still to run, this one among them.
         if self._task is not None and not self._is_retained:
@@ -181,12 +203,21 @@ class BackwardWatch:
         self._ended()
 
     def _forget(self) -> None:
-        self._task, self._is_retained = None, False
+        self._task, self._through, self._is_retained = None, None, False
+        self._num_over += 1
         self._knows_twice = self._knows_twice and len(self._to_run) > 0
 
 
 class _Graph:
-    """Stands for the graph of an output, which frees it; nothing else tells whether a graph is still there."""
+    """Stands for the graph of an output, which frees it; nothing else tells whether a graph is still there.
+
+    Args:
+        output: is not kept alive.
+        num_over: how many backwards were over when it was made.
+    """
+
+    def __init__(self, output: Tensor, num_over: int) -> None:
+        self.output, self.num_over = TensorWeakRef(output), num_over
 
 
 def _nodes_below(node: Any) -> set[Any]:

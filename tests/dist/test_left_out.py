@@ -144,6 +144,81 @@ def test_a_plain_backward_through_two_outputs(pools, num_ranks):
             torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
 
 
+class Choosing(nn.Module):
+    """A block of which some ranks leave out a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, skip):
+        x = torch.tanh(self.always(x))
+        return x if skip else self.sometimes(x)
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Choosing() for _ in range(4))
+
+    def forward(self, x, skip):
+        for block in self.blocks:
+            x = block(x, skip)
+        return x
+
+
+def chain():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Chain().double()
+
+
+def refuse(_):
+    raise ArithmeticError("this gradient is not wanted")
+
+
+def after_a_failure(rank, num_ranks, kept):
+    """One rank keeps the loss, or the output, of a forward that a backward which raised did not come to."""
+    mesh, held = Mesh({"data": num_ranks}), []
+
+    def forward(x, skip):
+        output = engine(x, skip)
+        held.extend([output] if kept == "output" and rank == 1 else [])
+        return output
+
+    with mesh, build_engine("fsdp", chain(), lambda params: torch.optim.SGD(params, lr=0.1), mesh) as engine:
+        first, last = loss_on(rank, forward), loss_on(rank, engine)
+        held.extend([first] if kept == "loss" and rank == 1 else [])
+        last.register_hook(refuse)
+        with pytest.raises(ArithmeticError, match="not wanted"):
+            engine.backward(first + last)
+        engine.zero_grad()
+        del first, last
+        loss_on(rank, engine).backward()
+        engine.step()
+        engine.zero_grad()
+        # A forward that no backward follows, just before one: what is held says that it is not a part of that.
+        evaluated = loss_on(rank, forward)
+        del evaluated
+        loss_on(rank, engine).backward()
+        engine.step()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("kept", ["loss", "output", "nothing"])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_what_a_rank_has_kept_of_other_forwards_changes_no_plain_backward(pools, num_ranks, kept):
+    model = chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (sum(loss_on(rank, model) for rank in range(num_ranks)) / num_ranks).backward()
+        optimizer.step()
+    for state in pools(num_ranks).run(after_a_failure, num_ranks, kept):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+
+
 SETUPS = {
     "zero1": {},
     "zero2": {},

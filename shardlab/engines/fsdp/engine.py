@@ -22,7 +22,7 @@ make it part of a larger unit with ``wrap``: within a unit, ranks may use differ
 exceptions, in which it is not known before the end what backward leaves out, so that the ranks' collectives may differ
 in order: (1) reentrant checkpointing, and autograd functions written in Python, which may run a backward of their own;
 one that runs none says so with the class attribute ``runs_no_backward = True``. (2) A plain ``loss.backward()`` through
-several outputs of the model; ``engine.backward(loss)`` sees all of them.
+several outputs of the model, of which nothing but the loss holds some; ``engine.backward(loss)`` sees all of them.
 Source: Zhao et al., arXiv 2304.11277, sections 3 and 4.
 """
 
