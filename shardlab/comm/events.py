@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.vocabulary import Collective
 
 
@@ -76,21 +75,6 @@ class CollectiveEvent:
     wait_end_ns: float = nan
     device_times: tuple[DeviceEvent, DeviceEvent] | None = None
     device_wait: tuple[DeviceEvent, DeviceEvent] | None = None
-
-    @property
-    def wire_bytes(self) -> float:
-        """Bytes this rank sends by the ring formula (``partition.ring_cost``), worked out only where somebody asks."""
-        return ring_wire_bytes(self.op, self.num_bytes, self.group_size, self.own_chunk_bytes)
-
-    @property
-    def moved_bytes(self) -> float:
-        """Bytes this rank's transport sends; NaN for NCCL, which does not say what it does.
-
-        The transports of this package send what the ring formula says; of a broadcast, on average over the ranks.
-        """
-        if self.torch_moves is not None:
-            return self.torch_moves
-        return nan if "nccl" in self.transport else self.wire_bytes
 
     @property
     def has_ended_on_stream(self) -> bool:

@@ -9,17 +9,19 @@ An optimizer that looks at whole tensors only after many steps, or that cannot b
 its class or on the instance: ``shardlab_looks_at = "tensor"``. The declaration is believed without a trial.
 """
 
+import contextlib
+import random
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shardlab.engines.optimizer_copy import StandIn, copy_of, stand_ins
-from shardlab.engines.rng import rng_state, set_rng_state
 from shardlab.engines.step_tensors import StepTensors
 
 DECLARATION = "shardlab_looks_at"
@@ -92,16 +94,32 @@ def looks_at(optimizer: torch.optim.Optimizer, stepped: Stepped, cuts: Sequence[
         return _parse(declared, optimizer)
     if type(optimizer).__name__ in LATE:
         return LooksAt.TENSOR
-    # Training draws from the same generators, and must draw what it would have drawn without the trial.
-    state, num_threads = rng_state(stepped.device), torch.get_num_threads()
-    torch.set_num_threads(1)  # waking a second thread takes longer than stepping such small tensors
+    with _generators_kept(stepped.device), _one_thread(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _tried(optimizer, stepped, cuts)
+
+
+@contextlib.contextmanager
+def _generators_kept(device: torch.device) -> Iterator[None]:
+    """Inside, drawing from the random generators changes nothing for training, which draws from the same ones."""
+    in_python, in_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(in_python)
+            np.random.set_state(in_numpy)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Inside, torch computes with one thread: waking a second one takes longer than stepping a few small tensors."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return _tried(optimizer, stepped, cuts)
+        yield
     finally:
         torch.set_num_threads(num_threads)
-        set_rng_state(state, stepped.device)
 
 
 def _parse(declared: object, optimizer: torch.optim.Optimizer) -> LooksAt:

@@ -16,6 +16,7 @@ from shardlab.comm.mesh import Mesh
 from shardlab.exercises.exercise import Attempt, Case, Exercise, Function, Measured, Message, Traffic
 from shardlab.exercises.values import differences, plain
 from shardlab.launch import RankDied, RankError, RankHang, RankPool
+from shardlab.trace.observed import wire_bytes
 
 TIMEOUT_S = 5.0  # in one collective
 LIMIT_S = 20.0  # of one case
@@ -120,7 +121,7 @@ class MessageLog:
         line = "" if event.source_line.startswith(OWN_FOLDER) else event.source_line
         axis = event.axis if self._with_axis else ""
         waited = not isnan(event.wait_end_ns)
-        return Message(str(event.op), event.num_bytes, event.wire_bytes, line, axis, waited)
+        return Message(str(event.op), event.num_bytes, wire_bytes(event), line, axis, waited)
 
     def issued(self, event: CollectiveEvent) -> None:
         """Keep it."""

@@ -21,6 +21,7 @@ from shardlab.experiment.config import CompareConfig, takes
 from shardlab.experiment.workload import Workload
 from shardlab.tables import COLLECTIVES
 from shardlab.tensor_parallel.imagined import ImaginedRank
+from shardlab.trace.observed import wire_bytes
 from shardlab.units import wrapped_modules
 from shardlab.vocabulary import MeshAxis, Phase
 
@@ -139,6 +140,6 @@ def _row(event: CollectiveEvent, rank: int, seq: int) -> dict[str, Any]:
     return {
         "run": "tensor", "source": "predicted", "rank": rank, "step": 0, "seq": seq, "axis": MeshAxis.TENSOR,
         "op": event.op, "tag": event.tag, "phase": Phase.FORWARD, "dtype": event.dtype, "numel": event.numel,
-        "bytes": event.num_bytes, "wire_bytes": event.wire_bytes, "group_size": event.group_size, "transport": "",
+        "bytes": event.num_bytes, "wire_bytes": wire_bytes(event), "group_size": event.group_size, "transport": "",
         "issue_us": nan, "start_us": nan, "end_us": nan, "wait_start_us": nan, "wait_end_us": nan,
     }  # fmt: skip

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from math import nan
 from operator import attrgetter
 from typing import Any
 
 from shardlab.analysis.memory import PROCESS, WHOLE_STEP
 from shardlab.comm import CollectiveEvent
+from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.trace.clock import Clock, Mark
 from shardlab.trace.entries import Columns
 from shardlab.trace.memory_by_role import ByRole
@@ -17,7 +19,7 @@ Row = dict[str, Any]
 Span = tuple[str, SpanKind, Mark, Mark]
 """A unit at work from one mark of the clock to another."""
 
-_FACTS = ("axis", "op", "tag", "dtype", "numel", "bytes", "wire_bytes", "moved_bytes", "group_size", "transport")
+_FACTS = ("axis", "op", "tag", "dtype", "numel", "bytes", "group_size", "transport")
 _TIMES = ("issue_ns", "start_ns", "end_ns", "wait_start_ns", "wait_end_ns")
 _facts_of = attrgetter(*("num_bytes" if name == "bytes" else name for name in _FACTS))
 _times_of = attrgetter(*_TIMES)
@@ -46,8 +48,24 @@ def collective_columns(
     times = zip(_TIMES, zip(*map(_times_of, heard), strict=True), strict=True)
     return {
         "seq": list(range(first_seq, first_seq + len(heard))), "phase": phases,
+        "wire_bytes": list(map(wire_bytes, heard)), "moved_bytes": list(map(moved_bytes, heard)),
         **dict(facts), **{name: _since(origin_ns, column) for name, column in times},
     }  # fmt: skip
+
+
+def wire_bytes(event: CollectiveEvent) -> float:
+    """Bytes that the algorithm needs this rank to send, by the ring formula."""
+    return ring_wire_bytes(event.op, event.num_bytes, event.group_size, event.own_chunk_bytes)
+
+
+def moved_bytes(event: CollectiveEvent) -> float:
+    """Bytes that this rank's transport sends; NaN for NCCL, which does not say what it does.
+
+    The transports of this package send what the ring formula says; of a broadcast, on average over the ranks.
+    """
+    if event.torch_moves is not None:
+        return event.torch_moves
+    return nan if "nccl" in event.transport else wire_bytes(event)
 
 
 def span_columns(spans: Sequence[Span], clock: Clock, origin_ns: int) -> Columns:

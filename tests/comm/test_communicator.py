@@ -10,6 +10,7 @@ from shardlab.comm.group import Process
 from shardlab.comm.mesh import Mesh
 from shardlab.launch import RankHang, RankPool
 from shardlab.partition.chunks import chunk_bounds
+from shardlab.trace.observed import wire_bytes
 
 WORLD_SIZES = (2, 3, 4)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
@@ -144,7 +145,7 @@ def events_of(rank, transport):
             mesh.data.all_reduce(torch.ones(10)).wait()
         mesh.data.barrier().wait()
     fields = [
-        (event.op, event.tag, event.numel, event.num_bytes, event.wire_bytes, event.scratch_bytes)
+        (event.op, event.tag, event.numel, event.num_bytes, wire_bytes(event), event.scratch_bytes)
         for event in log.events
     ]
     ordered = all(event.issue_ns <= event.start_ns <= event.end_ns <= event.wait_end_ns for event in log.events)

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.script_collectives import TorchCalls
 from shardlab.engines import build_engine
-from shardlab.partition.torch_gloo import moved_bytes
+from shardlab.partition import torch_gloo
+from shardlab.trace.observed import moved_bytes, wire_bytes
 from shardlab.vocabulary import Collective
 
 NUMEL = 144_000  # divisible by 2, 3 and 4, in chunks that are large against gloo's headers
@@ -76,7 +77,7 @@ def said_and_seen(rank, num_ranks):
             call()
             dist.barrier()  # by then all have received, so all has been sent
             event = heard.events[-2]
-            found.append((str(event.op), event.moved_bytes / 4 / NUMEL, (sent_by_sockets() - before) / 4 / NUMEL))
+            found.append((str(event.op), moved_bytes(event) / 4 / NUMEL, (sent_by_sockets() - before) / 4 / NUMEL))
     return found
 
 
@@ -105,7 +106,7 @@ def step_of(rank, strategy, num_ranks):
                     engine.zero_grad()
                 dist.barrier()
                 seen = sent_by_sockets() - before
-    sums = sum(event.wire_bytes for event in heard.events), sum(event.moved_bytes for event in heard.events), seen
+    sums = sum(wire_bytes(event) for event in heard.events), sum(moved_bytes(event) for event in heard.events), seen
     return [total / 4 / model.out_features / model.in_features for total in sums]
 
 
@@ -121,7 +122,9 @@ def test_a_step_moves_what_its_record_says(pools, strategy, num_ranks):
 
 
 def test_what_is_not_known_is_no_number():
-    assert moved_bytes("nccl", Collective.ALL_REDUCE, 100, 2) != moved_bytes("nccl", Collective.ALL_REDUCE, 100, 2)
+    assert torch_gloo.moved_bytes("nccl", Collective.ALL_REDUCE, 100, 2) != torch_gloo.moved_bytes(
+        "nccl", Collective.ALL_REDUCE, 100, 2
+    )
     for op in Collective:  # without a root: the average over all roots
-        of_roots = [moved_bytes("gloo", op, 120, 4, 1, root) for root in range(4)]
-        assert moved_bytes("gloo", op, 120, 4, 1) == pytest.approx(sum(of_roots) / 4), op
+        of_roots = [torch_gloo.moved_bytes("gloo", op, 120, 4, 1, root) for root in range(4)]
+        assert torch_gloo.moved_bytes("gloo", op, 120, 4, 1) == pytest.approx(sum(of_roots) / 4), op

@@ -13,6 +13,7 @@ from shardlab.comm.mesh import Mesh
 from shardlab.engines import ShardedOptimizer, build_engine
 from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
+from shardlab.trace.observed import wire_bytes
 from tests.comm.test_communicator import Log
 from tests.dist import cases
 
@@ -39,7 +40,7 @@ def bytes_and_wire(rank, strategy, num_ranks, dtype):
             engine.backward(cases.loss_of(engine(x), y))
             engine.step()
             held = bytes_by_role(engine.live_tensors())
-            return held, engine.padding_bytes, [(e.op, e.wire_bytes, e.tag) for e in log.events]
+            return held, engine.padding_bytes, [(e.op, wire_bytes(e), e.tag) for e in log.events]
 
 
 def lines_of_collectives(rank):

@@ -12,6 +12,7 @@ from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Collective, Role
+from shardlab.trace.observed import wire_bytes
 from tests.comm.test_communicator import Log
 from tests.dist import cases, nasty
 from tests.dist.test_engines import adamw, one_step
@@ -249,7 +250,7 @@ def wire_and_rest(rank, strategy, options, axes):
             held = bytes_by_role(engine.live_tensors())
         sent = {}
         for event in log.events:
-            sent[event.axis] = sent.get(event.axis, 0) + event.wire_bytes / 8
+            sent[event.axis] = sent.get(event.axis, 0) + wire_bytes(event) / 8
         roles = (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE)
         return sent, tuple(held[role] for role in roles), engine.padding_bytes
 

@@ -11,6 +11,7 @@ from shardlab.engines import build_engine
 from shardlab.engines.peers import Peer
 from shardlab.partition.ring_cost import Link
 from shardlab.trace.memory_by_role import MemoryLedger, bytes_by_role
+from shardlab.trace.observed import wire_bytes
 from shardlab.vocabulary import Phase, Role
 from tests.dist import cases
 from tests.peers.training import CallsOfTorch, Observer, Setting, build, mesh_axes, micro_step, rows
@@ -87,7 +88,7 @@ def test_bytes_of_the_collectives_follow_the_formulas(pools, num_ranks):
     sent = {
         strategy: [
             Counter(),
-            *({op: sum(e.wire_bytes for e in events if e.op == op) for op in {e.op for e in events}}
+            *({op: sum(wire_bytes(e) for e in events if e.op == op) for op in {e.op for e in events}}
               for events, _, _ in pools(num_ranks).run(steps_observed, strategy, True)),
         ][1]
         for strategy in STRATEGIES

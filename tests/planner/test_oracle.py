@@ -15,6 +15,7 @@ from shardlab.engines.precision import PRECISIONS
 from shardlab.planner import ADAM, SGD, SGD_MOMENTUM, Setup, described, predicted_collectives, predicted_memory
 from shardlab.planner.groups import groups_of
 from shardlab.trace.memory_by_role import bytes_by_role
+from shardlab.trace.observed import wire_bytes
 from shardlab.units import units_of
 from shardlab.vocabulary import Partition, Role
 from tests.comm.test_communicator import Log
@@ -150,7 +151,7 @@ def observe(engine, case, kind, log, rank, num_ranks):
     engine.step()
     held = bytes_by_role(engine.live_tensors())
     events = [
-        (str(e.op), str(e.axis), e.tag, e.dtype, e.numel, e.num_bytes, e.wire_bytes, e.group_size) for e in log.events
+        (str(e.op), str(e.axis), e.tag, e.dtype, e.numel, e.num_bytes, wire_bytes(e), e.group_size) for e in log.events
     ]
     return {str(role): held[role] for role in Role}, events
 

@@ -21,6 +21,7 @@ from shardlab.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 from shardlab.trace.memory_by_role import bytes_by_role
+from shardlab.trace.observed import wire_bytes
 from shardlab.vocabulary import Role
 from tests.comm.test_communicator import Log
 
@@ -68,7 +69,7 @@ def recorded(rank, axes, plan, strategy, options, micro_batches=1, clip=False):
                 step(engine, mesh["tensor"], micro_batches, clip)
             held = bytes_by_role(engine.live_tensors())
     events = [
-        (str(e.op), str(e.axis), e.tag, e.dtype, e.numel, e.num_bytes, e.wire_bytes, e.group_size) for e in log.events
+        (str(e.op), str(e.axis), e.tag, e.dtype, e.numel, e.num_bytes, wire_bytes(e), e.group_size) for e in log.events
     ]
     return {str(role): held[role] for role in Role}, events, described_model
 

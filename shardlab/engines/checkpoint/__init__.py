@@ -1,7 +1,7 @@
 """Checkpoints and full state dicts, as functions over ``engines.state.Checkpointed``.
 
-Read shards, directory, manifest, save, files, load; then gather, module_state, optimizer_state. No engine imports
-this package; ``shardlab.engines`` gives it to them.
+Read shards, directory, manifest, rng, save, element_ranges, verify, load; then gather, module_state, optimizer_state.
+No engine imports this package; ``shardlab.engines`` gives it to them.
 """
 
 from shardlab.engines.checkpoint.directory import latest

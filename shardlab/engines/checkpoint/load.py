@@ -22,10 +22,10 @@ from shardlab.engines.checkpoint.directory import identity, reading
 from shardlab.engines.checkpoint.element_ranges import ShardFiles
 from shardlab.engines.checkpoint.manifest import Manifest, read_manifest
 from shardlab.engines.checkpoint.optimizer_state import check_state_shape, install_state, named_groups
+from shardlab.engines.checkpoint.rng import check_rng_state, set_rng_state
 from shardlab.engines.checkpoint.save import check_mesh
 from shardlab.engines.checkpoint.shards import Kind, described, persistent_buffers, whole_shape_of, with_extra_state
 from shardlab.engines.checkpoint.verify import check_files, check_manifest, check_present
-from shardlab.engines.rng import check_rng_state, set_rng_state
 from shardlab.engines.state import Checkpointed, Stateful
 
 

@@ -27,6 +27,7 @@ from shardlab.engines.checkpoint.directory import (
 )
 from shardlab.engines.checkpoint.manifest import Manifest, Row, encode
 from shardlab.engines.checkpoint.optimizer_state import named_groups
+from shardlab.engines.checkpoint.rng import rng_state
 from shardlab.engines.checkpoint.shards import (
     TensorShard,
     buffer_shards,
@@ -38,7 +39,6 @@ from shardlab.engines.checkpoint.shards import (
     whole_shape_of,
     with_extra_state,
 )
-from shardlab.engines.rng import rng_state
 from shardlab.engines.state import Checkpointed, Stateful
 
 
