@@ -14,7 +14,7 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -133,6 +133,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter) and _is_on_gpu(value):
             host = value.detach().cpu().requires_grad_(value.requires_grad)
             return host.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if isinstance(value, CodeType):
+            # Since 3.1.3 cloudpickle leaves out the file: tracebacks, and the lines of collectives, would name none.
+            return _code_of_file, (value.co_filename, *self.dispatch_table[CodeType](value))
         if isinstance(value, FunctionType | type):
             self._send_by_value(value.__module__)
         if isinstance(value, FunctionType):
@@ -159,6 +162,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         # An entry without a modification time was put there by a notebook: no file of that name exists to read.
         if len(entry) == 4 and entry[1] is None:
             self.sources[file] = "".join(entry[2])
+
+
+def _code_of_file(file: str, make: Callable[..., CodeType], parts: tuple[Any, ...]) -> CodeType:
+    return make(*parts).replace(co_filename=file)
 
 
 def _hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:

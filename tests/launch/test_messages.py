@@ -18,6 +18,17 @@ def test_installed_code_goes_by_name():
     assert len(pack(torch.nn.Linear, "x").blob) < 200
 
 
+def test_code_that_goes_by_value_knows_its_file_and_line():
+    def outer():
+        return lambda: None
+
+    sent = unpack(pack(outer, "x"))
+    assert sent.__code__ is not outer.__code__
+    for here, there in ((outer, sent), (outer(), sent())):
+        assert there.__code__.co_filename == __file__
+        assert there.__code__.co_firstlineno == here.__code__.co_firstlineno
+
+
 def test_registry_of_cloudpickle_is_left_as_it_was():
     pack(test_installed_code_goes_by_name, "x")
     assert cloudpickle.list_registry_pickle_by_value() == set()
