@@ -30,7 +30,7 @@ from typing_extensions import override
 from shardlab.comm import BaseMesh
 from shardlab.comm.coalesced import broadcast_coalesced
 from shardlab.comm.communicator import Communicator
-from shardlab.engines.agreement import all_or_none, check_alike
+from shardlab.engines.agreement import all_or_none, check_alike, number_among
 from shardlab.engines.checks import (
     check_max_norm,
     check_no_meta,
@@ -114,10 +114,7 @@ class Engine(Holdings, Gradients, EngineState):
     @override
     def data_rank(self) -> int:
         """This rank's number among them, from 0."""
-        number = 0
-        for comm in self.data_comms:
-            number = number * comm.num_ranks + comm.rank
-        return number
+        return number_among(self.data_comms)[0]
 
     @property
     @override

@@ -160,7 +160,7 @@ class FlatParameters:
         param = self.params[name]
         if name not in self.pieces:
             # With the parameter's number of dims (at least one), since some optimizers accept only matrices.
-            return param.detach().reshape(param.shape or (1,))[:0].requires_grad_(param.requires_grad)
+            return param.detach().new_empty((0, *param.shape[1:])).requires_grad_(param.requires_grad)
         bucket, piece = self.pieces[name]
         chunk, offset = self._stepped(bucket)
         tensor = chunk[piece.flat_start - offset : piece.flat_stop - offset]

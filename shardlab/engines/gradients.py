@@ -126,8 +126,8 @@ class Gradients:
             return  # or changed sums would be taken for right ones
         for name in self.slices.keys() & self.params.keys():  # tied weights are slices under each of their names
             param = self.params[name]
-            # Those that the user sees. Where means go to pieces, a placeholder stands here and refuses by itself.
-            if self.slices[name].num_ranks > 1 and self._step_tensors.by_name(name) is param:
+            # Those that the user sees. Where means go elsewhere, a placeholder stands here and refuses by itself.
+            if self.slices[name].num_ranks > 1 and not self._means_go_elsewhere(name):
                 self._guard(param)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -163,7 +163,8 @@ class Gradients:
         self._forget_guarded()
 
     def _try_to_begin(self) -> None:
-        self._notice_failure()  # of the one before, as which of both kinds it began
+        # If the previous backward raised, what is overwritten here still says whether it was inside no_sync().
+        self._notice_failure()
         self._began_in_sync = None
         self._begin_backward()  # may refuse
         self._began_in_sync = self._sync
@@ -175,6 +176,9 @@ class Gradients:
         self._forget_guarded()  # autograd changes them now
         self._run_hooks_last()
         self.num_backwards += 1
+        # A step without a backward finishes gradients too, and leaves no means.
+        were_means = self._are_means and bool(self._were_trainable)
+        self._has_means_elsewhere |= were_means and any(map(self._means_go_elsewhere, self.params))
         # Noted on every rank: a parameter frozen before the reduction still has a gradient to send, here or elsewhere.
         self._were_trainable.update(param for param in self.params.values() if param.requires_grad)
         self._are_means = False
@@ -221,7 +225,7 @@ class Gradients:
         several = any(comm.num_ranks > 1 for comm in self.comms)
         for name, param in self.params.items():
             # One process alone may change its sums, which are the means, unless earlier means lie elsewhere.
-            if several or self._step_tensors.by_name(name) is not param:
+            if several or self._means_go_elsewhere(name):
                 self._guard(param)
 
     def _guard(self, param: nn.Parameter) -> None:
@@ -273,20 +277,29 @@ class Gradients:
 
         This rank sends NaN for all that it has not sent, so that no other rank takes a sum without its part for a mean.
         """
-        fillers = {
-            name: torch.full_like(param, torch.nan) for name, param in self.params.items() if param.requires_grad
-        }
+        fillers = {name: self._filler(name) for name, param in self.params.items() if param.requires_grad}
         for name, filler in fillers.items():
             self.params[name].grad = filler
         self._finish_gradients()
         for name, filler in fillers.items():
             param = self.params[name]
-            # Where means go to pieces, a filler that is still here was not sent, since its bucket had been sent before.
-            if self._step_tensors.by_name(name) is not param and param.grad is filler:
+            # Where means go elsewhere, a filler that is still here was not sent: its bucket had been sent before.
+            if self._means_go_elsewhere(name) and param.grad is filler:
                 param.grad = None
         # Or ``finish_gradients()``, which ``zero_grad()`` may call next, would refuse them or send all once more.
         self._are_means, self._has_failed = True, False
         self._forget_guarded()
+
+    def _filler(self, name: str) -> Tensor:
+        """A gradient of NaN; where it is only read, of one element for all, since memory may be what has run out."""
+        param = self.params[name]
+        if self._means_go_elsewhere(name):
+            return torch.full((), torch.nan, dtype=param.dtype, device=param.device).expand(param.shape)
+        return torch.full_like(param, torch.nan)
+
+    def _means_go_elsewhere(self, name: str) -> bool:
+        """Whether the mean is not ``param.grad``, but the gradient of the piece that this rank steps."""
+        return self._step_tensors.by_name(name) is not self.params[name]
 
     def _name_of(self, param: nn.Parameter) -> str:
         return next(name for name, known in self.params.items() if known is param)

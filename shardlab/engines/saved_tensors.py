@@ -29,10 +29,13 @@ class _Kept:
 class _Reference:
     bucket: ShardedBucket
     name: str
+    version: int  # of the parameter
+    dtype: torch.dtype  # another than the parameter's where this is view_as_complex() of it
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int  # against the parameter's own storage offset
-    version: int  # of the parameter
+    offset_bytes: int  # from the parameter's first element
+    is_conj: bool
+    is_neg: bool
 
 
 @contextlib.contextmanager
@@ -48,10 +51,8 @@ def saved_by_reference(buckets: Sequence[ShardedBucket]) -> Iterator[None]:
             if address and address in bucket.addresses:
                 # In a flat layout all parameters of a bucket share a storage: the place in it tells them apart.
                 for name, full in bucket.full.items():
-                    if full.untyped_storage().data_ptr() == address and _inside(saved, full):
-                        offset = int(saved.storage_offset() - full.storage_offset())
-                        version = bucket.params[name]._version
-                        return _Reference(bucket, name, saved.size(), saved.stride(), offset, version)
+                    if full.untyped_storage().data_ptr() == address and 0 <= _offset_bytes(saved, full) < _extent(full):
+                        return _reference(saved, bucket, name)
         # Not ``saved`` itself: an operation that saves its own output would hold itself, and a graph that never runs
         # backward would keep its activations for ever. A detached tensor shares the version.
         return _Kept(saved.detach(), saved._version)
@@ -87,12 +88,31 @@ def _unpack(packed: _Kept | _Reference) -> Tensor:
         raise _changed(packed)
     # Nothing here reshards it: the node that asked is about to compute with it, and the engine knows when it ends.
     packed.bucket.unshard()
-    full = packed.bucket.full[packed.name]
-    return full.as_strided(packed.size, packed.stride, full.storage_offset() + packed.offset)
+    return _view_of(packed.bucket.full[packed.name], packed)
 
 
-def _inside(saved: Tensor, full: Tensor) -> bool:
-    return full.storage_offset() <= saved.storage_offset() < full.storage_offset() + max(1, full.numel())
+def _reference(saved: Tensor, bucket: ShardedBucket, name: str) -> _Reference:
+    offset_bytes = _offset_bytes(saved, bucket.full[name])
+    version, conj_neg = bucket.params[name]._version, (saved.is_conj(), saved.is_neg())
+    return _Reference(bucket, name, version, saved.dtype, saved.size(), saved.stride(), offset_bytes, *conj_neg)
+
+
+def _view_of(full: Tensor, saved: _Reference) -> Tensor:
+    """The part of a gathered parameter that was saved."""
+    view = full.new_empty(0, dtype=saved.dtype)
+    start_bytes = full.storage_offset() * full.element_size() + saved.offset_bytes
+    view.set_(full.untyped_storage(), start_bytes // view.element_size(), saved.size, saved.stride)
+    # The bits in which a lazy conjugate and a lazy minus differ from the memory they are views of.
+    view = view.conj() if saved.is_conj else view
+    return -view if saved.is_neg else view
+
+
+def _offset_bytes(saved: Tensor, full: Tensor) -> int:
+    return int(saved.storage_offset() * saved.element_size() - full.storage_offset() * full.element_size())
+
+
+def _extent(full: Tensor) -> int:
+    return max(1, full.nbytes)  # one without elements has a place too
 
 
 def _overwritten(kept: _Kept) -> RuntimeError:

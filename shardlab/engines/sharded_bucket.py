@@ -288,5 +288,8 @@ class ShardedBucket(GatheredParameters):
     def _is_replaced(self, name: str) -> bool:
         """Whether the user has put other values in the place of the gathered data, by ``.data =``."""
         param, full = self.params[name], self.full[name]
-        # The values, too: an LSTM's flatten_parameters() moves them on CUDA and leaves them what they are.
-        return not is_at(param, full) and not (param.shape == full.shape and torch.equal(param.detach(), full))
+        if is_at(param, full):
+            return False
+        # Equal values elsewhere are no change: an LSTM's flatten_parameters() moves them on CUDA.
+        alike = (param.shape, param.dtype, param.device) == (full.shape, full.dtype, full.device)
+        return not (alike and torch.equal(param.detach(), full))

@@ -116,7 +116,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: called later.
         """
-        if hasattr(self, "shards"):
+        if hasattr(self, "flat_params"):
             raise RuntimeError(
                 "param_group: the layout over ranks is fixed; build a new ShardedOptimizer with all groups"
             )

@@ -149,9 +149,7 @@ class SteppedInPieces(MixedPrecision):
     def _begin_backward(self) -> None:
         self._check_placeholders()
         self._refuse_ungathered()
-        were_means = self._are_means and bool(self._were_trainable)  # and not a step of nothing
         super()._begin_backward()
-        self._has_means_elsewhere |= were_means
         # Before autograd accumulates, since a placeholder has no memory to add to; not before the checks, which ask for
         # what somebody else has taken away.
         self._placeholders.take_away()

@@ -124,6 +124,8 @@ class ZeRO3(ShardedEngine):
                 if any(self._is_due(param) for param in bucket.params.values()):
                     bucket.start_reduce()
                     bucket.finish_reduce()
+            # Here too: after a refusal the next call must not send all of it once more, without the other ranks.
+            self._are_means = True
 
     @override
     def _leave_backward(self) -> None:

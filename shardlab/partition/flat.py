@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from math import prod
+from math import gcd, prod
 
 from shardlab.partition.chunks import Piece, even_bounds, require_count, require_rank
 
@@ -169,12 +169,14 @@ def flat_layout(specs: Sequence[ParamSpec], num_ranks: int) -> FlatLayout:
 def aligned_first(specs: Iterable[ParamSpec]) -> list[ParamSpec]:
     """The order in which parameters are laid end to end: first those whose size keeps the next one aligned.
 
-    A kernel reads a tensor 16 bytes at a time only if it begins at a multiple of 16 bytes. One odd size in front would
-    shift all that come behind it; at the end it shifts nothing, and costs no padding. Sizes are taken in elements, as
-    the same layout serves several dtypes; within the two kinds the order stays. Where a chunk begins is another matter:
-    ceil(numel / N) elements, or what an owner has, need be no multiple of 16 bytes, and padding them would be sent.
+    A kernel reads a tensor 16 bytes at a time only if it begins at a multiple of 16 bytes, and ``view_as_complex``
+    takes none that begins at an odd element. One odd size in front would shift all that come behind it; at the end it
+    shifts nothing, and costs no padding. So multiples of 8 elements come first, then those of 4 and of 2: each
+    parameter begins at a multiple of what divides its own size. Sizes are taken in elements, as the same layout serves
+    several dtypes; within each kind the order stays. Where a chunk begins is another matter: ceil(numel / N) elements,
+    or what an owner has, need be no multiple of 16 bytes, and padding them would be sent.
     """
-    return sorted(specs, key=lambda spec: spec.numel % ALIGNED_NUMEL != 0)
+    return sorted(specs, key=lambda spec: -gcd(spec.numel, ALIGNED_NUMEL))
 
 
 def owned_order(owners: Sequence[int]) -> tuple[int, ...]:

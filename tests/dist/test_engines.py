@@ -245,6 +245,17 @@ def alone(rank, partition, num_ranks):
         return model.state_dict(), optimizer.owners(), optimizer.owned(), optimizer.num_steps, state_bytes
 
 
+def add_group_later(rank):
+    with Mesh({"data": 2}) as mesh:
+        optimizer = ShardedOptimizer(torch.nn.Linear(3, 3).parameters(), torch.optim.SGD, comm=mesh.data, lr=0.1)
+        with pytest.raises(RuntimeError, match="param_group: the layout over ranks is fixed"):
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+
+
+def test_a_sharded_optimizer_takes_no_group_later(pools):
+    pools(2).run(add_group_later)
+
+
 @pytest.mark.parametrize("partition", ["elements", "round_robin", "contiguous", "balanced"])
 def test_sharded_optimizer_alone(pools, partition):
     expected = cases.reference("Uneven", "adamw", 3).state

@@ -261,6 +261,48 @@ def test_round_the_engine_a_checkpoint_changes_nothing(pools, setup):
     assert_outcomes(pools(2).run(outcomes, setup, 2, todo), expected)
 
 
+class Spectral(nn.Module):
+    """Complex weights, which torch's modules keep as pairs of real numbers; lazily conjugated and negated ones too."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.full((3,), 0.1))  # an odd number of elements in front of the others
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 6))
+        self.spectrum, self.phase, self.gain = (
+            nn.Parameter(torch.linspace(-1, place, 12).view(6, 2)) for place in (1, 2, 3)
+        )
+
+    def forward(self, x):
+        waves = torch.fft.fft(x * self.scale) * torch.view_as_complex(self.spectrum)
+        waves = waves * torch.view_as_complex(self.phase).conj()
+        minus = torch.view_as_complex(self.gain).conj().imag
+        return (waves.real * minus).view(-1, 2, 3) + self.bias
+
+
+def spectral(rank, setup, num_ranks):
+    strategy, options = SETUPS[setup]
+    with Mesh({"data": num_ranks}) as mesh:
+        engine = build_engine(strategy, Spectral().double(), sgd, mesh, **options)
+        x = torch.linspace(-1, 1, 36, dtype=torch.float64).view(6, 6).tensor_split(num_ranks)[rank]
+        for _ in range(3):
+            engine.backward(engine(x).square().mean())
+            engine.step()
+            engine.zero_grad()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("setup", SETUPS)
+def test_complex_views_of_parameters_have_the_gradients_of_one_process(pools, setup, num_ranks):
+    model = Spectral().double()
+    optimizer = sgd(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.linspace(-1, 1, 36, dtype=torch.float64).view(6, 6)).square().mean().backward()
+        optimizer.step()
+    assert_states(pools(num_ranks).run(spectral, setup, num_ranks), model.state_dict())
+
+
 def by_step(engine, x, y, directory):
     engine.backward(cases.loss_of(engine(x), y))
     engine.step()

@@ -116,8 +116,9 @@ def clearing_beside_means(rank, key, precision, what):
         engine.backward(loss_of(engine, "MLP", rank, 0, 2))
         with engine.no_sync():
             engine.backward(loss_of(engine, "MLP", rank, 1, 2))
-        for param in engine.module.parameters():
-            param.grad = None if what == "cleared" else torch.ones_like(param)
+        with engine.full_params():
+            for param in engine.module.parameters():
+                param.grad = None if what == "cleared" else torch.ones_like(param)
         with pytest.raises(RuntimeError, match="cleared or replaced.*engine.zero_grad"):
             engine.step()
         engine.zero_grad()
@@ -129,7 +130,7 @@ def clearing_beside_means(rank, key, precision, what):
 
 @pytest.mark.parametrize("what", ["cleared", "replaced"])
 @pytest.mark.parametrize("precision", ["full", Precision(reduce=torch.float64)])
-@pytest.mark.parametrize("key", PIECES)
+@pytest.mark.parametrize("key", [*PIECES, "zero3", "fsdp", "fsdp-no_shard"])
 def test_sums_are_not_cleared_while_their_means_lie_elsewhere(pools, key, precision, what):
     model = cases.build("MLP")
     optimizer = sgd(model.parameters())
@@ -191,7 +192,7 @@ class WritesOnce(nn.Module):
         return gradient
 
 
-def writing(rank, options):
+def writing(rank, options, goes_on):
     torch.manual_seed(0)
     model = WritesOnce()
     with Mesh({"data": 2}) as mesh, build_engine("zero3", model, sgd, mesh, **options) as engine:
@@ -204,16 +205,54 @@ def writing(rank, options):
         else:
             engine.backward(loss)
         model.writes = False
-        engine.zero_grad()
-        engine.backward(engine(x).sum())
+        if not goes_on:
+            engine.zero_grad()
+            engine.backward(engine(x).sum())
         engine.step()
         return engine.full_state_dict()
 
 
+@pytest.mark.parametrize("goes_on", [False, True])  # with the means that are there all the same
 @pytest.mark.parametrize("bucket_bytes", [256, 2**20])
-def test_a_rank_that_is_refused_what_it_has_written_leaves_no_other_waiting(pools, bucket_bytes):
+def test_a_rank_that_is_refused_what_it_has_written_leaves_no_other_waiting(pools, bucket_bytes, goes_on):
     torch.manual_seed(0)
     model = WritesOnce()
     model(torch.ones(2, 7, dtype=torch.float64)).sum().backward()
     sgd(model.parameters()).step()
-    assert_states(pools(2).run(writing, {"bucket_bytes": bucket_bytes}), model.state_dict())
+    assert_states(pools(2).run(writing, {"bucket_bytes": bucket_bytes}, goes_on), model.state_dict())
+
+
+def replacing(rank):
+    model = nn.Linear(3, 3).double()
+    with Mesh({"data": 2}) as mesh, build_engine("zero3", model, sgd, mesh) as engine:
+
+        def convert(module, *_):
+            module.weight.data = module.weight.data.float()
+
+        hook = model.register_forward_hook(convert)
+        with pytest.raises(RuntimeError, match="'weight': it was written to while it was gathered"):
+            engine(torch.ones(2, 3, dtype=torch.float64))
+        hook.remove()
+        engine.backward(engine(torch.ones(2, 3, dtype=torch.float64)).sum())
+        engine.step()
+
+
+def test_a_gathered_parameter_that_is_converted_is_refused(pools):
+    pools(2).run(replacing)
+
+
+def filler_bytes(rank, key):
+    strategy, options = ENGINES[key]
+    with Mesh({"data": 2}) as mesh, build_engine(strategy, cases.build("MLP"), sgd, mesh, **options) as engine:
+        loss = loss_of(engine, "MLP", rank, 0, 2)
+        loss.register_hook(lambda _: 1 / 0)
+        with contextlib.suppress(ZeroDivisionError):
+            engine.backward(loss)
+        largest = max(engine._filler(name).untyped_storage().nbytes() for name in engine.params)
+        engine.zero_grad()
+        return largest
+
+
+@pytest.mark.parametrize("key", [*PIECES, "zero3", "fsdp"])
+def test_completing_a_backward_that_ran_out_of_memory_takes_next_to_none(pools, key):
+    assert pools(2).run(filler_bytes, key) == [8, 8]

@@ -1,8 +1,11 @@
+from math import gcd
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.partition import ParamSpec, flat_layout, owned_layout, owned_order
+from shardlab.partition.flat import ALIGNED_NUMEL, aligned_first
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 RANKS = st.integers(1, 9)
@@ -103,3 +106,10 @@ def test_errors_name_the_field():
         ParamSpec("a", (-4,), 4)
     with pytest.raises(ValueError, match=r"rank: .* must be 0 to 1"):
         flat_layout([spec], 2).pieces(2)
+
+
+@given(st.lists(st.integers(0, 40), max_size=12))
+def test_each_parameter_begins_at_a_multiple_of_what_divides_its_size(sizes):
+    specs = aligned_first([ParamSpec(str(place), (size,), 4) for place, size in enumerate(sizes)])
+    for slot in flat_layout(specs, 1).slots:
+        assert slot.start % gcd(slot.spec.numel, ALIGNED_NUMEL) == 0

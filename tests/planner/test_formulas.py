@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from shardlab.partition import ParamSpec, flat_layout
 from shardlab.partition.dim0 import dim0_layout
+from shardlab.partition.flat import aligned_first
 from shardlab.planner import (
     PRECISIONS,
     PlannedModel,
@@ -260,8 +261,8 @@ def test_layouts_are_those_of_the_partition():
     for layout, lay_out in (("flat", flat_layout), ("dim0", dim0_layout)):
         groups = groups_of(model, fsdp(3, units, layout=layout))
         assert [group.name for group in groups] == ["root", *units]
-        assert groups[0].layout == lay_out([specs["embedding"], specs["head"]], 3)
-        assert groups[1].layout == lay_out([specs[name] for name in units["blocks.0"]], 3)
+        assert groups[0].layout == lay_out([specs["head"], specs["embedding"]], 3)  # 10 elements, and then 25
+        assert groups[1].layout == lay_out(aligned_first(specs[name] for name in units["blocks.0"]), 3)
 
 
 def test_tables_say_predicted_and_have_every_role_and_rank():
