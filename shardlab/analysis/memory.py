@@ -154,8 +154,8 @@ def process_items(memory: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         ``run``, ``source``, ``rank``, ``step``, ``item``, ``bytes``, ``resident_bytes``: one row per run and item, a
-        role of tensors or a ``vocabulary.ProcessPart``. The items add up to the resident set: a page that changes while
-        they are read may lie between.
+        role of tensors or a ``vocabulary.ProcessPart``. The items add up to the resident set, except for pages that
+        change while they are read.
 
     Raises:
         ValueError: a column is missing.

@@ -16,8 +16,8 @@ begins the collective::
 
     start ── waiting for the last rank ── last ── moving bytes over the link ── end
 
-A faster link shortens the moving part, balanced work the waiting part. Together with compute, the time off the CPU
-beside no communication and the time outside all spans (data, Python between the spans) they add up to the step.
+A faster link shortens the moving part, balanced work the waiting part. Both of them, compute, the time off the CPU
+without communication, and the time outside all spans (data, Python between the spans) add up to the step.
 """
 
 from collections.abc import Mapping

@@ -34,8 +34,8 @@ def in_timed_steps(
 def hidden_share(collectives: pd.DataFrame, spans: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     """The overlap of each rank over all its timed steps together: hidden time over time in communication.
 
-    That is what Holistic Trace Analysis says of ``export.export_hta``. A long step weighs more here than in a median of
-    the steps, and what is sent in one step and hidden by compute of the next counts as hidden.
+    Holistic Trace Analysis finds the same in the files of ``export.export_hta``. A long step weighs more here than in a
+    median of the steps, and what is sent in one step and hidden by compute of the next counts as hidden.
 
     Args:
         collectives, spans, steps: the tables.

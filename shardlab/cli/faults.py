@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from shardlab.faults.matrix import MatrixConfig, Row
 
 NOTE = (
-    "right: the run ended with the losses of a run without the fault. Otherwise the user is told, of R the rank at "
-    "fault, C a collective, L a line of the program; then the seconds until that (without: in a sentence at the "
-    "end of the run). (!): something is left, or the pool is not usable."
+    "right: the run ended with the losses of a run without the fault. Otherwise letters say what the message names: R "
+    "the rank at fault, C a collective, L a line of the program; then the seconds from the fault to the message (none "
+    "if it comes at the end of the run). (!): something is left behind, or the pool is not usable."
 )
 
 

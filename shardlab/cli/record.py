@@ -12,7 +12,7 @@ WatchEvery = Annotated[
     int, typer.Option(min=1, help="Record what is sent, exposed or hidden in the first 16 steps, then in one in N.")
 ]
 SCRIPT_ARGUMENTS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-"""What follows the script is the script's, also what looks like an option."""
+"""Arguments after the script belong to the script, even if they look like options."""
 
 
 def record(

@@ -51,9 +51,9 @@ class BackwardWatch:
         self._task: int | None = None  # autograd's number of the outermost backward
         self._to_run: weakref.WeakSet[_Graph] = weakref.WeakSet()  # those of outputs that no backward has reached
         self._through: _Graph | None = None  # by whose output a plain backward was noticed
-        self._num_over = 0  # backwards
-        self._is_retained = False  # the graph of the current backward
-        self._knows_twice = False  # some parameter, in graphs that are still to run
+        self._num_ended = 0  # backwards so far
+        self._retains_graph = False  # the current backward
+        self._has_two_dtypes = False  # some parameter, in graphs that are still to run: its gradient comes in parts
         self._is_closed = False
 
     @untraced
@@ -61,7 +61,7 @@ class BackwardWatch:
         """Notice a backward through any tensor of ``output``."""
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:  # a hook on a leaf would outlive the graph
-                graph = _Graph(tensor, self._num_over)
+                graph = _Graph(tensor, self._num_ended)
                 self._to_run.add(graph)
                 tensor.register_hook(functools.partial(self._reached, graph))  # lives as long as the graph
 
@@ -70,7 +70,7 @@ class BackwardWatch:
         """Wraps a backward of ``loss`` whose end the caller sees itself."""
         # First: it may refuse the backward, and then nothing has been set that would have to be undone.
         self._began()
-        self._expected, self._is_retained = True, retain_graph
+        self._expected, self._retains_graph = True, retain_graph
         # On the loss, since the first gradient may come from a backward nested in this one, with a number of its own.
         hook = loss.register_hook(lambda _: self.enter()) if loss.grad_fn is not None else None
         try:
@@ -106,12 +106,12 @@ class BackwardWatch:
     @property
     def brings_parts(self) -> bool:
         """Whether more may be added to the gradient that has just arrived, before the backward ends."""
-        return self._knows_twice or _current_task() != self._task
+        return self._has_two_dtypes or _current_task() != self._task
 
     def note_other_dtypes(self) -> None:
         """Parameters have another dtype for a while."""
         # Only if an earlier graph is alive: gradients that may come in parts are not reduced before backward has ended.
-        self._knows_twice = self._knows_twice or len(self._to_run) > 0
+        self._has_two_dtypes = self._has_two_dtypes or len(self._to_run) > 0
 
     def unreached(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Those of ``params`` that the current backward gives no gradient, as this rank's graph says.
@@ -147,7 +147,7 @@ class BackwardWatch:
         for graph in self._to_run:
             # Those from before the last backward are left aside. What that has not run will hardly run now; but after
             # an error it may still be in memory, on some ranks and not on others.
-            if graph is self._through or graph.num_over != self._num_over:
+            if graph is self._through or graph.num_ended != self._num_ended:
                 continue
             if (output := graph.output()) is None:
                 return []
@@ -174,7 +174,7 @@ class BackwardWatch:
             self._through = graph
             self.enter()
         # After ``enter()``, which counts the outputs that are still to run, this one among them.
-        if self._task is not None and not self._is_retained:
+        if self._task is not None and not self._retains_graph:
             self._to_run.discard(graph)
 
     def _accumulates(self) -> bool:
@@ -203,21 +203,21 @@ class BackwardWatch:
         self._ended()
 
     def _forget(self) -> None:
-        self._task, self._through, self._is_retained = None, None, False
-        self._num_over += 1
-        self._knows_twice = self._knows_twice and len(self._to_run) > 0
+        self._task, self._through, self._retains_graph = None, None, False
+        self._num_ended += 1
+        self._has_two_dtypes = self._has_two_dtypes and len(self._to_run) > 0
 
 
 class _Graph:
-    """Stands for the graph of an output, which frees it; nothing else tells whether a graph is still there.
+    """Lives as long as the graph of an output, whose hook alone refers to it: a weak set of these knows which are left.
 
     Args:
         output: is not kept alive.
-        num_over: how many backwards were over when it was made.
+        num_ended: how many backwards had ended when it was made.
     """
 
-    def __init__(self, output: Tensor, num_over: int) -> None:
-        self.output, self.num_over = TensorWeakRef(output), num_over
+    def __init__(self, output: Tensor, num_ended: int) -> None:
+        self.output, self.num_ended = TensorWeakRef(output), num_ended
 
 
 def _nodes_below(node: Any) -> set[Any]:

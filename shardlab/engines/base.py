@@ -174,9 +174,10 @@ class Engine(Holdings, Gradients, EngineState):
         return norm
 
     def step(self) -> None:
-        """One optimizer step; afterwards the parameters are equal on all ranks."""
-        # On ranks that called no backward too: the others wait for their part of the reductions. (Not where backward
-        # also gathers, as in zero3, nor after an earlier backward: there the ranks' collectives differ.)
+        """One optimizer step; afterwards all ranks train on with the same model."""
+        # On ranks that called no backward too: the others wait for their part of the reductions. (Where backward also
+        # gathers, as in zero3, and after an earlier backward, this does not help: the ranks' collectives differ, and
+        # the error or the table of the hang says so.)
         self.finish_gradients()
         if self._count_stepped() != self._num_stepped:
             # A group was added: of a tensor that the engine does not know, nobody averages the gradients.
@@ -200,6 +201,10 @@ class Engine(Holdings, Gradients, EngineState):
         is_early = self.num_data_ranks > 1 and self._backward_watch.is_inside
         check_others_step(optimizer, self.params, self._step_tensors, self.name, is_early=is_early)
 
+    def optimizer_stepped(self) -> None:
+        """The engine's optimizer has stepped, and its hooks are next: they must find whole parameters."""
+        return
+
     @property
     def learning_rate(self) -> float:
         """The learning rate of the first parameter group; setting it sets that of all groups."""
@@ -219,6 +224,7 @@ class Engine(Holdings, Gradients, EngineState):
         """Give the module back, so that it trains alone again. A second call does nothing.
 
         The first call is collective where this rank keeps only pieces of the parameters, or rounded ones: it gathers.
+        Mean gradients that are in pieces are dropped: step first.
         """
         if not self._is_closed:
             self._give_back()  # not in a second call, which must not gather without the other ranks

@@ -1,6 +1,6 @@
 """Data parallel in buckets: gradients travel while backward still computes.
 
-What changes against ``ddp``: parameters are grouped in reverse order into flat buckets (25 MiB by default), a bucket is
+What differs from ``ddp``: parameters are grouped in reverse order into flat buckets (25 MiB by default), a bucket is
 all-reduced as soon as its last gradient is there, and each ``param.grad`` is a view of its bucket, so no gradient is
 copied back. Bytes per rank and elements on the wire are those of ``ddp``; the messages are few, large and early.
 Source: Li et al., arXiv 2006.15704, section 3.2.
@@ -11,7 +11,7 @@ before it. A parameter that this rank did not use is sent as unused when backwar
 
 from collections.abc import Iterator
 
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from shardlab.comm import BaseMesh
@@ -84,11 +84,18 @@ class Bucketed(Engine):
     def _begin_backward(self) -> None:
         super()._begin_backward()
         for bucket in self.buckets:
+            # As in torch, a gradient that was cleared stays what it is for whoever still has it.
+            if bucket.is_kept(self._gradients_in(bucket)):
+                bucket.release()
             # Before the first gradient lands in it: means of an earlier backward, to which this one adds.
             if bucket.holds_means:
                 bucket.holds_means = False
                 self._keep_means(bucket)
         self._queue.begin()
+
+    def _gradients_in(self, bucket: Bucket) -> Iterator[Tensor | None]:
+        """What the engine itself knows of that may lie in the bucket's buffer."""
+        return (param.grad for param in bucket.params)
 
     def _keep_means(self, bucket: Bucket) -> None:
         """Called before a bucket is filled again. Its means are the parameters' ``.grad``, to which autograd adds.

@@ -7,7 +7,7 @@ after the cast to the master's dtype). Its parameter then has no ``.grad``, so t
 that is being sent. After an all-reduce the slots are the parameters' ``.grad``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -39,13 +39,14 @@ class Bucket:
         self.views: list[Tensor] = []  # of the buffer, one per slot, in the parameters' shapes
         self.chunk: Tensor | None = None  # ZeRO-1 and 2: this rank's chunk of the reduced gradients
         self.gradient_dtype = self.params[0].dtype  # of the buffer, the dtype in which gradients are reduced
-        self.is_cut = False  # its means go to pieces, which are cut from contiguous parameters
+        self.is_cut = False  # its means belong to pieces, which are cut from contiguous parameters
         self.pending: Pending | None = None  # while it is being reduced
         self.holds_means = False
         self.unused: list[int] = []  # slots this rank sent as unused
         self._sealed: set[int] = set()  # slots that hold what will be sent
         self._looked_at = [place for _, place in first_elements(layout)]  # by some rank, to detect unused parameters
         self._elements: list[Tensor] = []  # views of the buffer there, [1] each
+        self._num_own_references = 0  # to the buffer's memory
 
     def places_in_chunk(self, rank: int) -> dict[str, slice]:
         """Where the pieces of a rank are in its chunk, by parameter name."""
@@ -110,6 +111,18 @@ class Bucket:
         """Forget what has added up in a slot."""
         self._sealed.discard(slot)
 
+    def is_kept(self, known: Iterable[Tensor | None]) -> bool:
+        """Whether somebody else still has a tensor in the buffer, such as a gradient of an earlier step.
+
+        Args:
+            known: gradients that the engine knows of; those in the buffer do not count.
+        """
+        if self.buffer is None:
+            return False
+        storage = self.buffer.untyped_storage()
+        inside = sum(tensor is not None and tensor.untyped_storage()._cdata == storage._cdata for tensor in known)
+        return bool(_num_references(self.buffer) > self._num_own_references + inside)
+
     def release(self) -> None:
         """Free the buffer, when its contents are no longer needed."""
         self.buffer = None
@@ -154,6 +167,13 @@ class Bucket:
             view.data if self.is_cut else view.as_strided(param.shape, _strides(param)).data
             for view, param in zip(self.slots_of(self.buffer), self.params, strict=True)
         ]
+        self._num_own_references = _num_references(self.buffer)
+
+
+def _num_references(tensor: Tensor) -> int:
+    """How many tensors share its memory."""
+    # Private: there is no public way to ask.
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def _strides(param: nn.Parameter) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ def check_params(params: Mapping[str, nn.Parameter], device: torch.device) -> No
 
 
 def check_types(model: object, mesh: object) -> None:
-    """Refuse what is no module and no mesh.
+    """Refuse a model that is no module, and a mesh that is no mesh.
 
     Raises:
         ValueError: the message names the argument.

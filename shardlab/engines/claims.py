@@ -12,7 +12,7 @@ import contextlib
 import gc
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -21,12 +21,24 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from shardlab.comm.communicator import Communicator
+
 _CLAIM = "_shardlab_claim"
 _KEPT = "_shardlab_engine"
 _ZERO_GRAD = "zero_grad"
+PIECES = "shardlab_pieces"
+"""In an optimizer's state dict: of which pieces it is."""
 
 
-class Claimant(Protocol):
+class StepsPieces(Protocol):
+    """What tells one rank's pieces from another's."""
+
+    @property
+    def tensor_comm(self) -> Communicator | None: ...  # noqa: D102
+    def owned(self) -> dict[str, tuple[int, int]]: ...  # noqa: D102
+
+
+class Claimant(StepsPieces, Protocol):
     """What a claim asks of its engine."""
 
     @property
@@ -35,6 +47,8 @@ class Claimant(Protocol):
     def module(self) -> nn.Module: ...  # noqa: D102
     def zero_grad(self, set_to_none: bool = True) -> None: ...  # noqa: D102
     def others_step(self, optimizer: torch.optim.Optimizer) -> None: ...  # noqa: D102
+    def optimizer_stepped(self) -> None: ...  # noqa: D102
+    def spread_over(self) -> dict[str, tuple[Communicator, ...]]: ...  # noqa: D102
 
 
 class EngineReference:
@@ -107,7 +121,7 @@ class Claim:
         self._module, self._optimizer = engine.module, optimizer
         self._params = tuple(params)
         self._is_stepping = False
-        self._hooks = [_refuse_direct_steps(self), _watch_others(self)]
+        self._hooks = [*_watch_steps(self), *_mark_states(self), _watch_others(self)]
         # Modules without parameters stay unmarked: two models may share an activation.
         claimed = [module for module in self._module.modules() if next(module.parameters(), None) is not None]
         for thing in (*claimed, *self._params):
@@ -137,6 +151,25 @@ class Claim:
             raise RuntimeError(
                 "engine.optimizer.step(): it would step this rank's tensors, perhaps before gradients are averaged, "
                 "and gather nothing; write engine.step(), or scaler.step(engine) with shardlab.engines.GradScaler"
+            )
+
+    def tell_stepped(self) -> None:
+        """Tell the engine that its optimizer has stepped."""
+        if self._is_stepping and self._mark.engine is not None:
+            self._mark.engine.optimizer_stepped()
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse state that was saved for other pieces.
+
+        Raises:
+            ValueError: it is another rank's, or that of a plain optimizer.
+        """
+        engine = self._mark.engine
+        if engine is not None and state.get(PIECES) != pieces_of(engine):
+            raise ValueError(
+                "engine.optimizer.load_state_dict: this rank steps pieces of the parameters, and the state is not of "
+                "these pieces; write engine.load_full_optimizer_state_dict(state), with a plain optimizer's state or "
+                "that of engine.full_optimizer_state_dict(), or engine.load(directory)"
             )
 
     def check_others(self, optimizer: torch.optim.Optimizer) -> None:
@@ -182,18 +215,49 @@ class ZeroGrad:
             engine.zero_grad(*args, **kwargs)
 
 
-def _refuse_direct_steps(claim: Claim) -> RemovableHandle:
+def pieces_of(engine: StepsPieces) -> dict[str, Any]:
+    """The elements of each parameter that this rank steps, in plain types, with its place on the tensor axis."""
+    tensor_rank = 0 if engine.tensor_comm is None else engine.tensor_comm.rank
+    return {"tensor_rank": tensor_rank, **{name: list(span) for name, span in engine.owned().items()}}
+
+
+def _watch_steps(claim: Claim) -> list[RemovableHandle]:
     reference = weakref.ref(claim)  # weakly: an optimizer that outlives its engine may step on its own
 
     def refuse(*_: Any) -> None:
         if (known := reference()) is not None:
             known.check_step()
 
+    def tell(*_: Any) -> None:
+        if (known := reference()) is not None:
+            known.tell_stepped()
+
+    optimizer = claim._optimizer
     try:
-        return claim._optimizer.register_step_pre_hook(refuse)
+        return [optimizer.register_step_pre_hook(refuse), optimizer.register_step_post_hook(tell)]
     except AttributeError:
         # A wrapper around another optimizer that never called Optimizer.__init__ has no hooks and is not watched.
-        return RemovableHandle(OrderedDict())
+        return []
+
+
+def _mark_states(claim: Claim) -> list[RemovableHandle]:
+    """Where tensors are pieces, mark the optimizer's state dicts with whose pieces they are of, and refuse others'."""
+    reference, engine, optimizer = weakref.ref(claim), claim._mark.engine, claim._optimizer
+    if engine is None or not any(engine.spread_over().values()):
+        return []
+    mark = pieces_of(engine)
+
+    def check(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        if (known := reference()) is not None:
+            known.check_state(state)
+
+    try:
+        return [
+            optimizer.register_state_dict_post_hook(lambda _, state: state.update({PIECES: mark})),
+            optimizer.register_load_state_dict_pre_hook(check),
+        ]
+    except AttributeError:  # as above
+        return []
 
 
 def _watch_others(claim: Claim) -> RemovableHandle:

@@ -1,6 +1,6 @@
 """Naive data parallel: after backward, one all-reduce per parameter.
 
-What changes against ``single``: every rank trains on its own rows, and the gradients become means over the ranks.
+What differs from ``single``: every rank trains on its own rows, and the gradients become means over the ranks.
 Everything is replicated. Per rank for P fp32 parameters with Adam: 4P parameters, 4P gradients, 8P state; on the wire
 2P(N-1)/N elements a step, in one message per parameter, none of them hidden behind compute.
 """

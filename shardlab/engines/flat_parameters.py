@@ -39,6 +39,7 @@ class FlatParameters:
         }
         pieces = {name: self._piece_tensor(name) for name in self.params}
         self._tensors = StepTensors(pieces, are_parts=comm.num_ranks > 1)
+        self._note_gathered()
 
     @property
     def tensors(self) -> StepTensors:
@@ -68,6 +69,18 @@ class FlatParameters:
         for bucket in self.buckets:
             if any(is_due(param) for param in bucket.params):
                 increment_version(bucket.params)
+        self._note_gathered()
+
+    @property
+    def are_written(self) -> bool:
+        """Whether pieces were written to, in place, since they were gathered or made from whole parameters."""
+        return self._sum_of_versions() != self._gathered_versions
+
+    def _note_gathered(self) -> None:
+        self._gathered_versions = self._sum_of_versions()
+
+    def _sum_of_versions(self) -> int:
+        return sum(tensor._version for _, tensor in self.tensors.items())
 
     def take_replaced(self) -> None:
         """Take over what the user has put in the place of a parameter's data, as ``module.to()`` does too.
@@ -112,8 +125,8 @@ class FlatParameters:
         """Move a bucket to a new buffer, from wherever its parameters' data is now.
 
         The optimizer steps a slice of the buffer, and the next gather would pass the user's tensors by. The old buffer
-        is left as it is: the user may have swapped the data of two parameters, or keep it to put it back later. What
-        else the user has kept of it, as another parameter's ``.data``, is the parameter's no more.
+        is left as it is: the user may have swapped the data of two parameters, or keep it to put it back later.
+        Whatever else refers to the old buffer, such as another parameter's ``.data``, follows the parameter no longer.
         """
         flat = self._shown(bucket.index).clone()
         for view, param in zip(bucket.slots_of(flat), bucket.params, strict=True):

@@ -134,9 +134,10 @@ class GatheredParameters:
             self._gathering[1].wait()  # a transport may still write into the buffer
             self._gathering = None
         if self.state is BucketState.UNSHARDED:
-            # The stub: autograd may ask for the shape. In the dtype it is gathered in, or autograd would accumulate the
-            # next use's gradient as another parameter's. One for the whole bucket, since each costs a launch on a
-            # device. NaN, for code that kept the parameter from before the engine: it must not compute with zeros.
+            # A stub in its place, since autograd may ask for the shape. It has the dtype of what is gathered: with
+            # another dtype a parameter gets a new node for its gradients in autograd. One element serves the whole
+            # bucket, as each tensor costs a launch on a device. NaN, so that code which kept the parameter from before
+            # the engine does not compute with zeros.
             stub = torch.full(
                 (), nan if self._compute_dtype.is_floating_point else 0, dtype=self._compute_dtype, device=self.device
             )

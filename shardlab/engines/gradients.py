@@ -1,5 +1,19 @@
 """From the first backward to ``zero_grad()``: when gradients become means, and what happens if a backward fails.
 
+What the gradients are, and what makes them the next:
+
+====================  ==============================================================  ====================
+are                   when                                                            become
+====================  ==============================================================  ====================
+none                  a backward                                                      means
+none                  a backward inside ``no_sync()``                                 local sums
+local sums            a backward, ``step()``, clipping, ``finish_gradients()``        means
+means                 a backward inside ``no_sync()``                                 means and local sums
+means and local sums  as for local sums                                               means
+any                   a backward outside ``no_sync()`` that raises                    failed
+any, also failed      ``zero_grad()``                                                 none
+====================  ==============================================================  ====================
+
 A backward that raises leaves its rank with part of the gradients, and perhaps other ranks waiting for the rest. Nothing
 is sent at that moment, since the other ranks may have raised too. ``zero_grad()``, called on all ranks, completes the
 collectives that have begun and drops their results.
@@ -286,7 +300,7 @@ class Gradients:
             # Where means go elsewhere, a filler that is still here was not sent: its bucket had been sent before.
             if self._means_go_elsewhere(name) and param.grad is filler:
                 param.grad = None
-        # Or ``finish_gradients()``, which ``zero_grad()`` may call next, would refuse them or send all once more.
+        # Else ``finish_gradients()``, which ``zero_grad(set_to_none=False)`` calls next, would refuse, or send again.
         self._are_means, self._has_failed = True, False
         self._forget_guarded()
 

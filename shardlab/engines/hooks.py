@@ -45,7 +45,7 @@ def outside_inference(function: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if not torch.is_inference_mode_enabled():
             return function(*args, **kwargs)
-        # Leaving inference mode alone would switch gradients on.
+        # With ``no_grad``: to end inference mode is to switch gradients on.
         with torch.inference_mode(mode=False), torch.no_grad():
             return function(*args, **kwargs)
 

@@ -104,6 +104,7 @@ class MasterWeights(FlatParameters):
             self._master(index).copy_(stored[start:stop])
             # The whole buffer and not only the chunk: every rank wrote the same, so there is nothing to gather.
             self.flat[index].copy_(stored)
+        self._note_gathered()
 
     def give_back(self) -> None:
         """Leave the module with all master weights; collective."""

@@ -86,7 +86,7 @@ def _unpack(packed: _Kept | _Reference) -> Tensor:
     # Before the gather: the versions are the same on all ranks, so all refuse and none waits in it.
     if packed.bucket.params[packed.name]._version != packed.version:
         raise _changed(packed)
-    # Nothing here reshards it: the node that asked is about to compute with it, and the engine knows when it ends.
+    # Not resharded here: the node that asked is about to compute with it. The engine reshards when backward has ended.
     packed.bucket.unshard()
     return _view_of(packed.bucket.full[packed.name], packed)
 
@@ -99,9 +99,12 @@ def _reference(saved: Tensor, bucket: ShardedBucket, name: str) -> _Reference:
 
 def _view_of(full: Tensor, saved: _Reference) -> Tensor:
     """The part of a gathered parameter that was saved."""
-    view = full.new_empty(0, dtype=saved.dtype)
     start_bytes = full.storage_offset() * full.element_size() + saved.offset_bytes
-    view.set_(full.untyped_storage(), start_bytes // view.element_size(), saved.size, saved.stride)
+    start = start_bytes // saved.dtype.itemsize
+    if saved.dtype == full.dtype:
+        view = full.as_strided(saved.size, saved.stride, start)
+    else:
+        view = full.new_empty(0, dtype=saved.dtype).set_(full.untyped_storage(), start, saved.size, saved.stride)
     # The bits in which a lazy conjugate and a lazy minus differ from the memory they are views of.
     view = view.conj() if saved.is_conj else view
     return -view if saved.is_neg else view
@@ -112,7 +115,8 @@ def _offset_bytes(saved: Tensor, full: Tensor) -> int:
 
 
 def _extent(full: Tensor) -> int:
-    return max(1, full.nbytes)  # one without elements has a place too
+    # One without elements has a place too. (Not ``nbytes``, which torch.compile cannot trace.)
+    return full.element_size() * max(1, full.numel())
 
 
 def _overwritten(kept: _Kept) -> RuntimeError:

@@ -49,7 +49,7 @@ def reshard_all(members: Iterable[Resharded]) -> None:
 class ShardedBucket(GatheredParameters):
     """Adds to ``GatheredParameters`` what the user does with them, and the reduction of their gradients."""
 
-    # Before anything has happened.
+    # Defaults of the class, since the base's constructor already calls methods that read them.
     held_by_hand = False  # gathered by the user, who will reshard it
     num_holders = 0  # open full_params(), which show parameters in their stored dtype
     stepped_by_others = False  # since the last gather, by an optimizer that is not the engine's

@@ -28,7 +28,7 @@ class ShardedEngine(MixedPrecision):
     def _forget_gradients(self) -> None:
         super()._forget_gradients()
         for bucket in self.buckets:
-            # First: means that arrive later would not be cleared.
+            # First: of FSDP's a reduction may be under way, whose means would arrive after they were cleared.
             bucket.finish_reduce()
             bucket.drop_gradients()
 
@@ -85,8 +85,8 @@ class ShardedEngine(MixedPrecision):
         Of a tensor-parallel model these are this rank's slices; ``full_state_dict()`` has the whole ones.
 
         Args:
-            keep_changes: copy changes in place back into the shards; without it they are lost. Every rank must write
-                the same values; nothing checks that.
+            keep_changes: copy changes in place back into the shards; without it, and after an error inside, they are
+                lost. Every rank must write the same values; nothing checks that.
         """
         held: list[ShardedBucket] = []
         self._num_keeping += keep_changes

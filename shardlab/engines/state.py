@@ -40,8 +40,8 @@ class Checkpointed(Protocol):
         data_comms: the axes whose ranks train on different rows, outer first.
         tensor_comm: the axis over which the model is sliced.
         num_steps: taken so far.
-        own_checkpoints: folders that this engine wrote or loaded, which its next save there replaces; with what tells
-            each from a later one of that name.
+        own_checkpoints: folders that this engine wrote or loaded, which its next save there replaces; each with the
+            numbers by which the file system tells it from a later folder of that name.
     """
 
     name: ClassVar[str]

@@ -55,6 +55,9 @@ class StepTensors(Sequence[Tensor]):
     def check_caller(self, caller: FrameType) -> None:
         """Refuse torch's clipping where these are parts or behind: ranks would scale theirs differently, or none.
 
+        Only where it is given the engine's own collection, or a group of its optimizer: a list that the user has made
+        of the tensors is a list like any other.
+
         Raises:
             RuntimeError: it is the caller.
         """

@@ -27,7 +27,7 @@ from shardlab.vocabulary import Role
 
 
 class SteppedInPieces(MixedPrecision):
-    """An engine that has ``buckets`` of whole parameters and steps ``shards`` of them.
+    """An engine that has ``buckets`` of whole parameters and steps the pieces in ``flat_params``.
 
     Stands before ``Bucketed`` among the bases of ``ZeRO1``. Python then asks this class, ``MixedPrecision``,
     ``Bucketed`` and ``Engine`` in this order, so ``super()`` here reaches what makes the buckets.
@@ -60,9 +60,14 @@ class SteppedInPieces(MixedPrecision):
         if any(id(tensor) in stepped for _, tensor in self._step_tensors.items()):
             self._ungathered_by = type(optimizer).__name__
 
+    @property
+    def _is_ungathered(self) -> bool:
+        """Whether pieces have changed since the last gather, by another optimizer or by hand."""
+        return bool(self._ungathered_by) or self.flat_params.are_written
+
     def _gather_stepped(self) -> None:
-        """Gather what another optimizer has stepped, where all of the parameters are needed; collective."""
-        if self._ungathered_by:
+        """Gather what others have stepped or written, where all of the parameters are needed; collective."""
+        if self._is_ungathered:
             self._take_assigned()
             self.flat_params.gather(lambda _: True)
             self._ungathered_by = ""
@@ -73,6 +78,12 @@ class SteppedInPieces(MixedPrecision):
             raise RuntimeError(
                 f"{self._ungathered_by}.step(): it has stepped this rank's pieces, which nobody has gathered since; "
                 "call it before engine.step(), which gathers what both have stepped, or engine.step() once more"
+            )
+        if self.flat_params.are_written:
+            raise RuntimeError(
+                "engine.step_tensors(): this rank's pieces were written to, and nobody has gathered them since; write "
+                "before engine.step(), which gathers them, or into the module's parameters, inside "
+                "'with engine.full_params(keep_changes=True):'"
             )
 
     @contextlib.contextmanager
@@ -164,7 +175,7 @@ class SteppedInPieces(MixedPrecision):
 
     @override
     def _refuse_changes(self, *, others_wait: bool) -> None:
-        # Of means, only step and backward check; zero_grad() must work even after somebody has cleared some.
+        # Means are checked by step and backward alone: zero_grad() must work even after somebody has cleared some.
         if not self._are_means:
             self._check_placeholders()
         super()._refuse_changes(others_wait=others_wait)
@@ -219,7 +230,7 @@ class SteppedInPieces(MixedPrecision):
     @property
     @override
     def _keeps_pieces(self) -> bool:
-        return self._masters is not None or bool(self._ungathered_by)
+        return self._masters is not None or self._is_ungathered
 
     def _new_flat_params(self, buckets: Sequence[Bucket]) -> FlatParameters:
         """The parameters in flat buffers, with master weights if parameters do not have the dtype to compute in."""

@@ -1,6 +1,6 @@
 """ZeRO-1: the optimizer state is sharded; parameters and gradients are whole on every rank.
 
-What changes against ``bucketed``: the verb. A bucket is reduce-scattered instead of all-reduced, so each rank receives
+What differs from ``bucketed``: the verb. A bucket is reduce-scattered instead of all-reduced, so each rank receives
 the mean of its own chunk only. It steps that chunk, keeps optimizer state for it alone, and all-gathers the parameters
 after the step. An all-reduce is a reduce-scatter and an all-gather, so the wire carries the same 2P(N-1)/N elements.
 
@@ -11,6 +11,8 @@ a placeholder that refuses to be used (``stepped_in_pieces.py``). With a 16-bit 
 4P/N master weights, and the gather has fewer bytes; ``precision.py`` has the table.
 Source: Rajbhandari et al., arXiv 1910.02054, section 5.1.
 """
+
+from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 from typing_extensions import override
@@ -43,6 +45,8 @@ class ZeRO1(SteppedInPieces, Bucketed):
     """
 
     name = "zero1"
+    _to_gather: Callable[[nn.Parameter], bool] | None = None
+    """In a step, until it has gathered: of which parameters."""
 
     def __init__(
         self,
@@ -62,10 +66,20 @@ class ZeRO1(SteppedInPieces, Bucketed):
         """Step this rank's pieces, then gather the parameters."""
         # First: the step reads the master weights, and the gather after it overwrites the parameters.
         self._take_changes()
-        super().step()
         # Decided by what is due, which all ranks know: one that stepped nothing of a bucket must join its gather too.
-        self.flat_params.gather(self._is_due)
-        self._ungathered_by = ""
+        # What others have stepped or written may be in any bucket.
+        self._to_gather = (lambda _: True) if self._is_ungathered else self._is_due
+        super().step()
+        self.optimizer_stepped()  # an optimizer without hooks has not called it
+
+    @override
+    def optimizer_stepped(self) -> None:
+        """Gather the parameters, before code of the user's runs that belongs to the step."""
+        if (is_due := self._to_gather) is not None:
+            self._to_gather = None
+            self._take_assigned()
+            self.flat_params.gather(is_due)
+            self._ungathered_by = ""
 
     @override
     def _prepare(self) -> StepTensors:
@@ -109,9 +123,17 @@ class ZeRO1(SteppedInPieces, Bucketed):
             tensor.grad = gradient
 
     @override
+    def _gradients_in(self, bucket: Bucket) -> Iterator[Tensor | None]:
+        yield from super()._gradients_in(bucket)
+        yield bucket.chunk
+        yield from (self.step_tensors().by_name(name).grad for name in bucket.names)
+
+    @override
     def _keep_means(self, bucket: Bucket) -> None:
+        if bucket.buffer is None:
+            return  # released: the means are in a chunk of their own
         # Copied out of the buffer, which is about to be filled with this rank's new gradients.
-        for name in bucket.places_in_chunk(self.comm.rank) if bucket.buffer is not None else ():
+        for name in bucket.places_in_chunk(self.comm.rank):
             tensor = self.step_tensors().by_name(name)
             tensor.grad = None if tensor.grad is None else tensor.grad.clone()
-            bucket.chunk = None  # after a reduction in another dtype it is a separate tensor, which would stay alive
+        bucket.chunk = None  # after a reduction in another dtype it is a tensor of its own, which would stay alive

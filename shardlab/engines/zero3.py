@@ -1,15 +1,16 @@
-"""ZeRO-3, explicit: parameters, gradients and optimizer state are sharded; nothing is whole between two steps.
+"""ZeRO-3, explicit: parameters, gradients and optimizer state are sharded; between two steps nothing is whole.
 
-What changes against ``zero2``: the parameters are sharded too, from construction on. All buckets are gathered, one
-after another in the order of backward, before forward computes, and resharded after it; the same again around backward.
-The step works on shards and needs no gather after it. A bucket now holds parameters (``ShardedBucket``), so this engine
-shares with ``zero2`` which parameters go together and how they are cut, and nothing of what buckets do. Nothing
-overlaps: gradients are reduce-scattered when backward has ended, so plain loops over the buckets keep the order and no
-queue is needed. ``zero2`` did overlap, and ``fsdp`` does again: it gathers and reduces unit by unit, while others
-compute.
+What differs from ``zero2``: the parameters are sharded too, from construction on. All buckets are gathered, one after
+another, before forward computes, and resharded after it; the same again around backward. So autograd saves which part
+of which parameter it needs, and not the weight itself (``saved_tensors.py``), and between uses the module has a
+placeholder for each parameter (``placeholder.py``). The step works on shards and needs no gather after it. A bucket now
+holds parameters (``ShardedBucket``), so this engine shares with ``zero2`` which parameters go together and how they are
+cut, and nothing of what buckets do. Nothing overlaps: gradients are reduce-scattered when backward has ended, so plain
+loops over the buckets keep the order and no queue is needed. ``zero2`` did overlap, and ``fsdp`` does again: it gathers
+and reduces unit by unit, while others compute.
 
 Per rank for P fp32 parameters with Adam: at rest 4P/N parameters, 4P/N gradients, 8P/N state (P with the padding of
-each bucket to a multiple of N); in forward and backward another 4P of gathered parameters, and at the end of backward
+each bucket to a multiple of N); in forward and backward another 4P of gathered parameters, and during backward up to
 another 4P of whole gradients, which ``no_sync()`` keeps until a backward communicates. On the wire P(N-1)/N for each
 gather and for the reduce-scatter: 3P(N-1)/N elements a step. With ``precision='bf16'`` gathered parameters and whole
 gradients have 2 bytes an element. At rest nothing changes, since the shards are the master weights: 16P/N, as in the
@@ -78,7 +79,8 @@ class ZeRO3(ShardedEngine):
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 # For a plain loss.backward(): all ranks gather everything, so it does not matter what each has used.
-                # Behind the hook of the watch, so that a backward that is refused has gathered nothing.
+                # Behind the hook of the watch, so that a backward that is refused has gathered nothing. (With a
+                # precision the watch follows what the output was cast from, and is second.)
                 tensor.register_hook(lambda _: self.gather_full_params())
         return output
 

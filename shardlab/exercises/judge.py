@@ -43,7 +43,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Score:
-    """Of the rank that has most; lower is better, and every machine gives the same.
+    """What was counted, on the rank with the most; lower is better, and the same on every machine.
 
     Attributes:
         messages: sent, added up over the cases in which messages count; ``num_bytes`` likewise.
@@ -128,10 +128,10 @@ class MessageLog:
         self._events.append(event)
 
     def started(self, event: CollectiveEvent) -> None:
-        """Nobody asks when."""
+        """Do nothing: start times are not used."""
 
     def completed(self, event: CollectiveEvent) -> None:
-        """Nobody asks when."""
+        """Do nothing: end times are not used."""
 
     def waited(self, event: CollectiveEvent) -> None:
         """Its times are in the event."""
@@ -194,7 +194,7 @@ def _run(exercise: Exercise, function: Function, case: Case, pool: RankPool) -> 
 
 
 def _wrong(case: Case, done: Sequence[Done], result_words: str) -> str:
-    """The result first: what a wrong one has cost is nobody's question."""
+    """What is wrong; the result is checked first, because the cost of a wrong result does not matter."""
     in_traffic = _wrong_traffic(case.traffic, done) if case.traffic is not None else ""
     return _wrong_result(case, done, result_words) or _too_high(case, done) or in_traffic
 

@@ -24,7 +24,7 @@ def claim(directory: Path, *, overwrite: bool = False, resume: str | None = None
     Args:
         directory: of the comparison.
         overwrite: remove the comparison that is in it.
-        resume: of the new comparison: the one whose checkpoints it needs.
+        resume: the comparison from whose checkpoints the new one goes on.
 
     Raises:
         ValueError: it is not empty and ``overwrite`` does not allow that, it is a file, or it cannot be made. Then
@@ -41,7 +41,7 @@ def claim(directory: Path, *, overwrite: bool = False, resume: str | None = None
         )
     if names and resume is not None and Path(resume).resolve() == directory.resolve():
         raise ValueError(f"overwrite: {directory} holds the checkpoints to resume from; name another directory")
-    # Only after every refusal: what is removed does not come back. Records last: by them the next call knows the rest.
+    # Remove only after every check. Remove the records last: by them the next call knows that this is a comparison.
     for name in sorted(names, key=lambda name: name == "records"):
         path = directory / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -1,8 +1,8 @@
 """On which rank numbers stopped being numbers: after a reduction a NaN of one rank is in the mean of all.
 
-So each rank looks at what no other has touched: the loss of its own rows, and one of its gradients before it is sent.
-A NaN anywhere in a backward goes on towards the input, so one gradient tells of all: that of the first parameter of the
-module that trains, which comes among the last. Cost: one sum over it in a backward.
+So each rank checks its own numbers before any reduction: the loss of its own rows, and one of its gradients. A NaN
+anywhere in a backward spreads towards the input, so it is enough to check the gradient of the module's first trainable
+parameter, which is among the last to be computed. This costs one sum over that gradient per backward.
 """
 
 from collections.abc import Iterable
@@ -46,9 +46,9 @@ class FiniteCheck:
             self._hook.remove()
 
     def _look(self, gradient: Tensor) -> None:
-        # Of a DTensor this rank's part: a number that is the sum of all of it would have to be communicated.
+        # Of a DTensor take only this rank's shard: a sum over the whole tensor would need communication.
         own: Tensor = getattr(gradient, "_local_tensor", gradient)
-        # In 32 bits at least: a sum of fewer may overflow though no element has.
+        # Sum in float32 at least: a 16-bit sum may overflow although every element is finite.
         total = own.detach().sum(dtype=torch.promote_types(own.dtype, torch.float32))
         # A number and no tensor on the CPU, where what is held after a step is counted to the byte.
         self._sums.append(total if total.is_cuda else float(total))

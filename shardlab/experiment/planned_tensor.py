@@ -73,7 +73,7 @@ class PlannedTensorAxis:
 
     def _messages(self, strategy: str, precision: Precision, batches: list[Any]) -> list[CollectiveEvent] | None:
         casts = precision != Precision()
-        # One of its own where units get hooks that cast: the uncast one serves several strategies.
+        # With casts use a separate rank, whose units may get hooks that cast: strategies share the uncast one.
         rank = self._rank(precision) if casts else self._uncast
         units = self._units(rank.module) if casts and strategy == "fsdp" else ()
         called = _Called(rank.module, precision, units)
@@ -82,7 +82,7 @@ class PlannedTensorAxis:
             return [
                 event for batch in batches for event in rank.messages(partial(_loss, workload, called, batch, rank))
             ]
-        except Exception:  # which the ranks raise too, with the line, unless it is about values that are not there
+        except Exception:  # it depends on values, which are missing here; the ranks raise any other error too
             return None
 
     def _units(self, module: nn.Module) -> tuple[nn.Module, ...]:

@@ -26,7 +26,7 @@ class FirstForward:
 
     Attributes:
         unused: names of trainable parameters that it does not depend on.
-        units: names of the units in the order of their calls, one that is called twice twice; None if it is unknown.
+        units: names of the units in the order of their calls; a unit called twice is listed twice. None if unknown.
     """
 
     unused: tuple[str, ...] = ()
@@ -72,7 +72,7 @@ def optimizer_of(workload: Workload) -> Optimizer | None:
 
 
 def first_forward(config: CompareConfig, module: nn.Module) -> FirstForward:
-    """The first batch's loss, tried; of a built-in model, or where it cannot be tried, nothing is known.
+    """Try the loss of the first batch; nothing is known of a built-in model, or if the loss cannot be computed.
 
     Args:
         config: whose data and loss.

@@ -100,7 +100,7 @@ class RankRun:
         self.engine.save(directory, extra=extra, **self._objects)
 
     def resume(self, directory: Path) -> int:
-        """Go on from a checkpoint, behind the batches that it has been trained on; collective.
+        """Resume from a checkpoint and skip the batches that it was trained on; collective.
 
         Returns:
             Number of the next step.

@@ -128,7 +128,7 @@ class TrainStep:
         return StepResult(loss, norm, learning_rate, self.engine.num_steps, own)
 
     def _mean_loss(self) -> tuple[float, float]:
-        """Over all ranks, and of this one."""
+        """The mean loss over all ranks, and the mean loss of this rank."""
         with self._phase(Phase.METRICS):
             own = torch.stack(self._losses).sum().to(torch.float64)
             self._losses.clear()

@@ -65,7 +65,7 @@ def tried_plan(workload: Workload, tp: int, seed: int) -> Suggestion:
         raise ValueError(f"tp: {workload} has tp_plan=None, which says that it must not be divided; leave that out")
     module = _module(workload, tp, seed)
     if isinstance(workload.tp_plan, Mapping):
-        # Its own loss takes outputs in parts, for which there is no axis here.
+        # ``tp_loss`` takes a divided output and the tensor axis, which does not exist here: check only the sizes.
         run = None if workload.tp_loss is not None else _run(workload, seed)
         return check_tp_plan(module, workload.tp_plan, tp, run)
     try:
@@ -75,7 +75,7 @@ def tried_plan(workload: Workload, tp: int, seed: int) -> Suggestion:
 
 
 def _module(workload: Workload, tp: int, seed: int) -> nn.Module:
-    """With memory only where values can be tried."""
+    """The module; it has memory only if the plan can be tried with values."""
     module = workload.on_meta()
     if sum(param.numel() for param in module.parameters()) * (tp + 2) > MAX_NUMEL:
         return module

@@ -84,7 +84,7 @@ def gradients_verdict(comparison: Comparison) -> str:
 
 
 def _first_lost(known: Mapping[str, Mapping[str, int]]) -> tuple[int, str, list[str]]:
-    """The step in which a number of some ranks' own rows was lost first, which number that was, and on which ranks."""
+    """The first step with an inf or NaN on some rank's own rows, whether in loss or gradients, and on which ranks."""
     found = [(step, what, rank) for what in (LOSS, GRADIENTS) for rank, step in known.get(what, {}).items()]
     if not found:
         return 0, "", []

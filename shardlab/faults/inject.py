@@ -49,7 +49,7 @@ def inject(engine: Engine, *faults: Fault) -> Iterator[None]:
     """Inside, the faults happen; call it on all ranks with the same faults.
 
     Args:
-        engine: any strategy. Torch's own send past the communicator: no collective of theirs can be skipped or delayed.
+        engine: any strategy. Torch's own bypass the communicator, so their collectives cannot be skipped or delayed.
         faults: on one or several ranks.
 
     Raises:
@@ -173,7 +173,7 @@ class Injection:
             gradient.copy_(changed)
 
     def _enter(self, phase: Phase) -> None:
-        """Another phase: what was replaced for the last one is as it was, and what this one needs is replaced."""
+        """Enter a phase: restore what was replaced for the last one, and replace what this one needs."""
         self._of_phase.close()
         self._phase = phase
         if any(isinstance(fault, AtCollective) for fault in self._due()):
@@ -224,10 +224,10 @@ class Injection:
                 self._delays_s[id(event)] = self._delays_s.get(id(event), 0.0) + fault.delay_s(event)
 
     def started(self, event: CollectiveEvent) -> None:
-        """Nothing yet: here the caller's thread may be the one that would sleep."""
+        """Do nothing: this may run in the caller's thread, which must not sleep."""
 
     def completed(self, event: CollectiveEvent) -> None:
-        """In the queue's thread, before anybody learns of it."""
+        """Delay the end of the collective: sleep in the queue's thread, before anyone learns that it has ended."""
         if delay_s := self._delays_s.pop(id(event), 0.0):
             sleep(delay_s)
             event.end_ns = perf_counter_ns()

@@ -1,8 +1,8 @@
 """What can go wrong on one rank. A fault has a rank, a step and a phase; ``inject`` makes it happen there.
 
-Phases: forward; backward, from the end of forward to the optimizer's step; step, from there to the next forward. What
-happens to a layer happens at the output of the one in the middle of the model: in backward the gradients of the layers
-behind it have come, and those before it have not. In the step it happens just before the optimizer's own.
+Phases: forward; backward, from the end of forward to the optimizer's step; step, from there to the next forward. A
+fault at a layer strikes the output of the model's middle layer: in backward, the layers after it have their gradients
+by then, and the layers before it do not. In the step phase it strikes just before the optimizer's own step.
 """
 
 import os
@@ -84,7 +84,7 @@ class OnLink(Fault, ABC):
 
     @abstractmethod
     def delay_s(self, event: CollectiveEvent) -> float:
-        """Seconds by which the rank learns later that the collective is done."""
+        """Seconds by which the end of the collective is delayed on this rank."""
 
 
 @dataclass(frozen=True)

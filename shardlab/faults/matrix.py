@@ -173,9 +173,9 @@ def matrix(config: MatrixConfig, on_row: Callable[[Row], None] | None = None) ->
 
 @dataclass(frozen=True)
 class _Heard:
-    """What came of a run: its losses, or what was said instead, and how long after the fault.
+    """The outcome of a run: its losses, or the message that the user got, and how long after the fault.
 
-    ``blamed`` is the part of it that says whose fault it was, without a list of all who wait.
+    ``blamed`` is the part of the message that names the rank at fault, without the list of all waiting ranks.
     """
 
     losses: list[list[float]] | None = None
@@ -230,7 +230,7 @@ class _Runs:
             losses = self.pool.run(train, self.strategy, self.transport, (fault,), on_message=on_message)
         except (RankError, RankHang) as error:
             if not happened_ns:
-                raise  # of something else: this case would say nothing of its fault
+                raise  # the fault had not happened yet, so the error has another cause
             told_s = (perf_counter_ns() - happened_ns[0]) / 1e9
             return _Heard(None, type(error).__name__, str(error), _blame(fault, error), told_s)
         return _Heard(losses)
@@ -247,7 +247,7 @@ class _Runs:
 
 def _blame(fault: Fault, error: RankError | RankHang) -> str:
     first_line = str(error).partition("\n")[0]
-    # Who raises is to blame for a death and for its own memory; of a collective that fails all ranks may raise.
+    # The rank that is reported is at fault if it died or ran out of memory; if a collective fails, any rank may raise.
     if isinstance(fault, DeadRank | OutOfMemory):
         return first_line
     return first_line.partition(". " if isinstance(error, RankHang) else ": ")[2]

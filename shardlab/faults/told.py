@@ -1,4 +1,4 @@
-"""What a broken program comes to, beside what its reader said it would: which rank, which collective, which line.
+"""Runs a broken program and prints how it ended beside the reader's prediction: which rank, collective and line.
 
     told(pool, program, rank=1, collective="all_reduce", line=7)
 

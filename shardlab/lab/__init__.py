@@ -1,6 +1,6 @@
 """Instruments for notebooks: sweeps, logs, interleaved variants, one traced step, plans, verdicts, tables.
 
-What a notebook needs besides, from rooms further in, is here too, so that its first cell has few lines.
+It also re-exports what notebooks need from other packages, so that their first cell stays short.
 """
 
 from shardlab.analysis import with_group

@@ -16,7 +16,7 @@ def terminal(command: str, folder: str | Path = ".") -> None:
         folder: where it runs.
 
     Raises:
-        subprocess.CalledProcessError: it failed; the note of the error has what it said.
+        subprocess.CalledProcessError: the command failed; the error's ``output`` is what it printed.
     """
     own = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     plain = SIZE | {"PATH": own, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

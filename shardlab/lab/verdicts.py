@@ -1,7 +1,7 @@
 """What a notebook's measurements show, in sentences computed from them, so that no machine can refute the text.
 
-Each function takes a table of times and returns a sentence with the figures it rests on. A comparison is called a
-difference only if it is larger than ``ALIKE``; what a formula leads one to expect is said to be so, or not to be so.
+Each function takes a table of times and returns a sentence with the figures it rests on. Two times count as different
+only if their ratio exceeds ``ALIKE``. Where a formula predicts a result, the sentence says whether it came true.
 ``busy_in_steps`` and ``busy_in_messages`` say whether equal work took unequal time, for then other work had the cores.
 """
 
@@ -119,7 +119,7 @@ def bus_verdict(bus: pd.DataFrame) -> str:
 
 
 def prediction_verdict(predicted: Sequence[float], measured: Sequence[float], above: str, below: str) -> str:
-    """How measured times lie to predicted ones.
+    """How measured times compare with predicted ones.
 
     Args:
         predicted: times.
@@ -214,12 +214,12 @@ def hidden_verdict(overlap: pd.DataFrame, runs: Sequence[str]) -> str:
 
 
 def pay_off_verdict(speeds: pd.DataFrame, alone: str, ranks: int = 2) -> str:
-    """With how many rows other runs do more than one rank does.
+    """From how many rows on the other runs train more tokens per second than one rank alone.
 
     Args:
         speeds: columns ``name``, ``rows``, ``tokens_per_s``.
-        alone: the name of the one rank.
-        ranks: of the others: no more than so many times the work can be theirs.
+        alone: the name of the run of one rank.
+        ranks: number of ranks of the other runs, which can do at most so many times the work of one.
     """
     table = speeds.pivot(index="rows", columns="name", values="tokens_per_s").sort_index()
     others = [name for name in table.columns if name != alone]
@@ -242,7 +242,7 @@ def _pays_off(name: str, ratios: "pd.Series[float]", ranks: int) -> str:
 
 
 def parts_verdict(split: pd.DataFrame, pairs: Mapping[str, str]) -> str:
-    """Steps of some runs against another each: how long, and how much of them is exposed communication.
+    """Compare runs in pairs: how long a step takes, and how much of it is exposed communication.
 
     Args:
         split: of ``analysis.step_split``: ``run``, ``step_us``, ``moving_us``; medians are compared.

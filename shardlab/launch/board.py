@@ -5,8 +5,8 @@ also when a rank hangs or is dead. Of several collectives in flight the slot sho
 for it; with none in flight it shows the last.
 
 A slot is 512 bytes: version (odd while it is being written), seq, since_ns, numel, state, then op, axis, dtype, tag,
-ranks of the group and source line as UTF-8 padded with zeros. Nothing is locked between processes: the reader repeats a
-read that met a new version.
+ranks of the group and source line as UTF-8 padded with zeros. No lock is shared between processes: a reader reads again
+if the version was odd or has changed meanwhile.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ SLOT_BYTES = 512
 _TEXT_BYTES = (32, 24, 16, 120, 24, 256)
 _WAITS = ("wait", "wait_all")  # of ``shardlab.comm.events``, as ``stack.py`` names them
 assert _VERSION.size + _BODY.size <= SLOT_BYTES
-# A send meets a receive, and every rank may have parts of other sizes for an all-to-all.
+# These may differ between ranks: a send pairs with a recv, and all-to-all may have other split sizes on each rank.
 _MAY_DIFFER = frozenset({Collective.SEND, Collective.RECV, Collective.ALL_TO_ALL})
 
 
@@ -121,11 +121,11 @@ class BoardWriter:
         """Nothing to write."""
 
     def look_at_streams(self) -> None:
-        """Note what streams have ended: the host goes on meanwhile, and may never ask nor wait for it."""
+        """Mark collectives that have ended on their stream: the host runs on, and may never query or wait for them."""
         with self._lock:
             in_flight = list(self._in_flight.values())
-        # Without the lock, for which the caller's thread waits at each collective: asking may wait for a device that
-        # hangs. It raises once the device has failed, of which the caller hears anyway.
+        # Query without the lock, which the caller's thread takes at each collective: a query to a hung device blocks.
+        # It raises once the device has failed; the caller gets that error anyway.
         with contextlib.suppress(RuntimeError):
             for event in in_flight:
                 if event.has_ended_on_stream:
@@ -149,7 +149,7 @@ class BoardWriter:
     def failed(self, call: SeenCall | None) -> None:
         """The rank's function raised inside ``call``, or inside the collective the slot shows."""
         with self._lock:
-            # A collective fails on its own thread, and so has ended when whoever waits for it raises.
+            # A collective fails on the communication thread, so it has already ended when ``wait`` raises.
             waited_for = self._ended if call is not None and call.op in _WAITS else None
             shown = next(iter(self._in_flight.values()), None) or waited_for or call
             if shown is not None:
@@ -238,14 +238,14 @@ def mismatch(rows: Sequence[BoardRow]) -> str:
 
     The collectives of a communicator are numbered alike on all its ranks, so two ranks at the same number on the same
     axis should be in the same collective. Where operation, elements or dtype differ, they wait for each other for ever.
-    Otherwise a rank whose last collective has a lower number than one that others of its group wait in has not come to
-    it: it skipped one, or is late.
+    Otherwise, a rank whose last collective has a lower number than the one its group waits in has not reached that one:
+    it skipped a collective, or is late.
 
     Args:
         rows: what ``Board.read`` gave.
     """
     known = [row for row in rows if row.state is not CallState.NONE and row.seq >= 0 and row.op not in _MAY_DIFFER]
-    # Who sends too much may be through before the receiver dies of it, so one unfinished rank is enough.
+    # A rank that sends too much may be done before the receiver crashes, so one unfinished rank is enough.
     for stuck in (row for row in known if row.state is not CallState.COMPLETED):
         same = [row for row in known if (row.axis, row.group, row.seq) == (stuck.axis, stuck.group, stuck.seq)]
         if len({(row.op, row.numel, row.dtype) for row in same}) > 1:
@@ -271,7 +271,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _with_text(source_line: str) -> str:
-    """``file:line`` with the code that stands there, where this process can see it; it knows its own cells."""
+    """``file:line`` and the code of that line, if this process can read it: a file, or one of its notebook's cells."""
     file, _, line = source_line.rpartition(":")
     text = linecache.getline(file, int(line)).strip() if line.isdigit() else ""
     return f"{source_line}: {text[:80]}" if text else source_line or "-"

@@ -17,7 +17,7 @@ from shardlab.launch.silence import Silence, is_stopped, stack_of, state_of
 _LOOK_EVERY_S = 0.1
 _GRACE_S = 0.3
 _CAUSE_GRACE_S = 1.0
-# What gloo and NCCL say in the ranks that are left when one has gone: the effect of a failure, not the failure.
+# What gloo and NCCL report on the surviving ranks when one rank is gone: an effect of the failure, not its cause.
 _AFTERMATH = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -39,13 +39,13 @@ class Death:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to wait for ranks, in seconds; None for ever.
+    """How long to wait for ranks, in seconds; None for no limit.
 
     Attributes:
-        timeout_s: for a rank that waits in one collective.
-        limit_s: for all answers.
-        notice_s: in silence, until a notice says what each rank does.
-        limit: what is said when ``limit_s`` is over.
+        timeout_s: longest wait of a rank in one collective.
+        limit_s: longest time until all ranks have answered.
+        notice_s: silence after which a notice says what each rank does.
+        limit: how the error message begins when ``limit_s`` is exceeded.
     """
 
     timeout_s: float | None = None
@@ -151,7 +151,7 @@ class Collector:
         while len(self._answers.keys() | self._failures.keys() | self._deaths.keys()) < len(self._processes.ranks) or (
             self._only_aftermath()
         ):
-            # With nothing but broken connections the rank that broke them is about to be reported dead.
+            # If every failure is a broken connection, wait longer: the death of the rank that broke them comes next.
             if monotonic() - start > (_CAUSE_GRACE_S if self._only_aftermath() else _GRACE_S):
                 break
             self._wait_once()
@@ -196,7 +196,7 @@ class Collector:
             )
 
     def _hang(self, rows: list[BoardRow], in_one: list[BoardRow]) -> RankHang:
-        # A stopped rank may have a collective in flight, but it is not what the others wait in: it comes no further.
+        # A stopped rank may have a collective in flight, but it is not waiting: the others wait for it.
         waiting = [row for row in in_one if not is_stopped(self._pid(row.rank))]
         places = "; ".join(f"rank {row.rank} in {row.call} at {row.source_line or '?'}" for row in waiting)
         summary = (

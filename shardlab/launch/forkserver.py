@@ -15,8 +15,8 @@ from multiprocessing.context import ForkServerContext
 from types import ModuleType
 
 _ALWAYS = ("torch", "shardlab.launch.worker", "shardlab.launch.left_folders")
-# Each rank would import these alone when it builds an optimizer or a table: half a second to two seconds of a core.
-# They are shared where the parent uses them too; where it does not, the first start stays one import of torch.
+# Without preloading, each rank would import these when it builds an optimizer or a table: 0.5 to 2 s of CPU time.
+# The forkserver preloads them if the parent uses them too; if not, its first start takes only the import of torch.
 _IF_PARENT_HAS = {
     "torch._dynamo": ("torch._dynamo",),
     "pandas": ("pandas",),
@@ -34,7 +34,7 @@ def context(preload: Sequence[str] = ()) -> ForkServerContext:
     forkserver = multiprocessing.get_context("forkserver")
     shared = (name for known, names in _IF_PARENT_HAS.items() if known in sys.modules for name in names)
     forkserver.set_forkserver_preload(list(dict.fromkeys((*_ALWAYS, *shared, *preload))))
-    multiprocessing.resource_tracker.ensure_running()  # on its way up it would unblock what is blocked next
+    multiprocessing.resource_tracker.ensure_running()  # now: its start would unblock SIGINT inside the block below
     # Started here, where Ctrl-C is blocked, and not at the first process, which would start it unprotected.
     with hidden_main(), _sigint_blocked():
         try:

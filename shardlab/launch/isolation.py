@@ -9,10 +9,10 @@ and each covers a case that the others cannot:
 - the parent-death signal (Linux), which fires if the forkserver, the rank's parent by birth, is killed;
 - the rank's watcher thread, which works everywhere.
 
-A training step frees its gradients, activations and temporaries, and soon wants them again. By default glibc hands
-large freed blocks to the kernel at once, which then clears every page anew when it is first touched: on CPU ranks up to
-a tenth of a step, and by chance more in one run than in another. Kept until the call that runs has ended, they cost
-nothing but resident memory; live bytes, which the memory tables count, are the same.
+A training step frees its gradients, activations and temporaries, and soon allocates them again. By default glibc
+returns large freed blocks to the kernel at once, and the kernel zeroes every page again when it is next touched. On CPU
+ranks this takes up to a tenth of a step, and varies from run to run. So a rank keeps freed blocks until the running
+call ends. This costs only resident memory; live bytes, which the memory tables count, stay the same.
 """
 
 import ctypes
@@ -67,7 +67,7 @@ def hold(life: Connection) -> None:
     fd = life.fileno()
     fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
-    # Last of the three: from here on the signal may come, and must be the right one for the whole group.
+    # Set O_ASYNC last: from here on the signal may arrive, and it must already be SIGKILL to the whole group.
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if life.poll():  # the parent went before any of this was in place

@@ -129,7 +129,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._registered: list[ModuleType] = []
 
     def reducer_override(self, value: object) -> object:
-        # A parameter is left to torch, which keeps its type and flag and sends its data: a tensor that comes here then.
+        # Leave a parameter to torch: it keeps class and requires_grad, and its data, a tensor, passes through here.
         if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter) and _is_on_gpu(value):
             host = value.detach().cpu().requires_grad_(value.requires_grad)
             return host.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
@@ -171,7 +171,7 @@ def _code_of_file(file: str, make: Callable[..., CodeType], parts: tuple[Any, ..
 def _hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
     """The ``step`` of an optimizer's class as torch wraps it when the first optimizer of the class is made.
 
-    Not the other side's wrapper: by value it would call a copy of the hooks that all optimizers of a process share.
+    The wrapper itself is not sent: pickled by value, it would call a copy of the hooks that all optimizers share.
     """
     hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
     hooked.hooked = True

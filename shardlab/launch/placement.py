@@ -106,14 +106,14 @@ class Store(Protocol):
 def agreed(placement: Placement, rank: int, gpu: str, store: Store) -> Placement:
     """The placement once every rank has said which GPU it has: by NCCL if no two have the same.
 
-    What one process sees does not tell: under ``srun`` each may see one GPU of its own, or all of a host that holds a
-    part of the ranks. Every rank calls this.
+    One process cannot tell from the GPUs it sees: under ``srun`` it may see its own GPU only, or all GPUs of a host
+    that runs some of the ranks. Every rank calls this.
 
     Args:
         placement: what this rank sees; ``devices[rank]`` is its own.
         rank: of this process.
-        gpu: what no other GPU has, such as its UUID.
-        store: of all ranks.
+        gpu: a unique id of this rank's GPU, such as its UUID.
+        store: shared by all ranks.
     """
     # Before anything is read: each get waits until the rank it asks for has written.
     store.set(_GPU_OF.format(rank), f"{placement.devices[rank]} {gpu}")
@@ -138,6 +138,6 @@ def torchrun_env() -> TorchrunEnv | None:
     if "TORCHELASTIC_RUN_ID" not in os.environ and not all(name in os.environ for name in names):
         return None
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # A launcher that does not tell the local place has one host: anything else needs LOCAL_RANK for its devices.
+    # A launcher that does not set LOCAL_RANK is taken to use one host: on several, LOCAL_RANK must choose the devices.
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     return TorchrunEnv(rank, world_size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))

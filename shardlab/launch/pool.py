@@ -85,7 +85,7 @@ class RankPool:
         self._start_s = start_s
         self._config = StartOptions(
             placement=self.placement,
-            # Later than our own report, which covers all ranks. It serves for waits that the board cannot see.
+            # Longer than our own timeout, whose report covers all ranks. It ends waits that the board cannot see.
             group_timeout_s=max(timeout_s + 2.0, 10.0),
             num_threads=threads_per_rank or max(1, num_cores() // world_size),
             preload=preload,
@@ -227,7 +227,7 @@ class RankPool:
             processes.stop(grace_s)
         else:
             processes.end(grace_s)
-        # Only now: until they have ended, the exit of this process must still end them.
+        # Unregister only now: until the ranks have ended, the exit of this process must still end them.
         if self._ender is not None:
             atexit.unregister(self._ender)
             self._ender.detach()

@@ -81,7 +81,7 @@ class RankProcesses:
     def __init__(self, config: StartOptions) -> None:
         self._owner_pid = os.getpid()
         self._ended = False
-        # Should this process be killed, the forkserver removes what has its number (``left_folders``).
+        # If this process is killed, the forkserver removes the folders named after its pid (``left_folders``).
         self.directory = Path(tempfile.mkdtemp(prefix=f"shardlab-{os.getpid()}-"))
         self.board = Board(self.directory / "board", config.placement.world_size)
         self.ranks: list[RankProcess] = []
@@ -143,7 +143,7 @@ class RankProcesses:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _note_children(self) -> None:
-        """Remember what the ranks have started: once a rank has ended, nothing says any more whose child it was."""
+        """Remember the ranks' child processes: once a rank has ended, nothing shows whose children they were."""
         for rank in self.ranks:
             with suppress(psutil.NoSuchProcess):
                 self._children.update(psutil.Process(rank.process.pid).children(recursive=True))

@@ -40,7 +40,7 @@ def answer_with_stack(directory: Path, rank: int) -> None:
     unready = path.with_suffix(".unready")
     descriptor = os.open(unready, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     faulthandler.register(_SIGNAL, file=descriptor, all_threads=False, chain=False)
-    # Only now under its name: without the handler the signal would end this process.
+    # Rename the file only now: the parent signals a rank whose file exists, and without a handler that would end it.
     unready.rename(path)
 
 

@@ -40,14 +40,14 @@ class TorchrunRanks:
 
     @property
     def placement(self) -> Placement:
-        """Of all ranks; on GPUs exact once ``start`` has returned."""
+        """The devices and the backend of all ranks; on GPUs exact once ``start`` has returned."""
         return self._context.placement
 
     def start(self) -> None:
         """Make this process a rank; the group is made if the script has not made it."""
         if not dist.is_initialized():
             self._find_store()
-        # After the store: on GPUs the ranks have agreed there on what sends, which the context says.
+        # Only after _find_store: on GPUs the ranks agree there on the backend, which the context holds.
         enter(self._context)
         become_rank(self._context.device, timedelta(seconds=self._timeout_s))
         if self._context.device.type == "cuda":
@@ -70,7 +70,7 @@ class TorchrunRanks:
         make_patient_group()
 
     def _find_store(self) -> None:
-        """Meet the other ranks, and on GPUs agree with them on what sends."""
+        """Connect to the store of all ranks, and on GPUs agree with them on the backend."""
         context = self._context
         self._store, *_ = next(rendezvous("env://", timeout=timedelta(seconds=self._timeout_s)))
         if context.device.type == "cuda":

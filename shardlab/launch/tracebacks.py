@@ -13,8 +13,8 @@ class Texts(NamedTuple):
 
     Attributes:
         whole: every frame.
-        of_user: those of files that are not installed, in a notebook those of its cells. If there are none: nothing for
-            a ValueError, whose message says what to change, and else the same text, as the error is none of the user's.
+        of_user: only the frames of the user's own files and cells. If there are none, it is empty for a ValueError,
+            whose message says what to change, and the same as ``whole`` for other errors, which are not the user's.
         num_left_out: frames that are only in ``whole``.
     """
 
@@ -42,7 +42,7 @@ def is_users(frame: traceback.FrameSummary) -> bool:
 
 
 def _chain(found: traceback.TracebackException | None) -> Iterator[traceback.TracebackException]:
-    """The error and those it was raised from, or while handling which."""
+    """The error, and the errors that it was raised from or while handling."""
     while found is not None:
         yield found
         found = found.__cause__ or found.__context__

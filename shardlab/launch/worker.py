@@ -83,7 +83,7 @@ class _Control:
 def main(config: RankConfig) -> None:
     """Entry point of a rank's process."""
     isolation.isolate(config.output, config.life, config.environ)
-    # After it: a SIGTERM before this would print a traceback into the parent's terminal.
+    # Only after isolate(): before it, the exception would print a traceback into the parent's terminal.
     signal.signal(signal.SIGTERM, _end_now)
     control = _Control(config.control)
     board = BoardWriter(config.directory / "board", config.rank)
@@ -119,7 +119,7 @@ def _watch(life: Connection, board: BoardWriter) -> None:
 
 
 def _watch_streams(device: torch.device, board: BoardWriter) -> None:
-    """Beside the other watch, which must see the end of the parent even if a question to the device never returns."""
+    """Run apart from ``_watch``, which must see the parent end even if a query to a hung device never returns."""
     torch.cuda.set_device(device)  # a new thread is on device 0, and would take memory there
     while True:
         sleep(_LOOK_EVERY_S)
@@ -208,7 +208,7 @@ def _first_line(error: BaseException) -> str:
     try:
         return (str(error).splitlines() or [""])[0]
     except Exception as failure:  # a ``__str__`` of the user's that raises; the traceback says where
-        return f"(its text cannot be had: __str__ raised {type(failure).__name__})"
+        return f"(no message: __str__ raised {type(failure).__name__})"
 
 
 def _portable(error: BaseException) -> Payload | None:

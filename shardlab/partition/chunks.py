@@ -1,8 +1,8 @@
 """A range of ``numel`` elements cut into one contiguous chunk per rank: who holds which element, and what it saves.
 
-Two ways to cut. *Even bounds*, of buckets, give every rank ceil(numel / num_ranks) elements of a padded range, 10 over
-3 are 4, 4, 4 with 2 of padding: equal chunks are what NCCL's one-call reduce-scatter needs. *Chunks*, where nothing may
-be padded, spread the remainder over the first ranks: 10 over 3 are 4, 3, 3.
+Two ways to cut. ``even_bounds``, for buckets, give every rank ceil(numel / num_ranks) elements of a padded range, 10
+over 3 are 4, 4, 4 with 2 of padding: equal chunks are what NCCL's one-call reduce-scatter needs. ``chunk_sizes``, for
+what may not be padded, spread the remainder over the first ranks: 10 over 3 are 4, 3, 3.
 
 Where the range holds parameters, a ``Layout`` says which ``Piece`` of each lies in a rank's chunk: what flat and dim-0
 layouts have in common.
@@ -12,6 +12,7 @@ Legend: offsets are in elements, chunk ``r`` is ``bounds[r] <= index < bounds[r 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import Protocol
 
@@ -51,10 +52,7 @@ def chunk_bounds(numel: int, num_ranks: int) -> tuple[int, ...]:
     Raises:
         ValueError: ``numel`` or ``num_ranks`` is too small.
     """
-    require_count("numel", numel, 0)
-    require_count("num_ranks", num_ranks, 1)
-    size, remainder = divmod(numel, num_ranks)
-    return tuple(rank * size + min(rank, remainder) for rank in range(num_ranks + 1))
+    return (0, *accumulate(chunk_sizes(numel, num_ranks)))
 
 
 def even_bounds(numel: int, num_ranks: int) -> tuple[int, ...]:

@@ -115,6 +115,7 @@ def _draw_runs(sizes: Sequence[int], base: Sequence[int], limit: int) -> tuple[i
         rest = base[run + 1 :]
         mean = (sum(base[run:]) + sum(sizes[item:])) / (len(base) - run)
         while item < len(sizes) and load + sizes[item] <= limit:
+            # Or when each later run would otherwise lack an item of its own.
             enough = load + sizes[item] / 2 > mean or (item > bounds[-1] and len(sizes) - item <= len(rest))
             # It may stop early only if the later runs can take the rest, or items would be left over.
             if enough and _fits(sizes, item, rest, limit):

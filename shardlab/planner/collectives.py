@@ -18,8 +18,8 @@ hybrid_shard      as full_shard over S ranks, then an all-reduce of the       3P
 ================  ==========================================================  ===================
 
 Of M micro-batches only the last sends gradients; each gathers its parameters. A group of one rank sends nothing and has
-no rows. Of a tensor-parallel model the data axes are here, and norms over the tensor axis; the rest is in ``tensor``.
-Not listed: what is sent before the first step, and the mean of the loss, which is the training step's.
+no rows. For a tensor-parallel model this file covers the data axes, and norms over the tensor axis; ``tensor`` covers
+the rest. Not listed: what is sent before the first step, and the mean of the loss, which the training step sends.
 Source: Rajbhandari et al., arXiv 1910.02054, section 7; Zhao et al., arXiv 2304.11277, section 3.2.
 """
 
@@ -168,7 +168,7 @@ class _Step:
             yield from self.finish_reduce(group)
 
     def clip(self) -> Iterator[Call]:
-        """A scalar for the norm, where gradients are sharded; before it one per axis, where a scaler looks for inf."""
+        """The norm of sharded gradients; before it, for a gradient scaler, one scalar per axis for the inf check."""
         if self.setup.scales_loss:
             # A scaler asks the engine's axes outer first; ``data_axes`` has them inner first, as reductions need them.
             for axis, size in self.data_axes[::-1]:
@@ -178,13 +178,13 @@ class _Step:
                     Collective.ALL_REDUCE, MeshAxis.TENSOR, "overflow", Phase.CLIP, "float32", 4, 1, self.tensor_ranks
                 )
         if self.setup.clip:
-            # Of pieces that are slices too the powers go separately: they meet those of the tensor axis.
+            # The sums of tensor-parallel slices stay separate, because they are added over the tensor axis too.
             kinds = {(not group.is_whole, param.sliced) for group in self.groups for param in group.params.values()}
             yield self.norm(self.axis, len({sliced for sharded, sliced in kinds if sharded}), self.setup.num_shards)
             yield self.norm(MeshAxis.TENSOR, len({sharded for sharded, sliced in kinds if sliced}), self.tensor_ranks)
 
     def norm(self, axis: MeshAxis, num_kinds: int, num_ranks: int) -> Call:
-        """The sum of norms over an axis; over none where nothing is spread over it."""
+        """The all-reduce of norms over an axis; over one rank, which sends nothing, if nothing is spread over it."""
         ranks = num_ranks if num_kinds else 1
         return Call(Collective.ALL_REDUCE, axis, "gradient norm", Phase.CLIP, "float64", 8, num_kinds, ranks)
 

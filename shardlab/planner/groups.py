@@ -25,7 +25,7 @@ ROOT = "root"
 class Group:
     """Parameters of one dtype, all trainable or all frozen, in one layout.
 
-    ``name`` is what its tags say; ``unit`` is whose forward and backward need it, for a bucket its own name.
+    ``name`` appears in its tags; ``unit`` is the unit whose forward and backward need it, or a bucket's own name.
     """
 
     name: str

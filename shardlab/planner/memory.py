@@ -14,7 +14,8 @@ fsdp hybrid_shard in groups of S  4P/S       4P/S       8P/S
 ===============================  ==========  =========  ===============
 
 With a 16-bit ``compute_dtype`` zero1 and zero2 hold 2P parameters and 4P/N master weights. Gradients of zero1 are then
-in ``reduce_dtype``, and where that is not the stored one, 4P/N means beside them. zero3 and fsdp hold the same as ever.
+in ``reduce_dtype``; if that differs from the stored dtype, zero1 also holds their means, 4P/N. zero3 and fsdp hold what
+the table says.
 Optimizer state is kept for pieces of parameters, never for padding. Not counted: activations, temporaries, the
 transports' scratch, gradients that accumulate inside ``no_sync()``.
 Source: Rajbhandari et al., arXiv 1910.02054, section 5; Zhao et al., arXiv 2304.11277, section 3.2.

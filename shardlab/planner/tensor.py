@@ -164,7 +164,7 @@ class _Pass:
         yield self.activation(op, f"output of {name}", Phase.FORWARD)
 
     def enter_backward(self, name: str, *, norm: str) -> Iterator[Call]:
-        """The sum of the gradients of a region's input; then the norm before it has its own."""
+        """The gradient of a region's input; with sequence parallelism then those of the norm before the region."""
         op = Collective.REDUCE_SCATTER if self.setup.sequence_parallel else Collective.ALL_REDUCE
         if self.setup.regather:
             yield self.activation(Collective.ALL_GATHER, f"input of {name} again", Phase.BACKWARD)

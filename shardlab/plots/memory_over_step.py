@@ -125,7 +125,7 @@ def _name_phases(figure: go.Figure, times_ms: np.ndarray, phases: pd.Series) -> 
 def _at_rest(memory: pd.DataFrame, key: pd.Series, source: str) -> int | None:
     """Bytes this run and rank hold at rest according to ``source``: in this step, else in the last one before it.
 
-    Without tensors that nobody named, where the course of the step does not have them either.
+    Unattributed tensors are left out if the samples within the step do not contain them either.
     """
     rows = memory[
         (memory["run"] == key["run"]) & (memory["source"] == source) & (memory["where"] == "rest")

@@ -1,9 +1,9 @@
-"""Where a script is listened to: torch's own global hooks, and three functions of torch that are replaced meanwhile.
+"""How a script is observed: by torch's global hooks, and by replacing three torch functions while it is recorded.
 
 Modules: the outermost module that is called under gradients and has trainable parameters is a root. To find roots,
-every call of a module is looked at (``register_module_forward_pre_hook``), but only until a step has shown no new
-optimizer: from then on only the roots themselves are, since a look at every call costs microseconds each.
-Units: their hooks are on the modules in watched steps only.
+a global hook sees every call of a module (``register_module_forward_pre_hook``), but only until a step has shown no new
+optimizer: from then on only the roots' own hooks remain, since the global one costs microseconds at every call.
+Units: they have hooks in watched steps only.
 Optimizers: ``register_optimizer_step_pre_hook`` and its counterpart.
 Backward and the scaler have no global hook, so ``torch.autograd.backward`` (which ``loss.backward()`` calls),
 ``GradScaler.scale`` and ``GradScaler.update`` are replaced. Not seen: ``torch.autograd.grad``.
@@ -146,7 +146,7 @@ class Hooks:
         self._saw_new_optimizer |= optimizer not in self._holdings.optimizers
         self._holdings.optimizers.add(optimizer)
         while self._stepping and self._stepping.pop() is not optimizer:
-            pass  # one inside it that raised
+            pass  # drop optimizers stepped inside this one whose step raised
         if not self._stepping:
             self._loop.optimizer_ends()
             # A new optimizer may step modules that have not been seen: look at the next step too.
@@ -169,7 +169,7 @@ class Hooks:
 
 
 class _OwnHook:
-    """A hook that copies of the module, and files, do not have."""
+    """A hook that does nothing in a copied or unpickled module."""
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self._hook = hook
@@ -184,7 +184,7 @@ class _OwnHook:
 
 
 def _own(hooks: Iterable[RemovableHandle], stack: contextlib.ExitStack) -> None:
-    """Make hooks that copies do not have of these, removed with the stack."""
+    """Turn these hooks into ones that do nothing in a copy of the module; the stack removes them."""
     for hook in hooks:
         table: Any = hook.hooks_dict_ref()  # of the module that has the hook
         table[hook.id] = _OwnHook(table[hook.id])

@@ -213,10 +213,10 @@ class Loop:
 
     def _cut(self) -> None:
         losses, self._losses, self._stepped = self._losses, [], False
-        # Read here, where the recorder waits for the device anyway: earlier it would have to wait for it.
+        # Read the loss only here, where the recorder waits for the device anyway: any earlier read would add a wait.
         loss = sum(float(loss) for loss in losses) if losses else nan
         self._recorder.finish_step(loss, nan, self._learning_rate, None)
-        # Only when it is written: a wait that comes after that has nothing left to change.
+        # Forget collectives only after the step is written: until then, a wait can still change what is written.
         self._record.forget_ended()
         self.num_steps += 1
 
@@ -228,7 +228,7 @@ class Loop:
 
 
 def scalars(tensors: object) -> list[Tensor]:
-    """Copies of the tensors of one number that a backward is called on; other kinds might communicate when read."""
+    """Copies of the one-element tensors that backward is called on; not of subclasses, whose reads may communicate."""
     given = tensors if isinstance(tensors, list | tuple) else [tensors]
     # Copies, since scripts go on to average their loss over the ranks in place.
     return [tensor.detach().clone() for tensor in given if type(tensor) is torch.Tensor and tensor.numel() == 1]

@@ -39,7 +39,7 @@ def claim(directory: Path, place: Place, *, overwrite: bool = False) -> None:
 
     Args:
         directory: of the record.
-        place: this rank; each removes what is its own, the first also what belongs to none of these ranks.
+        place: this rank; to overwrite, each rank removes its own files, and rank 0 also those of no current rank.
         overwrite: remove the record that is in it.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Of the forms in which a region could be divided, the one that holds; of those that do not, the reason.
+"""Decides in which form each region is divided: the first one that works; keeps the reason why others do not.
 
 Regions that differ in numbers only, such as those of a transformer's layers, are decided together. Sizes come first,
 since they cost nothing, then shapes, then values (``rehearsal``).
@@ -39,7 +39,7 @@ class Kind:
         return self.reasons[0] if self.reasons and not self.forms else ""
 
     def refuse(self, form: Form, why_not: str) -> None:
-        """One form less."""
+        """Remove a form, and keep the reason."""
         self.forms.remove(form)
         self.reasons.append(why_not)
 
@@ -98,7 +98,7 @@ def _refuse_by_shapes(rehearsal: Rehearsal, kinds: list[Kind]) -> None:
 
 
 def _refuse_by_values(rehearsal: Rehearsal, kinds: list[Kind]) -> None:
-    """Of each kind all forms before the first that computes what the whole module does."""
+    """Refuse the forms of each kind, one by one, until one computes what the whole module computes."""
     # All together first: mostly every likeliest form holds, and one pass is enough.
     if not rehearsal.values(_merged(kind.form for kind in kinds)):
         return

@@ -68,7 +68,7 @@ def flow_of(module: nn.Module, run: Run) -> Flow:
         module: all of its parameters require gradients.
         run: calls it.
     """
-    # Nodes are held until the graph has been read: the identity of a freed one could come back as another's.
+    # Keep the nodes alive until the graph has been read: a new node could get the id of a freed one.
     outputs: dict[Any, str] = {}
     inputs: dict[str, list[Any]] = {}
 

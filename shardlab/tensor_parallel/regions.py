@@ -1,9 +1,9 @@
 """What of a module could be divided, and how: regions that begin with columns and end with rows.
 
 A region is found by the flow of its outputs, whatever its layers are called: query, key and value before an output
-projection, gate and up before down, two layers in a row. Of a layer that makes several projections at once the graph
-does not say how they lie in its output, so there are several forms to try: one after another (``parts``), or dealt out
-by head.
+projection, gate and up before down, two layers in a row. If one layer makes several projections at once, the graph does
+not say how they lie in its output, so there are several forms to try: one after another (``parts``), or interleaved by
+head.
 """
 
 from collections.abc import Iterator
@@ -161,7 +161,7 @@ def _of_vocabulary(module: nn.Module, weight: Tensor) -> Form:
 
 
 def _tied_together(module: nn.Module, groups: dict[str, dict[str, str]]) -> Iterator[dict[str, str]]:
-    """Groups with a layer each that share a weight are one; at the top of a module each layer is its own."""
+    """Merge groups of one layer that share a weight; outside of blocks each layer is a group of its own."""
     apart = [
         group
         for parent, found in groups.items()

@@ -82,7 +82,7 @@ class Rehearsal:
             return flow_of(self._copy(_random), self._run)
 
     def shapes(self, plan: Plan) -> str:
-        """Why a plan cannot be, as far as shapes tell; empty if it can."""
+        """Why a plan fails when it is tried with shapes; empty if it does not."""
         if self.why_no_shapes:
             return ""
         try:
@@ -94,7 +94,7 @@ class Rehearsal:
         return ""
 
     def values(self, plan: Plan) -> str:
-        """Why a plan cannot be, by its values; empty if it can."""
+        """Why a plan fails when it is tried with values; empty if it does not."""
         if self._reference is None:
             self._whole = self._copy(_random)
             # A copy for each pass: it is divided and gets gradients, and the next pass needs the same values.
@@ -167,7 +167,7 @@ def _pass(module: nn.Module, plan: Plan, run: Run, comm: Communicator | None) ->
 
 
 def _difference(rank: _Passed, whole: _Passed) -> str:
-    """What one rank has otherwise than the whole module; empty for nothing but rounding."""
+    """How one rank's result or gradients differ from the whole module's; empty if only by rounding."""
     if not _close(rank.total, whole.total, whole.total.abs()):
         return "the result is another one than the whole model's: the features are not independent of each other"
     scale = torch.stack([gradient.norm().float() for gradient in whole.gradients.values()]).max()

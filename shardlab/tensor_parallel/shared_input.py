@@ -2,8 +2,8 @@
 
 Query, key and value projections read one tensor. If each of them copied (or gathered) it for itself, backward would
 have three all-reduces where one does. So the columns of one parent share a ``SharedInput``, which remembers the last
-tensor that came in, until the parent's forward ends. It goes by identity: another tensor is sent for itself, so nothing
-is ever mistaken, only sent once more.
+tensor that came in, until the parent's forward ends. It compares tensors by identity: any other tensor is sent on its
+own, so the result is always right, and at worst one more message is sent.
 
 With sequence parallelism this input is the only large activation that is whole on every rank. Autograd keeps it for the
 weight's gradient: 2sbh bytes of 16-bit values in front of attention, as much in front of the MLP. With
@@ -62,7 +62,7 @@ class SharedInput:
             part: this rank's part.
             for_all: remember it for the other columns, until the gradient of the whole is there.
         """
-        # By memory: each column has a tensor of its own over it, and what is held cannot be reused for another.
+        # Compare by data_ptr: each column has its own tensor over this memory, which is not reused while one is held.
         if self._again is not None and self._again[0].data_ptr() == part.data_ptr():
             return self._again[1]
         assert self.sequence_dim is not None

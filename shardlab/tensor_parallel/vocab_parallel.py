@@ -38,7 +38,8 @@ class VocabParallelEmbedding(nn.Module):
         name: in tags and errors.
 
     Raises:
-        ValueError: the ranks do not divide the vocabulary, or an option that needs whole rows' history.
+        ValueError: the ranks do not divide the vocabulary, or the embedding has ``max_norm``, ``scale_grad_by_freq`` or
+            ``sparse`` set.
     """
 
     def __init__(

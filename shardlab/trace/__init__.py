@@ -1,1 +1,1 @@
-"""Records of a run. Delete this room and every engine still trains, bit for bit the same."""
+"""Records of a run. Delete this package and every engine still trains, bit for bit the same."""

@@ -7,7 +7,7 @@
 
 On CUDA it is torch's own recording, of every block of the caching allocator. On the CPU torch has none: a dispatch mode
 sees the storages that operations of this thread make, by weak references also when they are freed, and writes the same
-form. What was made before the block is in neither. It makes a step several times as slow: not for timings.
+form. Neither lists what was allocated before the block. Recording makes a step several times slower: do not time it.
 """
 
 import contextlib

@@ -78,10 +78,10 @@ CpuTime = Callable[[], int]
 def cpu_time_of_this_thread() -> CpuTime | None:
     """CPU time of the calling thread, which any thread may ask for; None where the system has no such clock.
 
-    Also where torch computes with several threads: the one that calls an operation takes its share of every parallel
-    region, and then spins until the others are through. (GNU OpenMP; on cores with more threads than they can run it
-    sleeps there, and so counts as off the CPU.) The time of the whole process says less: eight threads that compute for
-    an eighth of the time have used as much as one that always does.
+    This also works if torch computes with several threads: the thread that calls an operation takes its share of every
+    parallel region, and then spins until the others are done. (With GNU OpenMP; if there are more threads than cores
+    can run, it sleeps there and so counts as off the CPU.) The time of the whole process says less: eight threads that
+    compute for an eighth of the time use as much as one thread that computes all the time.
     """
     if not hasattr(time, "pthread_getcpuclockid"):  # macOS
         return None
@@ -114,7 +114,7 @@ class CpuReadings:
             self._rows.append((now_ns, cpu_time()))
 
     def stop(self) -> None:
-        """Take no more, as the thread may end: then nobody may ask for its time."""
+        """Take no more readings: the thread may end, and the clock of an ended thread must not be read."""
         self._cpu_time = None
 
     def until(self, end_ns: int) -> list[tuple[int, int]]:

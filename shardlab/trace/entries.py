@@ -151,12 +151,12 @@ def _cut(spans: Columns, collectives: Columns, readings: Columns) -> Columns:
 
 
 def off_cpu(readings: Iterable[tuple[float, float]], waits: Sequence[Interval]) -> list[Interval]:
-    """When the computing thread neither ran nor waited for a collective; where in a stretch is not known.
+    """When the computing thread neither ran nor waited for a collective; only how long, between two readings, is known.
 
     Args:
-        readings: (time, CPU time used so far), in order of time. Between two of them the rank was off the CPU for as
-            long as it neither waited nor used CPU time, and that is taken to be the last of the stretch: a mark comes
-            first, then what it announces.
+        readings: (time, CPU time used so far), in order of time. Between two readings the rank was off the CPU for as
+            long as it neither waited nor used CPU time. That time is placed last, just before the second reading: a
+            mark comes first, then the compute that it announces.
         waits: merged.
     """
     found: list[Interval] = []

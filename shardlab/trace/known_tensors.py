@@ -16,8 +16,8 @@ PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
 def known_tensors() -> Iterator[Tensor]:
-    """Every plain tensor with a storage that the garbage collector lists; what it has frozen it does not list."""
-    # Ranks that a forkserver forked have its objects frozen, and so a few thousand of their own to go through.
+    """Every plain tensor with a storage that the garbage collector lists; it does not list what ``gc.freeze`` froze."""
+    # In a rank, all objects from before its first call are frozen, so there are only a few thousand to search.
     return (thing for thing in gc.get_objects() if type(thing) in PLAIN and has_storage(thing))
 
 
@@ -30,6 +30,6 @@ def has_storage(tensor: Tensor) -> bool:
 
 def with_unattributed(live: Mapping[Role, Iterable[Tensor]]) -> Mapping[Role, Iterable[Tensor]]:
     """The tensors by role, and last all others in host memory; a storage counts in the first role that names it."""
-    if Role.UNATTRIBUTED in live:  # who asked has looked already
+    if Role.UNATTRIBUTED in live:  # the caller has looked for them already
         return live
     return {**live, Role.UNATTRIBUTED: [tensor for tensor in known_tensors() if tensor.is_cpu]}

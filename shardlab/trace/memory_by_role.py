@@ -3,15 +3,15 @@
 At rest the engine says which tensors it holds and why; each storage counts once, in the first role that names it.
 
 Inside a traced step a dispatch mode sees every storage an operation makes and, by a weak reference, when it is
-freed. The log of these events is replayed when the step is over, when it is known what each storage became: what
-survives as gradient was a gradient from its first byte. The rest made in forward is activation, also where backward
-recomputes it (checkpointing: with gradients enabled, which is not so in backward itself), and in backward or the
-optimizer other (temporaries, and gradients of activations). What was there before and nobody named is not in the log;
-at rest it is unattributed (``known_tensors.py``). Scratch of the transports is told by the communicator's events. Every
-change also carries the unit the rank was in, so that the peak has a place in the model and the whole step a course.
-Tracing makes a step about three times as slow; its times are left out of the statistics. On CUDA the ledger knows
-tensors only, and the allocator the rest (``process_memory.py``); of tensors in host memory only those count that the
-engine has offloaded.
+freed. The log of these events is replayed after the step, when the role of each storage is known: a storage that ends
+up as a gradient counts as a gradient from its first byte. Of the rest, what forward makes is activation, also when
+backward runs that forward again (checkpointing; recognised by enabled gradients, which backward itself disables). What
+backward and the optimizer make is other: temporaries, and gradients of activations. The log leaves out storages that
+existed before the step and have no role; at rest they are unattributed (``known_tensors.py``). The communicator's
+events give the scratch memory of the transports. Every entry names the unit that was running, so that the peak has a
+place in the model and memory can be drawn over the step. Tracing makes a step about three times slower, so its times
+are left out of the statistics. On CUDA the ledger knows tensors only, the allocator the rest
+(``process_memory.py``), and tensors in host memory count only if the engine has offloaded them.
 """
 
 import weakref
@@ -163,7 +163,7 @@ class MemoryLedger(TorchDispatchMode):
     ) -> None:
         super().__exit__(exc_type, exc_value, traceback)  # type: ignore[no-untyped-call]
         del torch.UntypedStorage.resize_  # torch's own is that of the class above
-        # Weak references go on telling what is freed, which is no part of the step any more.
+        # Weak references still report what is freed, but from now on that is not part of the step.
         self._closed = True
 
     _closed = False
@@ -176,7 +176,7 @@ class MemoryLedger(TorchDispatchMode):
         return self
 
     def issued(self, event: CollectiveEvent) -> None:
-        """Give the buffer a role by its collective: what is gathered are parameters, what is reduced are gradients."""
+        """Give the buffer a role by its collective: gathered buffers are parameters, reduced buffers are gradients."""
         serial = self._known.get(event.storage)
         of_activations = event.axis == MeshAxis.TENSOR
         if (

@@ -4,9 +4,9 @@ It observes the communicators, the units of the module and the phases of the tra
 number or synchronises a stream inside a step. It adds up all the time it takes itself, for the manifest. What is
 communicated before the first step (parameters from rank 0) is recorded as step -1.
 
-Wherever it marks a time it also reads the CPU time of the computing thread (``clock.CpuReadings``), and where a
-collective begins and ends, which other threads tell. So it is known for each stretch between two readings how long the
-rank was off the CPU, and no such stretch is partly beside a collective and partly not.
+It reads the CPU time of the computing thread (``clock.CpuReadings``) whenever it marks a time, and whenever a
+collective begins or ends, from the thread that reports this. So it is known how long the rank was off the CPU between
+two readings, and no such interval overlaps a collective only in part.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ class Recorder:
         clock: of the compute.
         origin_ns: ``time.perf_counter_ns`` at the start of the run, the same on all ranks of a host.
         device: of the compute; on CUDA peaks are the allocator's, and what it holds beside tensors is recorded too.
-        samples: whether what is held after a step is read; of every rank the same.
+        samples: takes the number of a step, and returns whether memory is read after it; the same on every rank.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Recorder:
             trace_memory: find its peak by role, which slows it; on CUDA the allocator knows every step's peak, but not
                 the roles.
             since: when it began; None for now.
-            watched: whether its collectives and units are told; if not, what the step sent and hid is unknown.
+            watched: whether its collectives and units are recorded; if not, what the step sent and hid is unknown.
         """
         if self._step == BEFORE_TRAINING:
             # Before the lists begin anew: what has been sent so far is a step of its own.
@@ -260,7 +260,7 @@ class Recorder:
         self._writer.append(self._step, {SHARDS.name: columns_of(rows)})
 
     def _mark(self, *, always: bool = False) -> Mark:
-        """The time, beside a reading of the CPU time, which may be left out if it need not be ``always``."""
+        """Mark the time and read the CPU time; unless ``always``, the reading is skipped if the last one is recent."""
         self._cpu.read(always=always)
         return self._clock.mark()
 

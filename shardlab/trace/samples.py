@@ -45,7 +45,7 @@ class MemorySamples:
             self.rows += process_rows(parts, time_ns - self._origin_ns, phase, resident_bytes)
 
     def peak(self, ledger: MemoryLedger | None) -> int | None:
-        """Add the course of a traced step; its highest live bytes, without a ledger the allocator's, else None."""
+        """Add the rows of a traced step; return the step's peak: the CUDA allocator's, else the ledger's, else None."""
         allocator = Allocator.peak(self._device) if self._on_cuda else Allocator()
         if ledger is None:
             return allocator.allocated_bytes

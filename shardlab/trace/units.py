@@ -92,7 +92,7 @@ def watch_module(name: str, unit: nn.Module, sink: SpanSink) -> Iterator[Removab
         sink.end_span(name, SpanKind.FORWARD)
         known = came_with.pop() if came_with else set()  # there is none if the hooks came while it ran
         for tensor in tensors_in(output):
-            # Not what it has passed through: that gets its gradient when an earlier unit runs backward.
+            # Skip inputs that are returned unchanged: their gradients come when an earlier unit runs backward.
             if tensor.grad_fn is not None and tensor.grad_fn not in known:
                 tensor.register_hook(has_gradient_of_output)
         sink.spent(began_ns)

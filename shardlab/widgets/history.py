@@ -164,7 +164,7 @@ def _relabelled(frame: pd.DataFrame, number: int) -> pd.DataFrame:
 
 
 def _earlier(directory: Path) -> Iterator[tuple[int, PastRun]]:
-    """The runs of earlier sessions; not those of which nothing was written but a directory."""
+    """The runs of earlier sessions whose records can be loaded, each with its number."""
     for path in sorted(directory.glob(f"{PREFIX}*")):
         if (run := found(path)).config is not None:
             yield _number(path), run

@@ -144,7 +144,11 @@ def test_steps_of_the_whole_model(cuts):
 
 def test_a_threshold_is_found_among_constructor_arguments():
     """``max_norm`` is an attribute and no option: a class made anew with the options alone would not have it."""
-    assert tried(lambda tensors: own.Clipped(tensors, max_norm=1e30), FLAT) is ELEMENT
+    assert tried(lambda tensors: own.Clipped(tensors, max_norm=None), FLAT) is ELEMENT
+
+
+def test_a_threshold_that_only_a_nan_passes():
+    assert tried(lambda tensors: own.Clipped(tensors, max_norm=1e30), FLAT) is MODEL
 
 
 def test_who_says_it_is_believed():

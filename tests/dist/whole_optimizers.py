@@ -63,16 +63,16 @@ class DecaysMatrices(Plain):
 
 
 class Clipped(Plain):
-    """Clips the norm of all gradients within its step."""
+    """Clips the norm of all gradients within its step, unless ``max_norm`` is None."""
 
     def __init__(self, params, lr=1e-2, max_norm=50.0):
         super().__init__(params, lr)
         self.max_norm = max_norm  # no option of the groups
 
     def step(self):
-        torch.nn.utils.clip_grad_norm_(
-            [param for group in self.param_groups for param in group["params"]], self.max_norm
-        )
+        params = [param for group in self.param_groups for param in group["params"]]
+        if self.max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(params, self.max_norm)
         super().step()
 
 

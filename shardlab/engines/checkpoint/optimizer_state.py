@@ -15,6 +15,7 @@ from shardlab.engines.agreement import share_json
 from shardlab.engines.checkpoint.gather import gather_whole
 from shardlab.engines.checkpoint.manifest import decode, encode
 from shardlab.engines.checkpoint.shards import state_shards, state_values, whole_shape_of
+from shardlab.engines.claims import PIECES, pieces_of
 from shardlab.engines.state import Checkpointed
 
 
@@ -116,7 +117,11 @@ def install_state(
     # Torch moves the state to the device of the tensors; inside, those are where they are stepped, not in host memory.
     with engine.stepping():
         engine.optimizer.load_state_dict(
-            {"state": state, "param_groups": [_numbered(group, numbers) for group in groups]}
+            {
+                "state": state,
+                "param_groups": [_numbered(group, numbers) for group in groups],
+                PIECES: pieces_of(engine),
+            }
         )
 
 

@@ -1,6 +1,6 @@
 """Fully sharded data parallel: parameters are gathered unit by unit, just before they are needed.
 
-What changes against ``zero3``: hooks. A unit (by default a block) is gathered before its forward and resharded after
+What differs from ``zero3``: hooks. A unit (by default a block) is gathered before its forward and resharded after
 it, gathered again before its backward, and reduce-scattered and resharded when its last gradient is there. The next
 ``prefetch`` units are gathered during the compute of this one. So the full parameters in memory at any time are those
 of the root, of one unit and of the prefetched ones, not of the model.

@@ -59,10 +59,20 @@ class OffloadedEngine(ShardedEngine):
                 bucket.visit_device()
             yield
         finally:  # after an error too, or the next gather would send the host's old values
-            for bucket in self.buckets:
-                bucket.return_to_host()
-            if offload.parameters and not offload.gradients_and_state:
-                wait_for_copies(device)
+            self._return_to_host()
+
+    @override
+    def optimizer_stepped(self) -> None:
+        """Return what has been stepped: a hook of the user's may gather it."""
+        self._take_assigned()
+        self._return_to_host()
+
+    def _return_to_host(self) -> None:
+        offload = OFFLOADS[self.offload]
+        for bucket in self.buckets:
+            bucket.return_to_host()
+        if offload.parameters and not offload.gradients_and_state:
+            wait_for_copies(self.mesh.device)
 
     @override
     def load(self, directory: str | Path, **objects: Stateful) -> Any:

@@ -1,6 +1,6 @@
 """Torch's ``ZeroRedundancyOptimizer`` behind DDP: the counterpart of ``zero1``.
 
-What changes against ``torch_ddp``: each parameter has one owner, which alone keeps its optimizer state and steps it;
+What differs from ``torch_ddp``: each parameter has one owner, which alone keeps its optimizer state and steps it;
 after the step every parameter is broadcast from its owner. Gradients are still all-reduced, so a third of what is sent
 is not needed: per rank 2P(N-1)/N elements for gradients and P(N-1)/N for parameters, in one message per parameter.
 Per rank for P fp32 parameters with Adam: 4P parameters, 4P gradients, about 8P/N state.

@@ -93,7 +93,7 @@ class HookedDataParallel(Whole):
 
     @override
     def backward(self, batch: Batch) -> float:
-        """The hooks are of one step, and cannot be taken off again: they are put on a copy of the model."""
+        """Run the learner's hooks on a copy of the model: they serve one step only, and cannot be removed."""
         self.optimizer.zero_grad()
         replica = copy.deepcopy(self.model)
         finish = self.parts["data_parallel_hooks"](self.comm, replica, 1)
@@ -167,7 +167,7 @@ class ZeRO1OfParts(Assembled):
 
     @override
     def step(self, batch: Batch) -> float:
-        """After the step, what the others have stepped comes back."""
+        """Step this rank's ranges, then all-gather the ranges that the other ranks have stepped."""
         loss = super().step(batch)
         gathered = self.pieces.start_gather(self.shards)()
         for name, param in self.params.items():

@@ -137,7 +137,7 @@ class ZeRO3OfParts(Assembled):
 
     @override
     def backward(self, batch: Batch) -> float:
-        """The learner's forward there, and the learner's forward back."""
+        """Run the learner's forward through the units, then again through the reversed units for backward."""
         tokens, targets = batch
         forward = self.parts["zero3_forward"]
         logits = forward([self._used(unit, unit.forward) for unit in self.units], tokens).requires_grad_()

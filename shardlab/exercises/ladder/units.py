@@ -41,7 +41,7 @@ HINTS = (
 
 
 def cases() -> list[Case]:
-    """Greedy is enough without prefetch, and half the budget for each is not with it."""
+    """Without prefetch a greedy choice is enough; with prefetch, giving each unit half the budget is not."""
     return [_case(words, *layers) for words, layers in SIZES.items()]
 
 

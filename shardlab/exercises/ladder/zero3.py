@@ -111,7 +111,7 @@ def _output(x: Tensor, num_units: int) -> Tensor:
 
 
 def forward(function: Function, comm: Communicator, num_units: int, x: Tensor) -> Measured:
-    """The learner's forward through units that keep a diary."""
+    """Run the learner's forward through units that log what is done with them."""
     events, clock = list[str](), VirtualClock(LATENCY_US, BYTES_PER_US)
     output = function([Unit(comm, number, events, clock) for number in range(num_units)], x)
     peak_bytes = max(_gathered_after_each(events), default=0) * NUMEL * x.element_size()
