@@ -6,6 +6,7 @@ file, a ``helpers.py`` beside the notebook): a warm rank then always runs the co
 rank first imported it. Installed packages and shardlab itself go by name.
 """
 
+import importlib
 import io
 import linecache
 import pickle
@@ -136,6 +137,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(value, CodeType):
             # Since 3.1.3 cloudpickle leaves out the file: tracebacks, and the lines of collectives, would name none.
             return _code_of_file, (value.co_filename, *self.dispatch_table[CodeType](value))
+        if isinstance(value, ModuleType) and sys.modules.get(value.__name__) is value and type(value) is not ModuleType:
+            return importlib.import_module, (value.__name__,)  # torch.ops, of a class that cloudpickle does not know
         if isinstance(value, FunctionType | type):
             self._send_by_value(value.__module__)
         if isinstance(value, FunctionType):

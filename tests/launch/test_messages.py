@@ -29,6 +29,15 @@ def test_code_that_goes_by_value_knows_its_file_and_line():
         assert there.__code__.co_firstlineno == here.__code__.co_firstlineno
 
 
+def test_functions_may_name_the_operators_of_torch():
+    """As policies of selective checkpointing do."""
+
+    def policy(operator):
+        return operator is torch.ops.aten.mm.default, torch.utils.deterministic.fill_uninitialized_memory
+
+    assert unpack(pack(policy, "x"))(torch.ops.aten.mm.default) == policy(torch.ops.aten.mm.default)
+
+
 def test_registry_of_cloudpickle_is_left_as_it_was():
     pack(test_installed_code_goes_by_name, "x")
     assert cloudpickle.list_registry_pickle_by_value() == set()
