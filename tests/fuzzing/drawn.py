@@ -126,6 +126,7 @@ def _engine(draw: st.DrawFn, name: str, num_data_ranks: int, num_tensor_ranks: i
 def _fsdp_options(draw: st.DrawFn, options: dict[str, Any], num_ranks: int) -> tuple[tuple[str, int], ...]:
     """Draw FSDP's options; the axes that belong to them."""
     kinds = ["full_shard", "full_shard", "shard_grad_op", "no_shard", "hybrid_shard"]
+    kinds += ["hybrid_shard"] * 2 if num_ranks == 4 else []  # with four ranks alone both of its axes have two
     options["sharding"] = sharding = draw(st.sampled_from(kinds))
     options["wrap"] = draw(st.sampled_from(["auto", "auto", "root", 5, "every"]))
     options["prefetch"] = draw(st.sampled_from([1, 0, 2]))
@@ -138,7 +139,7 @@ def _fsdp_options(draw: st.DrawFn, options: dict[str, Any], num_ranks: int) -> t
         options["offload"] = draw(st.sampled_from(["parameters", "all"]))
     if sharding != "hybrid_shard":
         return (("data", num_ranks),)
-    replicas = draw(st.sampled_from([size for size in (2, 1, 4, 3) if num_ranks % size == 0]))
+    replicas = draw(st.sampled_from([size for size in (2, 2, 2, 1, 4, 3) if num_ranks % size == 0]))
     return (("replica", replicas), ("shard", num_ranks // replicas))
 
 

@@ -29,8 +29,8 @@ def scenarios(menu: Menu) -> st.SearchStrategy[Scenario]:
 @st.composite
 def _scenarios(draw: st.DrawFn, menu: Menu) -> Scenario:
     engine = draw(engines(menu))
-    kinds = {"one": _single(menu), "step": _training_step(), "moved": _moved(menu)}
-    names = ["one"] * 4 + ["step"] * 2 + ([] if engine.name in PEERS else ["moved"])
+    kinds = {"one": _single(menu), "step": _training_step(), "moved": _moved(menu), "back": _back()}
+    names = ["one"] * 4 + ["step"] * 2 + ([] if engine.name in PEERS else ["moved", "back"])
     phrase = st.sampled_from(names).flatmap(kinds.__getitem__)
     phrases = draw(st.lists(phrase, min_size=draw(st.sampled_from([0, 2, 4])), max_size=menu.most))
     operations = tuple(operation for phrase in phrases for operation in phrase)
@@ -83,7 +83,11 @@ def _training_step(draw: st.DrawFn) -> list[Operation]:
     # Rarely inside no_sync() too, so that clip or step must reduce.
     operations.append(Backward(draw(_how), quiet=draw(seldom) and draw(seldom)))
     if draw(seldom):
-        operations.append(Evaluate(draw(_seeds), draw(_depths), inference=draw(seldom)))
+        # Before the step, whose parameters they do not have: evaluations, and a forward of a loss that comes later.
+        forward = Forward(draw(_seeds), draw(_depths))
+        operations.append(
+            draw(st.sampled_from([Evaluate(draw(_seeds), draw(_depths), inference=draw(seldom)), forward]))
+        )
     if draw(st.booleans()):
         operations.append(Clip(draw(st.sampled_from([0.1, 1.0])), draw(st.sampled_from([2.0, 1.0, "inf"]))))
     if draw(seldom) and draw(seldom):
@@ -103,6 +107,15 @@ def _moved(draw: st.DrawFn, menu: Menu) -> list[Operation]:
     """A checkpoint, perhaps some training, and on with another engine, mostly on other ranks."""
     between = draw(_training_step()) if draw(st.booleans()) else []
     return [Save(), *between, Load(draw(engines(menu)))]
+
+
+@st.composite
+def _back(draw: st.DrawFn) -> list[Operation]:
+    """What the state is, a step, and back to it; or full parameters that are changed for good."""
+    out, into = draw(st.sampled_from([(StateOut, StateIn), (OptimizerOut, OptimizerIn), (None, None)]))
+    if out is None:
+        return [*draw(_training_step()), FullParams(True, draw(st.sampled_from(["change", "replace"])), draw(_seeds))]
+    return [out(), *draw(_training_step()), into()]
 
 
 def _single(menu: Menu) -> st.SearchStrategy[list[Operation]]:

@@ -66,6 +66,7 @@ class Backward(Operation):
 
     def ours(self, world: World) -> Seen:
         loss = take(world.ours.losses, self.which, retain=self.retain)
+        world.is_plain = self.how == "plain"
         with quiet(world.ours.engine, self.quiet):
             if self.how == "engine":
                 world.ours.engine.backward(loss, retain_graph=self.retain)

@@ -220,6 +220,7 @@ class World:
         saved: what ``Save`` has written.
         left_alone: an error on one rank has left the others alone where they gather parameters.
         has_met: two different collectives have met, so that the engine is of no use any more.
+        is_plain: the last backward was a plain ``loss.backward()``.
         has_retained: a plain ``loss.backward(retain_graph=True)`` has kept a graph, which no engine can see.
     """
 
@@ -236,6 +237,7 @@ class World:
     saved: dict[str, Any] = field(default_factory=dict)
     left_alone: bool = False
     has_met: bool = False
+    is_plain: bool = False
     has_retained: bool = False
 
     @property
