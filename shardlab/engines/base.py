@@ -244,6 +244,13 @@ class Engine(Holdings, Gradients, EngineState):
         if exc_type is None or not self._keeps_pieces:
             self.close()
 
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__}: an engine is not copied or pickled, since its hooks and communicators belong to "
+            "this process; copy engine.full_state_dict() or, inside 'with engine.full_params():', the module"
+        )
+
     def _take_assigned(self) -> None:
         """Take over what the optimizer has put in the place of a piece by assigning to its ``.data``."""
         return

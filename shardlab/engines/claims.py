@@ -121,6 +121,7 @@ class Claim:
         self._module, self._optimizer = engine.module, optimizer
         self._params = tuple(params)
         self._is_stepping = False
+        self._depth = 0  # of the optimizer's step: one that calls its base class's step runs all hooks twice
         self._hooks = [*_watch_steps(self), *_mark_states(self), _watch_others(self)]
         # Modules without parameters stay unmarked: two models may share an activation.
         claimed = [module for module in self._module.modules() if next(module.parameters(), None) is not None]
@@ -135,13 +136,13 @@ class Claim:
     def stepping(self) -> Iterator[None]:
         """Inside, ``optimizer.step()`` is the engine's own call."""
         # Also taken back after a step that raised, or the user could step past the engine from then on.
-        self._is_stepping = True
+        self._is_stepping, self._depth = True, 0
         try:
             yield
         finally:
             self._is_stepping = False
 
-    def check_step(self) -> None:
+    def begin_step(self) -> None:
         """Refuse a step that the engine has not called.
 
         Raises:
@@ -152,11 +153,27 @@ class Claim:
                 "engine.optimizer.step(): it would step this rank's tensors, perhaps before gradients are averaged, "
                 "and gather nothing; write engine.step(), or scaler.step(engine) with shardlab.engines.GradScaler"
             )
+        self._depth += 1
 
-    def tell_stepped(self) -> None:
-        """Tell the engine that its optimizer has stepped."""
-        if self._is_stepping and self._mark.engine is not None:
-            self._mark.engine.optimizer_stepped()
+    def end_step(self) -> None:
+        """Tell the engine that its optimizer has stepped, at the end of the outermost step.
+
+        Raises:
+            RuntimeError: hooks of others come next, in the middle of a step of pieces.
+        """
+        engine = self._mark.engine
+        if not self._is_stepping or engine is None:
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            engine.optimizer_stepped()
+        elif len(self._optimizer._optimizer_step_post_hooks) > 1 and any(engine.spread_over().values()):
+            # Hooks would read a model of old and new pieces. A gather here could miss ranks: whether torch runs hooks
+            # for a base class too depends on what a rank has made before.
+            raise RuntimeError(
+                f"optimizer.register_step_post_hook: {type(self._optimizer).__name__}.step() calls the step of a base "
+                "class, and torch runs the hook there too, halfway; do in the loop, after engine.step(), what it does"
+            )
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse state that was saved for other pieces.
@@ -218,7 +235,7 @@ class ZeroGrad:
 def pieces_of(engine: StepsPieces) -> dict[str, Any]:
     """The elements of each parameter that this rank steps, in plain types, with its place on the tensor axis."""
     tensor_rank = 0 if engine.tensor_comm is None else engine.tensor_comm.rank
-    return {"tensor_rank": tensor_rank, **{name: list(span) for name, span in engine.owned().items()}}
+    return {"tensor_rank": tensor_rank, "owned": {name: list(span) for name, span in engine.owned().items()}}
 
 
 def _watch_steps(claim: Claim) -> list[RemovableHandle]:
@@ -226,11 +243,11 @@ def _watch_steps(claim: Claim) -> list[RemovableHandle]:
 
     def refuse(*_: Any) -> None:
         if (known := reference()) is not None:
-            known.check_step()
+            known.begin_step()
 
     def tell(*_: Any) -> None:
         if (known := reference()) is not None:
-            known.tell_stepped()
+            known.end_step()
 
     optimizer = claim._optimizer
     try:

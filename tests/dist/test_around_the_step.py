@@ -1,9 +1,11 @@
 """What users do at the edges of a step: write into pieces, average in hooks, keep gradients, save the optimizer's state."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from shardlab.launch import current
+from shardlab.launch import RankError, current
 from tests.dist import cases
 from tests.dist.every_engine import ENGINES, assert_states, engine_of
 from tests.dist.test_users_code import PLACES, STEPPED_IN_PIECES, OnRanks, in_one_process, loss_of, sgd, train
@@ -135,29 +137,52 @@ def test_a_hook_of_the_optimizer_finds_the_stepped_model(pools, key, num_ranks, 
     assert_states(pools(num_ranks).run(averaged, key, read), dict(enumerate(expected)))
 
 
-class Evaluates(torch.optim.SGD):
-    """Runs a forward of the model at the end of its step."""
+class Steps(torch.optim.Optimizer):
+    """Plain descent, in a class that calls no other's step."""
 
-    evaluate = None
+    after = None
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"])
+        if self.after is not None:
+            self.after(self)
+
+
+class StepsAndMore(Steps):
+    """Goes on after its base class's step; torch runs hooks at the end of both, if there has been a plain one."""
 
     def step(self, closure=None):
+        after, self.after = self.after, None
         super().step(closure)
-        if self.evaluate is not None:
-            self.evaluate()
+        self.after = after
+        if after is not None:
+            after(self)
 
 
-def evaluating(rank, key):
-    def optimizer_fn(tensors):
-        return Evaluates(tensors, lr=0.1)
+def steps(tensors, optimizer):
+    Steps([torch.zeros(1)])  # from here on torch runs the hooks of this class
+    return optimizer(tensors)
 
-    with engine_of(key, 2, cases.build("MLP"), optimizer_fn=optimizer_fn) as engine:
+
+OPTIMIZERS = pytest.mark.parametrize("optimizer", [Steps, StepsAndMore])
+
+
+def evaluating(rank, key, optimizer):
+    with engine_of(key, 2, cases.build("MLP"), optimizer_fn=partial(steps, optimizer=optimizer)) as engine:
         told = OnRanks(engine)
-        engine.optimizer.evaluate = lambda: loss_of(told, 0)
+        engine.optimizer.after = lambda _: loss_of(told, 0)
         engine.backward(loss_of(told, 0))
         for refused in (engine.step, lambda: loss_of(told, 0)):
             with pytest.raises(RuntimeError, match="pieces were written to"):
                 refused()
-        engine.optimizer.evaluate = None
+        engine.optimizer.after = None
         engine.zero_grad()
         engine.step()  # of nothing: it gathers what the step that was refused had stepped
         train(told, 1)
@@ -169,10 +194,46 @@ def stepped_twice(engine):
     train(engine, 1)
 
 
+@OPTIMIZERS
 @pytest.mark.parametrize("key", STEPPED_IN_PIECES)
-def test_inside_an_optimizers_step_a_model_of_old_and_new_pieces_is_refused(pools, key):
+def test_inside_an_optimizers_step_a_model_of_old_and_new_pieces_is_refused(pools, key, optimizer):
     expected = in_one_process(stepped_twice, 2, cases.build("MLP"))
-    assert_states(pools(2).run(evaluating, key), expected)
+    assert_states(pools(2).run(evaluating, key, optimizer), expected)
+
+
+def clamping(rank, key, optimizer):  # noqa: ARG001
+    optimizer_fn = partial(steps, optimizer=optimizer)
+    with engine_of(key, current().world_size, cases.build("MLP"), optimizer_fn=optimizer_fn) as engine:
+        engine.optimizer.after = clamp
+        stepped_twice(OnRanks(engine))
+        return engine.full_state_dict()
+
+
+def clamped_in_the_step(engine):
+    for step in range(2):
+        train(engine, step)
+        clamp(engine.optimizer)
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize(("key", "num_ranks"), PLACES)
+def test_what_an_optimizer_does_after_its_base_classes_step_counts(pools, key, num_ranks, optimizer):
+    expected = in_one_process(clamped_in_the_step, num_ranks, cases.build("MLP"))
+    assert_states(pools(num_ranks).run(clamping, key, optimizer), expected)
+
+
+def hooked_halfway(rank, key):  # noqa: ARG001
+    optimizer_fn = partial(steps, optimizer=StepsAndMore)
+    with engine_of(key, 2, cases.build("MLP"), optimizer_fn=optimizer_fn) as engine:
+        engine.optimizer.register_step_post_hook(lambda *_: None)
+        engine.backward(loss_of(OnRanks(engine), 0))
+        engine.step()
+
+
+@pytest.mark.parametrize("key", STEPPED_IN_PIECES)
+def test_a_hook_that_torch_runs_halfway_through_a_step_of_pieces_is_refused(pools, key):
+    with pytest.raises(RankError, match="StepsAndMore.step.. calls the step of a base class"):
+        pools(2).run(hooked_halfway, key)
 
 
 class Extrapolates(torch.optim.Optimizer):

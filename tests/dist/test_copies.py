@@ -160,3 +160,9 @@ def test_an_averaged_model_is_that_of_one_process(pools, setup):
     for of_average, of_engine in pools(3).run(averaged, setup, 3):
         assert_states([of_average], average.module.state_dict())
         assert_states([of_engine], model.state_dict())
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda engine: torch.save(engine, io.BytesIO())])
+def test_an_engine_itself_is_not_copied(copied):
+    with build_engine("zero1", build(), adamw) as engine, pytest.raises(TypeError, match=r"engine\.full_state_dict\(\)"):
+        copied(engine)
