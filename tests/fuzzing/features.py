@@ -16,7 +16,7 @@ from tests.fuzzing.engines import EngineSpec
 from tests.fuzzing.modules import BRANCH_KINDS, BlockSpec
 from tests.fuzzing.operation import Operation
 from tests.fuzzing.optimizers import OWN
-from tests.fuzzing.states import FullParams, OptimizerIn, OptimizerOut, StateIn, StateOut
+from tests.fuzzing.states import FullParams, NamedIn, NamedOut, OptimizerIn, OptimizerOut, StateIn, StateOut
 from tests.fuzzing.training import Backward, FailsAlone, Forward, Step, ZeroGrad
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def _plain_backward(scenario: Scenario) -> Scenario:
 def _left_out(scenario: Scenario) -> Scenario:
     if not scenario.optimizer.left_out:
         return scenario
-    return _without(scenario, lambda one: isinstance(one, OptimizerOut | OptimizerIn))
+    return _without(scenario, lambda one: isinstance(one, NamedIn | NamedOut | OptimizerIn | OptimizerOut))
 
 
 def with_engines(scenario: Scenario, change: Callable[[EngineSpec], EngineSpec]) -> Scenario:

@@ -9,14 +9,23 @@ from tests.fuzzing.engines import EngineSpec
 from tests.fuzzing.modules import BlockSpec, ModuleSpec
 from tests.fuzzing.optimizers import OptimizerSpec
 from tests.fuzzing.run import Scenario, run_scenario
-from tests.fuzzing.states import FullParams, OptimizerIn, OptimizerOut, StateIn, StateOut
+from tests.fuzzing.states import (
+    FullParams,
+    GradientsOut,
+    NamedIn,
+    NamedOut,
+    OptimizerIn,
+    OptimizerOut,
+    StateIn,
+    StateOut,
+)
 from tests.fuzzing.training import Backward, Clip, FailsAlone, Finish, Forward, ScaledStep, Step, ZeroGrad
 
 __all__ = [
     "AddGroup", "Backward", "BlockSpec", "ChangeMeans", "Clip", "EngineSpec", "Evaluate", "FailsAlone", "Finish",
-    "Forward", "Freeze", "FullParams", "Habit", "Hold", "LearningRate", "Load", "Mode", "ModuleSpec", "OptimizerIn",
-    "OptimizerOut", "OptimizerSpec", "Save", "ScaledStep", "Scenario", "StateIn", "StateOut", "Step", "ZeroGrad",
-    "replay",
+    "Forward", "Freeze", "FullParams", "GradientsOut", "Habit", "Hold", "LearningRate", "Load", "Mode", "ModuleSpec",
+    "NamedIn", "NamedOut", "OptimizerIn", "OptimizerOut", "OptimizerSpec", "Save", "ScaledStep", "Scenario", "StateIn",
+    "StateOut", "Step", "ZeroGrad", "replay",
 ]  # fmt: skip
 
 

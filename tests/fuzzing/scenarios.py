@@ -17,7 +17,16 @@ from tests.fuzzing.features import sift, with_engines
 from tests.fuzzing.operation import Operation
 from tests.fuzzing.optimizers import WHOLE
 from tests.fuzzing.run import Scenario
-from tests.fuzzing.states import FullParams, OptimizerIn, OptimizerOut, StateIn, StateOut
+from tests.fuzzing.states import (
+    FullParams,
+    GradientsOut,
+    NamedIn,
+    NamedOut,
+    OptimizerIn,
+    OptimizerOut,
+    StateIn,
+    StateOut,
+)
 from tests.fuzzing.training import Backward, Clip, FailsAlone, Finish, Forward, ScaledStep, Step, ZeroGrad
 
 
@@ -35,9 +44,13 @@ def _scenarios(draw: st.DrawFn, menu: Menu) -> Scenario:
     phrases = draw(st.lists(phrase, min_size=draw(st.sampled_from([0, 2, 4])), max_size=menu.most))
     operations = tuple(operation for phrase in phrases for operation in phrase)
     if engine.name in PEERS:
-        operations = tuple(operation for operation in operations if operation.peers)
+        operations = tuple(_for_peers(operation) for operation in operations if operation.peers)
     scenario = Scenario(draw(modules()), engine, operations=operations, deep=draw(st.booleans()), pool=menu.num_ranks)
     return _fitting(draw, scenario)
+
+
+def _for_peers(operation: Operation) -> Operation:
+    return replace(operation, called=False) if isinstance(operation, Forward) else operation
 
 
 def _fitting(draw: st.DrawFn, scenario: Scenario) -> Scenario:
@@ -98,7 +111,7 @@ def _training_step(draw: st.DrawFn) -> list[Operation]:
     if draw(seldom):
         operations.append(LearningRate())
     if draw(st.sampled_from([True, True, True, False])):
-        operations.append(ZeroGrad())
+        operations.append(ZeroGrad(draw(seldom) and draw(seldom)))
     return operations
 
 
@@ -112,7 +125,8 @@ def _moved(draw: st.DrawFn, menu: Menu) -> list[Operation]:
 @st.composite
 def _back(draw: st.DrawFn) -> list[Operation]:
     """What the state is, a step, and back to it; or full parameters that are changed for good."""
-    out, into = draw(st.sampled_from([(StateOut, StateIn), (OptimizerOut, OptimizerIn), (None, None)]))
+    pairs = [(StateOut, StateIn), (OptimizerOut, OptimizerIn), (NamedOut, NamedIn), (None, None)]
+    out, into = draw(st.sampled_from(pairs))
     if out is None:
         return [*draw(_training_step()), FullParams(True, draw(st.sampled_from(["change", "replace"])), draw(_seeds))]
     return [out(), *draw(_training_step()), into()]
@@ -123,12 +137,12 @@ def _single(menu: Menu) -> st.SearchStrategy[list[Operation]]:
     into = st.one_of(st.none(), engines(menu))
     faults = st.sampled_from(["none", "none", "none", "forward", "backward"])
     kinds: list[st.SearchStrategy[Any]] = [
-        st.builds(Forward, _seeds, _depths, st.booleans(), faults),
+        st.builds(Forward, _seeds, _depths, st.booleans(), faults, seldom),
         st.builds(Evaluate, _seeds, _depths, st.booleans(), st.booleans()),
         st.builds(Backward, _how, _which, st.booleans(), seldom),
         st.builds(Clip, st.sampled_from([1.0, 0.1]), st.sampled_from([2.0, 1.0, "inf"])),
         st.builds(Step, st.sampled_from([True, True, False])),
-        st.builds(ZeroGrad),
+        st.builds(ZeroGrad, seldom),
         st.builds(Finish),
         st.builds(Freeze, _parts, st.booleans()),
         st.builds(ChangeMeans, _parts, st.booleans()),
@@ -142,6 +156,9 @@ def _single(menu: Menu) -> st.SearchStrategy[list[Operation]]:
         st.builds(StateIn),
         st.builds(OptimizerOut),
         st.builds(OptimizerIn),
+        st.builds(NamedOut),
+        st.builds(NamedIn),
+        st.builds(GradientsOut),
         st.builds(Save),
         st.builds(Load, into),
         st.builds(Hold, st.integers(0, 4), st.booleans()),

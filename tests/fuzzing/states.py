@@ -156,6 +156,67 @@ class OptimizerIn(Operation):
         return {}
 
 
+@dataclass(frozen=True)
+class NamedOut(Operation):
+    """``named_optimizer_state()``, compared and kept."""
+
+    peers: ClassVar[bool] = False
+
+    def ours(self, world: World) -> Seen:
+        world.ours.kept["named"] = state = world.ours.engine.named_optimizer_state()
+        return levelled(state)
+
+    def plain(self, world: World) -> Seen:
+        world.plain.kept["named"] = state = copied(world.plain.named_state())
+        return levelled(state)
+
+    def after(self, world: World) -> None:
+        if world.unfinished:
+            world.gradients, world.unfinished, world.gathered = "means", False, False
+
+
+@dataclass(frozen=True)
+class NamedIn(Operation):
+    """``load_named_optimizer_state()`` of what ``NamedOut`` has kept."""
+
+    peers: ClassVar[bool] = False
+
+    def applies(self, world: World) -> bool:
+        return "named" in world.plain.kept
+
+    def ours(self, world: World) -> Seen:
+        world.ours.engine.load_named_optimizer_state(world.ours.kept["named"])
+        return {}
+
+    def plain(self, world: World) -> Seen:
+        state, params = world.plain.optimizer.state, world.plain.params
+        state.clear()
+        state.update({params[name]: copied(held) for name, held in world.plain.kept["named"].items()})
+        return {}
+
+
+@dataclass(frozen=True)
+class GradientsOut(Operation):
+    """``full_gradients()``, compared."""
+
+    peers: ClassVar[bool] = False
+
+    def ours(self, world: World) -> Seen:
+        return world.ours.engine.full_gradients()
+
+    def plain(self, world: World) -> Seen:
+        return world.plain.gradients()
+
+    def after(self, world: World) -> None:
+        world.gradients, world.unfinished = "means", False
+        world.gathered = bool(world.plain.losses) and world.ours.spec.keeps_gathered
+
+
+def levelled(state: dict[str, dict[str, Any]]) -> Seen:
+    """State by parameter name as one level of names."""
+    return {f"state {name} {key}": value for name, held in state.items() for key, value in held.items()}
+
+
 def flat(state: dict[str, Any]) -> Seen:
     """An optimizer's state dict as one level of names."""
     found = {f"state {number} {key}": v for number, held in state["state"].items() for key, v in held.items()}

@@ -23,16 +23,18 @@ class Forward(Operation):
         depth: blocks that are called; None for all.
         quiet: inside ``no_sync()``.
         fault: where the user's code raises: 'none', 'forward' or, later, 'backward'.
+        called: by ``engine.call()``.
     """
 
     seed: int = 0
     depth: int | None = None
     quiet: bool = False
     fault: str = "none"
+    called: bool = False
 
     def ours(self, world: World) -> Seen:
         with quiet(world.ours.engine, self.quiet):
-            loss, output = world.ours.forward(self.seed, depth=self.depth, fault=self.fault)
+            loss, output = world.ours.forward(self.seed, self.called, depth=self.depth, fault=self.fault)
         world.ours.losses.append(loss)
         return {"output": output}
 
@@ -144,15 +146,24 @@ class Step(Operation):
 
 @dataclass(frozen=True)
 class ZeroGrad(Operation):
-    """Forget all gradients."""
+    """Forget all gradients; ``zeros``: by zeros in their places."""
+
+    zeros: bool = False
 
     def ours(self, world: World) -> Seen:
-        world.ours.engine.zero_grad()
+        world.ours.engine.zero_grad(set_to_none=not self.zeros)
+        if self.zeros:
+            return {}
         held = bytes_by_role(world.ours.engine.live_tensors())[Role.GRADIENT]
         keeps = world.ours.spec.name in ("bucketed", "zero1")  # the buckets, whose memory is used again
         return {"bytes of gradients": 0 if keeps else held}
 
     def plain(self, world: World) -> Seen:
+        if self.zeros:
+            for param in world.plain.params.values():
+                if param.grad is not None:
+                    param.grad.zero_()
+            return {}
         world.plain.zero_grad()
         return {"bytes of gradients": 0}
 

@@ -8,6 +8,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -101,10 +102,11 @@ class Ours:
     def _optimizer_of(self, tensors: StepTensors) -> torch.optim.Optimizer:
         return self.optimizer_spec.build(list(tensors.items()))
 
-    def forward(self, seed: int, **options: Any) -> tuple[Tensor, Tensor]:
-        """Loss and prediction of this rank's rows."""
+    def forward(self, seed: int, called: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
+        """Loss and prediction of this rank's rows; ``called`` by ``engine.call()``."""
         x, y = rows(seed, self.rank)
-        output = self.engine(x, **options)
+        forward = partial(self.engine.call, self.engine.module.forward) if called else self.engine
+        output = forward(x, **options)
         return loss_of(output, y), prediction(output).detach()
 
 
