@@ -102,13 +102,14 @@ def _with_progress(config: "BenchConfig") -> list["BenchRow"]:
 def _table(workload: "Workload", rows: Sequence["BenchRow"]) -> Table:
     size = f"{workload.model}, {workload.rows} x {workload.seq_len} tokens a rank"
     title = f"{workload.name}: {size}, {rows[0].ranks} ranks, {rows[0].rounds} rounds"
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    # Narrow, as is all in it: it fits into 80 columns.
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0)
     for name in ("ours", "theirs"):
         table.add_column(name, no_wrap=True)
     for name in ("ours\nms", "theirs\nms", "floor\nms", "over\nfloor", "time\nratio", "\nquartiles", "peak\nratio"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        times = (f"{value:.1f}" for value in (row.ours_ms, row.theirs_ms, row.floor_ms))
+        times = (f"{value:.{0 if value >= 1000 else 1}f}" for value in (row.ours_ms, row.theirs_ms, row.floor_ms))
         over_floor, ratio, peak = (f"{value:.2f}" for value in (row.ours_over_floor, row.ratio_median, row.peak_ratio))
         table.add_row(row.ours, row.theirs, *times, over_floor, ratio, f"{row.ratio_q1:.2f}-{row.ratio_q3:.2f}", peak)
     return table

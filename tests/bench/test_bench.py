@@ -3,15 +3,18 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from io import StringIO
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from shardlab.bench import PAIRS, BenchConfig, Contender, Workload, bench
+from shardlab.bench import PAIRS, BenchConfig, BenchRow, Contender, Workload, bench
 from shardlab.bench.rounds import RankTimes, sessions
 from shardlab.bench.rounds import _turn as built
 from shardlab.bench.run import row_of
 from shardlab.cli import app
+from shardlab.cli.bench import _table as table_of
 
 TINY = Workload("tiny", "gpt-1m", rows=1, seq_len=4)
 KEYS = {
@@ -182,3 +185,14 @@ def test_the_command_writes_its_rows(tmp_path, monkeypatch):
     assert row.keys() == KEYS
     assert (row["workload"], row["ours"], row["theirs"], row["rounds"]) == ("latency", "bucketed", "torch_ddp", 2)
     assert "torch_ddp" in result.output
+
+
+def test_the_table_fits_into_80_columns():
+    row = BenchRow(
+        "compute", 2, "tensor_parallel", "torch_zero1", 0.881, 0.8, 0.9, 1.0, *[1234.56] * 3, 1, 1, 1, 1, 6, "gloo"
+    )
+    console = Console(width=80, file=StringIO())
+    console.print(table_of(TINY, [row, replace(row, ours_ms=999.96)]))
+    assert "1235" in console.file.getvalue()
+    assert "1000" in console.file.getvalue()
+    assert "…" not in console.file.getvalue()
