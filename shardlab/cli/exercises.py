@@ -35,6 +35,12 @@ def exercises(
     rows = _listed(known) if grade is None else _marked(grade, known)
     if json:
         typer.echo(json_text.dumps(rows, indent=2))
+    elif grade is None:
+        _print([_short(row) for row in rows])
+        typer.echo(
+            f"Write each as a function: {rows[0]['name']} as {rows[0]['function']}.\n"
+            "Every exercise is checked with right solutions, which must pass, and wrong ones, which must not."
+        )
     else:
         _print(rows)
 
@@ -49,6 +55,14 @@ def _listed(exercises: "list[Exercise]") -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def _short(row: dict[str, Any]) -> dict[str, Any]:
+    """Fits into 80 columns."""
+    return {
+        "name": row["name"], "notebook": row["notebook"],
+        "right": row["references"], "wrong": row["wrong_solutions"],
+    }  # fmt: skip
+
+
 def _marked(folder: Path, exercises: "list[Exercise]") -> list[dict[str, Any]]:
     from shardlab.exercises.grade import grade, output_aside
 
@@ -59,7 +73,7 @@ def _marked(folder: Path, exercises: "list[Exercise]") -> list[dict[str, Any]]:
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for name in rows[0]:
         table.add_column(name.replace("num_", "").replace("_", " "), overflow="fold")
     for row in rows:

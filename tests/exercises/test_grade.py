@@ -77,7 +77,8 @@ def test_the_list_names_every_exercise_with_its_solutions() -> None:
         assert (notebooks / f"{row['notebook']}.ipynb").is_file()
         assert row["references"] >= 1
         assert row["wrong_solutions"] >= 3
-    assert "buckets.assign" in CliRunner().invoke(app, ["exercises"], env={"COLUMNS": "160"}).stdout
+    lines = CliRunner().invoke(app, ["exercises"], env={"COLUMNS": "80"}).stdout.splitlines()
+    assert [line.split()[0] for line in lines[2:-2]] == [exercise.name for exercise in LADDER]
 
 
 @pytest.mark.parametrize(
