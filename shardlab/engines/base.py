@@ -188,6 +188,8 @@ class Engine(Holdings, Gradients, EngineState):
                 self.optimizer.step()
             finally:  # after an error too, or later steps would change tensors that nobody gathers
                 self._take_assigned()
+        if not self._claim.was_told():
+            self.optimizer_stepped()
         self._guarded.clear()  # spent: they may be zeroed in place, and some optimizers change them
         self.num_steps += 1
 
@@ -202,7 +204,10 @@ class Engine(Holdings, Gradients, EngineState):
         check_others_step(optimizer, self.params, self._step_tensors, self.name, is_early=is_early)
 
     def optimizer_stepped(self) -> None:
-        """The engine's optimizer has stepped, and its hooks are next: they must find whole parameters."""
+        """The engine's optimizer has stepped; called before its hooks, which must find the stepped model.
+
+        Called once more if they have written into what was stepped, and at the end of a step without hooks.
+        """
         return
 
     @property
@@ -219,6 +224,12 @@ class Engine(Holdings, Gradients, EngineState):
     def stepping(self) -> contextlib.AbstractContextManager[None]:
         """Inside, ``step_tensors()`` are where the optimizer keeps its state."""
         return contextlib.nullcontext()
+
+    @override
+    def install_optimizer_state(self, state: dict[str, Any]) -> None:
+        # Torch moves the state to the device of the tensors; inside, those are where they are stepped.
+        with self.stepping(), self._claim.installing():
+            self.optimizer.load_state_dict(state)
 
     def close(self) -> None:
         """Give the module back, so that it trains alone again. A second call does nothing.

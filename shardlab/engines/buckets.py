@@ -117,8 +117,8 @@ class Bucket:
         Args:
             known: gradients that the engine knows of; those in the buffer do not count.
         """
-        if self.buffer is None:
-            return False
+        if self.buffer is None or self._sealed:
+            return False  # what is sealed is nowhere else, and nobody's gradient
         storage = self.buffer.untyped_storage()
         inside = sum(tensor is not None and tensor.untyped_storage()._cdata == storage._cdata for tensor in known)
         return bool(_num_references(self.buffer) > self._num_own_references + inside)

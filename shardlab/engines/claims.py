@@ -17,11 +17,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from shardlab.comm.communicator import Communicator
+from shardlab.engines.step_tensors import Remembered, StepTensors
 
 _CLAIM = "_shardlab_claim"
 _KEPT = "_shardlab_engine"
@@ -49,6 +50,7 @@ class Claimant(StepsPieces, Protocol):
     def others_step(self, optimizer: torch.optim.Optimizer) -> None: ...  # noqa: D102
     def optimizer_stepped(self) -> None: ...  # noqa: D102
     def spread_over(self) -> dict[str, tuple[Communicator, ...]]: ...  # noqa: D102
+    def step_tensors(self) -> StepTensors: ...  # noqa: D102
 
 
 class EngineReference:
@@ -122,6 +124,8 @@ class Claim:
         self._params = tuple(params)
         self._is_stepping = False
         self._depth = 0  # of the optimizer's step: one that calls its base class's step runs all hooks twice
+        self._told: Remembered | None = None  # the step tensors, when the engine was told that they have been stepped
+        self._is_installing = False
         self._hooks = [*_watch_steps(self), *_mark_states(self), _watch_others(self)]
         # Modules without parameters stay unmarked: two models may share an activation.
         claimed = [module for module in self._module.modules() if next(module.parameters(), None) is not None]
@@ -136,11 +140,25 @@ class Claim:
     def stepping(self) -> Iterator[None]:
         """Inside, ``optimizer.step()`` is the engine's own call."""
         # Also taken back after a step that raised, or the user could step past the engine from then on.
-        self._is_stepping, self._depth = True, 0
+        self._is_stepping, self._depth, self._told = True, 0, None
         try:
             yield
         finally:
             self._is_stepping = False
+
+    @contextlib.contextmanager
+    def installing(self) -> Iterator[None]:
+        """Inside, ``optimizer.load_state_dict()`` is the engine's own call."""
+        self._is_installing = True
+        try:
+            yield
+        finally:
+            self._is_installing = False
+
+    def was_told(self) -> bool:
+        """Whether the engine was told of the last step, and no hook has written into what was stepped since."""
+        told, self._told = self._told, None
+        return told is not None and told.is_current()
 
     def begin_step(self) -> None:
         """Refuse a step that the engine has not called.
@@ -165,9 +183,11 @@ class Claim:
         if not self._is_stepping or engine is None:
             return
         self._depth -= 1
+        has_others = len(self._optimizer._optimizer_step_post_hooks) > 1 or bool(_global_optimizer_post_hooks)
         if self._depth == 0:
             engine.optimizer_stepped()
-        elif len(self._optimizer._optimizer_step_post_hooks) > 1 and any(engine.spread_over().values()):
+            self._told = Remembered(engine.step_tensors() if has_others else ())
+        elif has_others and any(engine.spread_over().values()):
             # Hooks would read a model of old and new pieces. A gather here could miss ranks: whether torch runs hooks
             # for a base class too depends on what a rank has made before.
             raise RuntimeError(
@@ -182,7 +202,7 @@ class Claim:
             ValueError: it is another rank's, or that of a plain optimizer.
         """
         engine = self._mark.engine
-        if engine is not None and state.get(PIECES) != pieces_of(engine):
+        if engine is not None and not self._is_installing and state.get(PIECES) != pieces_of(engine):
             raise ValueError(
                 "engine.optimizer.load_state_dict: this rank steps pieces of the parameters, and the state is not of "
                 "these pieces; write engine.load_full_optimizer_state_dict(state), with a plain optimizer's state or "
@@ -251,10 +271,14 @@ def _watch_steps(claim: Claim) -> list[RemovableHandle]:
 
     optimizer = claim._optimizer
     try:
-        return [optimizer.register_step_pre_hook(refuse), optimizer.register_step_post_hook(tell)]
+        hooks = [optimizer.register_step_pre_hook(refuse), optimizer.register_step_post_hook(tell)]
     except AttributeError:
         # A wrapper around another optimizer that never called Optimizer.__init__ has no hooks and is not watched.
         return []
+    # First: hooks that the optimizer's own constructor has registered must find the stepped model too.
+    ordered = optimizer._optimizer_step_post_hooks
+    ordered.update({number: ordered.pop(number) for number in list(ordered) if number != hooks[1].id})
+    return hooks
 
 
 def _mark_states(claim: Claim) -> list[RemovableHandle]:

@@ -4,6 +4,7 @@ Each bucket's parameters are moved into one flat buffer (the module's tensors be
 rank steps is a slice of that buffer, and one all-gather per bucket puts all pieces back in place without a copy.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
@@ -28,6 +29,8 @@ class FlatParameters:
         buckets: their layout, with one chunk per rank.
         comm: the ranks.
     """
+
+    _gathered_versions: list[int]  # by bucket, of the pieces when all were last gathered
 
     def __init__(self, params: Mapping[str, nn.Parameter], buckets: Sequence[Bucket], comm: Communicator) -> None:
         self.params = dict(params)
@@ -56,7 +59,11 @@ class FlatParameters:
 
         Args:
             is_due: whether any rank may have stepped a parameter; a bucket without such a parameter is not sent.
+
+        Raises:
+            RuntimeError: see ``check_gathered``.
         """
+        self.check_gathered(is_due)
         # All are issued, in the order of the buckets on every rank, before the first is waited for.
         pending: list[Pending] = []
         for bucket, flat in zip(self.buckets, self.flat, strict=True):
@@ -73,14 +80,46 @@ class FlatParameters:
 
     @property
     def are_written(self) -> bool:
-        """Whether pieces were written to, in place, since they were gathered or made from whole parameters."""
-        return self._sum_of_versions() != self._gathered_versions
+        """Whether this rank's pieces were written to, or replaced, since all pieces were gathered."""
+        return any(map(self._is_written, self.buckets))
+
+    def check_gathered(self, is_due: Callable[[nn.Parameter], bool]) -> None:
+        """Refuse what was written into pieces of which ``gather(is_due)`` would send nothing.
+
+        Raises:
+            RuntimeError: on this rank alone. It cannot be sent unasked: other ranks may have written nothing.
+        """
+        for bucket in self.buckets:
+            if not any(is_due(param) for param in bucket.params) and self._is_written(bucket):
+                raise RuntimeError(
+                    f"engine.step_tensors(): the piece of {bucket.names[0]!r}, or one beside it, was written to, but "
+                    "none of these is trained, so no step gathers them; leave them out, or write into the module's "
+                    "parameters, inside 'with engine.full_params(keep_changes=True):'"
+                )
+
+    @contextlib.contextmanager
+    def replacing_all(self) -> Iterator[None]:
+        """Inside, every parameter gets another value, so that what was written into pieces counts no more."""
+        before = self._gathered_versions
+        self._note_gathered()
+        try:
+            yield
+        except BaseException:
+            self._gathered_versions = before
+            raise
+
+    def _is_written(self, bucket: Bucket) -> bool:
+        if self._is_moved(bucket):
+            return True
+        # One process alone writes into the parameters themselves, unless these are rounded copies.
+        is_in_place = self.comm.num_ranks == 1 and self._own_part(bucket) is None
+        return not is_in_place and self._sum_of_versions(bucket) != self._gathered_versions[bucket.index]
 
     def _note_gathered(self) -> None:
-        self._gathered_versions = self._sum_of_versions()
+        self._gathered_versions = [self._sum_of_versions(bucket) for bucket in self.buckets]
 
-    def _sum_of_versions(self) -> int:
-        return sum(tensor._version for _, tensor in self.tensors.items())
+    def _sum_of_versions(self, bucket: Bucket) -> int:
+        return sum(self.tensors.by_name(name)._version for name in bucket.names)
 
     def take_replaced(self) -> None:
         """Take over what the user has put in the place of a parameter's data, as ``module.to()`` does too.
@@ -103,18 +142,23 @@ class FlatParameters:
 
     def take_assigned(self) -> None:
         """Take over what an optimizer has put in the place of a piece's data."""
-        buffers = map(self._stepped, self.buckets)
-        starts = [buffer.data_ptr() - first * buffer.element_size() for buffer, first in buffers]
-        moved = [
-            bucket for name, (bucket, piece) in self.pieces.items()
-            if piece.flat_stop > piece.flat_start and (tensor := self.tensors.by_name(name)).data_ptr()
-            != starts[bucket.index] + piece.flat_start * tensor.element_size()
-        ]  # fmt: skip
-        for bucket in dict.fromkeys(moved):
+        for bucket in filter(self._is_moved, self.buckets):
             values = {name: self.tensors.by_name(name).data for name in bucket.names if name in self.pieces}
             self._renew_stepped(bucket)
             for name, value in values.items():
                 self.tensors.by_name(name).detach().copy_(value)
+
+    def _is_moved(self, bucket: Bucket) -> bool:
+        """Whether a piece of this rank has other data than its place in the buffer."""
+        buffer, first = self._stepped(bucket)
+        itemsize = buffer.element_size()
+        start = buffer.data_ptr() - first * itemsize
+        return any(
+            piece.flat_stop > piece.flat_start
+            and self.tensors.by_name(name).data_ptr() != start + piece.flat_start * itemsize
+            for name in bucket.names if name in self.pieces
+            for _, piece in [self.pieces[name]]
+        )  # fmt: skip
 
     def _renew_stepped(self, bucket: Bucket) -> None:
         """Move the pieces of a bucket to new memory: the optimizer may have kept the old, as its previous weights."""

@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import nan, prod
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shardlab.engines.optimizer_copy import StandIn, copy_of, stand_ins
 from shardlab.engines.step_tensors import StepTensors
@@ -94,7 +96,7 @@ def looks_at(optimizer: torch.optim.Optimizer, stepped: Stepped, cuts: Sequence[
         return _parse(declared, optimizer)
     if type(optimizer).__name__ in LATE:
         return LooksAt.TENSOR
-    with _generators_kept(stepped.device), _one_thread(), warnings.catch_warnings():
+    with _generators_kept(stepped.device), _one_thread(), _hooks_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _tried(optimizer, stepped, cuts)
 
@@ -109,6 +111,20 @@ def _generators_kept(device: torch.device) -> Iterator[None]:
         finally:
             random.setstate(in_python)
             np.random.set_state(in_numpy)
+
+
+@contextlib.contextmanager
+def _hooks_kept() -> Iterator[None]:
+    """Inside, torch runs no hooks on all optimizers of the process: they are for those that train."""
+    everywhere: list[dict[int, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+    kept = [(hooks, dict(hooks)) for hooks in everywhere]
+    for hooks, _ in kept:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, known in kept:
+            hooks.update(known)
 
 
 @contextlib.contextmanager
@@ -189,7 +205,11 @@ class _Trial:
         # Last, one NaN, at which an optimizer may leave out the whole step, where its rank sees it.
         self._gradients.append([gradient.clone() for gradient in self._gradients[0]])
         self._gradients[-1][0].view(-1)[-1:] = nan
-        self._whole = self._steps(lambda _, tensor: tensor)
+        try:
+            self._whole = self._steps(_whole)
+        except Exception:  # it may refuse a NaN
+            self._gradients.pop()
+            self._whole = self._steps(_whole)
 
     def agrees(self, part: Part) -> bool:
         """Whether stepping the parts gives the parts of the stepped tensors."""
@@ -215,9 +235,13 @@ class _Trial:
         for gradients in self._gradients:
             for number, (param, gradient) in enumerate(zip(params, gradients, strict=True)):
                 param.grad = part(number, gradient).clone() if param.numel() else None
-            _step(optimizer)
+            type(optimizer).step(optimizer)  # a scheduler may have replaced the instance's own
             found.append([param.detach().clone() for param in params])
         return found
+
+
+def _whole(_: int, tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _every_second(rank: int) -> Part:
@@ -226,11 +250,3 @@ def _every_second(rank: int) -> Part:
 
 def _piece(cut: Cut, rank: int) -> Part:
     return lambda _, tensor: cut(tensor)[rank]
-
-
-def _step(optimizer: torch.optim.Optimizer) -> None:
-    step = type(optimizer).step
-    if getattr(step, "hooked", False):
-        # Skip torch's wrapper: it calls the hooks on all optimizers of the process, which are for those that train.
-        step = getattr(step, "__wrapped__", step)
-    step(optimizer)

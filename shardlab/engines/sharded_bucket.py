@@ -52,7 +52,6 @@ class ShardedBucket(GatheredParameters):
     # Defaults of the class, since the base's constructor already calls methods that read them.
     held_by_hand = False  # gathered by the user, who will reshard it
     num_holders = 0  # open full_params(), which show parameters in their stored dtype
-    stepped_by_others = False  # since the last gather, by an optimizer that is not the engine's
     gradient_shard: Tensor | None = None  # [chunk], means
     _reducing: tuple[Tensor, Tensor, Pending] | None = None
     _unused: Set[str] = frozenset()
@@ -70,10 +69,9 @@ class ShardedBucket(GatheredParameters):
     @override
     @outside_inference
     def start_unshard(self, *, as_stored: bool = False) -> None:
-        """As the base; first takes over what another optimizer has assigned."""
-        if self.state is BucketState.SHARDED and self.stepped_by_others:
+        """As the base; first takes over what another optimizer, or the user, has assigned to the pieces."""
+        if self.state is BucketState.SHARDED:
             self.take_assigned()
-            self.stepped_by_others = False
         super().start_unshard(as_stored=as_stored)
 
     def reshard(self) -> None:

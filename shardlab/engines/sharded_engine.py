@@ -40,6 +40,11 @@ class ShardedEngine(MixedPrecision):
             self._keep_changes()
         reshard_all(self.buckets)
         super().step()
+
+    @override
+    def optimizer_stepped(self) -> None:
+        """Gather again what the user holds, and refuse backwards that need the values from before the step."""
+        self._take_assigned()
         for bucket in self.buckets:
             # A reduction leaves a chunk on every rank, so all ranks raise the versions or none does.
             if bucket.gradient_shard is not None:
@@ -70,7 +75,6 @@ class ShardedEngine(MixedPrecision):
                 )
             bucket.reshard()
             bucket.values_changed()
-            bucket.stepped_by_others = True
 
     @override
     def divisions(self) -> list[Division]:

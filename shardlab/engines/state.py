@@ -94,6 +94,10 @@ class Checkpointed(Protocol):
     def stepping(self) -> contextlib.AbstractContextManager[None]:
         """Inside, ``step_tensors()`` are on the device of the optimizer's state."""
 
+    @abstractmethod
+    def install_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Load a state dict of the optimizer over this rank's ``step_tensors()``."""
+
 
 class Checkpointer(Protocol):
     """What ``EngineState`` needs of ``engines/checkpoint``: a function behind each of its methods."""

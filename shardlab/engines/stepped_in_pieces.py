@@ -65,12 +65,17 @@ class SteppedInPieces(MixedPrecision):
         """Whether pieces have changed since the last gather, by another optimizer or by hand."""
         return bool(self._ungathered_by) or self.flat_params.are_written
 
-    def _gather_stepped(self) -> None:
-        """Gather what others have stepped or written, where all of the parameters are needed; collective."""
-        if self._is_ungathered:
-            self._take_assigned()
-            self.flat_params.gather(lambda _: True)
-            self._ungathered_by = ""
+    @contextlib.contextmanager
+    def _replacing_all(self) -> Iterator[None]:
+        """Inside, every parameter gets another value, so that what others have stepped or written counts no more."""
+        self._take_assigned()  # or what is loaded would not reach the pieces
+        before, self._ungathered_by = self._ungathered_by, ""
+        try:
+            with self.flat_params.replacing_all():
+                yield
+        except BaseException:
+            self._ungathered_by = before
+            raise
 
     def _refuse_ungathered(self) -> None:
         # All ranks call the user's optimizer alike, so all of them refuse.
@@ -82,8 +87,8 @@ class SteppedInPieces(MixedPrecision):
         if self.flat_params.are_written:
             raise RuntimeError(
                 "engine.step_tensors(): this rank's pieces were written to, and nobody has gathered them since; write "
-                "before engine.step(), which gathers them, or into the module's parameters, inside "
-                "'with engine.full_params(keep_changes=True):'"
+                "before engine.step(), which gathers them (call it again for these), or into the module's parameters, "
+                "inside 'with engine.full_params(keep_changes=True):'"
             )
 
     @contextlib.contextmanager
@@ -113,11 +118,10 @@ class SteppedInPieces(MixedPrecision):
     @override
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """As the base; each rank keeps its part of the master weights. Collective if there are any."""
-        self._gather_stepped()
         if self._masters is not None:
             # Or full_params() would refuse writes that are about to be replaced anyway.
             self._masters.forget_writes()
-        with self.full_params(keep_changes=True):
+        with self._replacing_all(), self.full_params(keep_changes=True):
             super().load_full_state_dict(state)
 
     @override
@@ -136,9 +140,9 @@ class SteppedInPieces(MixedPrecision):
         """
         if self._masters is not None and self._masters.is_held:
             raise ValueError("load: leave 'with engine.full_params():' first; what it holds would be stale")
-        self._gather_stepped()
-        self.flat_params.show()  # or what is loaded would not reach what the user has put there by ``.data =``
-        extra = super().load(directory, **objects)
+        with self._replacing_all():
+            self.flat_params.show()  # or what is loaded would not reach what the user has put there by ``.data =``
+            extra = super().load(directory, **objects)
         if self._masters is not None:
             # Each rank has read only its own chunks. All buckets, since frozen parameters were loaded too.
             self._masters.gather(lambda _: True)
@@ -256,10 +260,18 @@ class SteppedInPieces(MixedPrecision):
 
     @override
     def _give_back(self) -> None:
-        """Put the master weights into the module; collective if there are any, or if pieces were not gathered."""
+        """Put the master weights into the module; collective if there are any, or if another optimizer has stepped.
+
+        Raises:
+            RuntimeError: this rank's pieces were written to. Nobody gathers them: other ranks may have written none.
+        """
+        if self._ungathered_by:
+            self._take_assigned()
+            self.flat_params.gather(lambda _: True)
+            self._ungathered_by = ""
+        self._refuse_ungathered()
         # Or plain training would meet their hooks and a placeholder at ``.grad``.
         self._placeholders.close()
-        self._gather_stepped()
         if self._masters is not None:
             self._masters.give_back()
 

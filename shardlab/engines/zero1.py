@@ -45,8 +45,8 @@ class ZeRO1(SteppedInPieces, Bucketed):
     """
 
     name = "zero1"
-    _to_gather: Callable[[nn.Parameter], bool] | None = None
-    """In a step, until it has gathered: of which parameters."""
+    _to_gather: Callable[[nn.Parameter], bool]
+    """Of which parameters buckets are gathered in this step."""
 
     def __init__(
         self,
@@ -66,20 +66,18 @@ class ZeRO1(SteppedInPieces, Bucketed):
         """Step this rank's pieces, then gather the parameters."""
         # First: the step reads the master weights, and the gather after it overwrites the parameters.
         self._take_changes()
-        # Decided by what is due, which all ranks know: one that stepped nothing of a bucket must join its gather too.
-        # What others have stepped or written may be in any bucket.
-        self._to_gather = (lambda _: True) if self._is_ungathered else self._is_due
+        # Decided by what all ranks know: one that stepped nothing of a bucket must join its gather too. What another
+        # optimizer has stepped may be in any bucket.
+        self._to_gather = (lambda _: True) if self._ungathered_by else self._is_due
+        self.flat_params.check_gathered(self._to_gather)
         super().step()
-        self.optimizer_stepped()  # an optimizer without hooks has not called it
 
     @override
     def optimizer_stepped(self) -> None:
-        """Gather the parameters, before code of the user's runs that belongs to the step."""
-        if (is_due := self._to_gather) is not None:
-            self._to_gather = None
-            self._take_assigned()
-            self.flat_params.gather(is_due)
-            self._ungathered_by = ""
+        """Gather the parameters."""
+        self._take_assigned()
+        self.flat_params.gather(self._to_gather)
+        self._ungathered_by = ""
 
     @override
     def _prepare(self) -> StepTensors:

@@ -6,6 +6,7 @@ file, a ``helpers.py`` beside the notebook): a warm rank then always runs the co
 rank first imported it. Installed packages and shardlab itself go by name.
 """
 
+import functools
 import importlib
 import io
 import linecache
@@ -139,6 +140,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _code_of_file, (value.co_filename, *self.dispatch_table[CodeType](value))
         if isinstance(value, ModuleType) and sys.modules.get(value.__name__) is value and type(value) is not ModuleType:
             return importlib.import_module, (value.__name__,)  # torch.ops, of a class that cloudpickle does not know
+        if (path := _operator_path(value)) is not None:
+            return _operator, path
         if isinstance(value, FunctionType | type):
             self._send_by_value(value.__module__)
         if isinstance(value, FunctionType):
@@ -165,6 +168,21 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         # An entry without a modification time was put there by a notebook: no file of that name exists to read.
         if len(entry) == 4 and entry[1] is None:
             self.sources[file] = "".join(entry[2])
+
+
+def _operator_path(value: object) -> tuple[str, ...] | None:
+    """How ``torch.ops`` names an operator, its overload, or a namespace of operators; None for anything else."""
+    overload: tuple[str, ...] = ()
+    if isinstance(value, torch._ops.OpOverload):
+        overload = (value._overloadname,)
+    packet = value.overloadpacket if isinstance(value, torch._ops.OpOverload) else value
+    if isinstance(packet, torch._ops.OpOverloadPacket):
+        return (*packet._qualified_op_name.split("::"), *overload)
+    return (value.name,) if isinstance(value, torch._ops._OpNamespace) else None
+
+
+def _operator(*path: str) -> Any:
+    return functools.reduce(getattr, path, torch.ops)
 
 
 def _code_of_file(file: str, make: Callable[..., CodeType], parts: tuple[Any, ...]) -> CodeType:

@@ -1,16 +1,19 @@
 """What users do at the edges of a step: write into pieces, average in hooks, keep gradients, save the optimizer's state."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 
 from shardlab.launch import RankError, current
+from shardlab.vocabulary import Role
 from tests.dist import cases
 from tests.dist.every_engine import ENGINES, assert_states, engine_of
 from tests.dist.test_users_code import PLACES, STEPPED_IN_PIECES, OnRanks, in_one_process, loss_of, sgd, train
 
 GATHERED = [key for key in ENGINES if key.startswith(("zero3", "fsdp"))]
+ON_TWO = [key for key in ENGINES if "hybrid" not in key]
 OTHERS = [(key, size) for key, size in PLACES if key not in STEPPED_IN_PIECES]
 
 
@@ -21,12 +24,15 @@ def clamp(optimizer):
             tensor.clamp_(-0.1, 0.1)
 
 
-def clamped_before_the_step(engine):
+@torch.no_grad()
+def clamped_before_the_step(engine, wanted=lambda name: not name.startswith("0.")):
     for param in engine.module[0].parameters():
         param.requires_grad_(False)
     for step in range(3):
-        engine.backward(loss_of(engine, step))
-        clamp(engine.optimizer)
+        with torch.enable_grad():
+            engine.backward(loss_of(engine, step))
+        for tensor in engine.tensors_of(wanted):
+            tensor.clamp_(-0.1, 0.1)
         engine.step()
         engine.zero_grad()
 
@@ -75,6 +81,11 @@ def test_what_is_stepped_may_be_written_last_where_nothing_is_gathered_after(poo
     assert_states(pools(num_ranks).run(on_ranks, key, "clamped_after_the_step"), expected)
 
 
+def stepped_twice(engine):
+    train(engine, 0)
+    train(engine, 1)
+
+
 def written_last(rank, key, precision):
     with engine_of(key, 2, cases.build("MLP"), optimizer_fn=sgd, precision=precision) as engine:
         told = OnRanks(engine)
@@ -85,16 +96,105 @@ def written_last(rank, key, precision):
             with pytest.raises(RuntimeError, match="pieces were written to.*before engine.step"):
                 refused()
         engine.step()  # gathers
-        largest = max(value.abs().max().item() for value in engine.full_state_dict().values())
+        clamped = max(value.abs().max().item() for value in engine.full_state_dict().values())
         clamp(engine.optimizer)
-    return largest, max(value.abs().max().item() for value in engine.module.state_dict().values())
+        with pytest.raises(RuntimeError, match="pieces were written to"):
+            engine.close()
+        engine.step()
+    return clamped
 
 
 @pytest.mark.parametrize("precision", ["full", "bf16"])
 @pytest.mark.parametrize("key", STEPPED_IN_PIECES)
-def test_pieces_that_were_written_last_are_gathered_or_refused(pools, key, precision):
-    for largest in pools(2).run(written_last, key, precision):
-        assert largest == pytest.approx((0.1, 0.1), abs=1e-3)
+def test_pieces_that_were_written_last_are_refused_until_a_step_gathers_them(pools, key, precision):
+    for clamped in pools(2).run(written_last, key, precision):
+        assert clamped == pytest.approx(0.1, abs=1e-3)
+
+
+def written_by_its_owner(rank, key, story):  # noqa: ARG001
+    """Nothing else tells the other ranks that a piece was written."""
+    with engine_of(key, 2, cases.build("MLP"), optimizer_fn=sgd) as engine:
+        told = OnRanks(engine)
+        train(told, 0)
+        state = engine.full_state_dict()
+        if story == "frozen":
+            told.module[0].requires_grad_(False)
+            engine.backward(loss_of(told, 1))
+        for tensor in engine.step_tensors().where(lambda name: name == "0.bias"):
+            if tensor.numel():
+                with torch.no_grad():
+                    tensor.clamp_(-0.1, 0.1)
+        if story == "loaded":
+            engine.load_full_state_dict(state)
+            train(told, 1)
+            return engine.full_state_dict()
+        if story == "frozen":
+            engine.step()
+    return None
+
+
+@pytest.mark.parametrize("story", ["frozen", "last"])
+@pytest.mark.parametrize("key", ["zero1", "zero2"])
+def test_what_one_rank_has_written_and_no_step_gathers_is_refused_there(pools, key, story):
+    message = {"frozen": "none of these is trained", "last": "pieces were written to"}[story]
+    with pytest.raises(RankError, match=message):
+        pools(2).run(written_by_its_owner, key, story)
+
+
+@pytest.mark.parametrize("key", STEPPED_IN_PIECES)
+def test_what_one_rank_has_written_is_replaced_by_what_is_loaded(pools, key):
+    expected = in_one_process(stepped_twice, 2, cases.build("MLP"))
+    assert_states(pools(2).run(written_by_its_owner, key, "loaded"), expected)
+
+
+def test_one_process_writes_into_the_parameters_themselves():
+    expected = in_one_process(clamped_after_the_step, 1, cases.build("MLP"))
+    with engine_of("zero1", 1, cases.build("MLP"), optimizer_fn=sgd) as engine:
+        clamped_after_the_step(OnRanks(engine))
+        assert_states([engine.full_state_dict()], expected)
+
+
+def assigned(engine):
+    train(engine, 0)
+    for tensor in engine.tensors_of(lambda _: True):
+        tensor.data = tensor.data.clamp(-0.1, 0.1)
+
+
+def assigned_last(rank, key):  # noqa: ARG001
+    with engine_of(key, current().world_size, cases.build("MLP"), optimizer_fn=sgd) as engine:
+        assigned(OnRanks(engine))
+        engine.close()
+        return engine.module.state_dict()
+
+
+@pytest.mark.parametrize(("key", "num_ranks"), PLACES)
+def test_what_is_assigned_to_a_piece_after_the_step_is_there_at_the_end_or_refused(pools, key, num_ranks):
+    expected = in_one_process(assigned, num_ranks, cases.build("MLP"))
+    if key in STEPPED_IN_PIECES:
+        with pytest.raises(RankError, match="pieces were written to"):
+            pools(num_ranks).run(assigned_last, key)
+    else:
+        assert_states(pools(num_ranks).run(assigned_last, key), expected)
+
+
+def sums_kept_in_a_list(rank, key, keeps):
+    """In more bits they add up in the buckets alone."""
+    with engine_of(key, 2, cases.build("MLP").float(), optimizer_fn=sgd, precision="bf16") as engine:
+        x, y = (value.float() for value in cases.rows("MLP", rank, 0, 4))
+        kept = []
+        for _ in range(2):
+            with engine.no_sync():
+                engine.backward(torch.nn.functional.mse_loss(engine(x), y))
+            if keeps:
+                kept += [tensor.detach() for tensor in engine.live_tensors()[Role.GRADIENT]]
+        engine.backward(torch.nn.functional.mse_loss(engine(x), y))
+        return engine.full_gradients()
+
+
+@pytest.mark.parametrize("key", STEPPED_IN_PIECES)
+def test_sums_that_somebody_looks_at_stay(pools, key):
+    (first, _), (second, _) = (pools(2).run(sums_kept_in_a_list, key, keeps) for keeps in (False, True))
+    assert_states([second], first)
 
 
 def averaging(engine, read):
@@ -120,6 +220,111 @@ def of_the_state(engine):
 
 
 READS = {"module": of_the_module, "state": of_the_state}
+
+
+def clamped_by_a_hook(engine):
+    engine.optimizer.register_step_post_hook(lambda optimizer, *_: clamp(optimizer))
+    stepped_twice(engine)
+
+
+@torch.no_grad()
+def clamped_through_data_by_a_hook(engine):
+    def clamp_data(optimizer, *_):
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                tensor.data.clamp_(-0.1, 0.1)
+
+    engine.optimizer.register_step_post_hook(clamp_data)
+    with torch.enable_grad():
+        stepped_twice(engine)
+
+
+HOOKED = {story.__name__: story for story in (clamped_by_a_hook, clamped_through_data_by_a_hook)}
+
+
+def hooked(rank, key, name):  # noqa: ARG001
+    with engine_of(key, current().world_size, cases.build("MLP"), optimizer_fn=sgd) as engine:
+        HOOKED[name](OnRanks(engine))
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("name", HOOKED)
+@pytest.mark.parametrize(("key", "num_ranks"), PLACES)
+def test_what_a_hook_of_the_optimizer_writes_counts(pools, key, num_ranks, name):
+    expected = in_one_process(HOOKED[name], num_ranks, cases.build("MLP"))
+    assert_states(pools(num_ranks).run(hooked, key, name), expected)
+
+
+class Assigns(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data = param.data - group["lr"] * param.grad
+
+
+class Hooked(Assigns):
+    """Registers a hook itself, and so needs to say what it looks at."""
+
+    shardlab_looks_at = "element"
+
+    def __init__(self, params, seen, **options):
+        super().__init__(params, **options)
+        self.register_step_post_hook(lambda *_: seen.append(seen.read()))
+
+
+class Seen(list):
+    read = None
+
+
+def read_by_a_hook(rank, key, holds, early):  # noqa: ARG001
+    seen = Seen()
+    make = partial(Hooked, seen=seen, lr=0.1) if early else partial(Assigns, lr=0.1)
+    with engine_of(key, 2, cases.build("MLP"), optimizer_fn=make) as engine:
+        told = OnRanks(engine)
+        seen.read = (lambda: [p.detach().clone() for p in engine.module.parameters()]) if holds else (
+            lambda: list(engine.full_state_dict().values()))  # fmt: skip
+        if not early:
+            engine.optimizer.register_step_post_hook(lambda *_: seen.append(seen.read()))
+        with engine.full_params() if holds else nullcontext():
+            train(told, 0)
+            return dict(enumerate(seen[-1])), dict(enumerate(seen.read()))
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("holds", [False, True])
+@pytest.mark.parametrize("key", ON_TWO)
+def test_a_hook_reads_what_is_there_after_the_step(pools, key, holds, early):
+    for seen, after in pools(2).run(read_by_a_hook, key, holds, early):
+        assert_states([seen], after)
+
+
+class Forgetful(torch.optim.SGD):
+    """Passes on only what it knows of a state dict."""
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+
+
+def loaded_by_a_forgetful_optimizer(rank, key, directory):  # noqa: ARG001
+    make = partial(Forgetful, lr=0.1, momentum=0.9)
+    with engine_of(key, 2, cases.build("MLP"), optimizer_fn=make) as engine:
+        told = OnRanks(engine)
+        train(told, 0)
+        engine.load_full_optimizer_state_dict(engine.full_optimizer_state_dict())
+        engine.save(directory)
+        train(told, 1)
+        engine.load(directory)
+        train(told, 1)
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("key", ON_TWO)
+def test_an_optimizer_with_its_own_load_state_dict_is_loaded(pools, key, tmp_path):
+    make = partial(Forgetful, lr=0.1, momentum=0.9)
+    expected = in_one_process(stepped_twice, 2, cases.build("MLP"), make)
+    assert_states(pools(2).run(loaded_by_a_forgetful_optimizer, key, tmp_path), expected)
 
 
 def averaged(rank, key, read):  # noqa: ARG001
@@ -187,11 +392,6 @@ def evaluating(rank, key, optimizer):
         engine.step()  # of nothing: it gathers what the step that was refused had stepped
         train(told, 1)
         return engine.full_state_dict()
-
-
-def stepped_twice(engine):
-    train(engine, 0)
-    train(engine, 1)
 
 
 @OPTIMIZERS

@@ -20,6 +20,15 @@ class Plain(torch.optim.Optimizer):
         return param.grad
 
 
+class Careful(Plain):
+    """Raises where a gradient is not finite."""
+
+    def update(self, param, state):
+        if not param.grad.isfinite().all():
+            raise FloatingPointError("a gradient is not finite")
+        return param.grad
+
+
 class Normalised(Plain):
     """Each gradient divided by its norm."""
 

@@ -38,6 +38,13 @@ def test_functions_may_name_the_operators_of_torch():
     assert unpack(pack(policy, "x"))(torch.ops.aten.mm.default) == policy(torch.ops.aten.mm.default)
 
 
+@pytest.mark.parametrize(
+    "operator", [torch.ops.aten, torch.ops.aten.add, torch.ops.aten.add.Tensor, torch.ops.aten.mm.default], ids=str
+)
+def test_operators_under_names_of_the_users_travel(operator):
+    assert unpack(pack(lambda: operator, "x"))() is operator
+
+
 def test_registry_of_cloudpickle_is_left_as_it_was():
     pack(test_installed_code_goes_by_name, "x")
     assert cloudpickle.list_registry_pickle_by_value() == set()

@@ -15,7 +15,6 @@ from shardlab.engines.agreement import share_json
 from shardlab.engines.checkpoint.gather import gather_whole
 from shardlab.engines.checkpoint.manifest import decode, encode
 from shardlab.engines.checkpoint.shards import state_shards, state_values, whole_shape_of
-from shardlab.engines.claims import PIECES, pieces_of
 from shardlab.engines.state import Checkpointed
 
 
@@ -114,15 +113,7 @@ def install_state(
     # All of them before the optimizer changes: if one cannot be read or cut, it keeps the state that it has.
     pieces = {name: state_of(name, tensors.by_name(name), *span) for name, span in owned.items()}
     state = {numbers[name]: found for name, found in pieces.items() if found}
-    # Torch moves the state to the device of the tensors; inside, those are where they are stepped, not in host memory.
-    with engine.stepping():
-        engine.optimizer.load_state_dict(
-            {
-                "state": state,
-                "param_groups": [_numbered(group, numbers) for group in groups],
-                PIECES: pieces_of(engine),
-            }
-        )
+    engine.install_optimizer_state({"state": state, "param_groups": [_numbered(group, numbers) for group in groups]})
 
 
 def check_state_shape(engine: Checkpointed, name: str, key: str, shape: tuple[int, ...]) -> None:

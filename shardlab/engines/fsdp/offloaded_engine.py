@@ -63,9 +63,10 @@ class OffloadedEngine(ShardedEngine):
 
     @override
     def optimizer_stepped(self) -> None:
-        """Return what has been stepped: a hook of the user's may gather it."""
+        """As the base; first returns what has been stepped to the host, which is where gathers read it."""
         self._take_assigned()
         self._return_to_host()
+        super().optimizer_stepped()
 
     def _return_to_host(self) -> None:
         offload = OFFLOADS[self.offload]
