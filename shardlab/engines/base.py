@@ -188,8 +188,6 @@ class Engine(Holdings, Gradients, EngineState):
                 self.optimizer.step()
             finally:  # after an error too, or later steps would change tensors that nobody gathers
                 self._take_assigned()
-        if not self._claim.was_told():
-            self.optimizer_stepped()
         self._guarded.clear()  # spent: they may be zeroed in place, and some optimizers change them
         self.num_steps += 1
 
@@ -204,10 +202,7 @@ class Engine(Holdings, Gradients, EngineState):
         check_others_step(optimizer, self.params, self._step_tensors, self.name, is_early=is_early)
 
     def optimizer_stepped(self) -> None:
-        """The engine's optimizer has stepped; called before its hooks, which must find the stepped model.
-
-        Called once more if they have written into what was stepped, and at the end of a step without hooks.
-        """
+        """The engine's optimizer has stepped; called before its hooks, which must find the stepped model."""
         return
 
     @property

@@ -17,12 +17,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from shardlab.comm.communicator import Communicator
-from shardlab.engines.step_tensors import Remembered, StepTensors
 
 _CLAIM = "_shardlab_claim"
 _KEPT = "_shardlab_engine"
@@ -50,7 +49,6 @@ class Claimant(StepsPieces, Protocol):
     def others_step(self, optimizer: torch.optim.Optimizer) -> None: ...  # noqa: D102
     def optimizer_stepped(self) -> None: ...  # noqa: D102
     def spread_over(self) -> dict[str, tuple[Communicator, ...]]: ...  # noqa: D102
-    def step_tensors(self) -> StepTensors: ...  # noqa: D102
 
 
 class EngineReference:
@@ -123,8 +121,6 @@ class Claim:
         self._module, self._optimizer = engine.module, optimizer
         self._params = tuple(params)
         self._is_stepping = False
-        self._depth = 0  # of the optimizer's step: one that calls its base class's step runs all hooks twice
-        self._told: Remembered | None = None  # the step tensors, when the engine was told that they have been stepped
         self._is_installing = False
         self._hooks = [*_watch_steps(self), *_mark_states(self), _watch_others(self)]
         # Modules without parameters stay unmarked: two models may share an activation.
@@ -140,7 +136,7 @@ class Claim:
     def stepping(self) -> Iterator[None]:
         """Inside, ``optimizer.step()`` is the engine's own call."""
         # Also taken back after a step that raised, or the user could step past the engine from then on.
-        self._is_stepping, self._depth, self._told = True, 0, None
+        self._is_stepping = True
         try:
             yield
         finally:
@@ -155,12 +151,7 @@ class Claim:
         finally:
             self._is_installing = False
 
-    def was_told(self) -> bool:
-        """Whether the engine was told of the last step, and no hook has written into what was stepped since."""
-        told, self._told = self._told, None
-        return told is not None and told.is_current()
-
-    def begin_step(self) -> None:
+    def check_step(self) -> None:
         """Refuse a step that the engine has not called.
 
         Raises:
@@ -171,29 +162,11 @@ class Claim:
                 "engine.optimizer.step(): it would step this rank's tensors, perhaps before gradients are averaged, "
                 "and gather nothing; write engine.step(), or scaler.step(engine) with shardlab.engines.GradScaler"
             )
-        self._depth += 1
 
-    def end_step(self) -> None:
-        """Tell the engine that its optimizer has stepped, at the end of the outermost step.
-
-        Raises:
-            RuntimeError: hooks of others come next, in the middle of a step of pieces.
-        """
-        engine = self._mark.engine
-        if not self._is_stepping or engine is None:
-            return
-        self._depth -= 1
-        has_others = len(self._optimizer._optimizer_step_post_hooks) > 1 or bool(_global_optimizer_post_hooks)
-        if self._depth == 0:
-            engine.optimizer_stepped()
-            self._told = Remembered(engine.step_tensors() if has_others else ())
-        elif has_others and any(engine.spread_over().values()):
-            # Hooks would read a model of old and new pieces. A gather here could miss ranks: whether torch runs hooks
-            # for a base class too depends on what a rank has made before.
-            raise RuntimeError(
-                f"optimizer.register_step_post_hook: {type(self._optimizer).__name__}.step() calls the step of a base "
-                "class, and torch runs the hook there too, halfway; do in the loop, after engine.step(), what it does"
-            )
+    def tell_stepped(self) -> None:
+        """Tell the engine that its optimizer has stepped. One that calls its base class's step does so twice."""
+        if self._is_stepping and self._mark.engine is not None:
+            self._mark.engine.optimizer_stepped()
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse state that was saved for other pieces.
@@ -263,11 +236,11 @@ def _watch_steps(claim: Claim) -> list[RemovableHandle]:
 
     def refuse(*_: Any) -> None:
         if (known := reference()) is not None:
-            known.begin_step()
+            known.check_step()
 
     def tell(*_: Any) -> None:
         if (known := reference()) is not None:
-            known.end_step()
+            known.tell_stepped()
 
     optimizer = claim._optimizer
     try:

@@ -58,44 +58,26 @@ class FlatParameters:
         """Put the pieces of all ranks back into the parameters; blocking.
 
         Args:
-            is_due: whether any rank may have stepped a parameter; a bucket without such a parameter is not sent.
-
-        Raises:
-            RuntimeError: see ``check_gathered``.
+            is_due: whether any rank may have stepped a parameter. A bucket without such a parameter is sent if its
+                pieces were written to, by code that all ranks run alike.
         """
-        self.check_gathered(is_due)
+        due = [bucket for bucket in self.buckets if any(map(is_due, bucket.params)) or self._is_written(bucket)]
         # All are issued, in the order of the buckets on every rank, before the first is waited for.
         pending: list[Pending] = []
-        for bucket, flat in zip(self.buckets, self.flat, strict=True):
-            if any(is_due(param) for param in bucket.params):
-                tag = f"parameters of bucket {bucket.index}"
-                pending.append(self.comm.all_gather(flat, self._own_part(bucket), bounds=bucket.layout.bounds, tag=tag))
+        for bucket in due:
+            flat, tag = self.flat[bucket.index], f"parameters of bucket {bucket.index}"
+            pending.append(self.comm.all_gather(flat, self._own_part(bucket), bounds=bucket.layout.bounds, tag=tag))
         wait_all(pending)
         # The parameters were written through the buffers, unseen by autograd. With a new version it refuses a backward
         # that saved the old values; without one it would compute with the new ones.
-        for bucket in self.buckets:
-            if any(is_due(param) for param in bucket.params):
-                increment_version(bucket.params)
+        for bucket in due:
+            increment_version(bucket.params)
         self._note_gathered()
 
     @property
     def are_written(self) -> bool:
         """Whether this rank's pieces were written to, or replaced, since all pieces were gathered."""
         return any(map(self._is_written, self.buckets))
-
-    def check_gathered(self, is_due: Callable[[nn.Parameter], bool]) -> None:
-        """Refuse what was written into pieces of which ``gather(is_due)`` would send nothing.
-
-        Raises:
-            RuntimeError: on this rank alone. It cannot be sent unasked: other ranks may have written nothing.
-        """
-        for bucket in self.buckets:
-            if not any(is_due(param) for param in bucket.params) and self._is_written(bucket):
-                raise RuntimeError(
-                    f"engine.step_tensors(): the piece of {bucket.names[0]!r}, or one beside it, was written to, but "
-                    "none of these is trained, so no step gathers them; leave them out, or write into the module's "
-                    "parameters, inside 'with engine.full_params(keep_changes=True):'"
-                )
 
     @contextlib.contextmanager
     def replacing_all(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from shardlab.comm.events import Pending
 from shardlab.engines.gathered_parameters import BucketState, GatheredParameters
 from shardlab.engines.holdings import Held
 from shardlab.engines.hooks import outside_inference
-from shardlab.engines.placeholder import check_replaced, is_at
+from shardlab.engines.placeholder import PlaceholderGradient, check_replaced, is_at
 from shardlab.engines.unused_params import mark_all_used, nobody_used
 from shardlab.partition.chunks import first_elements
 from shardlab.vocabulary import Role
@@ -230,7 +230,8 @@ class ShardedBucket(GatheredParameters):
 
     def held_gradients(self) -> Iterator[Held]:
         """Everything that holds gradients at this moment."""
-        whole = [param.grad for param in self.params.values() if param.grad is not None]
+        found = (param.grad for param in self.params.values())
+        whole = [gradient for gradient in found if not isinstance(gradient, PlaceholderGradient | None)]
         chunk = [self.gradient_shard] if self.gradient_shard is not None else []
         in_flight = self._reducing[:2] if self._reducing is not None else ()
         yield from (Held(Role.GRADIENT, tensor) for tensor in (*whole, *chunk, *in_flight))

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from shardlab.engines.casts import MixedPrecision
 from shardlab.engines.holdings import Division, Held
+from shardlab.engines.placeholder import PlaceholderGradients
 from shardlab.engines.sharded_bucket import ShardedBucket, reshard_all
 from shardlab.engines.state import Stateful
 from shardlab.engines.step_tensors import StepTensors, tensors_of
@@ -23,9 +24,42 @@ class ShardedEngine(MixedPrecision):
 
     buckets: Sequence[ShardedBucket]
     _num_keeping: int  # open full_params(keep_changes=True)
+    _placeholders: PlaceholderGradients | None = None
+    """At the parameters that the user holds, whose means are at their pieces."""
+
+    def _place_gradients(self) -> None:
+        """After a change of what the user holds, or of the means: code such as torch's clipping must not find None."""
+        self._take_gradients_away()
+        held = {
+            name: param for bucket in self.buckets if bucket.is_held and bucket.gradient_shard is not None
+            for name, param in bucket.params.items() if param.grad is None and param.requires_grad
+        }  # fmt: skip
+        if held:
+            self._placeholders = PlaceholderGradients(held)
+            self._placeholders.place(held)
+
+    def _take_gradients_away(self, *, checked: bool = True) -> None:
+        if self._placeholders is not None:
+            if checked:
+                self._placeholders.check()
+            self._placeholders.close()
+            self._placeholders = None
+
+    @override
+    def _begin_backward(self) -> None:
+        self._take_gradients_away()
+        super()._begin_backward()
+
+    @override
+    def finish_gradients(self) -> None:
+        """As the base."""
+        self._take_gradients_away()
+        super().finish_gradients()
+        self._place_gradients()
 
     @override
     def _forget_gradients(self) -> None:
+        self._take_gradients_away(checked=False)
         super()._forget_gradients()
         for bucket in self.buckets:
             # First: of FSDP's a reduction may be under way, whose means would arrive after they were cleared.
@@ -40,6 +74,8 @@ class ShardedEngine(MixedPrecision):
             self._keep_changes()
         reshard_all(self.buckets)
         super().step()
+        # Without hooks the optimizer has not called it, and hooks may have written since. All ranks hold the same.
+        self.optimizer_stepped()
 
     @override
     def optimizer_stepped(self) -> None:
@@ -99,6 +135,7 @@ class ShardedEngine(MixedPrecision):
                 bucket.hold()  # it may refuse, and then those before it must not stay held
                 held.append(bucket)
             self._note_stored_params()
+            self._place_gradients()
             yield self.module
             # Not after an error: half of a change must not reach the shards. Nor after close(), when none train.
             if keep_changes and not self._is_closed:
@@ -107,6 +144,7 @@ class ShardedEngine(MixedPrecision):
             self._num_keeping -= keep_changes
             for bucket in held:
                 bucket.let_go()
+            self._place_gradients()
 
     def _keep_changes(self) -> None:
         for bucket in self.buckets:
@@ -170,6 +208,7 @@ class ShardedEngine(MixedPrecision):
     @override
     def _give_back(self) -> None:
         """Put the full parameters back into the module; collective."""
+        self._take_gradients_away(checked=False)
         for bucket in self.buckets:
             bucket.give_back()
 

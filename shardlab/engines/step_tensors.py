@@ -13,7 +13,7 @@ indices.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import overload
 
@@ -131,20 +131,6 @@ class GroupTensors(list[Tensor]):
         return list, (list(self),)
 
 
-class Remembered:
-    """Copies of tensors, which show whether anything is written into them, also through ``.data``."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._tensors = list(tensors)
-        self._copies = [tensor.detach().clone() for tensor in self._tensors]
-
-    def is_current(self) -> bool:
-        """Whether the tensors still have these values."""
-        pairs = zip(self._tensors, self._copies, strict=True)
-        # Bit by bit: a NaN that stays is no change.
-        return all(torch.equal(_bits(tensor.detach()), _bits(copy)) for tensor, copy in pairs)
-
-
 def guard_groups(optimizer: torch.optim.Optimizer, tensors: StepTensors) -> None:
     """Make the groups of an engine's optimizer refuse torch's clipping as the engine's ``tensors`` do."""
     for group in optimizer.param_groups:
@@ -154,10 +140,6 @@ def guard_groups(optimizer: torch.optim.Optimizer, tensors: StepTensors) -> None
 def tensors_of(optimizer: torch.optim.Optimizer) -> set[int]:
     """The identities of what an optimizer steps."""
     return {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _clips(caller: FrameType, by: str = "") -> bool:

@@ -86,9 +86,10 @@ class SteppedInPieces(MixedPrecision):
             )
         if self.flat_params.are_written:
             raise RuntimeError(
-                "engine.step_tensors(): this rank's pieces were written to, and nobody has gathered them since; write "
-                "before engine.step(), which gathers them (call it again for these), or into the module's parameters, "
-                "inside 'with engine.full_params(keep_changes=True):'"
+                "engine.step_tensors(): this rank's pieces were written to, by hand or by a step that raised, and "
+                "nobody has gathered them since; call engine.step() on all ranks, which does (after engine.zero_grad() "
+                "it steps nothing); write before engine.step(), or into the module's parameters, inside 'with "
+                "engine.full_params(keep_changes=True):'"
             )
 
     @contextlib.contextmanager

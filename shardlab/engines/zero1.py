@@ -12,7 +12,7 @@ a placeholder that refuses to be used (``stepped_in_pieces.py``). With a 16-bit 
 Source: Rajbhandari et al., arXiv 1910.02054, section 5.1.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 from typing_extensions import override
@@ -45,8 +45,7 @@ class ZeRO1(SteppedInPieces, Bucketed):
     """
 
     name = "zero1"
-    _to_gather: Callable[[nn.Parameter], bool]
-    """Of which parameters buckets are gathered in this step."""
+    _is_gathered = False  # what the optimizer has stepped in this step
 
     def __init__(
         self,
@@ -66,18 +65,21 @@ class ZeRO1(SteppedInPieces, Bucketed):
         """Step this rank's pieces, then gather the parameters."""
         # First: the step reads the master weights, and the gather after it overwrites the parameters.
         self._take_changes()
-        # Decided by what all ranks know: one that stepped nothing of a bucket must join its gather too. What another
-        # optimizer has stepped may be in any bucket.
-        self._to_gather = (lambda _: True) if self._ungathered_by else self._is_due
-        self.flat_params.check_gathered(self._to_gather)
+        self._is_gathered = False
         super().step()
+        self.optimizer_stepped()  # without hooks the optimizer has not called it, and hooks may have written since
 
     @override
     def optimizer_stepped(self) -> None:
-        """Gather the parameters."""
+        """Gather what was stepped, and after that, in the same step, only what was written since."""
         self._take_assigned()
-        self.flat_params.gather(self._to_gather)
-        self._ungathered_by = ""
+        # Decided by what is due, which all ranks know: one that stepped nothing of a bucket must join its gather too.
+        # What another optimizer has stepped may be in any bucket.
+        if not self._is_gathered:
+            self.flat_params.gather((lambda _: True) if self._ungathered_by else self._is_due)
+        elif self.flat_params.are_written:
+            self.flat_params.gather(lambda _: False)
+        self._is_gathered, self._ungathered_by = True, ""
 
     @override
     def _prepare(self) -> StepTensors:

@@ -13,7 +13,7 @@ import psutil
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 120
-STOP_TIMEOUT_S = 30
+STOP_TIMEOUT_S = 60.0
 MARK = "SHARDLAB_TEST_SERVER"  # in the environment of the server, so of kernels and ranks too, orphans included
 
 SETTINGS = {

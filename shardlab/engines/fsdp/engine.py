@@ -139,6 +139,7 @@ class FSDP(OffloadedEngine):
         held.unshard()
         # Only once it is there: a gather that raised must not leave the unit held.
         held.hold(by_hand=True)
+        self._place_gradients()
 
     def reshard(self, unit: str) -> None:
         """Reshard a unit that was gathered by hand."""
@@ -146,6 +147,7 @@ class FSDP(OffloadedEngine):
         # First, since a unit that is held is not resharded.
         held.hold(by_hand=False)
         held.reshard()
+        self._place_gradients()
 
     @override
     def _data_axes(self) -> tuple[Communicator, ...]:
