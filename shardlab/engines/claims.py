@@ -121,6 +121,7 @@ class Claim:
         self._module, self._optimizer = engine.module, optimizer
         self._params = tuple(params)
         self._is_stepping = False
+        self._depth = 0  # of the optimizer's step: one that calls its base class's step runs all hooks twice
         self._is_installing = False
         self._hooks = [*_watch_steps(self), *_mark_states(self), _watch_others(self)]
         # Modules without parameters stay unmarked: two models may share an activation.
@@ -136,7 +137,7 @@ class Claim:
     def stepping(self) -> Iterator[None]:
         """Inside, ``optimizer.step()`` is the engine's own call."""
         # Also taken back after a step that raised, or the user could step past the engine from then on.
-        self._is_stepping = True
+        self._is_stepping, self._depth = True, 0
         try:
             yield
         finally:
@@ -162,10 +163,13 @@ class Claim:
                 "engine.optimizer.step(): it would step this rank's tensors, perhaps before gradients are averaged, "
                 "and gather nothing; write engine.step(), or scaler.step(engine) with shardlab.engines.GradScaler"
             )
+        self._depth += 1
 
     def tell_stepped(self) -> None:
-        """Tell the engine that its optimizer has stepped. One that calls its base class's step does so twice."""
-        if self._is_stepping and self._mark.engine is not None:
+        """Tell the engine that its optimizer has stepped."""
+        self._depth -= 1
+        # At the outermost end: whether torch runs hooks for a base class too depends on what a rank has made before.
+        if self._is_stepping and self._depth == 0 and self._mark.engine is not None:
             self._mark.engine.optimizer_stepped()
 
     def check_state(self, state: Mapping[str, Any]) -> None:

@@ -28,6 +28,7 @@ _OF_PARAMETER = frozenset(
 )
 _FREEZES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]  # a bool in torch's stubs
 _OF_GRADIENT = frozenset({"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "untyped_storage"})
+_CONVERT = frozenset({"to", "float", "double", "half", "bfloat16", "cpu", "cuda"})  # as module.to() does to gradients
 
 
 class PlaceholderParameter(nn.Parameter):
@@ -185,10 +186,14 @@ class PlaceholderGradient(Tensor):
     @classmethod
     def of(cls, name: str, param: nn.Parameter) -> "PlaceholderGradient":
         """The placeholder for the gradient of ``param``: its shape, dtype and device, and no memory."""
-        empty = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
+        return cls._without_memory(sharded_gradient(name), param, param.shape)
+
+    @classmethod
+    def _without_memory(cls, refusal: str, like: Tensor, shape: torch.Size) -> "PlaceholderGradient":
+        empty = torch.zeros((), dtype=like.dtype, device=like.device).expand(shape)
         empty.untyped_storage().resize_(0)
         made = empty.as_subclass(cls)
-        made.refusal = sharded_gradient(name)
+        made.refusal = refusal
         return made
 
     @classmethod
@@ -196,8 +201,13 @@ class PlaceholderGradient(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Answer for metadata, refuse everything else."""
-        if getattr(func, "__name__", "") in _OF_GRADIENT:
+        """Answer for metadata, let a module be converted, refuse everything else."""
+        name = getattr(func, "__name__", "")
+        if name in _CONVERT:
+            # Asked of one element, since this tensor has no memory to read.
+            like = func(torch.zeros((), dtype=args[0].dtype, device=args[0].device), *args[1:], **(kwargs or {}))
+            return cls._without_memory(args[0].refusal, like, args[0].shape)
+        if name in _OF_GRADIENT or func in (Tensor.data.__set__, torch._has_compatible_shallow_copy_type):  # type: ignore[attr-defined]
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         given = (value for some in args for value in (some if isinstance(some, list | tuple) else (some,)))
         refusals = (getattr(value, "refusal", None) for value in given if isinstance(value, PlaceholderGradient))

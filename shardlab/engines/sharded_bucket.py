@@ -78,12 +78,15 @@ class ShardedBucket(GatheredParameters):
         """Free the full parameters unless the user holds them.
 
         Raises:
-            RuntimeError: they were written to, which would be lost.
+            RuntimeError: they were written to, which would be lost. They are held by hand no longer.
         """
-        if self.is_held:
+        if self.num_holders:
             return
         changed = [] if self.state is not BucketState.UNSHARDED else self._written_to()
+        if self.held_by_hand and not changed:
+            return
         self.release()  # before the error, which must not leave them in memory
+        self.held_by_hand = False
         if changed:
             raise RuntimeError(
                 f"parameter {changed[0]!r}: it was written to while it was gathered, which does not change the shards; "
@@ -95,7 +98,6 @@ class ShardedBucket(GatheredParameters):
     def hold(self) -> None:
         """Gather the full parameters in their stored dtype, and keep them until ``let_go``."""
         if self.num_holders == 0:
-            self.reshard()  # first: it refuses what was written before, which would be lost unseen
             self.release()  # what is held by hand too: in the compute dtype it may have fewer bits
             self.unshard(as_stored=True)
         self.num_holders += 1
@@ -122,6 +124,11 @@ class ShardedBucket(GatheredParameters):
             # Not ``reshard()``, which leaves alone what is held.
             self.release()
             self.unshard(as_stored=self.num_holders > 0)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the user has written into what ``full_params()`` shows."""
+        return self.num_holders > 0 and bool(self._written_to())
 
     def check_replaced(self) -> None:
         """Before ``keep_changes``, of all buckets: check what the user has put in the place of gathered data.
@@ -153,6 +160,7 @@ class ShardedBucket(GatheredParameters):
             for name, piece in self._tensors.own.items()
         ):
             self._renew_shard()
+            self.values_changed()
 
     @outside_inference
     def _renew_shard(self) -> None:

@@ -29,6 +29,10 @@ class ShardedEngine(MixedPrecision):
 
     def _place_gradients(self) -> None:
         """After a change of what the user holds, or of the means: code such as torch's clipping must not find None."""
+        # Inside a backward they would be taken for gradients. What somebody has cleared is told by the next check.
+        is_gone = self._placeholders is not None and bool(self._placeholders.gone)
+        if self._is_closed or self._backward_watch.has_begun or is_gone:
+            return
         self._take_gradients_away()
         held = {
             name: param for bucket in self.buckets if bucket.is_held and bucket.gradient_shard is not None
@@ -53,7 +57,8 @@ class ShardedEngine(MixedPrecision):
     @override
     def finish_gradients(self) -> None:
         """As the base."""
-        self._take_gradients_away()
+        if not self._are_means:
+            self._take_gradients_away()
         super().finish_gradients()
         self._place_gradients()
 
@@ -70,6 +75,8 @@ class ShardedEngine(MixedPrecision):
     def step(self) -> None:
         """One optimizer step on the shards; what the user holds in full is gathered again, the rest is resharded."""
         # Before the step: what the user wrote must be in the shards, and nothing gathered may outlive its values.
+        if self._placeholders is not None:
+            self._placeholders.check()
         if self._num_keeping:
             self._keep_changes()
         reshard_all(self.buckets)
@@ -82,6 +89,8 @@ class ShardedEngine(MixedPrecision):
         """Gather again what the user holds, and refuse backwards that need the values from before the step."""
         self._take_assigned()
         for bucket in self.buckets:
+            if self._num_keeping and bucket.is_written:  # by a hook
+                bucket.keep_changes()
             # A reduction leaves a chunk on every rank, so all ranks raise the versions or none does.
             if bucket.gradient_shard is not None:
                 bucket.values_changed()
@@ -128,11 +137,12 @@ class ShardedEngine(MixedPrecision):
             keep_changes: copy changes in place back into the shards; without it, and after an error inside, they are
                 lost. Every rank must write the same values; nothing checks that.
         """
+        reshard_all(self.buckets)  # first: it refuses what was written, which would be lost unseen
         held: list[ShardedBucket] = []
         self._num_keeping += keep_changes
         try:
             for bucket in self.buckets:
-                bucket.hold()  # it may refuse, and then those before it must not stay held
+                bucket.hold()  # a gather may fail, and then those before it must not stay held
                 held.append(bucket)
             self._note_stored_params()
             self._place_gradients()
@@ -210,6 +220,7 @@ class ShardedEngine(MixedPrecision):
         """Put the full parameters back into the module; collective."""
         self._take_gradients_away(checked=False)
         for bucket in self.buckets:
+            bucket.drop_gradients()
             bucket.give_back()
 
     @property

@@ -71,14 +71,15 @@ class ZeRO1(SteppedInPieces, Bucketed):
 
     @override
     def optimizer_stepped(self) -> None:
-        """Gather what was stepped, and after that, in the same step, only what was written since."""
+        """Gather what was stepped; after that, in the same step, only if anything was written since."""
         self._take_assigned()
         # Decided by what is due, which all ranks know: one that stepped nothing of a bucket must join its gather too.
         # What another optimizer has stepped may be in any bucket.
         if not self._is_gathered:
             self.flat_params.gather((lambda _: True) if self._ungathered_by else self._is_due)
         elif self.flat_params.are_written:
-            self.flat_params.gather(lambda _: False)
+            # All of it: a rank of which a bucket holds nothing may not have written there.
+            self.flat_params.gather(lambda _: True)
         self._is_gathered, self._ungathered_by = True, ""
 
     @override

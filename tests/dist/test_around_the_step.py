@@ -277,6 +277,32 @@ def written_by_one_rank_in_a_hook(engine):
     stepped_twice(engine)
 
 
+def clamped_where_there_is_a_gradient(engine):
+    """A rank that holds nothing of a parameter has none there."""
+
+    @torch.no_grad()
+    def clamp_some(optimizer, *_):
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                if tensor.grad is not None:
+                    tensor.clamp_(-0.1, 0.1)
+
+    engine.optimizer.register_step_post_hook(clamp_some)
+    stepped_twice(engine)
+
+
+def clamped_in_full_params(engine):
+    with engine.full_params(keep_changes=True) as model:
+
+        @torch.no_grad()
+        def clamp_all(*_):
+            for param in model.parameters():
+                param.clamp_(-0.1, 0.1)
+
+        engine.optimizer.register_step_post_hook(clamp_all)
+        stepped_twice(engine)
+
+
 def logged_by_some(engine):
     if getattr(engine, "data_rank", 0) == 0:
         engine.optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.param_groups[0]["lr"])
@@ -295,7 +321,7 @@ def patched_and_held(engine):
         stepped_twice(engine)
 
 
-HOOKED = {story.__name__: story for story in (clamped_by_a_hook, clamped_through_data_by_a_hook, clamped_out_of_reach_by_a_hook, written_by_one_rank_in_a_hook, logged_by_some, patched_and_held)}
+HOOKED = {story.__name__: story for story in (clamped_by_a_hook, clamped_through_data_by_a_hook, clamped_out_of_reach_by_a_hook, written_by_one_rank_in_a_hook, clamped_where_there_is_a_gradient, clamped_in_full_params, logged_by_some, patched_and_held)}
 HOOKED_PLACES = [
     (key, size, name) for key, size in PLACES for name in HOOKED
     # Where pieces are gathered, what is written through .data after that is seen by nobody.
@@ -444,9 +470,7 @@ def evaluating(rank, key, optimizer):
         told = OnRanks(engine)
         engine.optimizer.after = lambda _: loss_of(told, 0)
         engine.backward(loss_of(told, 0))
-        # Torch has run the hooks of the base class, so that the model is gathered already.
-        is_gathered = optimizer is StepsAndMore
-        with nullcontext() if is_gathered else pytest.raises(RuntimeError, match="pieces were written to"):
+        with pytest.raises(RuntimeError, match="pieces were written to"):
             engine.step()
         engine.optimizer.after = None
         engine.zero_grad()
@@ -457,7 +481,7 @@ def evaluating(rank, key, optimizer):
 
 @OPTIMIZERS
 @pytest.mark.parametrize("key", STEPPED_IN_PIECES)
-def test_inside_an_optimizers_step_the_model_is_right_or_refused(pools, key, optimizer):
+def test_inside_an_optimizers_step_a_model_of_old_and_new_pieces_is_refused(pools, key, optimizer):
     expected = in_one_process(stepped_twice, 2, cases.build("MLP"))
     assert_states(pools(2).run(evaluating, key, optimizer), expected)
 
@@ -620,3 +644,68 @@ def skipping(rank, key):
 @pytest.mark.parametrize("key", ["zero1", "zero2-round_robin", "zero3", "fsdp"])
 def test_an_optimizer_that_looks_for_nan_everywhere_is_refused(pools, key):
     pools(2).run(skipping, key)
+
+
+def assigned_before_backward(rank, key):  # noqa: ARG001
+    """A backward through the old values would be right, and one through the new is not."""
+    with engine_of(key, current().world_size, cases.build("MLP"), optimizer_fn=sgd) as engine:
+        told = OnRanks(engine)
+        loss = loss_of(told, 0)
+        for tensor in engine.step_tensors():
+            tensor.data = tensor.data * 3
+        with pytest.raises(RuntimeError, match="between forward and backward|pieces were written to"):
+            engine.backward(loss)
+        engine.zero_grad()
+        engine.step()
+    return True
+
+
+@pytest.mark.parametrize("key", [key for key in ON_TWO if key in STEPPED_IN_PIECES or key.startswith("zero3")])
+def test_pieces_assigned_between_forward_and_backward_are_refused(pools, key):
+    assert pools(2).run(assigned_before_backward, key) == [True, True]
+
+
+def written_by_hand(rank, key):  # noqa: ARG001
+    with engine_of(key, current().world_size, cases.build("MLP"), optimizer_fn=sgd) as engine:
+        told = OnRanks(engine)
+        train(told, 0)
+        for refused in (engine.step, engine.full_state_dict):
+            for unit in engine.units:
+                engine.unshard(unit.name)
+            with torch.no_grad():
+                for param in engine.module.parameters():
+                    param.fill_(0.5)
+            with pytest.raises(RuntimeError, match="it was written to while it was gathered"):
+                refused()
+        train(told, 1)
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("key", ["fsdp", "fsdp-dim0", "fsdp-shard_grad_op", "fsdp-offload"])
+def test_what_is_written_into_units_gathered_by_hand_is_refused(pools, key):
+    expected = in_one_process(stepped_twice, 2, cases.build("MLP"))
+    assert_states(pools(2).run(written_by_hand, key), expected)
+
+
+def closed_while_held(rank, key):  # noqa: ARG001
+    with engine_of(key, current().world_size, cases.build("MLP"), optimizer_fn=sgd) as engine:
+        told = OnRanks(engine)
+        train(told, 0)
+        engine.backward(loss_of(told, 1))
+        with engine.full_params() as model:
+            model.to("cpu")
+            engine.close()
+        optimizer = sgd(list(model.parameters()))
+        x, y = cases.rows("MLP", 1, 0, 4)
+        rows = slice(2 * cases.ROWS_PER_RANK)
+        torch.nn.functional.mse_loss(model(x[rows]), y[rows]).backward()
+        optimizer.step()
+        return model.state_dict()
+
+
+@pytest.mark.parametrize("key", ON_TWO)
+def test_a_module_that_is_given_back_inside_full_params_trains_alone(pools, key):
+    if key in ("ddp", "bucketed", "fsdp-no_shard"):
+        return  # its gradients stay, or are of another backward
+    expected = in_one_process(stepped_twice, 2, cases.build("MLP"))
+    assert_states(pools(2).run(closed_while_held, key), expected)

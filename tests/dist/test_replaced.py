@@ -70,8 +70,6 @@ def replaced(rank, setup, way, inside, directory):
             backward(engine, step)
             engine.step()
             if step == 0:
-                if setup in PLACEHOLDERS:
-                    engine.zero_grad()  # module.to() converts gradients too, and theirs refuse that
                 with engine.full_params(keep_changes=True) if inside else contextlib.nullcontext():
                     REPLACEMENTS[way](engine.module)
                 if directory is not None:
