@@ -27,12 +27,19 @@ class Bucket:
         index: position among the buckets, which is the order of their collectives.
         layout: where each parameter is and which rank holds which chunk.
         params: the parameters in slot order, all of one dtype and device.
+        rank: this one, among those that the layout divides it over.
     """
 
-    def __init__(self, index: int, layout: FlatLayout, params: Sequence[nn.Parameter]) -> None:
+    def __init__(self, index: int, layout: FlatLayout, params: Sequence[nn.Parameter], rank: int) -> None:
         self.index = index
         self.layout = layout
         self.names = layout.names
+        self.own = {piece.name: piece for piece in layout.pieces(rank)}
+        self.own_chunk = slice(*layout.chunk(rank))  # of the buffer
+        first = self.own_chunk.start
+        self.places_in_chunk = {
+            name: slice(piece.flat_start - first, piece.flat_stop - first) for name, piece in self.own.items()
+        }
         self.params = tuple(params)
         self.shapes = [tuple(param.shape) for param in params]
         self.buffer: Tensor | None = None  # flat gradients, [padded_numel]; allocated when first needed
@@ -47,13 +54,6 @@ class Bucket:
         self._looked_at = [place for _, place in first_elements(layout)]  # by some rank, to detect unused parameters
         self._elements: list[Tensor] = []  # views of the buffer there, [1] each
         self._num_own_references = 0  # to the buffer's memory
-
-    def places_in_chunk(self, rank: int) -> dict[str, slice]:
-        """Where the pieces of a rank are in its chunk, by parameter name."""
-        first = self.layout.chunk(rank)[0]
-        return {
-            piece.name: slice(piece.flat_start - first, piece.flat_stop - first) for piece in self.layout.pieces(rank)
-        }
 
     def new_buffer(self, dtype: torch.dtype | None = None) -> Tensor:
         """A flat tensor, [padded_numel], in the parameters' dtype unless given; only the padding is set, to 0."""
@@ -191,6 +191,7 @@ def build_buckets(
     num_ranks: int,
     capacity_bytes: int,
     partition: Partition = Partition.ELEMENTS,
+    rank: int = 0,
 ) -> list[Bucket]:
     """Divide parameters into buckets; the same on every rank, since only their order and sizes matter.
 
@@ -201,6 +202,7 @@ def build_buckets(
         num_ranks: number of chunks of each bucket; 1 if nothing is sharded.
         capacity_bytes: bytes of a full bucket.
         partition: how a bucket's elements are divided over the ranks.
+        rank: whose pieces a bucket names as its own.
 
     Raises:
         ValueError: a capacity below 1.
@@ -210,4 +212,6 @@ def build_buckets(
     specs = [ParamSpec(name, tuple(param.shape), param.element_size()) for name, param in params.items()]
     keys = [(param.dtype, param.device, param.requires_grad) for param in params.values()]
     layouts = plan_buckets(specs, keys, num_ranks, capacity_bytes, partition)
-    return [Bucket(index, layout, [params[name] for name in layout.names]) for index, layout in enumerate(layouts)]
+    return [
+        Bucket(index, layout, [params[name] for name in layout.names], rank) for index, layout in enumerate(layouts)
+    ]

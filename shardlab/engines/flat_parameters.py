@@ -38,7 +38,7 @@ class FlatParameters:
         self.comm = comm
         self.flat = [self._flatten(bucket) for bucket in buckets]
         self.pieces: dict[str, tuple[Bucket, Piece]] = {
-            piece.name: (bucket, piece) for bucket in buckets for piece in bucket.layout.pieces(comm.rank)
+            name: (bucket, piece) for bucket in buckets for name, piece in bucket.own.items()
         }
         pieces = {name: self._piece_tensor(name) for name in self.params}
         self._tensors = StepTensors(pieces, are_parts=comm.num_ranks > 1)
@@ -125,7 +125,7 @@ class FlatParameters:
     def take_assigned(self) -> None:
         """Take over what an optimizer has put in the place of a piece's data."""
         for bucket in filter(self._is_moved, self.buckets):
-            values = {name: self.tensors.by_name(name).data for name in bucket.names if name in self.pieces}
+            values = {name: self.tensors.by_name(name).data for name in bucket.own}
             self._renew_stepped(bucket)
             for name, value in values.items():
                 self.tensors.by_name(name).detach().copy_(value)
@@ -136,11 +136,9 @@ class FlatParameters:
         itemsize = buffer.element_size()
         start = buffer.data_ptr() - first * itemsize
         return any(
-            piece.flat_stop > piece.flat_start
-            and self.tensors.by_name(name).data_ptr() != start + piece.flat_start * itemsize
-            for name in bucket.names if name in self.pieces
-            for _, piece in [self.pieces[name]]
-        )  # fmt: skip
+            self.tensors.by_name(name).data_ptr() != start + piece.flat_start * itemsize
+            for name, piece in bucket.own.items()
+        )
 
     def _renew_stepped(self, bucket: Bucket) -> None:
         """Move the pieces of a bucket to new memory: the optimizer may have kept the old, as its previous weights."""
@@ -212,7 +210,7 @@ class FlatParameters:
         """What the pieces are slices of, and the place in the layout at which it begins."""
         chunk = self._own_part(bucket)
         # Without masters the piece is a view of the parameter, so that a step needs no copy back.
-        return (self.flat[bucket.index], 0) if chunk is None else (chunk, bucket.layout.chunk(self.comm.rank)[0])
+        return (self.flat[bucket.index], 0) if chunk is None else (chunk, bucket.own_chunk.start)
 
     def _flatten(self, bucket: Bucket) -> Tensor:
         """Move a bucket's parameters into one buffer."""

@@ -25,7 +25,7 @@ from shardlab.engines.hooks import outside_inference
 from shardlab.engines.placeholder import ParameterSites
 from shardlab.engines.precision import Precision
 from shardlab.engines.unused_params import write_unused
-from shardlab.partition.chunks import Layout, has_whole_rows, stretches_in_buffer
+from shardlab.partition.chunks import Layout, Piece, has_whole_rows, stretches_in_buffer
 from shardlab.vocabulary import Role
 
 
@@ -197,33 +197,30 @@ class LayoutOfTensors:
     """
 
     def __init__(self, layout: Layout, rank: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._shapes, self._chunk = shapes, layout.chunk(rank)
-        self._stretches = stretches_in_buffer(layout)
+        self._shapes, self._stretches = shapes, stretches_in_buffer(layout)
+        self._first, self._stop = layout.chunk(rank)
         self.own = {piece.name: piece for piece in layout.pieces(rank)}
+        self.places = {  # in the chunk
+            name: slice(piece.flat_start - self._first, piece.flat_stop - self._first)
+            for name, piece in self.own.items()
+        }
+        self._piece_shapes = {name: _shape_of(piece, shapes[name]) for name, piece in self.own.items()}
 
     def cut(self, params: Mapping[str, Tensor]) -> Tensor:
         """This rank's chunk of full parameters, [chunk], padded with zeros."""
-        start, stop = self._chunk
         first = next(iter(params.values()))
         # A copy: a view would keep the full parameters in memory.
-        shard = torch.zeros(stop - start, dtype=first.dtype, device=first.device)
+        shard = torch.zeros(self._stop - self._first, dtype=first.dtype, device=first.device)
         for name, piece in self.own.items():
             flat = params[name].detach().reshape(-1)
-            shard[piece.flat_start - start : piece.flat_stop - start].copy_(flat[piece.param_start : piece.param_stop])
+            shard[self.places[name]].copy_(flat[piece.param_start : piece.param_stop])
         return shard
 
     def piece_of(self, name: str, shard: Tensor) -> Tensor:
         """A parameter's part of a tensor of the chunk's size, a view: whole rows in their shape, anything else flat."""
-        shape = self._shapes[name]
         if name not in self.own:
-            return shard.new_empty((0, *(shape or (1,))[1:]))
-        piece, offset = self.own[name], self._chunk[0]
-        part = shard[piece.flat_start - offset : piece.flat_stop - offset]
-        if piece.whole:
-            part = part.view(shape)
-        elif has_whole_rows(piece, shape):
-            part = part.view(-1, *shape[1:])
-        return part
+            return shard.new_empty((0, *(self._shapes[name] or (1,))[1:]))
+        return shard[self.places[name]].view(self._piece_shapes[name])
 
     def read(self, name: str, buffer: Tensor) -> Tensor:
         """A full parameter read from the buffer."""
@@ -247,3 +244,10 @@ class LayoutOfTensors:
                 buffer[start:stop].view(gradient.shape).copy_(gradient.detach())
             else:
                 buffer[start:stop].copy_(gradient.detach().reshape(-1)[offset : offset + stop - start])
+
+
+def _shape_of(piece: Piece, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """In which a rank has its piece of a parameter."""
+    if piece.whole:
+        return shape
+    return (-1, *shape[1:]) if has_whole_rows(piece, shape) else (-1,)

@@ -59,9 +59,9 @@ class MasterWeights(FlatParameters):
         for bucket, master in zip(self.buckets, self._masters, strict=True):
             if master is not None:
                 yield Held(Role.MASTER_WEIGHT, master)
-                for piece in bucket.layout.pieces(self.comm.rank):
+                for name, piece in bucket.own.items():
                     span = (piece.param_start, piece.param_stop)
-                    yield Held(Role.MASTER_WEIGHT, self.tensors.by_name(piece.name), piece.name, span)
+                    yield Held(Role.MASTER_WEIGHT, self.tensors.by_name(name), name, span)
 
     @override
     def gather(self, is_due: Callable[[nn.Parameter], bool]) -> None:
@@ -100,8 +100,7 @@ class MasterWeights(FlatParameters):
         if not self._num_keeping:
             return
         for index, stored in self._stored.items():
-            start, stop = self.buckets[index].layout.chunk(self.comm.rank)
-            self._master(index).copy_(stored[start:stop])
+            self._master(index).copy_(stored[self.buckets[index].own_chunk])
             # The whole buffer and not only the chunk: every rank wrote the same, so there is nothing to gather.
             self.flat[index].copy_(stored)
         self._note_gathered()
@@ -196,9 +195,8 @@ class MasterWeights(FlatParameters):
         if dtype == stored.dtype:
             self._masters.append(None)
             return stored
-        start, stop = bucket.layout.chunk(self.comm.rank)
         # A clone: a view would keep the unrounded chunks of all ranks in memory.
-        self._masters.append(stored[start:stop].clone())
+        self._masters.append(stored[bucket.own_chunk].clone())
         rounded = stored.to(dtype)
         # Takes the parameters off the unrounded buffer, which is free when this returns.
         bucket.show(rounded)

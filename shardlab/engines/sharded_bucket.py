@@ -153,11 +153,11 @@ class ShardedBucket(GatheredParameters):
 
     def take_assigned(self) -> None:
         """Take over what an optimizer has put in the place of a piece's data."""
-        home, first = self._home(), self.layout.chunk(self.comm.rank)[0]
-        start, itemsize = home.data_ptr() - first * home.element_size(), home.element_size()
+        home = self._home()
+        start, itemsize = home.data_ptr(), home.element_size()
         if any(
-            piece.flat_stop > piece.flat_start and self.pieces[name].data_ptr() != start + piece.flat_start * itemsize
-            for name, piece in self._tensors.own.items()
+            self.pieces[name].data_ptr() != start + place.start * itemsize
+            for name, place in self._tensors.places.items()
         ):
             self._renew_shard()
             self.values_changed()

@@ -62,7 +62,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.num_steps = 0
         self._named = _names(self.param_groups)
         check_separate(self._named, {})
-        buckets = build_buckets(self._named, comm.num_ranks, bucket_bytes, self.partition)
+        buckets = build_buckets(self._named, comm.num_ranks, bucket_bytes, self.partition, comm.rank)
         # Only after the base has taken its groups: from here on ``add_param_group()`` refuses.
         self.flat_params = FlatParameters(self._named, buckets, comm)
         device = next(iter(self._named.values())).device

@@ -90,23 +90,24 @@ class ZeRO1(SteppedInPieces, Bucketed):
 
     @override
     def _build_buckets(self) -> list[Bucket]:
-        return build_buckets(self.params, self.comm.num_ranks, self.bucket_bytes, self.partition)
+        comm = self.comm
+        return build_buckets(self.params, comm.num_ranks, self.bucket_bytes, self.partition, comm.rank)
 
     @override
     def _reduce(self, bucket: Bucket) -> Pending:
         assert bucket.buffer is not None
-        bucket.chunk = self._new_chunk(bucket.buffer, *bucket.layout.chunk(self.comm.rank))
+        bucket.chunk = self._new_chunk(bucket.buffer[bucket.own_chunk])
         tag = f"gradients of bucket {bucket.index}"
         return self.comm.reduce_scatter(bucket.buffer, bucket.chunk, bounds=bucket.layout.bounds, tag=tag)
 
-    def _new_chunk(self, buffer: Tensor, start: int, stop: int) -> Tensor:
-        """Where this rank's chunk of the reduced gradients goes, [stop - start]: its place in the buffer."""
-        return buffer[start:stop]
+    def _new_chunk(self, place: Tensor) -> Tensor:
+        """Where this rank's chunk of the reduced gradients goes, [chunk]: to its ``place`` in the buffer."""
+        return place
 
     @override
     def _take_means(self, bucket: Bucket) -> None:
         assert bucket.chunk is not None
-        places = bucket.places_in_chunk(self.comm.rank)
+        places = bucket.places_in_chunk
         unused_here = {bucket.names[slot] for slot in bucket.unused}
         # With a precision these are sums, read before they become means: dividing a tiny one may give -0.
         unused = nobody_used({name: bucket.chunk[place] for name, place in places.items() if name in unused_here})
@@ -134,7 +135,7 @@ class ZeRO1(SteppedInPieces, Bucketed):
         if bucket.buffer is None:
             return  # released: the means are in a chunk of their own
         # Copied out of the buffer, which is about to be filled with this rank's new gradients.
-        for name in bucket.places_in_chunk(self.comm.rank):
+        for name in bucket.own:
             tensor = self.step_tensors().by_name(name)
             tensor.grad = None if tensor.grad is None else tensor.grad.clone()
         bucket.chunk = None  # after a reduction in another dtype it is a tensor of its own, which would stay alive

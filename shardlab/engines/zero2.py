@@ -14,6 +14,7 @@ master weights' dtype. Source: Rajbhandari et al., arXiv 1910.02054, section 5.2
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -45,9 +46,9 @@ class ZeRO2(ZeRO1):
         super()._send(bucket)
 
     @override
-    def _new_chunk(self, buffer: Tensor, start: int, stop: int) -> Tensor:
+    def _new_chunk(self, place: Tensor) -> Tensor:
         # A new one each time: the pieces' ``.grad`` is the chunk of an earlier backward, until that is added.
-        return buffer.new_empty(stop - start)
+        return torch.empty_like(place)
 
     @override
     def _take_means(self, bucket: Bucket) -> None:
@@ -59,5 +60,5 @@ class ZeRO2(ZeRO1):
     def _gradients_of(self, bucket: Bucket) -> Iterator[Held]:
         if bucket.chunk is not None:
             yield Held(Role.GRADIENT, bucket.chunk)
-            for name, place in bucket.places_in_chunk(self.comm.rank).items():
+            for name, place in bucket.places_in_chunk.items():
                 yield Held(Role.GRADIENT, bucket.chunk[place], name, self.owned()[name])

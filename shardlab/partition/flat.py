@@ -42,7 +42,7 @@ class ParamSpec:
         if min(self.shape, default=0) < 0:
             raise ValueError(f"shape: {self.shape} of {self.name!r} has a negative size; sizes must be at least 0")
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements; 1 for a 0-d parameter."""
         return prod(self.shape)
@@ -60,7 +60,7 @@ class Slot:
     spec: ParamSpec
     start: int
 
-    @property
+    @cached_property
     def stop(self) -> int:
         """One past the parameter's last element in the flat range."""
         return self.start + self.spec.numel
@@ -86,27 +86,27 @@ class FlatLayout:
         assert list(self.bounds) == sorted(self.bounds), "bounds must not fall"
         assert self.bounds[-1] >= stops[-1], "bounds must cover all slots"
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Of the parameters, in slot order."""
         return tuple(slot.spec.name for slot in self.slots)
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         """Ranks that share the range."""
         return len(self.bounds) - 1
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Real elements, padding not counted."""
         return self.slots[-1].stop if self.slots else 0
 
-    @property
+    @cached_property
     def padded_numel(self) -> int:
         """Elements of the whole range, padding included."""
         return self.bounds[-1]
 
-    @property
+    @cached_property
     def padding_numel(self) -> int:
         """Elements at the end that belong to no parameter."""
         return self.padded_numel - self.numel
