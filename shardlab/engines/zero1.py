@@ -15,6 +15,7 @@ Source: Rajbhandari et al., arXiv 1910.02054, section 5.1.
 from collections.abc import Iterator
 
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from typing_extensions import override
 
 from shardlab.comm import BaseMesh
@@ -66,6 +67,9 @@ class ZeRO1(SteppedInPieces, Bucketed):
         # First: the step reads the master weights, and the gather after it overwrites the parameters.
         self._take_changes()
         self._is_gathered = False
+        # Fused kernels write unseen by autograd: after an error in the step nobody would know that pieces were written.
+        if any(group.get("fused") for group in self.optimizer.param_groups):
+            increment_version(list(self.step_tensors()))
         super().step()
         self.optimizer_stepped()  # without hooks the optimizer has not called it, and hooks may have written since
 

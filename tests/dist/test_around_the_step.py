@@ -720,3 +720,37 @@ def closed_while_held(rank, key):  # noqa: ARG001
 def test_a_module_that_is_given_back_inside_full_params_trains_alone(pools, key):
     expected = in_one_process(stepped_twice, 2, cases.build("MLP"))
     assert_states(pools(2).run(closed_while_held, key), expected)
+
+
+class FusedAndRaises(torch.optim.AdamW):
+    """Its kernels write without raising autograd's version counters, and its step raises after them."""
+
+    fails = False
+
+    def step(self, closure=None):
+        super().step(closure)
+        if self.fails:
+            raise KeyError("after the update")
+
+
+def raised_after_the_update(rank, key):  # noqa: ARG001
+    fused = partial(FusedAndRaises, lr=0.1, fused=True)
+    with engine_of(key, current().world_size, cases.build("MLP"), optimizer_fn=fused) as engine:
+        told = OnRanks(engine)
+        train(told, 0)
+        engine.optimizer.fails = True
+        engine.backward(loss_of(told, 1))
+        with pytest.raises(KeyError, match="after the update"):
+            engine.step()
+        with pytest.raises(RuntimeError, match="pieces were written to"):
+            loss_of(told, 2)
+        engine.optimizer.fails = False
+        engine.zero_grad()
+        engine.step()  # of nothing: it gathers
+        assert torch.isfinite(loss_of(told, 2))
+    return True
+
+
+@pytest.mark.parametrize("key", [key for key in ON_TWO if key in STEPPED_IN_PIECES])
+def test_a_fused_step_that_raises_after_the_update_counts_as_written(pools, key):
+    assert pools(2).run(raised_after_the_update, key) == [True, True]

@@ -185,7 +185,7 @@ class UnitBucket(ShardedBucket):
     @override
     def _chunk_to_gather(self) -> Tensor:
         # On the device before it is cast: the host would cast into memory that is not pinned, and wait for the copy.
-        return self.shard.to(self.device, non_blocking=True)
+        return self._home().to(self.device, non_blocking=True)
 
     @override
     def _keep_shard(self, shard: Tensor) -> Tensor:
