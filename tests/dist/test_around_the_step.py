@@ -754,3 +754,20 @@ def raised_after_the_update(rank, key):  # noqa: ARG001
 @pytest.mark.parametrize("key", [key for key in ON_TWO if key in STEPPED_IN_PIECES])
 def test_a_fused_step_that_raises_after_the_update_counts_as_written(pools, key):
     assert pools(2).run(raised_after_the_update, key) == [True, True]
+
+
+def read_inside_the_step(rank, key):  # noqa: ARG001
+    with engine_of(key, current().world_size, cases.build("MLP"), optimizer_fn=partial(steps, optimizer=Steps)) as engine:
+        seen = []
+        engine.optimizer.after = lambda _: seen.append(engine.full_state_dict())
+        train(OnRanks(engine), 0)
+        return seen[0], engine.full_state_dict()
+
+
+OFFLOADED = [key for key in ENGINES if "offload" in key]
+
+
+@pytest.mark.parametrize("key", OFFLOADED)
+def test_a_state_read_inside_an_offloaded_step_is_the_stepped_one(pools, key):
+    for inside, after in pools(2).run(read_inside_the_step, key):
+        assert_states([inside], after)
