@@ -175,6 +175,7 @@ class Engine(Holdings, Gradients, EngineState):
 
     def step(self) -> None:
         """One optimizer step; afterwards all ranks train on with the same model."""
+        self.take_changes()
         # On ranks that called no backward too: the others wait for their part of the reductions. (Where backward also
         # gathers, as in zero3, and after an earlier backward, this does not help: the ranks' collectives differ, and
         # the error or the table of the hang says so.)
@@ -190,16 +191,27 @@ class Engine(Holdings, Gradients, EngineState):
                 self._take_assigned()
         self._guarded.clear()  # spent: they may be zeroed in place, and some optimizers change them
         self.num_steps += 1
+        self.optimizer_stepped()  # without hooks the optimizer has not called it, and hooks may have written since
 
-    def others_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Another optimizer of this process is about to step.
+    def others_step(self, optimizer: torch.optim.Optimizer, *, inside: bool) -> None:
+        """Another optimizer of this process is about to step; ``inside`` a step of the engine's own.
 
         Raises:
             RuntimeError: it steps parameters of the module of which this engine steps pieces, or steps parameters
                 before their gradients are averaged.
         """
+        if inside:
+            return
         is_early = self.num_data_ranks > 1 and self._backward_watch.is_inside
         check_others_step(optimizer, self.params, self._step_tensors, self.name, is_early=is_early)
+
+    def take_changes(self) -> None:
+        """Before a step: take over what the user has written, or refuse what the step would miss."""
+        return
+
+    def optimizer_steps(self) -> None:
+        """The engine's optimizer is about to step; called after its hooks, which may have written."""
+        self.take_changes()
 
     def optimizer_stepped(self) -> None:
         """The engine's optimizer has stepped; called before its hooks, which must find the stepped model."""

@@ -46,7 +46,8 @@ class Claimant(StepsPieces, Protocol):
     @property
     def module(self) -> nn.Module: ...  # noqa: D102
     def zero_grad(self, set_to_none: bool = True) -> None: ...  # noqa: D102
-    def others_step(self, optimizer: torch.optim.Optimizer) -> None: ...  # noqa: D102
+    def others_step(self, optimizer: torch.optim.Optimizer, *, inside: bool) -> None: ...  # noqa: D102
+    def optimizer_steps(self) -> None: ...  # noqa: D102
     def optimizer_stepped(self) -> None: ...  # noqa: D102
     def spread_over(self) -> dict[str, tuple[Communicator, ...]]: ...  # noqa: D102
 
@@ -123,7 +124,9 @@ class Claim:
         self._is_stepping = False
         self._depth = 0  # of the optimizer's step: one that calls its base class's step runs all hooks twice
         self._is_installing = False
-        self._hooks = [*_watch_steps(self), *_mark_states(self), _watch_others(self)]
+        watching = _watch_steps(self)
+        self._last = watching[1] if watching else None  # of the hooks before a step
+        self._hooks = [*watching, *_mark_states(self), _watch_others(self)]
         # Modules without parameters stay unmarked: two models may share an activation.
         claimed = [module for module in self._module.modules() if next(module.parameters(), None) is not None]
         for thing in (*claimed, *self._params):
@@ -139,6 +142,7 @@ class Claim:
         # Also taken back after a step that raised, or the user could step past the engine from then on.
         self._is_stepping, self._depth = True, 0
         try:
+            self._watch_pre_hooks()
             yield
         finally:
             self._is_stepping = False
@@ -165,6 +169,12 @@ class Claim:
             )
         self._depth += 1
 
+    def tell_steps(self) -> None:
+        """Tell the engine that all hooks before the optimizer's step have run."""
+        # At the outermost beginning, as in ``tell_stepped``.
+        if self._is_stepping and self._depth == 1 and self._mark.engine is not None:
+            self._mark.engine.optimizer_steps()
+
     def tell_stepped(self) -> None:
         """Tell the engine that its optimizer has stepped."""
         self._depth -= 1
@@ -187,10 +197,20 @@ class Claim:
             )
 
     def check_others(self, optimizer: torch.optim.Optimizer) -> None:
-        """Tell the engine of a step of any optimizer, unless it is its own, or one inside that."""
+        """Tell the engine of a step of any optimizer but its own."""
         engine = self._mark.engine
-        if engine is not None and optimizer is not self._optimizer and not self._is_stepping:
-            engine.others_step(optimizer)
+        if engine is not None and optimizer is not self._optimizer:
+            engine.others_step(optimizer, inside=self._is_stepping)
+
+    def _watch_pre_hooks(self) -> None:
+        """Let what tells the engine run behind the hooks that users have registered since."""
+        if self._last is None:
+            if self._mark.engine is not None:
+                self._mark.engine.optimizer_steps()
+            return
+        # Private: torch runs hooks in the order in which they were registered, and has no other.
+        hooks = self._optimizer._optimizer_step_pre_hooks
+        hooks[self._last.id] = hooks.pop(self._last.id)
 
     def release(self) -> None:
         """Free everything for other engines."""
@@ -242,19 +262,24 @@ def _watch_steps(claim: Claim) -> list[RemovableHandle]:
         if (known := reference()) is not None:
             known.check_step()
 
+    def begin(*_: Any) -> None:
+        if (known := reference()) is not None:
+            known.tell_steps()
+
     def tell(*_: Any) -> None:
         if (known := reference()) is not None:
             known.tell_stepped()
 
     optimizer = claim._optimizer
     try:
-        hooks = [optimizer.register_step_pre_hook(refuse), optimizer.register_step_post_hook(tell)]
+        hooks = [optimizer.register_step_pre_hook(hook) for hook in (refuse, begin)]
+        hooks.append(optimizer.register_step_post_hook(tell))
     except AttributeError:
         # A wrapper around another optimizer that never called Optimizer.__init__ has no hooks and is not watched.
         return []
     # First: hooks that the optimizer's own constructor has registered must find the stepped model too.
     ordered = optimizer._optimizer_step_post_hooks
-    ordered.update({number: ordered.pop(number) for number in list(ordered) if number != hooks[1].id})
+    ordered.update({number: ordered.pop(number) for number in list(ordered) if number != hooks[-1].id})
     return hooks
 
 

@@ -79,15 +79,35 @@ class FlatParameters:
         """Whether this rank's pieces were written to, or replaced, since all pieces were gathered."""
         return any(map(self._is_written, self.buckets))
 
+    def check_gathered(self) -> None:
+        """Refuse what would read a model of which one part is old and another new.
+
+        Raises:
+            RuntimeError: this rank's pieces were written to since all pieces were gathered.
+        """
+        if self.are_written:
+            raise RuntimeError(
+                "engine.step_tensors(): this rank's pieces were written to, by hand or by a step that raised, and "
+                "nobody has gathered them since; call engine.step() on all ranks, which does (after engine.zero_grad() "
+                "it steps nothing); write before engine.step(), or into the module's parameters, inside 'with "
+                "engine.full_params(keep_changes=True):'"
+            )
+
     @contextlib.contextmanager
     def replacing_all(self) -> Iterator[None]:
-        """Inside, every parameter gets another value, so that what was written into pieces counts no more."""
-        before = self._gathered_versions
+        """Inside, every parameter gets another value, so that what was written or put in its place counts no more.
+
+        After an error it counts as before.
+        """
+        versions, data = self._gathered_versions, {param: param.data for param in self.params.values()}
         self._note_gathered()
+        self._show()
         try:
             yield
         except BaseException:
-            self._gathered_versions = before
+            self._gathered_versions = versions
+            for param, values in data.items():
+                param.data = values
             raise
 
     def _is_written(self, bucket: Bucket) -> bool:
@@ -116,7 +136,7 @@ class FlatParameters:
         for bucket in dict.fromkeys(bucket for bucket, _, _ in replaced):
             self._renew(bucket)
 
-    def show(self) -> None:
+    def _show(self) -> None:
         """Give every parameter its place in the buffers again, whatever the user has put there by ``.data =``."""
         for bucket in self.buckets:
             if self._replaced(bucket):

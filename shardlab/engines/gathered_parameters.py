@@ -70,8 +70,9 @@ class GatheredParameters:
         self.shard = self._keep_shard(self._tensors.cut(self.params))
         self._compute_dtype = precision.compute_dtype_of(self.shard)
         self.pieces = {
-            # Detached: a view keeps the shard it was cut from in memory, also when its data is in another shard.
-            key: self._tensors.piece_of(key, self.shard).detach().requires_grad_(param.requires_grad)
+            # By ``.data``: a view keeps the shard it was cut from in memory, also when its data is in another shard. It
+            # also shares the shard's version, which would not tell which piece was written.
+            key: self._tensors.piece_of(key, self.shard).data.requires_grad_(param.requires_grad)
             for key, param in params.items()
         }
         self.release()  # the full parameters that the model came with

@@ -99,6 +99,7 @@ class MasterWeights(FlatParameters):
         """Take over what was written into the master weights, if they are held with ``keep_changes``."""
         if not self._num_keeping:
             return
+        self.check_gathered()  # or what was written into pieces would be lost
         for index, stored in self._stored.items():
             self._master(index).copy_(stored[self.buckets[index].own_chunk])
             # The whole buffer and not only the chunk: every rank wrote the same, so there is nothing to gather.
@@ -128,10 +129,18 @@ class MasterWeights(FlatParameters):
             for place, _ in self._replaced(bucket):
                 self._check_replaceable(bucket, place)
 
-    def forget_writes(self) -> None:
-        """Accept what was written into parameters, which are about to be replaced."""
-        self.show()
-        self._note_versions()
+    @contextlib.contextmanager
+    @override
+    def replacing_all(self) -> Iterator[None]:
+        """As the base, of rounded parameters too."""
+        before = self._versions
+        try:
+            with super().replacing_all():
+                self._note_versions()
+                yield
+        except BaseException:
+            self._versions = before
+            raise
 
     @outside_inference
     def _gather_masters(self) -> None:

@@ -83,6 +83,7 @@ def _unpack(packed: _Kept | _Reference) -> Tensor:
         if packed.tensor._version != packed.version:
             raise _overwritten(packed)
         return packed.tensor
+    packed.bucket.follow_pieces()
     # Before the gather: the versions are the same on all ranks, so all refuse and none waits in it.
     if packed.bucket.params[packed.name]._version != packed.version:
         raise _changed(packed)

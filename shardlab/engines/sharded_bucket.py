@@ -6,8 +6,9 @@ Gradients: ``param.grad`` of each full parameter until backward has made them al
 reduce-scattered, then this rank's chunk, whose parts are the ``.grad`` of the pieces.
 """
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -55,6 +56,7 @@ class ShardedBucket(GatheredParameters):
     gradient_shard: Tensor | None = None  # [chunk], means
     _reducing: tuple[Tensor, Tensor, Pending] | None = None
     _unused: Set[str] = frozenset()
+    _piece_versions: Mapping[str, int] = MappingProxyType({})  # of the pieces, when their values were last known
 
     @property
     def is_held(self) -> bool:
@@ -69,9 +71,9 @@ class ShardedBucket(GatheredParameters):
     @override
     @outside_inference
     def start_unshard(self, *, as_stored: bool = False) -> None:
-        """As the base; first takes over what another optimizer, or the user, has assigned to the pieces."""
-        if self.state is BucketState.SHARDED:
-            self.take_assigned()
+        """As the base; first follows what another optimizer, or the user, has written or assigned to the pieces."""
+        self.take_assigned()
+        self.follow_pieces()
         super().start_unshard(as_stored=as_stored)
 
     def reshard(self) -> None:
@@ -97,7 +99,9 @@ class ShardedBucket(GatheredParameters):
 
     def hold(self) -> None:
         """Gather the full parameters in their stored dtype, and keep them until ``let_go``."""
-        if self.num_holders == 0:
+        if self.num_holders:
+            self.follow_pieces()
+        else:
             self.release()  # what is held by hand too: in the compute dtype it may have fewer bits
             self.unshard(as_stored=True)
         self.num_holders += 1
@@ -112,30 +116,34 @@ class ShardedBucket(GatheredParameters):
 
     def give_back(self) -> None:
         """Leave the module with the full parameters in their stored dtype, for good."""
-        if self.num_holders == 0:
-            self.release()  # what is gathered to compute with may have fewer bits
+        if self.num_holders == 0 or self._written_pieces():
+            self.release()  # what is gathered to compute with may have fewer bits, and what is held may be stale
             self.unshard(as_stored=True, checked=False)
         # Where this is inside a ``full_params()``, that must not take them away when it is left.
         self.num_holders += 1
 
     def refresh(self) -> None:
-        """Gather again what the user holds, since the shard has changed."""
+        """After a step: gather again what the user holds, and follow the pieces."""
         if self.is_held:
             # Not ``reshard()``, which leaves alone what is held.
             self.release()
             self.unshard(as_stored=self.num_holders > 0)
+        else:
+            self.follow_pieces()
 
     @property
     def is_written(self) -> bool:
         """Whether the user has written into what ``full_params()`` shows."""
         return self.num_holders > 0 and bool(self._written_to())
 
-    def check_replaced(self) -> None:
+    def check_changes(self) -> None:
         """Before ``keep_changes``, of all buckets: check what the user has put in the place of gathered data.
 
         Raises:
-            RuntimeError: an attribute has another parameter, or the data another shape, dtype or device.
+            RuntimeError: an attribute has another parameter, or the data another shape, dtype or device; or the pieces
+                were written to as well.
         """
+        self.follow_pieces()
         for name, param in self.params.items():
             self.sites[name].check()
             if not is_at(param, self.full[name]):
@@ -149,10 +157,10 @@ class ShardedBucket(GatheredParameters):
         for name, piece in self._tensors.own.items():
             self.pieces[name].detach().view(-1).copy_(self.full[name].reshape(-1)[piece.param_start : piece.param_stop])
         # Writing has raised the versions of what was written to; a backward through the rest is still right.
-        self._versions = self._versions_now()
+        self._versions, self._piece_versions = self._versions_now(), self._versions_of_pieces()
 
     def take_assigned(self) -> None:
-        """Take over what an optimizer has put in the place of a piece's data."""
+        """Take over what an optimizer, or the user, has put in the place of a piece's data."""
         home = self._home()
         start, itemsize = home.data_ptr(), home.element_size()
         if any(
@@ -160,7 +168,33 @@ class ShardedBucket(GatheredParameters):
             for name, place in self._tensors.places.items()
         ):
             self._renew_shard()
-            self.values_changed()
+            self.count_as_written()
+
+    def count_as_written(self) -> None:
+        """Count the pieces as written, on all ranks alike, also where a write is not seen.
+
+        A rank may hold nothing of what others write, and fused kernels do not raise autograd's versions.
+        """
+        increment_version(self.pieces.values())
+
+    def follow_pieces(self) -> None:
+        """Drop what was gathered, and refuse backwards that need it, if pieces were written to since.
+
+        Raises:
+            RuntimeError: the user holds it.
+        """
+        written = self._written_pieces()
+        if not written:
+            return
+        if self.is_held and self.state is BucketState.UNSHARDED and not self._is_in_place:
+            raise RuntimeError(
+                "engine.step_tensors(): pieces were written to, by hand or by a step that raised or is under way, and "
+                "the full parameters, which are held, would be stale; write outside 'with engine.full_params():' and "
+                "after engine.reshard(unit), or, with keep_changes=True, into the module's parameters"
+            )
+        self.reshard()
+        self.values_changed(written)
+        self._piece_versions = self._versions_of_pieces()
 
     @outside_inference
     def _renew_shard(self) -> None:
@@ -183,7 +217,7 @@ class ShardedBucket(GatheredParameters):
         """
         # Unseen by autograd: with a new version it refuses a backward that saved the old values.
         increment_version([self.params[name] for name in self.params if self._is_replaced(name)])
-        if self.shard.untyped_storage().data_ptr() in self.addresses:
+        if self._is_in_place:
             self._renew_shard()
             self.full = {name: self._tensors.read(name, self.shard) for name in self.params}
         else:
@@ -192,12 +226,9 @@ class ShardedBucket(GatheredParameters):
         for name, param in self.params.items():
             param.data = self.full[name].copy_(param.detach())
 
-    def values_changed(self) -> None:
-        """Refuse backwards that need the shard's former values, see ``saved_tensors.py``.
-
-        Every rank calls it, even if it holds nothing of the bucket, so that all of them refuse.
-        """
-        increment_version(self.params.values())
+    def values_changed(self, names: Iterable[str]) -> None:
+        """Refuse backwards that need the former values of parameters, see ``saved_tensors.py``."""
+        increment_version([self.params[name] for name in names])
         self._versions = self._versions_now()
 
     # Gradients: in the parameters -> in a buffer that is reduced -> in this rank's chunk.
@@ -288,9 +319,22 @@ class ShardedBucket(GatheredParameters):
         """Gathered parameters that were written to or replaced since; writing is fine if they are the shard itself."""
         if replaced := [name for name in self.params if self._is_replaced(name)]:
             return replaced
-        if self.shard.untyped_storage().data_ptr() in self.addresses:
+        if self._is_in_place:
             return []
         return [name for name, version in self._versions_now().items() if version != self._versions[name]]
+
+    @property
+    def _is_in_place(self) -> bool:
+        """Whether the full parameters are the shard itself."""
+        return self.shard.untyped_storage().data_ptr() in self.addresses
+
+    def _written_pieces(self) -> list[str]:
+        """Parameters whose pieces were written to, on this rank, since their values were last known."""
+        known = self._piece_versions
+        return [name for name, version in self._versions_of_pieces().items() if version != known.get(name, 0)]
+
+    def _versions_of_pieces(self) -> dict[str, int]:
+        return {name: piece._version for name, piece in self.pieces.items()}
 
     def _is_replaced(self, name: str) -> bool:
         """Whether the user has put other values in the place of the gathered data, by ``.data =``."""

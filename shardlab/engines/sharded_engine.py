@@ -51,6 +51,9 @@ class ShardedEngine(MixedPrecision):
 
     @override
     def _begin_backward(self) -> None:
+        for bucket in self.buckets:
+            bucket.take_assigned()
+            bucket.follow_pieces()
         self._take_gradients_away()
         super()._begin_backward()
 
@@ -72,17 +75,22 @@ class ShardedEngine(MixedPrecision):
             bucket.drop_gradients()
 
     @override
-    def step(self) -> None:
-        """One optimizer step on the shards; what the user holds in full is gathered again, the rest is resharded."""
-        # Before the step: what the user wrote must be in the shards, and nothing gathered may outlive its values.
+    def take_changes(self) -> None:
+        """As the base: what the user wrote must be in the shards, and nothing gathered may outlive its values."""
         if self._placeholders is not None:
             self._placeholders.check()
         if self._num_keeping:
             self._keep_changes()
         reshard_all(self.buckets)
-        super().step()
-        # Without hooks the optimizer has not called it, and hooks may have written since. All ranks hold the same.
-        self.optimizer_stepped()
+
+    @override
+    def optimizer_steps(self) -> None:
+        """As the base; from here on what has gradients counts as written, also if the step raises."""
+        super().optimizer_steps()
+        for bucket in self.buckets:
+            # A reduction leaves a chunk on every rank, so all ranks count it or none does.
+            if bucket.gradient_shard is not None:
+                bucket.count_as_written()
 
     @override
     def optimizer_stepped(self) -> None:
@@ -90,11 +98,9 @@ class ShardedEngine(MixedPrecision):
         self._take_assigned()
         for bucket in self.buckets:
             if self._num_keeping and bucket.is_written:  # by a hook
+                bucket.check_changes()
                 bucket.keep_changes()
-            # A reduction leaves a chunk on every rank, so all ranks raise the versions or none does.
-            if bucket.gradient_shard is not None:
-                bucket.values_changed()
-            bucket.refresh()
+            bucket.refresh()  # on every rank, since all hold the same
 
     @override
     def _take_assigned(self) -> None:
@@ -102,24 +108,24 @@ class ShardedEngine(MixedPrecision):
             bucket.take_assigned()
 
     @override
-    def others_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def others_step(self, optimizer: torch.optim.Optimizer, *, inside: bool) -> None:
         """As the base; refuses backwards that need the values from before the step.
 
         Raises:
             RuntimeError: also if the user holds full parameters, which would be stale.
         """
-        super().others_step(optimizer)
+        super().others_step(optimizer, inside=inside)
         stepped = tensors_of(optimizer)
         for bucket in self.buckets:
             if not any(id(piece) in stepped for piece in bucket.pieces.values()):
                 continue
-            if bucket.is_held:
+            if bucket.is_held and not inside:
                 raise RuntimeError(
                     f"{type(optimizer).__name__}.step(): what engine.full_params() or engine.unshard(unit) holds would "
                     "be stale; call it outside, or step by engine.step()"
                 )
             bucket.reshard()
-            bucket.values_changed()
+            bucket.count_as_written()
 
     @override
     def divisions(self) -> list[Division]:
@@ -158,7 +164,7 @@ class ShardedEngine(MixedPrecision):
 
     def _keep_changes(self) -> None:
         for bucket in self.buckets:
-            bucket.check_replaced()
+            bucket.check_changes()
         for bucket in self.buckets:
             bucket.keep_changes()
 
@@ -189,7 +195,7 @@ class ShardedEngine(MixedPrecision):
         reshard_all(self.buckets)
         extra = super().load(directory, **objects)
         for bucket in self.buckets:
-            bucket.values_changed()
+            bucket.count_as_written()
         return extra
 
     @override

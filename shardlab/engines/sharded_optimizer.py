@@ -8,6 +8,7 @@ all-gather puts the parameters together. Per rank for P fp32 parameters and Adam
 """
 
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from shardlab.engines.flat_parameters import FlatParameters
 from shardlab.engines.holdings import Division, owned_in, owners_in
 from shardlab.engines.optimizer_fit import Cut, fitting_optimizer, parse_partition
 from shardlab.engines.optimizer_trial import Stepped
-from shardlab.engines.step_tensors import StepTensors
+from shardlab.engines.step_tensors import StepTensors, guard_groups, is_clipping
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.vocabulary import Partition
 
@@ -73,6 +74,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         shapes = {name: tuple(param.shape) for name, param in self._named.items()}
         stepped, cut = Stepped(self.flat_params.tensors, shapes, device), Cut(self.partition, comm.num_ranks)
         self.inner = all_or_none((comm,), device, lambda: fitting_optimizer(make, stepped, cut))
+        guard_groups(self.inner, _Pieces(dict(self.flat_params.tensors.items())))
         # The same objects, so that a learning rate set here, by a scheduler or a user, is the inner optimizer's.
         self.param_groups, self.state, self.defaults = self.inner.param_groups, self.inner.state, self.inner.defaults
 
@@ -82,21 +84,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Args:
             closure: reevaluates the model and returns the loss, as for any torch optimizer; called once.
+
+        Raises:
+            RuntimeError: the pieces in ``param_groups`` were written to.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.flat_params.are_written:
+            raise RuntimeError(
+                "optimizer.param_groups: this rank's pieces were written to, and other ranks have not seen it; write "
+                "into the parameters of the module, the same on all ranks"
+            )
         self._take_gradients()
         self.flat_params.take_replaced()  # what module.to() or ``.data =`` has put there is stepped too
         try:
             self.inner.step()
         finally:
             self.flat_params.take_assigned()
-        self._drop_gradients()
-        # Without grad mode, since it writes into parameters; every rank joins, also one that stepped nothing.
-        with torch.no_grad():
-            self.flat_params.gather(lambda param: param.requires_grad or param.grad is not None)
+            self._drop_gradients()
+            # Without grad mode, since it writes into parameters. Every rank joins, also one that stepped nothing or
+            # whose step raised: else the ranks would go on with different models.
+            with torch.no_grad():
+                self.flat_params.gather(lambda param: param.requires_grad or param.grad is not None)
         self.num_steps += 1
         return loss
 
@@ -154,6 +165,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
             pieces: list[Tensor] = [tensors.by_name(names[param]) for param in group["params"]]
             groups.append({**options, "params": pieces})
         return groups
+
+
+class _Pieces(StepTensors):
+    """What the inner optimizer steps, with gradients only while it steps."""
+
+    @override
+    def check_caller(self, caller: FrameType) -> None:
+        """Refuse torch's clipping, which would find no gradients.
+
+        Raises:
+            RuntimeError: it is the caller.
+        """
+        if is_clipping(caller):
+            raise RuntimeError(
+                "optimizer.param_groups: these are this rank's pieces, which have gradients only inside step(); clip "
+                "the gradients of the parameters: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)"
+            )
 
 
 def _names(groups: list[dict[str, Any]]) -> dict[str, nn.Parameter]:

@@ -61,12 +61,12 @@ class StepTensors(Sequence[Tensor]):
         Raises:
             RuntimeError: it is the caller.
         """
-        if self.are_parts and _clips(caller, by="clip_grad_norm_"):
+        if self.are_parts and is_clipping(caller, by="clip_grad_norm_"):
             raise RuntimeError(
                 "engine.step_tensors(): these are this rank's parts, and torch.nn.utils.clip_grad_norm_ would compute "
                 "a different norm on each rank; write engine.clip_grad_norm_(max_norm)"
             )
-        if (self._chosen_from or self).are_behind and _clips(caller):
+        if (self._chosen_from or self).are_behind and is_clipping(caller):
             raise RuntimeError(
                 "engine.step_tensors(): gradients are not means yet, after a backward inside no_sync(); write "
                 "engine.clip_grad_norm_(max_norm), or engine.finish_gradients() before torch's clipping"
@@ -142,6 +142,6 @@ def tensors_of(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
 
 
-def _clips(caller: FrameType, by: str = "") -> bool:
+def is_clipping(caller: FrameType, by: str = "") -> bool:
     """Whether torch's clipping is the caller. Looking at its frame is a last resort: torch has no hook on clipping."""
     return caller.f_code.co_name.startswith(by) and caller.f_globals.get("__name__") == "torch.nn.utils.clip_grad"

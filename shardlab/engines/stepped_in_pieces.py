@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from typing_extensions import override
 
 from shardlab.engines.buckets import Bucket
@@ -53,12 +54,15 @@ class SteppedInPieces(MixedPrecision):
         self.flat_params.take_assigned()
 
     @override
-    def others_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def others_step(self, optimizer: torch.optim.Optimizer, *, inside: bool) -> None:
         """As the base; remembers an optimizer over the pieces, which ``step()`` has to gather."""
-        super().others_step(optimizer)
-        stepped = tensors_of(optimizer)
-        if any(id(tensor) in stepped for _, tensor in self._step_tensors.items()):
+        super().others_step(optimizer, inside=inside)
+        known = tensors_of(optimizer)
+        stepped = [tensor for tensor in self._step_tensors if id(tensor) in known]
+        if stepped and not inside:
             self._ungathered_by = type(optimizer).__name__
+        # On all ranks, also one whose pieces have no gradient; and fused kernels write unseen by autograd.
+        increment_version(stepped)
 
     @property
     def _is_ungathered(self) -> bool:
@@ -84,13 +88,7 @@ class SteppedInPieces(MixedPrecision):
                 f"{self._ungathered_by}.step(): it has stepped this rank's pieces, which nobody has gathered since; "
                 "call it before engine.step(), which gathers what both have stepped, or engine.step() once more"
             )
-        if self.flat_params.are_written:
-            raise RuntimeError(
-                "engine.step_tensors(): this rank's pieces were written to, by hand or by a step that raised, and "
-                "nobody has gathered them since; call engine.step() on all ranks, which does (after engine.zero_grad() "
-                "it steps nothing); write before engine.step(), or into the module's parameters, inside 'with "
-                "engine.full_params(keep_changes=True):'"
-            )
+        self.flat_params.check_gathered()
 
     @contextlib.contextmanager
     @override
@@ -119,9 +117,6 @@ class SteppedInPieces(MixedPrecision):
     @override
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """As the base; each rank keeps its part of the master weights. Collective if there are any."""
-        if self._masters is not None:
-            # Or full_params() would refuse writes that are about to be replaced anyway.
-            self._masters.forget_writes()
         with self._replacing_all(), self.full_params(keep_changes=True):
             super().load_full_state_dict(state)
 
@@ -142,7 +137,6 @@ class SteppedInPieces(MixedPrecision):
         if self._masters is not None and self._masters.is_held:
             raise ValueError("load: leave 'with engine.full_params():' first; what it holds would be stale")
         with self._replacing_all():
-            self.flat_params.show()  # or what is loaded would not reach what the user has put there by ``.data =``
             extra = super().load(directory, **objects)
         if self._masters is not None:
             # Each rank has read only its own chunks. All buckets, since frozen parameters were loaded too.
@@ -247,8 +241,9 @@ class SteppedInPieces(MixedPrecision):
         flat_params.tensors.are_parts |= bool(self.slices)
         return flat_params
 
-    def _take_changes(self) -> None:
-        """Before a step: take over what the user has written into parameters, or refuse what the step would miss."""
+    @override
+    def take_changes(self) -> None:
+        """As the base: the step reads the master weights, and the gather after it overwrites the parameters."""
         self._check_placeholders()
         self._update_masters()
 

@@ -64,14 +64,16 @@ class ZeRO1(SteppedInPieces, Bucketed):
     @override
     def step(self) -> None:
         """Step this rank's pieces, then gather the parameters."""
-        # First: the step reads the master weights, and the gather after it overwrites the parameters.
-        self._take_changes()
         self._is_gathered = False
+        super().step()
+
+    @override
+    def optimizer_steps(self) -> None:
+        """As the base; counts pieces as written where that would not be seen."""
+        super().optimizer_steps()
         # Fused kernels write unseen by autograd: after an error in the step nobody would know that pieces were written.
         if any(group.get("fused") for group in self.optimizer.param_groups):
             increment_version(list(self.step_tensors()))
-        super().step()
-        self.optimizer_stepped()  # without hooks the optimizer has not called it, and hooks may have written since
 
     @override
     def optimizer_stepped(self) -> None:
