@@ -47,7 +47,7 @@ class MixedPrecision(Engine):
             warnings.warn(
                 "precision: float16 without a GradScaler loses gradients below 6e-8; use engine.backward(scaler.scale("
                 "loss)) and scaler.step(engine), or precision='bf16'",
-                stacklevel=3,
+                stacklevel=2,
             )
         super().step()
 

@@ -62,10 +62,10 @@ class ZeRO1(SteppedInPieces, Bucketed):
         super().__init__(model, optimizer_fn, mesh, bucket_bytes=bucket_bytes)
 
     @override
-    def step(self) -> None:
-        """Step this rank's pieces, then gather the parameters."""
+    def take_changes(self) -> None:
+        """As the base; what the step will change is not gathered yet."""
+        super().take_changes()
         self._is_gathered = False
-        super().step()
 
     @override
     def optimizer_steps(self) -> None:

@@ -51,6 +51,8 @@ optimizers = st.builds(
     kind=st.sampled_from(["sgd", "sgd", "sgd", "sgd", "adam", "adam", "adamw", "adamw", *OWN]),
     groups=st.booleans(),
     left_out=seldom,
+    fused=seldom,
+    derived=seldom,
 )
 
 
@@ -157,6 +159,8 @@ def with_whole_parameters(engine: EngineSpec) -> EngineSpec:
 def drawn_optimizer(draw: st.DrawFn, engines: tuple[EngineSpec, ...]) -> OptimizerSpec:
     """An optimizer; mostly one that these engines take."""
     optimizer = draw(optimizers)
+    if any(engine.name in PEERS for engine in engines):
+        optimizer = replace(optimizer, fused=False, derived=False)
     if optimizer.kind not in WHOLE or draw(seldom):
         return optimizer
     is_sliced = any(engine.num_tensor_ranks > 1 for engine in engines)

@@ -1,6 +1,9 @@
 """Optimizers, said in plain data: torch's, and a user's own of which some look at more than one element."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -67,6 +70,7 @@ class Clipped(Averaged):
         return gradient * self.scale
 
 
+TORCHS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 OWN = {"averaged": Averaged, "normalised": Normalised, "centred": Centred, "clipped": Clipped}
 
 
@@ -78,11 +82,16 @@ class OptimizerSpec:
         kind: 'sgd' (with momentum and weight decay), 'adam' or 'adamw' (with a large eps), or of ``OWN``.
         groups: biases have a group of their own.
         left_out: the last layer's bias is in no group, until ``AddGroup``.
+        fused: 'adam' and 'adamw' by kernels that write without raising autograd's versions. (Torch's fused SGD raises a
+            TypeError where a parameter has its first gradient later than others.)
+        derived: of a class of the user's, whose step may do more at its end, see ``ends_with``.
     """
 
     kind: str = "sgd"
     groups: bool = False
     left_out: bool = False
+    fused: bool = False
+    derived: bool = False
 
     def build(self, named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
         """The optimizer over these tensors, known by their names in the module."""
@@ -95,9 +104,34 @@ class OptimizerSpec:
         return self._over([group for group in groups if group["params"]])
 
     def _over(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        if self.kind in OWN:
-            return OWN[self.kind](groups)
-        if self.kind == "sgd":
-            return torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.1)
-        kind = torch.optim.AdamW if self.kind == "adamw" else torch.optim.Adam
-        return kind(groups, lr=0.05, eps=0.1, weight_decay=0.1)
+        made: type[torch.optim.Optimizer] = (OWN | TORCHS)[self.kind]
+        options: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1} if self.kind in TORCHS else {}
+        if self.kind in TORCHS:
+            options |= {"momentum": 0.9} if self.kind == "sgd" else {"eps": 0.1, "fused": self.fused}
+        return (_derived_from(made) if self.derived else made)(groups, **options)
+
+
+@cache
+def _derived_from(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """A class as users derive it; torch runs hooks at the end of its step and of that of ``kind``."""
+
+    class Derived(kind):  # type: ignore[misc, valid-type]
+        at_the_end: Callable[[], object] | None = None
+
+        def step(self, *args: Any) -> None:
+            """A step of ``kind``, and more."""
+            super().step(*args)
+            if self.at_the_end is not None:
+                self.at_the_end()
+
+    return Derived
+
+
+@contextlib.contextmanager
+def ends_with(optimizer: torch.optim.Optimizer, do: Callable[[], object]) -> Iterator[None]:
+    """Inside, the step of a derived optimizer calls ``do`` behind its update."""
+    optimizer.at_the_end = do  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        optimizer.at_the_end = None  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 import sys
 
 from shardlab.launch import RankPool
+from tests.fuzzing.around_step import HookedStep, StepThatLooks, StepThatRaises, WritePieces
 from tests.fuzzing.between import AddGroup, ChangeMeans, Evaluate, Freeze, Habit, Hold, LearningRate, Mode
 from tests.fuzzing.checkpoints import Load, Save
 from tests.fuzzing.engines import EngineSpec
@@ -23,9 +24,9 @@ from tests.fuzzing.training import Backward, Clip, FailsAlone, Finish, Forward, 
 
 __all__ = [
     "AddGroup", "Backward", "BlockSpec", "ChangeMeans", "Clip", "EngineSpec", "Evaluate", "FailsAlone", "Finish",
-    "Forward", "Freeze", "FullParams", "GradientsOut", "Habit", "Hold", "LearningRate", "Load", "Mode", "ModuleSpec",
-    "NamedIn", "NamedOut", "OptimizerIn", "OptimizerOut", "OptimizerSpec", "Save", "ScaledStep", "Scenario", "StateIn",
-    "StateOut", "Step", "ZeroGrad", "replay",
+    "Forward", "Freeze", "FullParams", "GradientsOut", "Habit", "Hold", "HookedStep", "LearningRate", "Load", "Mode",
+    "ModuleSpec", "NamedIn", "NamedOut", "OptimizerIn", "OptimizerOut", "OptimizerSpec", "Save", "ScaledStep",
+    "Scenario", "StateIn", "StateOut", "Step", "StepThatLooks", "StepThatRaises", "WritePieces", "ZeroGrad", "replay",
 ]  # fmt: skip
 
 

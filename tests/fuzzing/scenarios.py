@@ -9,6 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from tests.fuzzing.around_step import HOOKS, HookedStep, StepThatLooks, StepThatRaises, WritePieces
 from tests.fuzzing.between import AddGroup, ChangeMeans, Evaluate, Freeze, Habit, Hold, LearningRate, Mode
 from tests.fuzzing.checkpoints import Load, Save
 from tests.fuzzing.drawn import Menu, drawn_optimizer, engines, fitting, modules, seldom, with_whole_parameters
@@ -74,6 +75,13 @@ _clips = st.sampled_from(["clip module", "clip step tensors"])
 _parts = st.sampled_from(["enter", "blocks", "leave", "blocks.0", "blocks.1", "spare"])
 
 
+_steps = st.one_of(
+    st.builds(HookedStep, st.sampled_from(HOOKS)),
+    st.builds(StepThatRaises, st.booleans(), st.sampled_from([True, True, False])),
+    st.builds(StepThatLooks, _seeds),
+)
+
+
 @st.composite
 def _training_step(draw: st.DrawFn) -> list[Operation]:
     """What stands in every training loop; parts of it may be missing."""
@@ -107,7 +115,7 @@ def _training_step(draw: st.DrawFn) -> list[Operation]:
         operations.append(Habit(draw(_clips)))
     if draw(seldom) and draw(seldom):
         operations.append(ChangeMeans(draw(_parts), draw(st.booleans())))
-    operations.append(Step())
+    operations.append(draw(_steps) if draw(seldom) else Step())
     if draw(seldom):
         operations.append(LearningRate())
     if draw(st.sampled_from([True, True, True, False])):
@@ -146,6 +154,8 @@ def _single(menu: Menu) -> st.SearchStrategy[list[Operation]]:
         st.builds(Finish),
         st.builds(Freeze, _parts, st.booleans()),
         st.builds(ChangeMeans, _parts, st.booleans()),
+        st.builds(WritePieces, _parts, st.booleans()),
+        _steps,
         st.builds(LearningRate, st.sampled_from([None, 0.02])),
         st.builds(Mode, st.booleans()),
         st.builds(ScaledStep, _seeds, seldom),

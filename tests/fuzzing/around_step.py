@@ -1,0 +1,222 @@
+"""What users do around and inside a step: write in hooks and by hand, step twice, look at the model, and raise."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from tests.fuzzing.modules import Planted
+from tests.fuzzing.operation import Operation
+from tests.fuzzing.optimizers import ends_with
+from tests.fuzzing.world import Seen, World
+
+HOOKS = ("write before", "write full", "raise before", "write after", "step again", "raise after")
+
+
+@torch.no_grad()
+def shrink(tensors: Iterable[Tensor]) -> None:
+    """Write in place, by more than is lost in rounding."""
+    for tensor in tensors:
+        tensor.mul_(0.9)
+
+
+def gathers_late(world: World) -> bool:
+    """Whether pieces are gathered when a step has ended, and refused before that."""
+    return world.ours.spec.name in ("zero1", "zero2")
+
+
+def step_of_nothing(world: World) -> Seen:
+    """What an engine asks for that gathers late, where its pieces were written last."""
+    world.ours.engine.zero_grad()
+    world.ours.engine.step()
+    return {}
+
+
+@dataclass(frozen=True)
+class HookedStep(Operation):
+    """A step with a hook of the user's before or after it; losses that wait are forgotten before.
+
+    Attributes:
+        what: of ``HOOKS``. 'write full' is in ``full_params()``, the other writes are in what the optimizer steps;
+            'step again' is a second optimizer, whose kernels write without raising autograd's versions.
+    """
+
+    what: str = "write before"
+    peers: ClassVar[bool] = False
+
+    def applies(self, world: World) -> bool:
+        # Of a derived optimizer torch runs hooks halfway through the step too, where pieces are not gathered yet.
+        halfway = world.ours.optimizer_spec.derived and gathers_late(world)
+        if self.what == "raise after":
+            return not halfway
+        return self.what != "write full" or not (halfway or world.held)
+
+    def ours(self, world: World) -> Seen:
+        engine = world.ours.engine
+        world.ours.losses.clear()
+
+        def shrink_full() -> None:
+            with engine.full_params(keep_changes=True) as model:
+                shrink(model.parameters())
+
+        with self._hooked(engine.optimizer, list(engine.step_tensors()), shrink_full):
+            engine.step()
+        return {}
+
+    def plain(self, world: World) -> Seen:
+        params = list(world.plain.params.values())
+        world.plain.losses.clear()
+        with self._hooked(world.plain.optimizer, params, lambda: shrink(params)):
+            world.plain.optimizer.step()
+        world.plain.num_steps += 1
+        return {}
+
+    @contextlib.contextmanager
+    def _hooked(
+        self, optimizer: torch.optim.Optimizer, tensors: list[Tensor], shrink_full: Callable[[], None]
+    ) -> Iterator[None]:
+        second = torch.optim.AdamW(tensors, lr=0.02, eps=0.1, fused=True)
+
+        def do(*_: object) -> None:
+            if self.what.startswith("raise"):
+                raise Planted(self.what)
+            if self.what == "write full":
+                shrink_full()
+            elif self.what == "step again":
+                second.step()
+            else:
+                shrink([tensor for group in optimizer.param_groups for tensor in group["params"]])
+
+        is_before = HOOKS.index(self.what) < HOOKS.index("write after")
+        hook = (optimizer.register_step_pre_hook if is_before else optimizer.register_step_post_hook)(do)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def after(self, world: World) -> None:
+        world.gradients, world.unfinished, world.may_clash, world.gathered = "means", False, False, False
+
+
+@dataclass(frozen=True)
+class StepThatRaises(Operation):
+    """A step of a user's own optimizer that raises behind its update; the user goes on with the next batch.
+
+    Attributes:
+        held: inside ``full_params(keep_changes=True)``, which may refuse to keep what is stale.
+        drops: as in ``Step``.
+    """
+
+    held: bool = False
+    drops: bool = True
+    peers: ClassVar[bool] = False
+
+    def applies(self, world: World) -> bool:
+        return world.ours.optimizer_spec.derived and not world.held
+
+    def ours(self, world: World) -> Seen:
+        engine = world.ours.engine
+        if self.drops:
+            world.ours.losses.clear()
+        with contextlib.ExitStack() as stack:
+            if self.held:
+                stack.enter_context(_refused_as_stale())
+                stack.enter_context(engine.full_params(keep_changes=True))
+            with ends_with(engine.optimizer, _raise), contextlib.suppress(Planted):
+                engine.step()
+        return step_of_nothing(world)
+
+    def plain(self, world: World) -> Seen:
+        plain = world.plain
+        if self.drops:
+            plain.losses.clear()
+        with ends_with(plain.optimizer, _raise), contextlib.suppress(Planted):
+            plain.optimizer.step()
+        plain.zero_grad()
+        plain.num_steps += 1
+        return {}
+
+    def after(self, world: World) -> None:
+        world.gradients, world.unfinished, world.may_clash = "means", False, not self.drops
+        world.gathered = bool(world.plain.losses) and world.ours.spec.keeps_gathered
+
+
+def _raise() -> None:
+    raise Planted("at the end of a step")
+
+
+@contextlib.contextmanager
+def _refused_as_stale() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "pieces were written to" not in str(error):
+            raise
+
+
+@dataclass(frozen=True)
+class StepThatLooks(Operation):
+    """A step of a user's own optimizer that evaluates the model behind its update."""
+
+    seed: int = 0
+    peers: ClassVar[bool] = False
+
+    def applies(self, world: World) -> bool:
+        return world.ours.optimizer_spec.derived and not gathers_late(world)
+
+    @torch.no_grad()
+    def ours(self, world: World) -> Seen:
+        seen: Seen = {}
+        world.ours.losses.clear()
+        with ends_with(world.ours.engine.optimizer, lambda: seen.update(output=world.ours.forward(self.seed)[1])):
+            world.ours.engine.step()
+        return seen
+
+    @torch.no_grad()
+    def plain(self, world: World) -> Seen:
+        seen, plain = {}, world.plain
+        plain.losses.clear()
+        with ends_with(plain.optimizer, lambda: seen.update(output=plain.forward(self.seed, world.rank)[1])):
+            plain.optimizer.step()
+        plain.num_steps += 1
+        return seen
+
+    def after(self, world: World) -> None:
+        world.gradients, world.unfinished, world.may_clash, world.gathered = "means", False, False, False
+
+
+@dataclass(frozen=True)
+class WritePieces(Operation):
+    """Write by hand into what the optimizer steps, in place or by ``.data =``; gradients are forgotten."""
+
+    part: str = "enter"
+    assigns: bool = False
+    peers: ClassVar[bool] = False
+
+    def applies(self, world: World) -> bool:
+        return not world.held
+
+    def ours(self, world: World) -> Seen:
+        self._write(world.ours.engine.step_tensors().items())
+        return step_of_nothing(world)
+
+    def plain(self, world: World) -> Seen:
+        self._write(world.plain.params.items())
+        world.plain.zero_grad()
+        world.plain.num_steps += 1
+        return {}
+
+    def _write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            if name.startswith(self.part):
+                if self.assigns:
+                    tensor.data = tensor.data * 0.9
+                else:
+                    shrink([tensor])
+
+    def after(self, world: World) -> None:
+        world.gradients, world.unfinished, world.may_clash = "means", False, True
+        world.gathered = bool(world.plain.losses) and world.ours.spec.keeps_gathered
