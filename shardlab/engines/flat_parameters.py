@@ -16,7 +16,7 @@ from shardlab.engines.buckets import Bucket
 from shardlab.engines.holdings import Held
 from shardlab.engines.hooks import outside_inference
 from shardlab.engines.placeholder import check_replaced
-from shardlab.engines.step_tensors import StepTensors
+from shardlab.engines.step_tensors import EmptyPieces, StepTensors
 from shardlab.partition.chunks import Piece
 from shardlab.vocabulary import Role
 
@@ -42,6 +42,7 @@ class FlatParameters:
         }
         pieces = {name: self._piece_tensor(name) for name in self.params}
         self._tensors = StepTensors(pieces, are_parts=comm.num_ranks > 1)
+        self._empty = [self._empty_pieces(bucket) for bucket in buckets]
         self._note_gathered()
 
     @property
@@ -149,9 +150,13 @@ class FlatParameters:
             self._renew_stepped(bucket)
             for name, value in values.items():
                 self.tensors.by_name(name).detach().copy_(value)
+            # On a rank without values too: all ranks must count the bucket as written.
+            increment_version([self.tensors.by_name(name) for name in bucket.names])
 
     def _is_moved(self, bucket: Bucket) -> bool:
-        """Whether a piece of this rank has other data than its place in the buffer."""
+        """Whether a piece of this rank has other data than its place in the buffer, or its empty one."""
+        if self._empty[bucket.index].are_replaced:
+            return True
         buffer, first = self._stepped(bucket)
         itemsize = buffer.element_size()
         start = buffer.data_ptr() - first * itemsize
@@ -186,6 +191,10 @@ class FlatParameters:
         for name in bucket.names:
             # By ``.data``: the optimizer finds its state by these very tensor objects.
             self.tensors.by_name(name).data = self._piece_tensor(name).data
+        self._empty[bucket.index] = self._empty_pieces(bucket)
+
+    def _empty_pieces(self, bucket: Bucket) -> EmptyPieces:
+        return EmptyPieces(self.tensors.by_name(name) for name in bucket.names)
 
     def _replaced(self, bucket: Bucket) -> list[tuple[int, Tensor]]:
         """Slots whose parameters have other data than the buffer's, and their views of it."""

@@ -12,9 +12,10 @@ from torch import nn
 from typing_extensions import override
 
 from shardlab.engines.casts import MixedPrecision
+from shardlab.engines.held_parameters import reshard_all
 from shardlab.engines.holdings import Division, Held
 from shardlab.engines.placeholder import PlaceholderGradients
-from shardlab.engines.sharded_bucket import ShardedBucket, reshard_all
+from shardlab.engines.sharded_bucket import ShardedBucket
 from shardlab.engines.state import Stateful
 from shardlab.engines.step_tensors import StepTensors, tensors_of
 

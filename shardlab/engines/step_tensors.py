@@ -13,7 +13,7 @@ indices.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import overload
 
@@ -129,6 +129,25 @@ class GroupTensors(list[Tensor]):
     def __reduce__(self) -> tuple[type[list[Tensor]], tuple[list[Tensor]]]:
         # A copy of the optimizer belongs to no engine.
         return list, (list(self),)
+
+
+class EmptyPieces:
+    """Tells whether other data was put in the place of pieces without elements, which have no address to tell it by.
+
+    Only this shows a rank that holds nothing of a parameter what the others see at their pieces of it.
+
+    Args:
+        tensors: the pieces, in any order; those with elements are left out.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        # The storages are kept, so that no new one can be where an old one was.
+        self._known = [(tensor, tensor.untyped_storage()) for tensor in tensors if not tensor.numel()]
+
+    @property
+    def are_replaced(self) -> bool:
+        """Whether that has happened since this was made."""
+        return any(tensor.untyped_storage()._cdata != known._cdata for tensor, known in self._known)
 
 
 def guard_groups(optimizer: torch.optim.Optimizer, tensors: StepTensors) -> None:

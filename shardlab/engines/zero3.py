@@ -29,12 +29,13 @@ from shardlab.comm import BaseMesh
 from shardlab.comm.trees import tensors_in
 from shardlab.engines.base import OptimizerFn
 from shardlab.engines.buckets import build_buckets
+from shardlab.engines.held_parameters import reshard_all
 from shardlab.engines.hooks import untraced
 from shardlab.engines.optimizer_fit import parse_partition
 from shardlab.engines.placeholder import sites_of, without_parameters
 from shardlab.engines.precision import Precision, parse_precision
 from shardlab.engines.saved_tensors import saved_by_reference
-from shardlab.engines.sharded_bucket import ShardedBucket, reshard_all
+from shardlab.engines.sharded_bucket import ShardedBucket
 from shardlab.engines.sharded_engine import ShardedEngine
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.vocabulary import Partition

@@ -15,10 +15,10 @@ from torch.utils.hooks import RemovableHandle
 from shardlab.comm.trees import tensors_in
 from shardlab.engines.fsdp.order import Order
 from shardlab.engines.fsdp.unit import Unit
+from shardlab.engines.held_parameters import reshard_all
 from shardlab.engines.hooks import ModuleHook
 from shardlab.engines.placeholder import without_parameters
 from shardlab.engines.reduction_queue import ReductionQueue
-from shardlab.engines.sharded_bucket import reshard_all
 from shardlab.units.policy import ROOT
 
 

@@ -15,11 +15,12 @@ from typing_extensions import override
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending
 from shardlab.engines.gathered_parameters import BucketState
+from shardlab.engines.held_parameters import reshard_all
 from shardlab.engines.holdings import Held
 from shardlab.engines.offload import Offload, copy_to_host, in_host_memory
 from shardlab.engines.placeholder import ParameterSites
 from shardlab.engines.precision import Precision
-from shardlab.engines.sharded_bucket import ShardedBucket, reshard_all
+from shardlab.engines.sharded_bucket import ShardedBucket
 from shardlab.partition.chunks import Layout
 from shardlab.vocabulary import Role
 

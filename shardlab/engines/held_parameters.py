@@ -1,0 +1,258 @@
+"""What users do with gathered parameters and with their pieces: hold them, write into them, put others in their place.
+
+What the user holds is not resharded. What the user writes into it goes into the shard or is refused, and what is
+written into the pieces makes whatever is gathered old.
+"""
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from typing_extensions import override
+
+from shardlab.engines.gathered_parameters import BucketState, GatheredParameters
+from shardlab.engines.hooks import outside_inference
+from shardlab.engines.placeholder import check_replaced, is_at
+from shardlab.engines.step_tensors import EmptyPieces
+
+
+class Resharded(Protocol):
+    """What is gathered and resharded: a bucket, or a unit of FSDP."""
+
+    def reshard(self) -> None: ...  # noqa: D102
+
+
+def reshard_all(members: Iterable[Resharded]) -> None:
+    """Reshard all, and only then raise what the first of them refused.
+
+    Else this rank alone would keep the rest, and would not join the next gather of it.
+    """
+    refusal = None
+    for member in members:
+        try:
+            member.reshard()
+        except RuntimeError as error:
+            refusal = refusal or error
+    if refusal is not None:
+        raise refusal
+
+
+class HeldParameters(GatheredParameters):
+    """Adds to ``GatheredParameters`` what the user does with them and with their pieces."""
+
+    # Defaults of the class, since the base's constructor already calls methods that read them.
+    held_by_hand = False  # gathered by the user, who will reshard it
+    num_holders = 0  # open full_params(), which show parameters in their stored dtype
+    _piece_versions: Mapping[str, int] = MappingProxyType({})  # of the pieces, when their values were last known
+    _empty: EmptyPieces | None = None  # among the pieces
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the user holds the full parameters."""
+        return self.held_by_hand or self.num_holders > 0
+
+    @property
+    def is_held_as_stored(self) -> bool:
+        """Whether the user holds them in a dtype other than the one to compute in."""
+        return self.num_holders > 0 and self.shard.dtype != self._compute_dtype
+
+    @override
+    @outside_inference
+    def start_unshard(self, *, as_stored: bool = False) -> None:
+        """As the base; first follows what another optimizer, or the user, has written or assigned to the pieces."""
+        self.take_assigned()
+        self.follow_pieces()
+        super().start_unshard(as_stored=as_stored)
+
+    def reshard(self) -> None:
+        """Free the full parameters unless the user holds them.
+
+        Raises:
+            RuntimeError: they were written to, which would be lost. They are held by hand no longer.
+        """
+        if self.num_holders:
+            return
+        changed = [] if self.state is not BucketState.UNSHARDED else self._written_to()
+        if self.held_by_hand and not changed:
+            return
+        self.release()  # before the error, which must not leave them in memory
+        self.held_by_hand = False
+        if changed:
+            raise RuntimeError(
+                f"parameter {changed[0]!r}: it was written to while it was gathered, which does not change the shards; "
+                "write inside 'with engine.full_params(keep_changes=True):', or use a buffer for what forward changes"
+            )
+
+    def hold(self) -> None:
+        """Gather the full parameters in their stored dtype, and keep them until ``let_go``."""
+        if self.num_holders:
+            self.follow_pieces()
+        else:
+            self.release()  # what is held by hand too: in the compute dtype it may have fewer bits
+            self.unshard(as_stored=True)
+        self.num_holders += 1
+
+    def let_go(self) -> None:
+        """End a ``hold``."""
+        self.num_holders -= 1
+        if self.num_holders == 0:
+            self.release()  # and not reshard: changes that are not kept may be lost here
+            if self.held_by_hand:
+                self.unshard()
+
+    def give_back(self) -> None:
+        """Leave the module with the full parameters in their stored dtype, for good."""
+        if self.num_holders == 0 or self._written_pieces():
+            self.release()  # what is gathered to compute with may have fewer bits, and what is held may be stale
+            self.unshard(as_stored=True, checked=False)
+        # Where this is inside a ``full_params()``, that must not take them away when it is left.
+        self.num_holders += 1
+
+    def refresh(self) -> None:
+        """After a step: gather again what the user holds, and follow the pieces."""
+        if self.is_held:
+            # Not ``reshard()``, which leaves alone what is held.
+            self.release()
+            self.unshard(as_stored=self.num_holders > 0)
+        else:
+            self.follow_pieces()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the user has written into what ``full_params()`` shows."""
+        return self.num_holders > 0 and bool(self._written_to())
+
+    def check_changes(self) -> None:
+        """Before ``keep_changes``, of all buckets: check what the user has put in the place of gathered data.
+
+        Raises:
+            RuntimeError: an attribute has another parameter, or the data another shape, dtype or device; or the pieces
+                were written to as well.
+        """
+        self.follow_pieces()
+        for name, param in self.params.items():
+            self.sites[name].check()
+            if not is_at(param, self.full[name]):
+                check_replaced(param, self.full[name], name)
+
+    def keep_changes(self) -> None:
+        """Copy what was written into the full parameters back into the shard."""
+        assert self.state is BucketState.UNSHARDED
+        if any(not is_at(param, self.full[name]) for name, param in self.params.items()):
+            self._renew_full()
+        for name, piece in self._tensors.own.items():
+            self.pieces[name].detach().view(-1).copy_(self.full[name].reshape(-1)[piece.param_start : piece.param_stop])
+        # Writing has raised the versions of what was written to; a backward through the rest is still right.
+        self._versions, self._piece_versions = self._versions_now(), self._versions_of_pieces()
+
+    def take_assigned(self) -> None:
+        """Take over what an optimizer, or the user, has put in the place of a piece's data."""
+        if self._empty is None:
+            self._empty = EmptyPieces(self.pieces.values())
+        home = self._home()
+        start, itemsize = home.data_ptr(), home.element_size()
+        if self._empty.are_replaced or any(
+            self.pieces[name].data_ptr() != start + place.start * itemsize
+            for name, place in self._tensors.places.items()
+        ):
+            self._renew_shard()
+            self.count_as_written()
+
+    def count_as_written(self) -> None:
+        """Count the pieces as written, on all ranks alike, also where a write is not seen.
+
+        A rank may hold nothing of what others write, and fused kernels do not raise autograd's versions.
+        """
+        increment_version(self.pieces.values())
+
+    def follow_pieces(self) -> None:
+        """Drop what was gathered, and refuse backwards that need it, if pieces were written to since.
+
+        Raises:
+            RuntimeError: the user holds it.
+        """
+        written = self._written_pieces()
+        if not written:
+            return
+        if self.is_held and self.state is BucketState.UNSHARDED and not self._is_in_place:
+            raise RuntimeError(
+                "engine.step_tensors(): pieces were written to, by hand or by a step that raised or is under way, and "
+                "the full parameters, which are held, would be stale; write outside 'with engine.full_params():' and "
+                "after engine.reshard(unit), or, with keep_changes=True, into the module's parameters"
+            )
+        self.reshard()
+        self.values_changed(written)
+        self._piece_versions = self._versions_of_pieces()
+
+    @override
+    def _point_pieces_at(self, shard: Tensor) -> None:
+        super()._point_pieces_at(shard)
+        self._empty = None
+
+    @outside_inference
+    def _renew_shard(self) -> None:
+        """Move the shard to new memory, from wherever the pieces' data is now.
+
+        The optimizer may have kept the old memory, as its previous weights, and so may the user.
+        """
+        home = self._home().clone()
+        for name in self._tensors.own:
+            self._tensors.piece_of(name, home).copy_(self.pieces[name].detach())
+        self._move_home(home)
+        self._point_pieces_at(self._home())
+
+    @outside_inference
+    def _renew_full(self) -> None:
+        """Give the full parameters new memory, from wherever their data is now.
+
+        The old memory is left as it is: the user may have swapped the data of two parameters, or keep it to put it back
+        later.
+        """
+        # Unseen by autograd: with a new version it refuses a backward that saved the old values.
+        increment_version([self.params[name] for name in self.params if self._is_replaced(name)])
+        if self._is_in_place:
+            self._renew_shard()
+            self.full = {name: self._tensors.read(name, self.shard) for name in self.params}
+        else:
+            self.full = {name: torch.empty_like(full) for name, full in self.full.items()}
+        self.addresses = {full.untyped_storage().data_ptr() for full in self.full.values()}
+        for name, param in self.params.items():
+            param.data = self.full[name].copy_(param.detach())
+
+    def values_changed(self, names: Iterable[str]) -> None:
+        """Refuse backwards that need the former values of parameters, see ``saved_tensors.py``."""
+        increment_version([self.params[name] for name in names])
+        self._versions = self._versions_now()
+
+    def _written_to(self) -> list[str]:
+        """Gathered parameters that were written to or replaced since; writing is fine if they are the shard itself."""
+        if replaced := [name for name in self.params if self._is_replaced(name)]:
+            return replaced
+        if self._is_in_place:
+            return []
+        return [name for name, version in self._versions_now().items() if version != self._versions[name]]
+
+    @property
+    def _is_in_place(self) -> bool:
+        """Whether the full parameters are the shard itself."""
+        return self.shard.untyped_storage().data_ptr() in self.addresses
+
+    def _written_pieces(self) -> list[str]:
+        """Parameters whose pieces were written to, on this rank, since their values were last known."""
+        known = self._piece_versions
+        return [name for name, version in self._versions_of_pieces().items() if version != known.get(name, 0)]
+
+    def _versions_of_pieces(self) -> dict[str, int]:
+        return {name: piece._version for name, piece in self.pieces.items()}
+
+    def _is_replaced(self, name: str) -> bool:
+        """Whether the user has put other values in the place of the gathered data, by ``.data =``."""
+        param, full = self.params[name], self.full[name]
+        if is_at(param, full):
+            return False
+        # Equal values elsewhere are no change: an LSTM's flatten_parameters() moves them on CUDA.
+        alike = (param.shape, param.dtype, param.device) == (full.shape, full.dtype, full.device)
+        return not (alike and torch.equal(param.detach(), full))
