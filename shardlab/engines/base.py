@@ -191,9 +191,9 @@ class Engine(Holdings, Gradients, EngineState):
                 self._take_assigned()
         self._guarded.clear()  # spent: they may be zeroed in place, and some optimizers change them
         self.num_steps += 1
-        self.optimizer_stepped()  # without hooks the optimizer has not called it, and hooks may have written since
+        self.after_optimizer_step()  # without hooks the optimizer has not called it, and hooks may have written since
 
-    def others_step(self, optimizer: torch.optim.Optimizer, *, inside: bool) -> None:
+    def before_others_step(self, optimizer: torch.optim.Optimizer, *, inside: bool) -> None:
         """Another optimizer of this process is about to step; ``inside`` a step of the engine's own.
 
         Raises:
@@ -209,11 +209,11 @@ class Engine(Holdings, Gradients, EngineState):
         """Before a step: take over what the user has written, or refuse what the step would miss."""
         return
 
-    def optimizer_steps(self) -> None:
+    def before_optimizer_step(self) -> None:
         """The engine's optimizer is about to step; called after its hooks, which may have written."""
         self.take_changes()
 
-    def optimizer_stepped(self) -> None:
+    def after_optimizer_step(self) -> None:
         """The engine's optimizer has stepped; called before its hooks, which must find the stepped model."""
         return
 

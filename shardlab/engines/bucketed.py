@@ -54,7 +54,8 @@ class Bucketed(Engine):
         super()._forget_gradients()
         for bucket in self.buckets:
             bucket.forget()
-        # Or a rank that steps without another backward would find everything sent, and join nothing.
+        # Without this, a rank that steps without another backward would take everything for sent, and skip the
+        # collectives that the others are in.
         self._queue.reset()
 
     @override

@@ -46,9 +46,9 @@ class Claimant(StepsPieces, Protocol):
     @property
     def module(self) -> nn.Module: ...  # noqa: D102
     def zero_grad(self, set_to_none: bool = True) -> None: ...  # noqa: D102
-    def others_step(self, optimizer: torch.optim.Optimizer, *, inside: bool) -> None: ...  # noqa: D102
-    def optimizer_steps(self) -> None: ...  # noqa: D102
-    def optimizer_stepped(self) -> None: ...  # noqa: D102
+    def before_others_step(self, optimizer: torch.optim.Optimizer, *, inside: bool) -> None: ...  # noqa: D102
+    def before_optimizer_step(self) -> None: ...  # noqa: D102
+    def after_optimizer_step(self) -> None: ...  # noqa: D102
     def spread_over(self) -> dict[str, tuple[Communicator, ...]]: ...  # noqa: D102
 
 
@@ -169,18 +169,18 @@ class Claim:
             )
         self._depth += 1
 
-    def tell_steps(self) -> None:
+    def tell_before_step(self) -> None:
         """Tell the engine that all hooks before the optimizer's step have run."""
-        # At the outermost beginning, as in ``tell_stepped``.
+        # At the outermost beginning, as in ``tell_after_step``.
         if self._is_stepping and self._depth == 1 and self._mark.engine is not None:
-            self._mark.engine.optimizer_steps()
+            self._mark.engine.before_optimizer_step()
 
-    def tell_stepped(self) -> None:
+    def tell_after_step(self) -> None:
         """Tell the engine that its optimizer has stepped."""
         self._depth -= 1
         # At the outermost end: whether torch runs hooks for a base class too depends on what a rank has made before.
         if self._is_stepping and self._depth == 0 and self._mark.engine is not None:
-            self._mark.engine.optimizer_stepped()
+            self._mark.engine.after_optimizer_step()
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse state that was saved for other pieces.
@@ -200,13 +200,13 @@ class Claim:
         """Tell the engine of a step of any optimizer but its own."""
         engine = self._mark.engine
         if engine is not None and optimizer is not self._optimizer:
-            engine.others_step(optimizer, inside=self._is_stepping)
+            engine.before_others_step(optimizer, inside=self._is_stepping)
 
     def _watch_pre_hooks(self) -> None:
         """Let what tells the engine run behind the hooks that users have registered since."""
         if self._last is None:
             if self._mark.engine is not None:
-                self._mark.engine.optimizer_steps()
+                self._mark.engine.before_optimizer_step()
             return
         # Private: torch runs hooks in the order in which they were registered, and has no other.
         hooks = self._optimizer._optimizer_step_pre_hooks
@@ -264,11 +264,11 @@ def _watch_steps(claim: Claim) -> list[RemovableHandle]:
 
     def begin(*_: Any) -> None:
         if (known := reference()) is not None:
-            known.tell_steps()
+            known.tell_before_step()
 
     def tell(*_: Any) -> None:
         if (known := reference()) is not None:
-            known.tell_stepped()
+            known.tell_after_step()
 
     optimizer = claim._optimizer
     try:

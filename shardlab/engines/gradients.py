@@ -73,7 +73,7 @@ class Gradients:
         self._were_trainable: set[nn.Parameter] = set()  # in a backward since zero_grad(); may be frozen by now
         # Gradients that the user may not change in place, and their versions: what no_sync() has left, means of slices.
         self._guarded: dict[nn.Parameter, tuple[TensorWeakRef, int]] = {}
-        self._has_means_elsewhere = False  # of an earlier backward, to which what is at ``.grad`` will be added
+        self._has_means_elsewhere = False  # means of an earlier backward are at the pieces, and sums are added to them
         self.num_backwards = 0  # begun so far
         self._gradient_hook = _weakly(self)
         self._backward_watch = BackwardWatch(self.params, self._try_to_begin, self._enter_backward, self._end_backward)

@@ -71,7 +71,7 @@ class HeldParameters(GatheredParameters):
         """Free the full parameters unless the user holds them.
 
         Raises:
-            RuntimeError: they were written to, which would be lost. They are held by hand no longer.
+            RuntimeError: they were written to, which would be lost. This also ends a hold by hand.
         """
         if self.num_holders:
             return

@@ -26,10 +26,10 @@ class ShardedEngine(MixedPrecision):
     buckets: Sequence[ShardedBucket]
     _num_keeping: int  # open full_params(keep_changes=True)
     _placeholders: PlaceholderGradients | None = None
-    """At the parameters that the user holds, whose means are at their pieces."""
+    """Stand-ins at ``param.grad`` while the user holds full parameters: the means are the ``.grad`` of the pieces."""
 
     def _place_gradients(self) -> None:
-        """After a change of what the user holds, or of the means: code such as torch's clipping must not find None."""
+        """Put stand-ins at ``param.grad`` of what the user holds, where torch's clipping would find None."""
         # Inside a backward they would be taken for gradients. What somebody has cleared is told by the next check.
         is_gone = self._placeholders is not None and bool(self._placeholders.gone)
         if self._is_closed or self._backward_watch.has_begun or is_gone:
@@ -85,16 +85,16 @@ class ShardedEngine(MixedPrecision):
         reshard_all(self.buckets)
 
     @override
-    def optimizer_steps(self) -> None:
+    def before_optimizer_step(self) -> None:
         """As the base; from here on what has gradients counts as written, also if the step raises."""
-        super().optimizer_steps()
+        super().before_optimizer_step()
         for bucket in self.buckets:
             # A reduction leaves a chunk on every rank, so all ranks count it or none does.
             if bucket.gradient_shard is not None:
                 bucket.count_as_written()
 
     @override
-    def optimizer_stepped(self) -> None:
+    def after_optimizer_step(self) -> None:
         """Gather again what the user holds, and refuse backwards that need the values from before the step."""
         self._take_assigned()
         for bucket in self.buckets:
@@ -109,13 +109,13 @@ class ShardedEngine(MixedPrecision):
             bucket.take_assigned()
 
     @override
-    def others_step(self, optimizer: torch.optim.Optimizer, *, inside: bool) -> None:
+    def before_others_step(self, optimizer: torch.optim.Optimizer, *, inside: bool) -> None:
         """As the base; refuses backwards that need the values from before the step.
 
         Raises:
             RuntimeError: also if the user holds full parameters, which would be stale.
         """
-        super().others_step(optimizer, inside=inside)
+        super().before_others_step(optimizer, inside=inside)
         stepped = tensors_of(optimizer)
         for bucket in self.buckets:
             if not any(id(piece) in stepped for piece in bucket.pieces.values()):

@@ -23,6 +23,6 @@ class Single(Engine):
         if self.comm.num_ranks > 1:
             raise ValueError(
                 f"mesh: 'single' trains in one process, but the data axis has {self.comm.num_ranks} ranks; "
-                "use BaseMesh.alone(), or another strategy"
+                "use Mesh.alone(), or another strategy"
             )
         return super()._prepare()

@@ -54,9 +54,9 @@ class SteppedInPieces(MixedPrecision):
         self.flat_params.take_assigned()
 
     @override
-    def others_step(self, optimizer: torch.optim.Optimizer, *, inside: bool) -> None:
+    def before_others_step(self, optimizer: torch.optim.Optimizer, *, inside: bool) -> None:
         """As the base; remembers an optimizer over the pieces, which ``step()`` has to gather."""
-        super().others_step(optimizer, inside=inside)
+        super().before_others_step(optimizer, inside=inside)
         known = tensors_of(optimizer)
         stepped = [tensor for tensor in self._step_tensors if id(tensor) in known]
         if stepped and not inside:

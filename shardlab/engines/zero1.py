@@ -68,15 +68,15 @@ class ZeRO1(SteppedInPieces, Bucketed):
         self._is_gathered = False
 
     @override
-    def optimizer_steps(self) -> None:
+    def before_optimizer_step(self) -> None:
         """As the base; counts pieces as written where that would not be seen."""
-        super().optimizer_steps()
+        super().before_optimizer_step()
         # Fused kernels write unseen by autograd: after an error in the step nobody would know that pieces were written.
         if any(group.get("fused") for group in self.optimizer.param_groups):
             increment_version(list(self.step_tensors()))
 
     @override
-    def optimizer_stepped(self) -> None:
+    def after_optimizer_step(self) -> None:
         """Gather what was stepped; after that, in the same step, only if anything was written since."""
         self._take_assigned()
         # Decided by what is due, which all ranks know: one that stepped nothing of a bucket must join its gather too.

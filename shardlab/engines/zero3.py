@@ -1,7 +1,9 @@
 """ZeRO-3, explicit: parameters, gradients and optimizer state are sharded; between two steps nothing is whole.
 
 What differs from ``zero2``: the parameters are sharded too, from construction on. All buckets are gathered, one after
-another, before forward computes, and resharded after it; the same again around backward. So autograd saves which part
+another, before forward computes, and resharded after it; the same again around backward. (The paper gathers layer by
+layer and frees each after use: the same bytes at rest and on the wire, but a lower peak. Gathering in parts is what
+``fsdp`` adds.) So autograd saves which part
 of which parameter it needs, and not the weight itself (``saved_tensors.py``), and between uses the module has a
 placeholder for each parameter (``placeholder.py``). The step works on shards and needs no gather after it. A bucket now
 holds parameters (``ShardedBucket``), so this engine shares with ``zero2`` which parameters go together and how they are

@@ -148,7 +148,7 @@ def bucket_verdict(sweep: pd.DataFrame) -> str:
     ]  # fmt: skip
     where = {smallest: "the smallest", largest: "the largest"}.get(best)
     why = {
-        None: "It lies in between, as the formula has it.",
+        None: "It lies in between: smaller buckets pay latency, larger ones start late.",
         "the smallest": "It is the smallest: here latency cost less than a late start of the first bucket.",
         "the largest": "It is the largest, which hides nothing: here further messages cost more than overlap saved.",
     }[where]

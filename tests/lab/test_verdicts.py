@@ -66,7 +66,7 @@ def test_buckets_the_best_is_the_shortest_and_lies_where_it_is_said_to() -> None
         close = bool(ends.max() <= ALIKE * steps.min())
         assert ("hardly matters" in said) == close
         assert ("It lies in between" in said) == (best not in ends.index and not close)
-        assert ("as the formula has it" in said) == (best not in ends.index and ends.min() > ALIKE * steps.min())
+        assert ("larger ones start late" in said) == (best not in ends.index and ends.min() > ALIKE * steps.min())
         assert ("It is the largest" in said) == (best == SIZES[-1] and not close)
         assert ("It is the smallest" in said) == (best == SIZES[0] and not close)
         assert all(float(ratio) >= 1 for ratio in re.findall(r"([\d.]+) times as long", said))

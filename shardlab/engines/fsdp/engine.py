@@ -2,11 +2,12 @@
 
 What differs from ``zero3``: hooks. A unit (by default a block) is gathered before its forward and resharded after
 it, gathered again before its backward, and reduce-scattered and resharded when its last gradient is there. The next
-``prefetch`` units are gathered during the compute of this one. So the full parameters in memory at any time are those
-of the root, of one unit and of the prefetched ones, not of the model.
+``prefetch`` units are gathered during the compute of this one. So, where units are resharded after forward, the full
+parameters in memory at any time are those of the root, of one unit and of the prefetched ones, not of the model.
 
 Per rank for P fp32 parameters with Adam, S ranks in the shard group: at rest 4P/S parameters, 4P/S gradients, 8P/S
-state (P with padding); another 4 x (root + (1 + prefetch) units) during a step. On the wire, elements a step:
+state (P with padding); another 4 x (root + (1 + prefetch) units) during a step, and in backward the whole gradients of
+the root and of the units under way, with a buffer for each that is being reduced. On the wire, elements a step:
 
 =============  ====================  =================================================
 sharding       mesh axes             what travels
@@ -113,7 +114,7 @@ class FSDP(OffloadedEngine):
                 output = super().__call__(*args, **kwargs)
         except BaseException:
             # The hooks that would reshard the unit that failed, and what was prefetched, will not run.
-            self._schedule.let_go()
+            self._schedule.reshard_rest()
             raise
         self._schedule.end_pass()
         return output
@@ -138,14 +139,14 @@ class FSDP(OffloadedEngine):
         held = self._unit(unit)
         held.unshard()
         # Only once it is there: a gather that raised must not leave the unit held.
-        held.hold(by_hand=True)
+        held.set_held(True)
         self._place_gradients()
 
     def reshard(self, unit: str) -> None:
         """Reshard a unit that was gathered by hand."""
         held = self._unit(unit)
         # First, since a unit that is held is not resharded.
-        held.hold(by_hand=False)
+        held.set_held(False)
         held.reshard()
         self._place_gradients()
 

@@ -36,6 +36,7 @@ class OffloadedEngine(ShardedEngine):
         """Refuse, on all ranks, what does not fit; before anything is moved."""
         offload, num_ranks = OFFLOADS[self.offload], prod(self.mesh.axes.values())
         if offload.parameters:
+            # Parameters and gradients; of the optimizer's state nobody knows the size yet.
             num_bytes = sum(param.nbytes for param in self.params.values()) * (1 + offload.gradients_and_state)
             all_or_none(self.comms, self.mesh.device, lambda: check_host_memory(num_bytes // num_shards, num_ranks))
 
@@ -62,11 +63,11 @@ class OffloadedEngine(ShardedEngine):
             self._return_to_host()
 
     @override
-    def optimizer_stepped(self) -> None:
+    def after_optimizer_step(self) -> None:
         """As the base; first returns what has been stepped to the host, which is where gathers read it."""
         self._take_assigned()
         self._return_to_host()
-        super().optimizer_stepped()
+        super().after_optimizer_step()
 
     def _return_to_host(self) -> None:
         offload = OFFLOADS[self.offload]

@@ -99,9 +99,9 @@ class Schedule:
 
     def end_backward(self) -> None:
         """It has ended, or raised: reshard what is still gathered."""
-        # First: ``let_go()`` may raise, and then the next forward would count as a recomputation.
+        # First: ``reshard_rest()`` may raise, and then the next forward would count as a recomputation.
         self._in_backward = False
-        self.let_go()
+        self.reshard_rest()
 
     def forget(self) -> None:
         """The gradients are cleared: forget the passes that no backward has followed."""
@@ -137,9 +137,9 @@ class Schedule:
         # In one order on all ranks: with replicas, finishing a unit sends its sums over the next axis.
         for unit in self._units:
             unit.finish_reduce()
-        self.let_go()
+        self.reshard_rest()
 
-    def let_go(self) -> None:
+    def reshard_rest(self) -> None:
         """Reshard what is still gathered: not used, prefetched for nothing, or left by an error."""
         reshard_all(self._units)
 

@@ -72,10 +72,10 @@ class Unit:
             if bucket.state is BucketState.GATHERING:
                 bucket.reshard()
 
-    def hold(self, *, by_hand: bool) -> None:
+    def set_held(self, held: bool) -> None:
         """Set whether the user gathered it by hand, so that nothing reshards it."""
         for bucket in self.buckets:
-            bucket.held_by_hand = by_hand
+            bucket.held_by_hand = held
 
     def start_reduce(self, is_due: Callable[[nn.Parameter], bool]) -> None:
         """Begin to reduce the gradients; buckets where none is due are skipped, such as frozen ones."""
@@ -139,7 +139,8 @@ class UnitBucket(ShardedBucket):
     def advance_reduce(self) -> None:
         """Wait for the reduction under way; begin that over the next axis, or take the means if it was the last.
 
-        So the sum over replicas travels during the backward of the unit after the next.
+        So a unit's reduce-scatter travels during the backward of the next unit, and its all-reduce during that of the
+        one after.
         """
         if self._reducing is not None and self._axes_left:
             self._sum_over_next()
