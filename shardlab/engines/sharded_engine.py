@@ -12,6 +12,7 @@ from torch import nn
 from typing_extensions import override
 
 from shardlab.engines.casts import MixedPrecision
+from shardlab.engines.gathered_parameters import BucketState
 from shardlab.engines.held_parameters import reshard_all
 from shardlab.engines.holdings import Division, Held
 from shardlab.engines.placeholder import PlaceholderGradients
@@ -26,17 +27,25 @@ class ShardedEngine(MixedPrecision):
     buckets: Sequence[ShardedBucket]
     _num_keeping: int  # open full_params(keep_changes=True)
     _placeholders: PlaceholderGradients | None = None
-    """Stand-ins at ``param.grad`` while the user holds full parameters: the means are the ``.grad`` of the pieces."""
+    """Stand-ins at ``param.grad`` of gathered parameters: the means are the ``.grad`` of the pieces."""
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the base."""
+        output = super().__call__(*args, **kwargs)
+        self._place_gradients()  # some units stay gathered until a backward, which may not come
+        return output
 
     def _place_gradients(self) -> None:
-        """Put stand-ins at ``param.grad`` of what the user holds, where torch's clipping would find None."""
+        """Put stand-ins at ``param.grad`` of what is gathered, where torch's clipping would find None."""
         # Inside a backward they would be taken for gradients. What somebody has cleared is told by the next check.
         is_gone = self._placeholders is not None and bool(self._placeholders.gone)
         if self._is_closed or self._backward_watch.has_begun or is_gone:
             return
         self._take_gradients_away()
         held = {
-            name: param for bucket in self.buckets if bucket.is_held and bucket.gradient_shard is not None
+            name: param for bucket in self.buckets
+            if bucket.state is BucketState.UNSHARDED and bucket.gradient_shard is not None
             for name, param in bucket.params.items() if param.grad is None and param.requires_grad
         }  # fmt: skip
         if held:

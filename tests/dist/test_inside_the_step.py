@@ -345,3 +345,23 @@ def test_a_sharded_optimizer_leaves_all_ranks_with_one_model(pools, story):
 
 def test_a_sharded_optimizer_refuses_pieces_that_were_written_to(pools):
     pools(2).run(with_a_sharded_optimizer, "written")
+
+
+def clipped_by_torch_after_a_forward(rank, key):  # noqa: ARG001
+    """No backward follows the forward, such as a discriminator's on what is to be improved next."""
+    with engine_of(key, current().world_size, cases.build("MLP"), optimizer_fn=sgd) as engine:
+        user = OnRanks(engine)
+        engine.backward(loss_of(user, 0))
+        loss_of(user, 1)
+        with pytest.raises(RuntimeError, match="engine.clip_grad_norm_"):
+            torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 0.01)
+        engine.step()
+        engine.zero_grad()
+        train(user, 1)
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize(("key", "num_ranks"), GATHERED)
+def test_torchs_clipping_is_refused_behind_a_forward_without_backward(pools, key, num_ranks):
+    expected = in_one_process(stepped_twice, num_ranks, cases.build("MLP"))
+    assert_states(pools(num_ranks).run(clipped_by_torch_after_a_forward, key), expected)
