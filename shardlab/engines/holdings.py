@@ -99,7 +99,10 @@ class Holdings:
         return []
 
     def step_tensors(self) -> StepTensors:
-        """What this rank steps, by name, in the module's order."""
+        """What this rank steps, by name, in the module's order.
+
+        Write into them on all ranks alike, into empty ones too: what only some ranks have written is gathered by some.
+        """
         return self._step_tensors
 
     @property

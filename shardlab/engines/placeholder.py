@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from typing_extensions import override
 
 from shardlab.comm.trees import map_tensors
@@ -284,13 +285,22 @@ def _can_train(param: nn.Parameter) -> bool:
     return param.is_floating_point()
 
 
+def _accumulates_into(param: nn.Parameter) -> bool:
+    """Whether this backward does: ``torch.autograd.grad`` calls the same hooks and accumulates nothing."""
+    try:
+        # Private: there is no public way to ask which nodes a backward will run.
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(param).node))
+    except RuntimeError:  # torch does not answer if torch.autograd.grad was called for this very parameter
+        return False
+
+
 def _before_gradient(owner: PlaceholderGradients, name: str, param: nn.Parameter) -> Any:
     """A hook that runs before autograd accumulates."""
     # Weakly, as in ``gradients``: torch holds hooks in C++, where Python's collector sees no cycles.
     reference = weakref.ref(owner)
 
     def lift(_: Tensor) -> None:
-        if (placeholders := reference()) is not None:
+        if (placeholders := reference()) is not None and _accumulates_into(placeholders._params[name]):
             placeholders.lift(name)
 
     frozen = not param.requires_grad

@@ -365,3 +365,33 @@ def clipped_by_torch_after_a_forward(rank, key):  # noqa: ARG001
 def test_torchs_clipping_is_refused_behind_a_forward_without_backward(pools, key, num_ranks):
     expected = in_one_process(stepped_twice, num_ranks, cases.build("MLP"))
     assert_states(pools(num_ranks).run(clipped_by_torch_after_a_forward, key), expected)
+
+
+def changed_after_autograd_grad(rank, key, how):  # noqa: ARG001
+    """It computes gradients and accumulates none."""
+    with engine_of(key, current().world_size, cases.build("MLP"), optimizer_fn=sgd) as engine:
+        user = OnRanks(engine)
+        with engine.full_params() as model:
+            engine.backward(loss_of(user, 0))
+            params = list(model.parameters())
+            gradients = torch.autograd.grad(loss_of(user, 1), params)
+            if how == "clipped":
+                with pytest.raises(RuntimeError, match="engine.clip_grad_norm_"):
+                    torch.nn.utils.clip_grad_norm_(params, 0.01)
+                engine.step()
+            else:
+                for param, gradient in zip(params, gradients, strict=True):
+                    param.grad = gradient
+                with pytest.raises(RuntimeError, match="it was set or cleared at the parameter"):
+                    engine.step()
+        engine.zero_grad()
+        train(user, 1)
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("how", ["clipped", "set"])
+@pytest.mark.parametrize(("key", "num_ranks"), [place for place in PLACES if place[0] not in ("ddp", "bucketed")])
+def test_after_autograd_grad_torchs_gradients_are_refused_as_before(pools, key, num_ranks, how):
+    story = stepped_twice if how == "clipped" else partial(train, step=1)
+    expected = in_one_process(story, num_ranks, cases.build("MLP"))
+    assert_states(pools(num_ranks).run(changed_after_autograd_grad, key, how), expected)
