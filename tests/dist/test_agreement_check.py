@@ -59,7 +59,10 @@ def test_the_rank_that_differs_is_named_on_all(pools, wrong):
 def test_sentences():
     same = Did(4, 2, 17)
     assert disagreement([same, same]) == ""
-    assert disagreement([same, Did(3, 2, 17), same]) == "agreement: ranks differ in backwards (4 on most ranks, 3 on rank 1)"
+    assert (
+        disagreement([same, Did(3, 2, 17), same])
+        == "agreement: ranks differ in backwards (4 on most ranks, 3 on rank 1)"
+    )
     assert "sum of the parameters' bits (all ranks)" in disagreement([same, Did(4, 2, 18)])
 
 

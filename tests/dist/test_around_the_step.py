@@ -10,7 +10,7 @@ from shardlab.launch import RankError, current
 from shardlab.vocabulary import Role
 from tests.dist import cases
 from tests.dist.every_engine import ENGINES, assert_states, engine_of
-from tests.dist.test_users_code import PLACES, STEPPED_IN_PIECES, OnRanks, in_one_process, loss_of, sgd, train
+from tests.dist.test_users_code import PLACES, STEPPED_IN_PIECES, OnRanks, in_one_process, loss_of, on_ranks, sgd, train
 
 GATHERED = [key for key in ENGINES if key.startswith(("zero3", "fsdp"))]
 NOT_THREE = [(key, size) for key, size in PLACES if size != 3]  # half the time
@@ -62,23 +62,17 @@ def surgery(engine):
 STORIES = {story.__name__: story for story in (clamped_before_the_step, clamped_after_the_step, surgery)}
 
 
-def on_ranks(rank, key, name):  # noqa: ARG001
-    with engine_of(key, current().world_size, cases.build("MLP"), optimizer_fn=sgd) as engine:
-        STORIES[name](OnRanks(engine))
-        return engine.full_state_dict()
-
-
 @pytest.mark.parametrize("name", ["clamped_before_the_step", "surgery"])
 @pytest.mark.parametrize(("key", "num_ranks"), PLACES)
 def test_pieces_are_written_and_gradients_kept_as_in_one_process(pools, key, num_ranks, name):
     expected = in_one_process(STORIES[name], num_ranks, cases.build("MLP"))
-    assert_states(pools(num_ranks).run(on_ranks, key, name), expected)
+    assert_states(pools(num_ranks).run(on_ranks, key, STORIES[name]), expected)
 
 
 @pytest.mark.parametrize(("key", "num_ranks"), OTHERS)
 def test_what_is_stepped_may_be_written_last_where_nothing_is_gathered_after(pools, key, num_ranks):
     expected = in_one_process(clamped_after_the_step, num_ranks, cases.build("MLP"))
-    assert_states(pools(num_ranks).run(on_ranks, key, "clamped_after_the_step"), expected)
+    assert_states(pools(num_ranks).run(on_ranks, key, clamped_after_the_step), expected)
 
 
 def stepped_twice(engine):
@@ -342,16 +336,10 @@ HOOKED_PLACES = [
 ]  # fmt: skip
 
 
-def hooked(rank, key, name):  # noqa: ARG001
-    with engine_of(key, current().world_size, cases.build("MLP"), optimizer_fn=sgd) as engine:
-        HOOKED[name](OnRanks(engine))
-        return engine.full_state_dict()
-
-
 @pytest.mark.parametrize(("key", "num_ranks", "name"), HOOKED_PLACES)
 def test_what_a_hook_of_the_optimizer_writes_counts(pools, key, num_ranks, name):
     expected = in_one_process(HOOKED[name], num_ranks, cases.build("MLP"))
-    assert_states(pools(num_ranks).run(hooked, key, name), expected)
+    assert_states(pools(num_ranks).run(on_ranks, key, HOOKED[name]), expected)
 
 
 class Assigns(torch.optim.SGD):
@@ -757,7 +745,9 @@ def test_a_fused_step_that_raises_after_the_update_counts_as_written(pools, key)
 
 
 def read_inside_the_step(rank, key):  # noqa: ARG001
-    with engine_of(key, current().world_size, cases.build("MLP"), optimizer_fn=partial(steps, optimizer=Steps)) as engine:
+    with engine_of(
+        key, current().world_size, cases.build("MLP"), optimizer_fn=partial(steps, optimizer=Steps)
+    ) as engine:
         seen = []
         engine.optimizer.after = lambda _: seen.append(engine.full_state_dict())
         train(OnRanks(engine), 0)

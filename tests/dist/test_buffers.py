@@ -140,7 +140,10 @@ class Unpicklable(nn.Linear):
 
 
 def unpicklable(rank):  # noqa: ARG001
-    with Mesh({"data": 2}) as mesh, build_engine("bucketed", Unpicklable(3, 3), cases.OPTIMIZERS["sgd"], mesh) as engine:
+    with (
+        Mesh({"data": 2}) as mesh,
+        build_engine("bucketed", Unpicklable(3, 3), cases.OPTIMIZERS["sgd"], mesh) as engine,
+    ):
         with pytest.raises(RuntimeError, match=r"pickle.*on rank 0|on rank 0.*pickle") as caught:
             engine.full_state_dict()
         return str(caught.value)
@@ -161,5 +164,3 @@ def alone(rank, setup):  # noqa: ARG001
 def test_one_process_alone_has_its_own(setup):
     with build_engine("single", build(), cases.OPTIMIZERS["sgd"]) as engine:
         same(alone(0, setup), engine.full_state_dict())
-
-

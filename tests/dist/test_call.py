@@ -117,7 +117,10 @@ def test_methods_equal_one_process(pools, key, num_ranks):
 
 def named_in_the_error(rank, strategy):
     model = build(0)
-    with engine_of(strategy, 2, model, "sgd"), pytest.raises(RuntimeError, match=r"by engine\.call\(function, \.\.\.\)"):
+    with (
+        engine_of(strategy, 2, model, "sgd"),
+        pytest.raises(RuntimeError, match=r"by engine\.call\(function, \.\.\.\)"),
+    ):
         model.encode(torch.ones(1, 7).double())
 
 

@@ -164,5 +164,8 @@ def test_an_averaged_model_is_that_of_one_process(pools, setup):
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda engine: torch.save(engine, io.BytesIO())])
 def test_an_engine_itself_is_not_copied(copied):
-    with build_engine("zero1", build(), adamw) as engine, pytest.raises(TypeError, match=r"engine\.full_state_dict\(\)"):
+    with (
+        build_engine("zero1", build(), adamw) as engine,
+        pytest.raises(TypeError, match=r"engine\.full_state_dict\(\)"),
+    ):
         copied(engine)

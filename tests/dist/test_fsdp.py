@@ -179,7 +179,8 @@ def gathered_peak(rank, prefetch, freeze):
             block.inner.register_full_backward_pre_hook(sample)
         one_step(engine, rank)
         block_bytes, root_bytes = (
-            sum(bucket.layout.padded_numel for bucket in unit.buckets) * 8 for unit in (engine.units[1], engine.units[0])
+            sum(bucket.layout.padded_numel for bucket in unit.buckets) * 8
+            for unit in (engine.units[1], engine.units[0])
         )
         after = bytes_by_role(engine.live_tensors())[Role.GATHERED_PARAMETER]
         return samples, root_bytes, block_bytes, after

@@ -84,5 +84,9 @@ def test_equal_those_of_one_process(pools, key, num_ranks):
                         assert own[name] is None, (name, moment)
                         continue
                     torch.testing.assert_close(
-                        own[name], gradient, atol=1e-10, rtol=0, msg=lambda m: f"{kind} {name} {moment}: {m}"  # noqa: B023
+                        own[name],
+                        gradient,
+                        atol=1e-10,
+                        rtol=0,
+                        msg=lambda m: f"{kind} {name} {moment}: {m}",  # noqa: B023
                     )

@@ -26,8 +26,9 @@ def read_and_written(rank, key, kind, num_ranks):
                 found.append({name: param.detach().clone() for name, param in module.named_parameters()})
             step(engine, rank, kind, number, num_ranks)
         if key == "torch_fsdp2":
-            with pytest.raises(ValueError, match="keep_changes: .* load_full_state_dict"), engine.full_params(
-                keep_changes=True
+            with (
+                pytest.raises(ValueError, match="keep_changes: .* load_full_state_dict"),
+                engine.full_params(keep_changes=True),
             ):
                 pass
             return found, None

@@ -11,7 +11,7 @@ from shardlab.engines import ShardedOptimizer
 from shardlab.launch import current
 from tests.dist import cases
 from tests.dist.every_engine import ENGINES, assert_states, engine_of
-from tests.dist.test_users_code import STEPPED_IN_PIECES, OnRanks, in_one_process, loss_of, sgd, train
+from tests.dist.test_users_code import STEPPED_IN_PIECES, OnRanks, in_one_process, loss_of, on_ranks, sgd, train
 
 PLACES = [(key, 4 if "hybrid" in key else 2) for key in ENGINES]
 GATHERED = [place for place in PLACES if place[0].startswith(("zero3", "fsdp"))]
@@ -86,17 +86,11 @@ STORIES = {
 }
 
 
-def told(rank, key, name):
-    with engine_of(key, current().world_size, cases.build("MLP"), optimizer_fn=sgd) as engine:
-        STORIES[name](OnRanks(engine))
-        return engine.full_state_dict()
-
-
 @pytest.mark.parametrize("name", STORIES)
 @pytest.mark.parametrize(("key", "num_ranks"), PLACES)
 def test_what_is_written_around_an_update_counts(pools, key, num_ranks, name):
     expected = in_one_process(STORIES[name], num_ranks, cases.build("MLP"))
-    assert_states(pools(num_ranks).run(told, key, name), expected)
+    assert_states(pools(num_ranks).run(on_ranks, key, STORIES[name]), expected)
 
 
 @torch.no_grad()

@@ -233,7 +233,9 @@ def around_full_params(rank, num_ranks, setup, how):
     options = SETUPS[setup] | {"precision": Precision(compute=torch.float32, reduce=torch.float64)}
     with (
         Mesh({"data": num_ranks}) as mesh,
-        build_engine(setup.split()[0], built(), lambda params: torch.optim.SGD(params, lr=0.1), mesh, **options) as engine,
+        build_engine(
+            setup.split()[0], built(), lambda params: torch.optim.SGD(params, lr=0.1), mesh, **options
+        ) as engine,
     ):
         for _ in range(2):
             loss = loss_on(rank, engine)
@@ -338,7 +340,10 @@ def of_a_branch(rank, num_ranks, module):
 
 def frozen_before_backward(rank, num_ranks, frozen):
     torch.manual_seed(0)
-    mesh, options = Mesh({"data": num_ranks}), {"sharding": "no_shard", "wrap": lambda _, module: isinstance(module, nn.Linear)}
+    mesh, options = (
+        Mesh({"data": num_ranks}),
+        {"sharding": "no_shard", "wrap": lambda _, module: isinstance(module, nn.Linear)},
+    )
     sgd = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
     with mesh, build_engine("fsdp", Branches().double(), sgd, mesh, **options) as engine:
         loss = num_ranks * of_a_branch(rank, num_ranks, engine)

@@ -114,10 +114,13 @@ def told(rank, kind, wrap):
         return caught.value.__notes__
 
 
-@pytest.mark.parametrize(("kind", "wrap", "buffer"), [
-    ("PromotesInside", "root", "'positions' (torch.float32)"),
-    ("BatchNorm", "auto", "'1.running_mean' (torch.float32), '1.running_var' (torch.float32)"),
-])
+@pytest.mark.parametrize(
+    ("kind", "wrap", "buffer"),
+    [
+        ("PromotesInside", "root", "'positions' (torch.float32)"),
+        ("BatchNorm", "auto", "'1.running_mean' (torch.float32), '1.running_var' (torch.float32)"),
+    ],
+)
 def test_inside_a_unit_the_error_names_the_buffers_and_the_way_out(pools, kind, wrap, buffer):
     for (note,) in pools(2).run(told, kind, wrap):
         assert buffer in note

@@ -160,7 +160,6 @@ def other_parameter(model):
     model[0].weight = nn.Parameter(torch.zeros(model[0].weight.shape).double())
 
 
-
 def parametrized(model):
     torch.nn.utils.parametrizations.weight_norm(model[0])
 

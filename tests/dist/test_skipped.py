@@ -54,9 +54,7 @@ def test_a_rank_that_skips_a_backward_sends_zeros(pools, key, num_ranks, transpo
     model = cases.build(kind)
     optimizer = sgd(model.parameters())
     for step in range(3):
-        losses = [
-            loss_of(model, kind, rank, step, num_ranks) for rank in range(num_ranks) if step != 1 or rank != 1
-        ]
+        losses = [loss_of(model, kind, rank, step, num_ranks) for rank in range(num_ranks) if step != 1 or rank != 1]
         (sum(losses) / num_ranks).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -259,9 +259,9 @@ def in_one_process(story, num_ranks, model, optimizer_fn=sgd):
     return told.module.state_dict()
 
 
-def on_ranks(rank, key, name):  # noqa: ARG001
+def on_ranks(rank, key, story):  # noqa: ARG001
     with engine_of(key, current().world_size, cases.build("MLP"), optimizer_fn=sgd) as engine:
-        STORIES[name](OnRanks(engine))
+        story(OnRanks(engine))
         return engine.full_state_dict()
 
 
@@ -269,7 +269,7 @@ def on_ranks(rank, key, name):  # noqa: ARG001
 @pytest.mark.parametrize(("key", "num_ranks"), PLACES)
 def test_a_story_ends_as_in_one_process(pools, key, num_ranks, name):
     expected = in_one_process(STORIES[name], num_ranks, cases.build("MLP"))
-    assert_states(pools(num_ranks).run(on_ranks, key, name), expected)
+    assert_states(pools(num_ranks).run(on_ranks, key, STORIES[name]), expected)
 
 
 def assigned_last(rank, key):  # noqa: ARG001
@@ -302,9 +302,7 @@ def assigned(rank, key, kind):  # noqa: ARG001
 @pytest.mark.parametrize("kind", ASSIGNING)
 @pytest.mark.parametrize(("key", "num_ranks"), [("single", 1), *PLACES])
 def test_an_optimizer_may_assign_new_tensors(pools, key, num_ranks, kind):
-    expected = in_one_process(
-        steps_of, num_ranks, cases.build("MLP"), lambda tensors: ASSIGNING[kind](tensors, lr=0.1)
-    )
+    expected = in_one_process(steps_of, num_ranks, cases.build("MLP"), lambda tensors: ASSIGNING[kind](tensors, lr=0.1))
     assert_states(pools(num_ranks).run(assigned, key, kind), expected)
 
 
