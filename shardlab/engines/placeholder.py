@@ -288,10 +288,12 @@ def _can_train(param: nn.Parameter) -> bool:
 def _accumulates_into(param: nn.Parameter) -> bool:
     """Whether this backward does: ``torch.autograd.grad`` calls the same hooks and accumulates nothing."""
     try:
-        # Private: there is no public way to ask which nodes a backward will run.
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(param).node))
-    except RuntimeError:  # torch does not answer if torch.autograd.grad was called for this very parameter
+        # Private: there is no public way to ask. The answer itself does not count, since the parameter may have another
+        # node by now; but torch has none where torch.autograd.grad was called for this very parameter.
+        torch._C._will_engine_execute_node(get_gradient_edge(param).node)
+    except RuntimeError:
         return False
+    return True
 
 
 def _before_gradient(owner: PlaceholderGradients, name: str, param: nn.Parameter) -> Any:

@@ -165,7 +165,7 @@ class StepThatLooks(Operation):
     peers: ClassVar[bool] = False
 
     def applies(self, world: World) -> bool:
-        return world.ours.optimizer_spec.derived and not gathers_late(world)
+        return world.ours.optimizer_spec.derived and not gathers_late(world) and not world.held
 
     @torch.no_grad()
     def ours(self, world: World) -> Seen:
