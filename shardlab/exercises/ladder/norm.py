@@ -17,7 +17,7 @@ SHARDS = {  # of each rank, and the norm
 }
 
 TASK = """clip_global_norm(comm, shards, norm_type): the norm over all elements of all ranks, the same on every rank, as
-a number or a tensor of one.
+a number or a tensor with one element.
 
 shards is this rank's list of float64 tensors, which may be empty; norm_type is 1.0, 2.0 or float("inf"). One message of
 one float64 number is enough: comm.all_reduce(tensor, reduction="sum" or "max").wait() works in place."""
