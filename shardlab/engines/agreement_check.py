@@ -3,16 +3,18 @@
     check_agreement(engine)        # on all ranks, for example every hundred steps; raises on all of them
 
 A rank that calls no backward sends zeros, which every mean then contains: right for uneven data, and otherwise a fault
-that no number shows. A rank that takes no step, or writes to its parameters, goes on with other ones. So each rank
-counts its backwards and steps, and sums the bits of its parameters; between ranks that should be equal these are equal.
+that no number shows. A rank that takes no step, steps with another learning rate, or writes to its parameters, goes on
+with other ones. So each rank counts its backwards and steps, notes the options of its optimizer, and sums the bits of
+its parameters; between ranks that should be equal these are equal.
 
-Cost: one read of the parameters, and with ``check_agreement`` a message of about 60 bytes a rank. Sharded parameters
-differ by rank, so where each rank keeps only pieces there is no sum.
+Cost: one read of the parameters, and with ``check_agreement`` a message of a few hundred bytes a rank. Sharded
+parameters differ by rank, so where each rank keeps only pieces there is no sum.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +22,9 @@ from torch import Tensor
 from shardlab.engines.agreement import share_json
 from shardlab.engines.base import Engine
 
-_WORDS = {"num_backwards": "backwards", "num_steps": "steps", "checksum": "sum of the parameters' bits"}
+_CALLS = "call backward, step and zero_grad equally often on all ranks"
+_OPTIONS = "give the optimizer the same options on all ranks, for example by equal schedulers"
+_WRITES = "write parameters alike on all ranks, for example after a broadcast"
 
 
 @dataclass(frozen=True)
@@ -31,19 +35,29 @@ class Did:
         num_backwards: backwards begun.
         num_steps: steps taken.
         checksum: the sum of the bits of the parameters, modulo 2**64; None where ranks keep different pieces of them.
+        options: of the optimizer's groups, as text: "group 0's lr" -> "0.1".
     """
 
     num_backwards: int
     num_steps: int
     checksum: int | None
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def counts(self) -> dict[str, str]:
+        """What is counted, in words."""
+        return {"backwards": str(self.num_backwards), "steps": str(self.num_steps)}
 
 
 def did(engine: Engine) -> Did:
     """What this rank has done; communicates nothing."""
-    # (Torch's FSDP keeps a rank's pieces inside of its parameters.)
-    is_whole = not engine._keeps_pieces and not any(hasattr(param, "to_local") for param in engine.params.values())
-    checksum = sum(_sum_of_bits(param) for param in engine.params.values()) % 2**64 if is_whole else None
-    return Did(engine.num_backwards, engine.num_steps, checksum)
+    checksum = sum(map(_sum_of_bits, _equal_tensors(engine))) % 2**64 if _has_equal_tensors(engine) else None
+    options = {
+        f"group {number}'s {option}": _text(value)
+        for number, group in enumerate(engine.optimizer.param_groups)
+        for option, value in group.items() if option != "params"
+    }  # fmt: skip
+    return Did(engine.num_backwards, engine.num_steps, checksum, options)
 
 
 def disagreement(by_rank: Sequence[Did]) -> str:
@@ -52,24 +66,12 @@ def disagreement(by_rank: Sequence[Did]) -> str:
     Args:
         by_rank: of ranks that train the same parameters, in their order.
     """
-    found = []
-    for field in fields(Did):
-        values = [getattr(each, field.name) for each in by_rank]
-        usual, number = Counter(values).most_common(1)[0]
-        others = {rank: value for rank, value in enumerate(values) if value != usual}
-        if not others:
-            continue
-        if field.name == "checksum":
-            ranks = f"rank {', '.join(map(str, others))} against {number} equal ones" if number > 1 else "all ranks"
-            found.append(f"{_WORDS[field.name]} ({ranks})")
-        else:
-            counts = ", ".join(f"{value} on rank {rank}" for rank, value in others.items())
-            found.append(f"{_WORDS[field.name]} ({usual} on most ranks, {counts})")
-    return f"agreement: ranks differ in {'; '.join(found)}" if found else ""
+    found = "; ".join(_differences(by_rank))
+    return f"agreement: ranks differ in {found}" if found else ""
 
 
 def check_agreement(engine: Engine) -> None:
-    """Check that all data ranks have called the same and have the same parameters; collective.
+    """Check that all data ranks have called the same and have the same options and parameters; collective.
 
     Args:
         engine: between a step and the next backward.
@@ -78,8 +80,58 @@ def check_agreement(engine: Engine) -> None:
         RuntimeError: they differ; on all ranks. The message says who differs in what.
     """
     shared = share_json(engine.data_comms, engine.mesh.device, asdict(did(engine)))
-    if words := disagreement([Did(**each) for each in shared]):
-        raise RuntimeError(f"{words}; call backward, step and zero_grad equally often on all ranks")
+    by_rank = [Did(**each) for each in shared]
+    if words := disagreement(by_rank):
+        raise RuntimeError(f"{words}; {_advice(by_rank)}")
+
+
+def _differences(by_rank: Sequence[Did]) -> list[str]:
+    told = [each.counts | dict(each.options) for each in by_rank]
+    found = []
+    for what in dict.fromkeys(key for each in told for key in each):
+        usual, _, others = _usual([each.get(what, "absent") for each in told])
+        if others:
+            values = ", ".join(f"{value} on rank {rank}" for rank, value in others.items())
+            found.append(f"{what} ({usual} on most ranks, {values})")
+    _, number, others = _usual([each.checksum for each in by_rank])
+    if others:
+        ranks = f"rank {', '.join(map(str, others))} against {number} equal ones" if number > 1 else "all ranks"
+        found.append(f"sum of the parameters' bits ({ranks})")
+    return found
+
+
+def _advice(by_rank: Sequence[Did]) -> str:
+    if _usual([each.counts for each in by_rank])[2]:
+        return _CALLS
+    return _OPTIONS if _usual([each.options for each in by_rank])[2] else _WRITES
+
+
+def _usual(values: Sequence[Any]) -> tuple[Any, int, dict[int, Any]]:
+    """The most frequent value, how many ranks have it, and the values of the others, by rank."""
+    number_of = Counter(map(repr, values))
+    usual = max(values, key=lambda value: number_of[repr(value)])
+    others = {rank: value for rank, value in enumerate(values) if value != usual}
+    return usual, len(values) - len(others), others
+
+
+def _has_equal_tensors(engine: Engine) -> bool:
+    # (Torch's FSDP keeps a rank's pieces inside of its parameters.)
+    is_torchs = any(hasattr(param, "to_local") for param in engine.params.values())
+    return not is_torchs and (engine.sharded_over is None or not engine._keeps_pieces)
+
+
+def _equal_tensors(engine: Engine) -> list[Tensor]:
+    """What is equal on all data ranks: the parameters, or what no_shard steps in their place."""
+    return list(engine.step_tensors()) if engine._keeps_pieces else list(engine.params.values())
+
+
+def _text(option: Any) -> str:
+    if isinstance(option, Tensor):
+        return str(option.tolist()) if option.numel() <= 16 else f"bits {_sum_of_bits(option)}"
+    if isinstance(option, (list, tuple)):
+        return f"({', '.join(map(_text, option))})"
+    # Of anything else the class: the text of an object may have its address, which differs by rank.
+    return str(option) if isinstance(option, (bool, int, float, str, type(None))) else type(option).__name__
 
 
 def _sum_of_bits(tensor: Tensor) -> int:

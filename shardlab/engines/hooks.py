@@ -17,6 +17,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+_WHY = "shardlab gathers and reshards parameters here"
+
+
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """Wrap ``function`` so that ``torch.compile`` runs it as plain Python and never traces it.
 
@@ -29,7 +32,7 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         nonlocal disabled
         if disabled is None:  # not at definition: importing torch's compiler takes a second
-            disabled = torch.compiler.disable(function, reason="shardlab gathers and reshards parameters here")
+            disabled = torch.compiler.disable(function, reason=_WHY)
         return disabled(*args, **kwargs)
 
     return run
@@ -56,7 +59,8 @@ class ModuleHook:
     """A forward hook or forward pre-hook that is not traced, and that does nothing in copies of the module."""
 
     def __init__(self, hook: Callable[..., Any]) -> None:
-        self._hook = untraced(hook)
+        # Now: made lazily inside a trace it would belong to that trace alone, and the next model's would be None.
+        self._hook = torch.compiler.disable(hook, reason=_WHY)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the hook."""
