@@ -224,5 +224,5 @@ def sharded_gradient(name: str) -> str:
     return (
         f"gradient of {name!r}: this rank holds only a piece of it, the '.grad' of engine.step_tensors(); write "
         "engine.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm), "
-        "and engine.zero_grad() to clear gradients"
+        "engine.zero_grad() to clear gradients, and engine.full_gradients() to read them whole"
     )

@@ -51,12 +51,11 @@ class PlaceholderParameter(nn.Parameter):
         made: PlaceholderParameter = cls(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
         made.param = param
         made.refusal = (
-            f"parameter {name!r} is sharded: this rank holds only its shard; compute inside engine(...), by "
-            "engine.call(function, ...) for what is not forward, or inside 'with engine.full_params():', with "
-            "parameters asked of the module there; FSDP gathers a unit only for its own forward: where other modules "
-            "read its parameters, choose larger units, such as wrap='root'; engine.full_state_dict() returns a copy of "
-            "all parameters; a weight used both inside and outside activation checkpointing needs use_reentrant=False "
-            "there"
+            f"parameter {name!r} is sharded: this rank holds only its shard; compute inside engine(...) or "
+            "engine.call(function, ...), or inside 'with engine.full_params():' with parameters asked of the module "
+            "there; engine.full_state_dict() returns copies; where one module reads another's parameters, choose "
+            "larger FSDP units, such as wrap='root'; a weight used both inside and outside activation checkpointing "
+            "needs use_reentrant=False there"
         )
         made.refused_gradient = sharded_gradient(name)
         return made
