@@ -12,13 +12,14 @@ An optimizer that does not fit is refused when the engine is built, before its f
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from shardlab.engines.checks import check_optimizer
-from shardlab.engines.optimizer_trial import LooksAt, Stepped, flat_pieces, looks_at, pieces_along
+from shardlab.engines.optimizer_trial import DECLARATION, LooksAt, Stepped, flat_pieces, looks_at, pieces_along
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.partition.slices import TensorSlice
 from shardlab.vocabulary import Partition
@@ -95,10 +96,32 @@ def _check_cut(optimizer: torch.optim.Optimizer, stepped: Stepped, cut: Cut) -> 
     kind = type(optimizer).__name__
     pieces = (pieces_along(0) if cut.by_rows else flat_pieces,) if cut.goes_through else ()
     found = looks_at(optimizer, stepped, pieces)
+    _warn_of_untried(optimizer)
     if found is LooksAt.MODEL:
         raise ValueError(f"optimizer: {kind} looks at the whole model, so it cannot be sharded; use bucketed or ddp")
     if found is LooksAt.TENSOR and cut.goes_through:
         raise _cuts_through(kind, by_rows=cut.by_rows)
+
+
+def _warn_of_untried(optimizer: torch.optim.Optimizer) -> None:
+    """Warn of methods that a user may call beside ``step()``, such as the first of SAM's two steps.
+
+    They are not called to be tried: nobody knows what else they do.
+    """
+    if getattr(optimizer, DECLARATION, None) is not None:
+        return
+    own = [cls for cls in type(optimizer).__mro__ if not cls.__module__.startswith(("torch.", "builtins"))]
+    methods = {
+        name: None for cls in own for name, found in vars(cls).items()
+        if callable(found) and not name.startswith("_") and not hasattr(torch.optim.Optimizer, name)
+    }  # fmt: skip
+    if methods:
+        warnings.warn(
+            f"optimizer: of {type(optimizer).__name__} only step() was tried on pieces, and not {', '.join(methods)}; "
+            "a method that takes the norm of a tensor, for example, would take that of this rank's piece; if all of "
+            f"them look at single elements, say so in the class: {DECLARATION} = 'element'",
+            stacklevel=2,
+        )
 
 
 def check_sliced(optimizer: torch.optim.Optimizer, stepped: Stepped, slices: Mapping[str, TensorSlice]) -> None:

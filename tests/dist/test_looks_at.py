@@ -9,9 +9,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardlab.engines.optimizer_trial import LooksAt, Stepped, flat_pieces, looks_at, pieces_along
-from shardlab.engines.optimizer_fit import check_sliced
+from shardlab.engines.optimizer_fit import Cut, check_sliced, fitting_optimizer
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.partition.slices import TensorSlice
+from shardlab.vocabulary import Partition
 from tests.dist import whole_optimizers as own
 
 SHAPES = {"weight": (24, 20), "bias": (24,), "filter": (6, 4, 3, 3), "scale": (), "small": (1,)}
@@ -239,3 +240,28 @@ def test_a_large_model_costs_no_more():
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     given = Stepped(StepTensors(dict(model.named_parameters())), shapes, torch.device("cpu"))
     assert looks_at(optim.AdamW(given.tensors), given, (FLAT,)) is ELEMENT
+
+
+class TwoSteps(optim.SGD):
+    """The user calls the first of its steps; the engine's is the second."""
+
+    def first_step(self):
+        norm = torch.stack([tensor.grad.norm() for tensor in self.param_groups[0]["params"]]).norm()
+        for tensor in self.param_groups[0]["params"]:
+            tensor.data.add_(tensor.grad / norm)
+
+
+class Declared(TwoSteps):
+    shardlab_looks_at = "element"
+
+
+def test_methods_beside_step_are_named_since_nobody_tries_them():
+    to_step = stepped()
+    with pytest.warns(UserWarning, match=r"of TwoSteps only step\(\) was tried on pieces, and not first_step; .* say so"):
+        fitting_optimizer(TwoSteps, to_step, Cut(Partition.ELEMENTS, num_ranks=2))
+    for silent, cut in (
+        (Declared, Cut(Partition.ELEMENTS, num_ranks=2)),
+        (optim.Adagrad, Cut(Partition.ELEMENTS, num_ranks=2)),  # with share_memory(), torch's own
+        (TwoSteps, Cut(Partition.ELEMENTS, num_ranks=1)),
+    ):
+        fitting_optimizer(silent, to_step, cut)
