@@ -227,7 +227,7 @@ class _Trial:
 
     def _steps(self, part: Part) -> list[list[Tensor]]:
         """The parts of all tensors after each step."""
-        torch.manual_seed(0)  # each copy must draw the same numbers; the caller restores the generators
+        _seed(self._stepped.device)  # each copy must draw the same numbers; the caller restores the generators
         # An empty part has no gradient, as on a rank that holds nothing of a parameter.
         params = [part(number, start).clone().requires_grad_() for number, start in enumerate(self._start)]
         optimizer = copy_of(self._optimizer, self._stand_ins, self._place, params)
@@ -238,6 +238,13 @@ class _Trial:
             type(optimizer).step(optimizer)  # a scheduler may have replaced the instance's own
             found.append([param.detach().clone() for param in params])
         return found
+
+
+def _seed(device: torch.device) -> None:
+    # Not torch.manual_seed: where CUDA has not begun, that notes the stack of its caller, for milliseconds and for ever.
+    torch.default_generator.manual_seed(0)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(0)
 
 
 def _whole(_: int, tensor: Tensor) -> Tensor:
