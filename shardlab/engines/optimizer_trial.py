@@ -241,7 +241,7 @@ class _Trial:
 
 
 def _seed(device: torch.device) -> None:
-    # Not torch.manual_seed: where CUDA has not begun, that notes the stack of its caller, for milliseconds and for ever.
+    # Not torch.manual_seed: before CUDA has begun, that notes the stack of its caller, for milliseconds and for ever.
     torch.default_generator.manual_seed(0)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(0)
