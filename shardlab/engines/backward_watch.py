@@ -29,7 +29,7 @@ _OUTSIDE = -1  # torch's answer while no backward runs
 
 
 class BackwardWatch:
-    """Calls ``began`` once for each backward that accumulates gradients, and ``ended`` after one of the user's own.
+    """Calls ``began`` once for each backward that accumulates gradients, and ``ended`` after a plain one.
 
     Args:
         params: the engine's parameters.

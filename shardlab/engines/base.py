@@ -7,9 +7,9 @@
     engine.step()
     engine.zero_grad()
 
-The module keeps its class, its parameter names and its buffers; any torch optimizer works that needs no closure. A copy
-of the module (``copy.deepcopy``, pickle) is a plain one, without the engine; one that is divided over tensor ranks is
-not copied.
+The module keeps its class, its parameter names and its buffers. Any torch optimizer works that needs no closure and
+fits how parameters are divided (``optimizer_fit.py``). A copy of the module (``copy.deepcopy``, pickle) is a plain one,
+without the engine; one that is divided over tensor ranks is not copied.
 Gradients are means over the ranks of the data axis. ``loss.backward()`` instead of ``engine.backward(loss)`` works too:
 the engine notices it and finishes the gradients at its end.
 
@@ -176,9 +176,9 @@ class Engine(Holdings, Gradients, EngineState):
     def step(self) -> None:
         """One optimizer step; afterwards all ranks train on with the same model."""
         self.take_changes()
-        # On ranks that called no backward too: the others wait for their part of the reductions. (Where backward also
-        # gathers, as in zero3, and after an earlier backward, this does not help: the ranks' collectives differ, and
-        # the error or the table of the hang says so.)
+        # On ranks that called no backward too: the others wait for their part of the reductions. (This does not help
+        # where backward also gathers, as in zero3, nor where this rank has means of an earlier backward: the ranks'
+        # collectives differ, and the error or the table of the hang says so.)
         self.finish_gradients()
         if self._count_stepped() != self._num_stepped:
             # A group was added: of a tensor that the engine does not know, nobody averages the gradients.

@@ -95,7 +95,7 @@ class Bucketed(Engine):
         self._queue.begin()
 
     def _gradients_in(self, bucket: Bucket) -> Iterator[Tensor | None]:
-        """What the engine itself knows of that may lie in the bucket's buffer."""
+        """Tensors the engine knows of that may lie in the bucket's buffer."""
         return (param.grad for param in bucket.params)
 
     def _keep_means(self, bucket: Bucket) -> None:

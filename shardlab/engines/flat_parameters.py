@@ -59,8 +59,8 @@ class FlatParameters:
         """Put the pieces of all ranks back into the parameters; blocking.
 
         Args:
-            is_due: whether any rank may have stepped a parameter. A bucket without such a parameter is sent if its
-                pieces were written to, by code that all ranks run alike.
+            is_due: whether any rank may have stepped a parameter. A bucket without such a parameter is sent only if
+                its pieces were written to, which all ranks must do alike.
         """
         due = [bucket for bucket in self.buckets if any(map(is_due, bucket.params)) or self._is_written(bucket)]
         # All are issued, in the order of the buckets on every rank, before the first is waited for.

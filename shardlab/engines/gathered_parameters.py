@@ -3,9 +3,9 @@
 For a layout of N chunks:
 
 * ``shard``: this rank's chunk, [chunk], always there; ``pieces`` are its parts by parameter, which the optimizer steps;
-* ``full``: the parameters while gathered, from a buffer of all chunks, [padded_numel]. If the layout keeps a parameter
-  in one stretch (flat) it is a view of the buffer, otherwise (dim-0) a copy, and the buffer is dropped at once; with a
-  single chunk it is the shard itself, unless that has another dtype or is in host memory.
+* ``full``: the parameters while gathered, from a buffer of all chunks, [padded_numel]. If the layout keeps each in one
+  stretch (flat) they are views of the buffer, otherwise (dim-0) copies, and the buffer is dropped at once; with a
+  single chunk they are the shard itself, unless that has another dtype or is in host memory.
 
 They are SHARDED, GATHERING or UNSHARDED. To free the full ones is to drop references. The autograd graph holds none
 (``saved_tensors.py``), so the memory is free at once, and no computation loses a tensor that it still uses.
@@ -107,10 +107,10 @@ class GatheredParameters:
 
         Args:
             as_stored: in the shard's dtype, not the compute dtype.
-            checked: refuse to where the user has put another parameter into the module; else that one stays.
+            checked: raise if the user has put another parameter into the module; if False, leave that one there.
         """
         if checked and self.state is not BucketState.UNSHARDED:
-            # Before anything is gathered, or a refusal would leave a part of it.
+            # Before anything of this bucket is gathered, or a refusal would leave a part of it.
             for site in map(self.sites.__getitem__, self.params):
                 site.check()
         self.start_unshard(as_stored=as_stored)
@@ -199,6 +199,8 @@ class LayoutOfTensors:
 
     def __init__(self, layout: Layout, rank: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._shapes, self._stretches = shapes, stretches_in_buffer(layout)
+        # All or none: a view of one row beside copies of the others would keep the buffer in memory too.
+        self._are_copied = any(len(stretches) > 1 for stretches in self._stretches.values())
         self._first, self._stop = layout.chunk(rank)
         self.own = {piece.name: piece for piece in layout.pieces(rank)}
         self.places = {  # in the chunk
@@ -226,7 +228,7 @@ class LayoutOfTensors:
     def read(self, name: str, buffer: Tensor) -> Tensor:
         """A full parameter read from the buffer."""
         shape, stretches = self._shapes[name], self._stretches[name]
-        if len(stretches) == 1:
+        if len(stretches) == 1 and not self._are_copied:
             start, stop, _ = stretches[0]
             # A view, which keeps the whole buffer in memory while any parameter of it is used.
             return buffer[start:stop].view(shape)

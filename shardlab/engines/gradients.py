@@ -1,6 +1,6 @@
 """From the first backward to ``zero_grad()``: when gradients become means, and what happens if a backward fails.
 
-What the gradients are, and what makes them the next:
+The states of the gradients, and what moves them from one to the next:
 
 ====================  ==============================================================  ====================
 are                   when                                                            become
@@ -8,10 +8,11 @@ are                   when                                                      
 none                  a backward                                                      means
 none                  a backward inside ``no_sync()``                                 local sums
 local sums            a backward, ``step()``, clipping, ``finish_gradients()``        means
+means                 a backward                                                      means, added up
 means                 a backward inside ``no_sync()``                                 means and local sums
 means and local sums  as for local sums                                               means
 any                   a backward outside ``no_sync()`` that raises                    failed
-any, also failed      ``zero_grad()``                                                 none
+any, also failed      ``zero_grad()``                                                 none, or means of 0
 ====================  ==============================================================  ====================
 
 A backward that raises leaves its rank with part of the gradients, and perhaps other ranks waiting for the rest. Nothing

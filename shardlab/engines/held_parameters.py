@@ -28,7 +28,7 @@ class Resharded(Protocol):
 def reshard_all(members: Iterable[Resharded]) -> None:
     """Reshard all, and only then raise what the first of them refused.
 
-    Else this rank alone would keep the rest, and would not join the next gather of it.
+    Otherwise this rank alone would keep the rest gathered, and skip the next gather of it while the others wait there.
     """
     refusal = None
     for member in members:
@@ -238,7 +238,8 @@ class HeldParameters(GatheredParameters):
     @property
     def _is_in_place(self) -> bool:
         """Whether the full parameters are the shard itself."""
-        return self.shard.untyped_storage().data_ptr() in self.addresses
+        address = self.shard.untyped_storage().data_ptr()
+        return address != 0 and address in self.addresses  # 0: a rank without elements, a parameter without elements
 
     def _written_pieces(self) -> list[str]:
         """Parameters whose pieces were written to, on this rank, since their values were last known."""

@@ -194,7 +194,7 @@ class _Trial:
         def drawn(number: int, stand_in: StandIn) -> Tensor:
             # No two tensors have the same norm, nor have two pieces of one.
             values = torch.randn(stand_in.shape, generator=generator, dtype=torch.float64)
-            slope = torch.linspace(0.25, 4.0, max(1, prod(stand_in.shape)), dtype=torch.float64)
+            slope = torch.linspace(0.25, 4.0, prod(stand_in.shape), dtype=torch.float64)
             return (values * slope.view(stand_in.shape) * (1 + number)).to(stepped.device, dtype)
 
         self._start = [drawn(number, stand_in) for number, stand_in in enumerate(self._stand_ins)]

@@ -87,7 +87,8 @@ def _unpack(packed: _Kept | _Reference) -> Tensor:
     # Before the gather: the versions are the same on all ranks, so all refuse and none waits in it.
     if packed.bucket.params[packed.name]._version != packed.version:
         raise _changed(packed)
-    # Not resharded here: the node that asked is about to compute with it. The engine reshards when backward has ended.
+    # Not resharded here: the node that asked is about to compute with it. The engine reshards when backward has ended,
+    # and after ``torch.autograd.grad``, whose end nobody sees, at the next forward or step.
     packed.bucket.unshard()
     return _view_of(packed.bucket.full[packed.name], packed)
 

@@ -160,8 +160,8 @@ class SteppedInPieces(MixedPrecision):
         self._check_placeholders()
         self._refuse_ungathered()
         super()._begin_backward()
-        # Before autograd accumulates, since a placeholder has no memory to add to; not before the checks, which ask for
-        # what somebody else has taken away.
+        # Before autograd accumulates, since a placeholder has no memory to add to, but after the checks, which look for
+        # placeholders that other code has taken away.
         self._placeholders.take_away()
 
     @override

@@ -46,7 +46,7 @@ class ZeRO1(SteppedInPieces, Bucketed):
     """
 
     name = "zero1"
-    _is_gathered = False  # what the optimizer has stepped in this step
+    _is_gathered = False  # whether what this step has stepped is gathered
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class ZeRO1(SteppedInPieces, Bucketed):
     @override
     def _keep_means(self, bucket: Bucket) -> None:
         if bucket.buffer is None:
-            return  # released: the means are in a chunk of their own
+            return  # released: nothing will be written over the means
         # Copied out of the buffer, which is about to be filled with this rank's new gradients.
         for name in bucket.own:
             tensor = self.step_tensors().by_name(name)

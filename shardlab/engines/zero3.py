@@ -1,15 +1,15 @@
-"""ZeRO-3, explicit: parameters, gradients and optimizer state are sharded; between two steps nothing is whole.
+"""ZeRO-3, explicit: parameters, gradients and optimizer state are sharded; at rest nothing is whole.
 
 What differs from ``zero2``: the parameters are sharded too, from construction on. All buckets are gathered, one after
 another, before forward computes, and resharded after it; the same again around backward. (The paper gathers layer by
 layer and frees each after use: the same bytes at rest and on the wire, but a lower peak. Gathering in parts is what
-``fsdp`` adds.) So autograd saves which part
-of which parameter it needs, and not the weight itself (``saved_tensors.py``), and between uses the module has a
-placeholder for each parameter (``placeholder.py``). The step works on shards and needs no gather after it. A bucket now
-holds parameters (``ShardedBucket``), so this engine shares with ``zero2`` which parameters go together and how they are
-cut, and nothing of what buckets do. Nothing overlaps: gradients are reduce-scattered when backward has ended, so plain
-loops over the buckets keep the order and no queue is needed. ``zero2`` did overlap, and ``fsdp`` does again: it gathers
-and reduces unit by unit, while others compute.
+``fsdp`` adds.) Since the gathered weights are freed after forward, autograd must not save them: it saves which part of
+which parameter it needs (``saved_tensors.py``), and between uses the module has a placeholder for each parameter
+(``placeholder.py``). The step works on shards and needs no gather after it. A bucket now owns the memory of parameters
+(``ShardedBucket``), so this engine shares with ``zero2`` which parameters go together and how they are cut, and nothing
+of what buckets do. Nothing overlaps: gradients are reduce-scattered when backward has ended, so plain loops over the
+buckets keep the order and no queue is needed. ``zero2`` did overlap, and ``fsdp`` does again: it gathers and reduces
+unit by unit, while others compute.
 
 Per rank for P fp32 parameters with Adam: at rest 4P/N parameters, 4P/N gradients, 8P/N state (P with the padding of
 each bucket to a multiple of N); in forward and backward another 4P of gathered parameters, and during backward up to
@@ -89,7 +89,7 @@ class ZeRO3(ShardedEngine):
 
     @override
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Gather, run backward, reduce-scatter (unless inside ``no_sync()``), reshard."""
+        """Gather, run backward, reshard, and reduce-scatter (unless inside ``no_sync()``)."""
         with self._gathered():
             super().backward(loss, retain_graph)
 
@@ -123,7 +123,7 @@ class ZeRO3(ShardedEngine):
     def _finish_gradients(self) -> None:
         try:
             self.release_params()  # first, so that no buffer of a reduction comes on top of the full parameters
-        finally:  # also where that refuses what was written into one: the other ranks wait for this one's gradients
+        finally:  # also if that refuses a parameter that was written to: the other ranks wait for this one's gradients
             # One after another, so that only one such buffer is in memory at a time.
             for bucket in self.buckets:
                 if any(self._is_due(param) for param in bucket.params.values()):
@@ -142,8 +142,8 @@ class ZeRO3(ShardedEngine):
         """Inside, the parameters are gathered; at the end they are resharded, except inside a backward."""
         # A forward that checkpointing computes again must leave them for the rest of the backward.
         is_outermost = not self._backward_watch.is_inside
-        self.gather_full_params()
         try:
+            self.gather_full_params()  # it may refuse after a part of them
             yield
         finally:
             if is_outermost:

@@ -14,7 +14,10 @@ from pathlib import Path
 from shardlab import CompareConfig, compare
 from shardlab.widgets import live
 directory = Path(tempfile.mkdtemp()) / "run"
-config = CompareConfig(strategies=("zero1",), ranks=2, steps=100_000, model="gpt-1m", text="grammar", device="cpu")
+# Over a slow link, so that the ranks leave the cores to the browser.
+config = CompareConfig(
+    strategies=("zero1",), ranks=2, steps=100_000, model="gpt-1m", text="grammar", device="cpu", link="1Gbps,5ms"
+)
 with live(directory):
     compare(config, directory)
 """

@@ -53,6 +53,30 @@ class FewRows(nn.Module):
         return self.wide(torch.tanh(self.narrow(x))) * self.one
 
 
+class BlockOfNothing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.nothing.sum()
+
+
+class NoElements(Stack):
+    """Parameters without elements, as a prompt of length 0 is: one beside others, and one alone in its unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt = nn.Parameter(torch.empty(0, 8))
+        self.blocks.append(BlockOfNothing())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.prompt, self.enter(x)])
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)
+
+
 class UsedTwice(Stack):
     """A block is called twice in one forward, another between."""
 
@@ -194,6 +218,7 @@ CASES: dict[str, Case] = {
     "fewer elements than ranks": Case(cases.FewElements),
     "fewer rows than ranks": Case(FewRows),
     "parameters in containers": Case(ParametersInContainers),
+    "no elements": Case(NoElements),
     "used twice": Case(UsedTwice),
     "two forwards": Case(Stack, num_forwards=2),
     "two forwards of a block used twice": Case(UsedTwice, num_forwards=2),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
@@ -135,3 +136,48 @@ def after_other_backwards(rank):
 
 def test_a_forward_reshards_what_a_backward_without_an_end_has_left(pools):
     assert pools(2).run(after_other_backwards) == [[0, 0]] * 2
+
+
+def refused_after_a_part(rank):
+    model = cases.build("MLP")
+    with Mesh({"data": 2}) as mesh:
+        engine = build_engine("zero3", model, adamw, mesh, bucket_bytes=64)
+        assert len(engine.buckets) > 2
+        name = engine.buckets[-1].layout.names[0]
+        owner = model.get_submodule(name.rpartition(".")[0])
+        own = owner._parameters.pop(name.rpartition(".")[2])
+        setattr(owner, name.rpartition(".")[2], nn.Parameter(torch.zeros(own.shape, dtype=own.dtype)))
+        x = cases.own_rows(cases.rows("MLP", 0, 0, 2)[0], rank)
+        with pytest.raises(RuntimeError, match="replaced"):
+            engine(x)
+        return bytes_by_role(engine.live_tensors()).get(Role.GATHERED_PARAMETER, 0)
+
+
+def test_a_gather_that_is_refused_after_a_part_leaves_nothing_gathered(pools):
+    assert pools(2).run(refused_after_a_part) == [0, 0]
+
+
+class HasNoElements(nn.Module):
+    """Of the first parameter's bucket the second rank holds nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0, dtype=torch.float64))
+        self.weight = nn.Parameter(torch.ones(3, 4, dtype=torch.float64))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.mul_(2)
+        return x @ self.weight.T
+
+
+def written_in_forward(rank):
+    with Mesh({"data": 2}) as mesh:
+        engine = build_engine("zero3", HasNoElements(), adamw, mesh, partition="contiguous")
+        with pytest.raises(RuntimeError, match="'weight': it was written to while it was gathered"):
+            engine(torch.ones(2, 4, dtype=torch.float64))
+        return len(engine.step_tensors().by_name("weight"))
+
+
+def test_a_rank_without_elements_refuses_what_the_others_refuse(pools):
+    assert 0 in pools(2).run(written_in_forward)
