@@ -193,7 +193,25 @@ def build_buckets(
     partition: Partition = Partition.ELEMENTS,
     rank: int = 0,
 ) -> list[Bucket]:
-    """Divide parameters into buckets; the same on every rank, since only their order and sizes matter.
+    """Divide parameters into buckets.
+
+    Args:
+        params: see ``bucket_layouts``.
+        num_ranks: see ``bucket_layouts``.
+        capacity_bytes: see ``bucket_layouts``.
+        partition: see ``bucket_layouts``.
+        rank: whose pieces a bucket names as its own.
+    """
+    return [
+        Bucket(index, layout, [params[name] for name in layout.names], rank)
+        for index, layout in enumerate(bucket_layouts(params, num_ranks, capacity_bytes, partition))
+    ]
+
+
+def bucket_layouts(
+    params: Mapping[str, nn.Parameter], num_ranks: int, capacity_bytes: int, partition: Partition
+) -> tuple[FlatLayout, ...]:
+    """Which parameters are in which bucket, and where; the same on every rank: only their order and sizes matter.
 
     Parameters that are frozen now get separate buckets, which cost nothing until they are unfrozen.
 
@@ -202,7 +220,6 @@ def build_buckets(
         num_ranks: number of chunks of each bucket; 1 if nothing is sharded.
         capacity_bytes: bytes of a full bucket.
         partition: how a bucket's elements are divided over the ranks.
-        rank: whose pieces a bucket names as its own.
 
     Raises:
         ValueError: a capacity below 1.
@@ -211,7 +228,4 @@ def build_buckets(
         raise ValueError(f"bucket_bytes: {capacity_bytes} is below 1; give the capacity of a bucket in bytes")
     specs = [ParamSpec(name, tuple(param.shape), param.element_size()) for name, param in params.items()]
     keys = [(param.dtype, param.device, param.requires_grad) for param in params.values()]
-    layouts = plan_buckets(specs, keys, num_ranks, capacity_bytes, partition)
-    return [
-        Bucket(index, layout, [params[name] for name in layout.names], rank) for index, layout in enumerate(layouts)
-    ]
+    return plan_buckets(specs, keys, num_ranks, capacity_bytes, partition)

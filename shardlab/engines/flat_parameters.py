@@ -232,7 +232,8 @@ class FlatParameters:
         tensor = chunk[piece.flat_start - offset : piece.flat_stop - offset]
         if piece.whole:
             tensor = tensor.view(param.shape)
-        # Detached: a view would keep the memory it was cut from, also when its data is elsewhere.
+        # Detached: a view would keep the memory it was cut from, also when its data is elsewhere. Of one buffer all
+        # pieces share a version still, and it is the sum over a bucket that is compared.
         return tensor.detach().requires_grad_(param.requires_grad)
 
     def _stepped(self, bucket: Bucket) -> tuple[Tensor, int]:

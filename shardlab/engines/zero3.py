@@ -30,7 +30,7 @@ from typing_extensions import override
 from shardlab.comm import BaseMesh
 from shardlab.comm.trees import tensors_in
 from shardlab.engines.base import OptimizerFn
-from shardlab.engines.buckets import build_buckets
+from shardlab.engines.buckets import bucket_layouts
 from shardlab.engines.held_parameters import reshard_all
 from shardlab.engines.hooks import untraced
 from shardlab.engines.optimizer_fit import parse_partition
@@ -40,6 +40,7 @@ from shardlab.engines.saved_tensors import saved_by_reference
 from shardlab.engines.sharded_bucket import ShardedBucket
 from shardlab.engines.sharded_engine import ShardedEngine
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
+from shardlab.partition.flat import FlatLayout
 from shardlab.vocabulary import Partition
 
 
@@ -107,17 +108,13 @@ class ZeRO3(ShardedEngine):
     @override
     def _make_buckets(self) -> list[ShardedBucket]:
         sites = sites_of(self.module, self.params)
-        return [
-            ShardedBucket(
-                f"bucket {bucket.index}",
-                dict(zip(bucket.names, bucket.params, strict=True)),
-                sites,
-                bucket.layout,
-                self.comm,
-                self.precision,
-            )
-            for bucket in build_buckets(self.params, self.comm.num_ranks, self.bucket_bytes, self.partition)
-        ]
+        layouts = bucket_layouts(self.params, self.comm.num_ranks, self.bucket_bytes, self.partition)
+
+        def bucket(index: int, layout: FlatLayout) -> ShardedBucket:
+            params = {name: self.params[name] for name in layout.names}
+            return ShardedBucket(f"bucket {index}", params, sites, layout, self.comm, self.precision)
+
+        return [bucket(index, layout) for index, layout in enumerate(layouts)]
 
     @override
     def _finish_gradients(self) -> None:
