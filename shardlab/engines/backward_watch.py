@@ -53,7 +53,8 @@ class BackwardWatch:
         self._through: _Graph | None = None  # by whose output a plain backward was noticed
         self._num_ended = 0  # backwards so far
         self._retains_graph = False  # the current backward
-        self._has_two_dtypes = False  # some parameter, in graphs that are still to run: its gradient comes in parts
+        self._may_have_two_dtypes = False  # some parameter, in graphs that are still to run
+        self._has_two_dtypes = False  # in the current backward: its gradient comes in parts
         self._is_closed = False
 
     @untraced
@@ -91,6 +92,8 @@ class BackwardWatch:
             # Private: there is no public way to be called at the end of a backward.
             torch.autograd.Variable._execution_engine.queue_callback(self._leave)
             self._began()
+        # Asked of the graph of this backward: which others are alive may differ by rank, and with it what is sent when.
+        self._has_two_dtypes = self._may_have_two_dtypes and self._reaches_one_twice()
         self._entered()
 
     @property
@@ -110,8 +113,8 @@ class BackwardWatch:
 
     def note_other_dtypes(self) -> None:
         """Parameters have another dtype for a while."""
-        # Only if an earlier graph is alive: gradients that may come in parts are not reduced before backward has ended.
-        self._has_two_dtypes = self._has_two_dtypes or len(self._to_run) > 0
+        # Only if an earlier graph is alive: to look for such parameters in each backward takes time.
+        self._may_have_two_dtypes = self._may_have_two_dtypes or len(self._to_run) > 0
 
     def unreached(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Those of ``params`` that the current backward gives no gradient, as this rank's graph says.
@@ -136,6 +139,15 @@ class BackwardWatch:
         # A parameter that had another dtype since the forward, inside full_params(), has another node by now.
         reached = {node.variable for node in below if hasattr(node, "variable")}
         return [param for param in missing if below and param not in reached]
+
+    def _reaches_one_twice(self) -> bool:
+        """Whether some parameter has two nodes in this backward, from before and after it had another dtype."""
+        if not (entries := self._entries()):
+            return True  # as far as can be told
+        below = set().union(*map(_nodes_below, entries))
+        # A graph that is not made yet, as under reentrant checkpointing, brings its parts under another number.
+        known = [id(node.variable) for node in below if hasattr(node, "variable")]
+        return len(known) > len(set(known))
 
     def _entries(self) -> list[Any]:
         """The nodes by which the current backward comes into the module's graphs; none where this cannot be told."""
@@ -205,7 +217,8 @@ class BackwardWatch:
     def _forget(self) -> None:
         self._task, self._through, self._retains_graph = None, None, False
         self._num_ended += 1
-        self._has_two_dtypes = self._has_two_dtypes and len(self._to_run) > 0
+        self._has_two_dtypes = False
+        self._may_have_two_dtypes = self._may_have_two_dtypes and len(self._to_run) > 0
 
 
 class _Graph:

@@ -7,7 +7,7 @@ Source of the method: Pascanu et al., arXiv 1211.5063, algorithm 1.
 """
 
 from collections.abc import Iterable, Mapping
-from math import inf
+from math import inf, nan
 
 import torch
 from torch import Tensor
@@ -57,7 +57,13 @@ def _over_axes(norms: Mapping[Axes, Tensor], norm_type: float, device: torch.dev
     for comm in dict.fromkeys(comm for axes in parts for comm in axes):
         spread = [axes for axes in parts if comm in axes]
         message = torch.stack([parts[axes] for axes in spread])
+        if norm_type == inf:
+            # Beside each norm whether it is NaN, which the maximum of some transports leaves out.
+            message = torch.cat([message.nan_to_num(nan=0.0, posinf=inf), message.isnan().to(message)])
         comm.all_reduce(message, reduction="max" if norm_type == inf else "sum", tag="gradient norm").wait()
+        if norm_type == inf:
+            largest, are_nan = message.chunk(2)
+            message = largest.masked_fill(are_nan > 0, nan)
         # A group that is spread over two axes is reduced again, over the second, from these results.
         parts.update(zip(spread, message.unbind(), strict=True))
     values = torch.stack(list(parts.values()))

@@ -68,7 +68,7 @@ class GatheredParameters:
         self._gathering: tuple[Tensor, Pending] | None = None
         self._tensors = LayoutOfTensors(layout, comm.rank, {key: tuple(param.shape) for key, param in params.items()})
         self.shard = self._keep_shard(self._tensors.cut(self.params))
-        self._compute_dtype = precision.compute_dtype_of(self.shard)
+        self.compute_dtype = precision.compute_dtype_of(self.shard)
         self.pieces = {
             # By ``.data``: a view keeps the shard it was cut from in memory, also when its data is in another shard. It
             # also shares the shard's version, which would not tell which piece was written.
@@ -91,9 +91,9 @@ class GatheredParameters:
     def start_unshard(self, *, as_stored: bool = False) -> None:
         """Begin to gather unless that has begun; ``as_stored``: in the shard's dtype, not the compute dtype."""
         if self.state is BucketState.SHARDED:
-            dtype = self.shard.dtype if as_stored else self._compute_dtype
+            dtype = self.shard.dtype if as_stored else self.compute_dtype
             if self._needs_no_gather(dtype):
-                self._gathering = (self.shard, Pending())  # no copy: the full parameters will be views of the shard
+                self._gathering = (self._shown_shard(), Pending())  # no copy, as a rule: they are views of the shard
             else:
                 buffer = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
                 tag = f"parameters of {self.name}"
@@ -140,7 +140,7 @@ class GatheredParameters:
             # bucket, as each tensor costs a launch on a device. NaN, so that code which kept the parameter from before
             # the engine does not compute with zeros.
             stub = torch.full(
-                (), nan if self._compute_dtype.is_floating_point else 0, dtype=self._compute_dtype, device=self.device
+                (), nan if self.compute_dtype.is_floating_point else 0, dtype=self.compute_dtype, device=self.device
             )
             for name, param in self.params.items():
                 self.sites[name].put_placeholder()
@@ -170,6 +170,10 @@ class GatheredParameters:
     def _needs_no_gather(self, dtype: torch.dtype) -> bool:
         """Whether the shard is already what a gather in ``dtype`` would return."""
         return self.is_whole and dtype == self.shard.dtype
+
+    def _shown_shard(self) -> Tensor:
+        """A whole shard, where the full parameters will be views of it."""
+        return self.shard
 
     def _home(self) -> Tensor:
         """What the pieces are parts of now, [chunk]."""

@@ -6,10 +6,12 @@
     stepped = scaler.step(engine)
 
 The scale doubles after 2000 good steps and halves after an overflow. An overflow may show only in one rank's pieces, so
-the ranks agree: if any has an inf or a nan, every rank skips the step.
+the ranks agree: if any has an inf or a nan, every rank skips the step. ``step()`` changes the scale at once, as torch's
+``update()`` does, so each engine has a scaler of its own.
 Source: Micikevicius et al., arXiv 1710.03740, section 3.2.
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -40,13 +42,31 @@ class GradScaler:
         self.current_scale, self.growth, self.backoff, self.interval = scale, growth, backoff, interval
         self.num_good_steps = 0
         self._overflow: bool | None = None  # in the gradients that have been unscaled
+        self._engine: weakref.ref[Engine] | None = None  # whose gradients these are
+        self._num_backwards = 0  # of the engine, when they were unscaled
 
     def scale(self, loss: Tensor) -> Tensor:
         """The scaled loss, to call backward on."""
         return loss * self.current_scale
 
-    def unscale_(self, engine: Engine) -> None:
-        """Divide the gradients by the scale, and find out over all ranks whether any is inf or nan."""
+    def unscale_(self, engine: Engine) -> bool:
+        """Divide the gradients by the scale, and find out over all ranks whether any is inf or nan.
+
+        Call it after the last backward of a step. Another optimizer over the engine's tensors steps only if all are
+        finite.
+
+        Returns:
+            Whether all are finite, the same on every rank.
+
+        Raises:
+            ValueError: the scaler has unscaled gradients of another engine.
+            RuntimeError: these gradients are unscaled already.
+        """
+        self._check(engine)
+        if self._is_unscaled(engine):
+            raise RuntimeError(
+                "unscale_: no backward has come since the last call; call it once a step, before clipping"
+            )
         # First: what ``no_sync()`` has left may not be in the step tensors yet, and would stay scaled.
         engine.finish_gradients()
         engine.loss_is_scaled = True
@@ -59,11 +79,16 @@ class GradScaler:
         # Every rank joins, whatever it found itself: a rank that skipped this alone would leave the others waiting.
         for comm in engine.comms:
             comm.all_reduce(flag, reduction="max", tag="overflow").wait()
-        self._overflow = bool(flag.item())
+        self._overflow, self._num_backwards = bool(flag.item()), engine.num_backwards
+        return not self._overflow
 
     def step(self, engine: Engine) -> bool:
-        """Step the engine unless a gradient overflowed; return whether it stepped, the same on every rank."""
-        if self._overflow is None:
+        """Step the engine unless a gradient overflowed; return whether it stepped, the same on every rank.
+
+        Raises:
+            ValueError: the scaler has unscaled gradients of another engine.
+        """
+        if not self._is_unscaled(engine):
             self.unscale_(engine)
         # Forgotten at once, or the next step would take this answer for its own and leave its gradients scaled.
         overflow, self._overflow = bool(self._overflow), None
@@ -76,6 +101,19 @@ class GradScaler:
         if self.num_good_steps % self.interval == 0:
             self.current_scale *= self.growth
         return True
+
+    def _is_unscaled(self, engine: Engine) -> bool:
+        # What was unscaled before another backward has been cleared, by a loop that skipped the step itself.
+        return self._overflow is not None and engine.num_backwards == self._num_backwards
+
+    def _check(self, engine: Engine) -> None:
+        known = None if self._engine is None else self._engine()
+        if known is not None and known is not engine and not known._is_closed:
+            raise ValueError(
+                "scaler: it scales the loss of another engine, and one scale cannot fit both; make a GradScaler for "
+                "each engine"
+            )
+        self._engine = weakref.ref(engine)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint saves."""

@@ -48,6 +48,7 @@ class HeldParameters(GatheredParameters):
     num_holders = 0  # open full_params(), which show parameters in their stored dtype
     _piece_versions: Mapping[str, int] = MappingProxyType({})  # of the pieces, when their values were last known
     _empty: EmptyPieces | None = None  # among the pieces
+    _shows_copy = False  # of a whole shard, in a full_params() whose changes are lost
 
     @property
     def is_held(self) -> bool:
@@ -57,7 +58,7 @@ class HeldParameters(GatheredParameters):
     @property
     def is_held_as_stored(self) -> bool:
         """Whether the user holds them in a dtype other than the one to compute in."""
-        return self.num_holders > 0 and self.shard.dtype != self._compute_dtype
+        return self.num_holders > 0 and self.shard.dtype != self.compute_dtype
 
     @override
     @outside_inference
@@ -86,12 +87,17 @@ class HeldParameters(GatheredParameters):
                 "write inside 'with engine.full_params(keep_changes=True):', or use a buffer for what forward changes"
             )
 
-    def hold(self) -> None:
-        """Gather the full parameters in their stored dtype, and keep them until ``let_go``."""
+    def hold(self, *, as_copy: bool) -> None:
+        """Gather the full parameters in their stored dtype, and keep them until ``let_go``.
+
+        Args:
+            as_copy: also of a whole shard, so that what is written into them is lost there too.
+        """
         if self.num_holders:
             self.follow_pieces()
         else:
             self.release()  # what is held by hand too: in the compute dtype it may have fewer bits
+            self._shows_copy = as_copy
             self.unshard(as_stored=True)
         self.num_holders += 1
 
@@ -99,13 +105,17 @@ class HeldParameters(GatheredParameters):
         """End a ``hold``."""
         self.num_holders -= 1
         if self.num_holders == 0:
+            lost = self._written_to() if self.state is BucketState.UNSHARDED else []
             self.release()  # and not reshard: changes that are not kept may be lost here
+            self._shows_copy = False
+            self.values_changed(lost)  # back: a graph made since the change must not compute with what was before it
             if self.held_by_hand:
                 self.unshard()
 
     def give_back(self) -> None:
         """Leave the module with the full parameters in their stored dtype, for good."""
         if self.num_holders == 0 or self._written_pieces():
+            self._shows_copy = False
             self.release()  # what is gathered to compute with may have fewer bits, and what is held may be stale
             self.unshard(as_stored=True, checked=False)
         # Where this is inside a ``full_params()``, that must not take them away when it is left.
@@ -186,6 +196,10 @@ class HeldParameters(GatheredParameters):
         self.reshard()
         self.values_changed(written)
         self._piece_versions = self._versions_of_pieces()
+
+    @override
+    def _shown_shard(self) -> Tensor:
+        return self.shard.clone() if self._shows_copy else self.shard
 
     @override
     def _point_pieces_at(self, shard: Tensor) -> None:

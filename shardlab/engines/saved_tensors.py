@@ -90,7 +90,8 @@ def _unpack(packed: _Kept | _Reference) -> Tensor:
     # Not resharded here: the node that asked is about to compute with it. The engine reshards when backward has ended,
     # and after ``torch.autograd.grad``, whose end nobody sees, at the next forward or step.
     packed.bucket.unshard()
-    return _view_of(packed.bucket.full[packed.name], packed)
+    # In the dtype to compute in, also where they are held, or left by ``close()``, in the one they are stored in.
+    return _view_of(packed.bucket.full[packed.name].to(packed.bucket.compute_dtype), packed)
 
 
 def _reference(saved: Tensor, bucket: ShardedBucket, name: str) -> _Reference:

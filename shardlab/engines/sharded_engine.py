@@ -150,15 +150,22 @@ class ShardedEngine(MixedPrecision):
         Of a tensor-parallel model these are this rank's slices; ``full_state_dict()`` has the whole ones.
 
         Args:
-            keep_changes: copy changes in place back into the shards; without it, and after an error inside, they are
-                lost. Every rank must write the same values; nothing checks that.
+            keep_changes: copy changes in place back into the shards; without it they are lost, and after an error
+                inside, but where a rank keeps whole parameters (no_shard, one rank, ``replicate_below``), which are
+                shown themselves then, and as copies without it. Every rank must write the same values; nothing checks
+                that.
         """
+        with self._full(keep_changes=keep_changes, as_copies=not keep_changes) as module:
+            yield module
+
+    @contextlib.contextmanager
+    def _full(self, *, keep_changes: bool, as_copies: bool) -> Iterator[nn.Module]:
         reshard_all(self.buckets)  # first: it refuses what was written, which would be lost unseen
         held: list[ShardedBucket] = []
         self._num_keeping += keep_changes
         try:
             for bucket in self.buckets:
-                bucket.hold()  # a gather may fail, and then those before it must not stay held
+                bucket.hold(as_copy=as_copies)  # a gather may fail, and then those before it must not stay held
                 held.append(bucket)
             self._note_stored_params()
             self._place_gradients()
@@ -181,7 +188,7 @@ class ShardedEngine(MixedPrecision):
     @override
     def full_state_dict(self) -> dict[str, Any]:
         """As the base; always collective."""
-        with self.full_params():
+        with self._full(keep_changes=False, as_copies=False):
             return super().full_state_dict()
 
     @override

@@ -19,6 +19,7 @@ from shardlab.comm.communicator import Communicator
 from shardlab.engines.agreement import all_or_none
 from shardlab.engines.buckets import build_buckets
 from shardlab.engines.checks import check_separate
+from shardlab.engines.claims import PIECES
 from shardlab.engines.flat_parameters import FlatParameters
 from shardlab.engines.holdings import Division, owned_in, owners_in
 from shardlab.engines.optimizer_fit import Cut, fitting_optimizer, parse_partition
@@ -75,6 +76,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
         stepped, cut = Stepped(self.flat_params.tensors, shapes, device), Cut(self.partition, comm.num_ranks)
         self.inner = all_or_none((comm,), device, lambda: fitting_optimizer(make, stepped, cut))
         guard_groups(self.inner, _Pieces(dict(self.flat_params.tensors.items())))
+        self._share()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state, of its pieces; ``load_state_dict()`` takes it on the same rank of as many."""
+        return {**super().state_dict(), PIECES: self._pieces}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict()`` returned on this rank.
+
+        Raises:
+            ValueError: it is not of this rank's pieces.
+        """
+        if state_dict.get(PIECES) != self._pieces:
+            raise ValueError(
+                "optimizer.load_state_dict: this rank steps pieces of the parameters, and the state is not of these "
+                "pieces; load on each rank what state_dict() returned on that rank, with as many ranks, or train with "
+                "an engine, whose save() and load() reshard"
+            )
+        self.inner.load_state_dict(state_dict)  # which puts others in the place of its groups and state
+        self._share()
+
+    @property
+    def _pieces(self) -> dict[str, list[int]]:
+        return {name: list(span) for name, span in self.owned().items()}
+
+    def _share(self) -> None:
         # The same objects, so that a learning rate set here, by a scheduler or a user, is the inner optimizer's.
         self.param_groups, self.state, self.defaults = self.inner.param_groups, self.inner.state, self.inner.defaults
 
@@ -185,9 +214,11 @@ class _Pieces(StepTensors):
 
 
 def _names(groups: list[dict[str, Any]]) -> dict[str, nn.Parameter]:
-    """Parameters by name, in the order given; numbered where the caller gave no names."""
+    """Parameters by name, in the order given; numbered where the caller gave no names or one that is taken."""
     named: dict[str, nn.Parameter] = {}
     for group in groups:
-        names = group.get("param_names") or [str(len(named) + place) for place in range(len(group["params"]))]
-        named.update(zip(names, group["params"], strict=True))
+        names = group.get("param_names") or [""] * len(group["params"])
+        for name, param in zip(names, group["params"], strict=True):
+            known = f"{len(named)}.{name}" if name in named else name
+            named[known or str(len(named))] = param
     return named

@@ -16,7 +16,7 @@ from shardlab.comm.coalesced import MESSAGE_BYTES
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.slices import merge
 from shardlab.engines.agreement import share_json
-from shardlab.engines.checkpoint.shards import TensorShard, gradient_shards, shape_of
+from shardlab.engines.checkpoint.shards import TensorShard, gradient_shards, is_counter, shape_of
 from shardlab.engines.state import Checkpointed
 from shardlab.vocabulary import dtype_name
 
@@ -84,7 +84,13 @@ def gather_shards(
         {(name, key): Stretch(name, key, *rest) for name, key, *rest in described}
         for described in share_json([comm], device, [_describe(shard) for shard in mine])
     ]
-    own = {(shard.name, shard.key): shard.tensor for shard in mine}
+    for key in {key for described in by_rank for key in described}:
+        held = [described[key] for described in by_rank if key in described]
+        if is_counter([(stretch.shape, stretch.start, stretch.stop) for stretch in held]):
+            for described in by_rank:
+                if key in described and described.pop(key).start == 0:
+                    described[key] = held[0]._replace(shape=[1], start=0, stop=1)
+    own = {(shard.name, shard.key): shard.tensor for shard in mine if (shard.name, shard.key) in by_rank[comm.rank]}
     full: dict[Key, Tensor] = {}
     for keys in _messages(by_rank):
         full.update(_gather_message(keys, by_rank, own, comm, device, tag))

@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from shardlab.comm.slices import cut
-from shardlab.engines.agreement import share_json
+from shardlab.engines.agreement import all_or_none, share_json
 from shardlab.engines.checkpoint.gather import gather_whole
 from shardlab.engines.checkpoint.manifest import decode, encode
-from shardlab.engines.checkpoint.shards import state_shards, state_values, whole_shape_of
+from shardlab.engines.checkpoint.shards import has_large_tensors, state_shards, state_values, whole_shape_of
 from shardlab.engines.state import Checkpointed
 
 
@@ -40,13 +40,18 @@ def full_optimizer_state_dict(engine: Checkpointed) -> dict[str, Any]:
     numbers = _numbers(groups)
     sharded_over = engine.sharded_over
     comms = () if sharded_over is None else (sharded_over,)
+    # Local, and refused by all ranks if one refuses: only those that hold a parameter's first element have values.
+    own, shards = all_or_none(
+        engine.comms, engine.mesh.device,
+        lambda: (encode(state_values(engine), "optimizer state"), list(state_shards(engine))),
+    )  # fmt: skip
     # Numbers and text are sent as JSON, tensors in a few large messages.
-    shared = share_json(comms, engine.mesh.device, encode(state_values(engine), "optimizer state"))
+    shared = share_json(comms, engine.mesh.device, own)
     state: dict[int, dict[str, Any]] = {}
     for values in decode(shared):
         for name, found in values.items():
             state.setdefault(numbers[name], {}).update(found)
-    for (name, key), full in gather_whole(engine, state_shards(engine), tag="optimizer state").items():
+    for (name, key), full in gather_whole(engine, shards, tag="optimizer state").items():
         state.setdefault(numbers[name], {})[key] = full
     ordered = {number: state[number] for number in sorted(state)}
     return {"state": ordered, "param_groups": [_numbered(group, numbers) for group in groups]}
@@ -88,6 +93,11 @@ def load_full_optimizer_state_dict(engine: Checkpointed, state: Mapping[str, Any
         for key, value in found.items():
             if isinstance(value, Tensor):
                 check_state_shape(engine, name, key, tuple(value.shape))
+            elif has_large_tensors(value) and _is_cut(engine, name):
+                raise ValueError(
+                    f"optimizer state: {key!r} of parameter {name!r} is a {type(value).__name__} of tensors, and this "
+                    "engine cuts the parameter into pieces; use a partition of whole parameters"
+                )
 
     def piece_of(name: str, piece: Tensor, start: int, stop: int) -> dict[str, Any]:
         return {key: _cut(engine, name, value, piece, start, stop) for key, value in by_name[name].items()}
@@ -123,12 +133,16 @@ def check_state_shape(engine: Checkpointed, name: str, key: str, shape: tuple[in
         ValueError: the parameter is in pieces, and the state has neither its shape nor a single element.
     """
     full = whole_shape_of(engine, name)
-    is_cut = name in engine.slices or (engine.spread_over()[name] and len(engine.owners()[name]) > 1)
-    if is_cut and shape != full and prod(shape) != 1:
+    if _is_cut(engine, name) and shape != full and prod(shape) != 1:
         raise ValueError(
             f"optimizer state: {key!r} of parameter {name!r} has shape {shape} and the parameter {full}, but this "
             "engine cuts the parameter into pieces; use a partition of whole parameters"
         )
+
+
+def _is_cut(engine: Checkpointed, name: str) -> bool:
+    """Whether several ranks have parts of a parameter."""
+    return name in engine.slices or bool(engine.spread_over()[name] and len(engine.owners()[name]) > 1)
 
 
 def _cut(engine: Checkpointed, name: str, value: Any, piece: Tensor, start: int, stop: int) -> Any:

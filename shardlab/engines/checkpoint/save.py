@@ -8,7 +8,7 @@ Bytes on disk for P fp32 parameters with Adam: 12P over all ranks, whatever the 
 carries only a few words and the manifest's rows. All ranks share the directory.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -29,9 +29,11 @@ from shardlab.engines.checkpoint.manifest import Manifest, Row, encode
 from shardlab.engines.checkpoint.optimizer_state import named_groups
 from shardlab.engines.checkpoint.rng import rng_state
 from shardlab.engines.checkpoint.shards import (
+    Kind,
     TensorShard,
     buffer_shards,
     described,
+    is_counter,
     parameter_shards,
     persistent_buffers,
     state_shards,
@@ -123,6 +125,26 @@ def _write_part(engine: Checkpointed, folder: Path, shards: list[TensorShard]) -
     return encoded
 
 
+def _with_counters(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, with one row for each counter, whatever it looked like where a piece has one element."""
+    states: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["kind"] == Kind.STATE and row["ranges"] is None:
+            states.setdefault((row["name"], row["key"]), []).append(row)
+    counters = {
+        key for key, same in states.items() if is_counter([(row["shape"], row["start"], row["stop"]) for row in same])
+    }
+
+    def kept() -> Iterator[dict[str, Any]]:
+        for row in rows:
+            if row["kind"] != Kind.STATE or row["ranges"] is not None or (row["name"], row["key"]) not in counters:
+                yield row
+            elif row["start"] == 0:
+                yield {**row, "shape": [1]}
+
+    return list(kept())
+
+
 def _finish(
     engine: Checkpointed, directory: Path, version: str, head: dict[str, Any], parts: list[dict[str, Any]]
 ) -> None:
@@ -131,7 +153,7 @@ def _finish(
         **head,
         "values": {name: values for part in parts for name, values in part["values"].items()},
         "rng": [part["rng"] for part in parts if part["rng"] is not None],
-        "rows": [row for part in parts for row in part["rows"]],
+        "rows": _with_counters([row for part in parts for row in part["rows"]]),
         "checksums": {file: found for part in parts for file, found in part["checksums"].items()},
     }
     # The manifest is the last file of a version, so it names only files that are on disk.

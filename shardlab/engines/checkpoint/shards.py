@@ -4,16 +4,18 @@ In a tensor-parallel model the flattened tensor is this rank's slice of the para
 
 From here on, all strategies are alike. Optimizer state in the shape of its piece is saved by elements, like the piece.
 Any other tensor (a step counter, a factored second moment) is saved whole, by the rank that holds the parameter's first
-element: every holder has the same counter, and state is factored only where one rank holds the whole parameter.
+element: every holder has the same counter. State that is neither, of a parameter that is cut, is refused.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from math import prod
 from typing import Any
 
 from torch import Tensor, nn
 
+from shardlab.comm.trees import tensors_in
 from shardlab.engines.state import Checkpointed
 from shardlab.partition.chunks import chunk_bounds
 from shardlab.partition.slices import TensorSlice
@@ -84,39 +86,63 @@ def state_shards(engine: Checkpointed) -> Iterator[TensorShard]:
     """The tensors in the optimizer state of those pieces; nothing for a parameter that was never stepped.
 
     Raises:
-        ValueError: state of a slice has neither the slice's shape nor a single element.
+        ValueError: state of a slice, or of a piece, has neither its shape nor a single element.
     """
     for name, piece, start, stop in _pieces(engine):
         slice_ = engine.slices.get(name)
+        is_part = slice_ is not None or stop - start < prod(shape_of(engine, name))
         for key, value in engine.optimizer.state.get(piece, {}).items():
             if not isinstance(value, Tensor):
                 continue
             if value.shape == piece.shape:
                 yield TensorShard(Kind.STATE, name, key, shape_of(engine, name), start, stop, _flat(value), slice_)
-            elif slice_ is not None and value.numel() != 1:
-                raise ValueError(
-                    f"optimizer state: {key!r} of parameter {name!r} has shape {tuple(value.shape)} and its slice "
-                    f"{slice_.shape}, so the whole model's state cannot be made from it; use an optimizer that steps "
-                    "element by element, such as AdamW"
-                )
+            elif is_part and value.numel() != 1:
+                raise _uncut(name, key, f"a tensor of shape {tuple(value.shape)}", piece)
             elif start == 0:
                 yield TensorShard(Kind.STATE, name, key, tuple(value.shape), 0, value.numel(), _flat(value).clone())
 
 
 def state_values(engine: Checkpointed) -> dict[str, dict[str, Any]]:
-    """Optimizer state that is not tensors, for the parameters whose first element this rank holds."""
-    states = {name: engine.optimizer.state.get(piece, {}) for name, piece, start, _ in _pieces(engine) if start == 0}
-    values = {
-        name: {key: value for key, value in state.items() if not isinstance(value, Tensor)}
-        for name, state in states.items()
-    }
-    return {name: found for name, found in values.items() if found}
+    """Optimizer state that is not tensors, for the parameters whose first element this rank holds.
+
+    Raises:
+        ValueError: of a slice, or of a piece, it contains tensors, which other ranks have others of.
+    """
+    values: dict[str, dict[str, Any]] = {}
+    for name, piece, start, stop in _pieces(engine):
+        state = engine.optimizer.state.get(piece, {})
+        found = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+        if name in engine.slices or stop - start < prod(shape_of(engine, name)):
+            for key, value in found.items():
+                if has_large_tensors(value):
+                    raise _uncut(name, key, f"a {type(value).__name__} of tensors", piece)
+        if found and start == 0:
+            values[name] = found
+    return values
+
+
+def has_large_tensors(value: Any) -> bool:
+    """Whether a container of optimizer state holds tensors of more than one element."""
+    return any(tensor.numel() > 1 for tensor in tensors_in(value))
+
+
+def is_counter(parts: Sequence[tuple[Sequence[int], int, int]]) -> bool:
+    """Whether state is one number for the whole parameter, though it looks like that of a piece on some rank.
+
+    A counter of shape (1,) has the shape of a piece of one element.
+
+    Args:
+        parts: shape of the whole, start and stop, as all ranks have them.
+    """
+    numels = {prod(shape) for shape, _, _ in parts}
+    return numels != {1} and (1 in numels or {(start, stop) for _, start, stop in parts} == {(0, 1)})
 
 
 def buffer_shards(module: nn.Module) -> Iterator[TensorShard]:
     """The buffers in a state dict."""
     for name, value in persistent_buffers(module).items():
-        yield TensorShard(Kind.BUFFER, name, "", tuple(value.shape), 0, value.numel(), _flat(value))
+        # A copy: buffers may share memory, which the files' format refuses.
+        yield TensorShard(Kind.BUFFER, name, "", tuple(value.shape), 0, value.numel(), _flat(value).clone())
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -160,6 +186,14 @@ def _pieces(engine: Checkpointed) -> Iterator[tuple[str, Tensor, int, int]]:
     for name, (start, stop) in engine.owned().items():
         if start < stop:
             yield name, tensors.by_name(name), start, stop
+
+
+def _uncut(name: str, key: str, what: str, piece: Tensor) -> ValueError:
+    return ValueError(
+        f"optimizer state: {key!r} of parameter {name!r} is {what}, and this rank steps a piece of shape "
+        f"{tuple(piece.shape)}, so the whole state cannot be made from it; use an optimizer whose state has the shape "
+        "of what it steps, such as AdamW, or, unless tensor parallelism slices it, a partition of whole parameters"
+    )
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ def check_files(folder: Path, manifest: Manifest, number: int, num_ranks: int) -
     with ShardFiles(folder) as files:
         for row in (row for row in manifest.rows if row.file in own):
             first = files.checked(row)
-            if row.key == "step" and not is_number_of_steps(first):
+            if row.key == "step" and _is_counter(row, manifest) and not is_number_of_steps(first):
                 where = f"{row.tensor_name!r} in {folder / row.file}"
                 raise ValueError(f"file: {where} is {first}, which no step counter is")
 
@@ -89,6 +89,11 @@ def is_number_of_steps(value: Any) -> bool:
     """Whether it may be a number of steps; Adam keeps it as a float."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and isfinite(value) and 0 <= value <= _MOST_STEPS and value == int(value)
+
+
+def _is_counter(row: Row, manifest: Manifest) -> bool:
+    """Whether it is one number for several elements; of a parameter with one element it may be the element's state."""
+    return bool(prod(row.shape) == 1 < prod(manifest.parameters[row.name]["shape"]))
 
 
 def _check_row(row: Row, manifest: Manifest) -> None:

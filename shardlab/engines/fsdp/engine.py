@@ -19,7 +19,8 @@ hybrid_shard   replica, shard        3P(S-1)/S, and an all-reduce of P/S over re
 =============  ====================  =================================================
 
 Every rank must run the same units in the same order, since all of them join each gather. If ranks may skip a module,
-make it part of a larger unit with ``wrap``: within a unit, ranks may use different parameters. There are two
+make it part of a larger unit with ``wrap``: within a unit, ranks may use different parameters, as long as each uses
+some that train. There are two
 exceptions, in which it is not known before the end what backward leaves out, so that the ranks' collectives may differ
 in order: (1) reentrant checkpointing, and autograd functions written in Python, which may run a backward of their own;
 one that runs none says so with the class attribute ``runs_no_backward = True``. (2) A plain ``loss.backward()`` through
@@ -114,7 +115,7 @@ class FSDP(OffloadedEngine):
                 output = super().__call__(*args, **kwargs)
         except BaseException:
             # The hooks that would reshard the unit that failed, and what was prefetched, will not run.
-            self._schedule.reshard_rest()
+            self._schedule.abandon_pass()
             raise
         self._schedule.end_pass()
         return output

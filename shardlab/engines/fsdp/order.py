@@ -26,14 +26,16 @@ class Order:
         self._used: list[Unit] = []  # units of all passes since the last backward
         self._gathered: dict[Unit, None] = {}  # in this order, by forwards since the last backward
         self._back = 0  # uses whose backward has begun
+        self._is_stale = False  # what is known of the passes so far
 
     def begin_pass(self, *, is_taped: bool) -> None:
         """A forward begins; ``is_taped``: a backward may follow."""
         self._place = 0
         self._pass = [] if is_taped else None
         # A backward has begun on the passes so far: they are over, and a new count begins.
-        if is_taped and self._back:
-            self.forget()
+        if is_taped and (self._back or self._is_stale):
+            self._used, self._back, self._is_stale = [], 0, False
+            self._gathered.clear()
 
     def end_pass(self) -> None:
         """A forward has ended; if a backward may follow it, it is the next guess."""
@@ -43,9 +45,8 @@ class Order:
         self._pass = None
 
     def forget(self) -> None:
-        """Forget the passes so far: no backward of them will come."""
-        self._used, self._back = [], 0
-        self._gathered.clear()
+        """At the next pass forget those so far; not before, since a loop may clear gradients before it goes back."""
+        self._is_stale = True
 
     def gathered_for_forward(self, unit: Unit) -> None:
         """Note that a gather has begun."""

@@ -51,7 +51,8 @@ class Schedule:
         self._inside = {unit: _units_inside(unit, units) for unit in units}
         self._in_backward = False
         self._begun: set[Unit] = set()  # units whose backward has begun, and that have not been resharded since
-        self._came_with: dict[Unit, set[Any]] = {}  # autograd's nodes of the inputs, while the unit computes
+        # Autograd's nodes of the inputs, while the unit computes: of each call, since a unit may call itself.
+        self._came_with: dict[Unit, list[set[Any]]] = {}
         self._recomputed: set[Unit] = set()  # units whose whole forward ran again in this backward
 
     def watch(self) -> list[RemovableHandle]:
@@ -63,30 +64,40 @@ class Schedule:
         # Checkpointing computes it again, in the order of backward.
         if self._in_backward:
             return
+        self._begun.clear()  # by torch.autograd.grad, whose end nobody sees
         is_taped = torch.is_grad_enabled()
         self._reshard_in_this_pass = self._reshard_after_forward or not is_taped
         self._order.begin_pass(is_taped=is_taped)
 
     def end_pass(self) -> None:
         """It has ended: drop prefetches that were not used."""
-        self._came_with.clear()  # of units whose forward was left by an exception that somebody caught
+        left = [unit for unit, calls in self._came_with.items() if calls]  # by an exception that the model caught
+        self._came_with.clear()
         if self._in_backward:
             return
+        if self._reshard_in_this_pass:
+            reshard_all(unit for unit in left if not (self._root_stays and unit is self._root))
         self._order.end_pass()
         # The guess was wrong, after an early exit for example: nothing else would free these buffers.
         for unit in self._units:
             unit.drop_gather()
 
+    def abandon_pass(self) -> None:
+        """It was left by an exception: reshard what it had gathered, and keep nothing of its graph."""
+        self._came_with.clear()
+        self.reshard_rest()
+
     def begin_backward(self) -> None:
         """A backward begins: expect every gradient again."""
+        if self._root is not None:
+            # Before the units, also where the last one's output is the model's own and its hook runs first. (A plain
+            # ``loss.backward()`` shows only by such hooks: there that unit is first, on all ranks alike.) And before
+            # anything is noted: if this gather raises, no backward has begun.
+            self._root.start_unshard()
         self._in_backward = True
         self._begun.clear()
         self._recomputed.clear()
         self._queue.begin()
-        if self._root is not None:
-            # Before the units, also where the last one's output is the model's own and its hook runs first. (A plain
-            # ``loss.backward()`` shows only by such hooks: there that unit is first, on all ranks alike.)
-            self._root.start_unshard()
 
     def expect_none_of(self, params: Iterable[nn.Parameter]) -> None:
         """This rank's backward gives these no gradient.
@@ -169,7 +180,7 @@ class Schedule:
             self._recomputed.add(unit)  # prefetches follow the order of backward, not of this forward
             unit.unshard()
             return
-        self._came_with[unit] = {tensor.grad_fn for tensor in tensors_in(inputs)}
+        self._came_with.setdefault(unit, []).append({tensor.grad_fn for tensor in tensors_in(inputs)})
         self._gather_for_forward(unit)
         unit.unshard()
         # Only after the wait: what is prefetched now travels while this unit computes, and not in front of it.
@@ -185,9 +196,10 @@ class Schedule:
             return output
         # Before the reshard: an output that is a parameter is copied while its values are there.
         output = without_parameters(output, self._unit_of)
-        if self._reshard_in_this_pass and not (self._root_stays and unit is self._root):
+        calls = self._came_with.get(unit, [])
+        came_with = calls.pop() if calls else set()
+        if self._reshard_in_this_pass and not calls and not (self._root_stays and unit is self._root):
             unit.reshard()
-        came_with = self._came_with.pop(unit, set())
         for tensor in tensors_in(output):
             # What the unit has passed through gets its gradient when an earlier unit runs backward, not this one.
             if tensor.grad_fn is not None and tensor.grad_fn not in came_with:
@@ -201,15 +213,15 @@ class Schedule:
         return self._queue.is_complete(unit) and (not comes_in_parts or unit in self._recomputed)
 
     def _before_backward(self, unit: Unit) -> None:
-        if self._in_backward:  # and not in torch.autograd.grad, which accumulates nothing
-            # The gradient of this unit's output has passed through the units before it in backward: what is frozen in
-            # them is needed no more. A unit around this one has more to do; one inside it may just be about to begin,
-            # where its output is the output of both.
-            others = {begun for begun in self._begun - self._inside[unit] - {unit} if unit not in self._inside[begun]}
-            over = {begun for begun in others if self._is_over(begun)}
-            for begun in over:
-                begun.reshard()
-            self._begun = self._begun - over | {unit}
+        # The gradient of this unit's output has passed through the units before it in backward: what is frozen in them
+        # is needed no more, and nothing is where nothing accumulates (all is frozen, or this is torch.autograd.grad). A
+        # unit around this one has more to do; one inside it may just be about to begin, where its output is that of
+        # both.
+        others = {begun for begun in self._begun - self._inside[unit] - {unit} if unit not in self._inside[begun]}
+        over = {begun for begun in others if not self._in_backward or self._is_over(begun)}
+        for begun in over:
+            begun.reshard()
+        self._begun = self._begun - over | {unit}
         unit.unshard()
         for following in self._order.backward_of(unit, self._prefetch):
             following.start_unshard()
