@@ -119,7 +119,7 @@ def named_in_the_error(rank, strategy):
     model = build(0)
     with (
         engine_of(strategy, 2, model, "sgd"),
-        pytest.raises(RuntimeError, match=r"by engine\.call\(function, \.\.\.\)"),
+        pytest.raises(RuntimeError, match=r"or engine\.call\(function, \.\.\.\)"),
     ):
         model.encode(torch.ones(1, 7).double())
 

@@ -268,3 +268,81 @@ def a_graph_kept_by_one_rank(rank, keeps):
 def test_a_graph_that_a_rank_keeps_changes_nothing_that_is_sent(pools, keeps):
     usual = pools(2).run(a_graph_kept_by_one_rank, ())
     assert pools(2).run(a_graph_kept_by_one_rank, keeps) == usual
+
+
+class MaySkip(nn.Module):
+    """A block that runs on every rank, and of which a rank may use nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x, skips):
+        return x if skips else x + torch.tanh(self.inner(x))
+
+
+class WithAdapter(MaySkip):
+    """As an adapter on a frozen layer, which the others' gradients go through."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x, skips):
+        return super().forward(self.frozen(x), skips)
+
+
+class Skips(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(7, 8), nn.Linear(8, 5)
+        self.blocks = nn.ModuleList([kind() for _ in range(4)])
+
+    def forward(self, x, skipped):
+        x = self.enter(x)
+        for index, block in enumerate(self.blocks):
+            x = block(x, index in skipped)
+        return self.leave(x)
+
+
+def skipping(kind):
+    torch.manual_seed(0)
+    return Skips(kind).double()
+
+
+SKIPPED = [((1,), ()), ((0,), (3,)), ((0, 1, 2, 3), (2,)), ((3,), (3,)), ((), (0, 3))]
+
+
+def steps_that_skip(rank, options, kind, how, accumulates):
+    with Mesh({"data": 2}) as mesh, build_engine("fsdp", skipping(kind), sgd, mesh, wrap=[kind], **options) as engine:
+        for by_rank in SKIPPED:
+            if accumulates:
+                with engine.no_sync():
+                    engine.backward(engine(rows(rank) * 2, by_rank[1 - rank]).square().mean())
+            loss = engine(rows(rank), by_rank[rank]).square().mean()
+            engine.backward(loss) if how == "engine" else loss.backward()
+            engine.step()
+            engine.zero_grad()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("how", ["engine", "plain"])
+@pytest.mark.parametrize("kind", [MaySkip, WithAdapter])
+@pytest.mark.parametrize(
+    "options", [{}, {"prefetch": 0}, {"prefetch": 3}, {"sharding": "shard_grad_op"}, {"sharding": "no_shard"}],
+    ids=lambda options: "-".join(map(str, options.values())) or "default",
+)  # fmt: skip
+def test_a_rank_may_use_nothing_of_a_unit_that_runs(pools, options, kind, how, accumulates):
+    plain = skipping(kind)
+    optimizer = sgd(list(plain.parameters()))
+    for by_rank in SKIPPED:
+        for rank in range(2):
+            if accumulates:
+                (plain(rows(rank) * 2, by_rank[1 - rank]).square().mean() / 2).backward()
+            (plain(rows(rank), by_rank[rank]).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in pools(2).run(steps_that_skip, options, kind, how, accumulates):
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(found[name], value, atol=1e-10, rtol=0)

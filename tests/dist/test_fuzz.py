@@ -81,7 +81,11 @@ def _zeroed_too_early(engine):
 
 
 def _never_reshards(engine):
-    engine._schedule._after_forward = lambda unit, output: output
+    def after_forward(unit, output):
+        engine._schedule._came_with.clear()  # or the end of the pass would reshard it
+        return output
+
+    engine._schedule._after_forward = after_forward
     return engine
 
 

@@ -19,12 +19,12 @@ hybrid_shard   replica, shard        3P(S-1)/S, and an all-reduce of P/S over re
 =============  ====================  =================================================
 
 Every rank must run the same units in the same order, since all of them join each gather. If ranks may skip a module,
-make it part of a larger unit with ``wrap``: within a unit, ranks may use different parameters, as long as each uses
-some that train. There are two
-exceptions, in which it is not known before the end what backward leaves out, so that the ranks' collectives may differ
-in order: (1) reentrant checkpointing, and autograd functions written in Python, which may run a backward of their own;
-one that runs none says so with the class attribute ``runs_no_backward = True``. (2) A plain ``loss.backward()`` through
-several outputs of the model, of which nothing but the loss holds some; ``engine.backward(loss)`` sees all of them.
+make it part of a larger unit with ``wrap``: within a unit, ranks may use different parameters, and those of a unit that
+runs, none. There are three exceptions, in which it is not known before the end what backward leaves out, so that the
+ranks' collectives may differ in order: (1) reentrant checkpointing, and autograd functions written in Python, which may
+run a backward of their own; one that runs none says so with the class attribute ``runs_no_backward = True``. (2) A
+plain ``loss.backward()`` through several outputs of the model, of which nothing but the loss holds some;
+``engine.backward(loss)`` sees all of them. (3) A unit that runs twice, of which a rank uses nothing in one of the runs.
 Source: Zhao et al., arXiv 2304.11277, sections 3 and 4.
 """
 
@@ -200,7 +200,12 @@ class FSDP(OffloadedEngine):
 
     @override
     def _enter_backward(self) -> None:
-        self._schedule.expect_none_of(self._backward_watch.unreached(self.params.values()))
+        self._schedule.expect_none_of(self._backward_watch.unreached(self.params.values()), reduce=self._sync)
+
+    @override
+    def _end_backward(self) -> None:
+        self._schedule.pass_by_rest()  # first: it gathers, before what is left is reduced
+        super()._end_backward()
 
     @override
     def _leave_backward(self) -> None:

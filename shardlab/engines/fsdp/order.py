@@ -69,15 +69,26 @@ class Order:
         """Note that ``unit`` computes backward; return the next ``ahead`` units, the previous ones of forward."""
         if unit is self._root:
             place = len(self._used) - self._back
-            return self._used[max(0, place - ahead) : place][::-1]
-        # The latest use that backward has not passed: a unit that was used twice comes twice.
+        elif (place := self._latest_use(unit)) < 0:  # another output of a unit that backward has already reached
+            return []
+        else:
+            self._back = len(self._used) - place
+        return self._used[max(0, place - ahead) : place][::-1]
+
+    def passed_before(self, unit: Unit | None) -> list[Unit]:
+        """Units that backward passes, and has not come to, before ``unit`` or its end (None); last ones first."""
+        ends = len(self._used) - self._back
+        if unit is None:
+            return self._used[:ends][::-1]
+        place = -1 if unit is self._root else self._latest_use(unit)
+        return [] if place < 0 else self._used[place + 1 : ends][::-1]
+
+    def _latest_use(self, unit: Unit) -> int:
+        """The latest that backward has not passed, -1 without one: a unit that was used twice comes twice."""
         place = len(self._used) - 1 - self._back
         while place >= 0 and self._used[place] is not unit:
             place -= 1
-        if place < 0:  # another output of a unit that backward has already reached
-            return []
-        self._back = len(self._used) - place
-        return self._used[max(0, place - ahead) : place][::-1]
+        return place
 
     def of_reduction(self) -> list[Unit]:
         """All units in the order in which gradients are reduced: last gathered first; the root last."""

@@ -54,6 +54,9 @@ class Schedule:
         # Autograd's nodes of the inputs, while the unit computes: of each call, since a unit may call itself.
         self._came_with: dict[Unit, list[set[Any]]] = {}
         self._recomputed: set[Unit] = set()  # units whose whole forward ran again in this backward
+        # Units that train on other ranks and get no gradient on this one, until backward has passed them.
+        self._passed_by: set[Unit] = set()
+        self._reduces = False  # this backward, and not one inside ``no_sync()``
 
     def watch(self) -> list[RemovableHandle]:
         """Put the hooks on the units' modules."""
@@ -97,16 +100,36 @@ class Schedule:
         self._in_backward = True
         self._begun.clear()
         self._recomputed.clear()
+        self._passed_by.clear()
         self._queue.begin()
 
-    def expect_none_of(self, params: Iterable[nn.Parameter]) -> None:
+    def expect_none_of(self, params: Iterable[nn.Parameter], *, reduce: bool) -> None:
         """This rank's backward gives these no gradient.
 
         Else a rank that left out a parameter would reduce its unit when backward has ended, and a rank that used it
-        before the next gather: both travel on one axis, so their order must be the same on all ranks.
+        before the next gather: both travel on one axis, so their order must be the same on all ranks. Where it left out
+        all that trains in a unit, it gathers and reduces this unit when backward passes it, as the others do.
+
+        Args:
+            params: trainable ones.
+            reduce: False inside ``no_sync()``.
         """
-        for param in params:
-            self._queue.note(self._unit_of[param], param, in_part=False)
+        self._reduces, missing = reduce, set(params)
+        passed = {unit for unit in self._order.passed_before(None) if missing.issuperset(unit.trainable)}
+        for param in missing:
+            if self._unit_of[param] not in passed:
+                self._queue.note(self._unit_of[param], param, in_part=False)
+        self._passed_by = {unit for unit in passed if unit.trainable}
+
+    def pass_by_rest(self) -> None:
+        """Backward has come to its end: do for the units that it did not come to what the other ranks have done."""
+        self._pass_by(self._order.passed_before(None))
+
+    def _pass_by(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            if unit in self._passed_by:
+                self._before_backward(unit)
+                unit.reshard()
 
     def end_backward(self) -> None:
         """It has ended, or raised: reshard what is still gathered."""
@@ -213,6 +236,8 @@ class Schedule:
         return self._queue.is_complete(unit) and (not comes_in_parts or unit in self._recomputed)
 
     def _before_backward(self, unit: Unit) -> None:
+        if self._passed_by:
+            self._pass_by(self._order.passed_before(unit))
         # The gradient of this unit's output has passed through the units before it in backward: what is frozen in them
         # is needed no more, and nothing is where nothing accumulates (all is frozen, or this is torch.autograd.grad). A
         # unit around this one has more to do; one inside it may just be about to begin, where its output is that of
@@ -225,6 +250,12 @@ class Schedule:
         unit.unshard()
         for following in self._order.backward_of(unit, self._prefetch):
             following.start_unshard()
+        if unit in self._passed_by:
+            self._passed_by.remove(unit)
+            for param in unit.trainable:
+                self._queue.note(unit, param, in_part=False)
+            if self._reduces:
+                self._queue.send_complete()
 
     def _reduce(self, unit: Unit) -> None:
         for earlier in self._units:

@@ -44,6 +44,11 @@ class Unit:
         return any(not bucket.is_whole for bucket in self.buckets)
 
     @property
+    def trainable(self) -> list[nn.Parameter]:
+        """Its parameters that train now."""
+        return [param for param in self.params if param.requires_grad]
+
+    @property
     def is_partly_frozen(self) -> bool:
         """Whether some of its parameters do not train now."""
         return not all(param.requires_grad for param in self.params)
