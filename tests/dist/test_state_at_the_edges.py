@@ -247,3 +247,38 @@ def norm_with_a_nan(rank, transport):
 @pytest.mark.parametrize("transport", ["gloo", "shared_memory"])
 def test_the_largest_element_of_a_gradient_with_nan_is_nan(pools, transport):
     assert all(norm != norm for norm in pools(2).run(norm_with_a_nan, transport))
+
+
+def fused_and_transposed(rank, directory):
+    """As an optimizer keeps its state in its parameter's strides, so must what is loaded."""
+
+    def optimizer(tensors):
+        return torch.optim.AdamW(tensors, lr=0.1, fused=True)
+
+    def model():
+        torch.manual_seed(0)
+        made = nn.Linear(3, 4).double()
+        made.weight = nn.Parameter(made.weight.detach().T.contiguous().T)
+        return made
+
+    found = []
+    for strategy in ("zero1", "ddp", "single"):
+        with Mesh({"data": 1}, ranks=[rank]) as mesh, build_engine(strategy, model(), optimizer, mesh) as engine:
+            if strategy == "zero1":
+                stepped(engine, 0)
+                engine.save(directory / str(rank))
+                state = engine.full_optimizer_state_dict()
+                weights = engine.full_state_dict()
+            elif strategy == "ddp":
+                engine.load(directory / str(rank))
+            else:
+                engine.load_full_state_dict(weights)
+                engine.load_full_optimizer_state_dict(state)
+            stepped(engine, 0, 2)
+            found.append(engine.full_state_dict()["weight"])
+    return [float((found[0] - other).abs().max()) for other in found[1:]]
+
+
+def test_loaded_state_has_the_strides_of_its_parameter(pools, tmp_path):
+    for differences in pools(2).run(fused_and_transposed, tmp_path):
+        assert max(differences) < 1e-10

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardlab.comm.slices import cut
@@ -121,7 +122,10 @@ def install_state(
     # An optimizer may leave parameters out, which then have no number.
     owned = {name: span for name, span in engine.owned().items() if name in numbers}
     # All of them before the optimizer changes: if one cannot be read or cut, it keeps the state that it has.
-    pieces = {name: state_of(name, tensors.by_name(name), *span) for name, span in owned.items()}
+    pieces = {
+        name: {key: _laid_as(piece, value) for key, value in state_of(name, piece, *span).items()}
+        for name, span in owned.items() for piece in (tensors.by_name(name),)
+    }  # fmt: skip
     state = {numbers[name]: found for name, found in pieces.items() if found}
     engine.install_optimizer_state({"state": state, "param_groups": [_numbered(group, numbers) for group in groups]})
 
@@ -138,6 +142,13 @@ def check_state_shape(engine: Checkpointed, name: str, key: str, shape: tuple[in
             f"optimizer state: {key!r} of parameter {name!r} has shape {shape} and the parameter {full}, but this "
             "engine cuts the parameter into pieces; use a partition of whole parameters"
         )
+
+
+def _laid_as(piece: Tensor, value: Any) -> Any:
+    """State with the strides of what is stepped, as an optimizer makes it: fused kernels take both in one order."""
+    if not isinstance(value, Tensor) or value.shape != piece.shape or value.stride() == piece.stride():
+        return value
+    return torch.empty_like(piece, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
 
 
 def _is_cut(engine: Checkpointed, name: str) -> bool:
