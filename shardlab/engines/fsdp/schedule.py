@@ -135,6 +135,7 @@ class Schedule:
         """It has ended, or raised: reshard what is still gathered."""
         # First: ``reshard_rest()`` may raise, and then the next forward would count as a recomputation.
         self._in_backward = False
+        self._passed_by.clear()  # after an error too, or torch.autograd.grad would reduce them
         self.reshard_rest()
 
     def forget(self) -> None:
