@@ -12,10 +12,16 @@ import torch
 from torch import Tensor
 
 from shardlab.comm.slices import cut
-from shardlab.engines.agreement import all_or_none, share_json
+from shardlab.engines.agreement import share_results
 from shardlab.engines.checkpoint.gather import gather_whole
 from shardlab.engines.checkpoint.manifest import decode, encode
-from shardlab.engines.checkpoint.shards import has_large_tensors, state_shards, state_values, whole_shape_of
+from shardlab.engines.checkpoint.shards import (
+    TensorShard,
+    has_large_tensors,
+    state_shards,
+    state_values,
+    whole_shape_of,
+)
 from shardlab.engines.state import Checkpointed
 
 
@@ -39,15 +45,15 @@ def full_optimizer_state_dict(engine: Checkpointed) -> dict[str, Any]:
     """See ``Engine.full_optimizer_state_dict``."""
     groups = named_groups(engine)
     numbers = _numbers(groups)
-    sharded_over = engine.sharded_over
-    comms = () if sharded_over is None else (sharded_over,)
-    # Local, and refused by all ranks if one refuses: only those that hold a parameter's first element have values.
-    own, shards = all_or_none(
-        engine.comms, engine.mesh.device,
-        lambda: (encode(state_values(engine), "optimizer state"), list(state_shards(engine))),
-    )  # fmt: skip
-    # Numbers and text are sent as JSON, tensors in a few large messages.
-    shared = share_json(comms, engine.mesh.device, own)
+    shards: list[TensorShard] = []
+
+    def own_values() -> Any:
+        shards.extend(state_shards(engine))
+        return encode(state_values(engine), "optimizer state")
+
+    # Numbers and text are sent as JSON, tensors in a few large messages. What one rank refuses is refused by all: only
+    # those that hold a parameter's first element have values.
+    shared = share_results(engine.comms, engine.mesh.device, own_values)
     state: dict[int, dict[str, Any]] = {}
     for values in decode(shared):
         for name, found in values.items():
