@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from zlib import crc32
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardlab.comm.communicator import Communicator
 from shardlab.vocabulary import dtype_name
@@ -79,7 +79,7 @@ def share_texts(comms: Sequence[Communicator], device: torch.device, text: str) 
 
 
 def check_alike(comms: Sequence[Communicator], device: torch.device, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Check that all ranks name the same tensors, of the same shapes and dtypes, in the same order.
+    """Check that all ranks name the same tensors, of the same shapes and dtypes, frozen or not, in the same order.
 
     Else their collectives would not match: some transports then break off without saying what differs. Sends 16 bytes
     if nothing differs.
@@ -87,7 +87,12 @@ def check_alike(comms: Sequence[Communicator], device: torch.device, tensors: It
     Raises:
         ValueError: on all ranks; the message has the first difference.
     """
-    lines = [f"{name} {list(tensor.shape)} {dtype_name(tensor.dtype)}" for name, tensor in tensors]
+    # A parameter that is frozen now is in another bucket.
+    lines = [
+        f"{name} {list(tensor.shape)} {dtype_name(tensor.dtype)}"
+        + (" frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else "")
+        for name, tensor in tensors
+    ]
     number = crc32("\n".join(lines).encode())
     # One max finds the largest number and minus the smallest; these cancel only where all ranks have the same.
     bounds = torch.tensor([number, -number], device=device)

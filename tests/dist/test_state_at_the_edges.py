@@ -236,6 +236,18 @@ def test_a_scaler_belongs_to_one_engine_and_unscales_once(pools):
     assert pools(2).run(scaled) == [True, True]
 
 
+def frozen_apart(rank, strategy):
+    model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3)))
+    model[1 + rank].requires_grad_(False)
+    with Mesh({"data": 2}) as mesh, pytest.raises(ValueError, match=r"1.weight \[3, 3\] float32 frozen, rank 1 has 1.w"):
+        build_engine(strategy, model, adamw, mesh)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp"])
+def test_ranks_that_freeze_other_parameters_are_refused(pools, strategy):
+    pools(2).run(frozen_apart, strategy)
+
+
 def norm_with_a_nan(rank, transport):
     with Mesh({"data": 2}, transport=transport) as mesh, build_engine("zero1", cases.build("MLP"), adamw, mesh) as engine:
         engine.backward(engine(cases.own_rows(cases.rows("MLP", 0, 0, 2)[0], rank)).sum())
