@@ -138,13 +138,18 @@ class Hold(Operation):
     def ours(self, world: World) -> Seen:
         engine = world.ours.engine
         assert isinstance(engine, FSDP)
-        name = engine.units[self.unit % len(engine.units)].name
-        (engine.unshard if self.hold else engine.reshard)(name)
-        (world.held.add if self.hold else world.held.discard)(name)
+        unit = engine.units[self.unit % len(engine.units)]
+        (engine.unshard if self.hold else engine.reshard)(unit.name)
         return {}
 
     def plain(self, world: World) -> Seen:
         return {}
+
+    def after(self, world: World) -> None:
+        # Known also to ranks outside the engine's mesh: all ranks must say the same of whether an operation applies.
+        own = len(world.ours.engine.units) if world.ours.is_member else 0  # type: ignore[attr-defined]
+        unit = self.unit % int(world.meshes.largest([own])[0])
+        (world.held.add if self.hold else world.held.discard)(unit)
 
 
 @dataclass(frozen=True)

@@ -149,8 +149,8 @@ def _end(world: World) -> str:
     """Look at everything, close, and train alone."""
     if world.meshes.largest([world.has_met])[0] or not world.ours.is_member:
         return "equal"
-    for name in sorted(world.held):
-        world.ours.engine.reshard(name)  # type: ignore[attr-defined]
+    for unit in sorted(world.held):
+        world.ours.engine.reshard(world.ours.engine.units[unit].name)  # type: ignore[attr-defined]
     found = list(deep_checks(world))
     world.ours.engine.close()
     for comm in world.ours.mesh.communicators:  # nothing is left in them that another rank never sent

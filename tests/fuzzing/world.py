@@ -217,7 +217,7 @@ class World:
         gradients: 'means' where the engine's gradients can be compared, else 'local', or 'changed' by the user.
         unfinished: a plain ``loss.backward()`` may not have been finished.
         gathered: parameters may be there in full now.
-        held: units that the user has gathered by hand.
+        held: numbers of the units that the user has gathered by hand.
         may_clash: an error of autograd's version check may come from a step between forward and backward.
         saved: what ``Save`` has written.
         left_alone: an error on one rank has left the others alone where they gather parameters.
@@ -234,7 +234,7 @@ class World:
     gradients: str = "means"
     unfinished: bool = False
     gathered: bool = False
-    held: set[str] = field(default_factory=set)
+    held: set[int] = field(default_factory=set)
     may_clash: bool = False
     saved: dict[str, Any] = field(default_factory=dict)
     left_alone: bool = False
