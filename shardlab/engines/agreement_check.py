@@ -7,12 +7,17 @@ that no number shows. A rank that takes no step, steps with another learning rat
 with other ones. So each rank counts its backwards and steps, notes the options of its optimizer, and sums the bits of
 its parameters; between ranks that should be equal these are equal.
 
+Tensor ranks that are given different rows drift apart too, or where a parameter inside a divided region has no style.
+So they are compared by what all of them hold whole; by its size, since each has computed its gradient by itself, and
+kernels may round differently.
+
 Cost: one read of the parameters, and with ``check_agreement`` a message of a few hundred bytes a rank. Sharded
 parameters differ by rank, so where each rank keeps only pieces there is no sum.
 """
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -25,6 +30,10 @@ from shardlab.engines.base import Engine
 _CALLS = "call backward, step and zero_grad equally often on all ranks"
 _OPTIONS = "give the optimizer the same options on all ranks, for example by equal schedulers"
 _WRITES = "write parameters alike on all ranks, for example after a broadcast"
+_TENSOR_RANKS = (
+    "give all tensor ranks the same rows (those of engine.data_rank), and parameters on divided activations a style"
+)
+_ROUNDING = 1e-5  # by which tensor ranks may differ, of the whole
 
 
 @dataclass(frozen=True)
@@ -36,12 +45,15 @@ class Did:
         num_steps: steps taken.
         checksum: the sum of the bits of the parameters, modulo 2**64; None where ranks keep different pieces of them.
         options: of the optimizer's groups, as text: "group 0's lr" -> "0.1".
+        size_of_whole: the sum of the absolute values of the parameters that all tensor ranks hold whole; None without a
+            tensor axis, or as above.
     """
 
     num_backwards: int
     num_steps: int
     checksum: int | None
     options: Mapping[str, str] = field(default_factory=dict)
+    size_of_whole: float | None = None
 
     @property
     def counts(self) -> dict[str, str]:
@@ -51,27 +63,33 @@ class Did:
 
 def did(engine: Engine) -> Did:
     """What this rank has done; communicates nothing."""
-    checksum = sum(map(_sum_of_bits, _equal_tensors(engine))) % 2**64 if _has_equal_tensors(engine) else None
+    checksum = size = None
+    if _has_equal_tensors(engine):
+        checksum = sum(map(_sum_of_bits, _equal_tensors(engine))) % 2**64
+        if engine.tensor_comm is not None and not engine._keeps_pieces:
+            whole = (param for name, param in engine.params.items() if name not in engine.slices)
+            size = math.fsum(float(param.detach().abs().sum(dtype=torch.float64)) for param in whole)
     options = {
         f"group {number}'s {option}": _text(value)
         for number, group in enumerate(engine.optimizer.param_groups)
         for option, value in group.items() if option != "params"
     }  # fmt: skip
-    return Did(engine.num_backwards, engine.num_steps, checksum, options)
+    return Did(engine.num_backwards, engine.num_steps, checksum, options, size)
 
 
-def disagreement(by_rank: Sequence[Did]) -> str:
+def disagreement(by_rank: Sequence[Did], num_tensor_ranks: int = 1) -> str:
     """A sentence that says which ranks have done something else than most; empty if all have done the same.
 
     Args:
-        by_rank: of ranks that train the same parameters, in their order.
+        by_rank: of all ranks that train one model, in their order: tensor ranks of one data rank follow each other.
+        num_tensor_ranks: ranks of the tensor axis, which hold different slices.
     """
-    found = "; ".join(_differences(by_rank))
+    found = "; ".join(_differences(by_rank, num_tensor_ranks))
     return f"agreement: ranks differ in {found}" if found else ""
 
 
 def check_agreement(engine: Engine) -> None:
-    """Check that all data ranks have called the same and have the same options and parameters; collective.
+    """Check that all ranks have called the same and have the same options and parameters; collective.
 
     Args:
         engine: between a step and the next backward.
@@ -79,13 +97,14 @@ def check_agreement(engine: Engine) -> None:
     Raises:
         RuntimeError: they differ; on all ranks. The message says who differs in what.
     """
-    shared = share_json(engine.data_comms, engine.mesh.device, asdict(did(engine)))
+    tensor = () if engine.tensor_comm is None else (engine.tensor_comm,)
+    shared = share_json([*engine.data_comms, *tensor], engine.mesh.device, asdict(did(engine)))
     by_rank = [Did(**each) for each in shared]
-    if words := disagreement(by_rank):
+    if words := disagreement(by_rank, tensor[0].num_ranks if tensor else 1):
         raise RuntimeError(f"{words}; {_advice(by_rank)}")
 
 
-def _differences(by_rank: Sequence[Did]) -> list[str]:
+def _differences(by_rank: Sequence[Did], num_tensor_ranks: int) -> list[str]:
     told = [each.counts | dict(each.options) for each in by_rank]
     found = []
     for what in dict.fromkeys(key for each in told for key in each):
@@ -93,17 +112,36 @@ def _differences(by_rank: Sequence[Did]) -> list[str]:
         if others:
             values = ", ".join(f"{value} on rank {rank}" for rank, value in others.items())
             found.append(f"{what} ({usual} on most ranks, {values})")
-    _, number, others = _usual([each.checksum for each in by_rank])
-    if others:
-        ranks = f"rank {', '.join(map(str, others))} against {number} equal ones" if number > 1 else "all ranks"
-        found.append(f"sum of the parameters' bits ({ranks})")
-    return found
+    for first in range(num_tensor_ranks):
+        same_slices = range(first, len(by_rank), num_tensor_ranks)
+        _, number, others = _usual([by_rank[rank].checksum for rank in same_slices])
+        if others:
+            named = ", ".join(str(same_slices[place]) for place in others)
+            ranks = f"rank {named} against {number} equal ones" if number > 1 else _named(same_slices, by_rank)
+            found.append(f"sum of the parameters' bits ({ranks})")
+    return found + [f"parameters that no rank divides ({text})" for text in _drifts(by_rank, num_tensor_ranks)]
+
+
+def _named(ranks: Sequence[int], by_rank: Sequence[Did]) -> str:
+    return "all ranks" if len(ranks) == len(by_rank) else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _drifts(by_rank: Sequence[Did], num_tensor_ranks: int) -> Iterator[str]:
+    """The tensor ranks of each data rank whose whole parameters differ by more than rounding."""
+    for first in range(0, len(by_rank), num_tensor_ranks):
+        ranks = range(first, first + num_tensor_ranks)
+        sizes = [size for rank in ranks if (size := by_rank[rank].size_of_whole) is not None]
+        are_close = all(math.isclose(size, sizes[0], rel_tol=_ROUNDING) for size in sizes)
+        if not are_close and not all(map(math.isnan, sizes)):
+            yield f"ranks {', '.join(map(str, ranks))}"
 
 
 def _advice(by_rank: Sequence[Did]) -> str:
     if _usual([each.counts for each in by_rank])[2]:
         return _CALLS
-    return _OPTIONS if _usual([each.options for each in by_rank])[2] else _WRITES
+    if _usual([each.options for each in by_rank])[2]:
+        return _OPTIONS
+    return _TENSOR_RANKS if any(each.size_of_whole is not None for each in by_rank) else _WRITES
 
 
 def _usual(values: Sequence[Any]) -> tuple[Any, int, dict[int, Any]]:

@@ -270,9 +270,8 @@ def _found(reports: list[RankReport], mesh: dict[str, int]) -> dict[str, Any]:
 
 
 def _disagreement(reports: list[RankReport], num_tensor_ranks: int) -> str:
-    """The first thing in which ranks differ that train the same parameters; empty if they do not."""
+    """The first thing in which ranks differ that train one model; empty if they do not."""
     for step in reports[0].did:
-        for tensor_rank in range(num_tensor_ranks):
-            if words := disagreement([report.did[step] for report in reports[tensor_rank::num_tensor_ranks]]):
-                return f"after step {step}, {words.removeprefix('agreement: ')}"
+        if words := disagreement([report.did[step] for report in reports], num_tensor_ranks):
+            return f"after step {step}, {words.removeprefix('agreement: ')}"
     return ""

@@ -4,11 +4,13 @@ import re
 
 import pytest
 import torch
+from torch import nn
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import STRATEGIES, build_engine, check_agreement
 from shardlab.engines.agreement_check import Did, _sum_of_bits, did, disagreement
 from shardlab.faults import SkippedCall, inject
+from shardlab.tensor_parallel import Column, OnSequence, Row, Scatter, parallelize_module
 from tests.dist import cases
 from tests.dist.test_engines import adamw, one_step
 
@@ -60,6 +62,63 @@ def test_the_rank_that_differs_is_named_on_all(pools, wrong, strategy, options):
     assert re.search(WRONG[wrong], first), first
 
 
+class Divided(nn.Module):
+    """An MLP between a norm and a head that stay whole."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.norm, self.up, self.down, self.head = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 4)
+        self.enter, self.between = nn.Identity(), between()
+
+    def forward(self, x):
+        x = self.enter(x)
+        return self.head(x + self.down(self.between(self.up(self.norm(x)))))
+
+
+SEQUENCE = {
+    "enter": Scatter(1),
+    "up": Column(sequence_dim=1),
+    "down": Row(sequence_dim=1),
+    "head": OnSequence(gather_along=1),
+}
+APART = {
+    "nothing": (nn.ReLU, {"up": Column(), "down": Row()}),
+    "other rows": (nn.ReLU, {"up": Column(), "down": Row()}),
+    "no style": (nn.PReLU, {"up": Column(), "down": Row()}),
+    "not on the sequence": (nn.ReLU, SEQUENCE),
+}
+
+
+def on_tensor_ranks(rank, wrong):
+    torch.manual_seed(0)
+    between, plan = APART[wrong]
+    x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1)).double()
+    with Mesh({"data": 2, "tensor": 2}) as mesh:
+        model = parallelize_module(Divided(between).double(), plan, mesh["tensor"])
+        with build_engine("ddp", model, lambda tensors: torch.optim.SGD(tensors, lr=0.1), mesh) as engine:
+            for _ in range(3):
+                y = engine(x[rank % 2 :: 2] if wrong == "other rows" and rank < 2 else x)
+                engine.backward(y.square().mean())
+                engine.step()
+                engine.zero_grad()
+            try:
+                check_agreement(engine)
+            except RuntimeError as error:
+                return str(error)
+            return ""
+
+
+@pytest.mark.parametrize("wrong", APART)
+def test_tensor_ranks_that_drift_apart_are_named(pools, wrong):
+    first, *others = pools(4).run(on_tensor_ranks, wrong)
+    assert others == [first] * 3
+    if wrong == "nothing":
+        assert first == ""
+    else:
+        assert "parameters that no rank divides (ranks 0, 1)" in first
+        assert first.endswith("a style")
+
+
 def test_sentences():
     same = Did(4, 2, 17)
     assert disagreement([same, same]) == ""
@@ -68,6 +127,12 @@ def test_sentences():
         == "agreement: ranks differ in backwards (4 on most ranks, 3 on rank 1)"
     )
     assert "sum of the parameters' bits (all ranks)" in disagreement([same, Did(4, 2, 18)])
+    assert disagreement([same, Did(4, 2, 18)], num_tensor_ranks=2) == ""
+    other = Did(4, 2, 18)
+    assert "bits (ranks 0, 2)" in disagreement([same, same, other, same], num_tensor_ranks=2)
+    assert "bits (rank 4 against 2 equal ones)" in disagreement([same, same, same, same, other, same], 2)
+    sizes = [Did(4, 2, 17, size_of_whole=size) for size in (1.0, 1.0 + 1e-9, 1.0, float("nan"))]
+    assert disagreement(sizes, 2).endswith("parameters that no rank divides (ranks 2, 3)")
 
 
 def test_options_are_text_that_ranks_can_compare():
