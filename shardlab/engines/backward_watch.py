@@ -205,7 +205,9 @@ class BackwardWatch:
             goes_on = torch.autograd._is_checkpoint_valid() and any(
                 below is not None and torch._C._will_engine_execute_node(below) for below, _ in node.next_functions
             )
-        except RuntimeError:  # torch does not answer if torch.autograd.grad was called for this very parameter
+        # Torch does not answer if torch.autograd.grad was called for this very parameter, nor in a transform of
+        # torch.func, where a parameter has no node; neither gives parameters gradients.
+        except (RuntimeError, AttributeError):
             return False
         return bool(trainable) and goes_on and any(_may_nest(below) for below in _nodes_below(node))
 

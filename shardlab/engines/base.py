@@ -46,7 +46,7 @@ from shardlab.engines.clip import clip_
 from shardlab.engines.gradients import Gradients
 from shardlab.engines.holdings import Holdings
 from shardlab.engines.hooks import forward_is
-from shardlab.engines.optimizer_fit import Cut, check_sliced, fitting_optimizer
+from shardlab.engines.optimizer_fit import Cut, check_sliced, fitting_optimizer, groups_of
 from shardlab.engines.optimizer_trial import Stepped
 from shardlab.engines.state import EngineState
 from shardlab.engines.step_tensors import StepTensors, guard_groups
@@ -75,6 +75,8 @@ class Engine(Holdings, Gradients, EngineState):
     """How parameters are cut, where they are divided over ranks."""
     _pieces_are_rows = False
     """Whether no piece begins or ends inside a row."""
+    _steps_pieces = False
+    """Whether the optimizer is given pieces of parameters instead of the module's own."""
 
     def __init__(self, model: nn.Module, optimizer_fn: OptimizerFn, mesh: BaseMesh | None = None) -> None:
         check_types(model, mesh)
@@ -98,6 +100,7 @@ class Engine(Holdings, Gradients, EngineState):
             [*(param for param in self.params.values() if not param.is_meta), *model.buffers()],
             "parameters and buffers from rank 0",
         )
+        self._groups = groups_of(optimizer_fn, self.params) if self._steps_pieces else None
         self._step_tensors = self._prepare()
         self.optimizer = self._make_optimizer(optimizer_fn)
         self._note_groups()
@@ -202,8 +205,11 @@ class Engine(Holdings, Gradients, EngineState):
         """
         if inside:
             return
-        is_early = self.num_data_ranks > 1 and self._backward_watch.is_inside
-        check_others_step(optimizer, self.params, self._step_tensors, self.name, is_early=is_early)
+        several = self.num_data_ranks > 1
+        is_early, is_behind = several and self._backward_watch.is_inside, several and self._step_tensors.are_behind
+        check_others_step(
+            optimizer, self.params, self._step_tensors, self.name, is_early=is_early, is_behind=is_behind
+        )
 
     def take_changes(self) -> None:
         """Before a step: take over what the user has written, or refuse what the step would miss."""
@@ -332,4 +338,4 @@ class Engine(Holdings, Gradients, EngineState):
         shapes = {name: tuple(param.shape) for name, param in self.params.items()}
         # Asked inside, since offloaded pieces are on the device of the optimizer only during a step.
         with self.stepping():
-            return Stepped(self.step_tensors(), shapes, self.step_tensors()[0].device)
+            return Stepped(self.step_tensors(), shapes, self.step_tensors()[0].device, self._groups)

@@ -136,6 +136,7 @@ def check_others_step(
     strategy: str,
     *,
     is_early: bool,
+    is_behind: bool,
 ) -> None:
     """Check that an optimizer other than the engine's may step now.
 
@@ -144,13 +145,19 @@ def check_others_step(
         params: the module's, by name.
         stepped: what the engine steps instead of them, or they themselves.
         strategy: the engine's name.
-        is_early: whether gradients are still to be averaged over ranks.
+        is_early: whether a backward runs, which has not averaged its gradients over ranks yet.
+        is_behind: whether ``no_sync()`` has left gradients that are not averaged.
 
     Raises:
         RuntimeError: it steps parameters of the module, too early or in the place of the engine's pieces of them.
     """
     others = tensors_of(optimizer)
     for name, param in params.items():
+        if is_behind and (id(param) in others or id(stepped.by_name(name)) in others):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step(): gradients of {name!r} are not averaged over the ranks yet, after "
+                "a backward inside no_sync(); call engine.finish_gradients() first, on all ranks"
+            )
         if id(param) not in others:
             continue
         if is_early:

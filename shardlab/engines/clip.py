@@ -7,6 +7,7 @@ Source of the method: Pascanu et al., arXiv 1211.5063, algorithm 1.
 """
 
 from collections.abc import Iterable, Mapping
+from functools import reduce
 from math import inf, nan
 
 import torch
@@ -43,7 +44,8 @@ def clip_(tensors: Mapping[Axes, Iterable[Tensor]], max_norm: float, norm_type: 
     }
     norm = norms[()] if set(norms) == {()} else _over_axes(norms, norm_type, device)
     # A rank that holds nothing has a norm in torch's default dtype; all ranks must return the same dtype.
-    norm = norm.to(torch.promote_types(everything[0].dtype, torch.float32))
+    dtypes = {tensor.dtype for tensor in everything if tensor.is_floating_point()}
+    norm = norm.to(reduce(torch.promote_types, dtypes, torch.float32))
     # All ranks scale by this one number, so what several of them hold alike stays alike.
     clip_grads_with_norm_(everything, max_norm, norm)
     return norm

@@ -43,5 +43,10 @@ class DDP(Engine):
             param.grad = torch.empty_like(param)
             write_unused(param.grad)
         else:
+            if param.grad.requires_grad:
+                # After create_graph=True: its graph is that of this rank's own gradient, and not of the mean.
+                param.grad = param.grad.detach()
+            if 0 in param.grad.stride():
+                param.grad = param.grad.clone()  # expanded, as autograd.grad returns that of a sum
             mark_used(param.grad[(slice(0, 1),) * param.dim()])
         return self.comm.all_reduce(param.grad, tag=f"gradient of {name}")

@@ -13,10 +13,11 @@ An optimizer that does not fit is refused when the engine is built, before its f
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from shardlab.engines.checks import check_optimizer
 from shardlab.engines.optimizer_trial import DECLARATION, LooksAt, Stepped, flat_pieces, looks_at, pieces_along
@@ -69,12 +70,15 @@ def fitting_optimizer(make: Make, stepped: Stepped, cut: Cut) -> torch.optim.Opt
             raise
         raise _cuts_through(kind, by_rows=cut.by_rows) from error
     check_optimizer(optimizer, stepped.tensors)
+    groups = _names_by_group(optimizer, stepped.tensors)
+    if stepped.groups is not None:
+        _check_groups(groups, stepped.groups)
     if cut.num_ranks > 1:
         _check_cut(optimizer, stepped, cut)
-        groups = _names_by_group(optimizer, stepped.tensors)
         if groups != [stepped.tensors.names]:
             del optimizer  # and its state, if it makes that at once
-            _check_groups(make, groups, stepped)
+            if stepped.groups is None:
+                _check_groups(groups, _groups_of_whole(make, stepped))
             # Once more, so that whatever the user's function keeps is of the optimizer that steps.
             return make(stepped.tensors)
     return optimizer
@@ -147,24 +151,43 @@ def check_sliced(optimizer: torch.optim.Optimizer, stepped: Stepped, slices: Map
         )
 
 
-def _check_groups(make: Make, groups: list[list[str]], stepped: Stepped) -> None:
-    """Check that ``make`` would choose the same groups from whole parameters.
+def groups_of(make: Make, params: Mapping[str, nn.Parameter]) -> list[list[str]] | None:
+    """The names in each group that ``make`` chooses from the module's own parameters; None if it fails with them.
 
-    Raises:
-        ValueError: it looks at shapes or sizes, which pieces do not have.
+    Only these have the identity, class and attributes by which a user may choose.
+
+    Args:
+        make: the user's function.
+        params: by name, before a strategy changes them.
     """
+    tensors = StepTensors(params)
+    try:
+        return None if any(param.is_meta for param in params.values()) else _names_by_group(make(tensors), tensors)
+    except Exception:  # a user's class may raise anything, and raises it again where the engine calls it
+        return None
+
+
+def _groups_of_whole(make: Make, stepped: Stepped) -> list[list[str]] | None:
+    """As ``groups_of``, with stand-ins that only have the parameters' shapes."""
     for device in (torch.device("meta"), stepped.tensors[0].device):
         whole = _whole(stepped, device)
         with contextlib.suppress(Exception):  # torch refuses fused=True on the meta device
-            if _names_by_group(make(whole), whole) == groups:
-                return
-            break
-    else:
-        return  # what it does with tensors without memory says nothing
-    raise ValueError(
-        "optimizer_fn: it groups tensors by their shape or size, and this rank's are pieces, which have others; choose "
-        "by name with tensors.where(lambda name: ...), or use a partition other than 'elements'"
-    )
+            return _names_by_group(make(whole), whole)
+    return None  # what it does with tensors without memory says nothing
+
+
+def _check_groups(groups: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]] | None) -> None:
+    """Check that from pieces the same groups were chosen as from whole parameters.
+
+    Raises:
+        ValueError: they were chosen by what pieces do not share with the parameters.
+    """
+    if wanted is not None and groups != wanted:
+        raise ValueError(
+            "optimizer_fn: it groups tensors by their shape or size, or by identity, class or attributes, and this "
+            "rank's are pieces, which share none of these with the module's parameters; choose by name with "
+            "tensors.where(lambda name: ...), or, by shape, use a partition other than 'elements'"
+        )
 
 
 def _names_by_group(optimizer: torch.optim.Optimizer, tensors: StepTensors) -> list[list[str]]:

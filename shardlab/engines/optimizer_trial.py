@@ -55,11 +55,13 @@ class Stepped:
         tensors: what it was given, pieces or whole parameters.
         shapes: of the whole parameters, by name.
         device: where the tensors are during a step.
+        groups: the names in each group that the optimizer makes of the parameters themselves; None if not known.
     """
 
     tensors: StepTensors
     shapes: Mapping[str, tuple[int, ...]]
     device: torch.device
+    groups: Sequence[Sequence[str]] | None = None
 
 
 def flat_pieces(tensor: Tensor) -> Sequence[Tensor]:
@@ -202,6 +204,7 @@ class _Trial:
             [drawn(number, stand_in) * scale for number, stand_in in enumerate(self._stand_ins)]
             for scale in STEP_SCALES
         ]
+        self._gradients.append(self._orthogonal())
         # Last, one NaN, at which an optimizer may leave out the whole step, where its rank sees it.
         self._gradients.append([gradient.clone() for gradient in self._gradients[0]])
         self._gradients[-1][0].view(-1)[-1:] = nan
@@ -224,6 +227,15 @@ class _Trial:
                     return False
             before = whole
         return True
+
+    def _orthogonal(self) -> list[Tensor]:
+        """Gradients of a further step, each row at right angles to that of its tensor: some project only then."""
+        gradients = []
+        for param, gradient in zip(self._steps(_whole)[-1], self._gradients[0], strict=True):
+            rows, along = (tensor.reshape(len(tensor) if tensor.dim() > 1 else 1, -1) for tensor in (gradient, param))
+            length = along.square().sum(1, keepdim=True).clamp(min=torch.finfo(along.dtype).tiny)
+            gradients.append((rows - (rows * along).sum(1, keepdim=True) / length * along).view_as(gradient))
+        return gradients
 
     def _steps(self, part: Part) -> list[list[Tensor]]:
         """The parts of all tensors after each step."""

@@ -24,6 +24,7 @@ from shardlab.engines.step_tensors import StepTensors, tensors_of
 class ShardedEngine(MixedPrecision):
     """An engine whose parameters are in sharded buckets; ``partition`` says how they are cut."""
 
+    _steps_pieces = True
     buckets: Sequence[ShardedBucket]
     _num_keeping: int  # open full_params(keep_changes=True)
     _placeholders: PlaceholderGradients | None = None

@@ -36,6 +36,7 @@ class SteppedInPieces(MixedPrecision):
 
     flat_params: FlatParameters
     buckets: list[Bucket]
+    _steps_pieces = True
     _place: dict[nn.Parameter, tuple[Bucket, int]]
     _scale: float
 

@@ -1,0 +1,183 @@
+"""Groups chosen by identity, other optimizers after no_sync(), gradients with a graph, optimizers that project."""
+
+import pytest
+import torch
+from torch import nn
+
+from shardlab.engines.optimizer_trial import LooksAt, Stepped, flat_pieces, looks_at
+from shardlab.engines.step_tensors import StepTensors
+from tests.dist import cases
+from tests.dist.every_engine import ENGINES, engine_of
+
+PIECES = [key for key in ENGINES if key.startswith(("zero", "fsdp")) and "hybrid" not in key and "no_shard" not in key]
+WHOLE = [key for key in ENGINES if not key.startswith(("zero", "fsdp"))]
+
+
+def sgd(tensors):
+    return torch.optim.SGD(tensors, lr=0.1)
+
+
+def loss_of(engine, rank, step=0):
+    x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", 0, step, 2))
+    return cases.loss_of(engine(x), y)
+
+
+class Marked(nn.Parameter):
+    pass
+
+
+def marked():
+    model = cases.build("MLP")
+    for name, param in list(model.named_parameters()):
+        if name.endswith("bias"):
+            param.no_decay = True
+            owner, _, key = name.rpartition(".")
+            setattr(model.get_submodule(owner), key, made := Marked(param.detach()))
+            made.no_decay = True
+    return model
+
+
+WAYS = {
+    "identity": lambda known: lambda tensor: id(tensor) in known,
+    "attribute": lambda known: lambda tensor: getattr(tensor, "no_decay", False),
+    "class": lambda known: lambda tensor: isinstance(tensor, Marked),
+}
+
+
+def grouped(rank, key, way, leaves_out):
+    model = marked()
+    wanted = WAYS[way]({id(param) for param in model.parameters() if isinstance(param, Marked)})
+
+    def make(tensors):
+        ours, others = [one for one in tensors if wanted(one)], [one for one in tensors if not wanted(one)]
+        return sgd(others if leaves_out else [{"params": ours, "lr": 1.0}, {"params": others}])
+
+    try:
+        with engine_of(key, 2, model, optimizer_fn=make) as engine:
+            return [len(group["params"]) for group in engine.optimizer.param_groups]
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("leaves_out", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("key", ENGINES)
+def test_groups_by_what_pieces_do_not_have_are_refused(pools, key, way, leaves_out):
+    size = 4 if "hybrid" in key else 2
+    for answer in pools(size).run(grouped, key, way, leaves_out):
+        if key in WHOLE:
+            num = len(list(cases.build("MLP").parameters()))
+            biases = sum(isinstance(param, Marked) for param in marked().parameters())
+            assert answer == ([num - biases] if leaves_out else [biases, num - biases])
+        else:
+            assert "or by identity, class or attributes" in answer
+
+
+def stepped_by_another(rank, key):
+    with engine_of(key, 2, cases.build("MLP"), optimizer_fn=sgd) as engine:
+        second = torch.optim.SGD(list(engine.step_tensors())[:1], lr=0.1)
+        with engine.no_sync():
+            engine.backward(loss_of(engine, rank))
+        with pytest.raises(RuntimeError, match=r"inside no_sync\(\); call engine\.finish_gradients\(\) first"):
+            second.step()
+        engine.finish_gradients()
+        second.step()
+        engine.step()
+
+
+@pytest.mark.parametrize("key", [*WHOLE, *PIECES])
+def test_another_optimizer_waits_for_means(pools, key):
+    if key != "single":
+        pools(2).run(stepped_by_another, key)
+
+
+def penalized(rank, key):
+    with engine_of(key, 2, cases.build("MLP"), optimizer_fn=sgd) as engine:
+        loss = loss_of(engine, rank)
+        loss.backward(create_graph=True)
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            sum(param.grad.square().sum() for param in engine.module.parameters()).backward()
+        engine.zero_grad()
+
+
+def test_the_mean_of_a_gradient_has_no_graph(pools):
+    pools(2).run(penalized, "ddp")
+
+
+def expanded(rank, key):
+    with engine_of(key, 2, cases.build("MLP"), optimizer_fn=sgd) as engine:
+        params = list(engine.module.parameters())
+        for param, gradient in zip(params, torch.autograd.grad(sum(one.sum() for one in params), params), strict=True):
+            param.grad = gradient * 1.0 if rank else gradient
+        engine.finish_gradients()
+        return [float(param.grad.sum()) / param.numel() for param in params]
+
+
+@pytest.mark.parametrize("key", ["ddp", "bucketed"])
+def test_an_expanded_gradient_is_averaged(pools, key):
+    assert all(value == 1.0 for found in pools(2).run(expanded, key) for value in found)
+
+
+def transformed(rank, key):
+    with engine_of(key, 2, cases.build("MLP"), optimizer_fn=sgd) as engine:
+        x = cases.own_rows(cases.rows("MLP", 0, 0, 2)[0], rank)
+        found = torch.func.grad(lambda rows: engine(rows).sum())(x)
+        (wanted,) = torch.autograd.grad(engine(x.requires_grad_()).sum(), x)
+        engine.backward(loss_of(engine, rank))
+        return float((found - wanted).abs().max())
+
+
+@pytest.mark.parametrize("key", ["ddp", "bucketed", "zero1", "zero2"])
+def test_gradients_of_inputs_by_torch_func(pools, key):
+    assert max(pools(2).run(transformed, key)) < 1e-12
+
+
+class Projects(torch.optim.Optimizer):
+    """Projects its update where the gradient is nearly at right angles to the weight, as SGDP does."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                update, along = param.grad, param / param.norm().clamp(min=1e-12)
+                if nn.functional.cosine_similarity(update.flatten(), param.flatten(), 0).abs() < 1e-3:
+                    update = 2 * update - along * (along * update).sum()
+                param.sub_(update, alpha=group["lr"])
+
+
+def test_an_optimizer_that_projects_is_found_to_look_at_tensors():
+    params = {"weight": nn.Parameter(torch.randn(6, 4)), "bias": nn.Parameter(torch.randn(6))}
+    shapes = {name: tuple(param.shape) for name, param in params.items()}
+    stepped = Stepped(StepTensors(params), shapes, torch.device("cpu"))
+    assert looks_at(Projects(params.values(), 0.1), stepped, (flat_pieces,)) is LooksAt.TENSOR
+    for plain in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Rprop):
+        assert looks_at(plain(params.values(), lr=0.1), stepped, (flat_pieces,)) is LooksAt.ELEMENT
+
+
+class BeginsWithIntegers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
+        self.second = nn.Parameter(torch.full((4,), 1 / 3, dtype=torch.float64))
+
+    def forward(self):
+        return self.second.square().sum()
+
+
+def norm_of(rank, key):
+    model = BeginsWithIntegers()
+    with engine_of(
+        key, 2, model, optimizer_fn=lambda tensors: sgd(tensors.where(lambda name: name == "second"))
+    ) as engine:
+        engine.backward(engine())
+        return float(engine.clip_grad_norm_(10.0))
+
+
+@pytest.mark.parametrize("key", ["ddp", "bucketed"])
+def test_the_norm_has_the_widest_dtype(pools, key):
+    assert pools(2).run(norm_of, key) == [pytest.approx(4 / 3, abs=1e-14)] * 2
