@@ -207,9 +207,7 @@ class Engine(Holdings, Gradients, EngineState):
             return
         several = self.num_data_ranks > 1
         is_early, is_behind = several and self._backward_watch.is_inside, several and self._step_tensors.are_behind
-        check_others_step(
-            optimizer, self.params, self._step_tensors, self.name, is_early=is_early, is_behind=is_behind
-        )
+        check_others_step(optimizer, self.params, self._step_tensors, self.name, is_early=is_early, is_behind=is_behind)
 
     def take_changes(self) -> None:
         """Before a step: take over what the user has written, or refuse what the step would miss."""

@@ -301,7 +301,8 @@ def _before_gradient(owner: PlaceholderGradients, name: str, param: nn.Parameter
     reference = weakref.ref(owner)
 
     def lift(_: Tensor) -> None:
-        if (placeholders := reference()) is not None and _accumulates_into(placeholders._params[name]):
+        placeholders = reference()
+        if placeholders is not None and name in placeholders._placed and _accumulates_into(placeholders._params[name]):
             placeholders.lift(name)
 
     frozen = not param.requires_grad

@@ -12,7 +12,6 @@ from torch import nn
 from typing_extensions import override
 
 from shardlab.engines.casts import MixedPrecision
-from shardlab.engines.gathered_parameters import BucketState
 from shardlab.engines.held_parameters import reshard_all
 from shardlab.engines.holdings import Division, Held
 from shardlab.engines.placeholder import PlaceholderGradients
@@ -28,7 +27,7 @@ class ShardedEngine(MixedPrecision):
     buckets: Sequence[ShardedBucket]
     _num_keeping: int  # open full_params(keep_changes=True)
     _placeholders: PlaceholderGradients | None = None
-    """Stand-ins at ``param.grad`` of gathered parameters: the means are the ``.grad`` of the pieces."""
+    """Stand-ins at ``param.grad`` while the means are the ``.grad`` of the pieces; None until there are any."""
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -38,27 +37,27 @@ class ShardedEngine(MixedPrecision):
         return output
 
     def _place_gradients(self) -> None:
-        """Put stand-ins at ``param.grad`` of what is gathered, where torch's clipping would find None."""
+        """Put stand-ins at ``param.grad``, where torch's clipping would find None.
+
+        Also of what is not gathered: the user may have a list of the parameters from before the engine.
+        """
         # Inside a backward they would be taken for gradients. What somebody has cleared is told by the next check.
         is_gone = self._placeholders is not None and bool(self._placeholders.gone)
         if self._is_closed or self._backward_watch.has_begun or is_gone:
             return
-        self._take_gradients_away()
-        held = {
-            name: param for bucket in self.buckets
-            if bucket.state is BucketState.UNSHARDED and bucket.gradient_shard is not None
+        names = [
+            name for bucket in self.buckets if bucket.gradient_shard is not None
             for name, param in bucket.params.items() if param.grad is None and param.requires_grad
-        }  # fmt: skip
-        if held:
-            self._placeholders = PlaceholderGradients(held)
-            self._placeholders.place(held)
+        ]  # fmt: skip
+        if names:
+            self._placeholders = self._placeholders or PlaceholderGradients(self.params)
+            self._placeholders.place(names)
 
     def _take_gradients_away(self, *, checked: bool = True) -> None:
         if self._placeholders is not None:
             if checked:
                 self._placeholders.check()
-            self._placeholders.close()
-            self._placeholders = None
+            self._placeholders.take_away()
 
     @override
     def _begin_backward(self) -> None:
@@ -233,6 +232,13 @@ class ShardedEngine(MixedPrecision):
     @override
     def _held_gradients(self) -> Iterator[Held]:
         return chain.from_iterable(bucket.held_gradients() for bucket in self.buckets)
+
+    @override
+    def close(self) -> None:
+        """As the base."""
+        super().close()
+        if self._placeholders is not None:
+            self._placeholders.close()
 
     @property
     @override

@@ -181,3 +181,33 @@ def norm_of(rank, key):
 @pytest.mark.parametrize("key", ["ddp", "bucketed"])
 def test_the_norm_has_the_widest_dtype(pools, key):
     assert pools(2).run(norm_of, key) == [pytest.approx(4 / 3, abs=1e-14)] * 2
+
+
+def with_a_list_from_before(rank, key, how):
+    model = cases.build("MLP")
+    params = [param for param in model.parameters() if param.requires_grad]
+    with engine_of(key, 2, model, optimizer_fn=sgd) as engine:
+        engine.backward(loss_of(engine, rank))
+        if how == "clip":
+            with pytest.raises(RuntimeError, match=r"write engine\.clip_grad_norm_\(max_norm\) instead"):
+                nn.utils.clip_grad_norm_(params, 0.1)
+            engine.step()
+        else:
+            for param in params:
+                param.grad = None
+            with pytest.raises(RuntimeError, match=r"it was set or cleared at the parameter"):
+                engine.step()
+        engine.zero_grad()
+        assert all(param.grad is None for param in params)
+        engine.backward(loss_of(engine, rank, 1))
+        engine.step()
+        engine.zero_grad()
+    assert all(param.grad is None for param in params)
+    cases.loss_of(model(cases.rows("MLP", 0, 0, 2)[0]), cases.rows("MLP", 0, 0, 2)[1]).backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@pytest.mark.parametrize("how", ["clip", "clear"])
+@pytest.mark.parametrize("key", PIECES)
+def test_a_list_of_parameters_from_before_the_engine_has_no_gradients_to_clip(pools, key, how):
+    pools(2).run(with_a_list_from_before, key, how)
