@@ -178,6 +178,8 @@ class Engine(Holdings, Gradients, EngineState):
 
     def step(self) -> None:
         """One optimizer step; afterwards all ranks train on with the same model."""
+        if self._steps_pieces:
+            self._step_tensors.check_pieces(self.optimizer, self.params)
         self.take_changes()
         # On ranks that called no backward too: the others wait for their part of the reductions. (This does not help
         # where backward also gathers, as in zero3, nor where this rank has means of an earlier backward: the ranks'

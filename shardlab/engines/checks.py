@@ -177,7 +177,8 @@ def check_separate(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) 
     """Check that no parameter shares memory: a strategy that moves parameters would silently separate what does.
 
     Args:
-        params: by name; tied ones are one parameter. Those on the meta device or not contiguous are left out.
+        params: by name; tied ones are one parameter. Those on the meta device, and those with gaps between their
+            elements, such as columns of a larger tensor, are left out.
         buffers: likewise; these may share memory with each other.
 
     Raises:
@@ -186,7 +187,7 @@ def check_separate(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) 
     dense = [
         (tensor.data_ptr(), tensor.nbytes, name)
         for name, tensor in (*params.items(), *buffers.items())
-        if tensor.layout is torch.strided and not tensor.is_meta and tensor.nbytes and tensor.is_contiguous()
+        if tensor.layout is torch.strided and not tensor.is_meta and tensor.nbytes and _is_dense(tensor)
     ]
     ends = {True: (0, ""), False: (0, "")}  # the last one so far, of parameters and of buffers
     for start, num_bytes, name in sorted(dense):
@@ -198,6 +199,31 @@ def check_separate(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) 
                 "b.weight = a.weight, or give each its own with clone()"
             )
         ends[is_param] = max(ends[is_param], (start + num_bytes, name))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill its memory, in any order of the dims."""
+    filled = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != filled:
+            return False
+        filled *= size
+    return True
+
+
+def check_not_scripted(model: nn.Module) -> None:
+    """Check that no part of the model is TorchScript, where placeholders cannot be put in the place of parameters.
+
+    Raises:
+        ValueError: one is.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"model: {name or 'the model'!r} is a {type(module).__name__} of TorchScript, which computes with its "
+                "own parameters, and these are sharded; use the module that it was made from, or ddp, bucketed, zero1 "
+                "or zero2"
+            )
 
 
 def check_optimizer_fn(optimizer_fn: object) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from typing_extensions import override
 
 from shardlab.engines.casts import MixedPrecision
+from shardlab.engines.checks import check_not_scripted
 from shardlab.engines.held_parameters import reshard_all
 from shardlab.engines.holdings import Division, Held
 from shardlab.engines.placeholder import PlaceholderGradients
@@ -217,6 +218,7 @@ class ShardedEngine(MixedPrecision):
 
     @override
     def _prepare(self) -> StepTensors:
+        check_not_scripted(self.module)
         self._num_keeping = 0
         self.buckets = self._make_buckets()
         self._cast_buffers()

@@ -40,6 +40,7 @@ class StepTensors(Sequence[Tensor]):
         self, tensors: Mapping[str, Tensor], *, are_parts: bool = False, chosen_from: "StepTensors | None" = None
     ) -> None:
         self._tensors, self.are_parts, self._chosen_from = dict(tensors), are_parts, chosen_from
+        self._trains = [tensor.requires_grad for tensor in self._tensors.values()]
         self.are_behind = False
 
     @override
@@ -71,6 +72,28 @@ class StepTensors(Sequence[Tensor]):
                 "engine.step_tensors(): gradients are not means yet, after a backward inside no_sync(); write "
                 "engine.clip_grad_norm_(max_norm), or engine.finish_gradients() before torch's clipping"
             )
+
+    def check_pieces(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
+        """Refuse what is written to pieces, or to the optimizer, as if they were the parameters, and has no effect.
+
+        Args:
+            optimizer: steps these.
+            params: of the module, by name.
+
+        Raises:
+            RuntimeError: a piece was frozen or thawed, or the optimizer has a state for a parameter.
+        """
+        for (name, tensor), trains in zip(self._tensors.items(), self._trains, strict=True):
+            if tensor.requires_grad is not trains:
+                raise RuntimeError(
+                    f"engine.step_tensors(): the piece of {name!r} was frozen or thawed, which has no effect; "
+                    f"write model.get_parameter({name!r}).requires_grad_({tensor.requires_grad}), on all ranks"
+                )
+            if tensor is not params[name] and params[name] in optimizer.state:
+                raise RuntimeError(
+                    f"engine.optimizer.state: it has an entry for the module's {name!r}, of which the optimizer steps "
+                    f"a piece; write engine.optimizer.state[engine.step_tensors().by_name({name!r})]"
+                )
 
     @property
     def names(self) -> list[str]:

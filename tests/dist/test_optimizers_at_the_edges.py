@@ -211,3 +211,58 @@ def with_a_list_from_before(rank, key, how):
 @pytest.mark.parametrize("key", PIECES)
 def test_a_list_of_parameters_from_before_the_engine_has_no_gradients_to_clip(pools, key, how):
     pools(2).run(with_a_list_from_before, key, how)
+
+
+def written_to_pieces(rank, key):
+    with engine_of(key, 2, cases.build("MLP"), optimizer_fn=sgd) as engine:
+        engine.backward(loss_of(engine, rank))
+        piece = engine.optimizer.param_groups[0]["params"][0]
+        piece.requires_grad_(False)
+        with pytest.raises(RuntimeError, match=r"write model\.get_parameter\('.*'\)\.requires_grad_\(False\)"):
+            engine.step()
+        piece.requires_grad_(True)
+        param = next(iter(engine.params.values()))
+        engine.optimizer.state[param] = {}
+        with pytest.raises(RuntimeError, match=r"write engine\.optimizer\.state\[engine\.step_tensors\(\)\.by_name"):
+            engine.step()
+        del engine.optimizer.state[param]
+        engine.step()
+
+
+@pytest.mark.parametrize("key", PIECES)
+def test_what_is_written_to_pieces_as_if_to_parameters_is_refused(pools, key):
+    pools(2).run(written_to_pieces, key)
+
+
+def transposed():
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5)).double()
+    model[1].weight.data = model[0].weight.data.t()
+    return model
+
+
+def of_a_buffer():
+    model = nn.Sequential(nn.Linear(5, 7)).double()
+    model.register_buffer("target", model[0].weight.detach().t())
+    return model
+
+
+def scripted():
+    return nn.Sequential(torch.jit.script(nn.Linear(5, 7)), nn.Linear(7, 5))
+
+
+def refused(rank, key, make):
+    with pytest.raises(ValueError, match="model: ") as caught, engine_of(key, 2, make(), optimizer_fn=sgd):
+        pass
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("make", [transposed, of_a_buffer])
+@pytest.mark.parametrize("key", PIECES)
+def test_transposed_memory_is_shared_memory(pools, key, make):
+    assert all("two tensors over the same memory" in text for text in pools(2).run(refused, key, make))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("key", [key for key in PIECES if key.startswith(("zero3", "fsdp"))])
+def test_a_scripted_part_is_refused_where_parameters_are_sharded(pools, key):
+    assert all("'0' is a RecursiveScriptModule" in text for text in pools(2).run(refused, key, scripted))
