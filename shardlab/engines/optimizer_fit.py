@@ -15,9 +15,12 @@ import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from shardlab.engines.checks import check_optimizer
 from shardlab.engines.optimizer_trial import DECLARATION, LooksAt, Stepped, flat_pieces, looks_at, pieces_along
@@ -162,9 +165,21 @@ def groups_of(make: Make, params: Mapping[str, nn.Parameter]) -> list[list[str]]
     """
     tensors = StepTensors(params)
     try:
-        return None if any(param.is_meta for param in params.values()) else _names_by_group(make(tensors), tensors)
+        with _WithoutMemory():  # type: ignore[no-untyped-call]
+            return _names_by_group(make(tensors), tensors)
     except Exception:  # a user's class may raise anything, and raises it again where the engine calls it
         return None
+
+
+class _WithoutMemory(TorchDispatchMode):
+    """Inside, new tensors are on the meta device: an optimizer may make its state at once, here of the whole model."""
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        has_device = any(argument.name == "device" for argument in func._schema.arguments)
+        return func(*args, **{**(kwargs or {}), **({"device": "meta"} if has_device else {})})
 
 
 def _groups_of_whole(make: Make, stepped: Stepped) -> list[list[str]] | None:
