@@ -21,6 +21,7 @@ Legend: N ranks, x of any rank with features last. Source: Shoeybi et al., arXiv
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -79,6 +80,7 @@ class ColumnParallelLinear(nn.Module):
         if linear.bias is not None:
             self.tensor_slices["bias"] = parts_slice(shape[:1], 0, sizes, comm.rank, comm.num_ranks)
             self.bias = sliced(linear.bias, self.tensor_slices["bias"])
+        self.register_forward_pre_hook(is_to_be_called)
 
     @override
     def forward(self, x: Tensor) -> Tensor:
@@ -134,6 +136,7 @@ class RowParallelLinear(nn.Module):
         self.bias = linear.bias
         if self.bias is not None and sequence_dim is not None:
             sum_gradient(self.bias, comm, f"{name}.bias")
+        self.register_forward_pre_hook(is_to_be_called)
 
     @override
     def forward(self, x: Tensor) -> Tensor:
@@ -155,6 +158,14 @@ class RowParallelLinear(nn.Module):
         """Full sizes and the share."""
         share = f"{self.in_features} / {self.comm.num_ranks}, {self.out_features}"
         return f"{share}, input_is_parallel={self.input_is_parallel}"
+
+
+def is_to_be_called(module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG001
+    """A hook that does nothing.
+
+    In evaluation ``nn.TransformerEncoderLayer`` computes with the weights of its layers, as if these were whole, instead
+    of calling the layers; but not if one of them has a hook. At module level, so that a layer with it can be pickled.
+    """
 
 
 def check_column(

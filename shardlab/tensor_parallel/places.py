@@ -33,8 +33,10 @@ class Places:
 
         Raises:
             ValueError: one of the modules of a tied weight has a style, another has none; a replicated parameter on
-                parts of the sequence is tied, or is in a module with a style inside one that is ``OnSequence``.
+                parts of the sequence is tied, or is in a module with a style inside one that is ``OnSequence``; a module
+                would go on with the weights of the plain layer.
         """
+        self._check_is_called(styles)
         for name in (name for name, style in styles.items() if isinstance(style, OnSequence)):
             if inside := [other for other in styles if other.startswith(f"{name}.")]:
                 raise ValueError(
@@ -53,6 +55,17 @@ class Places:
                     raise ValueError(
                         f"plan: {key!r} of {name!r} is tied; a tied parameter cannot work on parts of the sequence, "
                         "so untie it"
+                    )
+
+    def _check_is_called(self, styles: Mapping[str, Style]) -> None:
+        """Refuse a layer that torch's attention does not call: it computes with the layer's weight itself."""
+        styled = {self._model.get_submodule(name): name for name in styles}
+        for owner in self._model.modules():
+            for child in owner.children() if isinstance(owner, nn.MultiheadAttention) else ():
+                if child in styled:
+                    raise ValueError(
+                        f"plan: {styled[child]!r} is inside of an nn.MultiheadAttention, which reads its weight instead "
+                        "of calling it; give it no style, or write the attention with layers of its own that it calls"
                     )
 
     def replace(self, old: nn.Module, new: nn.Module) -> None:

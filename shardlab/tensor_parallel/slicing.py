@@ -31,8 +31,13 @@ def require_width(layer: str, field: str, x: Tensor, width: int, num_ranks: int)
     """Refuse an input whose last dim is not ``width``; the error says if it is a part, or the whole, of what is needed.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is not, or the input is a nested tensor.
     """
+    if x.is_nested:
+        raise ValueError(
+            f"{layer}: the input is a nested tensor, which has no sizes to divide; pad it (nn.TransformerEncoder makes "
+            "one of a padding mask in evaluation: build it with enable_nested_tensor=False)"
+        )
     found = x.shape[-1] if x.dim() else 0
     if found == width:
         return

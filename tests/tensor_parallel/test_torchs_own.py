@@ -1,0 +1,56 @@
+"""Torch's own modules whose forward reads the weights of the layers inside instead of calling them."""
+
+import pytest
+import torch
+from torch import nn
+
+from shardlab.comm.mesh import Mesh
+from shardlab.tensor_parallel import Column, Row, parallelize_module
+
+HIDDEN, HEADS = 8, 2
+
+
+def encoder():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(HIDDEN, HEADS, 16, dropout=0.0, batch_first=True)
+        return nn.TransformerEncoder(layer, 2).double().eval()
+
+
+def batch():
+    return torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def evaluated(rank):
+    with Mesh({"tensor": 2}) as mesh:
+        plan = {"layers.*.linear1": Column(), "layers.*.linear2": Row()}
+        model = parallelize_module(encoder(), plan, mesh["tensor"])
+        padding = torch.arange(5) >= torch.tensor([[5], [3]])
+        with torch.no_grad():
+            with pytest.raises(
+                ValueError, match=r"layers\.0\.linear1: the input is a nested tensor.*enable_nested_tens"
+            ):
+                model(batch(), src_key_padding_mask=padding)
+            return model(batch())
+
+
+def test_torchs_fast_path_does_not_read_slices_as_whole_weights(pools):
+    with torch.no_grad():
+        expected = encoder()(batch())
+    for y in pools(2).run(evaluated):
+        torch.testing.assert_close(y, expected, atol=1e-10, rtol=0)
+
+
+def divided_attention(rank):
+    with Mesh({"tensor": 2}) as mesh:
+        for style in (Column(gather_output=True), Row(), Row(input_is_parallel=False)):
+            model = encoder()
+            with pytest.raises(
+                ValueError, match=r"'layers\.0\.self_attn\.out_proj' is inside of an nn\.MultiheadAttent"
+            ):
+                parallelize_module(model, {"layers.*.self_attn.out_proj": style}, mesh["tensor"])
+            assert isinstance(model.layers[0].self_attn.out_proj, nn.Linear)
+
+
+def test_the_projection_of_torchs_attention_is_refused(pools):
+    pools(2).run(divided_attention)
