@@ -43,8 +43,8 @@ class Flow:
 
 
 def is_layer(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether it computes as torch's own: a subclass with a forward of its own may do anything."""
-    return isinstance(module, kind) and type(module).forward is kind.forward
+    """Whether it computes as torch's own: with a forward of its own it may do anything."""
+    return isinstance(module, kind) and type(module).forward is kind.forward and "forward" not in vars(module)
 
 
 def summed(result: Any) -> Tensor:

@@ -160,11 +160,11 @@ class RowParallelLinear(nn.Module):
         return f"{share}, input_is_parallel={self.input_is_parallel}"
 
 
-def is_to_be_called(module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG001
-    """A hook that does nothing.
+def is_to_be_called(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """A forward pre-hook that does nothing; at module level, so that a layer that has it can be copied and pickled.
 
-    In evaluation ``nn.TransformerEncoderLayer`` computes with the weights of its layers, as if these were whole, instead
-    of calling the layers; but not if one of them has a hook. At module level, so that a layer with it can be pickled.
+    In evaluation ``nn.TransformerEncoderLayer`` calls no layer and computes with their weights, as if these were whole;
+    but not if one of its layers has a hook.
     """
 
 

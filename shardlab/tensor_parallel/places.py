@@ -33,8 +33,8 @@ class Places:
 
         Raises:
             ValueError: one of the modules of a tied weight has a style, another has none; a replicated parameter on
-                parts of the sequence is tied, or is in a module with a style inside one that is ``OnSequence``; a module
-                would go on with the weights of the plain layer.
+                parts of the sequence is tied, or is in a module with a style inside one that is ``OnSequence``; a layer
+                with a style is not called by the module around it.
         """
         self._check_is_called(styles)
         for name in (name for name, style in styles.items() if isinstance(style, OnSequence)):
@@ -64,8 +64,8 @@ class Places:
             for child in owner.children() if isinstance(owner, nn.MultiheadAttention) else ():
                 if child in styled:
                     raise ValueError(
-                        f"plan: {styled[child]!r} is inside of an nn.MultiheadAttention, which reads its weight instead "
-                        "of calling it; give it no style, or write the attention with layers of its own that it calls"
+                        f"plan: {styled[child]!r} is inside of an nn.MultiheadAttention, which reads its weight and "
+                        "never calls it; give it no style, or write an attention that calls its layers"
                     )
 
     def replace(self, old: nn.Module, new: nn.Module) -> None:

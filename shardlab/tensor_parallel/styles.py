@@ -17,12 +17,14 @@ from torch import nn
 
 from shardlab.comm import Communicator
 from shardlab.partition.slices import require_divisible
+from shardlab.tensor_parallel.flow import is_layer
 from shardlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, check_column
 from shardlab.tensor_parallel.rng import PartDropout
 from shardlab.tensor_parallel.sequence import SEQUENCE_DIM, compute_on_part, scatter_output
 from shardlab.tensor_parallel.vocab_parallel import VocabParallelEmbedding, check_embedding
 
 M = TypeVar("M", bound=nn.Module)
+_PARAMETERS = ("weight", "bias")  # of a linear layer or an embedding
 
 
 class Style(Protocol):
@@ -155,6 +157,37 @@ def _require(name: str, module: nn.Module, kind: type[M], style: Style) -> M:
         raise ValueError(
             f"plan: {type(style).__name__} takes an nn.{kind.__name__}, and {name!r} is a {type(module).__name__}"
         )
-    if module._forward_hooks or module._forward_pre_hooks:
-        raise ValueError(f"plan: {name!r} has hooks, which its parallel form would not have; register them afterwards")
+    if lost := _lost_forward(module, kind) or _lost_tensors(module) or _lost_hooks(module):
+        raise ValueError(f"plan: {name!r} has {lost}")
     return module
+
+
+def _lost_forward(module: nn.Module, kind: type[nn.Module]) -> str:
+    if is_layer(module, kind):
+        return ""
+    return (
+        "a forward of its own, which its parallel form would not have; move that into a module around a plain "
+        f"nn.{kind.__name__}, and give the plain one the style"
+    )
+
+
+def _lost_tensors(module: nn.Module) -> str:
+    """Names of children, parameters and buffers that a parallel layer has no place for; LoRA, or a parametrization."""
+    names = [*module._modules, *(name for name in module._parameters if name not in _PARAMETERS), *module._buffers]
+    if not names:
+        return ""
+    return (
+        f"{', '.join(names)}, which its parallel form would not have; remove them (as with torch.nn.utils."
+        "parametrize.remove_parametrizations), or give the module no style"
+    )
+
+
+def _lost_hooks(module: nn.Module) -> str:
+    # Private: torch has no public way to ask for hooks.
+    of_module = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    params = [param for param in module.parameters() if param._backward_hooks or param._post_accumulate_grad_hooks]
+    if not any(of_module) and not params:
+        return ""
+    return (
+        f"hooks{' on parameters' if params else ''}, which its parallel form would not have; register them afterwards"
+    )

@@ -1,0 +1,102 @@
+"""What of a model would silently be lost when its layers are divided: refused by name, before anything is changed."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+from shardlab.tensor_parallel import Column, OwnDropout, Row, Vocabulary
+from shardlab.tensor_parallel.plan import checked
+
+
+class ScaledLinear(nn.Linear):
+    def forward(self, x):
+        return 0.5 * super().forward(x)
+
+
+class ScaledEmbedding(nn.Embedding):
+    def forward(self, tokens):
+        return 4.0 * super().forward(tokens)
+
+
+class HalfDropout(nn.Dropout):
+    def forward(self, x):
+        return x if x.shape[-1] > 4 else super().forward(x)
+
+
+class LowRank(nn.Linear):
+    """With parameters of its own, which a patch of its forward would use."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.a = nn.Parameter(torch.zeros(2, 8))
+
+
+class Renamed(nn.Linear):
+    """Computes as torch's own."""
+
+
+def patched():
+    layer = nn.Linear(8, 8)
+    layer.forward = lambda x: x
+    return layer
+
+
+def watched(register):
+    layer = nn.Linear(8, 8)
+    register(layer)
+    return layer
+
+
+OWN_FORWARD = "'0' has a forward of its own, which its parallel form would not have; move that into a module around a"
+LOST = {
+    "forward of a subclass": (lambda: ScaledLinear(8, 8), Row(), OWN_FORWARD),
+    "forward of an embedding": (lambda: ScaledEmbedding(8, 8), Vocabulary(), OWN_FORWARD),
+    "forward of a dropout": (HalfDropout, OwnDropout(), OWN_FORWARD),
+    "forward of an instance": (patched, Column(), OWN_FORWARD),
+    "parameters": (LowRank, Column(), "'0' has a, which its parallel form would not have; remove"),
+    "parametrization": (
+        lambda: parametrizations.weight_norm(nn.Linear(8, 8)),
+        Column(),
+        "'0' has parametrizations, which its parallel form would not have; remove them",
+    ),
+    "pruning": (
+        lambda: prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5),
+        Row(),
+        "'0' has weight_orig, weight_mask, which its parallel form would not have",
+    ),
+    "backward hook": (
+        lambda: watched(lambda layer: layer.register_full_backward_hook(lambda *_: None)),
+        Column(),
+        "'0' has hooks, which its parallel form would not have; register them afterwards",
+    ),
+    "backward pre-hook": (
+        lambda: watched(lambda layer: layer.register_full_backward_pre_hook(lambda *_: None)),
+        Column(),
+        "'0' has hooks, which",
+    ),
+    "hook on a parameter": (
+        lambda: watched(lambda layer: layer.weight.register_hook(lambda gradient: 3 * gradient)),
+        Column(),
+        "'0' has hooks on parameters, which",
+    ),
+    "hook on an accumulated gradient": (
+        lambda: watched(lambda layer: layer.bias.register_post_accumulate_grad_hook(lambda _: None)),
+        Row(),
+        "'0' has hooks on parameters, which",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_what_a_parallel_layer_would_lose_is_refused(name):
+    make, style, message = LOST[name]
+    with pytest.raises(ValueError) as error:
+        checked({"0": style}, nn.Sequential(make()), 2)
+    assert message in str(error.value)
+
+
+def test_a_subclass_that_computes_as_torchs_own_is_divided():
+    layer = Renamed(8, 8)
+    layer.weight.register_hook(lambda gradient: gradient).remove()
+    assert checked({"0": Column()}, nn.Sequential(layer), 2) == {"0": Column()}
