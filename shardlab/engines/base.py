@@ -285,7 +285,7 @@ class Engine(Holdings, Gradients, EngineState):
 
     def _tensor_axis(self) -> Communicator | None:
         """The axis the model is sliced over."""
-        return tensor_axis(self.mesh, self.slices)
+        return tensor_axis(self.mesh, self.module, self.slices)
 
     def _check_model(self) -> None:
         """Refuse a model that the strategy cannot train."""

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 from shardlab.comm import BaseMesh
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.step_tensors import StepTensors, tensors_of
-from shardlab.partition.slices import TensorSlice
+from shardlab.partition.slices import SLICES, TensorSlice
 from shardlab.vocabulary import MeshAxis
 
 
@@ -73,7 +73,7 @@ def check_max_norm(model: nn.Module, num_ranks: int) -> None:
             )
 
 
-def tensor_axis(mesh: BaseMesh, slices: Mapping[str, TensorSlice]) -> Communicator | None:
+def tensor_axis(mesh: BaseMesh, model: nn.Module, slices: Mapping[str, TensorSlice]) -> Communicator | None:
     """The ranks that hold the slices of a tensor-parallel model; None where the model is whole.
 
     They all train on the same rows. So the data axes do what they do with a whole model, only with smaller parameters;
@@ -97,7 +97,16 @@ def tensor_axis(mesh: BaseMesh, slices: Mapping[str, TensorSlice]) -> Communicat
             f"mesh: the model is sliced over {needed} ranks of an axis 'tensor', and the mesh has {mesh.axes}; pass "
             "the axis of this mesh to parallelize_module"
         )
-    return mesh[MeshAxis.TENSOR]
+    axis = mesh[MeshAxis.TENSOR]
+    # Of a square mesh both axes have as many ranks, and only the ranks themselves tell them apart. Slices without a
+    # communicator, in a module made by hand, do not say whose they are.
+    comms = (getattr(module, "comm", None) for module in model.modules() if hasattr(module, SLICES))
+    if other := next((comm for comm in comms if isinstance(comm, Communicator) and comm.ranks != axis.ranks), None):
+        raise ValueError(
+            f"mesh: the model is sliced over {needed} ranks of an axis {str(other.axis)!r}, {list(other.ranks)}, and "
+            f"the axis 'tensor' of the mesh has {list(axis.ranks)}; pass that axis to parallelize_module"
+        )
+    return axis
 
 
 def check_optimizer(optimizer: object, given: Iterable[Tensor]) -> None:

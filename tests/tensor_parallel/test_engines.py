@@ -8,6 +8,7 @@ from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.grad_scaler import GradScaler
 from shardlab.models import GPT, GPTConfig, next_token_loss
+from shardlab.partition.slices import even_slice
 from shardlab.tensor_parallel import gpt_plan, parallelize_module, vocab_parallel_cross_entropy
 from tests.comm.test_communicator import Log
 from tests.dist import whole_optimizers
@@ -305,6 +306,28 @@ def refused(rank):
 
 def test_what_does_not_fit_is_refused(pools):
     pools(2).run(refused)
+
+
+class Halves(nn.Module):
+    """Says itself that its weight is a slice, and has no communicator."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 3))
+        self.tensor_slices = {"weight": even_slice((4, 3), 0, rank, 2)}
+
+
+def across(rank):
+    with Mesh(FOUR) as mesh, Mesh(FOUR) as equal:
+        model = parallelize_module(build(), gpt_plan(CONFIG), mesh["data"])
+        with pytest.raises(ValueError, match=r"sliced over 2 ranks of an axis 'data', \[.*the axis 'tensor' of"):
+            build_engine("bucketed", model, OPTIMIZERS["sgd"], mesh)
+        for sliced in (parallel(rank, mesh, {}), Halves(mesh["tensor"].rank)):
+            build_engine("ddp", sliced, OPTIMIZERS["sgd"], equal).close()
+
+
+def test_slices_of_another_axis_of_a_square_mesh_are_refused(pools):
+    pools(4).run(across)
 
 
 def scaled(rank):
