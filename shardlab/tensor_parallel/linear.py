@@ -141,6 +141,9 @@ class RowParallelLinear(nn.Module):
     @override
     def forward(self, x: Tensor) -> Tensor:
         """Output (..., out), or its part of the sequence, for an input (..., in / N), or (..., in) if it is whole."""
+        if self.bias is not None and self.bias.requires_grad and self.sequence_dim is not None:
+            # Again, as the bias may be another one than before: the sum belongs to the parameter object.
+            sum_gradient(self.bias, self.comm, f"{self.name}.bias")
         num_ranks = self.comm.num_ranks
         width = self.in_features // num_ranks if self.input_is_parallel else self.in_features
         require_width(self.name, "input features", x, width, num_ranks)

@@ -1,13 +1,15 @@
 """Where modules and parameters sit in a model, so that one that sits in several places is made or replaced in all."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 
 from shardlab.meta_device import InitFn
 from shardlab.partition.slices import SLICES
-from shardlab.tensor_parallel.styles import OnSequence, Row, Style
+from shardlab.tensor_parallel.styles import OnSequence, Row, Scatter, Style
+
+_CONTAINERS = (list, tuple, set, frozenset, dict)
 
 
 class Places:
@@ -34,9 +36,9 @@ class Places:
         Raises:
             ValueError: one of the modules of a tied weight has a style, another has none; a replicated parameter on
                 parts of the sequence is tied, or is in a module with a style inside one that is ``OnSequence``; a layer
-                with a style is not called by the module around it.
+                with a style is never called, or is held where it cannot be replaced.
         """
-        self._check_is_called(styles)
+        self._check_calls(styles)
         for name in (name for name, style in styles.items() if isinstance(style, OnSequence)):
             if inside := [other for other in styles if other.startswith(f"{name}.")]:
                 raise ValueError(
@@ -57,15 +59,23 @@ class Places:
                         "so untie it"
                     )
 
-    def _check_is_called(self, styles: Mapping[str, Style]) -> None:
-        """Refuse a layer that torch's attention does not call: it computes with the layer's weight itself."""
+    def _check_calls(self, styles: Mapping[str, Style]) -> None:
+        """Refuse layers that are never called, and those whose plain form would go on to be called."""
         styled = {self._model.get_submodule(name): name for name in styles}
-        for owner in self._model.modules():
+        for owner_name, owner in self._model.named_modules():
             for child in owner.children() if isinstance(owner, nn.MultiheadAttention) else ():
                 if child in styled:
                     raise ValueError(
                         f"plan: {styled[child]!r} is inside of an nn.MultiheadAttention, which reads its weight and "
                         "never calls it; give it no style, or write an attention that calls its layers"
+                    )
+            for key, module in _held_apart(owner):
+                # Modules with these styles stay what they are.
+                if module in styled and not isinstance(styles[styled[module]], OnSequence | Scatter):
+                    attribute = f"{owner_name}.{key}" if owner_name else key
+                    raise ValueError(
+                        f"plan: {styled[module]!r} is also held in {attribute!r}, which torch does not search for "
+                        "modules and which would keep the plain layer; use an nn.ModuleList or nn.ModuleDict there"
                     )
 
     def replace(self, old: nn.Module, new: nn.Module) -> None:
@@ -116,6 +126,16 @@ class Places:
                         "the same slices"
                     )
                 other._parameters[key] = module._parameters[first_key]
+
+
+def _held_apart(owner: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules in an owner's plain attributes, also inside of lists, tuples, sets and dicts, by the attribute's name."""
+    for key, value in vars(owner).items():
+        if key != "_modules":
+            inside = value.values() if isinstance(value, dict) else value
+            for held in inside if isinstance(value, _CONTAINERS) else (value,):
+                if isinstance(held, nn.Module):
+                    yield key, held
 
 
 def _is_summed(style: Style | None, key: str) -> bool:

@@ -9,6 +9,10 @@ all-reduce each. Source: Korthikanti et al., arXiv 2205.05198, section 4.2.2.
 ``SEQUENCE_DIM`` is -2, next to the features: right for (B, S, H) and, of a position embedding, for (S, H).
 """
 
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -18,24 +22,33 @@ from shardlab.comm.autograd import gather, scatter
 SEQUENCE_DIM = -2
 
 
+class _Sum:
+    """A gradient hook: what comes from a part of the tokens on each rank becomes their sum."""
+
+    def __init__(self, comm: Communicator, name: str) -> None:
+        self._comm, self._name = comm, name
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        # A copy: autograd may hand the same tensor to others.
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        self._comm.all_reduce(total, tag=f"gradient of {self._name}").wait()
+        return total
+
+
 def sum_gradient(param: nn.Parameter, comm: Communicator, name: str) -> None:
-    """From now on ``param``'s gradient is summed over the ranks before it is accumulated.
+    """From now on ``param``'s gradient is summed over the ranks before it is accumulated; once, however often called.
 
     Each use counts in every backward, so an engine, which looks at what is accumulated, sees the whole gradient.
     """
-    if comm.num_ranks == 1:
+    # Private: there is no public way to ask for hooks.
+    hooks: Mapping[int, object] = param._backward_hooks or {}
+    # On the meta device is what is made later, or what stands for a sharded parameter, which has its sum already.
+    if comm.num_ranks == 1 or param.is_meta or any(isinstance(hook, _Sum) for hook in hooks.values()):
         return
-
-    def summed(gradient: Tensor) -> Tensor:
-        # A copy: autograd may hand the same tensor to others.
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        comm.all_reduce(total, tag=f"gradient of {name}").wait()
-        return total
-
     # A frozen parameter may be thawed later, but torch takes the hook only while it requires a gradient.
     frozen = not param.requires_grad
     param.requires_grad_(True)
-    param.register_hook(summed)
+    param.register_hook(_Sum(comm, name))
     param.requires_grad_(not frozen)
 
 
@@ -50,9 +63,21 @@ def compute_on_part(module: nn.Module, comm: Communicator, name: str, gather_alo
     """
     for key, param in module.named_parameters():
         sum_gradient(param, comm, f"{name}.{key}")
+    if comm.num_ranks > 1:
+        module.register_forward_pre_hook(partial(_sum_new, comm, name))
     if gather_along is not None:
         dim, tag = gather_along, f"output of {name}"
         module.register_forward_hook(lambda _, __, output: gather(output, comm, dim, tag=tag))
+
+
+def _sum_new(comm: Communicator, name: str, module: nn.Module, _: tuple[Any, ...]) -> None:
+    """Sum the gradients of parameters that are new in the module: the sum belongs to the parameter object."""
+    # A trace does not see which hooks a parameter has, and would add a second sum.
+    if torch.compiler.is_compiling():
+        return
+    for key, param in module.named_parameters():
+        if param.requires_grad:
+            sum_gradient(param, comm, f"{name}.{key}")
 
 
 def scatter_output(module: nn.Module, comm: Communicator, dim: int, name: str) -> None:

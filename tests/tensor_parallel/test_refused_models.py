@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from shardlab.tensor_parallel import Column, OwnDropout, Row, Vocabulary
+from shardlab.tensor_parallel import Column, OnSequence, OwnDropout, Row, Scatter, Vocabulary
 from shardlab.tensor_parallel.plan import checked
 
 
@@ -99,3 +99,30 @@ def test_a_subclass_that_computes_as_torchs_own_is_divided():
     layer = Renamed(8, 8)
     layer.weight.register_hook(lambda gradient: gradient).remove()
     assert checked({"0": Column()}, nn.Sequential(layer), 2) == {"0": Column()}
+
+
+class InAList(nn.Module):
+    """Calls its layers through a list, which torch does not search for modules."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.up, self.relu, self.down = nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)
+        layers = [self.up, self.relu, self.down]
+        self.steps = dict(zip("abc", layers, strict=True)) if kind is dict else kind(layers)
+
+    def forward(self, x):
+        for step in self.steps.values() if isinstance(self.steps, dict) else self.steps:
+            x = step(x)
+        return x
+
+
+@pytest.mark.parametrize("kind", [list, tuple, dict])
+def test_a_layer_that_a_plain_list_holds_too_is_refused(kind):
+    model, plan = nn.Sequential(InAList(kind)), {"0.up": Column(), "0.down": Row()}
+    with pytest.raises(ValueError, match=r"'0\.up' is also held in '0\.steps', which torch does not .*nn\.ModuleList"):
+        checked(plan, model, 2)
+    assert checked({"0.up": Scatter(), "0.down": OnSequence()}, model, 2)
+
+
+def test_a_layer_that_a_module_list_holds_too_is_divided():
+    assert checked({"up": Column(), "down": Row()}, InAList(nn.ModuleList), 2)

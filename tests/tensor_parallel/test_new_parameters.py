@@ -1,0 +1,104 @@
+"""Parameters that are new in a divided model: on parts of the sequence their gradients are summed like the others."""
+
+import pytest
+import torch
+from torch import nn
+
+from shardlab.comm.mesh import Mesh
+from shardlab.comm.slices import merge
+from shardlab.partition.slices import slices_of
+from shardlab.tensor_parallel import Column, OnSequence, Row, parallelize_module
+from tests.comm.test_communicator import Log
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.head = nn.Sequential(nn.Linear(4, 3))
+
+    def forward(self, x):
+        return self.head(x + self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+PLAN = {
+    "norm": OnSequence(),
+    "up": Column(sequence_dim=1),
+    "down": Row(sequence_dim=1),
+    "head": OnSequence(gather_along=1),
+}
+
+
+def fill(name, module):
+    for param in module.parameters(recurse=False):
+        nn.init.normal_(param, generator=torch.Generator().manual_seed(len(name)))
+
+
+def build(device="cpu"):
+    model = Block().double() if device == "cpu" else Block().to(device, torch.float64)
+    for name, module in model.named_modules() if device == "cpu" else ():
+        fill(name, module)
+    return model
+
+
+def keep(model):
+    pass
+
+
+def assign(model):
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+def one(model):
+    model.norm.weight = nn.Parameter(model.norm.weight.detach().clone())
+
+
+def thawed(model):
+    for layer in (model.norm, model.head[0]):
+        layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+        layer.weight.requires_grad_(True)
+
+
+def batch():
+    return torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+
+
+def gradients(rank, change, device="cpu"):
+    with Mesh({"tensor": 2}) as mesh:
+        comm = mesh["tensor"]
+        model = parallelize_module(build(device), PLAN, comm, init_fn=fill)
+        change(model)
+        log = Log()
+        with comm.observed_by(log):
+            model(batch().chunk(2, 1)[rank]).square().sum().backward()
+        slices = slices_of(model)
+        hooks = {name: len(param._backward_hooks or {}) for name, param in model.named_parameters()}
+        found = {
+            name: merge(param.grad, slices[name], comm) if name in slices else param.grad
+            for name, param in model.named_parameters()
+        }
+        return found, [(str(event.op), event.tag, event.numel) for event in log.events], hooks
+
+
+@pytest.mark.parametrize("change", [assign, one, thawed])
+def test_gradients_of_new_parameters_are_whole(pools, change):
+    model = build()
+    model(batch()).square().sum().backward()
+    unchanged = pools(2).run(gradients, keep)
+    for (found, sent, hooks), (_, expected, expected_hooks) in zip(
+        pools(2).run(gradients, change), unchanged, strict=True
+    ):
+        assert (sent, hooks) == (expected, expected_hooks)
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(found[name], param.grad, atol=1e-10, rtol=0, msg=name)
+
+
+def test_parameters_made_inside_a_module_on_parts_are_summed_too(pools):
+    """The module has the style; its layer is on the meta device, and is made after the module was divided."""
+    (expected, sent, hooks), _ = pools(2).run(gradients, keep)
+    for found, also_sent, also_hooks in pools(2).run(gradients, keep, "meta"):
+        assert also_sent == sent
+        assert also_hooks == hooks
+        for name, value in found.items():
+            assert torch.equal(value, expected[name]), name
