@@ -23,6 +23,7 @@ Legend: N ranks, x of any rank with features last. Source: Shoeybi et al., arXiv
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
@@ -83,12 +84,12 @@ class ColumnParallelLinear(nn.Module):
         self.register_forward_pre_hook(is_to_be_called)
 
     @override
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Output features (..., out / N), all of them with ``gather_output``, for an input (..., in)."""
-        require_width(self.name, "input features", x, self.in_features, self.comm.num_ranks)
-        crossed = self.shared_input(x)
+        require_width(self.name, "input features", input, self.in_features, self.comm.num_ranks)
+        crossed = self.shared_input(input)
         if self.regather:
-            y = linear_of_gathered(crossed, x, self.weight, self.bias, self.shared_input)
+            y = linear_of_gathered(crossed, input, self.weight, self.bias, self.shared_input)
         else:
             y = functional.linear(crossed, self.weight, self.bias)
         return gather(y, self.comm, -1, tag=f"output of {self.name}") if self.gather_output else y
@@ -139,22 +140,25 @@ class RowParallelLinear(nn.Module):
         self.register_forward_pre_hook(is_to_be_called)
 
     @override
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Output (..., out), or its part of the sequence, for an input (..., in / N), or (..., in) if it is whole."""
         if self.bias is not None and self.bias.requires_grad and self.sequence_dim is not None:
             # Again, as the bias may be another one than before: the sum belongs to the parameter object.
             sum_gradient(self.bias, self.comm, f"{self.name}.bias")
         num_ranks = self.comm.num_ranks
         width = self.in_features // num_ranks if self.input_is_parallel else self.in_features
-        require_width(self.name, "input features", x, width, num_ranks)
-        if not self.input_is_parallel:
-            x = scatter(x, self.comm, -1, tag=f"input of {self.name}")
+        require_width(self.name, "input features", input, width, num_ranks)
+        x = input if self.input_is_parallel else scatter(input, self.comm, -1, tag=f"input of {self.name}")
         term, tag = functional.linear(x, self.weight), f"output of {self.name}"
         if self.sequence_dim is None:
             y = reduce(term, self.comm, tag=tag)
         else:
             y = reduce_scatter(term, self.comm, self.sequence_dim, tag=tag)
-        return y if self.bias is None else y + self.bias
+        if self.bias is None:
+            return y
+        # As autocast does to the bias inside of a linear layer, which it does not do to a sum.
+        autocast = torch.is_autocast_enabled(y.device.type)
+        return y + (self.bias.to(y.dtype) if autocast else self.bias)
 
     @override
     def extra_repr(self) -> str:
@@ -185,6 +189,7 @@ def check_column(
     Raises:
         ValueError: see ``ColumnParallelLinear``.
     """
+    check_parts(name, parts)
     for size in parts or [out_features]:
         require_divisible(f"{name}: {'a part of ' if parts else ''}out_features", size, num_ranks)
     if parts is not None and sum(parts) != out_features:
@@ -195,3 +200,13 @@ def check_column(
         raise ValueError(f"{name}: gather_output would mix the parts; use it without parts")
     if regather and sequence_dim is None:
         raise ValueError(f"{name}: regather is for an input in parts; set sequence_dim, or leave regather out")
+
+
+def check_parts(name: str, parts: object) -> None:
+    """Refuse what is no list of sizes.
+
+    Raises:
+        ValueError: it is something else, such as one number.
+    """
+    if not isinstance(parts, Sequence | None):
+        raise ValueError(f"{name}: parts {parts!r} is given; give the size of each projection, as parts=(8, 8)")

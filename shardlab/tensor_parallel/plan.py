@@ -60,9 +60,11 @@ def parallelize_module(
 
     Raises:
         ValueError: before anything is changed: a pattern that matches nothing, a module that two patterns match, a
-            style that does not fit its module, sizes that the ranks do not divide, a weight tied to one without style.
+            style that does not fit its module, sizes that the ranks do not divide, a weight tied to one without style,
+            a layer with a forward, hooks or parameters of its own, or one that is also held in a plain list.
             At the end only: tied weights whose styles slice them differently.
     """
+    _check_comm(comm)
     styles = checked(plan, model, comm.num_ranks)
     home = Process.device if device is None else torch.device(device)
     # Before any module is made: what init_fn draws must be equal on all ranks.
@@ -77,6 +79,7 @@ def checked(plan: Plan, model: nn.Module, num_ranks: int) -> dict[str, Style]:
     Raises:
         ValueError: see ``parallelize_module``.
     """
+    _check_types(plan, model)
     _check_fresh(model)
     styles = matched(plan, model)
     for name, style in styles.items():
@@ -123,9 +126,16 @@ def matched(plan: Plan, model: nn.Module) -> dict[str, Style]:
     for pattern, style in plan.items():
         if isinstance(style, type):
             raise ValueError(f"plan: {pattern!r} has the class {style.__name__}; write {style.__name__}()")
+        if not callable(getattr(style, "check", None)) or not callable(getattr(style, "apply", None)):
+            raise ValueError(f"plan: {pattern!r} has {style!r:.60}; give a style, such as Column() or Row()")
         # A name without wildcards is looked up: a plan with a name for each layer of a large model has hundreds.
         hits = [pattern] if pattern in names else [name for name in names if _fits(name, pattern)]
         if not hits:
+            if not names:
+                raise ValueError(
+                    f"model: a {type(model).__name__} has no modules inside, and a plan is for those; give the model "
+                    "around it, or nn.Sequential(model) with the pattern '0'"
+                )
             near = get_close_matches(pattern, names, n=3, cutoff=0.0)
             raise ValueError(f"plan: {pattern!r} matches no module; the model has, for example, {', '.join(near)}")
         for name in hits:
@@ -147,6 +157,23 @@ def matched_names(pattern: str, model: nn.Module) -> list[str]:
 def _fits(name: str, pattern: str) -> bool:
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _check_comm(comm: object) -> None:
+    if not isinstance(comm, Communicator):
+        raise ValueError(
+            f"comm: a {type(comm).__name__} was given; give the tensor axis of the mesh, as in "
+            "parallelize_module(model, plan, mesh['tensor'])"
+        )
+
+
+def _check_types(plan: object, model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: {model!r:.60} was given; give an nn.Module")
+    if not isinstance(plan, Mapping):
+        raise ValueError(
+            f"plan: {plan!r:.60} was given; give a mapping from names of modules to styles, as {{'up': Column()}}"
+        )
 
 
 def _check_fresh(model: nn.Module) -> None:

@@ -67,12 +67,12 @@ class PartDropout(nn.Dropout):
         self.comm = comm
 
     @override
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """As ``nn.Dropout``."""
         if not self.training or self.p == 0:
-            return super().forward(x)
-        with differing_by_rank(self.comm, x.device):
-            return super().forward(x)
+            return super().forward(input)
+        with differing_by_rank(self.comm, input.device):
+            return super().forward(input)
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:

@@ -59,7 +59,7 @@ def compute_on_part(module: nn.Module, comm: Communicator, name: str, gather_alo
         module: treats each token by itself; its class and its parameters stay.
         comm: the tensor axis.
         name: in tags.
-        gather_along: dim along which its output is gathered, if whole activations are needed after it; else None.
+        gather_along: dim along which its output, a tensor, is gathered, if it is needed whole after it; else None.
     """
     for key, param in module.named_parameters():
         sum_gradient(param, comm, f"{name}.{key}")
@@ -67,7 +67,9 @@ def compute_on_part(module: nn.Module, comm: Communicator, name: str, gather_alo
         module.register_forward_pre_hook(partial(_sum_new, comm, name))
     if gather_along is not None:
         dim, tag = gather_along, f"output of {name}"
-        module.register_forward_hook(lambda _, __, output: gather(output, comm, dim, tag=tag))
+        module.register_forward_hook(
+            lambda _, __, output: gather(_tensor(name, "OnSequence(gather_along)", output), comm, dim, tag=tag)
+        )
 
 
 def _sum_new(comm: Communicator, name: str, module: nn.Module, _: tuple[Any, ...]) -> None:
@@ -86,4 +88,13 @@ def scatter_output(module: nn.Module, comm: Communicator, dim: int, name: str) -
     The gradient is gathered in backward, so that the module's own parameters have whole gradients.
     """
     tag = f"output of {name}"
-    module.register_forward_hook(lambda _, __, output: scatter(output, comm, dim, tag=tag))
+    module.register_forward_hook(lambda _, __, output: scatter(_tensor(name, "Scatter", output), comm, dim, tag=tag))
+
+
+def _tensor(name: str, style: str, output: object) -> Tensor:
+    if not isinstance(output, Tensor):
+        raise ValueError(
+            f"{name}: {style} takes a module that returns a tensor, and this one returned a {type(output).__name__}; "
+            "put it into a module that returns the tensor alone, and give that the style"
+        )
+    return output

@@ -18,7 +18,7 @@ from torch import nn
 from shardlab.comm import Communicator
 from shardlab.partition.slices import require_divisible
 from shardlab.tensor_parallel.flow import is_layer
-from shardlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, check_column
+from shardlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, check_column, check_parts
 from shardlab.tensor_parallel.rng import PartDropout
 from shardlab.tensor_parallel.sequence import SEQUENCE_DIM, compute_on_part, scatter_output
 from shardlab.tensor_parallel.vocab_parallel import VocabParallelEmbedding, check_embedding
@@ -53,6 +53,7 @@ class Column:
     def check(self, name: str, module: nn.Module, num_ranks: int) -> None:
         """A linear layer whose features, and heads, the ranks divide."""
         linear = _require(name, module, nn.Linear, self)
+        check_parts(name, self.parts)
         if self.head_dim is not None:
             for size in self.parts or (linear.out_features,):
                 if size % self.head_dim:

@@ -5,7 +5,9 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from shardlab.tensor_parallel import Column, OnSequence, OwnDropout, Row, Scatter, Vocabulary
+from shardlab.comm.base_mesh import BaseMesh
+from shardlab.comm.without_ranks import SilentCommunicator
+from shardlab.tensor_parallel import Column, OnSequence, OwnDropout, Row, Scatter, Vocabulary, parallelize_module
 from shardlab.tensor_parallel.plan import checked
 
 
@@ -126,3 +128,67 @@ def test_a_layer_that_a_plain_list_holds_too_is_refused(kind):
 
 def test_a_layer_that_a_module_list_holds_too_is_divided():
     assert checked({"up": Column(), "down": Row()}, InAList(nn.ModuleList), 2)
+
+
+UP = {"0": Column()}
+ARGUMENTS = {
+    "torch's order": (
+        lambda model, comm: (model, comm, UP),
+        "comm: a dict was given; give the tensor axis",
+    ),
+    "a whole mesh": (
+        lambda model, comm: (model, UP, BaseMesh.alone()),
+        "comm: a BaseMesh was given; give the tensor",
+    ),
+    "no module": (lambda model, comm: (UP, model, comm), "model: {'0': Column"),
+    "one style": (
+        lambda model, comm: (model, Column(), comm),
+        r"plan: Column\(.*; give a mapping from names",
+    ),
+    "a word": (
+        lambda model, comm: (model, {"0": "colwise"}, comm),
+        "plan: '0' has 'colwise'; give a style, such as",
+    ),
+    "parts": (lambda model, comm: (model, {"0": Column(parts=8)}, comm), r"0: parts 8 is given; .* as parts=\(8, 8\)"),
+    "parts of heads": (lambda model, comm: (model, {"0": Column(parts=8, head_dim=2)}, comm), "0: parts 8 is given; "),
+    "one layer": (
+        lambda model, comm: (model[0], {"": Column()}, comm),
+        "model: a Linear has no modules inside",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_that_do_not_fit_are_refused_by_name(name):
+    arguments, message = ARGUMENTS[name]
+    model = nn.Sequential(nn.Linear(8, 8))
+    with pytest.raises(ValueError, match=message):
+        parallelize_module(*arguments(model, SilentCommunicator(2, 0, "tensor")))
+    assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("style", [Scatter(1), OnSequence(gather_along=1)])
+def test_a_tuple_is_neither_scattered_nor_gathered(style):
+    model = nn.Sequential(nn.LSTM(4, 4, batch_first=True))
+    parallelize_module(model, {"0": style}, SilentCommunicator(2, 0, "tensor"))
+    with pytest.raises(
+        ValueError, match=rf"0: {type(style).__name__}.* takes a module that returns a tensor, .* a tuple"
+    ):
+        model(torch.zeros(1, 2, 4))
+
+
+@pytest.mark.parametrize("style", [Column(), Row(input_is_parallel=False), OwnDropout()])
+def test_layers_take_their_input_by_torchs_name(style):
+    layer = nn.Dropout(0.5) if isinstance(style, OwnDropout) else nn.Linear(8, 8)
+    model = parallelize_module(nn.Sequential(layer), {"0": style}, SilentCommunicator(2, 0, "tensor"))
+    assert model[0](input=torch.ones(2, 8)).shape == (2, 4 if isinstance(style, Column) else 8)
+
+
+@pytest.mark.parametrize("sequence_dim", [None, 0])
+def test_autocast_gives_the_dtype_that_torch_gives(sequence_dim):
+    layer = nn.Linear(8, 8)
+    row = parallelize_module(nn.Sequential(layer), {"0": Row(False, sequence_dim)}, SilentCommunicator(2, 0, "tensor"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert row(torch.ones(2, 8)).dtype == torch.bfloat16
+    row(torch.ones(2, 8)).sum().backward()
+    assert row[0].bias.grad.dtype == torch.float32
