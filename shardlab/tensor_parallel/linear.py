@@ -134,7 +134,7 @@ class RowParallelLinear(nn.Module):
         columns = even_slice(tuple(linear.weight.shape), 1, comm.rank, comm.num_ranks)
         self.tensor_slices: dict[str, TensorSlice] = {"weight": columns}
         self.weight = sliced(linear.weight, columns)
-        self.bias = linear.bias
+        self.bias: nn.Parameter | None = linear.bias
         if self.bias is not None and sequence_dim is not None:
             sum_gradient(self.bias, comm, f"{name}.bias")
         self.register_forward_pre_hook(is_to_be_called)
