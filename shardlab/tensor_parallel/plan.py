@@ -29,6 +29,7 @@ from shardlab.partition.slices import slices_of
 from shardlab.tensor_parallel.linear import ColumnParallelLinear
 from shardlab.tensor_parallel.places import Places
 from shardlab.tensor_parallel.rng import equalise_rng
+from shardlab.tensor_parallel.shared_input import caller_around
 from shardlab.tensor_parallel.styles import Style
 
 Plan = Mapping[str, Style]
@@ -198,6 +199,7 @@ def _share_inputs(model: nn.Module) -> None:
             alike = [column for column in columns if column.shared_input.sequence_dim == dim]
             if len(alike) > 1:
                 alike[0].shared_input.name = name or alike[0].name
-                alike[0].shared_input.share(parent)
+                if (caller := caller_around(name, model)) is not None:
+                    alike[0].shared_input.share(caller)
             for column in alike[1:]:
                 column.shared_input = alike[0].shared_input

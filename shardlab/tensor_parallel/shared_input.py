@@ -2,8 +2,8 @@
 
 Query, key and value projections read one tensor. If each of them copied (or gathered) it for itself, backward would
 have three all-reduces where one does. So the columns of one parent share a ``SharedInput``, which remembers the last
-tensor that came in, until the parent's forward ends. It compares tensors by identity: any other tensor is sent on its
-own, so the result is always right, and at worst one more message is sent.
+tensor that came in, until the forward that calls them ends. It compares tensors by identity: any other tensor is sent
+on its own, so the result is always right, and at worst one more message is sent.
 
 With sequence parallelism this input is the only large activation that is whole on every rank. Autograd keeps it for the
 weight's gradient: 2sbh bytes of 16-bit values in front of attention, as much in front of the MLP. With
@@ -36,15 +36,18 @@ class SharedInput:
 
     def __init__(self, comm: Communicator, sequence_dim: int | None, name: str) -> None:
         self.comm, self.sequence_dim, self.name = comm, sequence_dim, name
+        self.num_crossings = 0
         self._last: tuple[Tensor, int, bool, Tensor] | None = None
-        self._again: tuple[Tensor, Tensor] | None = None
+        self._again: tuple[int, Tensor] | None = None
         self._is_shared = False
 
     def share(self, parent: nn.Module) -> None:
-        """Remember the last input for the other columns of ``parent``, until the parent's forward ends."""
+        """Remember the last input for other columns, until the forward of ``parent``, which calls them all, ends."""
         self._is_shared = True
+        # Before too: a backward to the weights alone leaves what it gathered, as does a forward that it runs again.
+        parent.register_forward_pre_hook(lambda *_: self._forget())
         # Also after an error: the remembered tensors would otherwise live until the next forward.
-        parent.register_forward_hook(lambda *_: self._forget(), always_call=True)
+        parent.register_forward_hook(lambda *_: self._forget_last(), always_call=True)
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """The tensor as the columns take it: whole, and its gradient summed over the ranks."""
@@ -55,24 +58,26 @@ class SharedInput:
             self._last = (*as_it_is, self._cross(tensor))
         return self._last[3]
 
-    def regather(self, part: Tensor, *, for_all: bool) -> Tensor:
+    def regather(self, part: Tensor, crossing: int, *, for_all: bool) -> Tensor:
         """Gather the whole input again, in backward.
 
         Args:
             part: this rank's part.
+            crossing: ``num_crossings`` when the part had come in.
             for_all: remember it for the other columns, until the gradient of the whole is there.
         """
-        # Compare by data_ptr: each column has its own tensor over this memory, which is not reused while one is held.
-        if self._again is not None and self._again[0].data_ptr() == part.data_ptr():
+        # By its number: the memory of a part may hold another input by now, and each column has a tensor of its own.
+        if self._again is not None and self._again[0] == crossing:
             return self._again[1]
         assert self.sequence_dim is not None
         whole = all_gather(part, self.comm, self.sequence_dim, tag=f"input of {self.name} again")
         # Only where the whole has a gradient: the hook on that is what forgets it again.
         if self._is_shared and for_all:
-            self._again = (part, whole)
+            self._again = (crossing, whole)
         return whole
 
     def _cross(self, tensor: Tensor) -> Tensor:
+        self.num_crossings += 1
         tag = f"input of {self.name}"
         if self.sequence_dim is None:
             return copy(tensor, self.comm, tag=tag)
@@ -84,10 +89,24 @@ class SharedInput:
         return crossed
 
     def _forget(self) -> None:
+        self._last = self._again = None
+
+    def _forget_last(self) -> None:
         self._last = None
 
     def _forget_again(self) -> None:
         self._again = None
+
+
+def caller_around(name: str, model: nn.Module) -> nn.Module | None:
+    """The module whose forward calls what module ``name`` holds: itself, or what holds it if it is a mere container.
+
+    None if all that hold it are containers, such as ``nn.ModuleList``, of which torch never calls a forward.
+    """
+    module = model.get_submodule(name)
+    if type(module).forward is not nn.Module.forward:
+        return module
+    return caller_around(name.rpartition(".")[0], model) if name else None
 
 
 def linear_of_gathered(
@@ -116,7 +135,7 @@ class _LinearOfGathered(torch.autograd.Function):
     ) -> Tensor:
         # The part, not ``gathered``: that is the memory this class exists to save.
         ctx.save_for_backward(part, weight)
-        ctx.shared_input = shared_input
+        ctx.shared_input, ctx.crossing = shared_input, shared_input.num_crossings
         return functional.linear(gathered, weight, bias)
 
     @staticmethod
@@ -127,10 +146,12 @@ class _LinearOfGathered(torch.autograd.Function):
         needs_input, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
         rows = gradient.flatten(0, -2)
         d_weight = d_bias = d_input = None
+        # Under autocast forward ran in the gradient's dtype, and the tensors that came in have their own.
         if needs_weight:
-            d_weight = rows.T @ ctx.shared_input.regather(part, for_all=needs_input).flatten(0, -2)
+            whole = ctx.shared_input.regather(part, ctx.crossing, for_all=needs_input)
+            d_weight = (rows.T @ whole.flatten(0, -2).to(gradient.dtype)).to(weight.dtype)
         if needs_bias:
-            d_bias = rows.sum(0)
+            d_bias = rows.sum(0).to(weight.dtype)
         if needs_input:
-            d_input = gradient @ weight
+            d_input = (gradient @ weight.to(gradient.dtype)).to(part.dtype)
         return d_input, None, d_weight, d_bias, None

@@ -1,0 +1,130 @@
+"""What columns share is never that of an earlier step, also where a static buffer is refilled in place."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from shardlab.comm.mesh import Mesh
+from shardlab.comm.slices import merge
+from shardlab.partition.slices import slices_of
+from shardlab.tensor_parallel import Column, Row, parallelize_module
+from tests.comm.test_communicator import Log
+from tests.tensor_parallel.test_layers import close, random
+
+
+class Gated(nn.Module):
+    """Two columns of one input, in a container, whose forward torch never calls."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.into = nn.ModuleList(nn.Linear(8, 16) for _ in range(2))
+            self.out = nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.into[0](x)) * self.into[1](x))
+
+
+def parallel(model, comm, *, regather):
+    plan = {"into.*": Column(sequence_dim=1, regather=regather), "out": Row(sequence_dim=1)}
+    return parallelize_module(model, plan, comm)
+
+
+def gradient_of_weights(model, x, way):
+    loss, weights = model(x).square().sum(), [layer.weight for layer in (*model.into, model.out)]
+    if way == "autograd.grad":
+        for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+            weight.grad = gradient
+    else:
+        loss.backward(inputs=weights if way == "inputs" else None)
+    return loss.detach()
+
+
+def refilled(rank, regather, way, through_data):
+    """Two steps from one buffer: the loss, the gradients of the weights, and what was sent for the input."""
+    with Mesh({"tensor": 2}) as mesh:
+        comm = mesh["tensor"]
+        model, log, steps = parallel(Gated().double(), comm, regather=regather), Log(), []
+        buffer = torch.zeros(2, 2, 8, dtype=torch.float64, requires_grad=True)
+        for seed in (1, 2):
+            part = random(2, 4, 8, seed=seed).chunk(2, 1)[rank]
+            with torch.no_grad():
+                (buffer.data if through_data else buffer).copy_(part)
+            with comm.observed_by(log):
+                loss = gradient_of_weights(model, buffer, way)
+            comm.all_reduce(loss).wait()
+            slices = slices_of(model)
+            weights = {name: param for name, param in model.named_parameters() if "weight" in name}
+            steps.append((loss, {name: merge(weight.grad, slices[name], comm) for name, weight in weights.items()}))
+            model.zero_grad()
+        return steps, [str(event.op) for event in log.events if "gather" in event.op and "input" in event.tag]
+
+
+@pytest.mark.parametrize("way", ["backward", "inputs", "autograd.grad"])
+@pytest.mark.parametrize("regather", [False, True])
+@pytest.mark.parametrize("through_data", [False, True])
+def test_a_buffer_refilled_in_place_is_a_new_input(pools, through_data, regather, way):
+    results = pools(2).run(refilled, regather, way, through_data)
+    for step, seed in enumerate((1, 2)):
+        plain = Gated().double()
+        loss = gradient_of_weights(plain, random(2, 4, 8, seed=seed), way)
+        for steps, sent in results:
+            close(steps[step][0], loss)
+            for name, gradient in steps[step][1].items():
+                close(gradient, plain.get_parameter(name).grad)
+            assert len(sent) == (4 if regather else 2)  # once a step for both columns, and once again in backward
+
+
+def kept(rank):
+    with Mesh({"tensor": 2}) as mesh:
+        model = parallel(Gated(), mesh["tensor"], regather=False)
+        x = torch.ones(2, 2, 8)
+        seen = weakref.ref(x)
+        model(x).sum().backward()
+        del x
+        gc.collect()
+        return seen() is not None
+
+
+def test_no_input_is_kept_after_the_step(pools):
+    assert pools(2).run(kept) == [False, False]
+
+
+def in_a_bare_container(rank):
+    """No module calls the columns, so nothing says when they may forget: each sends for itself."""
+    with Mesh({"tensor": 2}) as mesh:
+        model = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        parallelize_module(model, {"*": Column(sequence_dim=0)}, mesh["tensor"])
+        x, log, found = torch.zeros(1, 4), Log(), []
+        for value in (1.0, 2.0):
+            x.data.fill_(value)
+            with mesh["tensor"].observed_by(log):
+                found.append([layer(x) for layer in model])
+        return found, [layer(torch.full((1, 4), 2.0)) for layer in model], len(log.events)
+
+
+def test_columns_that_no_module_calls_share_nothing(pools):
+    for (_, second), expected, num_sent in pools(2).run(in_a_bare_container):
+        close(second, expected)
+        assert num_sent == 4
+
+
+def under_autocast(rank, regather):
+    with Mesh({"tensor": 2}) as mesh:
+        model = parallel(Gated(), mesh["tensor"], regather=regather)
+        x = random(2, 4, 8, seed=1).float().chunk(2, 1)[rank].clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = model(x)
+        y.float().square().sum().backward()
+        return y.detach(), {"x": x.grad} | {name: param.grad for name, param in model.named_parameters()}
+
+
+def test_gathering_again_under_autocast_changes_nothing(pools):
+    once, again = (pools(2).run(under_autocast, regather) for regather in (False, True))
+    for (y, gradients), (found_y, found) in zip(once, again, strict=True):
+        torch.testing.assert_close(found_y, y, atol=0, rtol=0)
+        torch.testing.assert_close(found, gradients, atol=1e-2, rtol=1e-2)
