@@ -6,7 +6,7 @@ Read it before the hooks of ``fsdp``. Each rank holds 1/N of the rows of the wei
 x. Forward gathers both and frees them; backward gathers the weight again, since it was not kept, and reduce-scatters
 the gradients, so that each rank receives the mean over ranks for its own rows.
 
-Legend: B rows of x on this rank, I in features, O out features, N ranks; O is a multiple of N.
+Legend: I in features, O out features, N ranks; O is a multiple of N.
 """
 
 from typing import Any
@@ -18,20 +18,24 @@ from typing_extensions import override
 from shardlab.comm import Communicator
 
 
-def sharded_linear(x: Tensor, weight_shard: Tensor, bias_shard: Tensor, comm: Communicator) -> Tensor:
+def sharded_linear(x: Tensor, weight_shard: Tensor, bias_shard: Tensor | None, comm: Communicator) -> Tensor:
     """``x @ weight.T + bias``, where this rank holds shards of weight and bias.
 
     Communicated: O x I + O elements gathered in forward, O x I in backward, O x I + O reduced.
 
     Args:
-        x: [B, I], this rank's rows.
-        weight_shard: [O/N, I], rows ``rank * O/N`` onwards.
-        bias_shard: [O/N].
+        x: [..., I], this rank's rows.
+        weight_shard: [O/N, I], rows ``rank * O/N`` onwards; as many on every rank.
+        bias_shard: [O/N]; None on all ranks for a layer without bias.
         comm: the ranks that hold the other shards.
 
     Returns:
-        [B, O]. Gradients of the shards are means over the ranks.
+        [..., O]. Gradients of the shards are means over the ranks; they have no gradients of their own.
+
+    Raises:
+        ValueError: shapes that do not fit each other, before anything is sent.
     """
+    _check(x, weight_shard, bias_shard)
     result: Tensor = _ShardedLinear.apply(x, weight_shard, bias_shard, comm)  # type: ignore[no-untyped-call]
     return result
 
@@ -41,20 +45,36 @@ class _ShardedLinear(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, x: Tensor, weight_shard: Tensor, bias_shard: Tensor, comm: Communicator) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight_shard: Tensor, bias_shard: Tensor | None, comm: Communicator) -> Tensor:
         # The shard: the gathered weight is freed when forward returns.
         ctx.save_for_backward(x, weight_shard)
-        ctx.comm = comm
-        return x @ _gather(weight_shard, comm, "weight").t() + _gather(bias_shard, comm, "bias")
+        ctx.comm, ctx.has_bias = comm, bias_shard is not None
+        y = x @ _gather(weight_shard, comm, "weight").t()
+        return y if bias_shard is None else y + _gather(bias_shard, comm, "bias")
 
     @staticmethod
+    @torch.autograd.function.once_differentiable  # what is gathered here has no graph: d/dweight of this would be zero
     @override
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_shard = ctx.saved_tensors
+        rows = grad_y.reshape(-1, grad_y.shape[-1])
         # Three collectives in this order on every rank; another order on one of them would hang.
         grad_x = grad_y @ _gather(weight_shard, ctx.comm, "weight")
-        grad_weight = _reduce_scatter(grad_y.t() @ x, ctx.comm, "weight")
-        return grad_x, grad_weight, _reduce_scatter(grad_y.sum(0), ctx.comm, "bias"), None
+        grad_weight = _reduce_scatter(rows.t() @ x.reshape(-1, x.shape[-1]), ctx.comm, "weight")
+        grad_bias = _reduce_scatter(rows.sum(0), ctx.comm, "bias") if ctx.has_bias else None
+        return grad_x, grad_weight, grad_bias, None
+
+
+def _check(x: Tensor, weight_shard: Tensor, bias_shard: Tensor | None) -> None:
+    if weight_shard.dim() != 2:
+        raise ValueError(f"weight_shard: shape {tuple(weight_shard.shape)} is given; it must be (out / ranks, in)")
+    rows, in_features = weight_shard.shape
+    if x.dim() == 0 or x.shape[-1] != in_features:
+        raise ValueError(f"x: shape {tuple(x.shape)} is given; with this weight_shard it must be (..., {in_features})")
+    if bias_shard is not None and bias_shard.shape != (rows,):
+        raise ValueError(
+            f"bias_shard: shape {tuple(bias_shard.shape)} is given; beside this weight_shard it is ({rows},)"
+        )
 
 
 def _gather(shard: Tensor, comm: Communicator, name: str) -> Tensor:

@@ -44,3 +44,61 @@ def test_equals_the_plain_layer(pools, num_ranks):
             ("reduce_scatter", "gradients: weight", weight.numel()),
             ("reduce_scatter", "gradients: bias", bias.numel()),
         ]
+
+
+def any_leading_dims(rank, leading, has_bias):
+    """What one rank finds, and its share of what a plain layer gives: output, and gradients of x, weight and bias."""
+    _, weight, bias = full(2)
+    x = torch.randn(2, *leading, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    plain = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
+    y = torch.nn.functional.linear(plain[0], plain[1], plain[2] if has_bias else None)
+    y.square().sum().backward()
+    own = [part.clone().requires_grad_() for part in (x[rank], weight.chunk(2)[rank], bias.chunk(2)[rank])]
+    with Mesh({"data": 2}) as mesh:
+        own_y = sharded_linear(own[0], own[1], own[2] if has_bias else None, mesh.data)
+        own_y.square().sum().backward()
+    own_grads = [tensor.grad for tensor in own[: 3 if has_bias else 2]]
+    grads = [plain[0].grad[rank], *(tensor.grad.chunk(2)[rank] / 2 for tensor in plain[1 : 3 if has_bias else 2])]
+    return (own_y.detach(), *own_grads), (y[rank].detach(), *grads)
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_any_leading_dims_and_no_bias(pools, leading, has_bias):
+    for found, expected in pools(2).run(any_leading_dims, leading, has_bias):
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+
+
+def twice_differentiated(rank):
+    _, weight, bias = (part.chunk(2)[rank].clone().requires_grad_() for part in full(2))
+    with Mesh({"data": 2}) as mesh:
+        x = full(2)[0][2 * rank : 2 * rank + 2].clone().requires_grad_()
+        loss = sharded_linear(x, weight, bias, mesh.data).square().sum()
+        (grad_x,) = torch.autograd.grad(loss, x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad_x.square().sum().backward()
+
+
+def test_a_second_derivative_is_refused(pools):
+    pools(2).run(twice_differentiated)
+
+
+def refused(rank):
+    log, messages = Log(), []
+    with Mesh({"data": 2}) as mesh, mesh.observed_by(log):
+        for x, weight, bias in (((2, 4), (3, 5), (3,)), ((2, 5), (3, 5), (6,)), ((), (3, 5), (3,)), ((2, 5), (3,), (3,))):
+            with pytest.raises(ValueError, match="is given") as error:
+                sharded_linear(torch.ones(x), torch.ones(weight), torch.ones(bias), mesh.data)
+            messages.append(str(error.value))
+    return messages, len(log.events)
+
+
+def test_shapes_that_do_not_fit_are_refused_before_anything_is_sent(pools):
+    for messages, num_sent in pools(2).run(refused):
+        assert messages == [
+            "x: shape (2, 4) is given; with this weight_shard it must be (..., 5)",
+            "bias_shard: shape (6,) is given; beside this weight_shard it is (3,)",
+            "x: shape () is given; with this weight_shard it must be (..., 5)",
+            "weight_shard: shape (3,) is given; it must be (out / ranks, in)",
+        ]
+        assert num_sent == 0
