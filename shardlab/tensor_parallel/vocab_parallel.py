@@ -107,7 +107,7 @@ def vocab_parallel_cross_entropy(
     """What ``torch.nn.functional.cross_entropy`` gives for the gathered logits, equal on all ranks.
 
     Args:
-        logits: (..., V / N), this rank's part; half precision is raised to float32.
+        logits: (..., V / N), this rank's part, the vocabulary last; half precision is raised to float32.
         targets: int64, (...), numbers in the whole vocabulary, equal on all ranks.
         comm: the tensor axis.
         ignore_index: a target that does not count.
@@ -120,19 +120,24 @@ def vocab_parallel_cross_entropy(
     Raises:
         ValueError: shapes that do not fit, or an option outside its range.
         IndexError: on all ranks, where a target is outside the vocabulary.
+        RuntimeError: on all ranks, if each was given all logits (on CUDA torch's device-side assertion).
     """
     _check(logits, targets, label_smoothing, reduction)
     if logits.dtype in _HALF:
         logits = logits.float()
     counts = targets != ignore_index
     # Detached: the maximum cancels out of the loss, so no gradient flows through it.
-    peak = logits.detach().amax(-1)
+    own_peak = logits.detach().amax(-1)
+    peak = own_peak.clone()
     comm.all_reduce(peak, reduction="max", tag="maximum of logits").wait()
     shifted = logits - peak.unsqueeze(-1)
     terms = [shifted.exp().sum(-1), _of_target(shifted, targets, counts, comm)]
     if label_smoothing:
         terms.append(shifted.sum(-1))
     exp_sum, at_target, *rest = reduce(torch.stack(terms), comm, tag="sums of logits").unbind()
+    if comm.num_ranks > 1:
+        alike = (own_peak == peak) & _is_multiple(exp_sum.detach(), terms[0].detach(), comm.num_ranks)
+        _refuse_whole(alike, terms[0].detach(), targets, counts, logits.shape[-1])
     losses = exp_sum.log() - (1 - label_smoothing) * at_target
     if rest:
         losses = losses - label_smoothing / (logits.shape[-1] * comm.num_ranks) * rest[0]
@@ -151,6 +156,31 @@ def _of_target(shifted: Tensor, targets: Tensor, counts: Tensor, comm: Communica
     # A target outside the vocabulary stays outside the part, so that gather refuses it.
     own = torch.where(elsewhere, 0, targets - start)
     return shifted.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
+
+
+def _is_multiple(total: Tensor, own: Tensor, num_ranks: int) -> Tensor:
+    return torch.isclose(total, num_ranks * own, rtol=64 * torch.finfo(own.dtype).eps, atol=0)
+
+
+def _refuse_whole(alike: Tensor, own_sum: Tensor, targets: Tensor, counts: Tensor, width: int) -> None:
+    """Refuse gathered logits, whose loss would be too large by log N: all ranks have the same, and so see the same.
+
+    Args:
+        alike: (...), whether maximum and sum of all ranks are as if each had this rank's logits.
+        own_sum: (...), of this rank's exponentials.
+        targets: (...), which all are in the first rank's part if that is the whole vocabulary.
+        counts: (...), which targets do.
+        width: of this rank's logits.
+    """
+    # Logits that are constant, as at the start of a head of zeros, are alike in parts too.
+    varies = own_sum != width
+    is_whole = (alike & (targets < width) | ~counts).all() & (varies & counts).any()
+    # Private, but torch has no public assertion that leaves the host unsynchronized on CUDA.
+    torch._assert_async(
+        ~is_whole,
+        f"logits: all ranks were given the same {width} a token; give each rank its part of the vocabulary, as a head "
+        "without gather_output leaves it (gpt_plan: gather_logits=False)",
+    )
 
 
 def _check(logits: Tensor, targets: Tensor, label_smoothing: float, reduction: str) -> None:

@@ -237,6 +237,29 @@ def test_cross_entropy_equals_that_of_gathered_logits(pools, label_smoothing, re
             assert sent == [("all_reduce", targets.numel()), ("all_reduce", sums * targets.numel())]
 
 
+def whole_logits(rank, num_ranks):
+    """What is said of gathered logits, and whether such parts pass as only look like them."""
+    with Mesh({"tensor": num_ranks}) as mesh:
+        comm = mesh["tensor"]
+        logits, targets = logits_and_targets((2, 3))
+        with pytest.raises(RuntimeError, match="logits: all ranks were given the same 12 a token") as error:
+            vocab_parallel_cross_entropy(logits.float(), targets, comm, ignore_index=3)
+        nothing = torch.full((2, 3), -100)
+        vocab_parallel_cross_entropy(logits, nothing, comm)
+        vocab_parallel_cross_entropy(torch.zeros(0, 6), targets[:0, 0], comm)
+        vocab_parallel_cross_entropy(torch.zeros(2, 3, 6), targets % 6, comm)  # a head of zeros
+        repeated = torch.tensor([0.0, 1.0, 2.0])  # on all ranks, but the second of them has the target
+        return str(error.value), vocab_parallel_cross_entropy(repeated, torch.tensor(4), comm)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_gathered_logits_are_refused(pools, num_ranks):
+    expected = nn.functional.cross_entropy(torch.tensor([0.0, 1.0, 2.0] * num_ranks), torch.tensor(4))
+    for message, loss in pools(num_ranks).run(whole_logits, num_ranks):
+        assert "gather_logits=False" in message
+        torch.testing.assert_close(loss, expected)
+
+
 def half(rank):
     with Mesh({"tensor": 2}) as mesh:
         logits, targets = logits_and_targets((4,))
