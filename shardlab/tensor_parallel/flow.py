@@ -27,10 +27,12 @@ class Flow:
         feeders: names of the layers whose outputs reach a layer's input without another layer in between; of ``END``,
             those that reach the result.
         between: names of the parameters used on that way.
+        dropouts: for each ``nn.Dropout`` that was called, the feeders of each call's input.
     """
 
     feeders: dict[str, frozenset[str]]
     between: dict[str, frozenset[str]]
+    dropouts: dict[str, tuple[frozenset[str], ...]]
 
     @property
     def layers(self) -> list[str]:
@@ -51,9 +53,10 @@ def summed(result: Any) -> Tensor:
     """One number that depends on every floating-point tensor of a result, to run a backward from.
 
     Raises:
-        ValueError: none of them has a gradient.
+        ValueError: none of them has a gradient, unless under ``torch.no_grad``, where none is needed.
     """
-    found = [tensor for tensor in tensors_in(result) if tensor.is_floating_point() and tensor.requires_grad]
+    quiet = not torch.is_grad_enabled()
+    found = [tensor for tensor in tensors_in(result) if tensor.is_floating_point() and (quiet or tensor.requires_grad)]
     if not found:
         raise ValueError("run: it returned no tensor that depends on a parameter; return the loss, or the output")
     # In at least float32: half precision would hide small differences, and so would float32 those of float64.
@@ -71,20 +74,24 @@ def flow_of(module: nn.Module, run: Run) -> Flow:
     # Keep the nodes alive until the graph has been read: a new node could get the id of a freed one.
     outputs: dict[Any, str] = {}
     inputs: dict[str, list[Any]] = {}
+    dropped: dict[str, list[Any]] = {}
 
     def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        def called(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def called(part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            node = args[0].grad_fn if args else None
+            if isinstance(part, nn.Dropout):
+                dropped.setdefault(name, []).append(node)
+                return
             outputs[output.grad_fn] = name
-            inputs.setdefault(name, []).append(args[0].grad_fn if args else None)
+            inputs.setdefault(name, []).append(node)
 
         return called
 
-    layers = {
-        name: layer
-        for name, layer in module.named_modules()
-        if is_layer(layer, nn.Linear) or is_layer(layer, nn.Embedding)
-    }
-    hooks = [layer.register_forward_hook(watch(name)) for name, layer in layers.items()]
+    hooks = [
+        part.register_forward_hook(watch(name))
+        for name, part in module.named_modules()
+        if any(is_layer(part, kind) for kind in (nn.Linear, nn.Embedding, nn.Dropout))
+    ]
     try:
         result = run(module)
     finally:
@@ -98,6 +105,10 @@ def flow_of(module: nn.Module, run: Run) -> Flow:
         {
             name: frozenset(names[x] for one in ends for x in one if isinstance(x, Tensor) and x in names)
             for name, ends in found.items()
+        },
+        {
+            name: tuple(frozenset(x for x in _reached(node, outputs) if isinstance(x, str)) for node in nodes)
+            for name, nodes in dropped.items()
         },
     )
 

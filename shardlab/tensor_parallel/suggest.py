@@ -5,7 +5,9 @@
     print(suggestion)        # every layer: its style, or why it stays whole
 
 A transformers model brings a plan along, which is taken; of any other module the flow of one forward says which layers
-could be columns and rows (``regions``). Nothing is suggested that has not been tried (``rehearsal``).
+could be columns and rows (``regions``). Nothing is suggested that has not been tried (``rehearsal``), but for what
+dropout draws, since all is tried in evaluation mode. ``functional.dropout`` between columns and rows has no style: it
+draws one mask for the parts of all ranks.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -46,7 +48,7 @@ class PlannedModule:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A plan, and what is said of every module that has parameters of its own.
+    """A plan, and what is said of every module that has a style or parameters of its own.
 
     Attributes:
         plan: for ``parallelize_module``; empty if nothing can be divided.
@@ -90,7 +92,7 @@ def suggest_tp_plan(module: nn.Module, num_ranks: int, run: Run) -> Suggestion:
         except Exception as error:
             raise ValueError(f"run: it cannot be called with a copy of the module: {said(error)}") from error
         own = own_plan(module)
-        regions = list(regions_of(module, flow) if own is None else own_regions(module, own))
+        regions = list(regions_of(module, flow) if own is None else own_regions(module, own, flow))
         kinds = kinds_of(module, regions)
         decide(rehearsal, module, kinds)
     chosen: Form = {}
@@ -158,11 +160,11 @@ def _common(names: Iterable[str]) -> str:
 def _rows(
     module: nn.Module, flow: Flow | None, plan: Plan, whys: Mapping[str, str], *, has_own: bool
 ) -> Iterator[PlannedModule]:
-    """A row for each module with parameters of its own; one for all that differ in numbers only."""
+    """A row for each module with a style or parameters of its own; one for all that differ in numbers only."""
     styles = matched(plan, module)
     groups: dict[tuple[str, str, str], list[str]] = {}
     for name, part in module.named_modules():
-        if any(param is not None for param in part._parameters.values()):
+        if name in styles or any(param is not None for param in part._parameters.values()):
             style = written(styles[name]) if name in styles else WHOLE
             groups.setdefault((without_numbers(name), type(part).__name__, style), []).append(name)
     for (_, kind, style), names in groups.items():

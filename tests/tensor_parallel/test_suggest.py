@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from shardlab.tensor_parallel import Column, OnSequence, Row, Vocabulary, suggest_tp_plan
+from shardlab.tensor_parallel import Column, OnSequence, OwnDropout, Row, Vocabulary, suggest_tp_plan
 from shardlab.tensor_parallel.suggest import check_tp_plan
 from tests.tensor_parallel import strangers
 from tests.tensor_parallel.strangers import HEAD_DIM, Stranger, next_word, sequences
@@ -161,3 +161,63 @@ def test_a_forward_that_needs_values_is_tried_with_values():
         model = ByValue()
     with pytest.raises(ValueError, match="run: it cannot be called"):
         suggest_tp_plan(model, 2, lambda model: functional.mse_loss(model(x), x))
+
+
+class Dropped(nn.Module):
+    """Dropout of features in parts (``inside``), of whole ones (``behind``), and of both (``both``)."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.inside, self.behind, self.both = (nn.Dropout(0.5) for _ in range(3))
+        self.double()
+
+    def forward(self, x):
+        return self.both(self.behind(self.down(self.both(self.inside(torch.relu(self.up(x)))))))
+
+
+class DroppedByPlan(Dropped):
+    _tp_plan = {"up": "colwise", "down": "rowwise"}  # noqa: RUF012
+
+
+X = torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("kind", [Dropped, DroppedByPlan])
+def test_dropout_between_columns_and_rows_is_each_ranks_own(kind):
+    found = suggest_tp_plan(kind(), 2, lambda model: model(X))
+    assert found.plan == {"up": Column(), "down": Row(), "inside": OwnDropout()}
+    assert "tried: outputs" in why(found, "inside")
+
+
+class Faster(nn.Module):
+    """Without gradients it takes the weights past the layers that hold them, as some of torch's own modules do."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.double()
+
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            return self.down(torch.relu(self.up(x)))
+        h = torch.relu(functional.linear(x, self.up.weight, self.up.bias))
+        return functional.linear(h, self.down.weight, self.down.bias)
+
+
+def test_a_forward_that_goes_another_way_without_gradients_is_whole():
+    found = suggest_tp_plan(Faster(), 2, lambda model: model(X))
+    assert found.plan == {}
+    assert "without gradients the result is another" in why(found, "up")
+    with pytest.raises(ValueError, match="tp_plan: tried in one process, it fails: without gradients"):
+        check_tp_plan(Faster(), {"up": Column(), "down": Row()}, 2, lambda model: model(X))
+
+
+def test_a_loss_that_needs_gradients_is_tried_with_them_alone():
+    def sensitive(model):
+        x = X.clone().requires_grad_()
+        y = model(x)
+        (gradient,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+        return y.square().mean() + gradient.square().mean()
+
+    assert suggest_tp_plan(Faster(), 2, sensitive).plan == {"up": Column(), "down": Row()}
