@@ -34,8 +34,9 @@ class RankPool:
     """A group of ranks that stays warm between calls.
 
     Ranks start at the first ``run`` and end with ``close``, with the ``with`` block, or with this process, however that
-    ends. After an error the ranks are ended and the next ``run`` starts fresh ones. Under ``torchrun`` the pool is the
-    group that torchrun made, and ``run`` calls the function in this process.
+    ends. After an error the ranks are ended and the next ``run`` starts fresh ones. Each rank draws random numbers of
+    its own, unless the function seeds. Under ``torchrun`` the pool is the group that torchrun made, and ``run`` calls
+    the function in this process.
 
     Args:
         world_size: number of ranks.

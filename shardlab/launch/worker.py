@@ -83,6 +83,7 @@ class _Control:
 def main(config: RankConfig) -> None:
     """Entry point of a rank's process."""
     isolation.isolate(config.output, config.life, config.environ)
+    _reseed()
     # Only after isolate(): before it, the exception would print a traceback into the parent's terminal.
     signal.signal(signal.SIGTERM, _end_now)
     control = _Control(config.control)
@@ -100,6 +101,17 @@ def main(config: RankConfig) -> None:
         control.send(_failure(config.rank, error))
     finally:
         leave_group()
+
+
+def _reseed() -> None:
+    """Give this rank random numbers of its own, as a fresh process has.
+
+    All ranks are forked from one process, whose generators they inherit in the same state: the default ones of torch
+    and NumPy would give every rank of every pool the same numbers. Python reseeds its own at each fork.
+    """
+    torch.seed()  # CUDA's generators too, once CUDA begins
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:  # one that is imported later seeds itself
+        numpy_random.seed()
 
 
 def _end_now(signum: int, frame: FrameType | None) -> None:

@@ -2,12 +2,14 @@
 
 import functools
 import os
+import random
 import sys
 import threading
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -87,6 +89,17 @@ def test_ranks_stay_warm_and_restart_on_demand():
         assert pool.run(lambda rank: os.getpid()) == first == list(pool.pids)
         pool.restart()
         assert not set(pool.run(lambda rank: os.getpid())) & set(first)
+
+
+def test_every_rank_of_every_pool_draws_numbers_of_its_own(pools):
+    """Ranks are forked from one process, whose random state they must not keep."""
+
+    def draw(rank):
+        return torch.rand(1).item(), np.random.rand(), random.random()
+
+    pools(2).start()  # first: it says what the forkserver preloads, and numpy.random is among it
+    for drawn in zip(*launch(draw, 2, device="cpu"), *launch(draw, 2, device="cpu"), strict=True):
+        assert len(set(drawn)) == 4
 
 
 def test_current_in_a_rank(pools):
