@@ -21,6 +21,18 @@ from shardlab.launch.placement import Placement, TorchrunEnv, agreed
 T = TypeVar("T")
 
 
+class _Process:
+    """What holds for all pools of this process, since they share the group that torchrun made.
+
+    Attributes:
+        num_calls: calls of ``run`` so far.
+        failure: name of the exception that ended one of them; empty if none did.
+    """
+
+    num_calls: int = 0
+    failure: str = ""
+
+
 class TorchrunRanks:
     """All ranks of a torchrun job, seen from one of them.
 
@@ -44,7 +56,17 @@ class TorchrunRanks:
         return self._context.placement
 
     def start(self) -> None:
-        """Make this process a rank; the group is made if the script has not made it."""
+        """Make this process a rank; the group is made if the script has not made it.
+
+        Raises:
+            RuntimeError: a call has failed in this process.
+        """
+        if _Process.failure:
+            # The other ranks may still be in that call, whose collectives would meet those of the next one.
+            raise RuntimeError(
+                f"RankPool: a call has failed with {_Process.failure}, and other ranks may still be in it; under "
+                "torchrun let the exception end this process, so that torchrun ends the job"
+            )
         if not dist.is_initialized():
             self._find_store()
         # Only after _find_store: on GPUs the ranks agree there on the backend, which the context holds.
@@ -88,7 +110,11 @@ class TorchrunRanks:
         """Call ``fn(rank, ...)`` here, as every other process does; the results of all, in rank order.
 
         Communicates the pickled results, once. An exception leaves as it is: this process ends with it, and torchrun
-        then ends the others. Messages reach ``on_message`` on rank 0 only, and only rank 0's own.
+        then ends the others. A script that catches it can make no further call. Messages reach ``on_message`` on rank 0
+        only, and only rank 0's own.
+
+        Raises:
+            RuntimeError: another rank is in another call.
         """
         rank = self._context.rank
 
@@ -100,11 +126,25 @@ class TorchrunRanks:
         enter(replace(self._context, emit=emit if rank == 0 else no_emit))
         if self._limit_s is not None:
             faulthandler.dump_traceback_later(self._limit_s, exit=True)
+        _Process.num_calls += 1
+        call = _Process.num_calls
         try:
             result = fn(rank, *args, **kwargs)
+            own = call, pack(result, f"the result of rank {rank}")
             # The others may have nothing to do for long, while rank 0 trains alone for example.
-            packed = all_gather_object(pack(result, f"the result of rank {rank}"), patiently=True)
+            gathered = cast(list[tuple[int, Payload]], all_gather_object(own, patiently=True))
+            _check_calls([number for number, _ in gathered])
+        except BaseException as error:
+            _Process.failure = type(error).__name__  # not the exception, which would keep tensors and groups alive
+            raise
         finally:
             if self._limit_s is not None:
                 faulthandler.cancel_dump_traceback_later()
-        return [unpack(cast(Payload, payload)) for payload in packed]
+        return [unpack(payload) for _, payload in gathered]
+
+
+def _check_calls(numbers: Sequence[int]) -> None:
+    """Refuse results of different calls, as of two threads that call ``run`` at once."""
+    if len(set(numbers)) > 1:
+        counts = ", ".join(f"rank {rank} in call {number}" for rank, number in enumerate(numbers))
+        raise RuntimeError(f"RankPool: {counts} of run; all ranks must make the same calls, in the same order")

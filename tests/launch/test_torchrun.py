@@ -1,5 +1,6 @@
 """The same script, started by torchrun: the pool is the group that torchrun made."""
 
+import json
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -95,6 +96,49 @@ launch(lambda rank: 1 / rank, 2, device="cpu")
     done = torchrun(tmp_path / "script.py", text)
     assert done.returncode != 0
     assert "ZeroDivisionError" in done.stderr
+
+
+SURVIVES_A_FAILURE = """
+import json, os
+from shardlab.launch import RankPool
+
+def train(rank, lr):
+    if lr > 1 and rank == 1:
+        raise ValueError("the loss is NaN")
+    return lr
+
+told = []
+with RankPool(2, device="cpu", timeout_s=5) as pool:
+    for lr in (0.1, 10.0, 0.3, 0.5):
+        try:
+            told.append(pool.run(train, lr))
+        except Exception as error:
+            told.append(str(error).partition(",")[0])
+os.write(1, f"{json.dumps([os.environ['RANK'], *told])}\\n".encode())
+"""
+
+
+def test_no_rank_gets_results_of_another_call_after_a_failure_that_the_script_catches(tmp_path):
+    done = torchrun(tmp_path / "script.py", SURVIVES_A_FAILURE)
+    first, second = sorted(map(json.loads, done.stdout.splitlines()))
+    assert second == ["1", [0.1, 0.1], "the loss is NaN", *["RankPool: a call has failed with ValueError"] * 2]
+    assert first[:2] == ["0", [0.1, 0.1]]
+    assert isinstance(first[2], str), "what gloo says of a process that has gone"
+    assert first[3:] == ["RankPool: a call has failed with RuntimeError"] * 2
+
+
+IN_DIFFERENT_CALLS = """
+from shardlab.launch import RankPool
+
+with RankPool(2, device="cpu") as pool, RankPool(2, device="cpu") as other:
+    print(pool.run(lambda rank: other.run(str) if rank == 0 else rank))
+"""
+
+
+def test_results_of_different_calls_are_refused(tmp_path):
+    done = torchrun(tmp_path / "script.py", IN_DIFFERENT_CALLS)
+    assert not done.stdout
+    assert "RankPool: rank 0 in call 2, rank 1 in call 1 of run" in done.stderr
 
 
 def test_other_world_size_is_refused_with_both_numbers(monkeypatch):
