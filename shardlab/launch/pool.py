@@ -10,7 +10,8 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -25,6 +26,7 @@ from shardlab.launch.torchrun import TorchrunRanks
 T = TypeVar("T")
 
 _START_LIMIT = "the ranks did not come up within start_s"
+_CLOSED_MEANWHILE = "RankPool: it was closed during this call"
 _STOP_GRACE_S = 2.0
 _INTERRUPT_GRACE_S = 1.0  # ranks are gone within 2 s of Ctrl-C; meanwhile their `finally` clauses save what they hold
 _FAILURE_GRACE_S = 0.3
@@ -94,6 +96,7 @@ class RankPool:
         self._processes: RankProcesses | None = None
         self._ender: weakref.finalize[[], RankPool] | None = None
         self._is_closed = False
+        self._in_use = threading.Lock()
         self._is_running = False
         self._interrupted = threading.Event()
         self._is_announced = False
@@ -125,35 +128,23 @@ class RankPool:
             RankDied: a rank's process is gone.
             RankHang: a rank waited in a collective for longer than ``timeout_s``, or all of it took longer than
                 ``limit_s``.
+            RuntimeError: the pool is closed, before or during the call, or another call of it runs.
             TypeError: ``fn`` or an argument cannot be pickled.
         """
-        self._check_usable()
-        if self._torchrun is not None:
-            self.start()
-            return self._torchrun.run(fn, args, kwargs, on_message)
-        # Before the ranks start: what cannot be pickled is told at once.
-        call = pack((fn, args, kwargs), "the function or one of its arguments")
-        self.start()
-        payloads = self._attempt(Task(call, tuple(sys.path)), on_message)
-        return [unpack(payload) for payload in payloads]
+        with self._alone():
+            if self._torchrun is not None:
+                self._start()
+                return self._torchrun.run(fn, args, kwargs, on_message)
+            # Before the ranks start: what cannot be pickled is told at once.
+            call = pack((fn, args, kwargs), "the function or one of its arguments")
+            self._start()
+            payloads = self._attempt(Task(call, tuple(sys.path)), on_message)
+            return [unpack(payload) for payload in payloads]
 
     def start(self) -> None:
         """Start the ranks and wait until their group is up; does nothing if they are."""
-        self._check_usable()
-        if self._torchrun is not None:
-            self._torchrun.start()
-        self._announce()
-        if self._torchrun is not None:
-            return
-        if self._processes is not None and self._processes.is_alive:
-            return
-        self._end_processes(0.0)  # one that died between two calls
-        self._processes = RankProcesses(self._config)
-        # Not a bound method of the pool, which would keep the pool alive. Registered with atexit as well, because that
-        # runs before multiprocessing's own exit function, which would wait for the ranks for ever.
-        self._ender = weakref.finalize(self, self._processes.end)
-        atexit.register(self._ender)
-        self._attempt(None, None)
+        with self._alone():
+            self._start()
 
     def interrupt(self) -> None:
         """Interrupt a ``run`` in another thread, as Ctrl-C does in this one: it raises KeyboardInterrupt there.
@@ -165,11 +156,11 @@ class RankPool:
 
     def restart(self) -> None:
         """End the ranks; the next ``run`` starts fresh ones."""
-        self._check_usable()
-        self._end_processes(_STOP_GRACE_S, politely=True)
+        with self._alone():
+            self._end_processes(_STOP_GRACE_S, politely=True)
 
     def close(self) -> None:
-        """End the ranks for good. Closing twice is harmless."""
+        """End the ranks for good, also while they run a function. Closing twice is harmless."""
         self._is_closed = True
         self._end_processes(_STOP_GRACE_S, politely=True)
 
@@ -196,25 +187,45 @@ class RankPool:
         state = "closed" if self._is_closed else "warm" if self._processes is not None else "not started"
         return f"RankPool({self.world_size} ranks on {', '.join(dict.fromkeys(self.placement.devices))}, {state})"
 
+    def _start(self) -> None:
+        if self._torchrun is not None:
+            self._torchrun.start()
+        self._announce()
+        if self._torchrun is not None or (self._processes is not None and self._processes.is_alive):
+            return
+        self._end_processes(0.0)  # one that died between two calls
+        self._processes = RankProcesses(self._config)
+        # Not a bound method of the pool, which would keep the pool alive. Registered with atexit as well, because that
+        # runs before multiprocessing's own exit function, which would wait for the ranks for ever.
+        self._ender = weakref.finalize(self, self._processes.end)
+        atexit.register(self._ender)
+        self._attempt(None, None)
+
     def _attempt(self, task: Task | None, on_message: Callable[[int, object], None] | None) -> list[Payload]:
         """Send ``task`` and collect the answers; None collects those of a start. If ranks fail, all are ended."""
         processes = self._processes
-        assert processes is not None
         # Before it counts as running: an interrupt that comes after that must not be lost.
         self._interrupted.clear()
         self._is_running = True
         try:
+            if self._is_closed:  # by another thread, since this call began
+                raise RuntimeError(_CLOSED_MEANWHILE)
+            assert processes is not None
             if task is None:
                 start = Patience(limit_s=self._start_s, notice_s=self._patience.notice_s, limit=_START_LIMIT)
                 return Collector(processes, start, None, self._interrupted).collect()
             processes.send(task)
             return Collector(processes, self._patience, on_message, self._interrupted).collect()
-        except (RankError, RankHang) as error:
+        except Exception as error:
             self._end_processes(_FAILURE_GRACE_S)
-            # The frames of the collector say nothing to the reader of a notebook, and would fill a screen.
-            raise error.with_traceback(None) from error.__cause__
-        except BaseException as error:
-            self._end_processes(_FAILURE_GRACE_S if isinstance(error, Exception) else _INTERRUPT_GRACE_S)
+            if self._is_closed:  # ranks that another thread has ended did not fail
+                raise RuntimeError(_CLOSED_MEANWHILE) from None
+            if isinstance(error, RankError | RankHang):
+                # The frames of the collector say nothing to the reader of a notebook, and would fill a screen.
+                raise error.with_traceback(None) from error.__cause__
+            raise
+        except BaseException:
+            self._end_processes(_INTERRUPT_GRACE_S)
             raise
         finally:
             self._is_running = False
@@ -233,11 +244,17 @@ class RankPool:
             atexit.unregister(self._ender)
             self._ender.detach()
 
-    def _check_usable(self) -> None:
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Refuse a second call meanwhile, be it of another thread or of ``on_message``: it would take our answers."""
         if self._is_closed:
             raise RuntimeError("RankPool: it is closed; make a new one")
-        if self._is_running:
+        if not self._in_use.acquire(blocking=False):
             raise RuntimeError("RankPool: it is running a function; run one at a time, or use a second pool")
+        try:
+            yield
+        finally:
+            self._in_use.release()
 
     def _announce(self) -> None:
         if not self._is_announced and self.placement.banner is not None:

@@ -429,6 +429,32 @@ def test_ranks_that_do_not_come_up_in_time_are_named_and_ended(monkeypatch):
         assert pool.pids == ()
 
 
+def test_a_pool_that_another_thread_closes_during_a_call_says_so():
+    def talk(rank):
+        current().emit("hello")
+        time.sleep(60)
+
+    pool = RankPool(2, device="cpu")
+    with pytest.raises(RuntimeError, match="closed during this call"):
+        pool.run(talk, on_message=lambda *_: threading.Thread(target=pool.close).start())
+    assert pool.pids == ()
+
+
+def test_a_pool_that_is_closed_while_its_ranks_start_leaves_none(monkeypatch):
+    class ClosedMeanwhile(RankProcesses):
+        def __init__(self, config):
+            pool.close()
+            super().__init__(config)
+            made.append(self)
+
+    made, pool = [], RankPool(2, device="cpu")
+    monkeypatch.setattr("shardlab.launch.pool.RankProcesses", ClosedMeanwhile)
+    with pytest.raises(RuntimeError, match="closed during this call"):
+        pool.run(abs)
+    assert not made[0].is_alive
+    assert pool.pids == ()
+
+
 def test_a_silent_call_that_ends_has_its_result(capsys):
     with RankPool(1, device="cpu", notice_s=0.3) as pool:
         assert pool.run(lambda rank: time.sleep(0.8)) == [None]

@@ -203,6 +203,29 @@ def test_run_inside_on_message_is_refused(pools):
     assert pool.run(lambda rank: rank) == [0, 1]
 
 
+class SlowToPickle:
+    def __init__(self):
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def __reduce__(self):
+        self.begun.set()
+        assert self.may_end.wait(60)
+        return int, ()
+
+
+def test_a_second_thread_is_refused_from_the_first_moment_of_a_call(pools):
+    pool, slow, results = pools(2), SlowToPickle(), []
+    thread = threading.Thread(target=lambda: results.append(pool.run(lambda rank, _: rank, slow)))
+    thread.start()
+    assert slow.begun.wait(60)
+    for call in (lambda: pool.run(abs), pool.start, pool.restart):
+        with pytest.raises(RuntimeError, match="one at a time"):
+            call()
+    slow.may_end.set()
+    thread.join()
+    assert results == [[0, 1]]
+
+
 def leave_a_cycle(rank):
     engine = nn.Module()
     engine.itself = [engine]
