@@ -10,10 +10,12 @@ from shardlab.vocabulary import Phase
 def timed_steps(steps: pd.DataFrame) -> pd.DataFrame:
     """The steps whose times count: those of a run after the first and without tracing, or all if none is left.
 
+    A run that goes on from a checkpoint begins anew: its first step allocates and warms up as step 0 does.
+
     Args:
         steps: table ``steps``.
     """
-    counts = ~steps["traced_memory"] & (steps["step"] > 0)
+    counts = ~steps["traced_memory"] & (steps["step"] > steps.groupby("run")["step"].transform("min"))
     return steps[counts | ~counts.groupby(steps["run"]).transform("any")]
 
 

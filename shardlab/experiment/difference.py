@@ -8,7 +8,7 @@ import pandas as pd
 from shardlab.analysis.difference import Pair, differences, loss_differences, pairs_of
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.summary import COLUMNS, JUDGED_STEPS, not_finite, tolerance_of
+from shardlab.experiment.summary import COLUMNS, judged, not_finite, tolerance_of
 
 Saved = tuple[Comparison, CompareConfig]
 WITHOUT_EFFECT = {"strategies", "timeout_s"}  # fields that change no number of a strategy
@@ -67,9 +67,8 @@ class Difference:
 
     @property
     def losses_equal(self) -> bool:
-        """Whether the first common steps agree; False if there are none, or a loss is inf or NaN."""
-        judged = self.losses[self.losses["step"] < JUDGED_STEPS]
-        agree = len(judged) > 0 and bool((judged["difference"] <= self.tolerance).all())
+        """Whether the first common steps of each pair agree; False if it has none, or a loss is inf or NaN."""
+        agree = all(len(found := self._judged(pair)) and found.max() <= self.tolerance for pair in self.pairs)
         return agree and not any(self._not_finite(pair) for pair in self.pairs)
 
     @property
@@ -89,16 +88,20 @@ class Difference:
 
     def _verdict(self, pair: Pair) -> str:
         name = pair[0] if pair[0] == pair[1] else f"{pair[0]} and {pair[1]}"
-        losses = self.losses
-        own = losses[(losses["first_run"] == pair[0]) & (losses["second_run"] == pair[1])]
-        judged = own[own["step"] < JUDGED_STEPS]
-        if not len(judged):
+        found = self._judged(pair)
+        if not len(found):
             return f"Losses of {name} cannot be compared: no step is in both."
         if wrong := self._not_finite(pair):
             return f"Losses of {name} are NOT equal: {' and '.join(wrong)}."
-        largest = float(judged["difference"].max())
+        largest = float(found.max())
         equal = "equal" if largest <= self.tolerance else "NOT equal"
-        return f"Losses of {name} are {equal}: in {len(judged)} steps they differ by at most {largest:.1e}."
+        return f"Losses of {name} are {equal}: in {len(found)} steps they differ by at most {largest:.1e}."
+
+    def _judged(self, pair: Pair) -> "pd.Series[float]":
+        """By step, how far the losses of a pair differ, in the steps that are judged."""
+        losses = self.losses
+        own = losses[(losses["first_run"] == pair[0]) & (losses["second_run"] == pair[1])]
+        return judged(own.set_index("step")["difference"])
 
     def _not_finite(self, pair: Pair) -> list[str]:
         """From which step on a loss of the pair is inf or NaN."""

@@ -75,9 +75,9 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     ``traced_in_flight_bytes`` in the traced one, that of the peak (``analysis.in_flight``); null where there was none.
     ``recorder_share`` is the time of recording over the time of the steps, on the rank where it is largest.
     ``max_loss_difference`` is against ``loss_reference``, and null without one; ``losses_equal`` judges the first
-    ``JUDGED_STEPS`` steps, whose largest difference is ``judged_loss_difference``. If a loss of the run or of its
-    reference is inf or NaN at any step, the differences are null and ``losses_equal`` is False, even without a
-    reference. No number is inf or NaN, because JSON has neither.
+    ``JUDGED_STEPS`` steps that both have, whose largest difference is ``judged_loss_difference``; null if they have no
+    step in common. If a loss of the run or of its reference is inf or NaN at any step, the differences are null and
+    ``losses_equal`` is False, even without a reference. No number is inf or NaN, because JSON has neither.
     """
     losses = {str(run): own.groupby("step")["loss"].first() for run, own in records.steps.groupby("run", sort=False)}
     rest = at_rest(records.memory).pivot_table(index="run", columns="role", values="bytes", aggfunc="max")
@@ -155,8 +155,8 @@ def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: s
     own, reference = losses[run], reference_of(records)
     if run == REFERENCE != reference:
         reference = None
-    differences = None if reference is None else (own - losses[reference]).abs()
-    difference = None if differences is None else float(differences[differences.index < JUDGED_STEPS].max())
+    differences = None if reference is None else (own - losses[reference]).abs().dropna()
+    difference = None if differences is None else _number(judged(differences).max())
     rounds = any(_rounds(name, records) for name in (run, reference) if name is not None)
     tolerance = ROUNDED_LOSS_TOLERANCE if rounds else tolerance_of(dtype)
     failed = not not_finite(records.steps).keys().isdisjoint({run, reference})
@@ -168,10 +168,19 @@ def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: s
         "loss_first": _number(own.iloc[0]),
         "loss_last": _number(own.iloc[-1]),
         "loss_reference": reference,
-        "max_loss_difference": None if failed or differences is None else float(differences.max()),
+        "max_loss_difference": None if failed or differences is None else _number(differences.max()),
         "judged_loss_difference": None if failed else difference,
         "losses_equal": False if failed else equal,
     }
+
+
+def judged(differences: "pd.Series[float]") -> "pd.Series[float]":
+    """Of differences by step those of the first ``JUDGED_STEPS`` steps, counted from the first that two runs both have.
+
+    Not from step 0: a run that goes on from a checkpoint may have none of those.
+    """
+    steps = differences.index
+    return differences[steps < steps.min() + JUDGED_STEPS]
 
 
 def tolerance_of(dtype: str) -> float:

@@ -79,7 +79,7 @@ class Recorder:
         self._device, self._samples = device, samples
         self._memory = MemorySamples(device, origin_ns)
         self._phase = Phase.SETUP
-        self._step = BEFORE_TRAINING
+        self._step = self._first_step = BEFORE_TRAINING
         self._seq = 0
         self._events: list[tuple[CollectiveEvent, Phase]] = []
         self._spans: list[Span] = []
@@ -108,6 +108,7 @@ class Recorder:
         if self._step == BEFORE_TRAINING:
             # Before the lists begin anew: what has been sent so far is a step of its own.
             self._write_setup()
+            self._first_step = step
         began_ns = perf_counter_ns()
         self._step, self._spans, self._events, self._cost_ns = step, [], [], 0
         self._watched = watched
@@ -236,7 +237,7 @@ class Recorder:
         self._cpu.stop()
         self._writer.append(self._step, tables)
         self.spent(began_ns)
-        if self._ledger is None and self._step > 0:
+        if self._ledger is None and self._step > self._first_step:
             of_recording_and_of_steps = self._costs_ns[self._watched]
             of_recording_and_of_steps[0] += self._cost_ns
             of_recording_and_of_steps[1] += end_ns - begin_ns
@@ -246,7 +247,7 @@ class Recorder:
     def cost_share(self) -> float:
         """Time spent recording over the time of the steps; NaN where none counts.
 
-        Left out as in all timings: step 0, which allocates and warms up, and memory-traced steps.
+        Left out as in all timings: the first step, which allocates and warms up, and memory-traced steps.
         """
         return _share(*map(sum, zip(*self._costs_ns.values(), strict=True)))
 

@@ -1,7 +1,7 @@
 """A model, data and loss that the project has never seen, under every strategy, against one process."""
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pandas as pd
@@ -12,9 +12,13 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shardlab import CompareConfig, Workload, compare
+from shardlab.analysis.timed import timed_steps
 from shardlab.experiment.batches import batches_of, divide, rows_of
+from shardlab.experiment.difference import Difference
 from shardlab.experiment.planned import plan_runs
 from shardlab.experiment.planned_workload import optimizer_of
+from shardlab.experiment.saved import load_saved
+from shardlab.experiment.summary import summarise
 from shardlab.experiment.verdicts import verdict
 from shardlab.launch import current
 from shardlab.trace.store import load_run
@@ -278,6 +282,25 @@ def test_a_run_goes_on_from_its_checkpoints_with_the_losses_of_one_long_run(pool
     ):
         with pytest.raises(ValueError, match=said):
             compare(trained, tmp_path / "third", ranks=2, **{**second, **changes})
+
+
+def test_a_run_that_goes_on_after_the_judged_steps_is_judged_from_its_own_first(pools, tmp_path):
+    trained, options = workloads()["momentum"], {"strategies": ("single", "zero1"), "ranks": 2, "pool": pools(2)}
+    compare(trained, tmp_path / "first", steps=12, save_every=12, **options)
+    rest = compare(trained, tmp_path / "rest", steps=15, resume=str(tmp_path / "first"), **options)
+    assert (tmp_path / "rest" / "summary.json").is_file()
+    assert rest.summary["losses_equal"].tolist() == [True, True]
+    assert (rest.summary["judged_loss_difference"] < 1e-10).all()
+    assert "Losses are equal" in verdict(rest)
+    saved = load_saved(tmp_path / "rest")
+    assert Difference(saved, saved).losses_equal
+    assert Difference(saved, saved).verdicts[0].startswith("Losses of single are equal: in 3 steps")
+    # Its first step allocates, as step 0 does, and the traced one is slow.
+    assert set(timed_steps(rest.records.steps)["step"]) == {13}
+    unshared = rest.records.steps.copy()
+    unshared.loc[unshared["run"] == "zero1", "step"] += 9
+    row = summarise(replace(rest.records, steps=unshared), "float64")[1]
+    assert (row["max_loss_difference"], row["judged_loss_difference"], row["losses_equal"]) == (None, None, None)
 
 
 # Rows.

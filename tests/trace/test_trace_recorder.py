@@ -368,17 +368,18 @@ def test_memory_of_the_recorder_stays_flat(tmp_path):
     assert load_run(tmp_path).steps["step"].tolist() == list(range(300))
 
 
-def test_the_recorder_states_its_cost(tmp_path):
+@pytest.mark.parametrize("first", [0, 12], ids=["from the beginning", "from a checkpoint"])
+def test_the_recorder_states_its_cost(tmp_path, first):
     write_manifest(tmp_path, {"run": "bucketed"})
     recorder = Recorder(RunWriter(tmp_path, 0, "x", "measured"), clock_for(CPU), perf_counter_ns(), device=CPU)
-    for step in range(2):
-        assert math.isnan(recorder.cost_share)  # step 0 allocates and does not count
+    for step in range(first, first + 2):
+        assert math.isnan(recorder.cost_share)  # the first step allocates and does not count
         with recorder.step(step):
             recorder.at_rest()
         recorder.finish_step(1.0, 1.0, 1.0, 1)
     assert recorder.cost_share > 1  # a step of nothing: all of it is recording
     assert math.isnan(recorder.unwatched_cost_share)
-    with recorder.step(2, watched=False):
+    with recorder.step(first + 2, watched=False):
         recorder.at_rest()
     recorder.finish_step(1.0, 1.0, 1.0, 1)
     assert recorder.unwatched_cost_share > 0
