@@ -8,7 +8,7 @@ import pandas as pd
 from shardlab.analysis.difference import Pair, differences, loss_differences, pairs_of
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.summary import COLUMNS, judged, not_finite, tolerance_of
+from shardlab.experiment.summary import COLUMNS, judged, not_finite, precision_of, tolerance_of
 
 Saved = tuple[Comparison, CompareConfig]
 WITHOUT_EFFECT = {"strategies", "timeout_s"}  # fields that change no number of a strategy
@@ -61,15 +61,15 @@ class Difference:
         return loss_differences(self.first[0].records.steps, self.second[0].records.steps, self.pairs)
 
     @property
-    def tolerance(self) -> float:
-        """How far equal losses may differ: the tolerance of the coarser element type."""
-        return max(tolerance_of(config.dtype) for _, config in (self.first, self.second))
-
-    @property
     def losses_equal(self) -> bool:
         """Whether the first common steps of each pair agree; False if it has none, or a loss is inf or NaN."""
-        agree = all(len(found := self._judged(pair)) and found.max() <= self.tolerance for pair in self.pairs)
+        agree = all(len(found := self._judged(pair)) and found.max() <= self.tolerance(pair) for pair in self.pairs)
         return agree and not any(self._not_finite(pair) for pair in self.pairs)
+
+    def tolerance(self, pair: Pair) -> float:
+        """How far equal losses of a pair may differ: the tolerance of the run that computes in the coarser numbers."""
+        runs = zip((self.first, self.second), pair, strict=True)
+        return max(tolerance_of(config.dtype, precision_of(run, saved.records)) for (saved, config), run in runs)
 
     @property
     def settings(self) -> list[str]:
@@ -94,7 +94,7 @@ class Difference:
         if wrong := self._not_finite(pair):
             return f"Losses of {name} are NOT equal: {' and '.join(wrong)}."
         largest = float(found.max())
-        equal = "equal" if largest <= self.tolerance else "NOT equal"
+        equal = "equal" if largest <= self.tolerance(pair) else "NOT equal"
         return f"Losses of {name} are {equal}: in {len(found)} steps they differ by at most {largest:.1e}."
 
     def _judged(self, pair: Pair) -> "pd.Series[float]":

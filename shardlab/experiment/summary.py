@@ -14,6 +14,7 @@ from shardlab.trace.store import Records
 from shardlab.vocabulary import Phase, Role
 
 REFERENCE = "single"
+FULL = "full"  # precision
 # Sums in a different order differ in the last bits, and training carries the difference along.
 LOSS_TOLERANCE = {"float32": 1e-4, "float64": 1e-9}
 # Later, training has amplified the last bit of float32 so much that two correct runs drift apart.
@@ -157,8 +158,7 @@ def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: s
         reference = None
     differences = None if reference is None else (own - losses[reference]).abs().dropna()
     difference = None if differences is None else _number(judged(differences).max())
-    rounds = any(_rounds(name, records) for name in (run, reference) if name is not None)
-    tolerance = ROUNDED_LOSS_TOLERANCE if rounds else tolerance_of(dtype)
+    tolerance = max(tolerance_of(dtype, precision_of(name, records)) for name in (run, reference) if name is not None)
     failed = not not_finite(records.steps).keys().isdisjoint({run, reference})
     equal = None if difference is None else difference <= tolerance
     return {
@@ -180,16 +180,18 @@ def judged(differences: "pd.Series[float]") -> "pd.Series[float]":
     Not from step 0: a run that goes on from a checkpoint may have none of those.
     """
     steps = differences.index
-    return differences[steps < steps.min() + JUDGED_STEPS]
+    first: pd.Series[float] = differences[steps < steps.min() + JUDGED_STEPS]
+    return first
 
 
-def tolerance_of(dtype: str) -> float:
-    """How far losses of a model of this dtype may differ and be called equal."""
-    return LOSS_TOLERANCE.get(dtype, ROUNDED_LOSS_TOLERANCE)
+def tolerance_of(dtype: str, precision: str = FULL) -> float:
+    """How far losses of a model of this dtype, computed in this precision, may differ and be called equal."""
+    return LOSS_TOLERANCE.get(dtype, ROUNDED_LOSS_TOLERANCE) if precision == FULL else ROUNDED_LOSS_TOLERANCE
 
 
-def _rounds(run: str, records: Records) -> bool:
-    return bool(records.manifests[run]["config"].get("precision", "full") != "full")
+def precision_of(run: str, records: Records) -> str:
+    """What a run computes in, as ``CompareConfig.precision`` says it; 'full' if its strategy takes no precision."""
+    return str(records.manifests[run]["config"].get("precision", FULL))
 
 
 def _times(steps: pd.DataFrame, hidden: float | None) -> dict[str, Any]:

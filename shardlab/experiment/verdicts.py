@@ -8,7 +8,15 @@ import pandas as pd
 from shardlab.analysis.timed import in_timed_steps, timed_steps
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.finite import GRADIENTS, LOSS
-from shardlab.experiment.summary import JUDGED_STEPS, REFERENCE, differs_by_rank, not_finite, reference_of
+from shardlab.experiment.summary import (
+    FULL,
+    JUDGED_STEPS,
+    REFERENCE,
+    differs_by_rank,
+    not_finite,
+    precision_of,
+    reference_of,
+)
 from shardlab.vocabulary import HostTransport, MeshAxis, Phase, SpanKind
 
 SAME_SUM = 1e-4  # relative
@@ -42,7 +50,8 @@ def verdict(comparison: Comparison) -> str:
         return "Losses were not compared: only one strategy ran."
     reference = reference_of(comparison.records)
     origin = "the single process" if reference == REFERENCE else f"{reference}, the first strategy on several ranks,"
-    rounded = {run: precision for run in comparison.summary["strategy"] if (precision := _rounded(run, comparison))}
+    precisions = {run: precision_of(run, comparison.records) for run in comparison.summary["strategy"]}
+    rounded = {run: precision for run, precision in precisions.items() if precision != FULL}
     equal = "equal" if comparison.losses_equal else "NOT equal"
     if rounded and comparison.losses_equal:
         equal = f"equal, those of {', '.join(rounded)} within the rounding of {next(iter(rounded.values()))}"
@@ -158,12 +167,6 @@ def alone_verdict(comparison: Comparison) -> str:
     if not reasons or REFERENCE not in set(comparison.summary["strategy"]):
         return ""
     return f"They were not compared with the single process, which rightly differs: {', and '.join(reasons)}."
-
-
-def _rounded(run: str, comparison: Comparison) -> str | None:
-    """The precision of a run that computes in 16 bits, else None."""
-    precision = str(comparison.records.manifests[run]["config"].get("precision", "full"))
-    return None if precision == "full" else precision
 
 
 def plan_verdict(comparison: Comparison) -> str:

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from shardlab.experiment import CompareConfig, compare
+from shardlab.experiment.difference import Difference
 from shardlab.experiment.planned import against_plan, plan_runs
+from shardlab.experiment.saved import load_saved
 from shardlab.experiment.verdicts import plan_verdict, verdict
 from tests.conftest import Pools
 
@@ -39,6 +41,12 @@ def test_losses_in_16_bits_are_judged_as_rounded(pools: Pools, tmp_path) -> None
     assert held["parameter_bytes"]["zero3"] == 4 * padded // 2
     assert held["gradient_bytes"].tolist()[1:] == [4 * padded // 2] * 2
     assert held["optimizer_bytes"]["zero2"] == held["optimizer_bytes"]["zero3"] + 4 * padded // 2
+    compare(replace(config, precision="full"), tmp_path / "full", pool=pools(2))
+    difference = Difference(load_saved(tmp_path / "full"), load_saved(tmp_path / "run"))
+    assert [difference.tolerance(pair) for pair in difference.pairs] == [1e-4, 0.05, 0.05]
+    assert difference.losses_equal
+    assert difference.losses["difference"].max() > 1e-4
+    assert all("are equal" in sentence for sentence in difference.verdicts)
 
 
 def test_a_byte_or_a_message_that_was_not_planned_is_told(pools: Pools, tmp_path) -> None:
