@@ -3,7 +3,7 @@
 The planner uses only the partition arithmetic and runs nothing, so plan and record are two independent counts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,6 +46,9 @@ def plan_runs(config: CompareConfig) -> dict[str, Plan | None]:
     It knows nothing of torch's own strategies, of optimizers whose state is not made of counters and of tensors of the
     parameter's shape, of the messages of a tensor axis if what is computed depends on values, and of the messages of
     FSDP where a forward calls a unit more than once.
+
+    Raises:
+        ValueError: the optimizer raises an error where its state is planned.
     """
     if set(STRATEGIES).isdisjoint(config.strategies):
         return dict.fromkeys(config.strategies)
@@ -85,7 +88,7 @@ def setup_of(
     config: CompareConfig,
     strategy: str,
     module: nn.Module,
-    optimizer: Optimizer = ADAM,
+    optimizer: Optimizer | Mapping[str, Optimizer] = ADAM,
     called: Sequence[str] | None = None,
 ) -> Setup:
     """The planner's description of a strategy as ``compare`` runs it.
@@ -94,7 +97,7 @@ def setup_of(
         config: the options.
         strategy: a name.
         module: whose structure gives the units.
-        optimizer: what it keeps.
+        optimizer: what it keeps for every parameter, or by name.
         called: units in the order of forward; None for the module's order.
     """
     options: dict[str, Any] = {"num_ranks": 1 if strategy == "single" else config.data_ranks}
@@ -111,11 +114,17 @@ def setup_of(
             "shard_group_size": config.shards if config.sharding == "hybrid_shard" else None,
         }  # fmt: skip
     if place(config.ranks, config.device).device_type == "cuda":
-        optimizer = replace(optimizer, counter_bytes=0)  # torch keeps step counters in host memory
+        optimizer = _without_counters(optimizer)  # torch keeps them in host memory
     return Setup(
         strategy, bucket_bytes=config.bucket_bytes, partition=config.partition, micro_batches=config.accumulation,
         clip=config.clip is not None, optimizer=optimizer, **options,
     )  # fmt: skip
+
+
+def _without_counters(optimizer: Optimizer | Mapping[str, Optimizer]) -> Optimizer | Mapping[str, Optimizer]:
+    if isinstance(optimizer, Optimizer):
+        return replace(optimizer, counter_bytes=0)
+    return {name: replace(kept, counter_bytes=0) for name, kept in optimizer.items()}
 
 
 def _units(config: CompareConfig, module: nn.Module, called: Sequence[str] | None) -> dict[str, Any]:

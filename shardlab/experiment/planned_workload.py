@@ -4,20 +4,26 @@ All of it is found out by trying, on the meta device where that is possible: a s
 graph of the first batch's loss.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardlab.comm.trees import map_tensors
+from shardlab.engines.holdings import of_state
+from shardlab.engines.step_tensors import StepTensors
 from shardlab.experiment.batches import batches_of
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.workload import Workload, seeded
 from shardlab.planner import PlannedModel, described
 from shardlab.planner.setup import Optimizer
 from shardlab.units import wrapped_modules
+from shardlab.vocabulary import Role
+
+SMALL = (5, 7, 2, 2, 2, 2, 2, 2)  # none of one element: what an optimizer keeps in one would look like a parameter's
 
 
 @dataclass(frozen=True)
@@ -40,35 +46,77 @@ class PlannedWorkload:
     Attributes:
         module: whose structure gives the units; it may be on the meta device.
         model: its parameters.
-        optimizer: what it keeps; None if that cannot be planned.
+        optimizer: what it keeps, by parameter; None if that cannot be planned.
         forward: what the first forward did.
     """
 
     module: nn.Module
     model: PlannedModel
-    optimizer: Optimizer | None
+    optimizer: Mapping[str, Optimizer] | None
     forward: FirstForward
 
     @classmethod
     def of(cls, config: CompareConfig) -> "PlannedWorkload":
-        """That of a configuration."""
+        """That of a configuration.
+
+        Raises:
+            ValueError: see ``optimizer_of``.
+        """
         module = config.on_meta
         tried = first_forward(config, module)
-        return cls(module, described(module, unused=tried.unused), optimizer_of(config.trained), tried)
+        return cls(module, described(module, unused=tried.unused), optimizer_of(config.trained, module), tried)
 
 
-def optimizer_of(workload: Workload) -> Optimizer | None:
-    """What the workload's optimizer keeps for each element, seen on a small matrix; None if that cannot be planned."""
-    param = nn.Parameter(torch.zeros(5, 7))
-    optimizer = workload.optimizer([param])
-    param.grad = torch.zeros_like(param)
-    optimizer.step()
-    tensors = [value for value in optimizer.state[param].values() if isinstance(value, torch.Tensor)]
-    values = [tensor for tensor in tensors if tensor.shape == param.shape and tensor.dtype == param.dtype]
-    counters = [tensor for tensor in tensors if tensor.numel() == 1]
-    if len(values) + len(counters) < len(tensors):
-        return None
-    return Optimizer(len(values), sum(tensor.nbytes for tensor in counters))
+def optimizer_of(workload: Workload, module: nn.Module) -> dict[str, Optimizer] | None:
+    """What the workload's optimizer keeps for each parameter, seen on small tensors; None if that cannot be planned.
+
+    Args:
+        workload: whose optimizer.
+        module: whose parameters; it may be on the meta device.
+
+    Raises:
+        ValueError: the optimizer raises an error with the small tensors.
+    """
+    small = StepTensors({name: _small(param) for name, param in module.named_parameters()})
+    try:
+        optimizer = workload.optimizer(small)
+        at_start = {name for name, tensor in small.items() if optimizer.state.get(tensor)}
+        optimizer.step()
+    except Exception as error:
+        raise ValueError(
+            f"optimizer: it raised {type(error).__name__} ({error}) with small tensors of the parameters' names, so "
+            "what it keeps cannot be planned; choose parameters by name, and let no size or value decide"
+        ) from error
+    kept = {
+        name: _kept(tensor, optimizer.state.get(tensor, {}), from_start=name in at_start)
+        for name, tensor in small.items()
+    }
+    known = {name: one for name, one in kept.items() if one is not None}
+    return known if len(known) == len(kept) else None
+
+
+def _small(param: nn.Parameter) -> nn.Parameter:
+    """A tensor of as many dims and of the same dtype, with a gradient if the parameter has one."""
+    small = nn.Parameter(torch.zeros(SMALL[: param.dim()], dtype=param.dtype), requires_grad=param.requires_grad)
+    small.grad = torch.zeros_like(small) if param.requires_grad else None
+    return small
+
+
+def _kept(tensor: Tensor, state: Mapping[str, Any], *, from_start: bool) -> Optimizer | None:
+    """What is kept for one tensor, counted as the engines count it; None if its size follows no rule."""
+    values = counters = scalars = 0
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            continue
+        if of_state(key, value, "", (0, 0)).role is Role.OTHER:
+            counters += value.nbytes
+        elif value.shape == tensor.shape and value.dtype == tensor.dtype:
+            values += 1
+        elif value.numel() == 1:
+            scalars += value.nbytes
+        else:
+            return None
+    return Optimizer(values, counters, scalars, from_start)
 
 
 def first_forward(config: CompareConfig, module: nn.Module) -> FirstForward:
@@ -81,14 +129,16 @@ def first_forward(config: CompareConfig, module: nn.Module) -> FirstForward:
     if config.workload is None:
         return FirstForward()
     rows, workload = config.global_batch // config.accumulation, config.trained
-    batch = next(batches_of(workload, 0, 1, config.seed, rows)).batch
+    # A function that divides the rows itself may know of no other number of ranks; a plan may be for more than rows.
+    ranks = 1 if workload.divides_rows else config.data_ranks
     try:
-        return _tried(config, module.to("meta"), map_tensors(lambda tensor: tensor.to("meta"), batch))
-    except Exception:  # what it computes depends on values: which expert a row takes, for example
+        batch = next(batches_of(workload, 0, ranks, config.seed, rows)).batch
         try:
+            return _tried(config, module.to("meta"), map_tensors(lambda tensor: tensor.to("meta"), batch))
+        except Exception:  # what it computes depends on values: which expert a row takes, for example
             return _tried(config, workload.made(workload.build(config.seed), torch.device("cpu"), config.seed), batch)
-        except Exception:
-            return FirstForward()  # the ranks will raise the same, with the rank and the line
+    except Exception:
+        return FirstForward()  # the ranks will raise the same, with the rank and the line
 
 
 def _tried(config: CompareConfig, module: nn.Module, batch: Any) -> FirstForward:

@@ -173,13 +173,20 @@ def plan_verdict(comparison: Comparison) -> str:
     """One sentence: do bytes and messages equal the plan?"""
     planned = comparison.summary.dropna(subset="as_planned")
     if planned.empty:
-        return "There is no plan to compare bytes and messages with."
+        why = _why_not_planned(comparison.summary)
+        return f"There is no plan to compare bytes and messages with{why and f': {why}'}."
     wrong = planned.loc[~planned["as_planned"].astype(bool), "strategy"]
     if len(wrong):
         return f"Bytes at rest or messages of {', '.join(wrong)} are NOT those of the plan."
     unplanned = comparison.summary.loc[comparison.summary["as_planned"].isna(), "strategy"]
     besides = f" ({', '.join(unplanned)}: not planned)" if len(unplanned) else ""
     return f"Bytes at rest of every role and rank, and every message of a step, are those of the plan{besides}."
+
+
+def _why_not_planned(summary: pd.DataFrame) -> str:
+    """The error that planning raised; empty if it raised none, or none is known, as of an older run."""
+    said = summary.get("not_planned", pd.Series(dtype=object)).dropna()
+    return "" if said.empty else str(said.iloc[0])
 
 
 def traffic_verdict(comparison: Comparison) -> str:

@@ -30,7 +30,7 @@ import pandas as pd
 
 from shardlab.planner.groups import Group, groups_of
 from shardlab.planner.model import ITEMSIZES, PlannedModel
-from shardlab.planner.setup import Setup
+from shardlab.planner.setup import Optimizer, Setup
 from shardlab.tables import MEMORY
 from shardlab.vocabulary import Offload, Phase, Role
 
@@ -96,16 +96,14 @@ def bytes_at_rest(groups: Sequence[Group], setup: Setup, rank: int) -> Counter[R
 
 def _of_group(group: Group, setup: Setup, shard: int) -> dict[Role, int]:
     holding, precision = HOLDINGS[setup.strategy], setup.precision
-    pieces = list(group.stepped(shard))
-    stepped_numel = sum(piece.numel for piece in pieces)
+    stepped_numel = sum(piece.numel for piece in group.stepped(shard))
     gradient_itemsize = group.itemsize if precision is None else precision.gradient
     has_gradient = group.trainable if holding.gradient_buffer else group.used
     held = {
         Role.PARAMETER: _numel(group, shard, chunks=holding.parameter_chunks) * group.itemsize,
         Role.GRADIENT: has_gradient * _numel(group, shard, chunks=holding.gradient_chunks) * gradient_itemsize,
         Role.MASTER_WEIGHT: 0 if precision is None else stepped_numel * precision.master,
-        Role.OPTIMIZER_STATE: stepped_numel * _state_itemsize(group, setup),
-        Role.OTHER: len(pieces) * setup.optimizer.counter_bytes,
+        **_kept(group, setup, shard),
     }
     return held | _in_other_dtypes(group, setup, shard)
 
@@ -127,11 +125,23 @@ def _numel(group: Group, shard: int, *, chunks: bool) -> int:
     return group.layout.chunk_sizes[shard] if chunks and not group.is_whole else group.layout.padded_numel
 
 
-def _state_itemsize(group: Group, setup: Setup) -> int:
-    values = setup.optimizer.values_per_element
+def _kept(group: Group, setup: Setup, shard: int) -> dict[Role, int]:
+    """What the optimizer keeps for the pieces of a rank."""
+    numel_of = {piece.name: piece.numel for piece in group.layout.pieces(0 if group.is_whole else shard)}
+    held = {Role.OPTIMIZER_STATE: 0, Role.OTHER: 0}
+    for name, param in group.params.items():
+        kept = setup.kept_for(name)
+        if kept.from_start or (param.stepped and name in numel_of):
+            values = numel_of.get(name, 0) * _state_itemsize(kept, group, setup)
+            held[Role.OPTIMIZER_STATE] += values + kept.scalar_bytes
+            held[Role.OTHER] += kept.counter_bytes
+    return held
+
+
+def _state_itemsize(kept: Optimizer, group: Group, setup: Setup) -> int:
     if setup.precision is None:
-        return values * group.itemsize
-    return sum((setup.precision.momentum, setup.precision.variance)[:values])
+        return kept.values_per_element * group.itemsize
+    return sum((setup.precision.momentum, setup.precision.variance)[: kept.values_per_element])
 
 
 def _row(run: str, rank: int, role: Role, num_bytes: int) -> dict[str, object]:

@@ -15,10 +15,19 @@ TAKE_PRECISION = ("zero1", "zero2", "zero3", "fsdp")
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What an optimizer keeps: tensors of the parameter's shape and dtype, and bytes of a step counter per tensor."""
+    """What an optimizer keeps for a tensor that it steps.
+
+    Attributes:
+        values_per_element: tensors of the parameter's shape and dtype.
+        counter_bytes: of a step counter, which no formula counts as optimizer state.
+        scalar_bytes: of other tensors of one element, such as NAdam's product of momenta.
+        from_start: whether the constructor makes all of it, so for tensors without gradient or elements too.
+    """
 
     values_per_element: int = 2
     counter_bytes: int = 4
+    scalar_bytes: int = 0
+    from_start: bool = False
 
 
 ADAM = Optimizer()
@@ -47,7 +56,7 @@ class Setup:
         micro_batches: forwards and backwards a step; all but the last in ``no_sync()``.
         clip: whether gradients are clipped by their global norm.
         scales_loss: whether a gradient scaler asks all ranks for an overflow.
-        optimizer: what it keeps per element.
+        optimizer: what it keeps for every parameter, or for those that it has, by name.
         precision: bytes per element at rest, with a master copy beside 16-bit parameters as in the ZeRO paper; None for
             the parameters' own dtype throughout, which is how the engines keep them.
         compute_dtype: zero1, zero2, zero3, fsdp: what gathers carry, for example bfloat16, and of zero1 and zero2 the
@@ -70,7 +79,7 @@ class Setup:
     micro_batches: int = 1
     clip: bool = False
     scales_loss: bool = False
-    optimizer: Optimizer = ADAM
+    optimizer: Optimizer | Mapping[str, Optimizer] = ADAM
     precision: Precision | None = None
     compute_dtype: str | None = None
     reduce_dtype: str | None = None
@@ -110,6 +119,10 @@ class Setup:
             return
         if size is None or size < 1 or self.num_ranks % size:
             raise ValueError(f"shard_group_size: {size} is given; it must divide the {self.num_ranks} ranks")
+
+    def kept_for(self, name: str) -> Optimizer:
+        """What the optimizer keeps for a parameter; nothing if it does not have it."""
+        return self.optimizer if isinstance(self.optimizer, Optimizer) else self.optimizer.get(name, SGD)
 
     def dtype_in_compute(self, stored: str) -> str:
         """Element type in forward of parameters that are stored in this one."""

@@ -1,5 +1,6 @@
 """A model, data and loss that the project has never seen, under every strategy, against one process."""
 
+import re
 import threading
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from shardlab import CompareConfig, Workload, compare
+from shardlab import CompareConfig, Workload, compare, plan
 from shardlab.analysis.timed import timed_steps
 from shardlab.experiment.batches import batches_of, divide, rows_of
 from shardlab.experiment.difference import Difference
@@ -19,8 +20,9 @@ from shardlab.experiment.planned import plan_runs
 from shardlab.experiment.planned_workload import optimizer_of
 from shardlab.experiment.saved import load_saved
 from shardlab.experiment.summary import summarise
-from shardlab.experiment.verdicts import verdict
+from shardlab.experiment.verdicts import plan_verdict, verdict
 from shardlab.launch import current
+from shardlab.planner import Optimizer
 from shardlab.trace.store import load_run
 
 OURS = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
@@ -381,20 +383,72 @@ def test_data_that_ends_says_after_how_many_batches():
 @pytest.mark.parametrize(
     ("optimizer", "kept"),
     [
-        (torch.optim.SGD, (0, 0)),
-        (lambda tensors: torch.optim.SGD(tensors, lr=1, momentum=0.9), (1, 0)),
-        (torch.optim.AdamW, (2, 4)),
-        (lambda tensors: torch.optim.Adam(tensors, amsgrad=True), (3, 4)),
-        (torch.optim.Adagrad, (1, 4)),
+        (torch.optim.SGD, Optimizer(0, 0)),
+        (lambda tensors: torch.optim.SGD(tensors, lr=1, momentum=0.9), Optimizer(1, 0)),
+        (torch.optim.AdamW, Optimizer(2, 4)),
+        (lambda tensors: torch.optim.Adam(tensors, amsgrad=True), Optimizer(3, 4)),
+        (torch.optim.NAdam, Optimizer(2, 4, scalar_bytes=4)),
+        (torch.optim.Adagrad, Optimizer(1, 4, from_start=True)),
     ],
 )
 def test_the_plan_asks_the_optimizer_what_it_keeps(optimizer, kept):
-    found = optimizer_of(Workload(Residual, Labelled(), keyword_loss, optimizer))
-    assert (found.values_per_element, found.counter_bytes) == kept
+    found = optimizer_of(Workload(Residual, Labelled(), keyword_loss, optimizer), Residual())
+    assert list(found) == [name for name, _ in Residual().named_parameters()]
+    assert set(found.values()) == {kept}
 
 
 def test_an_optimizer_whose_state_is_no_copy_of_the_parameter_is_not_planned():
-    assert optimizer_of(Workload(Residual, Labelled(), keyword_loss, torch.optim.Adafactor)) is None
+    assert optimizer_of(Workload(Residual, Labelled(), keyword_loss, torch.optim.Adafactor), Residual()) is None
+
+
+def of_biases(tensors):
+    biases = tensors.where(lambda name: name.endswith("bias"))
+    others = tensors.where(lambda name: not name.endswith("bias"))
+    return torch.optim.SGD([{"params": biases, "momentum": 0.0}, {"params": others, "momentum": 0.9}], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        of_biases,
+        lambda tensors: torch.optim.AdamW(tensors.where(lambda name: name.endswith("bias"))),
+        lambda tensors: torch.optim.AdamW(list(tensors)[2:]),
+        torch.optim.NAdam,
+        torch.optim.ASGD,
+        torch.optim.Adagrad,
+    ],
+    ids=["groups by name", "biases", "a list", "NAdam", "ASGD", "Adagrad"],
+)
+def test_any_optimizer_is_planned_by_parameter(pools, tmp_path, optimizer):
+    trained, strategies = Workload(Residual, Labelled(), keyword_loss, optimizer), ("single", "zero1", "fsdp")
+    found = compare(trained, tmp_path / "run", strategies=strategies, ranks=2, steps=2, pool=pools(2))
+    assert found.summary["as_planned"].all(), found.summary[["planned_rest_bytes", "rest_bytes"]]
+
+
+def test_data_that_knows_only_its_own_number_of_ranks_is_planned(pools, tmp_path):
+    def two_files(rank, ranks, seed):
+        return iter([{"x": torch.ones(4, 6, dtype=torch.float64), "y": {(0, 2): 0, (1, 2): 1}[rank, ranks]}] * 2)
+
+    trained = Workload(
+        lambda: nn.Linear(6, 1, dtype=torch.float64), two_files, lambda model, batch: model(batch["x"]).mean()
+    )
+    found = compare(trained, tmp_path / "run", strategies="zero1", ranks=2, steps=2, pool=pools(2))
+    assert found.summary["as_planned"].all()
+
+
+def test_an_optimizer_that_cannot_be_planned_says_why_and_loses_no_run(pools, tmp_path):
+    def of_one_size(tensors):
+        (weight,) = (tensor for tensor in tensors if tensor.numel() == 18)
+        return torch.optim.SGD([weight], lr=0.1)
+
+    trained = Workload(lambda: nn.Linear(6, 3, dtype=torch.float64), Labelled(), labelled_loss, of_one_size)
+    found = compare(trained, tmp_path / "run", strategies="single", ranks=1, steps=2, pool=pools(1))
+    assert (tmp_path / "run" / "summary.json").is_file()
+    why = "optimizer: it raised ValueError .* cannot be planned; choose parameters by name"
+    assert found.summary["not_planned"].str.contains(why).all()
+    assert re.search(f"There is no plan to compare bytes and messages with: {why}", plan_verdict(found))
+    with pytest.raises(ValueError, match=why):
+        plan(trained, ranks=1, strategies="single")
 
 
 # Bad input, refused before ranks start.
