@@ -33,6 +33,7 @@ from shardlab.experiment.workload import Workload, seeded
 from shardlab.lab.memory import saved_for_backward
 from shardlab.planner.fit import Gpu, rows_that_fit, sending_us
 from shardlab.planner.setup import STRATEGIES
+from shardlab.vocabulary import Role
 
 COUNTED_ROWS = 3  # beside one row: a line goes through the two
 READABLE = {
@@ -89,9 +90,9 @@ class RunPlan:
 
         Returns:
             The columns of ``plan`` and, per rank: ``gathered_bytes`` (at one moment of a step, on top of what is at
-            rest), ``left_bytes`` (of the memory; below zero where the model states do not fit), ``row_bytes`` (that
-            autograd keeps for a further row), ``rows_that_fit`` (in a micro-batch) and ``sending_ms`` (all messages of
-            a step, one after another).
+            rest), ``left_bytes`` (of the GPU's memory, where nothing is that is offloaded; below zero where the model
+            states do not fit), ``row_bytes`` (that autograd keeps for a further row), ``rows_that_fit`` (in a
+            micro-batch) and ``sending_ms`` (all messages of a step, one after another).
 
         Raises:
             ValueError: the GPU is not understood.
@@ -101,14 +102,18 @@ class RunPlan:
 
     def _row(self, strategy: str, gpu: Gpu) -> dict[str, Any]:
         planned, kept = self.plans[strategy], self.kept[strategy]
-        row = row_of(strategy, planned)
-        left = gpu.memory_bytes - row["rest_bytes"] - planned.gathered_bytes
+        left = gpu.memory_bytes - _rest_on_gpu(planned.memory) - planned.gathered_bytes
         (fewer, less), (several, more) = sorted(kept.items())
         return {
-            **row, "gathered_bytes": planned.gathered_bytes, "left_bytes": int(left),
+            **row_of(strategy, planned), "gathered_bytes": planned.gathered_bytes, "left_bytes": int(left),
             "row_bytes": (more - less) // (several - fewer),
             "rows_that_fit": rows_that_fit(left, kept), "sending_ms": sending_us(planned.collectives, gpu.link) / 1e3,
         }  # fmt: skip
+
+
+def _rest_on_gpu(memory: pd.DataFrame) -> int:
+    """The most bytes that a rank has at rest on its GPU; the rank that offloads most is not the one that holds most."""
+    return int(memory[memory["role"] != Role.OFFLOADED].groupby("rank")["bytes"].sum().max())
 
 
 def kept_for_backward(workload: Workload, rows: int, precision: str = "full") -> int:
