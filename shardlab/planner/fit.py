@@ -5,12 +5,15 @@
 
 Gathered at once, in elements of the type that gathers carry, on top of this rank's shards:
 
-=========================  ==================================================================
-single to zero2, no_shard  0: parameters are whole, and count as at rest
-zero3                      P, and at the end of backward P whole gradients, which are not counted
-fsdp                       root + the largest (1 + prefetch) units that follow each other
-fsdp shard_grad_op         P: nothing is resharded between forward and backward
-=========================  ==================================================================
+============================  ===============================================================
+single to zero2               0: parameters are whole, and count as at rest
+zero3                         P, and at the end of backward P whole gradients, which are not counted
+fsdp                          root + the largest (1 + prefetch) units that follow each other
+fsdp shard_grad_op, no_shard  P: nothing is resharded between forward and backward
+============================  ===============================================================
+
+Parameters that a rank holds whole (no_shard, a single rank, ``replicate_below``) count as 0 there where it computes
+with the very tensors that it holds at rest. In another type, or offloaded, they are copied, and the copies count.
 
 What is left is for activations, for gradients that are being reduced, and for temporaries. A GPU's own libraries and
 its allocator take some of it too, which no plan knows. So a plan that leaves little is no promise that a run fits; one
@@ -28,7 +31,7 @@ from shardlab.partition.ring_cost import Link
 from shardlab.planner.groups import ROOT, Group, groups_of
 from shardlab.planner.model import ITEMSIZES, PlannedModel
 from shardlab.planner.setup import Setup
-from shardlab.vocabulary import Sharding
+from shardlab.vocabulary import Offload, Sharding
 
 UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 _MEMORY = re.compile(r"([0-9]*\.?[0-9]+)\s*([kmgt]b)")
@@ -80,14 +83,13 @@ def gathered_at_once(model: PlannedModel, setup: Setup) -> int:
         model: its parameters.
         setup: the strategy.
     """
-    if setup.num_shards == 1 or setup.strategy not in ("zero3", "fsdp"):
+    if setup.strategy not in ("zero3", "fsdp"):
         return 0
     sizes: dict[str, int] = {}
     for group in groups_of(model, setup):
-        # What every rank holds whole is never gathered, and counts as at rest.
-        if not group.is_whole and group.unit not in setup.uncalled:
+        if group.unit not in setup.uncalled:
             sizes[group.unit] = sizes.get(group.unit, 0) + _gathered(group, setup)
-    if setup.strategy == "zero3" or setup.sharding == Sharding.SHARD_GRAD_OP:
+    if setup.strategy == "zero3" or setup.sharding in (Sharding.SHARD_GRAD_OP, Sharding.NO_SHARD):
         return sum(sizes.values())
     in_order = [size for unit, size in sizes.items() if unit != ROOT]
     together = 1 + setup.prefetch
@@ -96,6 +98,9 @@ def gathered_at_once(model: PlannedModel, setup: Setup) -> int:
 
 def _gathered(group: Group, setup: Setup) -> int:
     dtype = setup.dtype_in_compute(group.dtype)
+    is_offloaded = setup.strategy == "fsdp" and setup.offload != Offload.NONE
+    if group.is_whole and dtype == group.dtype and not is_offloaded:
+        return 0
     return group.layout.padded_numel * (group.itemsize if dtype == group.dtype else ITEMSIZES[dtype])
 
 

@@ -17,7 +17,9 @@ from shardlab.partition.ring_cost import Link
 from shardlab.planner import Gpu, Setup, described, gathered_at_once
 from shardlab.planner.fit import memory_bytes, rows_that_fit, sending_us
 from shardlab.plots import memory_on_gpu, summary_of
+from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.units import units_of
+from shardlab.vocabulary import Role
 from tests.conftest import Pools
 
 SIZES = GPTConfig(vocab_size=16, seq_len=8, num_layers=4, num_heads=1, hidden=6)
@@ -107,6 +109,57 @@ def test_what_is_gathered_at_once_is_what_fsdp_gathers(pools: Pools, model: Any,
     assert set(pools(2).run(gathered_in_an_engine, model, options)) == {planned}
 
 
+def copied_in_an_engine(rank: int, strategy: str, options: dict, axes: dict | None = None) -> int:
+    """The most bytes of gathered parameters that are not the shards themselves."""
+    with Mesh(axes) if axes else Mesh.alone() as mesh, build_engine(strategy, gpt(), sgd, mesh, **options) as engine:
+        found: list[int] = []
+
+        def look(*_: Any) -> None:
+            found.append(bytes_by_role(engine.live_tensors())[Role.GATHERED_PARAMETER])
+
+        for module in engine.module.modules():
+            module.register_forward_pre_hook(look)
+        engine.backward(loss(engine, torch.stack([Tokens()[place + rank] for place in range(2)])))
+        return max(found)
+
+
+WHOLE = (
+    {"sharding": "no_shard"},
+    {"sharding": "no_shard", "precision": "bf16"},
+    {"sharding": "no_shard", "offload": "all"},
+    {"replicate_below": 20},
+    {"replicate_below": 20, "precision": "bf16"},
+    {"replicate_below": 20, "offload": "parameters", "prefetch": 0},
+    {"sharding": "hybrid_shard", "precision": "bf16"},
+)
+
+
+@pytest.mark.parametrize("options", WHOLE, ids=str)
+def test_what_every_rank_holds_whole_counts_where_it_is_copied(pools: Pools, options: dict) -> None:
+    axes = {"replica": 2, "shard": 1} if options.get("sharding") == "hybrid_shard" else {"data": 2}
+    planned = gathered_at_once(described(gpt()), _setup("fsdp", 2, options))
+    assert set(pools(2).run(copied_in_an_engine, "fsdp", options, axes)) == {planned}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [("zero3", {}), ("zero3", {"precision": "bf16"}), ("fsdp", {}), ("fsdp", {"precision": "bf16"}),
+     ("fsdp", {"precision": "bf16", "prefetch": 0}), ("fsdp", {"offload": "all"})],
+    ids=str,
+)  # fmt: skip
+def test_one_rank_copies_what_it_casts_and_what_is_offloaded(strategy: str, options: dict) -> None:
+    planned = gathered_at_once(described(gpt()), _setup(strategy, 1, options))
+    assert copied_in_an_engine(0, strategy, options) == planned
+    assert (planned > 0) == bool(options)
+
+
+def _setup(strategy: str, ranks: int, options: dict) -> Setup:
+    known = {name: value for name, value in options.items() if name != "precision"}
+    known |= {"compute_dtype": "bfloat16"} if "precision" in options else {}
+    known |= {"shard_group_size": 1} if options.get("sharding") == "hybrid_shard" else {}
+    return Setup(strategy, ranks, units=units_of(gpt()) if strategy == "fsdp" else {}, **known)
+
+
 def test_what_is_whole_is_not_gathered() -> None:
     model, units = described(gpt()), units_of(gpt())
     for setup in (
@@ -133,6 +186,18 @@ def test_a_gpu_says_what_is_left_and_how_long_it_sends() -> None:
     slower = planned.on("1MB,0.5GB/s,10us").set_index("strategy")
     assert (slower["sending_ms"] > table["sending_ms"]).all()
     assert planned.on("1kB,1GB/s,10us")["rows_that_fit"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_offloaded_takes_no_memory_of_the_gpu(ranks: int) -> None:
+    whole, parameters, states = (
+        RunPlan.of(WORKLOADS["gpt"], ranks, "fsdp", offload=offload).on("1MB,1GB/s,10us").iloc[0]
+        for offload in ("none", "parameters", "all")
+    )
+    assert parameters["left_bytes"] - whole["left_bytes"] == whole["parameter_bytes"] == parameters["offloaded_bytes"]
+    sharded = whole["parameter_bytes"] + whole["gradient_bytes"] + whole["optimizer_bytes"]
+    assert states["left_bytes"] - whole["left_bytes"] == sharded == states["offloaded_bytes"]
+    assert parameters["rest_bytes"] == states["rest_bytes"] == whole["rest_bytes"]
 
 
 def test_tables_for_people_and_a_figure() -> None:
