@@ -12,7 +12,7 @@ one, which moves nothing, and those that a group does without the dispatcher (a 
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import isnan
 from time import perf_counter_ns
 from typing import Any, NamedTuple, Self, TypeVar, cast
@@ -151,6 +151,7 @@ class TorchCalls:
     def _kernel(self, op: Any, verb: _Verb) -> Callable[..., Any]:
         names = [argument.name for argument in op._schema.arguments]
         root = names.index("root_rank") if "root_rank" in names else None
+        splits = names.index("input_split_sizes") if "input_split_sizes" in names else None
 
         def call(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
             tensors = list(tensors_in(args[verb.place]))
@@ -160,7 +161,8 @@ class TorchCalls:
             if sender is None:
                 return op.redispatch(keys & _BELOW, *args, **kwargs)
             # A barrier has a tensor only so that torch can tell the device.
-            event = self._announce(sender, verb, [] if verb.op is Collective.BARRIER else tensors, caller)
+            tensors = [] if verb.op is Collective.BARRIER else tensors
+            event = self._announce(sender, verb, tensors, () if splits is None else args[splits], caller)
             event.torch_moves = _moved_bytes(sender, event, None if root is None else args[root])
             observers, result = sender.group.observers, None
 
@@ -181,13 +183,17 @@ class TorchCalls:
 
         return call
 
-    def _announce(self, sender: _Sender, verb: _Verb, tensors: list[torch.Tensor], caller: Caller) -> CollectiveEvent:
+    def _announce(
+        self, sender: _Sender, verb: _Verb, tensors: list[torch.Tensor], sizes: Sequence[int], caller: Caller
+    ) -> CollectiveEvent:
         scratch_bytes = sum(tensor.nbytes for tensor in tensors) if verb.gloo_copies and sender.backend == "gloo" else 0
         parts = sender.group.num_ranks if verb.of_parts else 1
+        kept = bytes_kept(tensors, sizes, sender.group) if verb.op is Collective.ALL_TO_ALL else None
         tag = self._tag_of(verb.op, caller)
         return sender.group.announce(
-            verb.op, tensors, tag, scratch_bytes=scratch_bytes, transport=sender.backend, parts=parts
-        )
+            verb.op, tensors, tag, own_chunk_bytes=kept, scratch_bytes=scratch_bytes, transport=sender.backend,
+            parts=parts,
+        )  # fmt: skip
 
     def _sender(self, group: dist.ProcessGroup, tensors: list[torch.Tensor], caller: Caller) -> _Sender | None:
         """How events name the group; None for a group of one, and for tensors without data."""
@@ -230,7 +236,25 @@ class TorchCalls:
 
 def _moved_bytes(sender: _Sender, event: CollectiveEvent, root: int | None) -> float:
     group = sender.group
-    return moved_bytes(sender.backend, event.op, event.num_bytes, group.num_ranks, group.rank, root)
+    return moved_bytes(
+        sender.backend, event.op, event.num_bytes, group.num_ranks, group.rank, root,
+        own_chunk_bytes=event.own_chunk_bytes,
+    )  # fmt: skip
+
+
+def bytes_kept(tensors: Sequence[torch.Tensor], sizes: Sequence[int], group: ObservedGroup) -> int | None:
+    """Bytes of an all-to-all that a rank keeps, since they are for itself; None where it sends all ranks as many.
+
+    Args:
+        tensors: one for each rank, or one whose rows are divided among them.
+        sizes: rows for each rank; empty for equal parts.
+        group: in which it is sent.
+    """
+    if len(tensors) > 1:
+        return tensors[group.rank].nbytes
+    if len(sizes) != group.num_ranks or min(sizes) < 0:  # equal parts, or what torch is about to refuse
+        return None
+    return sum(tensor.nbytes for tensor in tensors) * sizes[group.rank] // max(1, sum(sizes))
 
 
 class _Torchs:

@@ -6,7 +6,7 @@ collective      bytes one rank sends       how
 all-reduce      2 (N - 1) / N * S          ring
 reduce-scatter  2 (N - 1) / N * S          an all-reduce of the whole buffer, of which each rank keeps its chunk
 all-gather      (N - 1) / N * S            ring
-all-to-all      (N - 1) / N * S            every rank to every other
+all-to-all      (N - 1) / N * S            every rank to every other; of uneven parts, all but its own
 broadcast       S for each child           binomial tree: rank r, counted from the root, sends to r + 2^i for 2^i > r
 reduce          S; root (N - 1) / N * S    ring reduce-scatter, then every rank sends its chunk to the root
 gather          S / N; root 0              every rank to the root
@@ -30,7 +30,14 @@ GLOO = "gloo"
 
 
 def moved_bytes(
-    backend: str, op: Collective, num_bytes: int, group_size: int, rank: int = 0, root: int | None = None
+    backend: str,
+    op: Collective,
+    num_bytes: int,
+    group_size: int,
+    rank: int = 0,
+    root: int | None = None,
+    *,
+    own_chunk_bytes: int | None = None,
 ) -> float:
     """Bytes that one rank sends when a group of torch runs the collective.
 
@@ -41,13 +48,14 @@ def moved_bytes(
         group_size: ranks that take part.
         rank: position in the group.
         root: position of the rank that sends to all or receives from all; None if not known: then the average.
+        own_chunk_bytes: of an uneven all-to-all, what the rank keeps.
 
     Raises:
         ValueError: see ``ring_wire_bytes``.
     """
     if backend != GLOO:
         return nan
-    ring_bytes = ring_wire_bytes(op, num_bytes, group_size)
+    ring_bytes = ring_wire_bytes(op, num_bytes, group_size, own_chunk_bytes)
     chunk_bytes = num_bytes / group_size if group_size > 1 else 0.0
     if op == Collective.REDUCE_SCATTER:
         return 2 * ring_bytes

@@ -82,6 +82,11 @@ def test_broadcasts_name_nobody():
     assert len(waits(collectives(*rows))) == 0
 
 
+def test_in_an_all_to_all_ranks_may_send_different_numbers_of_bytes():
+    rows = [collective(rank, 0, (rank, rank, 9), op="all_to_all", bytes=1000 * rank) for rank in (0, 1)]
+    assert stragglers(collectives(*rows))["last_rank"].tolist() == [1]
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab.comm.mesh import Mesh
-from shardlab.comm.script_collectives import TorchCalls
+from shardlab.comm.script_collectives import TorchCalls, bytes_kept
 from shardlab.engines import build_engine
 from shardlab.partition import torch_gloo
 from shardlab.trace.observed import moved_bytes, wire_bytes
@@ -51,6 +51,8 @@ def every_verb(num_ranks, rank):
     whole, part, root = torch.ones(NUMEL), torch.ones(NUMEL // num_ranks), num_ranks - 1
     chunks, is_root = list(torch.ones(NUMEL).chunk(num_ranks)), rank == num_ranks - 1
     group = dist.distributed_c10d._get_default_group()
+    uneven = [NUMEL // 4, *[0] * (num_ranks - 2), NUMEL - NUMEL // 4]  # to each rank: rank 0 keeps a quarter
+    received = [uneven[rank]] * num_ranks
     return (
         lambda: dist.all_reduce(whole),
         lambda: dist.broadcast(whole, root),
@@ -62,6 +64,7 @@ def every_verb(num_ranks, rank):
         lambda: group.reduce_scatter_tensor_coalesced([part], [whole]).wait(),
         lambda: group.allgather_into_tensor_coalesced([whole], [part]).wait(),
         lambda: dist.all_to_all_single(torch.empty(NUMEL), whole),
+        lambda: dist.all_to_all_single(torch.empty(sum(received)), whole, received, uneven),
         lambda: dist.gather(part, chunks if is_root else None, root),
         lambda: dist.scatter(part, chunks if is_root else None, root),
     )
@@ -85,9 +88,21 @@ def said_and_seen(rank, num_ranks):
 @pytest.mark.filterwarnings("ignore")  # torch 2.13 warns at names that 2.11 has
 def test_each_verb_moves_what_its_event_says(pools, num_ranks):
     for rank, found in enumerate(pools(num_ranks).run(said_and_seen, num_ranks)):
-        assert len(found) == 12
+        assert len(found) == 13
         for op, said, seen in found:
             assert said == pytest.approx(seen, abs=0.02), (op, rank)  # headers are 1 %
+
+
+def test_what_a_rank_of_an_all_to_all_keeps():
+    class Group:
+        num_ranks, rank = 3, 1
+
+    rows = torch.ones(6, 2)
+    assert bytes_kept([rows], [1, 3, 2], Group) == 3 * 8
+    assert bytes_kept(rows.split([1, 3, 2]), (), Group) == 3 * 8  # a list
+    assert bytes_kept([rows[:0]], [0, 0, 0], Group) == 0
+    for unknown in ([], [6], [7, -1, 0]):  # equal parts; those that torch refuses
+        assert bytes_kept([rows], unknown, Group) is None
 
 
 def step_of(rank, strategy, num_ranks):
