@@ -31,9 +31,10 @@ from shardlab.vocabulary import Collective
 
 _SHARED = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.ALL_TO_ALL)
 _ONE_CHUNK = (Collective.GATHER, Collective.SCATTER)
-_GBPS = {"kbps": 1e-6, "mbps": 1e-3, "gbps": 1.0, "tbps": 1e3, "kb/s": 8e-6, "mb/s": 8e-3, "gb/s": 8.0}
+_PREFIXES = {"k": 1e-6, "m": 1e-3, "g": 1.0, "t": 1e3}
+_BITS = {"bps": 1, "b/s": 1, "bit/s": 1, "B/s": 8}
 _US = {"ns": 1e-3, "us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6}
-_QUANTITY = re.compile(r"([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-zµ/]+)")
+_QUANTITY = re.compile(r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Zµ/]+)")
 
 
 def ring_wire_bytes(op: Collective, num_bytes: int, group_size: int, own_chunk_bytes: int | None = None) -> float:
@@ -80,21 +81,28 @@ class Link:
 
     @classmethod
     def parse(cls, text: str) -> "Link":
-        """A link from text such as ``10Gbps,50us``: bandwidth, then latency; ``Mbps``, ``GB/s``, ``ms`` work too.
+        """A link from text such as ``10Gbps,50us``: bandwidth, then latency; ``Mbit/s``, ``GB/s``, ``ms`` work too.
 
-        ``b`` is bits and ``B/s`` bytes, prefixes are decimal; letter case does not matter.
+        ``b`` is bits and ``B`` bytes: ``10Gb/s`` is 10Gbps and ``10GB/s`` is 80Gbps. Prefixes are decimal, in either
+        case, but ``gb/s`` is refused, because people mean both by it.
 
         Raises:
             ValueError: the text is not of this form, or a number is not above 0; the message names the field ``link``.
         """
-        form = "bandwidth,latency such as 10Gbps,50us (units: Kbps Mbps Gbps Tbps KB/s MB/s GB/s; ns us ms s)"
-        parts = [_QUANTITY.fullmatch(part.strip().lower()) for part in text.split(",")]
+        form = (
+            "bandwidth,latency such as 10Gbps,50us (bits: kbps Mbps Gbps Tbps, or Gb/s, Gbit/s; bytes: kB/s MB/s GB/s; "
+            "latency: ns us ms s)"
+        )
+        parts = [_QUANTITY.fullmatch(part.strip()) for part in text.split(",")]
         if len(parts) != 2 or parts[0] is None or parts[1] is None:
             raise ValueError(f"link: {text!r} is not understood; write {form}")
         (bandwidth, bandwidth_unit), (latency, latency_unit) = parts[0].groups(), parts[1].groups()
-        if bandwidth_unit not in _GBPS or latency_unit not in _US:
+        prefix, bits = _PREFIXES.get(bandwidth_unit[0].lower()), _BITS.get(bandwidth_unit[1:])
+        if prefix is None or bits is None or latency_unit.lower() not in _US:
             raise ValueError(f"link: {text!r} is not understood; write {form}")
-        return cls(float(latency) * _US[latency_unit], float(bandwidth) * _GBPS[bandwidth_unit])
+        if bandwidth_unit.endswith("b/s") and bandwidth_unit.islower():
+            raise ValueError(f"link: {text!r} may be bits or bytes; write Gbps or Gb/s for bits, GB/s for bytes")
+        return cls(float(latency) * _US[latency_unit.lower()], float(bandwidth) * prefix * bits)
 
     def __str__(self) -> str:
         """The form that :meth:`parse` reads, exactly: ``10Gbps,50us``."""

@@ -33,8 +33,8 @@ from shardlab.planner.model import ITEMSIZES, PlannedModel
 from shardlab.planner.setup import Setup
 from shardlab.vocabulary import Offload, Sharding
 
-UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
-_MEMORY = re.compile(r"([0-9]*\.?[0-9]+)\s*([kmgt]b)")
+PREFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_MEMORY = re.compile(r"([0-9]*\.?[0-9]+)\s*([kmgtKMGT])B")  # a small b would be bits
 
 
 def memory_bytes(text: str) -> float:
@@ -43,10 +43,10 @@ def memory_bytes(text: str) -> float:
     Raises:
         ValueError: the text is no positive number with a unit.
     """
-    found = _MEMORY.fullmatch(text.strip().lower())
+    found = _MEMORY.fullmatch(text.strip())
     if found is None or float(found[1]) <= 0:
         raise ValueError(f"memory: {text!r} is not understood; write a number and kB, MB, GB or TB, such as 24GB")
-    return float(found[1]) * UNITS[found[2]]
+    return float(found[1]) * PREFIXES[found[2].lower()]
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,10 @@ def test_link_times_by_hand():
         ("1.5GB/s,0.5us", 0.5, 12),
         ("900MB/s,300ns", 0.3, 7.2),
         ("1Tbps,1s", 1e6, 1000),
+        ("10Gb/s,50us", 50, 10),
+        ("10 Gbit/s,50US", 50, 10),
+        ("10gB/s,50us", 50, 80),
+        ("1E3kbps,1us", 1, 1e-3),
     ],
 )
 def test_parse(text, latency_us, bandwidth_gbps):
@@ -79,9 +83,17 @@ def test_text_form():
     assert str(Link.parse("10Gbps,50us")) == "10Gbps,50us"
 
 
-@pytest.mark.parametrize("text", ["", "10Gbps", "50us,10Gbps", "10,50", "10Gbps,50us,3", "xGbps,1us", "10Gb,50us"])
+@pytest.mark.parametrize(
+    "text", ["", "10Gbps", "50us,10Gbps", "10,50", "10Gbps,50us,3", "xGbps,1us", "10Gb,50us", "10GBps,5us"]
+)
 def test_a_wrong_form_is_refused_with_the_form(text):
     with pytest.raises(ValueError, match=r"^link: .* is not understood; write bandwidth,latency such as 10Gbps,50us"):
+        Link.parse(text)
+
+
+@pytest.mark.parametrize("text", ["10gb/s,50us", "10kb/s,50us"])
+def test_bits_are_not_taken_for_bytes(text):
+    with pytest.raises(ValueError, match=r"^link: .* may be bits or bytes; write Gbps or Gb/s for bits, GB/s for"):
         Link.parse(text)
 
 
