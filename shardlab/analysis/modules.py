@@ -7,12 +7,13 @@ from shardlab.tables import SHARDS
 from shardlab.vocabulary import Role
 
 RANK = ["run", "source", "rank"]
-COLUMNS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "other_bytes")
+COLUMNS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "offloaded_bytes", "other_bytes")
 COLUMN_OF = {
     str(Role.PARAMETER): "parameter_bytes",
     str(Role.GRADIENT): "gradient_bytes",
     str(Role.OPTIMIZER_STATE): "optimizer_bytes",
     str(Role.MASTER_WEIGHT): "optimizer_bytes",
+    str(Role.OFFLOADED): "offloaded_bytes",
 }
 ROOT = "(root)"
 NO_MODULE = "(of no one module)"
@@ -31,8 +32,9 @@ def module_bytes(shards: pd.DataFrame, held: pd.DataFrame, depth: int | None = N
     Returns:
         One row per run, rank and module, in the order of the parameters, and one for what belongs to no one module:
         buffers, step counters, flat buffers and their padding, and what no engine names. ``parameter_bytes``,
-        ``gradient_bytes``, ``optimizer_bytes`` (with master weights), ``other_bytes`` and ``bytes``, all of them; so
-        the bytes of a rank add up to what it holds.
+        ``gradient_bytes``, ``optimizer_bytes`` (with master weights), ``offloaded_bytes`` (of these three, what is in
+        host memory and so not in their columns), ``other_bytes`` and ``bytes``, all of them; so the bytes of a rank add
+        up to what it holds.
 
     Raises:
         ValueError: a column is missing, or ``depth`` is below 1.
@@ -43,9 +45,21 @@ def module_bytes(shards: pd.DataFrame, held: pd.DataFrame, depth: int | None = N
     last = shards[shards["step"] == shards.groupby(RANK)["step"].transform("max")]
     named = _by_column(last.assign(module=[_module_of(str(name), depth) for name in last["parameter"]]))
     whole = _by_column(held.assign(module=NO_MODULE))
+    named = _with_offloaded(named, whole.droplevel("module"))
     rest = whole - named.groupby(RANK).sum().reindex(whole.droplevel("module").index).to_numpy()
     table = pd.concat([named, rest.fillna(whole)])
     return table.assign(bytes=table.sum(axis=1)).astype("int64").reset_index()
+
+
+def _with_offloaded(named: pd.DataFrame, whole: pd.DataFrame) -> pd.DataFrame:
+    """Move the pieces that a rank does not hold in their own role to the offloaded bytes.
+
+    Table ``shards`` says what a piece is, and ``memory`` where it is: there an offloaded one has no other role.
+    """
+    pieces = named.groupby(RANK).sum()
+    is_offloaded = (pieces > whole.reindex(pieces.index)).reindex(named.droplevel("module").index).to_numpy()
+    moved = named.where(is_offloaded, 0).sum(axis=1)
+    return named.mask(is_offloaded, 0).assign(offloaded_bytes=moved)
 
 
 def held_at_rest(memory: pd.DataFrame) -> pd.DataFrame:
@@ -62,7 +76,8 @@ def held_at_rest(memory: pd.DataFrame) -> pd.DataFrame:
 def _by_column(rows: pd.DataFrame) -> pd.DataFrame:
     columns = rows["role"].astype(str).map(lambda role: COLUMN_OF.get(role, "other_bytes"))
     sums = rows.assign(column=columns).groupby([*RANK, "module", "column"], sort=False)["bytes"].sum()
-    return sums.unstack(fill_value=0).reindex(columns=list(COLUMNS), fill_value=0).rename_axis(columns=None)
+    table = sums.unstack(fill_value=0).reindex(columns=list(COLUMNS), fill_value=0)
+    return table.rename_axis(columns=None).astype("int64")
 
 
 def _module_of(parameter: str, depth: int | None) -> str:

@@ -20,8 +20,8 @@ def modules_table(engine: Engine, depth: int | None = None) -> pd.DataFrame:
 
     Returns:
         One row per module, and one for what belongs to no one module: ``module``, ``parameter_bytes``,
-        ``gradient_bytes``, ``optimizer_bytes``, ``other_bytes`` and ``bytes``. They add up to the bytes of
-        ``engine.live_tensors()``.
+        ``gradient_bytes``, ``optimizer_bytes``, ``offloaded_bytes`` (of these three, what is in host memory),
+        ``other_bytes`` and ``bytes``. They add up to the bytes of ``engine.live_tensors()``.
 
     Raises:
         ValueError: ``depth`` is below 1.
