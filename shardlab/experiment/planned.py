@@ -43,6 +43,8 @@ class Plan:
 def plan_runs(config: CompareConfig) -> dict[str, Plan | None]:
     """The plan of each strategy; None where the planner knows too little.
 
+    Of nested FSDP units it does not know the order of messages, see ``Setup.nested_unit``.
+
     It knows nothing of torch's own strategies, of optimizers whose state is not made of counters and of tensors of the
     parameter's shape, of the messages of a tensor axis if what is computed depends on values, and of the messages of
     FSDP where a forward calls a unit more than once.
@@ -67,6 +69,8 @@ def _plan_run(
         return None
     if config.tp == 1 or strategy == "single":
         setup = setup_of(config, strategy, known.module, known.optimizer, called)
+        if setup.nested_unit is not None:
+            return None
         memory, sent = predicted_memory(known.model, setup), predicted_collectives(known.model, setup)
         return Plan(memory, sent, gathered_at_once(known.model, setup))
     over_tensor: pd.DataFrame | None
@@ -79,6 +83,8 @@ def _plan_run(
     if over_tensor is None:
         return None
     setup = setup_of(config, strategy, module, known.optimizer, called)
+    if setup.nested_unit is not None:
+        return None
     over_data = on_tensor_ranks(predicted_collectives(model, setup), config.tp)  # the norm, on both axes, comes last
     memory = on_tensor_ranks(predicted_memory(model, setup), config.tp)
     return Plan(memory, pd.concat([over_tensor, over_data]), gathered_at_once(model, setup))

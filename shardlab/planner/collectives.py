@@ -78,7 +78,8 @@ def predicted_collectives(
         run: name of the run; None for the strategy's.
 
     Raises:
-        ValueError: a rank or a parameter's name that does not exist.
+        ValueError: a rank or a parameter's name that does not exist, or an FSDP unit inside another, see
+            ``Setup.nested_unit``.
     """
     wanted = setup.ranks_among(ranks)
     # The sizes of what replicas exchange depend on the chunk that they hold.
@@ -95,6 +96,7 @@ def predicted_collectives(
 
 def calls_of_step(model: PlannedModel, setup: Setup, chunk: int = 0) -> list[Call]:
     """The collectives of one step in the order of issue, the same on every rank that holds this chunk."""
+    setup.check_order_is_known()
     planner = _Step(groups_of(model, setup), setup, model.tensor_ranks, chunk)
     calls = {
         "single": planner.nothing, "ddp": planner.replicated, "bucketed": planner.replicated, "zero1": planner.zero1,

@@ -82,7 +82,11 @@ def gathered_at_once(model: PlannedModel, setup: Setup) -> int:
     Args:
         model: its parameters.
         setup: the strategy.
+
+    Raises:
+        ValueError: an FSDP unit is inside another, see ``Setup.nested_unit``.
     """
+    setup.check_order_is_known()
     if setup.strategy not in ("zero3", "fsdp"):
         return 0
     sizes: dict[str, int] = {}

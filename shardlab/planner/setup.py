@@ -161,9 +161,38 @@ class Setup:
             require_rank(rank, self.num_ranks)
         return ranks
 
+    @property
+    def nested_unit(self) -> str | None:
+        """An FSDP unit inside another where backward gathers units again; None without one.
+
+        In which order it gathers the two depends on more than the units: on whether they have one output, and on
+        activation checkpointing, which gathers the inner ones in the order of forward.
+        """
+        if self.strategy != "fsdp" or self.sharding in (Sharding.SHARD_GRAD_OP, Sharding.NO_SHARD):
+            return None
+        return next((name for name in self.units if any(outer in self.units for outer in _around(name))), None)
+
+    def check_order_is_known(self) -> None:
+        """Refuse nested units, whose messages in backward cannot be planned; what is at rest can.
+
+        Raises:
+            ValueError: a unit is inside another.
+        """
+        if (name := self.nested_unit) is not None:
+            raise ValueError(
+                f"units: {name!r} is inside another unit, and the order in which a backward gathers the two is not "
+                "planned; wrap one of them, or take sharding shard_grad_op or no_shard"
+            )
+
     def shard_of(self, rank: int) -> int:
         """Which chunk ``rank`` holds: neighbours shard among themselves, as on ``Mesh({"replica": R, "shard": S})``."""
         return rank % self.num_shards
+
+
+def _around(name: str) -> list[str]:
+    """The names of the modules around a module."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def _require_one_of(name: str, value: str, allowed: Sequence[str]) -> None:

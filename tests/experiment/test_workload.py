@@ -206,6 +206,37 @@ def test_a_unit_that_is_called_twice_is_not_planned_for_fsdp():
     assert plans["fsdp"] is None
 
 
+class Nested(nn.Module):
+    """Blocks with layers that may be units too, the first with an output of its own, the last with the block's."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6)) for _ in range(2))
+        self.leave = nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.leave(x)
+
+
+@pytest.mark.parametrize("sharding", ["full_shard", "shard_grad_op"])
+def test_nested_units_are_planned_only_where_backward_gathers_nothing(pools, tmp_path, sharding):
+    workload = Workload(Nested, Labelled(), labelled_loss)
+    options = {"wrap": "blocks.*,blocks.*.0", "sharding": sharding}
+    strategies = ("zero3", "fsdp")
+    found = compare(workload, tmp_path / "run", strategies=strategies, ranks=2, steps=2, pool=pools(2), **options)
+    planned = sharding != "full_shard"
+    assert found.losses_equal
+    assert found.summary["as_planned"].tolist() == [True, True if planned else None]
+    if planned:
+        assert plan(workload, 2, "fsdp", **options)["messages_per_step"].item() > 0
+    else:
+        with pytest.raises(ValueError, match=r"cannot be planned here: .* backward gathers again is inside another"):
+            plan(workload, 2, "fsdp", **options)
+
+
 @pytest.mark.parametrize("options", [{"accumulation": 2, "clip": 0.1}, {"sharding": "shard_grad_op", "prefetch": 2}])
 def test_options_hold_for_it_too(pools, tmp_path, options):
     workload = Workload(Residual, Labelled(), keyword_loss)

@@ -14,7 +14,7 @@ from shardlab.lab import RunPlan, fit_of, kept_for_backward, readable_fit, saved
 from shardlab.lab.memory import watch_gathered
 from shardlab.models import GPT, GPTConfig, next_token_loss
 from shardlab.partition.ring_cost import Link
-from shardlab.planner import Gpu, Setup, described, gathered_at_once
+from shardlab.planner import Gpu, Setup, described, gathered_at_once, predicted_collectives, predicted_memory
 from shardlab.planner.fit import memory_bytes, rows_that_fit, sending_us
 from shardlab.plots import memory_on_gpu, summary_of
 from shardlab.trace.memory_by_role import bytes_by_role
@@ -170,6 +170,16 @@ def test_what_is_whole_is_not_gathered() -> None:
     ):
         assert gathered_at_once(model, setup) == 0
     assert gathered_at_once(model, Setup("zero3", 2)) == 4 * model.numel  # P is even in each bucket here
+
+
+@pytest.mark.parametrize("count", [gathered_at_once, predicted_collectives])
+def test_the_order_of_nested_units_is_not_guessed(count: Any) -> None:
+    model, units = described(Uneven()), units_of(Uneven(), ("blocks.*", "blocks.*.0"))
+    with pytest.raises(ValueError, match=r"^units: 'blocks.0.0' is inside another unit.* take sharding shard_grad_op"):
+        count(model, Setup("fsdp", 2, units=units))
+    for setup in (Setup("fsdp", 2, units=units, sharding="shard_grad_op"), Setup("zero3", 2)):
+        assert len(predicted_memory(model, setup)) > 0
+        count(model, setup)
 
 
 def test_a_gpu_says_what_is_left_and_how_long_it_sends() -> None:
