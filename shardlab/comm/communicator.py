@@ -12,14 +12,26 @@ Only contiguous, one-dimensional tensors are sent: gloo reads the wrong memory o
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 
 from torch import Tensor
 
 from shardlab.comm.events import Mark, Pending
 from shardlab.comm.group import ObservedGroup
-from shardlab.comm.transports.base import Bounds, Job, Message, Queue, Reduction, Start, Transport
-from shardlab.partition.chunks import even_bounds
+from shardlab.comm.transports.base import (
+    Bounds,
+    Job,
+    Message,
+    Queue,
+    Reduction,
+    Start,
+    Transport,
+    bounds_of,
+    require_chunk,
+    require_no_graph,
+    require_output,
+    require_reduction,
+    sizes_of,
+)
 from shardlab.vocabulary import Collective
 
 
@@ -53,7 +65,13 @@ class Communicator(ObservedGroup):
         self._queue, self._mark = queue, mark
 
     def all_reduce(self, tensor: Tensor, *, reduction: Reduction = "sum", tag: str = "") -> Pending:
-        """Reduce ``tensor`` (any shape) over the group, in place on every rank."""
+        """Reduce ``tensor`` (any shape) over the group, in place on every rank.
+
+        Raises:
+            ValueError: another reduction than 'sum' and 'max'; a tensor that gradients are to flow through.
+        """
+        require_reduction(reduction)
+        require_no_graph("tensor", tensor)
         flat = _flattened(tensor)
         transport = self._transport
         if transport is None:
@@ -75,12 +93,20 @@ class Communicator(ObservedGroup):
 
         Args:
             buffer: contiguous, one-dimensional, the same size on every rank.
-            output: receives this rank's chunk; None leaves it in its place in ``buffer`` (the rest is then stale).
+            output: receives this rank's chunk, [its length] of the buffer's dtype; None leaves the chunk in its place
+                in ``buffer`` (the rest is then stale).
             bounds: num_ranks + 1 offsets of the chunks; None for equal ones.
             tag: what it is for.
+
+        Raises:
+            ValueError: a tensor that does not fit, or that gradients are to flow through; the bounds do not fit.
         """
-        bounds = _bounds_of(buffer, bounds, self.num_ranks)
+        bounds = bounds_of(buffer, bounds, self.num_ranks)
+        require_no_graph("buffer", buffer)
         target = self._chunk(buffer, bounds) if output is None else output
+        if output is not None:
+            require_no_graph("output", output)
+            require_output(output, buffer, bounds[self.rank + 1] - bounds[self.rank])
         transport = self._transport
         if transport is None:
             _copy_back(buffer, target)
@@ -103,15 +129,22 @@ class Communicator(ObservedGroup):
 
         Args:
             buffer: contiguous, one-dimensional, the size of all chunks together.
-            chunk: this rank's chunk; None where it lies in its place in ``buffer`` already.
+            chunk: this rank's chunk, rounded to the buffer's dtype if both are of floating point; None where it lies
+                in its place in ``buffer`` already.
             bounds: num_ranks + 1 offsets of the chunks; None for equal ones.
             tag: what it is for.
+
+        Raises:
+            ValueError: a tensor that does not fit, or that gradients are to flow through; the bounds do not fit.
         """
-        bounds = _bounds_of(buffer, bounds, self.num_ranks)
+        bounds = bounds_of(buffer, bounds, self.num_ranks)
+        require_no_graph("buffer", buffer)
         place = self._chunk(buffer, bounds)
         # Copied by the caller, not by the job: the caller may change its chunk as soon as this returns.
         if chunk is not None:
-            place.copy_(chunk)
+            require_no_graph("chunk", chunk)
+            require_chunk(chunk, place)
+            place.copy_(chunk.detach())
         transport = self._transport
         if transport is None:
             return Pending()
@@ -125,7 +158,12 @@ class Communicator(ObservedGroup):
         )
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, tag: str = "") -> Pending:
-        """Copy ``tensor`` (any shape, any dtype) from group rank ``src`` into the others', in place."""
+        """Copy ``tensor`` (any shape, any dtype) from group rank ``src`` into the others', in place.
+
+        Raises:
+            ValueError: a tensor that gradients are to flow through.
+        """
+        require_no_graph("tensor", tensor)
         flat = _flattened(tensor)
         transport = self._transport
         if transport is None:
@@ -149,14 +187,20 @@ class Communicator(ObservedGroup):
         """Send part j of ``buffer`` to rank j; part i of ``output`` comes from rank i.
 
         Args:
-            output: contiguous, one-dimensional.
+            output: contiguous, one-dimensional, of the buffer's dtype.
             buffer: contiguous, one-dimensional.
             output_sizes: elements from each rank; None for equal parts.
             sizes: elements to each rank; None for equal parts.
             tag: what it is for.
+
+        Raises:
+            ValueError: a tensor that does not fit, or that gradients are to flow through; the sizes do not fit.
         """
-        parts_in = _sizes_of(output, output_sizes, self.num_ranks)
-        parts_out = _sizes_of(buffer, sizes, self.num_ranks)
+        parts_in = sizes_of("output", output, output_sizes, self.num_ranks)
+        parts_out = sizes_of("buffer", buffer, sizes, self.num_ranks)
+        require_output(output, buffer, output.numel() if self.num_ranks > 1 else buffer.numel())
+        require_no_graph("output", output)
+        require_no_graph("buffer", buffer)
         transport = self._transport
         if transport is None:
             _copy_back(buffer, output)
@@ -182,7 +226,12 @@ class Communicator(ObservedGroup):
         return self._submit(Collective.SEND, flat, message, tag, keep=(flat,))
 
     def recv(self, tensor: Tensor, src: int, *, tag: str = "") -> Pending:
-        """Receive from group rank ``src`` into ``tensor``; as for ``send``, somebody has to wait for it."""
+        """Receive from group rank ``src`` into ``tensor``; as for ``send``, somebody has to wait for it.
+
+        Raises:
+            ValueError: no other rank; a tensor that gradients are to flow through.
+        """
+        require_no_graph("tensor", tensor)
         flat = _flattened(tensor)
         # The queue copies back, once the message has come: before that there is nothing in ``flat`` to copy.
         message = Message(self._peer(src, "src"), False, flat, src, partial(_copy_back, flat, tensor))
@@ -245,44 +294,3 @@ def _copy_back(flat: Tensor, tensor: Tensor) -> None:
     """Write ``flat`` into a tensor of as many elements, unless it is that tensor's own memory."""
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))
-
-
-def _require_flat(buffer: Tensor) -> None:
-    """Raise ValueError, naming shape and strides, unless the buffer is contiguous and one-dimensional."""
-    if buffer.dim() != 1 or not buffer.is_contiguous():
-        raise ValueError(
-            f"buffer: shape {tuple(buffer.shape)} with strides {buffer.stride()} is given; it must be contiguous and "
-            "one-dimensional"
-        )
-
-
-def _bounds_of(buffer: Tensor, bounds: Bounds | None, num_ranks: int) -> Bounds:
-    """Offsets of the ranks' chunks in a buffer, num_ranks + 1 of them; None for equal chunks.
-
-    Raises:
-        ValueError: the buffer is not flat, does not divide, or the bounds do not fit it.
-    """
-    _require_flat(buffer)
-    if bounds is None:
-        if buffer.numel() % num_ranks:
-            raise ValueError(
-                f"buffer: {buffer.numel()} elements do not divide into {num_ranks} equal chunks; pass bounds"
-            )
-        return even_bounds(buffer.numel(), num_ranks)
-    if len(bounds) != num_ranks + 1 or bounds[-1] != buffer.numel():
-        raise ValueError(f"bounds: {bounds} is given; {num_ranks + 1} offsets ending at {buffer.numel()} are needed")
-    return bounds
-
-
-def _sizes_of(buffer: Tensor, sizes: Sequence[int] | None, num_ranks: int) -> list[int]:
-    """Elements of each rank's part of a buffer; None for equal parts.
-
-    Raises:
-        ValueError: the buffer is not flat, does not divide, or the sizes do not add up to it.
-    """
-    if sizes is None:
-        return [stop - start for start, stop in pairwise(_bounds_of(buffer, None, num_ranks))]
-    _require_flat(buffer)
-    if len(sizes) != num_ranks or sum(sizes) != buffer.numel():
-        raise ValueError(f"sizes: {sizes} is given; {num_ranks} numbers adding up to {buffer.numel()} are needed")
-    return list(sizes)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm import Communicator
-from shardlab.comm.autograd import gather, scatter
+from shardlab.comm.autograd import gather, reduce, scatter
 
 SEQUENCE_DIM = -2
 
@@ -29,10 +29,7 @@ class _Sum:
         self._comm, self._name = comm, name
 
     def __call__(self, gradient: Tensor) -> Tensor:
-        # A copy: autograd may hand the same tensor to others.
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        self._comm.all_reduce(total, tag=f"gradient of {self._name}").wait()
-        return total
+        return reduce(gradient, self._comm, tag=f"gradient of {self._name}")
 
 
 def sum_gradient(param: nn.Parameter, comm: Communicator, name: str) -> None:

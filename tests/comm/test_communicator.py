@@ -182,28 +182,6 @@ def test_a_group_of_one_moves_and_records_nothing():
     assert not log.events
 
 
-def wrong_calls(rank):
-    messages = []
-    with Mesh({"data": 2}) as mesh:
-        for call in (
-            lambda: mesh.data.reduce_scatter(torch.ones(3)),
-            lambda: mesh.data.all_gather(torch.ones(2, 2)),
-            lambda: mesh.data.reduce_scatter(torch.ones(4), bounds=(0, 1)),
-            lambda: mesh.data.send(torch.ones(1), dst=rank),
-            lambda: mesh["tensor"],
-            lambda: Mesh({"data": 3}),
-            lambda: Mesh({"data": 2}, ranks=[0, 5]),
-        ):
-            with pytest.raises(ValueError) as caught:  # noqa: PT011
-                call()
-            messages.append(str(caught.value).partition(":")[0])
-    return messages
-
-
-def test_wrong_calls_name_the_field(pools):
-    assert pools(2).run(wrong_calls) == [["buffer", "buffer", "bounds", "dst", "axis", "axes", "ranks"]] * 2
-
-
 def in_flight(rank):
     """The buffer's only name goes away before it is sent."""
     with Mesh({"data": 2}) as mesh:

@@ -8,11 +8,14 @@ says what is sent, the same on all ranks, so that a transport can refuse to mix 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, Protocol
+from itertools import pairwise
+from typing import Literal, NamedTuple, Protocol, get_args
 
+import torch
 from torch import Tensor
 
 from shardlab.comm.events import CollectiveEvent, Observer
+from shardlab.partition.chunks import even_bounds
 
 Reduction = Literal["sum", "max"]
 Bounds = tuple[int, ...]
@@ -112,3 +115,86 @@ class Queue(Protocol):
 
     def close(self) -> None:
         """End the queue after the jobs that are in it."""
+
+
+# What verbs may be given. Transports write into what they get without a check: of a wrong size, into its neighbours.
+
+
+def require_reduction(reduction: str) -> None:
+    """Raise ValueError unless every transport has the reduction."""
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"reduction: {reduction!r} is given; allowed are 'sum' and 'max' (divide a sum for a mean)")
+
+
+def require_no_graph(field: str, tensor: Tensor) -> None:
+    """Raise ValueError where a gradient would flow past a collective, as if that had done nothing."""
+    if tensor.grad_fn is not None and torch.is_grad_enabled():
+        raise ValueError(
+            f"{field}: the result of {tensor.grad_fn.name()} is given, and no gradient flows through this collective; "
+            f"use shardlab.comm.autograd, or pass {field}.detach()"
+        )
+
+
+def require_flat(field: str, tensor: Tensor) -> None:
+    """Raise ValueError, naming shape and strides, unless the tensor is contiguous and one-dimensional."""
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ValueError(
+            f"{field}: shape {tuple(tensor.shape)} with strides {tensor.stride()} is given; it must be contiguous and "
+            "one-dimensional"
+        )
+
+
+def require_output(output: Tensor, buffer: Tensor, numel: int) -> None:
+    """Raise ValueError unless ``output`` has room for just ``numel`` elements of ``buffer``, [numel]."""
+    require_flat("output", output)
+    if output.numel() != numel or output.dtype != buffer.dtype or output.device != buffer.device:
+        raise ValueError(
+            f"output: {output.numel()} elements of {output.dtype} on {output.device} are given; {numel} of "
+            f"{buffer.dtype} on {buffer.device} are needed, as in the buffer"
+        )
+
+
+def require_chunk(chunk: Tensor, place: Tensor) -> None:
+    """Raise ValueError unless ``chunk`` can be written into ``place``; floating point may be rounded on the way."""
+    is_rounded = chunk.is_floating_point() and place.is_floating_point()
+    if chunk.numel() != place.numel() or (chunk.dtype != place.dtype and not is_rounded):
+        raise ValueError(
+            f"chunk: {chunk.numel()} elements of {chunk.dtype} are given; {place.numel()} of {place.dtype} are needed, "
+            "as in the buffer"
+        )
+
+
+def bounds_of(buffer: Tensor, bounds: Sequence[int] | None, num_ranks: int) -> Bounds:
+    """Offsets of the ranks' chunks in a buffer, num_ranks + 1 of them; None for equal chunks.
+
+    Raises:
+        ValueError: the buffer is not flat, does not divide, or the bounds do not fit it.
+    """
+    require_flat("buffer", buffer)
+    if bounds is None:
+        if buffer.numel() % num_ranks:
+            raise ValueError(
+                f"buffer: {buffer.numel()} elements do not divide into {num_ranks} equal chunks; pass bounds"
+            )
+        return even_bounds(buffer.numel(), num_ranks)
+    ends = (bounds[0], bounds[-1]) if len(bounds) == num_ranks + 1 else None
+    if ends != (0, buffer.numel()) or any(start > stop for start, stop in pairwise(bounds)):
+        raise ValueError(
+            f"bounds: {bounds} is given; {num_ranks + 1} offsets are needed that begin at 0, do not descend and end at "
+            f"{buffer.numel()}"
+        )
+    return tuple(bounds)
+
+
+def sizes_of(field: str, buffer: Tensor, sizes: Sequence[int] | None, num_ranks: int) -> list[int]:
+    """Elements of each rank's part of a buffer; None for equal parts.
+
+    Raises:
+        ValueError: the buffer is not flat, does not divide, or the sizes do not add up to it.
+    """
+    require_flat(field, buffer)
+    if sizes is None:
+        return [stop - start for start, stop in pairwise(bounds_of(buffer, None, num_ranks))]
+    if len(sizes) != num_ranks or sum(sizes) != buffer.numel() or min(sizes) < 0:
+        raise ValueError(f"sizes: {sizes} is given; {num_ranks} numbers adding up to {buffer.numel()} are needed")
+    return list(sizes)

@@ -1,0 +1,132 @@
+"""What a verb refuses before anything is sent: tensors that do not fit, unknown words, tensors with a graph."""
+
+import pytest
+import torch
+
+from shardlab.comm.base_mesh import BaseMesh
+from shardlab.comm.mesh import Mesh
+
+
+def refused(*calls):
+    """Of each call, the field that its error names first."""
+    fields = []
+    for call in calls:
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            call()
+        fields.append(str(caught.value).partition(":")[0])
+    return fields
+
+
+def wrong_calls(rank):
+    with Mesh({"data": 2}) as mesh:
+        return refused(
+            lambda: mesh.data.reduce_scatter(torch.ones(3)),
+            lambda: mesh.data.all_gather(torch.ones(2, 2)),
+            lambda: mesh.data.reduce_scatter(torch.ones(4), bounds=(0, 1)),
+            lambda: mesh.data.send(torch.ones(1), dst=rank),
+            lambda: mesh["tensor"],
+            lambda: Mesh({"data": 3}),
+            lambda: Mesh({"data": 2}, ranks=[0, 5]),
+        )
+
+
+def test_wrong_calls_name_the_field(pools):
+    assert pools(2).run(wrong_calls) == [["buffer", "buffer", "bounds", "dst", "axis", "axes", "ranks"]] * 2
+
+
+OUTPUTS = {
+    "too short": torch.zeros(8)[:2],
+    "too long": torch.zeros(6),
+    "2-D": torch.zeros(2, 2),
+    "strided": torch.zeros(4, 2)[:, 0],
+    "double": torch.zeros(4).double(),
+}
+
+
+def reduce_scattered_into(rank, output):
+    with Mesh({"data": 2}) as mesh:
+        fields = refused(lambda: mesh.data.reduce_scatter(torch.ones(8), output))
+    return fields, output.untyped_storage().tolist() == [0] * output.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_an_output_of_a_reduce_scatter_fits_the_chunk(pools, kind):
+    assert pools(2).run(reduce_scattered_into, OUTPUTS[kind]) == [(["output"], True)] * 2
+
+
+def gathered_from(rank):
+    with Mesh({"data": 2}) as mesh:
+        fields = refused(
+            lambda: mesh.data.all_gather(torch.zeros(8), torch.ones(1)),  # would be broadcast
+            lambda: mesh.data.all_gather(torch.zeros(4), torch.tensor([2**24 + 1, 5])),
+            lambda: mesh.data.all_gather(torch.zeros(4, dtype=torch.int64), torch.tensor([1.7, 2.2])),
+            lambda: mesh.data.all_gather(torch.zeros(8), bounds=(2, 4, 8)),
+            lambda: mesh.data.all_gather(torch.zeros(8), bounds=(0, 9, 8)),
+        )
+        rounded = torch.zeros(4, dtype=torch.bfloat16)
+        mesh.data.all_gather(rounded, torch.full((2,), rank + 1.0)).wait()
+        number = torch.zeros(2)
+        mesh.data.all_gather(number, torch.tensor(float(rank)), bounds=[0, 1, 2]).wait()
+    return fields, rounded.tolist(), number.tolist()
+
+
+def test_a_gathered_chunk_fits_its_place(pools):
+    fields = ["chunk", "chunk", "chunk", "bounds", "bounds"]
+    assert pools(2).run(gathered_from) == [(fields, [1.0, 1.0, 2.0, 2.0], [0.0, 1.0])] * 2
+
+
+def exchanged(rank):
+    with Mesh({"data": 2}) as mesh:
+        return refused(
+            lambda: mesh.data.all_to_all(torch.zeros(4), torch.arange(4, dtype=torch.int32)),
+            lambda: mesh.data.all_to_all(torch.zeros(2, 2), torch.ones(4)),
+            lambda: mesh.data.all_to_all(torch.zeros(4), torch.ones(4), sizes=[5, -1]),
+        )
+
+
+def test_what_is_exchanged_is_of_one_dtype(pools):
+    assert pools(2).run(exchanged) == [["output", "output", "sizes"]] * 2
+
+
+def with_a_graph(rank):
+    weight = torch.ones(4, requires_grad=True)
+    taped, plain = weight.sigmoid(), torch.zeros(4)
+    with Mesh({"data": 2}) as mesh:
+        comm = mesh.data
+        fields = refused(
+            lambda: comm.all_reduce(taped),
+            lambda: comm.broadcast(taped),
+            lambda: comm.reduce_scatter(taped),
+            lambda: comm.reduce_scatter(plain, taped[:2]),
+            lambda: comm.all_gather(plain, taped[:2]),
+            lambda: comm.all_gather(taped),
+            lambda: comm.all_to_all(plain, taped),
+            lambda: comm.recv(taped, 1 - rank),
+        )
+        # Of a parameter, and without a graph, all is as before; the buffer gets no graph of the own part alone.
+        comm.all_reduce(weight).wait()
+        comm.all_gather(plain, weight[:2].detach()).wait()
+        comm.all_gather(plain, torch.nn.Parameter(torch.full((2,), rank + 1.0))).wait()
+        comm.all_reduce(taped.detach()).wait()
+        with torch.no_grad():
+            comm.all_reduce(weight * 2).wait()
+    return fields, plain.tolist(), plain.requires_grad, weight.tolist()
+
+
+def test_a_tensor_with_a_graph_is_refused(pools):
+    fields = ["tensor", "tensor", "buffer", "output", "chunk", "buffer", "buffer", "tensor"]
+    assert pools(2).run(with_a_graph) == [(fields, [1.0, 1.0, 2.0, 2.0], False, [2.0] * 4)] * 2
+
+
+def unknown_reductions(rank):
+    with Mesh({"data": 2}) as mesh:
+        return refused(*(lambda word=word: mesh.data.all_reduce(torch.ones(2), reduction=word) for word in WORDS))
+
+
+WORDS = ("mean", "min")
+
+
+def test_an_unknown_reduction_is_refused_at_the_call(pools):
+    assert pools(2).run(unknown_reductions) == [["reduction"] * 2] * 2
+    alone = BaseMesh.alone()
+    assert refused(lambda: alone.data.all_reduce(torch.ones(2), reduction="mean")) == ["reduction"]
