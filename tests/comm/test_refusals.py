@@ -1,10 +1,15 @@
-"""What a verb refuses before anything is sent: tensors that do not fit, unknown words, tensors with a graph."""
+"""What a verb refuses before anything is sent: tensors that do not fit, unknown words, tensors with a graph.
+
+And what ranks refuse that meet with different tensors: nobody takes another's bytes for numbers of its own.
+"""
 
 import pytest
 import torch
 
 from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.mesh import Mesh
+from shardlab.comm.transports.shared_buffers import MismatchError
+from shardlab.launch import RankHang, RankPool
 
 
 def refused(*calls):
@@ -130,3 +135,64 @@ def test_an_unknown_reduction_is_refused_at_the_call(pools):
     assert pools(2).run(unknown_reductions) == [["reduction"] * 2] * 2
     alone = BaseMesh.alone()
     assert refused(lambda: alone.data.all_reduce(torch.ones(2), reduction="mean")) == ["reduction"]
+
+
+MEETINGS = {
+    "reduction": lambda comm, rank: comm.all_reduce(torch.ones(4), reduction=("sum", "max")[rank]),
+    "bounds of a gather": lambda comm, rank: comm.all_gather(torch.ones(8), bounds=(0, 3 + rank, 8)),
+    "bounds of a scatter": lambda comm, rank: comm.reduce_scatter(torch.ones(8), bounds=(0, 3 + rank, 8)),
+    "root": lambda comm, rank: comm.broadcast(torch.ones(4), src=rank),
+    "dtype": lambda comm, rank: comm.broadcast(torch.ones(4, dtype=(torch.float32, torch.int32)[rank])),
+    "length": lambda comm, rank: comm.broadcast(torch.ones(4 + rank)),
+    "dtype of an exchange": lambda comm, rank: exchange_of((torch.float32, torch.int32)[rank], comm),
+    "collective": lambda comm, rank: (comm.broadcast, comm.all_reduce)[rank](torch.ones(4)),
+}
+
+
+def exchange_of(dtype, comm):
+    return comm.all_to_all(torch.empty(4, dtype=dtype), torch.ones(4, dtype=dtype))
+
+
+def meeting(rank, kind):
+    with Mesh({"data": 2}, transport="shared_memory") as mesh:
+        pending = MEETINGS[kind](mesh.data, rank)
+        with pytest.raises(MismatchError, match="meets"):
+            pending.wait()
+
+
+@pytest.mark.parametrize("kind", MEETINGS)
+def test_through_shared_memory_different_calls_do_not_meet(pools, kind):
+    pools(2).run(meeting, kind)
+
+
+def exchanges_of_any_size(rank):
+    with Mesh({"data": 2}, transport="shared_memory") as mesh:
+        sent, received = torch.full((3 + rank,), float(rank)), torch.zeros(2 + 3 * rank)
+        sizes = ((1, 2), (1, 3))
+        mesh.data.all_to_all(received, sent, output_sizes=[pair[rank] for pair in sizes], sizes=sizes[rank]).wait()
+    return received.tolist()
+
+
+def test_in_an_exchange_ranks_send_as_much_as_they_like(pools):
+    assert pools(2).run(exchanges_of_any_size) == [[0, 1], [0, 0, 1, 1, 1]]
+
+
+DTYPES = (torch.float32, torch.int32)
+
+
+def message_of_another(rank, transport, numel):
+    with Mesh({"data": 2}, transport=transport) as mesh:
+        tensor = torch.ones(numel[rank], dtype=DTYPES[rank])
+        (mesh.data.recv if rank else mesh.data.send)(tensor, 1 - rank, tag="message").wait()
+
+
+def gather_of_another(rank, transport, numel):
+    with Mesh({"data": 2}, transport=transport) as mesh:
+        mesh.data.all_gather(torch.ones(4, dtype=DTYPES[rank]), tag="message").wait()
+
+
+def test_over_gloo_ranks_with_different_tensors_wait_and_are_reported():
+    with RankPool(2, device="cpu", timeout_s=2.0) as pool:
+        for wrong in (message_of_another, gather_of_another):
+            with pytest.raises(RankHang, match="'message'"):
+                pool.run(wrong, "gloo", (3, 3))

@@ -66,6 +66,7 @@ class GlooTransport(Transport):
     def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """Each segment is exchanged between all pairs; then its N versions are summed."""
         chunks = [buffer[start:stop] for start, stop in pairwise(bounds)]
+        number = _number(Collective.REDUCE_SCATTER, buffer.dtype, bounds, tag)
         length = max(1, SEGMENT_BYTES // buffer.element_size())
         # Allocated once and reused by every segment, so that no more is ever held.
         received = [
@@ -77,15 +78,15 @@ class GlooTransport(Transport):
             segments = [chunk[start : start + length] for chunk in chunks]
             own = segments[self._rank]
             versions = [own if rank == self._rank else room[: own.numel()] for rank, room in enumerate(received)]
-            self._exchange(segments, versions, _number(Collective.REDUCE_SCATTER, tag))
+            self._exchange(segments, versions, number)
             if own.numel():
                 add_in_order(versions, output[start : start + length], room=versions[1 if self._rank == 0 else 0])
 
-    def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor], tag: int) -> None:
+    def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor], number: int) -> None:
         """Send every other rank its tensor and receive the one it has for this rank; empty ones are skipped."""
         # Receives are posted first, so that nothing that arrives has to be buffered.
         works = [
-            call(as_bytes(tensor), group=self._group, tag=tag, **{peer: rank})
+            call(as_bytes(tensor), group=self._group, tag=number, **{peer: rank})
             for call, peer, tensors in ((dist.irecv, "group_src", incoming), (dist.isend, "group_dst", outgoing))
             for rank, tensor in enumerate(tensors)
             if rank != self._rank and tensor.numel()
@@ -97,7 +98,8 @@ class GlooTransport(Transport):
     def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """Every rank sends its chunk to all others, each straight into its place."""
         chunks = [buffer[start:stop] for start, stop in pairwise(bounds)]
-        self._exchange([chunks[self._rank]] * self._num_ranks, chunks, _number(Collective.ALL_GATHER, tag))
+        number = _number(Collective.ALL_GATHER, buffer.dtype, bounds, tag)
+        self._exchange([chunks[self._rank]] * self._num_ranks, chunks, number)
 
     @override
     def broadcast(self, tensor: Tensor, src: int) -> None:
@@ -119,12 +121,12 @@ class GlooTransport(Transport):
     @override
     def send(self, tensor: Tensor, dst: int) -> None:
         """Send bytes."""
-        dist.send(as_bytes(tensor), group=self._group, group_dst=dst)
+        dist.send(as_bytes(tensor), group=self._group, group_dst=dst, tag=_number_of_message(tensor))
 
     @override
     def recv(self, tensor: Tensor, src: int) -> None:
         """Receive bytes."""
-        dist.recv(as_bytes(tensor), group=self._group, group_src=src)
+        dist.recv(as_bytes(tensor), group=self._group, group_src=src, tag=_number_of_message(tensor))
 
     @override
     def barrier(self) -> None:
@@ -146,12 +148,17 @@ def add_in_order(versions: list[Tensor], output: Tensor, room: Tensor, add: Call
         total = add(total, version, out=output if number == len(others) else room)
 
 
-def _number(op: Collective, tag: str) -> int:
+def _number(op: Collective, dtype: torch.dtype, bounds: Bounds, tag: str = "") -> int:
     """The number by which gloo matches messages: two different collectives wait instead of taking each other's bytes.
 
-    Never 0, the number of a ``send``; below 2**31, as torch demands.
+    Never 0, the number of a script's own ``dist.send``; below 2**31, as torch demands.
     """
-    return 1 + (zlib.crc32(f"{op} {tag}".encode()) >> 2)
+    return 1 + (zlib.crc32(f"{op} {dtype} {bounds} {tag}".encode()) >> 2)
+
+
+def _number_of_message(tensor: Tensor) -> int:
+    """The same at both ends of a ``send``: a ``recv`` of another length or dtype waits and is reported."""
+    return _number(Collective.SEND, tensor.dtype, (tensor.numel(),))
 
 
 def _wait(works: Iterable[dist.Work | None]) -> None:

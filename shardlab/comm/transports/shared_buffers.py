@@ -36,16 +36,17 @@ class Call(NamedTuple):
     numel: int
     dtype: str
     tag: str
+    how: object = ""  # reduction, bounds or root: told to no other rank, but part of the number of the whole
 
     @classmethod
-    def of(cls, collective: Collective, buffer: Tensor, tag: str) -> "Call":
+    def of(cls, collective: Collective, buffer: Tensor, tag: str, how: object = "") -> "Call":
         """The collective of a whole buffer."""
-        return cls(str(collective), buffer.numel(), dtype_name(buffer.dtype), tag)
+        return cls(str(collective), buffer.numel(), dtype_name(buffer.dtype), tag, how)
 
     def packed(self) -> bytes:
         """As it is sent."""
-        tag = self.tag.encode()
-        return _MESSAGE.pack(self.collective.encode(), self.numel, self.dtype.encode(), zlib.crc32(tag), tag)
+        number = zlib.crc32(f"{self.tag} {self.how}".encode())
+        return _MESSAGE.pack(self.collective.encode(), self.numel, self.dtype.encode(), number, self.tag.encode())
 
     @classmethod
     def unpacked(cls, message: bytes) -> "Call":
@@ -121,6 +122,8 @@ class SharedBuffers:
             if theirs != message:
                 other = Call.unpacked(theirs)
                 self._mismatch = f"{call} on rank {self.rank} of the group meets {other} on rank {rank}"
+                if str(other) == str(call):
+                    self._mismatch += ", with another reduction, other bounds, another root or end of the tag"
                 raise MismatchError(self._mismatch)
         # Every rank read the other half before it sent the message that has come: it may be overwritten now.
         self._half = 1 - self._half

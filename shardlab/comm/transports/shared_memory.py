@@ -41,7 +41,7 @@ class SharedMemoryTransport(GlooTransport):
     def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
         """Segment by segment: each rank reduces its part of it, then all gather the parts."""
         _require_addable(tensor.dtype)
-        call = Call.of(Collective.ALL_REDUCE, tensor, tag)
+        call = Call.of(Collective.ALL_REDUCE, tensor, tag, reduction)
         for segment in tensor.split(self._num_ranks * self._part_length(tensor.dtype)):
             bounds = chunk_bounds(segment.numel(), self._num_ranks)
             own = segment[bounds[self._rank] : bounds[self._rank + 1]]
@@ -58,13 +58,25 @@ class SharedMemoryTransport(GlooTransport):
     def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """Segments of all chunks at once."""
         _require_addable(buffer.dtype)
-        call = Call.of(Collective.REDUCE_SCATTER, buffer, tag)
+        call = Call.of(Collective.REDUCE_SCATTER, buffer, tag, bounds)
         self._reduce_parts(call, output, buffer, bounds, torch.add)
 
     @override
     def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """Segments of all chunks at once."""
-        self._gather_parts(Call.of(Collective.ALL_GATHER, buffer, tag), buffer, bounds)
+        self._gather_parts(Call.of(Collective.ALL_GATHER, buffer, tag, bounds), buffer, bounds)
+
+    @override
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Over gloo, which asks neither for dtype nor for length: so the ranks first compare what they are in."""
+        self._shared.synchronize(Call.of(Collective.BROADCAST, tensor, "", src))
+        super().broadcast(tensor, src)
+
+    @override
+    def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
+        """Over gloo, as a broadcast; how much each rank sends may differ."""
+        self._shared.synchronize(Call.of(Collective.ALL_TO_ALL, buffer[:0], ""))
+        super().all_to_all(output, buffer, output_sizes, sizes)
 
     @override
     def barrier(self) -> None:
