@@ -119,7 +119,9 @@ class ObservedGroup:
         try:
             yield
         finally:
-            self._observers = tuple(known for known in self._observers if known is not observer)
+            # Once: the same observer may be there from outside as well.
+            at = [known is observer for known in self._observers].index(True)
+            self._observers = self._observers[:at] + self._observers[at + 1 :]
 
     def announce(
         self,
