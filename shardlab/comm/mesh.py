@@ -39,7 +39,7 @@ class Mesh(BaseMesh):
             name the same; others may build theirs meanwhile.
         device: of the tensors; it decides, with the default group's backend, which transports are used. None for this
             rank's own device, as the pool has placed it; the CPU outside a pool.
-        link: emulate this link on every axis; not with NCCL.
+        link: emulate this link on every axis, a ``Link`` or text such as ``10Gbps,50us``; not with NCCL.
         transport: ``shared_memory`` or ``gloo``, for tensors that travel through host memory; None for the first of
             them that the ranks of an axis can use.
 
@@ -54,9 +54,10 @@ class Mesh(BaseMesh):
         *,
         ranks: Sequence[int] | None = None,
         device: torch.device | str | None = None,
-        link: Link | None = None,
+        link: Link | str | None = None,
         transport: str | None = None,
     ) -> None:
+        link = Link.parse(link) if isinstance(link, str) else link
         check_transport(dist.get_backend() if dist.is_initialized() else "", transport, link)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         super().__init__(axes, range(world_size) if ranks is None else ranks, device)

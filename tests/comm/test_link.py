@@ -2,6 +2,7 @@
 
 from time import perf_counter, sleep
 
+import pytest
 import torch
 
 from shardlab.comm.mesh import Mesh
@@ -40,3 +41,32 @@ def test_the_link_delays_without_blocking_the_caller(pools):
         assert waited_s < 0.02, "compute of 60 ms covers a link of 40 ms"
         assert transport == "shared_memory as 1Gbps,20000us"
         assert emulated
+
+
+def received_early(rank):
+    """Milliseconds between the end of the send and that of a receive that was posted long before."""
+    with Mesh({"data": 2}, link="1Gbps,20ms") as mesh:
+        value = torch.full((1000,), float(rank))
+        mesh.data.barrier().wait()
+        if rank == 1:
+            mesh.data.recv(value, 0).wait()
+        else:
+            sleep(0.1)
+            mesh.data.send(value, 1).wait()
+        return float(value.sum()), perf_counter()
+
+
+def test_a_message_takes_its_time_after_it_was_sent(pools):
+    (_, sent), (total, received) = pools(2).run(received_early)
+    assert total == 0
+    assert received - sent > 0.01
+
+
+def wrong_links(rank):
+    for link in ("fast", 10.0):
+        with pytest.raises(ValueError, match=r"^link: "):
+            Mesh({"data": 2}, link=link)
+
+
+def test_what_is_no_link_is_refused(pools):
+    pools(2).run(wrong_links)

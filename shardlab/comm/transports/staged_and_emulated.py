@@ -112,11 +112,16 @@ class StagedTransport(Transport):
         return torch.empty_like(tensor, device="cpu", pin_memory=True) if tensor.is_cuda else tensor
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
-        # It need not wait for the stream that computes: the queue's thread has done that before it called.
+        # Not for the stream that computes, which the queue's thread has waited for before it called: for that thread's
+        # own, which has made a contiguous copy.
+        self._stream.wait_stream(self._streams.current_stream())
         with self._streams.stream(self._stream):
             target.copy_(source, non_blocking=True)
         # The transport reads it from the host, and whoever waits for the queue on any stream.
         self._stream.synchronize()
+
+
+_START = torch.zeros(1, dtype=torch.uint8)  # goes ahead of what one rank sends: from here on it travels
 
 
 class EmulatedLink(Transport):
@@ -156,11 +161,14 @@ class EmulatedLink(Transport):
     @override
     def send(self, tensor: Tensor, dst: int) -> None:
         """One message; the delay is on the receiver's side, where it is seen."""
+        self._inner.send(_START, dst)
         self._inner.send(tensor, dst)
 
     @override
     def recv(self, tensor: Tensor, src: int) -> None:
         """One message."""
+        # Before the clock starts: a late sender is not the link's doing.
+        self._inner.recv(torch.empty_like(_START), src)
         began = perf_counter()
         self._inner.recv(tensor, src)
         self._sleep_until(began, Collective.RECV, tensor.nbytes)
