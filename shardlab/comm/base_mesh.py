@@ -87,12 +87,18 @@ class BaseMesh:
         self._at_close.append(end)
 
     def close(self) -> None:
-        """End the communicators; their process groups go when the next mesh is built."""
-        # Queues first: a group must not go while a collective in it is still to run.
-        for communicator in self.communicators:
-            communicator.close()
-        while self._at_close:
-            self._at_close.pop()()
+        """End the communicators; their process groups go when the next mesh is built.
+
+        Raises:
+            Exception: what a collective raised, where nobody has waited for one that failed.
+        """
+        with contextlib.ExitStack() as stack:  # calls all, also where one raises
+            # Queues first: a group must not go while a collective in it is still to run.
+            for end in self._at_close:
+                stack.callback(end)
+            for communicator in reversed(self.communicators):
+                stack.callback(communicator.close)
+            self._at_close = []
 
     def __enter__(self) -> Self:
         return self

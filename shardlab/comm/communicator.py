@@ -72,19 +72,20 @@ class Communicator(ObservedGroup):
         """
         require_reduction(reduction)
         require_no_graph("tensor", tensor)
-        flat = _flattened(tensor)
-        transport = self._transport
+        transport, own = self._transport, tensor.detach()  # the memory of now: an engine may give the tensor another
         if transport is None:
             return Pending()
 
         # The job runs in the queue's thread: what it closes over lives until the caller has waited.
         def job() -> None:
+            # Copied here, if at all, and not before: a collective ahead of this one may still write into the memory.
+            flat = _flattened(own)
             transport.all_reduce(flat, reduction, tag)
-            _copy_back(flat, tensor)
+            _copy_back(flat, own)
 
         # A copy would have to be written back at the end, which only the job does.
-        start = (lambda: transport.start_all_reduce(flat, reduction)) if tensor.is_contiguous() else None
-        return self._submit(Collective.ALL_REDUCE, flat, job, tag, keep=(tensor, flat), start=start)
+        start = (lambda: transport.start_all_reduce(own.view(-1), reduction)) if own.is_contiguous() else None
+        return self._submit(Collective.ALL_REDUCE, own, job, tag, keep=(own,), start=start)
 
     def reduce_scatter(
         self, buffer: Tensor, output: Tensor | None = None, *, bounds: Bounds | None = None, tag: str = ""
@@ -164,16 +165,16 @@ class Communicator(ObservedGroup):
             ValueError: a tensor that gradients are to flow through.
         """
         require_no_graph("tensor", tensor)
-        flat = _flattened(tensor)
-        transport = self._transport
+        transport, own = self._transport, tensor.detach()
         if transport is None:
             return Pending()
 
         def job() -> None:
+            flat = _flattened(own)  # as for an all-reduce
             transport.broadcast(flat, src)
-            _copy_back(flat, tensor)
+            _copy_back(flat, own)
 
-        return self._submit(Collective.BROADCAST, flat, job, tag, keep=(tensor, flat))
+        return self._submit(Collective.BROADCAST, own, job, tag, keep=(own,))
 
     def all_to_all(
         self,
@@ -244,10 +245,10 @@ class Communicator(ObservedGroup):
         return self._submit(Collective.BARRIER, None, self._transport.barrier, tag)
 
     def close(self) -> None:
-        """End the queue after the collectives in it."""
-        if self._queue is not None:
-            self._queue.close()
-        self._queue = None
+        """End the queue after the collectives in it; raise the first error of one if nobody has waited for any."""
+        queue, self._queue = self._queue, None
+        if queue is not None:
+            queue.close()
 
     def _submit(
         self,

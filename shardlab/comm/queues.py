@@ -9,6 +9,7 @@ Transports are written as plain blocking code. A queue makes them asynchronous:
   Whether a collective has ended its end event is asked, and never waited for.
 """
 
+import contextlib
 import threading
 import weakref
 from collections import deque
@@ -34,6 +35,7 @@ class _Entry:
         self.begun = False  # in the caller's thread
         self.done = threading.Event()
         self.error: BaseException | None = None
+        self.told = False  # whether a caller has got the error
 
     def try_start(self, start: Start) -> None:
         """Begin now, in the caller's thread, if ``start`` can; the queue's thread then only waits for the end."""
@@ -56,6 +58,8 @@ class _Entry:
                 self.event.start_ns = perf_counter_ns()  # only now: until then the device computed what is sent
                 self._tell_started()
             self.job()
+            if self.ready is not None:
+                CUDA.current_stream().synchronize()  # the job may have copied; the caller reads on another stream
         except BaseException as error:  # a thread must not lose it: wait() raises it in the caller
             self.error = error
         # Observers before ``done``: whoever has waited finds the collective's end in the records.
@@ -67,6 +71,7 @@ class _Entry:
     def wait(self) -> None:
         self.done.wait()
         if self.error is not None:
+            self.told = True
             raise self.error
 
     def _tell_started(self) -> None:
@@ -79,12 +84,13 @@ class ThreadQueue:
 
     def __init__(self, name: str, device: torch.device | None = None) -> None:
         self._device = device
-        self._sends: ThreadQueue | None = None
+        self._sends: dict[int, ThreadQueue] = {}  # by the rank that receives
+        self._failed: list[_Entry] = []
         # The thread gets the queue and not ``self``: it would otherwise keep this object, and so itself, alive.
         self._queue: SimpleQueue[_Entry | None] = SimpleQueue()
         self._last_done = threading.Event()
         self._last_done.set()
-        self._thread = threading.Thread(target=_serve, args=(self._queue, device), name=name, daemon=True)
+        self._thread = threading.Thread(target=_serve, args=(self._queue, self._failed, device), name=name, daemon=True)
         self._thread.start()
         # A mesh that is dropped without close() must not leave its thread behind.
         self._abandon = weakref.finalize(self, self._queue.put, None)
@@ -103,21 +109,30 @@ class ThreadQueue:
         return entry.wait
 
     def submit_message(self, message: Message, event: CollectiveEvent, observers: tuple[Observer, ...]) -> Job:
-        """Queue a receive among the collectives, and a send in another thread of its own."""
+        """Queue a receive among the collectives, and a send in another thread, one for each rank that receives."""
         if not message.is_send:
             return self.submit(message.travel, event, observers)
-        # In one thread each rank of a ring would send first, and no rank would ever come to receive.
-        if self._sends is None:
-            self._sends = ThreadQueue(f"{self._thread.name}-sends", self._device)
-        return self._sends.submit(message.travel, event, observers)
+        # In one thread each rank of a ring would send first, and no rank would ever come to receive. And a send waits
+        # for its receiver, which may first need what another rank does with the next send.
+        if message.peer not in self._sends:
+            self._sends[message.peer] = ThreadQueue(f"{self._thread.name}-sends-to-{message.peer}", self._device)
+        return self._sends[message.peer].submit(message.travel, event, observers)
 
     def close(self) -> None:
-        """End the threads after the jobs that are queued."""
-        if self._sends is not None:
-            self._sends.close()
-        # The marker goes behind all entries; after the join no job can touch a group that is about to be destroyed.
-        self._abandon()
-        self._thread.join()
+        """End the threads after the jobs that are queued; raise the first error if nobody has been told of any."""
+        with contextlib.ExitStack() as stack:  # calls all, also where one raises
+            stack.callback(self._raise_untold)
+            # The marker goes behind all entries; after the join no job can touch a group that is about to be destroyed.
+            stack.callback(self._thread.join)
+            stack.callback(self._abandon)
+            for sends in self._sends.values():
+                stack.callback(sends.close)
+
+    def _raise_untold(self) -> None:
+        failed, self._failed = self._failed, []
+        # Whoever has got one error knows; those behind it mostly follow from it.
+        if failed and not any(entry.told for entry in failed):
+            failed[0].wait()
 
 
 class Running:
@@ -261,12 +276,17 @@ def _nothing() -> None:
     """What is left to do of a job that could not begin."""
 
 
-def _serve(queue: "SimpleQueue[_Entry | None]", device: torch.device | None) -> None:
-    if device is not None and device.type == "cuda":
-        torch.cuda.set_device(device)  # a new thread is on device 0, and would take memory there
-    # Grad mode is per thread: without this the sums of a composed reduce-scatter would be taped. Inference mode, not
-    # just no_grad, because a tensor that was made in a caller's inference mode may be written into nowhere else.
-    with torch.inference_mode():
+def _serve(queue: "SimpleQueue[_Entry | None]", failed: list[_Entry], device: torch.device | None) -> None:
+    with contextlib.ExitStack() as stack:
+        if device is not None and device.type == "cuda":
+            torch.cuda.set_device(device)  # a new thread is on device 0, and would take memory there
+            # And on the stream that computes: what a job copies would wait for all that computes meanwhile.
+            stack.enter_context(CUDA.stream(CUDA.Stream(device)))
+        # Grad mode is per thread: without this the sums of a composed reduce-scatter would be taped. Inference mode,
+        # not just no_grad: a tensor that was made in a caller's inference mode may be written into nowhere else.
+        stack.enter_context(torch.inference_mode())
         while (entry := queue.get()) is not None:
             entry.run()
+            if entry.error is not None:
+                failed.append(entry)
             del entry  # or the last job's buffers would live until the next one

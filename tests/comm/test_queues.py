@@ -8,6 +8,7 @@ import torch
 
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.transports.gloo import GlooTransport
+from shardlab.launch import RankError
 from shardlab.partition.ring_cost import Link
 from shardlab.vocabulary import HostTransport
 
@@ -119,3 +120,56 @@ def made_in_inference_mode(rank):
 
 def test_a_tensor_of_inference_mode_may_be_reduced_outside_of_it(pools):
     assert pools(2).run(made_in_inference_mode) == [[2.0] * 4] * 2
+
+
+def nobody_waits(rank, waits):
+    with Mesh({"data": 2}) as mesh:
+        first, _ = [mesh.data.all_reduce(torch.ones(1).to(dtype)) for dtype in NOT_ADDED]
+        if waits:
+            with pytest.raises(RuntimeError, match="float8_e4m3fn cannot be added"):
+                first.wait()
+
+
+NOT_ADDED = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def test_closing_raises_the_first_error_if_nobody_waited_for_one(pools):
+    with pytest.raises(RankError, match="float8_e4m3fn cannot be added"):
+        pools(2).run(nobody_waits, False)
+    pools(2).run(nobody_waits, True)
+
+
+def in_another_order(rank):
+    """Rank 1 needs rank 2's message first, and rank 2 needs rank 0's, which that sends behind its one to rank 1."""
+    with Mesh({"data": 3}) as mesh:
+        comm, tensors = mesh.data, [torch.full((4,), 1.0), torch.full((4,), 2.0)]
+        if rank == 0:
+            pending = [comm.send(tensor, peer) for peer, tensor in enumerate(tensors, 1)]
+        elif rank == 1:
+            pending = [comm.recv(tensor, peer) for peer, tensor in zip((2, 0), tensors, strict=True)]
+        else:
+            comm.recv(tensors[0], 0).wait()
+            pending = [comm.send(tensors[0] + 1, 1)]
+        for one in pending:
+            one.wait()
+        return [float(tensor[0]) for tensor in tensors]
+
+
+def test_a_send_does_not_wait_for_one_to_another_rank(pools):
+    assert pools(3).run(in_another_order)[1] == [3.0, 1.0]
+
+
+def of_the_same_memory(rank):
+    with Mesh({"data": 2}) as mesh:
+        sums = []
+        for again in (mesh.data.all_reduce, mesh.data.broadcast):
+            tensor = torch.full((300, 300), rank + 1.0)
+            pending = [mesh.data.all_reduce(tensor), again(tensor.t())]
+            for one in pending:
+                one.wait()
+            sums.append(tensor.unique().tolist())
+    return sums
+
+
+def test_a_strided_tensor_is_read_after_the_collective_before_it(pools):
+    assert pools(2).run(of_the_same_memory) == [[[6.0], [3.0]]] * 2
