@@ -58,6 +58,8 @@ class Mesh(BaseMesh):
         transport: str | None = None,
     ) -> None:
         link = Link.parse(link) if isinstance(link, str) else link
+        if not isinstance(link, Link | None):
+            raise ValueError(f"link: {link!r} is given; a Link or text such as 10Gbps,50us is needed")
         check_transport(dist.get_backend() if dist.is_initialized() else "", transport, link)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         super().__init__(axes, range(world_size) if ranks is None else ranks, device)

@@ -36,8 +36,6 @@ def check_transport(backend: str, transport: str | None, link: object | None) ->
     """
     if transport is not None and transport not in set(HostTransport):
         raise ValueError(f"transport: {transport!r} is not one of {', '.join(HostTransport)}")
-    if not isinstance(link, Link | None):
-        raise ValueError(f"link: {link!r} is given; a Link or text such as 10Gbps,50us is needed")
     if backend != "nccl":
         return
     if transport is not None:
