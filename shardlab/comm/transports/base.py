@@ -156,8 +156,9 @@ def require_output(output: Tensor, buffer: Tensor, numel: int) -> None:
 
 def require_chunk(chunk: Tensor, place: Tensor) -> None:
     """Raise ValueError unless ``chunk`` can be written into ``place``; floating point may be rounded on the way."""
-    is_rounded = chunk.is_floating_point() and place.is_floating_point()
-    if chunk.numel() != place.numel() or (chunk.dtype != place.dtype and not is_rounded):
+    if chunk.numel() != place.numel() or not (
+        chunk.dtype == place.dtype or (chunk.is_floating_point() and place.is_floating_point())
+    ):
         raise ValueError(
             f"chunk: {chunk.numel()} elements of {chunk.dtype} are given; {place.numel()} of {place.dtype} are needed, "
             "as in the buffer"
@@ -178,7 +179,7 @@ def bounds_of(buffer: Tensor, bounds: Sequence[int] | None, num_ranks: int) -> B
             )
         return even_bounds(buffer.numel(), num_ranks)
     ends = (bounds[0], bounds[-1]) if len(bounds) == num_ranks + 1 else None
-    if ends != (0, buffer.numel()) or any(start > stop for start, stop in pairwise(bounds)):
+    if ends != (0, buffer.numel()) or sorted(bounds) != list(bounds):
         raise ValueError(
             f"bounds: {bounds} is given; {num_ranks + 1} offsets are needed that begin at 0, do not descend and end at "
             f"{buffer.numel()}"
