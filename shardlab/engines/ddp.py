@@ -49,5 +49,4 @@ class DDP(Engine):
             if 0 in param.grad.stride():
                 param.grad = param.grad.clone()  # expanded, as autograd.grad returns that of a sum
             mark_used(param.grad[(slice(0, 1),) * param.dim()])
-        # Detached: a backward with create_graph=True leaves a graph at it.
-        return self.comm.all_reduce(param.grad.detach(), tag=f"gradient of {name}")
+        return self.comm.all_reduce(param.grad, tag=f"gradient of {name}")
