@@ -27,7 +27,7 @@ from tests.fuzzing.refusals import (
 )
 from tests.fuzzing.run import Scenario
 from tests.fuzzing.training import Backward, ScaledStep
-from tests.fuzzing.world import Ours, Plain, World
+from tests.fuzzing.world import Ours, Plain, World, copied
 
 ROUNDED = 1e-4  # float32 beside float64, over some steps
 NORMED = 1e-3  # the same through BatchNorm, whose few rows may lie close together
@@ -112,7 +112,7 @@ def _do(world: World, operation: Operation, deep: bool) -> str:
     """Do an operation on both sides and look; what came of it."""
     if not operation.applies(world):
         return "skipped"
-    before = world.plain.states()
+    before, optimizer = world.plain.states(), copied(world.plain.optimizer.state_dict())
     operation.prepare(world)
     takes_part = operation.takes_part(world)
     ours = _attempt(operation.ours, world) if takes_part else {}
@@ -123,7 +123,9 @@ def _do(world: World, operation: Operation, deep: bool) -> str:
     plain = _attempt(operation.plain, world)
     if isinstance(ours, Exception) and isinstance(plain, Exception):
         if refuses_at_once(ours):
-            world.plain.restore(before)  # which has written into buffers before it raised
+            # Which has written into buffers, or has stepped, before it raised.
+            world.plain.restore(before)
+            world.plain.optimizer.load_state_dict(optimizer)
         world.recover()
         _raise_first(operation, _looks(world, deep))
         return "raised alike"
