@@ -44,7 +44,7 @@ WAYS = {
 }
 
 
-def grouped(rank, key, way, leaves_out):
+def groups_made(key, way, leaves_out):
     model = marked()
     wanted = WAYS[way]({id(param) for param in model.parameters() if isinstance(param, Marked)})
 
@@ -59,18 +59,23 @@ def grouped(rank, key, way, leaves_out):
         return str(error)
 
 
-@pytest.mark.parametrize("leaves_out", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+def grouped(rank, key):
+    return [groups_made(key, way, leaves_out) for way, leaves_out in CHOICES]
+
+
+CHOICES = [("identity", False), ("identity", True), ("attribute", False), ("class", False)]
+
+
 @pytest.mark.parametrize("key", ENGINES)
-def test_groups_by_what_pieces_do_not_have_are_refused(pools, key, way, leaves_out):
-    size = 4 if "hybrid" in key else 2
-    for answer in pools(size).run(grouped, key, way, leaves_out):
-        if key in WHOLE:
-            num = len(list(cases.build("MLP").parameters()))
-            biases = sum(isinstance(param, Marked) for param in marked().parameters())
-            assert answer == ([num - biases] if leaves_out else [biases, num - biases])
-        else:
-            assert "or by identity, class or attributes" in answer
+def test_groups_by_what_pieces_do_not_have_are_refused(pools, key):
+    biases = sum(isinstance(param, Marked) for param in marked().parameters())
+    others = len(list(cases.build("MLP").parameters())) - biases
+    for answers in pools(4 if "hybrid" in key else 2).run(grouped, key):
+        for (_, leaves_out), answer in zip(CHOICES, answers, strict=True):
+            if key in WHOLE:
+                assert answer == ([others] if leaves_out else [biases, others])
+            else:
+                assert "or by identity, class or attributes" in answer
 
 
 def stepped_by_another(rank, key):
