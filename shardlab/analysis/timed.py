@@ -10,12 +10,15 @@ from shardlab.vocabulary import Phase
 def timed_steps(steps: pd.DataFrame) -> pd.DataFrame:
     """The steps whose times count: those of a run after the first and without tracing, or all if none is left.
 
-    A run that goes on from a checkpoint begins anew: its first step allocates and warms up as step 0 does.
+    A run that goes on from a checkpoint begins anew: its first step allocates and warms up as step 0 does. An imported
+    profile begins behind its warm-up, at a later step; it has no memory-traced steps, by which it is told apart.
 
     Args:
         steps: table ``steps``.
     """
-    counts = ~steps["traced_memory"] & (steps["step"] > steps.groupby("run")["step"].transform("min"))
+    first, of_run = steps.groupby("run")["step"].transform("min"), steps.groupby("run")["traced_memory"]
+    warms_up = (steps["step"] == first) & ((first == 0) | of_run.transform("any"))
+    counts = ~steps["traced_memory"] & ~warms_up
     return steps[counts | ~counts.groupby(steps["run"]).transform("any")]
 
 

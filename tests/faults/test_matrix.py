@@ -22,7 +22,7 @@ TOLD = {
     "OutOfMemory": ("rank named", "RankError", False, True),
     "SkippedCall": ("rank named", "RankError", False, True),
     "SkippedCollective": ("rank named", "RankError", True, True),
-    "MismatchedCollective": ("rank named", "RankHang", True, True),
+    "MismatchedCollective": ("rank named", "RankError", True, True),
     "NaN": ("rank named", "", False, False),
 }
 
