@@ -8,7 +8,7 @@ from torch import nn
 from shardlab.comm import BaseMesh
 from shardlab.engines import checkpoint
 from shardlab.engines.agreement_check import check_agreement
-from shardlab.engines.base import Engine, OptimizerFn
+from shardlab.engines.base import Engine
 from shardlab.engines.bucketed import Bucketed
 from shardlab.engines.ddp import DDP
 from shardlab.engines.fsdp import FSDP
@@ -19,7 +19,7 @@ from shardlab.engines.precision import Precision
 from shardlab.engines.sharded_optimizer import ShardedOptimizer
 from shardlab.engines.single import Single
 from shardlab.engines.state import EngineState
-from shardlab.engines.step_tensors import StepTensors
+from shardlab.engines.step_tensors import OptimizerFn, StepTensors
 from shardlab.engines.zero1 import ZeRO1
 from shardlab.engines.zero2 import ZeRO2
 from shardlab.engines.zero3 import ZeRO3

@@ -1,7 +1,7 @@
-"""When a backward begins and ends, whether ``engine.backward(loss)`` or a plain ``loss.backward()`` started it.
+"""When a backward begins and ends and a gradient is there, whoever started it: the engine, or ``loss.backward()``.
 
-Autograd has no hook for either moment. A backward that the engine did not start is noticed by a hook on the output of
-the module's forward, which runs before any gradient below it is accumulated, or else by the first gradient.
+Autograd has no hook for the beginning or the end. A backward that the engine did not start is noticed by a hook on the
+output of the module's forward, which runs before any gradient below it is accumulated, or else by the first gradient.
 
 A parameter may get its gradient in parts, so that what has arrived may be incomplete:
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from shardlab.comm.trees import tensors_in
@@ -33,20 +34,24 @@ class BackwardWatch:
 
     Args:
         params: the engine's parameters.
-        began: called before the first gradient is accumulated; if the output hides its tensors in custom objects,
-            right after it.
+        began: called with None before the first gradient is accumulated; if the output hides its tensors in custom
+            objects, right after it, with the parameter that has it.
         entered: called by the first hook of the backward, while autograd runs; ``unreached`` can be asked from there.
+        came: called with each parameter when a gradient has been accumulated into its ``.grad``.
         ended: called at the end of a backward that does not run inside ``expected()``, unless it raised.
     """
 
     def __init__(
         self,
         params: Mapping[str, nn.Parameter],
-        began: Callable[[], None],
+        began: Callable[[nn.Parameter | None], None],
         entered: Callable[[], None],
+        came: Callable[[nn.Parameter], None],
         ended: Callable[[], None],
     ) -> None:
-        self._params, self._began, self._entered, self._ended = params, began, entered, ended
+        self._params, self._began, self._entered, self._came, self._ended = params, began, entered, came, ended
+        self._gradient_hook = _weakly(self)
+        self._hooks: list[RemovableHandle] = []
         self._expected = False
         self._task: int | None = None  # autograd's number of the outermost backward
         self._to_run: weakref.WeakSet[_Graph] = weakref.WeakSet()  # those of outputs that no backward has reached
@@ -56,6 +61,28 @@ class BackwardWatch:
         self._may_have_two_dtypes = False  # some parameter, in graphs that are still to run
         self._has_two_dtypes = False  # in the current backward: its gradient comes in parts
         self._is_closed = False
+
+    def watch_params(self) -> None:
+        """Put the hooks on the parameters."""
+        for param in self._params.values():
+            if not param.is_floating_point():
+                continue
+            # A frozen parameter may be unfrozen later, but torch takes the hook only while requires_grad is True.
+            frozen = not param.requires_grad
+            param.requires_grad_(True)
+            self._hooks.append(param.register_post_accumulate_grad_hook(self._gradient_hook))
+            param.requires_grad_(not frozen)
+
+    def run_hooks_last(self) -> None:
+        """Let the user's hooks see gradients first: ours may send them, or put them elsewhere."""
+        for param in self._params.values():
+            # Private: there is no public way to ask for them.
+            hooks = param._post_accumulate_grad_hooks
+            if hooks is None or len(hooks) < 2:
+                continue
+            ours = [number for number, hook in hooks.items() if hook is self._gradient_hook]
+            if ours and next(reversed(hooks)) not in ours:
+                hooks[ours[0]] = hooks.pop(ours[0])
 
     @untraced
     def follow(self, output: Any) -> None:
@@ -70,7 +97,7 @@ class BackwardWatch:
     def expected(self, loss: Tensor, *, retain_graph: bool) -> Iterator[None]:
         """Wraps a backward of ``loss`` whose end the caller sees itself."""
         # First: it may refuse the backward, and then nothing has been set that would have to be undone.
-        self._began()
+        self._began(None)
         self._expected, self._retains_graph = True, retain_graph
         # On the loss, since the first gradient may come from a backward nested in this one, with a number of its own.
         hook = loss.register_hook(lambda _: self.enter()) if loss.grad_fn is not None else None
@@ -83,15 +110,15 @@ class BackwardWatch:
                 # Or it would run again in a later backward through a retained graph.
                 hook.remove()
 
-    def enter(self) -> None:
-        """Note that a backward runs; called by every hook that autograd calls."""
+    def enter(self, param: nn.Parameter | None = None) -> None:
+        """Note that a backward runs; called by every hook that autograd calls, with the parameter if it is one's."""
         if self._task is not None:
             return
         self._task = _current_task()
         if not self._expected:
             # Private: there is no public way to be called at the end of a backward.
             torch.autograd.Variable._execution_engine.queue_callback(self._leave)
-            self._began()
+            self._began(param)
         # Asked of the graph of this backward: which others are alive may differ by rank, and with it what is sent when.
         self._has_two_dtypes = self._may_have_two_dtypes and self._reaches_one_twice()
         self._entered()
@@ -170,6 +197,9 @@ class BackwardWatch:
     def close(self) -> None:
         """Let backwards through the outputs that were followed so far be plain torch's."""
         self._is_closed = True
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def take_unended(self) -> bool:
         """Whether a backward began and never ended because it raised; True only once for each."""
@@ -188,6 +218,11 @@ class BackwardWatch:
         # After ``enter()``, which counts the outputs that are still to run, this one among them.
         if self._task is not None and not self._retains_graph:
             self._to_run.discard(graph)
+
+    def _accumulated(self, param: nn.Parameter) -> None:
+        # First: this may be the first sign of a plain backward, whose beginning resets queues and placeholders.
+        self.enter(param)
+        self._came(param)
 
     def _accumulates(self) -> bool:
         """Whether parameters will get gradients: ``torch.autograd.grad`` calls the same hooks and gives them none.
@@ -221,6 +256,21 @@ class BackwardWatch:
         self._num_ended += 1
         self._has_two_dtypes = False
         self._may_have_two_dtypes = self._may_have_two_dtypes and len(self._to_run) > 0
+
+
+def _weakly(watch: BackwardWatch) -> Callable[[nn.Parameter], None]:
+    """A hook that does not keep its engine alive: torch holds hooks in C++, where Python's collector sees no cycles.
+
+    The engine lives as long as the module it wraps. A parameter that outlives both is plain, as after ``close()``.
+    """
+    reference = weakref.ref(watch)
+
+    def on_gradient(param: nn.Parameter) -> None:
+        # One that was frozen after the forward has been given no gradient, though autograd calls its hook all the same.
+        if (known := reference()) is not None and param.requires_grad:
+            known._accumulated(param)
+
+    return on_gradient
 
 
 class _Graph:

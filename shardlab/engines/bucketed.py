@@ -11,17 +11,17 @@ before it. A parameter that this rank did not use is sent as unused when backwar
 
 from collections.abc import Iterator
 
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.events import Pending
-from shardlab.engines.base import Engine, OptimizerFn
+from shardlab.engines.base import Engine
 from shardlab.engines.buckets import Bucket, build_buckets
 from shardlab.engines.checks import second_gradient
 from shardlab.engines.holdings import Division, Held
 from shardlab.engines.reduction_queue import ReductionQueue
-from shardlab.engines.step_tensors import StepTensors
+from shardlab.engines.step_tensors import OptimizerFn, StepTensors
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.vocabulary import Role
 
@@ -50,25 +50,6 @@ class Bucketed(Engine):
         super().__init__(model, optimizer_fn, mesh)
 
     @override
-    def _forget_gradients(self) -> None:
-        super()._forget_gradients()
-        for bucket in self.buckets:
-            bucket.forget()
-        # Without this, a rank that steps without another backward would take everything for sent, and skip the
-        # collectives that the others are in.
-        self._queue.reset()
-
-    @override
-    def divisions(self) -> list[Division]:
-        """Bucket by bucket."""
-        return [Division(bucket.layout, self.comm, bucket.params[0].element_size()) for bucket in self.buckets]
-
-    @override
-    def _held_gradients(self) -> Iterator[Held]:
-        yield from super()._held_gradients()
-        yield from (Held(Role.GRADIENT, bucket.buffer) for bucket in self.buckets if bucket.buffer is not None)
-
-    @override
     def _prepare(self) -> StepTensors:
         self.buckets = self._build_buckets()
         self._place = {
@@ -85,30 +66,8 @@ class Bucketed(Engine):
     def _begin_backward(self) -> None:
         super()._begin_backward()
         for bucket in self.buckets:
-            # As in torch, a gradient that was cleared stays what it is for whoever still has it.
-            if bucket.is_kept(self._gradients_in(bucket)):
-                bucket.release()
-            # Before the first gradient lands in it: means of an earlier backward, to which this one adds.
-            if bucket.holds_means:
-                bucket.holds_means = False
-                self._keep_means(bucket)
+            bucket.begin()
         self._queue.begin()
-
-    def _gradients_in(self, bucket: Bucket) -> Iterator[Tensor | None]:
-        """Tensors the engine knows of that may lie in the bucket's buffer."""
-        return (param.grad for param in bucket.params)
-
-    def _keep_means(self, bucket: Bucket) -> None:
-        """Called before a bucket is filled again. Its means are the parameters' ``.grad``, to which autograd adds.
-
-        The sum is reduced again. The old mean is equal on all ranks, so its mean is itself: nothing need be kept apart.
-        """
-
-    @override
-    def _complete_failed_backward(self) -> None:
-        if self._are_means:
-            self._queue.reset()  # it was refused before it began here, and the other ranks send all of it
-        super()._complete_failed_backward()
 
     @override
     def _on_gradient(self, param: nn.Parameter) -> None:
@@ -154,3 +113,28 @@ class Bucketed(Engine):
 
     def _take_means(self, bucket: Bucket) -> None:
         bucket.hand_out()
+
+    @override
+    def _forget_gradients(self) -> None:
+        super()._forget_gradients()
+        for bucket in self.buckets:
+            bucket.forget()
+        # Without this, a rank that steps without another backward would take everything for sent, and skip the
+        # collectives that the others are in.
+        self._queue.reset()
+
+    @override
+    def _complete_failed_backward(self) -> None:
+        if self._are_means:
+            self._queue.reset()  # it was refused before it began here, and the other ranks send all of it
+        super()._complete_failed_backward()
+
+    @override
+    def divisions(self) -> list[Division]:
+        """Bucket by bucket."""
+        return [Division(bucket.layout, self.comm, bucket.params[0].element_size()) for bucket in self.buckets]
+
+    @override
+    def _held_gradients(self) -> Iterator[Held]:
+        yield from super()._held_gradients()
+        yield from (Held(Role.GRADIENT, bucket.buffer) for bucket in self.buckets if bucket.buffer is not None)

@@ -7,7 +7,7 @@ after the cast to the master's dtype). Its parameter then has no ``.grad``, so t
 that is being sent. After an all-reduce the slots are the parameters' ``.grad``.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,8 @@ class Bucket:
         self.shapes = [tuple(param.shape) for param in params]
         self.buffer: Tensor | None = None  # flat gradients, [padded_numel]; allocated when first needed
         self.views: list[Tensor] = []  # of the buffer, one per slot, in the parameters' shapes
-        self.chunk: Tensor | None = None  # ZeRO-1 and 2: this rank's chunk of the reduced gradients
+        self.pieces: dict[str, Tensor] = {}  # ZeRO-1 and 2: what this rank steps of each parameter
+        self.chunk: Tensor | None = None  # of the reduced gradients, whose parts are the ``.grad`` of the pieces
         self.gradient_dtype = self.params[0].dtype  # of the buffer, the dtype in which gradients are reduced
         self.is_cut = False  # its means belong to pieces, which are cut from contiguous parameters
         self.pending: Pending | None = None  # while it is being reduced
@@ -111,19 +112,30 @@ class Bucket:
         """Forget what has added up in a slot."""
         self._sealed.discard(slot)
 
-    def is_kept(self, known: Iterable[Tensor | None]) -> bool:
-        """Whether somebody else still has a tensor in the buffer, such as a gradient of an earlier step.
+    def begin(self) -> None:
+        """A backward begins: make sure that it writes over nothing that somebody has."""
+        # As in torch, a gradient that was cleared stays what it is for whoever still has it.
+        if self._is_kept():
+            self.free()
+        # Before the first gradient lands in it: means of an earlier backward, to which this one adds. Those that are
+        # the parameters' ``.grad`` stay: autograd adds to them, and the sum is reduced again. The old mean is equal on
+        # all ranks, so its mean is itself. Those of pieces are copied out of the buffer.
+        if self.holds_means and self.buffer is not None:
+            for piece in self.pieces.values():
+                piece.grad = None if piece.grad is None else piece.grad.clone()
+            self.chunk = None  # after a reduction in another dtype a tensor of its own, which would stay alive
+        self.holds_means = False
 
-        Args:
-            known: gradients that the engine knows of; those in the buffer do not count.
-        """
+    def _is_kept(self) -> bool:
+        """Whether somebody else still has a tensor in the buffer, such as a gradient of an earlier step."""
         if self.buffer is None or self._sealed:
             return False  # what is sealed is nowhere else, and nobody's gradient
         storage = self.buffer.untyped_storage()
+        known = [self.chunk, *(tensor.grad for tensor in (*self.params, *self.pieces.values()))]
         inside = sum(tensor is not None and tensor.untyped_storage()._cdata == storage._cdata for tensor in known)
         return bool(_num_references(self.buffer) > self._num_own_references + inside)
 
-    def release(self) -> None:
+    def free(self) -> None:
         """Free the buffer, when its contents are no longer needed."""
         self.buffer = None
         # Each view would keep the whole buffer in memory.
@@ -131,7 +143,7 @@ class Bucket:
 
     def forget(self) -> None:
         """Clear all gradients."""
-        # The buffer stays, for the next backward to fill; whoever wants its memory back calls ``release()``.
+        # The buffer stays, for the next backward to fill; whoever wants its memory back calls ``free()``.
         self._sealed.clear()
         self.chunk, self.holds_means = None, False
 

@@ -5,13 +5,16 @@ the parameters to compute with and which the values to step.
 """
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from shardlab.engines.base import Engine
-from shardlab.engines.checks import check_separate
+from shardlab.engines.hooks import ModuleHook
 from shardlab.engines.precision import Precision, advise, cast_floating
 
 
@@ -34,11 +37,6 @@ class MixedPrecision(Engine):
         except BaseException as error:
             advise(error, self.precision, self.module)
             raise
-
-    @override
-    def _check_model(self) -> None:
-        super()._check_model()
-        check_separate(self.params, dict(self.module.named_buffers()))
 
     @override
     def step(self) -> None:
@@ -71,6 +69,12 @@ class MixedPrecision(Engine):
                 f"full_params: inside, parameters have the dtype they are stored in, but precision computes in "
                 f"{self.precision.compute}; leave 'with engine.full_params():' before engine(...) and backward"
             )
+
+    def _cast_inputs_of(self, modules: Iterable[nn.Module]) -> list[RemovableHandle]:
+        """Cast the inputs of parts too: a float32 buffer, for example, may have promoted them on their way."""
+        dtype = self.precision.compute
+        hook = ModuleHook(lambda _, args, kwargs: cast_floating((args, kwargs), dtype))
+        return [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules if dtype is not None]
 
     def _cast_buffers(self) -> None:
         if self.precision.buffers is not None:

@@ -14,7 +14,42 @@ from shardlab.partition.slices import SLICES, TensorSlice
 from shardlab.vocabulary import MeshAxis
 
 
-def check_params(params: Mapping[str, nn.Parameter], device: torch.device) -> None:
+def check_types(model: object, mesh: object) -> None:
+    """Refuse a model that is no module, and a mesh that is no mesh.
+
+    Raises:
+        ValueError: the message names the argument.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: {model!r:.60} was given; give an nn.Module")
+    if not isinstance(mesh, BaseMesh | None):
+        raise ValueError(f'mesh: {mesh!r:.60} was given; give a Mesh, as Mesh({{"data": 2}}), or None for one process')
+
+
+def check_model(
+    model: nn.Module, device: torch.device, num_ranks: int, *, may_be_meta: bool, moves_params: bool
+) -> None:
+    """Check that a strategy can train a model.
+
+    Args:
+        model: the user's.
+        device: of the mesh.
+        num_ranks: on the data axes.
+        may_be_meta: whether the strategy allocates parameters that are on the meta device.
+        moves_params: whether it gives parameters other memory.
+
+    Raises:
+        ValueError: it cannot; the message names what is in the way.
+    """
+    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    _check_params(params, device)
+    _check_max_norm(model, num_ranks)
+    _check_no_meta({} if may_be_meta else params, buffers)
+    if moves_params:
+        check_separate(params, buffers)
+
+
+def _check_params(params: Mapping[str, nn.Parameter], device: torch.device) -> None:
     """Check that a model can be trained on ``device``.
 
     Raises:
@@ -33,32 +68,7 @@ def check_params(params: Mapping[str, nn.Parameter], device: torch.device) -> No
             raise ValueError(f"model: {name!r} is on {param.device}, the mesh on {device}; use model.to(mesh.device)")
 
 
-def check_types(model: object, mesh: object) -> None:
-    """Refuse a model that is no module, and a mesh that is no mesh.
-
-    Raises:
-        ValueError: the message names the argument.
-    """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model: {model!r:.60} was given; give an nn.Module")
-    if not isinstance(mesh, BaseMesh | None):
-        raise ValueError(f'mesh: {mesh!r:.60} was given; give a Mesh, as Mesh({{"data": 2}}), or None for one process')
-
-
-def check_no_meta(params: Mapping[str, nn.Parameter]) -> None:
-    """Check that no parameter is on the meta device.
-
-    Raises:
-        ValueError: some are on the meta device.
-    """
-    if meta := [name for name, param in params.items() if param.is_meta]:
-        raise ValueError(
-            f"model: {meta[0]!r} and {len(meta) - 1} more parameters are on the meta device; build the model on the "
-            "mesh's device, or use 'fsdp', which initializes it unit by unit"
-        )
-
-
-def check_max_norm(model: nn.Module, num_ranks: int) -> None:
+def _check_max_norm(model: nn.Module, num_ranks: int) -> None:
     """Check that no embedding rescales its weight in forward, where each rank would rescale only the rows it looks up.
 
     Raises:
@@ -71,6 +81,21 @@ def check_max_norm(model: nn.Module, num_ranks: int) -> None:
                 "looks up, and the ranks' weights would differ; leave max_norm out, and rescale the rows after "
                 "engine.step(), in the same way on all ranks"
             )
+
+
+def _check_no_meta(params: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
+    """Check that none of these is on the meta device.
+
+    Raises:
+        ValueError: some are on the meta device.
+    """
+    if meta := [name for name, param in params.items() if param.is_meta]:
+        raise ValueError(
+            f"model: {meta[0]!r} and {len(meta) - 1} more parameters are on the meta device; build the model on the "
+            "mesh's device, or use 'fsdp', which initializes it unit by unit"
+        )
+    if meta := [name for name, buffer in buffers.items() if buffer.is_meta]:
+        raise ValueError(f"model: buffer {meta[0]!r} is on the meta device; create buffers on the mesh's device")
 
 
 def tensor_axis(mesh: BaseMesh, model: nn.Module, slices: Mapping[str, TensorSlice]) -> Communicator | None:

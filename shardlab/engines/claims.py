@@ -156,7 +156,7 @@ class Claim:
         finally:
             self._is_installing = False
 
-    def check_step(self) -> None:
+    def check_step(self, *_: Any) -> None:
         """Refuse a step that the engine has not called.
 
         Raises:
@@ -169,20 +169,20 @@ class Claim:
             )
         self._depth += 1
 
-    def tell_before_step(self) -> None:
+    def tell_before_step(self, *_: Any) -> None:
         """Tell the engine that all hooks before the optimizer's step have run."""
         # At the outermost beginning, as in ``tell_after_step``.
         if self._is_stepping and self._depth == 1 and self._mark.engine is not None:
             self._mark.engine.before_optimizer_step()
 
-    def tell_after_step(self) -> None:
+    def tell_after_step(self, *_: Any) -> None:
         """Tell the engine that its optimizer has stepped."""
         self._depth -= 1
         # At the outermost end: whether torch runs hooks for a base class too depends on what a rank has made before.
         if self._is_stepping and self._depth == 0 and self._mark.engine is not None:
             self._mark.engine.after_optimizer_step()
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
+    def check_state(self, _: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Refuse state that was saved for other pieces.
 
         Raises:
@@ -196,7 +196,7 @@ class Claim:
                 "that of engine.full_optimizer_state_dict(), or engine.load(directory)"
             )
 
-    def check_others(self, optimizer: torch.optim.Optimizer) -> None:
+    def check_others(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Tell the engine of a step of any optimizer but its own."""
         engine = self._mark.engine
         if engine is not None and optimizer is not self._optimizer:
@@ -256,24 +256,10 @@ def pieces_of(engine: StepsPieces) -> dict[str, Any]:
 
 
 def _watch_steps(claim: Claim) -> list[RemovableHandle]:
-    reference = weakref.ref(claim)  # weakly: an optimizer that outlives its engine may step on its own
-
-    def refuse(*_: Any) -> None:
-        if (known := reference()) is not None:
-            known.check_step()
-
-    def begin(*_: Any) -> None:
-        if (known := reference()) is not None:
-            known.tell_before_step()
-
-    def tell(*_: Any) -> None:
-        if (known := reference()) is not None:
-            known.tell_after_step()
-
     optimizer = claim._optimizer
     try:
-        hooks = [optimizer.register_step_pre_hook(hook) for hook in (refuse, begin)]
-        hooks.append(optimizer.register_step_post_hook(tell))
+        hooks = [optimizer.register_step_pre_hook(_weakly(tell)) for tell in (claim.check_step, claim.tell_before_step)]
+        hooks.append(optimizer.register_step_post_hook(_weakly(claim.tell_after_step)))
     except AttributeError:
         # A wrapper around another optimizer that never called Optimizer.__init__ has no hooks and is not watched.
         return []
@@ -285,34 +271,34 @@ def _watch_steps(claim: Claim) -> list[RemovableHandle]:
 
 def _mark_states(claim: Claim) -> list[RemovableHandle]:
     """Where tensors are pieces, mark the optimizer's state dicts with whose pieces they are of, and refuse others'."""
-    reference, engine, optimizer = weakref.ref(claim), claim._mark.engine, claim._optimizer
+    engine, optimizer = claim._mark.engine, claim._optimizer
     if engine is None or not any(engine.spread_over().values()):
         return []
     mark = pieces_of(engine)
-
-    def check(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        if (known := reference()) is not None:
-            known.check_state(state)
-
     try:
         return [
             optimizer.register_state_dict_post_hook(lambda _, state: state.update({PIECES: mark})),
-            optimizer.register_load_state_dict_pre_hook(check),
+            optimizer.register_load_state_dict_pre_hook(_weakly(claim.check_state)),
         ]
     except AttributeError:  # as above
         return []
 
 
 def _watch_others(claim: Claim) -> RemovableHandle:
-    reference = weakref.ref(claim)
-
-    def tell(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if (known := reference()) is not None:
-            known.check_others(optimizer)
-
-    handle: RemovableHandle = register_optimizer_step_pre_hook(tell)
+    handle: RemovableHandle = register_optimizer_step_pre_hook(_weakly(claim.check_others))
     weakref.finalize(claim, handle.remove)  # an engine that nobody closes leaves none
     return handle
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook that calls a claim's method while the claim lives: an optimizer that outlives its engine steps on."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(*args: Any) -> None:
+        if (known := reference()) is not None:
+            known(*args)
+
+    return hook
 
 
 def engine_of(module: nn.Module) -> Claimant | None:

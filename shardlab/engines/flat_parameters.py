@@ -31,6 +31,7 @@ class FlatParameters:
     """
 
     _gathered_versions: list[int]  # by bucket, of the pieces when all were last gathered
+    _is_step_gathered = False
 
     def __init__(self, params: Mapping[str, nn.Parameter], buckets: Sequence[Bucket], comm: Communicator) -> None:
         self.params = dict(params)
@@ -41,6 +42,8 @@ class FlatParameters:
             name: (bucket, piece) for bucket in buckets for name, piece in bucket.own.items()
         }
         pieces = {name: self._piece_tensor(name) for name in self.params}
+        for bucket in buckets:
+            bucket.pieces = {name: pieces[name] for name in bucket.names}
         self._tensors = StepTensors(pieces, are_parts=comm.num_ranks > 1)
         self._empty = [self._empty_pieces(bucket) for bucket in buckets]
         self._note_gathered()
@@ -74,6 +77,23 @@ class FlatParameters:
         for bucket in due:
             increment_version(bucket.params)
         self._note_gathered()
+
+    def begin_step(self) -> None:
+        """A step begins, which ``gather_step()`` is to gather."""
+        self._is_step_gathered = False
+
+    def gather_step(self, is_due: Callable[[nn.Parameter], bool]) -> None:
+        """Gather what the optimizer has stepped; called again for the same step, only if anything was written since.
+
+        Args:
+            is_due: as for ``gather``.
+        """
+        if not self._is_step_gathered:
+            self.gather(is_due)
+        elif self.are_written:
+            # All of it: a rank of which a bucket holds nothing may not have written there.
+            self.gather(lambda _: True)
+        self._is_step_gathered = True
 
     @property
     def are_written(self) -> bool:

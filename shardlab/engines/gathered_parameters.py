@@ -75,7 +75,7 @@ class GatheredParameters:
             key: self._tensors.piece_of(key, self.shard).data.requires_grad_(param.requires_grad)
             for key, param in params.items()
         }
-        self.release()  # the full parameters that the model came with
+        self.free()  # the full parameters that the model came with
 
     @property
     def is_whole(self) -> bool:
@@ -129,7 +129,7 @@ class GatheredParameters:
             self.state = BucketState.UNSHARDED
 
     @outside_inference
-    def release(self) -> None:
+    def free(self) -> None:
         """Free the full parameters; a prefetch that was not used is waited for and dropped."""
         if self._gathering is not None:
             self._gathering[1].wait()  # a transport may still write into the buffer

@@ -21,13 +21,12 @@ collectives that have begun and drops their results.
 """
 
 import contextlib
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from math import prod
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from shardlab.comm.communicator import Communicator
@@ -57,8 +56,14 @@ class Gradients:
     name: ClassVar[str]
     params: dict[str, nn.Parameter]
     slices: dict[str, TensorSlice]
+    data_comms: tuple[Communicator, ...]
     comm: Communicator
     _step_tensors: StepTensors
+
+    @property
+    def num_data_ranks(self) -> int:
+        """The number of ranks that gradients are averaged over, each with its own rows."""
+        return prod(comm.num_ranks for comm in self.data_comms)
 
     @property
     def comms(self) -> tuple[Communicator, ...]:
@@ -76,8 +81,9 @@ class Gradients:
         self._guarded: dict[nn.Parameter, tuple[TensorWeakRef, int]] = {}
         self._has_means_elsewhere = False  # means of an earlier backward are at the pieces, and sums are added to them
         self.num_backwards = 0  # begun so far
-        self._gradient_hook = _weakly(self)
-        self._backward_watch = BackwardWatch(self.params, self._try_to_begin, self._enter_backward, self._end_backward)
+        self._backward_watch = BackwardWatch(
+            self.params, self._try_to_begin, self._enter_backward, self._on_gradient, self._end_backward
+        )
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Gradients of ``loss``, averaged over the data axis unless inside ``no_sync()``.
@@ -177,7 +183,10 @@ class Gradients:
         self._are_means = self._has_means_elsewhere = False
         self._forget_guarded()
 
-    def _try_to_begin(self) -> None:
+    def _try_to_begin(self, first: nn.Parameter | None) -> None:
+        if first is not None:
+            # Nobody saw this plain backward begin, and autograd has changed the first gradient itself.
+            self._guarded.pop(first, None)
         # If the previous backward raised, what is overwritten here still says whether it was inside no_sync().
         self._notice_failure()
         self._began_in_sync = None
@@ -189,7 +198,7 @@ class Gradients:
         self._refuse_after_failure()
         self._refuse_changes(others_wait=self._sync)
         self._forget_guarded()  # autograd changes them now
-        self._run_hooks_last()
+        self._backward_watch.run_hooks_last()
         self.num_backwards += 1
         # A step without a backward finishes gradients too, and leaves no means.
         were_means = self._are_means and bool(self._were_trainable)
@@ -208,11 +217,6 @@ class Gradients:
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         """A gradient has been accumulated into ``param.grad``."""
-        if not self._backward_watch.has_begun:
-            # Nobody saw this plain backward begin, and autograd has changed this one itself.
-            self._guarded.pop(param, None)
-        # First: this may be the first sign of a plain backward, whose beginning resets queues and placeholders.
-        self._backward_watch.enter()
         gradient = param.grad
         if gradient is not None and gradient.is_sparse and self.comm.num_ranks > 1:
             raise ValueError(
@@ -319,38 +323,6 @@ class Gradients:
     def _name_of(self, param: nn.Parameter) -> str:
         return next(name for name, known in self.params.items() if known is param)
 
-    def _run_hooks_last(self) -> None:
-        """Let the user's hooks see gradients first: ours may send them, or put them elsewhere."""
-        for param in self.params.values():
-            # Private: there is no public way to ask for them.
-            hooks = param._post_accumulate_grad_hooks
-            if hooks is None or len(hooks) < 2:
-                continue
-            ours = [number for number, hook in hooks.items() if hook is self._gradient_hook]
-            if ours and next(reversed(hooks)) not in ours:
-                hooks[ours[0]] = hooks.pop(ours[0])
-
-    def _watch(self, param: nn.Parameter) -> RemovableHandle | None:
-        if not param.is_floating_point():
-            return None
-        # A frozen parameter may be unfrozen later, but torch takes the hook only while requires_grad is True.
-        frozen = not param.requires_grad
-        param.requires_grad_(True)
-        hook: RemovableHandle = param.register_post_accumulate_grad_hook(self._gradient_hook)
-        param.requires_grad_(not frozen)
-        return hook
-
-
-def _weakly(engine: Gradients) -> Callable[[nn.Parameter], None]:
-    """A hook that does not keep its engine alive: torch holds hooks in C++, where Python's collector sees no cycles.
-
-    The engine lives as long as the module it wraps. A parameter that outlives both is plain, as after ``close()``.
-    """
-    reference = weakref.ref(engine)
-
-    def on_gradient(param: nn.Parameter) -> None:
-        # One that was frozen after the forward has been given no gradient, though autograd calls its hook all the same.
-        if (known := reference()) is not None and param.requires_grad:
-            known._on_gradient(param)
-
-    return on_gradient
+    def _watch_params(self) -> None:
+        """From now on notice the gradients of the parameters."""
+        self._backward_watch.watch_params()

@@ -79,7 +79,7 @@ class HeldParameters(GatheredParameters):
         changed = [] if self.state is not BucketState.UNSHARDED else self._written_to()
         if self.held_by_hand and not changed:
             return
-        self.release()  # before the error, which must not leave them in memory
+        self.free()  # before the error, which must not leave them in memory
         self.held_by_hand = False
         if changed:
             raise RuntimeError(
@@ -96,7 +96,7 @@ class HeldParameters(GatheredParameters):
         if self.num_holders:
             self.follow_pieces()
         else:
-            self.release()  # what is held by hand too: in the compute dtype it may have fewer bits
+            self.free()  # what is held by hand too: in the compute dtype it may have fewer bits
             self._shows_copy = as_copy
             self.unshard(as_stored=True)
         self.num_holders += 1
@@ -106,7 +106,7 @@ class HeldParameters(GatheredParameters):
         self.num_holders -= 1
         if self.num_holders == 0:
             lost = self._written_to() if self.state is BucketState.UNSHARDED else []
-            self.release()  # and not reshard: changes that are not kept may be lost here
+            self.free()  # and not reshard: changes that are not kept may be lost here
             self._shows_copy = False
             self.values_changed(lost)  # back: a graph made since the change must not compute with what was before it
             if self.held_by_hand:
@@ -116,7 +116,7 @@ class HeldParameters(GatheredParameters):
         """Leave the module with the full parameters in their stored dtype, for good."""
         if self.num_holders == 0 or self._written_pieces():
             self._shows_copy = False
-            self.release()  # what is gathered to compute with may have fewer bits, and what is held may be stale
+            self.free()  # what is gathered to compute with may have fewer bits, and what is held may be stale
             self.unshard(as_stored=True, checked=False)
         # Where this is inside a ``full_params()``, that must not take them away when it is left.
         self.num_holders += 1
@@ -125,7 +125,7 @@ class HeldParameters(GatheredParameters):
         """After a step: gather again what the user holds, and follow the pieces."""
         if self.is_held:
             # Not ``reshard()``, which leaves alone what is held.
-            self.release()
+            self.free()
             self.unshard(as_stored=self.num_holders > 0)
         else:
             self.follow_pieces()

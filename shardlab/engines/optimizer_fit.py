@@ -13,7 +13,7 @@ An optimizer that does not fit is refused when the engine is built, before its f
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,11 +24,9 @@ from typing_extensions import override
 
 from shardlab.engines.checks import check_optimizer
 from shardlab.engines.optimizer_trial import DECLARATION, LooksAt, Stepped, flat_pieces, looks_at, pieces_along
-from shardlab.engines.step_tensors import StepTensors
+from shardlab.engines.step_tensors import OptimizerFn, StepTensors
 from shardlab.partition.slices import TensorSlice
 from shardlab.vocabulary import Partition
-
-Make = Callable[[StepTensors], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Cut:
         return self.num_ranks > 1 and self.partition is Partition.ELEMENTS
 
 
-def fitting_optimizer(make: Make, stepped: Stepped, cut: Cut) -> torch.optim.Optimizer:
+def fitting_optimizer(make: OptimizerFn, stepped: Stepped, cut: Cut) -> torch.optim.Optimizer:
     """The optimizer that ``make`` builds over the pieces this rank steps, if it fits the cut.
 
     Args:
@@ -154,7 +152,7 @@ def check_sliced(optimizer: torch.optim.Optimizer, stepped: Stepped, slices: Map
         )
 
 
-def groups_of(make: Make, params: Mapping[str, nn.Parameter]) -> list[list[str]] | None:
+def groups_of(make: OptimizerFn, params: Mapping[str, nn.Parameter]) -> list[list[str]] | None:
     """The names in each group that ``make`` chooses from the module's own parameters; None if it fails with them.
 
     Only these have the identity, class and attributes by which a user may choose.
@@ -182,7 +180,7 @@ class _WithoutMemory(TorchDispatchMode):
         return func(*args, **{**(kwargs or {}), **({"device": "meta"} if has_device else {})})
 
 
-def _groups_of_whole(make: Make, stepped: Stepped) -> list[list[str]] | None:
+def _groups_of_whole(make: OptimizerFn, stepped: Stepped) -> list[list[str]] | None:
     """As ``groups_of``, with stand-ins that only have the parameters' shapes."""
     for device in (torch.device("meta"), stepped.tensors[0].device):
         whole = _whole(stepped, device)
@@ -210,7 +208,7 @@ def _names_by_group(optimizer: torch.optim.Optimizer, tensors: StepTensors) -> l
     return [[names.get(id(tensor), "") for tensor in group["params"]] for group in optimizer.param_groups]
 
 
-def _made_of_whole(make: Make, stepped: Stepped) -> str | None:
+def _made_of_whole(make: OptimizerFn, stepped: Stepped) -> str | None:
     """The class of the optimizer that ``make`` builds over whole parameters; None if it refuses those too."""
     try:
         return type(make(_whole(stepped, torch.device("meta")))).__name__

@@ -173,6 +173,10 @@ class EmptyPieces:
         return any(tensor.untyped_storage()._cdata != known._cdata for tensor, known in self._known)
 
 
+OptimizerFn = Callable[[StepTensors], torch.optim.Optimizer]
+"""Builds the optimizer from the tensors it is to step."""
+
+
 def guard_groups(optimizer: torch.optim.Optimizer, tensors: StepTensors) -> None:
     """Make the groups of an engine's optimizer refuse torch's clipping as the engine's ``tensors`` do."""
     for group in optimizer.param_groups:

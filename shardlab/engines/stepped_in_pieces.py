@@ -7,7 +7,7 @@ rounded parameter is refused.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -146,15 +146,17 @@ class SteppedInPieces(MixedPrecision):
 
     @override
     def _prepare(self) -> StepTensors:
-        tensors = super()._prepare()
+        super()._prepare()
         for bucket in self.buckets:
             bucket.gradient_dtype = self.precision.reduce_dtype_of(bucket.params[0])
             bucket.is_cut = True
         if self.precision.reduce_dtype is not None:
             self._scale = 1.0  # sums are divided when they have the master weights' dtype
+        self._cast_buffers()
+        self.flat_params = self._new_flat_params()
         self._placeholders = PlaceholderGradients(self.params)
         self._ungathered_by = ""  # the class of another optimizer that has stepped pieces since the last gather
-        return tensors
+        return self.flat_params.tensors
 
     @override
     def _begin_backward(self) -> None:
@@ -232,13 +234,12 @@ class SteppedInPieces(MixedPrecision):
     def _keeps_pieces(self) -> bool:
         return self._masters is not None or self._is_ungathered
 
-    def _new_flat_params(self, buckets: Sequence[Bucket]) -> FlatParameters:
+    def _new_flat_params(self) -> FlatParameters:
         """The parameters in flat buffers, with master weights if parameters do not have the dtype to compute in."""
-        self._cast_buffers()
         if any(self.precision.compute_dtype_of(param) != param.dtype for param in self.params.values()):
-            flat_params: FlatParameters = MasterWeights(self.params, buckets, self.comm, self.precision)
+            flat_params: FlatParameters = MasterWeights(self.params, self.buckets, self.comm, self.precision)
         else:
-            flat_params = FlatParameters(self.params, buckets, self.comm)
+            flat_params = FlatParameters(self.params, self.buckets, self.comm)
         flat_params.tensors.are_parts |= bool(self.slices)
         return flat_params
 
@@ -247,6 +248,15 @@ class SteppedInPieces(MixedPrecision):
         """As the base: the step reads the master weights, and the gather after it overwrites the parameters."""
         self._check_placeholders()
         self._update_masters()
+        self.flat_params.begin_step()
+
+    @override
+    def before_optimizer_step(self) -> None:
+        """As the base; counts pieces as written where that would not be seen."""
+        super().before_optimizer_step()
+        # Fused kernels write unseen by autograd: after an error in the step nobody would know that pieces were written.
+        if any(group.get("fused") for group in self.optimizer.param_groups):
+            increment_version(list(self.step_tensors()))
 
     def _update_masters(self) -> None:
         """Before they are stepped or saved: take over what the user has written, or refuse it."""

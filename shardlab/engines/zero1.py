@@ -12,20 +12,16 @@ a placeholder that refuses to be used (``stepped_in_pieces.py``). With a 16-bit 
 Source: Rajbhandari et al., arXiv 1910.02054, section 5.1.
 """
 
-from collections.abc import Iterator
-
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from typing_extensions import override
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.events import Pending
-from shardlab.engines.base import OptimizerFn
 from shardlab.engines.bucketed import Bucketed
 from shardlab.engines.buckets import Bucket, build_buckets
 from shardlab.engines.optimizer_fit import parse_partition
 from shardlab.engines.precision import Precision, parse_precision
-from shardlab.engines.step_tensors import StepTensors
+from shardlab.engines.step_tensors import OptimizerFn
 from shardlab.engines.stepped_in_pieces import SteppedInPieces
 from shardlab.engines.unused_params import nobody_used
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
@@ -46,7 +42,6 @@ class ZeRO1(SteppedInPieces, Bucketed):
     """
 
     name = "zero1"
-    _is_gathered = False  # whether what this step has stepped is gathered
 
     def __init__(
         self,
@@ -60,39 +55,6 @@ class ZeRO1(SteppedInPieces, Bucketed):
     ) -> None:
         self.partition, self.precision = parse_partition(partition), parse_precision(precision)
         super().__init__(model, optimizer_fn, mesh, bucket_bytes=bucket_bytes)
-
-    @override
-    def take_changes(self) -> None:
-        """As the base; what the step will change is not gathered yet."""
-        super().take_changes()
-        self._is_gathered = False
-
-    @override
-    def before_optimizer_step(self) -> None:
-        """As the base; counts pieces as written where that would not be seen."""
-        super().before_optimizer_step()
-        # Fused kernels write unseen by autograd: after an error in the step nobody would know that pieces were written.
-        if any(group.get("fused") for group in self.optimizer.param_groups):
-            increment_version(list(self.step_tensors()))
-
-    @override
-    def after_optimizer_step(self) -> None:
-        """Gather what was stepped; after that, in the same step, only if anything was written since."""
-        self._take_assigned()
-        # Decided by what is due, which all ranks know: one that stepped nothing of a bucket must join its gather too.
-        # What another optimizer has stepped may be in any bucket.
-        if not self._is_gathered:
-            self.flat_params.gather((lambda _: True) if self._ungathered_by else self._is_due)
-        elif self.flat_params.are_written:
-            # All of it: a rank of which a bucket holds nothing may not have written there.
-            self.flat_params.gather(lambda _: True)
-        self._is_gathered, self._ungathered_by = True, ""
-
-    @override
-    def _prepare(self) -> StepTensors:
-        super()._prepare()
-        self.flat_params = self._new_flat_params(self.buckets)
-        return self.flat_params.tensors
 
     @override
     def _build_buckets(self) -> list[Bucket]:
@@ -113,35 +75,29 @@ class ZeRO1(SteppedInPieces, Bucketed):
     @override
     def _take_means(self, bucket: Bucket) -> None:
         assert bucket.chunk is not None
-        places = bucket.places_in_chunk
         unused_here = {bucket.names[slot] for slot in bucket.unused}
         # With a precision these are sums, read before they become means: dividing a tiny one may give -0.
-        unused = nobody_used({name: bucket.chunk[place] for name, place in places.items() if name in unused_here})
+        unused = nobody_used({
+            name: bucket.chunk[place] for name, place in bucket.places_in_chunk.items() if name in unused_here
+        })  # fmt: skip
         if self.precision.reduce_dtype is not None:
             # The dtype that the optimizer steps; from here on this is what the rank holds of the gradients.
-            bucket.chunk = bucket.chunk.to(self.step_tensors().by_name(bucket.names[0]).dtype).div_(self.comm.num_ranks)
-        for name, place in places.items():
-            tensor = self.step_tensors().by_name(name)
-            gradient = bucket.chunk[place].view(tensor.shape)
-            if tensor.grad is not None:  # means of an earlier backward, see _keep_means
-                gradient.add_(tensor.grad)
+            bucket.chunk = bucket.chunk.to(bucket.pieces[bucket.names[0]].dtype).div_(self.comm.num_ranks)
+        for name, place in bucket.places_in_chunk.items():
+            piece = bucket.pieces[name]
+            gradient = bucket.chunk[place].view(piece.shape)
+            if piece.grad is not None:  # means of an earlier backward
+                gradient.add_(piece.grad)
             elif name in unused:
                 continue
             # In full precision a view of the bucket, whose buffer stays for it; the other chunks are stale.
-            tensor.grad = gradient
+            piece.grad = gradient
 
     @override
-    def _gradients_in(self, bucket: Bucket) -> Iterator[Tensor | None]:
-        yield from super()._gradients_in(bucket)
-        yield bucket.chunk
-        yield from (self.step_tensors().by_name(name).grad for name in bucket.names)
-
-    @override
-    def _keep_means(self, bucket: Bucket) -> None:
-        if bucket.buffer is None:
-            return  # released: nothing will be written over the means
-        # Copied out of the buffer, which is about to be filled with this rank's new gradients.
-        for name in bucket.own:
-            tensor = self.step_tensors().by_name(name)
-            tensor.grad = None if tensor.grad is None else tensor.grad.clone()
-        bucket.chunk = None  # after a reduction in another dtype it is a tensor of its own, which would stay alive
+    def after_optimizer_step(self) -> None:
+        """Put together what all ranks have stepped."""
+        self._take_assigned()
+        # Decided by what is due, which all ranks know: one that stepped nothing of a bucket must join its gather too.
+        # What another optimizer has stepped may be in any bucket.
+        self.flat_params.gather_step((lambda _: True) if self._ungathered_by else self._is_due)
+        self._ungathered_by = ""

@@ -32,13 +32,6 @@ class ZeRO2(ZeRO1):
     name = "zero2"
 
     @override
-    def _forget_gradients(self) -> None:
-        super()._forget_gradients()
-        for bucket in self.buckets:
-            # A buffer that is still here has what no_sync() accumulated and no backward has sent.
-            bucket.release()
-
-    @override
     def _send(self, bucket: Bucket) -> None:
         # A bound that does not depend on timing: behind a slow link all of the gradients would pile up.
         for earlier in self.buckets[: max(0, bucket.index - BUCKETS_IN_FLIGHT + 1)]:
@@ -54,7 +47,14 @@ class ZeRO2(ZeRO1):
     def _take_means(self, bucket: Bucket) -> None:
         super()._take_means(bucket)
         # The means are in the chunk: nothing refers to the buffer any more.
-        bucket.release()
+        bucket.free()
+
+    @override
+    def _forget_gradients(self) -> None:
+        super()._forget_gradients()
+        for bucket in self.buckets:
+            # A buffer that is still here has what no_sync() accumulated and no backward has sent.
+            bucket.free()
 
     @override
     def _gradients_of(self, bucket: Bucket) -> Iterator[Held]:

@@ -29,7 +29,6 @@ from typing_extensions import override
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.trees import tensors_in
-from shardlab.engines.base import OptimizerFn
 from shardlab.engines.buckets import bucket_layouts
 from shardlab.engines.held_parameters import reshard_all
 from shardlab.engines.hooks import untraced
@@ -39,6 +38,7 @@ from shardlab.engines.precision import Precision, parse_precision
 from shardlab.engines.saved_tensors import saved_by_reference
 from shardlab.engines.sharded_bucket import ShardedBucket
 from shardlab.engines.sharded_engine import ShardedEngine
+from shardlab.engines.step_tensors import OptimizerFn
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.partition.flat import FlatLayout
 from shardlab.vocabulary import Partition
@@ -85,7 +85,7 @@ class ZeRO3(ShardedEngine):
                 # For a plain loss.backward(): all ranks gather everything, so it does not matter what each has used.
                 # Behind the hook of the watch, so that a backward that is refused has gathered nothing. (With a
                 # precision the watch follows what the output was cast from, and is second.)
-                tensor.register_hook(lambda _: self.gather_full_params())
+                tensor.register_hook(lambda _: self.unshard_params())
         return output
 
     @override
@@ -95,13 +95,13 @@ class ZeRO3(ShardedEngine):
             super().backward(loss, retain_graph)
 
     @untraced
-    def gather_full_params(self) -> None:
+    def unshard_params(self) -> None:
         """Gather the full parameters into the module, bucket after bucket."""
         for bucket in self.buckets:
             bucket.unshard()
 
     @untraced
-    def release_params(self) -> None:
+    def reshard_params(self) -> None:
         """Reshard them; a computation with one then raises an error that names it."""
         reshard_all(self.buckets)
 
@@ -119,7 +119,7 @@ class ZeRO3(ShardedEngine):
     @override
     def _finish_gradients(self) -> None:
         try:
-            self.release_params()  # first, so that no buffer of a reduction comes on top of the full parameters
+            self.reshard_params()  # first, so that no buffer of a reduction comes on top of the full parameters
         finally:  # also if that refuses a parameter that was written to: the other ranks wait for this one's gradients
             # One after another, so that only one such buffer is in memory at a time.
             for bucket in self.buckets:
@@ -132,7 +132,7 @@ class ZeRO3(ShardedEngine):
     @override
     def _leave_backward(self) -> None:
         # For a plain backward inside no_sync() or one that raised; after a reduction they are resharded already.
-        self.release_params()
+        self.reshard_params()
 
     @contextlib.contextmanager
     def _gathered(self) -> Iterator[None]:
@@ -140,8 +140,8 @@ class ZeRO3(ShardedEngine):
         # A forward that checkpointing computes again must leave them for the rest of the backward.
         is_outermost = not self._backward_watch.is_inside
         try:
-            self.gather_full_params()  # it may refuse after a part of them
+            self.unshard_params()  # it may refuse after a part of them
             yield
         finally:
             if is_outermost:
-                self.release_params()
+                self.reshard_params()

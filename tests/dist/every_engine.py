@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import Engine, build_engine
-from shardlab.engines.base import OptimizerFn
+from shardlab.engines import OptimizerFn
 from tests.dist import cases
 
 ENGINES = {

@@ -32,21 +32,19 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.communicator import Communicator
-from shardlab.engines.base import OptimizerFn
-from shardlab.engines.checks import check_max_norm, check_params, check_separate, second_gradient
+from shardlab.engines.checks import second_gradient
 from shardlab.engines.fsdp.offloaded_engine import OffloadedEngine
 from shardlab.engines.fsdp.schedule import Schedule
 from shardlab.engines.fsdp.sharding import ShardingOptions, build_units
 from shardlab.engines.fsdp.unit import Unit, UnitBucket
-from shardlab.engines.hooks import ModuleHook
 from shardlab.engines.optimizer_fit import parse_partition
-from shardlab.engines.precision import Precision, cast_floating, parse_precision
+from shardlab.engines.precision import Precision, parse_precision
 from shardlab.engines.saved_tensors import saved_by_reference
+from shardlab.engines.step_tensors import OptimizerFn
 from shardlab.meta_device import InitFn, reset_parameters
 from shardlab.units.policy import AUTO, WrapPolicy
 from shardlab.vocabulary import Partition
@@ -73,6 +71,7 @@ class FSDP(OffloadedEngine):
     """
 
     name = "fsdp"
+    _allocates_params = True  # unit by unit; buffers must be there
 
     def __init__(
         self,
@@ -90,20 +89,18 @@ class FSDP(OffloadedEngine):
         replicate_below: int = 0,
         init_fn: InitFn | None = None,
     ) -> None:
-        if prefetch < 0:
-            raise ValueError(f"prefetch: {prefetch} is below 0; give the number of units to gather ahead")
-        self.sharding, self.wrap, self.prefetch, self.layout = sharding, wrap, prefetch, layout
-        self.precision, self.offload, self.replicate_below = parse_precision(precision), offload, replicate_below
-        self.partition, self._pieces_are_rows = parse_partition(partition), layout == "dim0"
-        mesh = BaseMesh.alone() if mesh is None else mesh
-        self._options = ShardingOptions(
-            mesh, sharding, wrap, layout, self.partition, self.precision, offload, replicate_below
-        )
-        self._init_fn = init_fn or reset_parameters
+        self.options = ShardingOptions(
+            BaseMesh.alone() if mesh is None else mesh,
+            sharding, wrap, prefetch, layout, parse_partition(partition), parse_precision(precision), offload,
+            replicate_below, init_fn or reset_parameters,
+        )  # fmt: skip
+        self.partition, self.precision, self.offload = self.options.partition, self.options.precision, offload
+        self._pieces_are_rows = layout == "dim0"
         # After the options, from which the base's construction makes the axes and the units.
-        super().__init__(model, optimizer_fn, mesh)
+        super().__init__(model, optimizer_fn, self.options.mesh)
         # Last, as in the base: a model that is refused must keep no hook.
-        self._hooks += self._schedule.watch() + self._cast_inputs_of_units()
+        self._hooks += self._schedule.watch()
+        self._hooks += self._cast_inputs_of(unit.module for unit in self.units if unit.module is not self.module)
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -153,36 +150,15 @@ class FSDP(OffloadedEngine):
 
     @override
     def _data_axes(self) -> tuple[Communicator, ...]:
-        return self._options.data_axes
+        return self.options.data_axes
 
     @override
     def _make_buckets(self) -> list[UnitBucket]:
-        axis = self._options.shard_axis
+        axis = self.options.shard_axis
         self._check_host_memory(1 if axis is None else axis.num_ranks)
-        self.units = build_units(self.module, self.params, self._options, self._init_fn, self._equalise)
-        self._schedule = Schedule(
-            self.units,
-            prefetch=self.prefetch,
-            reshard_after_forward=self._options.reshard_after_forward,
-            is_due=self._is_due,
-        )
+        self.units = build_units(self.module, self.params, self.options, self._equalise)
+        self._schedule = Schedule(self.units, self.options, self._is_due)
         return [bucket for unit in self.units for bucket in unit.buckets]
-
-    def _cast_inputs_of_units(self) -> list[RemovableHandle]:
-        """Cast the inputs of units: a float32 buffer, for example, may have promoted them on their way."""
-        dtype = self.precision.compute
-        modules = [unit.module for unit in self.units if unit.module is not self.module]
-        hook = ModuleHook(lambda _, args, kwargs: cast_floating((args, kwargs), dtype))
-        return [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules if dtype is not None]
-
-    @override
-    def _check_model(self) -> None:
-        # Parameters on the meta device are allocated unit by unit; buffers are not.
-        check_params(self.params, self.mesh.device)
-        check_max_norm(self.module, self.num_data_ranks)
-        check_separate(self.params, dict(self.module.named_buffers()))
-        if meta := [name for name, buffer in self.module.named_buffers() if buffer.is_meta]:
-            raise ValueError(f"model: buffer {meta[0]!r} is on the meta device; create buffers on the mesh's device")
 
     @override
     def _on_gradient(self, param: nn.Parameter) -> None:

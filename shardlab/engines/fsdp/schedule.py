@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm.trees import tensors_in
 from shardlab.engines.fsdp.order import Order
+from shardlab.engines.fsdp.sharding import ShardingOptions
 from shardlab.engines.fsdp.unit import Unit
 from shardlab.engines.held_parameters import reshard_all
 from shardlab.engines.hooks import ModuleHook
@@ -27,21 +28,18 @@ class Schedule:
 
     Args:
         units: in the module's order; every rank makes the same.
-        prefetch: how many units to gather ahead.
-        reshard_after_forward: whether a unit is resharded between its forward and its backward.
+        options: of the engine.
         is_due: whether any rank may have a gradient of a parameter.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
-        *,
-        prefetch: int,
-        reshard_after_forward: bool,
+        options: ShardingOptions,
         is_due: Callable[[nn.Parameter], bool],
     ) -> None:
-        self._units, self._prefetch, self._is_due = units, prefetch, is_due
-        self._reshard_after_forward = reshard_after_forward
+        self._units, self._prefetch, self._is_due = units, options.prefetch, is_due
+        self._reshard_after_forward = options.reshard_after_forward
         self._reshard_in_this_pass = True
         self._root_stays = False  # gathered, even when a forward of the whole model ends
         self._root = next((unit for unit in units if unit.name == ROOT), None)

@@ -62,30 +62,36 @@ LAYOUTS: Mapping[str, Callable[[list[ParamSpec], int], Layout]] = {
 
 @dataclass(frozen=True)
 class ShardingOptions:
-    """The checked options of ``FSDP`` that say how parameters are divided.
+    """The checked options of ``FSDP``.
 
     Attributes:
         mesh: with the axes that ``sharding`` names.
         sharding: see ``FSDP``, as for all others.
         wrap: which modules are units.
+        prefetch: how many units are gathered ahead.
         layout: how a parameter is cut.
         partition: whether it is cut at all.
         precision: dtypes.
         offload: what stays in host memory.
         replicate_below: parameters with fewer elements are not sharded.
+        init_fn: fills parameters that were on the meta device.
     """
 
     mesh: BaseMesh
     sharding: str
     wrap: WrapPolicy
+    prefetch: int
     layout: str
     partition: Partition
     precision: Precision
     offload: str
     replicate_below: int
+    init_fn: InitFn
 
     def __post_init__(self) -> None:
         """Check the values, and which of them go together."""
+        if self.prefetch < 0:
+            raise ValueError(f"prefetch: {self.prefetch} is below 0; give the number of units to gather ahead")
         for field, value, allowed in (
             ("sharding", self.sharding, SHARDINGS),
             ("layout", self.layout, LAYOUTS),
@@ -128,11 +134,7 @@ class ShardingOptions:
 
 
 def build_units(
-    module: nn.Module,
-    params: dict[str, nn.Parameter],
-    options: ShardingOptions,
-    init_fn: InitFn,
-    equalise: Equalise,
+    module: nn.Module, params: dict[str, nn.Parameter], options: ShardingOptions, equalise: Equalise
 ) -> list[Unit]:
     """Shard a module unit by unit, so that no rank needs memory for more than one unit of a model on the meta device.
 
@@ -140,7 +142,6 @@ def build_units(
         module: the user's.
         params: by name; those on the meta device are replaced.
         options: how to divide it.
-        init_fn: fills parameters that were on the meta device.
         equalise: called with tensors and a tag; makes them those of the first data rank.
     """
     wrapped = wrapped_modules(module, options.wrap)
@@ -149,7 +150,7 @@ def build_units(
     for name, members in owners_of_parameters(module, wrapped, params, ROOT).items():
         if members:
             # In the same order on every rank, since equalise communicates; sharding frees this unit before the next.
-            if materialize(module, members, params, options.mesh.device, init_fn):
+            if materialize(module, members, params, options.mesh.device, options.init_fn):
                 equalise([params[member] for member in members], f"parameters of {name} from rank 0")
             buckets = _buckets(name, module, {member: params[member] for member in members}, options, owners)
             units.append(Unit(name, wrapped.get(name, module), buckets))

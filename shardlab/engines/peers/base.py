@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.torch_engine_groups import TorchGroup, torch_group
-from shardlab.engines.base import Engine, OptimizerFn
+from shardlab.engines.base import Engine
 from shardlab.engines.checks import check_types
+from shardlab.engines.step_tensors import OptimizerFn
 from shardlab.vocabulary import Collective, MeshAxis
 
 STATE_IS_TORCHS = (
@@ -98,9 +98,8 @@ class Peer(Engine):
         """Nothing, for the same reason."""
 
     @override
-    def _watch(self, param: nn.Parameter) -> RemovableHandle | None:
-        """No hook: torch's engines have their own."""
-        return None
+    def _watch_params(self) -> None:
+        """No hooks: torch's engines have their own."""
 
     @contextlib.contextmanager
     def _for(self, occasion: str) -> Iterator[None]:

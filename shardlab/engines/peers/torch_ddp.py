@@ -17,10 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from shardlab.comm import BaseMesh
-from shardlab.engines.base import OptimizerFn
 from shardlab.engines.holdings import Held
 from shardlab.engines.peers.base import Peer
-from shardlab.engines.step_tensors import StepTensors
+from shardlab.engines.step_tensors import OptimizerFn, StepTensors
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.vocabulary import Collective, Role
 

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from shardlab.comm import BaseMesh
-from shardlab.engines.base import OptimizerFn
 from shardlab.engines.holdings import Held
 from shardlab.engines.peers.dtensor_peer import DTensorPeer
-from shardlab.engines.step_tensors import StepTensors
+from shardlab.engines.step_tensors import OptimizerFn, StepTensors
 from shardlab.units.policy import AUTO, WrapPolicy, wrapped_modules
 from shardlab.vocabulary import Collective, Role
 

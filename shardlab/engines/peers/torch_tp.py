@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from shardlab.comm import BaseMesh, broadcast_coalesced
-from shardlab.engines.base import OptimizerFn
 from shardlab.engines.checks import check_types
 from shardlab.engines.peers.dtensor_peer import DTensorPeer
-from shardlab.engines.step_tensors import StepTensors
+from shardlab.engines.step_tensors import OptimizerFn, StepTensors
 from shardlab.vocabulary import Collective, MeshAxis
 
 STYLES = ("column", "row")

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from shardlab.comm import BaseMesh
-from shardlab.engines.base import OptimizerFn
 from shardlab.engines.holdings import Held, of_state
 from shardlab.engines.peers.base import STATE_IS_TORCHS
 from shardlab.engines.peers.torch_ddp import TorchDDP
+from shardlab.engines.step_tensors import OptimizerFn
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.vocabulary import Collective
 
