@@ -33,7 +33,6 @@ from shardlab.engines.checks import check_model, check_optimizer_fn, check_types
 from shardlab.engines.claims import Claim, check_free
 from shardlab.engines.clip_and_step import Stepping
 from shardlab.engines.hooks import forward_is
-from shardlab.engines.optimizer_fit import groups_of
 from shardlab.engines.state import EngineState
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors
 from shardlab.partition.slices import slices_of
@@ -83,7 +82,6 @@ class Engine(Stepping, EngineState):
             [*(param for param in self.params.values() if not param.is_meta), *model.buffers()],
             "parameters and buffers from rank 0",
         )
-        self._groups = groups_of(optimizer_fn, self.params) if self._steps_pieces else None
         self._step_tensors = self._prepare()
         self.optimizer = self._make_optimizer(optimizer_fn)
         self._note_groups()

@@ -25,7 +25,7 @@ from shardlab.engines.checks import check_optimizer, check_others_step
 from shardlab.engines.claims import Claim
 from shardlab.engines.gradients import Gradients
 from shardlab.engines.holdings import Holdings
-from shardlab.engines.optimizer_fit import Cut, check_sliced, fitting_optimizer
+from shardlab.engines.optimizer_fit import Cut, check_sliced, fitting_optimizer, groups_of
 from shardlab.engines.optimizer_trial import Stepped
 from shardlab.engines.step_tensors import OptimizerFn, guard_groups
 from shardlab.vocabulary import Partition
@@ -45,8 +45,6 @@ class Stepping(Holdings, Gradients):
     """Whether no piece begins or ends inside a row."""
     _steps_pieces = False
     """Whether the optimizer is given pieces of parameters instead of the module's own."""
-    _groups: list[list[str]] | None
-    """The names in each of the optimizer's groups, if they were chosen from the module's own parameters."""
     _claim: Claim
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -173,7 +171,17 @@ class Stepping(Holdings, Gradients):
         shapes = {name: tuple(param.shape) for name, param in self.params.items()}
         # Asked inside, since offloaded pieces are on the device of the optimizer only during a step.
         with self.stepping():
-            return Stepped(self.step_tensors(), shapes, self.step_tensors()[0].device, self._groups)
+            groups_of_own = self._groups_of_own if self._steps_pieces else None
+            return Stepped(self.step_tensors(), shapes, self.step_tensors()[0].device, groups_of_own)
+
+    def _groups_of_own(self, optimizer_fn: OptimizerFn) -> list[list[str]] | None:
+        """The names in each group that the user's function makes of the module's own parameters, see ``groups_of``."""
+        with self._own_params():
+            return groups_of(optimizer_fn, self.params, self._step_tensors)
+
+    def _own_params(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the module has its parameters, if perhaps not their values."""
+        return contextlib.nullcontext()
 
 
 def clip_(tensors: Mapping[Axes, Iterable[Tensor]], max_norm: float, norm_type: float, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ An optimizer that does not fit is refused when the engine is built, before its f
 
 import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,10 @@ from shardlab.engines.optimizer_trial import DECLARATION, LooksAt, Stepped, flat
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors
 from shardlab.partition.slices import TensorSlice
 from shardlab.vocabulary import Partition
+
+# Private: there is no public way to ask for a parameter's hooks.
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_READABLE_NUMEL = 2**16  # elements of a tensor that a user's function may make and read while it is tried
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,9 @@ def fitting_optimizer(make: OptimizerFn, stepped: Stepped, cut: Cut) -> torch.op
     """The optimizer that ``make`` builds over the pieces this rank steps, if it fits the cut.
 
     Args:
-        make: the user's function. If it fails it is called again with tensors of the whole shapes, to find out whether
-            it refuses pieces, as Muon's constructor does; likewise if it makes groups, whether it would make the same.
+        make: the user's function. If it looks at single tensors, which are pieces, it is called with whole parameters
+            too, to find out whether it would make the same groups, and then once more; if it fails, to find out whether
+            it refuses pieces, as Muon's constructor does.
         stepped: what the optimizer is to step.
         cut: of the parameters.
 
@@ -63,6 +68,7 @@ def fitting_optimizer(make: OptimizerFn, stepped: Stepped, cut: Cut) -> torch.op
             ``make`` refuses pieces and takes whole parameters.
         Exception: otherwise whatever ``make`` raises.
     """
+    stepped.tensors.are_seen = False
     try:
         optimizer = make(stepped.tensors)
     except Exception as error:  # a user's class may raise anything
@@ -70,19 +76,18 @@ def fitting_optimizer(make: OptimizerFn, stepped: Stepped, cut: Cut) -> torch.op
         if kind is None:
             raise
         raise _cuts_through(kind, by_rows=cut.by_rows) from error
+    # Else what they are decided nothing: all were taken, or some by their names.
+    has_chosen = stepped.tensors.are_seen and (stepped.groups_of_own is not None or cut.num_ranks > 1)
     check_optimizer(optimizer, stepped.tensors)
-    groups = _names_by_group(optimizer, stepped.tensors)
-    if stepped.groups is not None:
-        _check_groups(groups, stepped.groups)
     if cut.num_ranks > 1:
         _check_cut(optimizer, stepped, cut)
-        if groups != [stepped.tensors.names]:
-            del optimizer  # and its state, if it makes that at once
-            if stepped.groups is None:
-                _check_groups(groups, _groups_of_whole(make, stepped))
-            # Once more, so that whatever the user's function keeps is of the optimizer that steps.
-            return make(stepped.tensors)
-    return optimizer
+    if not has_chosen:
+        return optimizer
+    groups = _names_by_group(optimizer, stepped.tensors)
+    del optimizer  # and its state, if it makes that at once
+    _check_groups(groups, _groups_of_whole(make, stepped))
+    # Once more, so that whatever the user's function keeps is of the optimizer that steps.
+    return make(stepped.tensors)
 
 
 def parse_partition(partition: Partition | str) -> Partition:
@@ -152,36 +157,73 @@ def check_sliced(optimizer: torch.optim.Optimizer, stepped: Stepped, slices: Map
         )
 
 
-def groups_of(make: OptimizerFn, params: Mapping[str, nn.Parameter]) -> list[list[str]] | None:
+def groups_of(make: OptimizerFn, params: Mapping[str, nn.Parameter], pieces: StepTensors) -> list[list[str]] | None:
     """The names in each group that ``make`` chooses from the module's own parameters; None if it fails with them.
 
-    Only these have the identity, class and attributes by which a user may choose.
+    Only these have the identity, class and attributes by which a user may choose. They are lent without their values:
+    what ``make`` does to them, as it does to the pieces it steps, must not be done twice.
 
     Args:
         make: the user's function.
-        params: by name, before a strategy changes them.
+        params: of the module, by name.
+        pieces: of the parameters, in the dtypes in which they are stored.
     """
     tensors = StepTensors(params)
-    try:
+    with contextlib.ExitStack() as lent, contextlib.suppress(Exception):
+        for name, param in params.items():
+            lent.enter_context(_without_values(param, pieces.by_name(name).dtype))
         with _WithoutMemory():  # type: ignore[no-untyped-call]
             return _names_by_group(make(tensors), tensors)
-    except Exception:  # a user's class may raise anything, and raises it again where the engine calls it
-        return None
+    return None  # a user's class may raise anything, and raises it again where the engine calls it
+
+
+@contextlib.contextmanager
+def _without_values(param: nn.Parameter, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, a parameter has no values and cannot be written to; at the end it is what it was."""
+    data, trains, attributes = param.data, param.requires_grad, dict(vars(param))
+    hooks = {kind: dict(getattr(param, kind) or {}) for kind in _HOOKS}
+    # Expanded: torch refuses to write where elements share their memory.
+    param.data = torch.zeros((), dtype=dtype, device=param.device).expand(param.shape)
+    try:
+        yield
+    finally:
+        param.data = data
+        param.requires_grad_(trains)
+        vars(param).clear()
+        vars(param).update(attributes)
+        for kind, known in hooks.items():
+            if (now := getattr(param, kind)) is not None:
+                now.clear()
+                now.update(known)
 
 
 class _WithoutMemory(TorchDispatchMode):
-    """Inside, new tensors are on the meta device: an optimizer may make its state at once, here of the whole model."""
+    """Inside, large new tensors are on the meta device: an optimizer may make its state, of all parameters.
+
+    Small ones are real, since a function may read what it computes, such as learning rates.
+    """
 
     @override
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        has_device = any(argument.name == "device" for argument in func._schema.arguments)
-        return func(*args, **{**(kwargs or {}), **({"device": "meta"} if has_device else {})})
+        kwargs = dict(kwargs or {})
+        if func is torch.ops.aten.clone.default:
+            func, kwargs = torch.ops.aten._to_copy.default, {}
+        if any(argument.name == "device" for argument in func._schema.arguments):
+            made = func(*args, **{**kwargs, "device": "meta"})
+            if made.numel() > _READABLE_NUMEL:
+                return made
+        return func(*args, **kwargs)
 
 
 def _groups_of_whole(make: OptimizerFn, stepped: Stepped) -> list[list[str]] | None:
-    """As ``groups_of``, with stand-ins that only have the parameters' shapes."""
+    """The names in each group that ``make`` chooses from whole parameters; None if it fails with them.
+
+    From the module's own, or from stand-ins that only have their shapes.
+    """
+    if stepped.groups_of_own is not None and (groups := stepped.groups_of_own(make)) is not None:
+        return groups
     for device in (torch.device("meta"), stepped.tensors[0].device):
         whole = _whole(stepped, device)
         with contextlib.suppress(Exception):  # torch refuses fused=True on the meta device

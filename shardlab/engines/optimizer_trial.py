@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shardlab.engines.optimizer_copy import StandIn, copy_of, stand_ins
-from shardlab.engines.step_tensors import StepTensors
+from shardlab.engines.step_tensors import OptimizerFn, StepTensors
 
 DECLARATION = "shardlab_looks_at"
 # These may begin to look at whole tensors only after more steps than a trial has.
@@ -55,13 +55,14 @@ class Stepped:
         tensors: what it was given, pieces or whole parameters.
         shapes: of the whole parameters, by name.
         device: where the tensors are during a step.
-        groups: the names in each group that the optimizer makes of the parameters themselves; None if not known.
+        groups_of_own: the names in each group that the user's function makes of the module's own parameters, of which
+            ``tensors`` are pieces; None if they are not, and what it returns is None if the function fails with them.
     """
 
     tensors: StepTensors
     shapes: Mapping[str, tuple[int, ...]]
     device: torch.device
-    groups: Sequence[Sequence[str]] | None = None
+    groups_of_own: Callable[[OptimizerFn], list[list[str]] | None] | None = None
 
 
 def flat_pieces(tensor: Tensor) -> Sequence[Tensor]:

@@ -242,6 +242,18 @@ class ShardedEngine(MixedPrecision):
         if self._placeholders is not None:
             self._placeholders.close()
 
+    @contextlib.contextmanager
+    @override
+    def _own_params(self) -> Iterator[None]:
+        sites = [site for bucket in self.buckets for site in bucket.sites.values()]
+        for site in sites:
+            site.put_parameter()
+        try:
+            yield
+        finally:
+            for site in sites:
+                site.put_placeholder()
+
     @property
     @override
     def _keeps_pieces(self) -> bool:

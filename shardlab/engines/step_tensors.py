@@ -34,6 +34,8 @@ class StepTensors(Sequence[Tensor]):
     Attributes:
         are_behind: whether a backward inside ``no_sync()`` has left gradients that are not means yet; set only where
             ``chosen_from`` is None.
+        are_seen: whether anybody but a constructor of ``torch.optim`` has had a single one of them, by which he may
+            have chosen some; set only where ``chosen_from`` is None.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class StepTensors(Sequence[Tensor]):
     ) -> None:
         self._tensors, self.are_parts, self._chosen_from = dict(tensors), are_parts, chosen_from
         self._trains = [tensor.requires_grad for tensor in self._tensors.values()]
-        self.are_behind = False
+        self.are_behind = self.are_seen = False
 
     @override
     def __iter__(self) -> Iterator[Tensor]:
@@ -50,7 +52,9 @@ class StepTensors(Sequence[Tensor]):
         Raises:
             RuntimeError: see ``check_caller``.
         """
-        self.check_caller(sys._getframe(1))
+        caller = sys._getframe(1)
+        self.check_caller(caller)
+        self._note_seen(by=caller)
         return iter(self._tensors.values())
 
     def check_caller(self, caller: FrameType) -> None:
@@ -102,10 +106,12 @@ class StepTensors(Sequence[Tensor]):
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Pairs of name and tensor, which torch's optimizers take as well."""
+        self._note_seen()
         return iter(self._tensors.items())
 
     def by_name(self, name: str) -> Tensor:
         """The tensor of one parameter."""
+        self._note_seen()
         return self._tensors[name]
 
     def where(self, wanted: Callable[[str], bool]) -> "StepTensors":
@@ -121,7 +127,12 @@ class StepTensors(Sequence[Tensor]):
     def __getitem__(self, index: int | slice) -> "Tensor | StepTensors":
         if isinstance(index, slice):
             return self._chosen(dict(list(self._tensors.items())[index]))
+        self._note_seen()
         return list(self._tensors.values())[index]
+
+    def _note_seen(self, by: FrameType | None = None) -> None:
+        if by is None or not by.f_globals.get("__name__", "").startswith("torch.optim."):
+            (self._chosen_from or self).are_seen = True
 
     def _chosen(self, tensors: Mapping[str, Tensor]) -> "StepTensors":
         return StepTensors(tensors, are_parts=self.are_parts, chosen_from=self._chosen_from or self)

@@ -271,3 +271,84 @@ def test_transposed_memory_is_shared_memory(pools, key, make):
 @pytest.mark.parametrize("key", [key for key in PIECES if key.startswith(("zero3", "fsdp"))])
 def test_a_scripted_part_is_refused_where_parameters_are_sharded(pools, key):
     assert all("'0' is a RecursiveScriptModule" in text for text in pools(2).run(refused, key, scripted))
+
+
+class Halves(torch.optim.SGD):
+    """Changes what it is given when it is built, as an optimizer that normalizes weights does."""
+
+    def __init__(self, tensors):
+        super().__init__(tensors, lr=0.1)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for tensor in group["params"]:
+                    tensor.mul_(0.5)
+
+
+def by_name(tensors):
+    return [
+        {"params": tensors.where(lambda name: name.endswith("bias"))},
+        {"params": tensors.where(lambda name: not name.endswith("bias"))},
+    ]
+
+
+def hooked(tensors):
+    for tensor in tensors:
+        tensor.register_hook(torch.zeros_like)
+        tensor.register_post_accumulate_grad_hook(lambda param: param.data.zero_())
+        tensor.kept, tensor.requires_grad = torch.zeros_like(tensor), True
+    return torch.optim.SGD(by_name(tensors), lr=0.1)
+
+
+def with_effects(rank, key):
+    model = cases.build("MLP")
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    calls = []
+
+    def halving(tensors):
+        calls.append(tensors)
+        return Halves(tensors)
+
+    with engine_of(key, 2, model, optimizer_fn=halving) as engine:
+        engine.step()  # gathers what was written into pieces
+        halved = [float((param - before[name] / 2).abs().max()) for name, param in engine.full_state_dict().items()]
+    num_hooks = []
+    for make in (sgd, hooked):
+        with engine_of(key, 2, cases.build("MLP"), optimizer_fn=make) as engine:
+            params = [param for param in engine.params.values() if param.requires_grad]
+            num_hooks.append([
+                len(param._backward_hooks or ()) + len(param._post_accumulate_grad_hooks or ()) for param in params
+            ])  # fmt: skip
+            kept = [hasattr(param, "kept") for param in params], [hasattr(one, "kept") for one in engine.step_tensors()]
+    left = any(kept[0]) or num_hooks[0] != num_hooks[1]
+    return max(halved), len(calls), left and key not in WHOLE, all(kept[1])
+
+
+@pytest.mark.parametrize("key", ENGINES)
+def test_what_is_done_to_the_tensors_is_done_to_them_alone(pools, key):
+    """One call where all tensors are in one group; and the trials leave nothing at the parameters."""
+    for found in pools(4 if "hybrid" in key else 2).run(with_effects, key):
+        assert found == (0.0, 1, False, True)
+
+
+def of_a_schedule(tensors):
+    rate = float(torch.logspace(-3, -1, 5)[2])  # reads a new tensor
+    return torch.optim.SGD(
+        [
+            {"params": [tensor for tensor in tensors if not hasattr(tensor, "no_decay")], "weight_decay": 0.1},
+            {"params": [tensor for tensor in tensors if hasattr(tensor, "no_decay")], "weight_decay": 0.0},
+        ],
+        lr=rate,
+    )
+
+
+def grouped_by_attributes(rank, key):
+    with (
+        pytest.raises(ValueError, match="or by identity, class or attributes"),
+        engine_of(key, 2, marked(), optimizer_fn=of_a_schedule),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("key", ["zero1", "zero3", "fsdp"])
+def test_groups_by_attributes_are_found_where_values_are_read(pools, key):
+    pools(2).run(grouped_by_attributes, key)
