@@ -85,7 +85,7 @@ def fitting_optimizer(make: OptimizerFn, stepped: Stepped, cut: Cut) -> torch.op
         return optimizer
     groups = _names_by_group(optimizer, stepped.tensors)
     del optimizer  # and its state, if it makes that at once
-    _check_groups(groups, _groups_of_whole(make, stepped))
+    _check_groups(groups, _groups_of_whole(make, stepped), cut)
     # Once more, so that whatever the user's function keeps is of the optimizer that steps.
     return make(stepped.tensors)
 
@@ -231,17 +231,18 @@ def _groups_of_whole(make: OptimizerFn, stepped: Stepped) -> list[list[str]] | N
     return None  # what it does with tensors without memory says nothing
 
 
-def _check_groups(groups: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]] | None) -> None:
+def _check_groups(groups: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]] | None, cut: Cut) -> None:
     """Check that from pieces the same groups were chosen as from whole parameters.
 
     Raises:
         ValueError: they were chosen by what pieces do not share with the parameters.
     """
     if wanted is not None and groups != wanted:
+        by_shape = ", or, by shape, use a partition other than 'elements'" if cut.goes_through else ""
         raise ValueError(
             "optimizer_fn: it groups tensors by their shape or size, or by identity, class or attributes, and this "
-            "rank's are pieces, which share none of these with the module's parameters; choose by name with "
-            "tensors.where(lambda name: ...), or, by shape, use a partition other than 'elements'"
+            "rank's are pieces, perhaps empty ones, which share none of these with the module's parameters; choose by "
+            f"name with tensors.where(lambda name: ...){by_shape}"
         )
 
 

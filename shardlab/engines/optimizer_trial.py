@@ -233,6 +233,9 @@ class _Trial:
         """Gradients of a further step, each row at right angles to that of its tensor: some project only then."""
         gradients = []
         for param, gradient in zip(self._steps(_whole)[-1], self._gradients[0], strict=True):
+            if not param.numel():
+                gradients.append(gradient)
+                continue
             rows, along = (tensor.reshape(len(tensor) if tensor.dim() > 1 else 1, -1) for tensor in (gradient, param))
             length = along.square().sum(1, keepdim=True).clamp(min=torch.finfo(along.dtype).tiny)
             gradients.append((rows - (rows * along).sum(1, keepdim=True) / length * along).view_as(gradient))

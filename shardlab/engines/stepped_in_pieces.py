@@ -256,7 +256,7 @@ class SteppedInPieces(MixedPrecision):
         super().before_optimizer_step()
         # Fused kernels write unseen by autograd: after an error in the step nobody would know that pieces were written.
         if any(group.get("fused") for group in self.optimizer.param_groups):
-            increment_version(list(self.step_tensors()))
+            increment_version([piece for name, piece in self._step_tensors.items() if self._is_due(self.params[name])])
 
     def _update_masters(self) -> None:
         """Before they are stepped or saved: take over what the user has written, or refuse it."""

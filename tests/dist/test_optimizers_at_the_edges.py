@@ -6,6 +6,7 @@ from torch import nn
 
 from shardlab.engines.optimizer_trial import LooksAt, Stepped, flat_pieces, looks_at
 from shardlab.engines.step_tensors import StepTensors
+from tests.comm.test_communicator import Log
 from tests.dist import cases
 from tests.dist.every_engine import ENGINES, engine_of
 
@@ -352,3 +353,42 @@ def grouped_by_attributes(rank, key):
 @pytest.mark.parametrize("key", ["zero1", "zero3", "fsdp"])
 def test_groups_by_attributes_are_found_where_values_are_read(pools, key):
     pools(2).run(grouped_by_attributes, key)
+
+
+def sent_by(rank, key, fused):
+    """What a step sends where a part of the model is frozen."""
+    log, adam = Log(), lambda tensors: torch.optim.AdamW(tensors, lr=0.1, fused=fused)
+    with engine_of(key, 2, cases.build("Frozen"), optimizer_fn=adam) as engine:
+        for step in range(2):
+            x, y = (cases.own_rows(part, rank) for part in cases.rows("Frozen", step, 0, 2))
+            engine.backward(cases.loss_of(engine(x), y))
+            with engine.mesh.observed_by(log):
+                engine.step()
+            engine.zero_grad()
+    return [event.tag for event in log.events]
+
+
+@pytest.mark.parametrize("key", ["zero1", "zero1-balanced", "zero2"])
+def test_a_fused_step_gathers_nothing_that_is_frozen(pools, key):
+    assert pools(2).run(sent_by, key, True) == pools(2).run(sent_by, key, False)
+
+
+class WithoutRows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.empty, self.bias = nn.Parameter(torch.empty(0, 4)), nn.Parameter(torch.randn(5))
+
+    def forward(self, x):
+        return self.empty.sum() + (self.bias * x).sum()
+
+
+def without_rows(rank, key):
+    with engine_of(key, 2, WithoutRows(), "adamw") as engine:
+        engine.backward(engine(torch.ones(5) * rank))
+        engine.step()
+        return engine.num_steps
+
+
+@pytest.mark.parametrize("key", ["zero1", "zero3", "fsdp"])
+def test_a_matrix_without_rows_is_tried_too(pools, key):
+    assert pools(2).run(without_rows, key) == [1, 1]
