@@ -72,10 +72,11 @@ def fitting_optimizer(make: OptimizerFn, stepped: Stepped, cut: Cut) -> torch.op
     try:
         optimizer = make(stepped.tensors)
     except Exception as error:  # a user's class may raise anything
-        kind = _made_of_whole(make, stepped) if cut.goes_through else None
-        if kind is None:
-            raise
-        raise _cuts_through(kind, by_rows=cut.by_rows) from error
+        if cut.goes_through and (kind := _made_of_whole(make, stepped)) is not None:
+            raise _cuts_through(kind, by_rows=cut.by_rows) from error
+        if stepped.groups_of_own is not None and stepped.groups_of_own(make) is not None:
+            raise _chosen_among_pieces(cut) from error  # it found none of those that it was looking for
+        raise
     # Else what they are decided nothing: all were taken, or some by their names.
     has_chosen = stepped.tensors.are_seen and (stepped.groups_of_own is not None or cut.num_ranks > 1)
     check_optimizer(optimizer, stepped.tensors)
@@ -85,7 +86,9 @@ def fitting_optimizer(make: OptimizerFn, stepped: Stepped, cut: Cut) -> torch.op
         return optimizer
     groups = _names_by_group(optimizer, stepped.tensors)
     del optimizer  # and its state, if it makes that at once
-    _check_groups(groups, _groups_of_whole(make, stepped), cut)
+    wanted = _groups_of_whole(make, stepped)
+    if wanted is not None and groups != wanted:
+        raise _chosen_among_pieces(cut)
     # Once more, so that whatever the user's function keeps is of the optimizer that steps.
     return make(stepped.tensors)
 
@@ -231,19 +234,14 @@ def _groups_of_whole(make: OptimizerFn, stepped: Stepped) -> list[list[str]] | N
     return None  # what it does with tensors without memory says nothing
 
 
-def _check_groups(groups: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]] | None, cut: Cut) -> None:
-    """Check that from pieces the same groups were chosen as from whole parameters.
-
-    Raises:
-        ValueError: they were chosen by what pieces do not share with the parameters.
-    """
-    if wanted is not None and groups != wanted:
-        by_shape = ", or, by shape, use a partition other than 'elements'" if cut.goes_through else ""
-        raise ValueError(
-            "optimizer_fn: it groups tensors by their shape or size, or by identity, class or attributes, and this "
-            "rank's are pieces, perhaps empty ones, which share none of these with the module's parameters; choose by "
-            f"name with tensors.where(lambda name: ...){by_shape}"
-        )
+def _chosen_among_pieces(cut: Cut) -> ValueError:
+    """The error for tensors that were chosen by what pieces do not share with the parameters."""
+    by_shape = ", or, by shape, use a partition other than 'elements'" if cut.goes_through else ""
+    return ValueError(
+        "optimizer_fn: it groups tensors by their shape or size, or by identity, class or attributes, and this rank's "
+        "are pieces, perhaps empty ones, which share none of these with the module's parameters; choose by name with "
+        f"tensors.where(lambda name: ...){by_shape}"
+    )
 
 
 def _names_by_group(optimizer: torch.optim.Optimizer, tensors: StepTensors) -> list[list[str]]:

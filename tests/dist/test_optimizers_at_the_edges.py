@@ -45,13 +45,13 @@ WAYS = {
 }
 
 
-def groups_made(key, way, leaves_out):
+def groups_made(key, way, keeps):
     model = marked()
     wanted = WAYS[way]({id(param) for param in model.parameters() if isinstance(param, Marked)})
 
     def make(tensors):
         ours, others = [one for one in tensors if wanted(one)], [one for one in tensors if not wanted(one)]
-        return sgd(others if leaves_out else [{"params": ours, "lr": 1.0}, {"params": others}])
+        return sgd({"ours": ours, "others": others}.get(keeps, [{"params": ours, "lr": 1.0}, {"params": others}]))
 
     try:
         with engine_of(key, 2, model, optimizer_fn=make) as engine:
@@ -61,10 +61,12 @@ def groups_made(key, way, leaves_out):
 
 
 def grouped(rank, key):
-    return [groups_made(key, way, leaves_out) for way, leaves_out in CHOICES]
+    return [groups_made(key, way, keeps) for way, keeps in CHOICES]
 
 
-CHOICES = [("identity", False), ("identity", True), ("attribute", False), ("class", False)]
+CHOICES = [
+    ("identity", "both"), ("identity", "others"), ("identity", "ours"), ("attribute", "both"), ("class", "both")
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("key", ENGINES)
@@ -72,9 +74,9 @@ def test_groups_by_what_pieces_do_not_have_are_refused(pools, key):
     biases = sum(isinstance(param, Marked) for param in marked().parameters())
     others = len(list(cases.build("MLP").parameters())) - biases
     for answers in pools(4 if "hybrid" in key else 2).run(grouped, key):
-        for (_, leaves_out), answer in zip(CHOICES, answers, strict=True):
+        for (_, keeps), answer in zip(CHOICES, answers, strict=True):
             if key in WHOLE:
-                assert answer == ([others] if leaves_out else [biases, others])
+                assert answer == {"others": [others], "ours": [biases], "both": [biases, others]}[keeps]
             else:
                 assert "or by identity, class or attributes" in answer
 
