@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -128,3 +129,34 @@ def test_gathering_again_under_autocast_changes_nothing(pools):
     for (y, gradients), (found_y, found) in zip(once, again, strict=True):
         torch.testing.assert_close(found_y, y, atol=0, rtol=0)
         torch.testing.assert_close(found, gradients, atol=1e-2, rtol=1e-2)
+
+
+class ByMethod(Gated):
+    """Its columns are called by a method that no hook of a module surrounds."""
+
+    def encode(self, x):
+        return super().forward(x)
+
+    def forward(self, x):
+        return self.encode(x)
+
+
+def encoded(rank):
+    """Three steps from one array that numpy refills: the outputs, and how often the input was sent."""
+    with Mesh({"tensor": 2}) as mesh:
+        model, log = parallel(ByMethod().double(), mesh["tensor"], regather=False), Log()
+        array = np.zeros((2, 2, 8))
+        x, found = torch.from_numpy(array), []
+        for seed in range(3):
+            array[:] = random(2, 4, 8, seed=seed).chunk(2, 1)[rank].numpy()
+            with torch.no_grad(), mesh["tensor"].observed_by(log):
+                found.append(model.encode(x))
+        return found, sum("gather" in event.op and "input" in event.tag for event in log.events)
+
+
+def test_a_method_other_than_forward_never_gets_an_earlier_input(pools):
+    results = pools(2).run(encoded)
+    for seed in range(3):
+        expected = ByMethod().double()(random(2, 4, 8, seed=seed)).detach()
+        close(torch.cat([found[seed] for found, _ in results], 1), expected)
+    assert [num_sent for _, num_sent in results] == [3, 3]  # once a step for both columns
