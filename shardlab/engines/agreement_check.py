@@ -8,11 +8,12 @@ with other ones. So each rank counts its backwards and steps, notes the options 
 its parameters; between ranks that should be equal these are equal.
 
 Tensor ranks that are given different rows drift apart too, or where a parameter inside a divided region has no style.
-So they are compared by what all of them hold whole; by its size, since each has computed its gradient by itself, and
-kernels may round differently.
+So they are compared by each parameter that all of them hold whole; by its size, since each has computed its gradient by
+itself, and kernels may round differently.
 
-Cost: one read of the parameters, and with ``check_agreement`` a message of a few hundred bytes a rank. Sharded
-parameters differ by rank, so where each rank keeps only pieces there is no sum.
+Cost: one read of the parameters, and with ``check_agreement`` a message of a few hundred bytes a rank; with a tensor
+axis about 60 more for each whole parameter. Sharded parameters differ by rank, so where each rank keeps only pieces
+there is no sum.
 """
 
 import math
@@ -33,7 +34,8 @@ _WRITES = "write parameters alike on all ranks, for example after a broadcast"
 _TENSOR_RANKS = (
     "give all tensor ranks the same rows (those of engine.data_rank), and parameters on divided activations a style"
 )
-_ROUNDING = 1e-5  # by which tensor ranks may differ, of the whole
+_ROUNDING = 1e-5  # by which the size of a parameter may differ between tensor ranks; more in half precision
+_NAMED = 3  # parameters, in a message
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,15 @@ class Did:
         num_steps: steps taken.
         checksum: the sum of the bits of the parameters, modulo 2**64; None where ranks keep different pieces of them.
         options: of the optimizer's groups, as text: "group 0's lr" -> "0.1".
-        size_of_whole: the sum of the absolute values of the parameters that all tensor ranks hold whole; None without a
-            tensor axis, or as above.
+        whole: for each parameter that all tensor ranks hold whole, the sum of its absolute values, and the share of
+            that by which they may differ; empty without a tensor axis, or as above.
     """
 
     num_backwards: int
     num_steps: int
     checksum: int | None
     options: Mapping[str, str] = field(default_factory=dict)
-    size_of_whole: float | None = None
+    whole: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def counts(self) -> dict[str, str]:
@@ -63,28 +65,28 @@ class Did:
 
 def did(engine: Engine) -> Did:
     """What this rank has done; communicates nothing."""
-    checksum = size = None
+    checksum, whole = None, {}
     if _has_equal_tensors(engine):
         checksum = sum(map(_sum_of_bits, _equal_tensors(engine))) % 2**64
         if engine.tensor_comm is not None and not engine._keeps_pieces:
-            whole = (param for name, param in engine.params.items() if name not in engine.slices)
-            size = math.fsum(float(param.detach().abs().sum(dtype=torch.float64)) for param in whole)
+            whole = dict(_sizes_of_whole(engine))
     options = {
         f"group {number}'s {option}": _text(value)
         for number, group in enumerate(engine.optimizer.param_groups)
         for option, value in group.items() if option != "params"
     }  # fmt: skip
-    return Did(engine.num_backwards, engine.num_steps, checksum, options, size)
+    return Did(engine.num_backwards, engine.num_steps, checksum, options, whole)
 
 
-def disagreement(by_rank: Sequence[Did], num_tensor_ranks: int = 1) -> str:
+def disagreement(by_rank: Sequence[Did], num_tensor_ranks: int = 1, ranks: Sequence[int] | None = None) -> str:
     """A sentence that says which ranks have done something else than most; empty if all have done the same.
 
     Args:
         by_rank: of all ranks that train one model, in their order: tensor ranks of one data rank follow each other.
         num_tensor_ranks: ranks of the tensor axis, which hold different slices.
+        ranks: what each of them is called; None for its place in ``by_rank``.
     """
-    found = "; ".join(_differences(by_rank, num_tensor_ranks))
+    found = "; ".join(_differences(by_rank, num_tensor_ranks, ranks or range(len(by_rank))))
     return f"agreement: ranks differ in {found}" if found else ""
 
 
@@ -97,51 +99,64 @@ def check_agreement(engine: Engine) -> None:
     Raises:
         RuntimeError: they differ; on all ranks. The message says who differs in what.
     """
-    tensor = () if engine.tensor_comm is None else (engine.tensor_comm,)
-    shared = share_json([*engine.data_comms, *tensor], engine.mesh.device, asdict(did(engine)))
-    by_rank = [Did(**each) for each in shared]
-    if words := disagreement(by_rank, tensor[0].num_ranks if tensor else 1):
-        raise RuntimeError(f"{words}; {_advice(by_rank)}")
+    # With its rank: the tensor axis is the last one here, and in a mesh it may be any.
+    own_rank = engine.comm.ranks[engine.comm.rank]
+    shared = share_json(engine.comms, engine.mesh.device, [own_rank, asdict(did(engine))])
+    ranks, by_rank = [rank for rank, _ in shared], [Did(**each) for _, each in shared]
+    num_tensor_ranks = 1 if engine.tensor_comm is None else engine.tensor_comm.num_ranks
+    if words := disagreement(by_rank, num_tensor_ranks, ranks):
+        raise RuntimeError(f"{words}; {_advice(by_rank, num_tensor_ranks)}")
 
 
-def _differences(by_rank: Sequence[Did], num_tensor_ranks: int) -> list[str]:
+def _differences(by_rank: Sequence[Did], num_tensor_ranks: int, ranks: Sequence[int]) -> list[str]:
     told = [each.counts | dict(each.options) for each in by_rank]
     found = []
     for what in dict.fromkeys(key for each in told for key in each):
         usual, _, others = _usual([each.get(what, "absent") for each in told])
         if others:
-            values = ", ".join(f"{value} on rank {rank}" for rank, value in others.items())
+            values = ", ".join(f"{value} on rank {ranks[place]}" for place, value in others.items())
             found.append(f"{what} ({usual} on most ranks, {values})")
     for first in range(num_tensor_ranks):
-        same_slices = range(first, len(by_rank), num_tensor_ranks)
-        _, number, others = _usual([by_rank[rank].checksum for rank in same_slices])
+        same_slices = ranks[first::num_tensor_ranks]
+        _, number, others = _usual([each.checksum for each in by_rank[first::num_tensor_ranks]])
         if others:
-            named = ", ".join(str(same_slices[place]) for place in others)
-            ranks = f"rank {named} against {number} equal ones" if number > 1 else _named(same_slices, by_rank)
-            found.append(f"sum of the parameters' bits ({ranks})")
-    return found + [f"parameters that no rank divides ({text})" for text in _drifts(by_rank, num_tensor_ranks)]
-
-
-def _named(ranks: Sequence[int], by_rank: Sequence[Did]) -> str:
-    return "all ranks" if len(ranks) == len(by_rank) else f"ranks {', '.join(map(str, ranks))}"
-
-
-def _drifts(by_rank: Sequence[Did], num_tensor_ranks: int) -> Iterator[str]:
-    """The tensor ranks of each data rank whose whole parameters differ by more than rounding."""
+            one = ", ".join(str(same_slices[place]) for place in others)
+            named = "all ranks" if len(same_slices) == len(ranks) else _named(same_slices)
+            text = f"rank {one} against {number} equal ones" if number > 1 else named
+            found.append(f"sum of the parameters' bits ({text})")
     for first in range(0, len(by_rank), num_tensor_ranks):
-        ranks = range(first, first + num_tensor_ranks)
-        sizes = [size for rank in ranks if (size := by_rank[rank].size_of_whole) is not None]
-        are_close = all(math.isclose(size, sizes[0], rel_tol=_ROUNDING) for size in sizes)
+        same_rows = slice(first, first + num_tensor_ranks)
+        if names := _drifted(by_rank[same_rows]):
+            text = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+            found.append(f"parameters that no rank divides ({_named(ranks[same_rows])}: {text})")
+    return found
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"ranks {', '.join(map(str, sorted(ranks)))}"
+
+
+def _drifted(tensor_ranks: Sequence[Did]) -> list[str]:
+    """The whole parameters that differ between the tensor ranks of one data rank by more than rounding."""
+    drifted = []
+    for name, (size, rounding) in tensor_ranks[0].whole.items():
+        # One by one: beside a large embedding, the drift of a norm would be rounding.
+        sizes = [each.whole[name][0] for each in tensor_ranks]
+        are_close = all(math.isclose(other, size, rel_tol=rounding) for other in sizes)
         if not are_close and not all(map(math.isnan, sizes)):
-            yield f"ranks {', '.join(map(str, ranks))}"
+            drifted.append(name)
+    return drifted
 
 
-def _advice(by_rank: Sequence[Did]) -> str:
+def _advice(by_rank: Sequence[Did], num_tensor_ranks: int) -> str:
     if _usual([each.counts for each in by_rank])[2]:
         return _CALLS
     if _usual([each.options for each in by_rank])[2]:
         return _OPTIONS
-    return _TENSOR_RANKS if any(each.size_of_whole is not None for each in by_rank) else _WRITES
+    # Wrong rows on tensor ranks are averaged over the data ranks, which agree all the same.
+    slices = range(num_tensor_ranks)
+    differ = any(_usual([each.checksum for each in by_rank[first::num_tensor_ranks]])[2] for first in slices)
+    return _WRITES if differ else _TENSOR_RANKS
 
 
 def _usual(values: Sequence[Any]) -> tuple[Any, int, dict[int, Any]]:
@@ -161,6 +176,14 @@ def _has_equal_tensors(engine: Engine) -> bool:
 def _equal_tensors(engine: Engine) -> list[Tensor]:
     """What is equal on all data ranks: the parameters, or what no_shard steps in their place."""
     return list(engine.step_tensors()) if engine._keeps_pieces else list(engine.params.values())
+
+
+def _sizes_of_whole(engine: Engine) -> Iterator[tuple[str, tuple[float, float]]]:
+    for name, param in engine.params.items():
+        # Others, such as masks, are not trained.
+        if name not in engine.slices and (param.is_floating_point() or param.is_complex()):
+            size = float(param.detach().abs().sum(dtype=torch.float64))
+            yield name, (size, max(_ROUNDING, torch.finfo(param.dtype).eps))
 
 
 def _text(option: Any) -> str:

@@ -87,6 +87,11 @@ APART = {
     "no style": (nn.PReLU, {"up": Column(), "down": Row()}),
     "not on the sequence": (nn.ReLU, SEQUENCE),
 }
+DRIFTED = {
+    "other rows": "norm.weight, down.bias, head.weight, ...",
+    "no style": "between.weight",
+    "not on the sequence": "norm.weight, norm.bias",
+}
 
 
 def on_tensor_ranks(rank, wrong):
@@ -115,8 +120,45 @@ def test_tensor_ranks_that_drift_apart_are_named(pools, wrong):
     if wrong == "nothing":
         assert first == ""
     else:
-        assert "parameters that no rank divides (ranks 0, 1)" in first
+        assert f"parameters that no rank divides (ranks 0, 1: {DRIFTED[wrong]})" in first
         assert first.endswith("a style")
+
+
+class Marked(Divided):
+    """With a large embedding that stays whole, and a mask among its parameters."""
+
+    def __init__(self):
+        super().__init__(nn.ReLU)
+        self.words = nn.Embedding(20000, 32)
+        self.mask = nn.Parameter(torch.ones(3, dtype=torch.bool), requires_grad=False)
+
+
+def one_write(rank, axes, writer, name):
+    with Mesh(axes) as mesh:
+        model = parallelize_module(Marked(), {"up": Column(), "down": Row()}, mesh["tensor"])
+        with build_engine("ddp", model, lambda tensors: torch.optim.SGD(tensors, lr=0.1), mesh) as engine:
+            check_agreement(engine)
+            if rank == writer:
+                with torch.no_grad():
+                    model.get_parameter(name).view(-1)[0] += 0.01
+            with pytest.raises(RuntimeError, match="agreement: ranks differ in ") as caught:
+                check_agreement(engine)
+            return str(caught.value)
+
+
+def test_a_small_parameter_does_not_drown_in_a_large_one(pools):
+    for found in pools(2).run(one_write, {"data": 1, "tensor": 2}, 1, "norm.weight"):
+        assert "divides (ranks 0, 1: norm.weight); give all tensor ranks the same rows" in found
+
+
+@pytest.mark.parametrize(
+    ("axes", "differ"), [({"data": 2, "tensor": 2}, "ranks 1, 3"), ({"tensor": 2, "data": 2}, "ranks 0, 1")]
+)
+@pytest.mark.parametrize("name", ["up.weight", "norm.weight"])
+def test_ranks_are_those_of_the_mesh_in_whatever_order_it_has_its_axes(pools, axes, differ, name):
+    for found in pools(4).run(one_write, axes, 1, name):
+        assert f"differ in sum of the parameters' bits ({differ})" in found
+        assert found.endswith("write parameters alike on all ranks, for example after a broadcast")
 
 
 def test_sentences():
@@ -131,8 +173,10 @@ def test_sentences():
     other = Did(4, 2, 18)
     assert "bits (ranks 0, 2)" in disagreement([same, same, other, same], num_tensor_ranks=2)
     assert "bits (rank 4 against 2 equal ones)" in disagreement([same, same, same, same, other, same], 2)
-    sizes = [Did(4, 2, 17, size_of_whole=size) for size in (1.0, 1.0 + 1e-9, 1.0, float("nan"))]
-    assert disagreement(sizes, 2).endswith("parameters that no rank divides (ranks 2, 3)")
+    assert disagreement([same, Did(3, 2, 17)], ranks=[5, 3]).endswith("3 on rank 3)")
+    sizes = [Did(4, 2, 17, whole={"norm": (size, 1e-5)}) for size in (1.0, 1.0 + 1e-9, 1.0, float("nan"))]
+    assert disagreement(sizes, 2).endswith("parameters that no rank divides (ranks 2, 3: norm)")
+    assert disagreement(sizes, 2, [0, 2, 3, 1]).endswith("parameters that no rank divides (ranks 1, 3: norm)")
 
 
 def test_options_are_text_that_ranks_can_compare():
