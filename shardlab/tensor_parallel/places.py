@@ -1,5 +1,6 @@
 """Where modules and parameters sit in a model, so that one that sits in several places is made or replaced in all."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -7,9 +8,10 @@ from torch import nn
 
 from shardlab.meta_device import InitFn
 from shardlab.partition.slices import SLICES
+from shardlab.tensor_parallel.flow import is_layer
 from shardlab.tensor_parallel.styles import OnSequence, Row, Scatter, Style
 
-_CONTAINERS = (list, tuple, set, frozenset, dict)
+_CONTAINERS = (list, tuple, set, frozenset, deque, dict)
 
 
 class Places:
@@ -63,11 +65,11 @@ class Places:
         """Refuse layers that are never called, and those whose plain form would go on to be called."""
         styled = {self._model.get_submodule(name): name for name in styles}
         for owner_name, owner in self._model.named_modules():
-            for child in owner.children() if isinstance(owner, nn.MultiheadAttention) else ():
-                if child in styled:
+            for key, child in owner.named_children() if isinstance(owner, nn.MultiheadAttention) else ():
+                if child in styled and not _calls(owner, key):
                     raise ValueError(
-                        f"plan: {styled[child]!r} is inside of an nn.MultiheadAttention, which reads its weight and "
-                        "never calls it; give it no style, or write an attention that calls its layers"
+                        f"plan: {styled[child]!r} is inside of an nn.MultiheadAttention, whose forward reads its "
+                        "weight and does not call it; give it no style, or write an attention whose forward calls it"
                     )
             for key, module in _held_apart(owner):
                 # Modules with these styles stay what they are.
@@ -128,14 +130,22 @@ class Places:
                 other._parameters[key] = module._parameters[first_key]
 
 
+def _calls(attention: nn.MultiheadAttention, key: str) -> bool:
+    """Whether an attention has a forward of its own that names the layer; one that does not may hand on to torch's."""
+    code = getattr(attention.forward, "__code__", None)
+    return not is_layer(attention, nn.MultiheadAttention) and key in getattr(code, "co_names", ())
+
+
 def _held_apart(owner: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules in an owner's plain attributes, also inside of lists, tuples, sets and dicts, by the attribute's name."""
+    """Modules in an owner's plain attributes, also deep in lists, tuples, sets and dicts, by the attribute's name."""
     for key, value in vars(owner).items():
-        if key != "_modules":
-            inside = value.values() if isinstance(value, dict) else value
-            for held in inside if isinstance(value, _CONTAINERS) else (value,):
-                if isinstance(held, nn.Module):
-                    yield key, held
+        seen, ahead = set[int](), [] if key == "_modules" else [value]
+        for held in ahead:  # which grows
+            if isinstance(held, nn.Module):
+                yield key, held
+            elif isinstance(held, _CONTAINERS) and id(held) not in seen:
+                seen.add(id(held))  # a container may hold itself
+                ahead += held.values() if isinstance(held, dict) else held
 
 
 def _is_summed(style: Style | None, key: str) -> bool:

@@ -1,5 +1,7 @@
 """What of a model would silently be lost when its layers are divided: refused by name, before anything is changed."""
 
+from collections import deque
+
 import pytest
 import torch
 from torch import nn
@@ -124,6 +126,45 @@ def test_a_layer_that_a_plain_list_holds_too_is_refused(kind):
     with pytest.raises(ValueError, match=r"'0\.up' is also held in '0\.steps', which torch does not .*nn\.ModuleList"):
         checked(plan, model, 2)
     assert checked({"0.up": Scatter(), "0.down": OnSequence()}, model, 2)
+
+
+@pytest.mark.parametrize(
+    "nest",
+    [
+        lambda layer: [(layer, torch.tanh)],
+        lambda layer: {"a": {"b": deque([layer])}},
+        lambda layer: (frozenset([layer]),),
+    ],
+)
+def test_a_layer_deep_in_plain_containers_is_refused(nest):
+    block = InAList(nn.ModuleList)
+    block.steps_again = nest(block.up)
+    block.itself = [block.steps_again]
+    block.itself.append(block.itself)
+    with pytest.raises(ValueError, match=r"'0\.up' is also held in '0\.steps_again', which torch does not search"):
+        checked({"0.up": Column(), "0.down": Row()}, nn.Sequential(block), 2)
+
+
+class OwnAttention(nn.MultiheadAttention):
+    """Calls its layers, which torch's own never does."""
+
+    def forward(self, x):
+        return self.out_proj(x)
+
+
+class WrappedAttention(nn.MultiheadAttention):
+    """Hands on to torch's own, which calls no layer."""
+
+    def forward(self, x):
+        return super().forward(x, x, x)
+
+
+def test_the_layers_of_an_attention_are_divided_if_its_own_forward_calls_them():
+    plan = {"0.out_proj": Row()}
+    assert checked(plan, nn.Sequential(OwnAttention(8, 2)), 2) == plan
+    for kind in (nn.MultiheadAttention, WrappedAttention):
+        with pytest.raises(ValueError, match=r"'0\.out_proj' is inside of an nn\.MultiheadAttention, whose forward"):
+            checked(plan, nn.Sequential(kind(8, 2)), 2)
 
 
 def test_a_layer_that_a_module_list_holds_too_is_divided():
