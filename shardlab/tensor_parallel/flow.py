@@ -5,7 +5,7 @@ if its output goes nowhere but into rows, and a row only if its input comes from
 this, and the order in which a module registers its layers neither; the autograd graph of the loss does.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,16 +49,27 @@ def is_layer(module: nn.Module, kind: type[nn.Module]) -> bool:
     return isinstance(module, kind) and type(module).forward is kind.forward and "forward" not in vars(module)
 
 
-def summed(result: Any) -> Tensor:
-    """One number that depends on every floating-point tensor of a result, to run a backward from.
+def with_gradients(result: Any) -> list[int]:
+    """Which of the tensors of a result, in their order, depend on a parameter."""
+    return [
+        place for place, tensor in enumerate(tensors_in(result)) if tensor.is_floating_point() and tensor.requires_grad
+    ]
+
+
+def summed(result: Any, which: Sequence[int] | None = None) -> Tensor:
+    """One number that depends on tensors of a result, to run a backward from.
+
+    Args:
+        result: what a run returned.
+        which: places of the tensors; None for those with gradients.
 
     Raises:
-        ValueError: none of them has a gradient, unless under ``torch.no_grad``, where none is needed.
+        ValueError: none of them has a gradient.
     """
-    quiet = not torch.is_grad_enabled()
-    found = [tensor for tensor in tensors_in(result) if tensor.is_floating_point() and (quiet or tensor.requires_grad)]
-    if not found:
+    which, tensors = with_gradients(result) if which is None else which, list(tensors_in(result))
+    if not which:
         raise ValueError("run: it returned no tensor that depends on a parameter; return the loss, or the output")
+    found = [tensors[place] for place in which]
     # In at least float32: half precision would hide small differences, and so would float32 those of float64.
     squares = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)).square().mean() for tensor in found]
     return torch.stack(squares).sum()

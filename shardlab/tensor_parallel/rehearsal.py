@@ -29,7 +29,7 @@ from shardlab.comm import Communicator
 from shardlab.comm.slices import cut
 from shardlab.comm.without_ranks import SilentCommunicator, on_threads
 from shardlab.partition.slices import TensorSlice, slices_of
-from shardlab.tensor_parallel.flow import Flow, Run, flow_of, summed
+from shardlab.tensor_parallel.flow import Flow, Run, flow_of, summed, with_gradients
 from shardlab.tensor_parallel.plan import Plan, checked, divide
 from shardlab.vocabulary import MeshAxis
 
@@ -98,17 +98,19 @@ class Rehearsal:
         if self._reference is None:
             self._whole = self._copy(_random)
             # A copy for each pass: it is divided and gets gradients, and the next pass needs the same values.
-            self._reference = _pass(copy.deepcopy(self._whole), {}, self._run, None)
-            self._quiet = self._whole_without_gradients()
+            whole = copy.deepcopy(self._whole)
+            self._reference = _pass(whole, {}, self._run, None)
+            # Of the same copy: a divided one has had its pass with gradients too, which may have changed its buffers.
+            self._quiet = self._whole_without_gradients(whole, self._reference)
         try:
             whys = on_threads(self.num_ranks, lambda comm: self._differs(plan, comm), MeshAxis.TENSOR)
         except Exception as error:
             return said(error)
         return next(filter(None, whys), "")
 
-    def _whole_without_gradients(self) -> Tensor | None:
+    def _whole_without_gradients(self, whole: nn.Module, passed: "_Passed") -> Tensor | None:
         try:
-            return _without_gradients(copy.deepcopy(self._whole), self._run)
+            return _without_gradients(whole, self._run, passed.which)
         except Exception:  # such as a loss that asks for gradients itself
             return None
 
@@ -120,7 +122,7 @@ class Rehearsal:
         if self._quiet is None:
             return why_not
         # Also where there is a reason already: other ranks may have none, and wait for this one in a collective.
-        quiet = _without_gradients(module, self._run)
+        quiet = _without_gradients(module, self._run, self._reference.which)
         if why_not or _close(quiet, self._quiet, self._quiet.abs()):
             return why_not
         return "without gradients the result is another one than the whole model's: it goes another way there"
@@ -163,9 +165,10 @@ def said(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class _Passed:
-    """A forward and backward: the sum of the results, and all gradients."""
+    """A forward and backward: the sum of the results, and of which tensors of them; and all gradients."""
 
     total: Tensor
+    which: list[int]
     gradients: Mapping[str, Tensor]
     slices: Mapping[str, TensorSlice]
 
@@ -174,18 +177,19 @@ def _pass(module: nn.Module, plan: Plan, run: Run, comm: Communicator | None) ->
     """One pass of a module, which is divided if there is a communicator."""
     if comm is not None:
         divide(module, checked(plan, module, comm.num_ranks), comm, _leave, torch.device("cpu"))
-    total = summed(run(module))
+    result = run(module)
+    total, which = summed(result), with_gradients(result)
     total.backward()
     gradients = {
         name: torch.zeros_like(param) if param.grad is None else param.grad for name, param in module.named_parameters()
     }
-    return _Passed(total.detach(), gradients, slices_of(module))
+    return _Passed(total.detach(), which, gradients, slices_of(module))
 
 
-def _without_gradients(module: nn.Module, run: Run) -> Tensor:
-    """The sum of the results where torch's modules, and others, may take faster ways."""
+def _without_gradients(module: nn.Module, run: Run, which: list[int]) -> Tensor:
+    """The sum of the same results where torch's modules, and others, may take faster ways."""
     with torch.no_grad():
-        return summed(run(module))
+        return summed(run(module), which)
 
 
 def _difference(rank: _Passed, whole: _Passed) -> str:

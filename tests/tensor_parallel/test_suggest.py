@@ -221,3 +221,35 @@ def test_a_loss_that_needs_gradients_is_tried_with_them_alone():
         return y.square().mean() + gradient.square().mean()
 
     assert suggest_tp_plan(Faster(), 2, sensitive).plan == {"up": Column(), "down": Row()}
+
+
+class Metric(nn.Module):
+    """Returns beside its output a number that never has a gradient, and that is each rank's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.double()
+
+    def forward(self, x):
+        h = torch.relu(self.up(x))
+        return {"sparsity": (h.detach() == 0).double().mean(), "y": self.down(h)}
+
+
+class Centred(Metric):
+    """Goes on with the mean of its inputs in evaluation too."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8, dtype=torch.float64))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return self.down(torch.relu(self.up(x - self.mean)))
+
+
+@pytest.mark.parametrize("kind", [Metric, Centred])
+def test_without_gradients_the_same_is_compared_as_with_them(kind):
+    plan = {"up": Column(), "down": Row()}
+    assert suggest_tp_plan(kind(), 2, lambda model: model(X)).plan == plan
+    check_tp_plan(kind(), plan, 2, lambda model: model(X))
