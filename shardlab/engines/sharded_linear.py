@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from typing_extensions import override
 
 from shardlab.comm import Communicator
@@ -49,8 +50,8 @@ class _ShardedLinear(torch.autograd.Function):
         # The shard: the gathered weight is freed when forward returns.
         ctx.save_for_backward(x, weight_shard)
         ctx.comm, ctx.has_bias = comm, bias_shard is not None
-        y = x @ _gather(weight_shard, comm, "weight").t()
-        return y if bias_shard is None else y + _gather(bias_shard, comm, "bias")
+        weight = _gather(weight_shard, comm, "weight")
+        return functional.linear(x, weight, None if bias_shard is None else _gather(bias_shard, comm, "bias"))
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # what is gathered here has no graph: d/dweight of this would be zero
@@ -59,9 +60,11 @@ class _ShardedLinear(torch.autograd.Function):
         x, weight_shard = ctx.saved_tensors
         rows = grad_y.reshape(-1, grad_y.shape[-1])
         # Three collectives in this order on every rank; another order on one of them would hang.
-        grad_x = grad_y @ _gather(weight_shard, ctx.comm, "weight")
-        grad_weight = _reduce_scatter(rows.t() @ x.reshape(-1, x.shape[-1]), ctx.comm, "weight")
-        grad_bias = _reduce_scatter(rows.sum(0), ctx.comm, "bias") if ctx.has_bias else None
+        # Under autocast forward ran in grad_y's dtype, and the tensors that came in have their own.
+        grad_x = (grad_y @ _gather(weight_shard, ctx.comm, "weight").to(grad_y.dtype)).to(x.dtype)
+        full_grad = (rows.t() @ x.reshape(-1, x.shape[-1]).to(grad_y.dtype)).to(weight_shard.dtype)
+        grad_weight = _reduce_scatter(full_grad, ctx.comm, "weight")
+        grad_bias = _reduce_scatter(rows.sum(0).to(weight_shard.dtype), ctx.comm, "bias") if ctx.has_bias else None
         return grad_x, grad_weight, grad_bias, None
 
 

@@ -69,6 +69,29 @@ def test_any_leading_dims_and_no_bias(pools, leading, has_bias):
         torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
 
 
+def under_autocast(rank, has_bias):
+    """What one rank finds, and its share of what a plain layer gives, both computed in half precision."""
+    x, weight, bias = (part.float() for part in full(2))
+    plain = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
+    own = [part.chunk(2)[rank].clone().requires_grad_() for part in (x, weight, bias)]
+    with Mesh({"data": 2}) as mesh:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = torch.nn.functional.linear(plain[0], plain[1], plain[2] if has_bias else None)
+            own_y = sharded_linear(own[0], own[1], own[2] if has_bias else None, mesh.data)
+        y.float().square().sum().backward()
+        own_y.float().square().sum().backward()
+    grads = [plain[0].grad.chunk(2)[rank], *(t.grad.chunk(2)[rank] / 2 for t in plain[1 : 3 if has_bias else 2])]
+    own_grads = [tensor.grad for tensor in own[: 3 if has_bias else 2]]
+    return (own_y.detach(), *own_grads), (y.chunk(2)[rank].detach(), *grads)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_autocast_gives_the_dtypes_that_torch_gives(pools, has_bias):
+    for found, expected in pools(2).run(under_autocast, has_bias):
+        assert found[0].dtype == torch.bfloat16
+        torch.testing.assert_close(found, expected, atol=0.1, rtol=0.02)
+
+
 def twice_differentiated(rank):
     _, weight, bias = (part.chunk(2)[rank].clone().requires_grad_() for part in full(2))
     with Mesh({"data": 2}) as mesh:
