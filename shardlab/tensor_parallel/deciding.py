@@ -1,7 +1,7 @@
 """Decides in which form each region is divided: the first one that works; keeps the reason why others do not.
 
 Regions that differ in numbers only, such as those of a transformer's layers, are decided together. Sizes come first,
-since they cost nothing, then shapes, then values (``rehearsal``).
+since they cost nothing, then shapes, then values (``rehearsal``). At last, by what is divided, the dropouts.
 """
 
 from collections.abc import Iterable
@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from shardlab.tensor_parallel.flow import Flow
 from shardlab.tensor_parallel.plan import checked
 from shardlab.tensor_parallel.regions import Form, Region
 from shardlab.tensor_parallel.rehearsal import Rehearsal
+from shardlab.tensor_parallel.styles import Column, OwnDropout
 
 
 @dataclass
@@ -83,6 +85,29 @@ def decide(rehearsal: Rehearsal, module: nn.Module, kinds: list[Kind]) -> None:
                 "makes several projections at once, and how they lie in its output cannot be told without values: "
                 f"{rehearsal.why_no_values}; give tp_plan with Column(parts=...)"
             )
+
+
+def own_dropouts(module: nn.Module, flow: Flow, form: Form, num_ranks: int) -> tuple[Form, dict[str, str]]:
+    """The styles of dropouts whose input a form leaves in parts, and what is to be said of each, also without a style.
+
+    Alike on all ranks, H features would share H/N masks. It is no reason not to divide the layers around.
+    """
+    columns = {name for name, style in form.items() if isinstance(style, Column) and not style.gather_output}
+    styles: Form = {}
+    whys = {}
+    for name, calls in flow.dropouts.items():
+        in_parts = [bool(feeders) and feeders <= columns for feeders in calls]
+        if not any(in_parts):
+            continue
+        own: Form = {name: OwnDropout()}
+        # An activation that is whole has to be dropped alike on all ranks.
+        elsewhere = "it is also called where features are whole; use another one there"
+        if why_not := _unfit(own, module, num_ranks) if all(in_parts) else elsewhere:
+            whys[name] = f"draws one mask for the parts of all ranks: {why_not}"
+        else:
+            styles |= own
+            whys[name] = "its input is in parts: each rank drops other features"
+    return styles, whys
 
 
 def _refuse_by_shapes(rehearsal: Rehearsal, kinds: list[Kind]) -> None:

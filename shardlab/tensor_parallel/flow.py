@@ -17,6 +17,7 @@ from shardlab.comm.trees import tensors_in
 Run = Callable[[Any], Any]
 """Calls a module as its training does, and returns the loss or any outputs: ``lambda model: loss(model, batch)``."""
 END = "the loss"
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Flow:
         feeders: names of the layers whose outputs reach a layer's input without another layer in between; of ``END``,
             those that reach the result.
         between: names of the parameters used on that way.
-        dropouts: for each ``nn.Dropout`` that was called, the feeders of each call's input.
+        dropouts: for each of ``DROPOUTS`` that was called, the feeders of each call's input.
     """
 
     feeders: dict[str, frozenset[str]]
@@ -87,10 +88,11 @@ def flow_of(module: nn.Module, run: Run) -> Flow:
     inputs: dict[str, list[Any]] = {}
     dropped: dict[str, list[Any]] = {}
 
-    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        def called(part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            node = args[0].grad_fn if args else None
-            if isinstance(part, nn.Dropout):
+    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
+        def called(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            # By its name too, as in layer(input=x).
+            node = next((tensor.grad_fn for tensor in tensors_in((args, kwargs))), None)
+            if isinstance(part, DROPOUTS):
                 dropped.setdefault(name, []).append(node)
                 return
             outputs[output.grad_fn] = name
@@ -99,9 +101,9 @@ def flow_of(module: nn.Module, run: Run) -> Flow:
         return called
 
     hooks = [
-        part.register_forward_hook(watch(name))
+        part.register_forward_hook(watch(name), with_kwargs=True)
         for name, part in module.named_modules()
-        if any(is_layer(part, kind) for kind in (nn.Linear, nn.Embedding, nn.Dropout))
+        if is_layer(part, nn.Linear) or is_layer(part, nn.Embedding) or isinstance(part, DROPOUTS)
     ]
     try:
         result = run(module)

@@ -3,7 +3,7 @@
 A region is found by the flow of its outputs, whatever its layers are called: query, key and value before an output
 projection, gate and up before down, two layers in a row. If one layer makes several projections at once, the graph does
 not say how they lie in its output, so there are several forms to try: one after another (``parts``), or interleaved by
-head. An ``nn.Dropout`` in between becomes ``OwnDropout``: alike on all ranks, H features would share H/N masks.
+head.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardlab.tensor_parallel.flow import END, Flow, is_layer
 from shardlab.tensor_parallel.own_plan import translated
 from shardlab.tensor_parallel.plan import matched_names
-from shardlab.tensor_parallel.styles import Column, OnSequence, OwnDropout, Row, Style, Vocabulary
+from shardlab.tensor_parallel.styles import Column, OnSequence, Row, Style, Vocabulary
 
 Form = dict[str, Style]
 MAX_FORMS = 8
@@ -55,7 +55,7 @@ def regions_of(module: nn.Module, flow: Flow) -> Iterator[Region]:
         yield _region(module, flow, _in_order(flow, columns), _in_order(flow, rows))
 
 
-def own_regions(module: nn.Module, plan: dict[str, str], flow: Flow) -> Iterator[Region]:
+def own_regions(module: nn.Module, plan: dict[str, str]) -> Iterator[Region]:
     """Those of a model's own plan: what one parent holds belongs together, and what is tied."""
     groups: dict[str, dict[str, str]] = {}
     for pattern, word in plan.items():
@@ -68,9 +68,7 @@ def own_regions(module: nn.Module, plan: dict[str, str], flow: Flow) -> Iterator
             yield Region(tuple(group), why_not=str(error))
             continue
         form = {name: _whole_heads(module, name, style) for name, style in styles.items() if style is not None}
-        columns = {name for name, style in form.items() if isinstance(style, Column) and not style.gather_output}
-        dropouts = _dropouts_behind(frozenset(columns), flow)
-        yield Region((*group, *dropouts), [form | dropouts] if form else [])
+        yield Region(tuple(group), [form] if form else [])
 
 
 def _is_closed(module: nn.Module, flow: Flow, columns: frozenset[str], rows: frozenset[str]) -> bool:
@@ -95,22 +93,9 @@ def _region(module: nn.Module, flow: Flow, columns: tuple[str, ...], rows: tuple
         return Region(layers, why_not=why_not)
     head_dim = _head_dim(module, layers, width := widths.pop())
     options = [_columns(_linear(module, name).out_features, width, len(columns), head_dim) for name in columns]
-    dropouts = _dropouts_behind(frozenset(columns), flow)
-    ends: Form = {**{name: Row() for name in rows}, **{name: OnSequence() for name in inner}, **dropouts}
+    ends: Form = {**{name: Row() for name in rows}, **{name: OnSequence() for name in inner}}
     forms = [dict(zip(columns, chosen, strict=True)) | ends for chosen in islice(product(*options), MAX_FORMS)]
-    return Region((*layers, *inner, *dropouts), forms)
-
-
-def _dropouts_behind(columns: frozenset[str], flow: Flow) -> Form:
-    """The dropouts whose input comes from these columns alone, in every call.
-
-    One that is also called elsewhere stays: an activation that is whole has to be dropped alike on all ranks.
-    """
-    return {
-        name: OwnDropout()
-        for name, calls in flow.dropouts.items()
-        if all(feeders and feeders <= columns for feeders in calls)
-    }
+    return Region((*layers, *inner), forms)
 
 
 def _columns(out_features: int, width: int, num_columns: int, head_dim: int | None) -> list[Column]:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardlab.tensor_parallel.deciding import decide, kinds_of, without_numbers
-from shardlab.tensor_parallel.flow import END, Flow, Run, is_layer
+from shardlab.tensor_parallel.deciding import decide, kinds_of, own_dropouts, without_numbers
+from shardlab.tensor_parallel.flow import DROPOUTS, END, Flow, Run, is_layer
 from shardlab.tensor_parallel.own_plan import own_plan
 from shardlab.tensor_parallel.plan import Plan, checked, matched, matched_names
 from shardlab.tensor_parallel.regions import Form, own_regions, regions_of
@@ -52,7 +52,7 @@ class Suggestion:
 
     Attributes:
         plan: for ``parallelize_module``; empty if nothing can be divided.
-        modules: in the module's order.
+        modules: in the module's order, with dropouts of features that are in parts.
     """
 
     plan: dict[str, Style]
@@ -92,7 +92,7 @@ def suggest_tp_plan(module: nn.Module, num_ranks: int, run: Run) -> Suggestion:
         except Exception as error:
             raise ValueError(f"run: it cannot be called with a copy of the module: {said(error)}") from error
         own = own_plan(module)
-        regions = list(regions_of(module, flow) if own is None else own_regions(module, own, flow))
+        regions = list(regions_of(module, flow) if own is None else own_regions(module, own))
         kinds = kinds_of(module, regions)
         decide(rehearsal, module, kinds)
     chosen: Form = {}
@@ -102,6 +102,8 @@ def suggest_tp_plan(module: nn.Module, num_ranks: int, run: Run) -> Suggestion:
         chosen |= kind.form
         why = kind.why_not or ", ".join(filter(None, (origin, _tried(rehearsal))))
         whys |= dict.fromkeys(kind.layers, why)
+    dropouts, why_dropouts = own_dropouts(module, flow, chosen, num_ranks)
+    chosen, whys = chosen | dropouts, whys | why_dropouts
     plan = _by_pattern(module, chosen)
     return Suggestion(plan, tuple(_rows(module, flow, plan, whys, has_own=own is not None)))
 
@@ -160,11 +162,15 @@ def _common(names: Iterable[str]) -> str:
 def _rows(
     module: nn.Module, flow: Flow | None, plan: Plan, whys: Mapping[str, str], *, has_own: bool
 ) -> Iterator[PlannedModule]:
-    """A row for each module with a style or parameters of its own; one for all that differ in numbers only."""
+    """A row for each module with a style or parameters of its own, and for dropouts of features in parts.
+
+    There is one for all that differ in numbers only.
+    """
     styles = matched(plan, module)
     groups: dict[tuple[str, str, str], list[str]] = {}
     for name, part in module.named_modules():
-        if name in styles or any(param is not None for param in part._parameters.values()):
+        is_said = name in styles or (isinstance(part, DROPOUTS) and name in whys)
+        if is_said or any(param is not None for param in part._parameters.values()):
             style = written(styles[name]) if name in styles else WHOLE
             groups.setdefault((without_numbers(name), type(part).__name__, style), []).append(name)
     for (_, kind, style), names in groups.items():

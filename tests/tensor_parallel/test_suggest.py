@@ -187,7 +187,49 @@ X = torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_se
 def test_dropout_between_columns_and_rows_is_each_ranks_own(kind):
     found = suggest_tp_plan(kind(), 2, lambda model: model(X))
     assert found.plan == {"up": Column(), "down": Row(), "inside": OwnDropout()}
-    assert "tried: outputs" in why(found, "inside")
+    assert "each rank drops other features" in why(found, "inside")
+    assert "also called where features are whole" in why(found, "both")
+
+
+class OneDropout(nn.Module):
+    """One dropout, named as its argument is, between two columns and their rows each."""
+
+    def __init__(self, dropout=nn.Dropout):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleList([nn.Linear(8, 32), nn.Linear(32, 8)]) for _ in range(2))
+        self.drop = dropout(0.5)
+        self.double()
+
+    def forward(self, x):
+        for up, down in self.blocks:
+            x = x + down(self.drop(input=torch.relu(up(x))))
+        return x
+
+
+class OwnMask(nn.Dropout):
+    def forward(self, input):
+        return super().forward(input)
+
+
+def hooked(p):
+    dropout = nn.Dropout(p)
+    dropout.register_forward_hook(lambda *_: None)
+    return dropout
+
+
+def test_one_dropout_of_several_regions_is_each_ranks_own():
+    plan = suggest_tp_plan(OneDropout(), 2, lambda model: model(X)).plan
+    assert plan == {"blocks.*.0": Column(), "blocks.*.1": Row(), "drop": OwnDropout()}
+
+
+@pytest.mark.parametrize(
+    ("dropout", "reason"),
+    [(nn.AlphaDropout, "AlphaDropout"), (OwnMask, "has a forward of its own"), (hooked, "'drop' has hooks")],
+)
+def test_a_dropout_without_a_style_is_named_and_its_region_divided(dropout, reason):
+    found = suggest_tp_plan(OneDropout(dropout), 2, lambda model: model(X))
+    assert found.plan == {"blocks.*.0": Column(), "blocks.*.1": Row()}
+    assert re.search(f"draws one mask for the parts of all ranks: .*{reason}", why(found, "drop"))
 
 
 class Faster(nn.Module):
