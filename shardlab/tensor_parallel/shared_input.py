@@ -50,6 +50,7 @@ class SharedInput:
         parent.register_forward_pre_hook(lambda *_: self._forget())
         # Also after an error: the remembered tensors would otherwise live until the next forward.
         parent.register_forward_hook(lambda *_: self._forget_last(), always_call=True)
+        # A method other than forward runs no hook of the parent, but it runs those of the columns.
         for column in parent.modules():
             if isinstance(getattr(column, "shared_input", None), SharedInput):
                 column.register_forward_pre_hook(_asks)
