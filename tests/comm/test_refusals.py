@@ -3,6 +3,7 @@
 And what ranks refuse that meet with different tensors: nobody takes another's bytes for numbers of its own.
 """
 
+import numpy as np
 import pytest
 import torch
 
@@ -163,6 +164,22 @@ def meeting(rank, kind):
 @pytest.mark.parametrize("kind", MEETINGS)
 def test_through_shared_memory_different_calls_do_not_meet(pools, kind):
     pools(2).run(meeting, kind)
+
+
+def gathered_by_other_integers(rank, transport):
+    bounds, src = ((0, 1, 4), 0) if rank else (np.array([0, 1, 4]), np.int64(0))
+    with Mesh({"data": 2}, transport=transport) as mesh:
+        buffer = torch.full((4,), rank + 1.0)
+        mesh.data.all_gather(buffer, bounds=bounds).wait()
+        gathered = buffer.tolist()
+        mesh.data.reduce_scatter(buffer, bounds=bounds).wait()
+        mesh.data.broadcast(buffer, src).wait()
+    return gathered, buffer.tolist()[0]
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_equal_bounds_meet_whatever_integers_they_are(pools, transport):
+    assert pools(2).run(gathered_by_other_integers, transport) == [([1.0, 2.0, 2.0, 2.0], 2.0)] * 2
 
 
 def exchanges_of_any_size(rank):

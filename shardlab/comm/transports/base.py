@@ -9,6 +9,7 @@ says what is sent, the same on all ranks, so that a transport can refuse to mix 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from operator import index
 from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
@@ -178,13 +179,15 @@ def bounds_of(buffer: Tensor, bounds: Sequence[int] | None, num_ranks: int) -> B
                 f"buffer: {buffer.numel()} elements do not divide into {num_ranks} equal chunks; pass bounds"
             )
         return even_bounds(buffer.numel(), num_ranks)
+    # As Python's integers: transports compare them between ranks as text, and NumPy's read differently.
+    bounds = tuple(map(index, bounds))
     ends = (bounds[0], bounds[-1]) if len(bounds) == num_ranks + 1 else None
     if ends != (0, buffer.numel()) or sorted(bounds) != list(bounds):
         raise ValueError(
             f"bounds: {bounds} is given; {num_ranks + 1} offsets are needed that begin at 0, do not descend and end at "
             f"{buffer.numel()}"
         )
-    return tuple(bounds)
+    return bounds
 
 
 def sizes_of(field: str, buffer: Tensor, sizes: Sequence[int] | None, num_ranks: int) -> list[int]:
@@ -196,6 +199,7 @@ def sizes_of(field: str, buffer: Tensor, sizes: Sequence[int] | None, num_ranks:
     require_flat(field, buffer)
     if sizes is None:
         return [stop - start for start, stop in pairwise(bounds_of(buffer, None, num_ranks))]
+    sizes = list(map(index, sizes))
     if len(sizes) != num_ranks or sum(sizes) != buffer.numel() or min(sizes) < 0:
         raise ValueError(f"sizes: {sizes} is given; {num_ranks} numbers adding up to {buffer.numel()} are needed")
-    return list(sizes)
+    return sizes
