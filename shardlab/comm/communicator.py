@@ -27,10 +27,10 @@ from shardlab.comm.transports.base import (
     Transport,
     bounds_of,
     require_chunk,
-    require_no_graph,
     require_output,
     require_reduction,
     sizes_of,
+    without_graph,
 )
 from shardlab.vocabulary import Collective
 
@@ -71,8 +71,8 @@ class Communicator(ObservedGroup):
             ValueError: another reduction than 'sum' and 'max'; a tensor that gradients are to flow through.
         """
         require_reduction(reduction)
-        require_no_graph("tensor", tensor)
-        transport, own = self._transport, tensor.detach()  # the memory of now: an engine may give the tensor another
+        transport = self._transport
+        own = without_graph("tensor", tensor)  # the memory of now: an engine may give the tensor another
         if transport is None:
             return Pending()
 
@@ -103,10 +103,9 @@ class Communicator(ObservedGroup):
             ValueError: a tensor that does not fit, or that gradients are to flow through; the bounds do not fit.
         """
         bounds = bounds_of(buffer, bounds, self.num_ranks)
-        require_no_graph("buffer", buffer)
-        target = self._chunk(buffer, bounds) if output is None else output
+        buffer = without_graph("buffer", buffer)
+        target = self._chunk(buffer, bounds) if output is None else without_graph("output", output)
         if output is not None:
-            require_no_graph("output", output)
             require_output(output, buffer, bounds[self.rank + 1] - bounds[self.rank])
         transport = self._transport
         if transport is None:
@@ -139,13 +138,12 @@ class Communicator(ObservedGroup):
             ValueError: a tensor that does not fit, or that gradients are to flow through; the bounds do not fit.
         """
         bounds = bounds_of(buffer, bounds, self.num_ranks)
-        require_no_graph("buffer", buffer)
+        buffer = without_graph("buffer", buffer)
         place = self._chunk(buffer, bounds)
         # Copied by the caller, not by the job: the caller may change its chunk as soon as this returns.
         if chunk is not None:
-            require_no_graph("chunk", chunk)
             require_chunk(chunk, place)
-            place.copy_(chunk.detach())
+            place.copy_(without_graph("chunk", chunk))
         transport = self._transport
         if transport is None:
             return Pending()
@@ -164,8 +162,7 @@ class Communicator(ObservedGroup):
         Raises:
             ValueError: a tensor that gradients are to flow through.
         """
-        require_no_graph("tensor", tensor)
-        transport, own = self._transport, tensor.detach()
+        transport, own = self._transport, without_graph("tensor", tensor)
         if transport is None:
             return Pending()
 
@@ -200,8 +197,7 @@ class Communicator(ObservedGroup):
         parts_in = sizes_of("output", output, output_sizes, self.num_ranks)
         parts_out = sizes_of("buffer", buffer, sizes, self.num_ranks)
         require_output(output, buffer, output.numel() if self.num_ranks > 1 else buffer.numel())
-        require_no_graph("output", output)
-        require_no_graph("buffer", buffer)
+        output, buffer = without_graph("output", output), without_graph("buffer", buffer)
         transport = self._transport
         if transport is None:
             _copy_back(buffer, output)
@@ -232,7 +228,7 @@ class Communicator(ObservedGroup):
         Raises:
             ValueError: no other rank; a tensor that gradients are to flow through.
         """
-        require_no_graph("tensor", tensor)
+        tensor = without_graph("tensor", tensor)
         flat = _flattened(tensor)
         # The queue copies back, once the message has come: before that there is nothing in ``flat`` to copy.
         message = Message(self._peer(src, "src"), False, flat, src, partial(_copy_back, flat, tensor))

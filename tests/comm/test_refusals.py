@@ -124,6 +124,45 @@ def test_a_tensor_with_a_graph_is_refused(pools):
     assert pools(2).run(with_a_graph) == [(fields, [1.0, 1.0, 2.0, 2.0], False, [2.0] * 4)] * 2
 
 
+def with_views_of_a_leaf(rank):
+    """What each verb leaves in the memory of a parameter."""
+    left = []
+    with Mesh({"data": 2}) as mesh:
+        comm = mesh.data
+        for call in (
+            lambda view: comm.all_reduce(view),
+            lambda view: comm.broadcast(view, 1),
+            lambda view: comm.reduce_scatter(view),
+            lambda view: comm.reduce_scatter(torch.ones(8), view),
+            lambda view: comm.all_gather(view, torch.full((2,), rank + 3.0)),
+            lambda view: comm.all_to_all(view, torch.arange(4.0) + rank),
+            lambda view: (comm.recv if rank else comm.send)(view, 1 - rank),
+        ):
+            weight = torch.nn.Parameter(torch.full((2, 2), rank + 1.0))
+            call(weight.view(-1)).wait()
+            left.append(weight.flatten().tolist())
+    return left
+
+
+def test_a_view_of_a_parameter_is_as_good_as_the_parameter(pools):
+    for rank, left in enumerate(pools(2).run(with_views_of_a_leaf)):
+        assert left == [
+            [3.0] * 4,
+            [2.0] * 4,
+            [[3.0, 3.0, 1.0, 1.0], [2.0, 2.0, 3.0, 3.0]][rank],
+            [2.0] * 4,
+            [3.0, 3.0, 4.0, 4.0],
+            [[0.0, 1.0, 1.0, 2.0], [2.0, 3.0, 3.0, 4.0]][rank],
+            [1.0] * 4,
+        ]
+
+
+def test_what_to_do_with_a_graph_is_said():
+    vector = torch.nn.utils.parameters_to_vector(torch.nn.Linear(2, 2).parameters())
+    with pytest.raises(ValueError, match=r"^tensor: the result of CatBackward0.*; pass tensor\.detach\(\)"):
+        BaseMesh.alone().data.broadcast(vector)
+
+
 def unknown_reductions(rank):
     with Mesh({"data": 2}) as mesh:
         return refused(*(lambda word=word: mesh.data.all_reduce(torch.ones(2), reduction=word) for word in WORDS))

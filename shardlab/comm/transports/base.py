@@ -127,13 +127,21 @@ def require_reduction(reduction: str) -> None:
         raise ValueError(f"reduction: {reduction!r} is given; allowed are 'sum' and 'max' (divide a sum for a mean)")
 
 
-def require_no_graph(field: str, tensor: Tensor) -> None:
-    """Raise ValueError where a gradient would flow past a collective, as if that had done nothing."""
-    if tensor.grad_fn is not None and torch.is_grad_enabled():
+def without_graph(field: str, tensor: Tensor) -> Tensor:
+    """The tensor's memory of now, which may be written into.
+
+    Raises:
+        ValueError: a gradient would flow past a collective, as if that had done nothing. A parameter, or a view of
+            one, is allowed: nothing has been computed yet.
+    """
+    # (Torch has no public way to ask what a tensor is a view of.)
+    is_of_a_leaf = tensor._base is not None and tensor._base.is_leaf
+    if tensor.grad_fn is not None and torch.is_grad_enabled() and not is_of_a_leaf:
         raise ValueError(
             f"{field}: the result of {tensor.grad_fn.name()} is given, and no gradient flows through this collective; "
-            f"use shardlab.comm.autograd, or pass {field}.detach()"
+            f"pass {field}.detach(), which shares its memory, or use shardlab.comm.autograd"
         )
+    return tensor.detach()
 
 
 def require_flat(field: str, tensor: Tensor) -> None:
