@@ -26,6 +26,7 @@ from shardlab.comm.transports.base import (
     Start,
     Transport,
     bounds_of,
+    rank_of,
     require_chunk,
     require_output,
     require_reduction,
@@ -66,6 +67,8 @@ class Communicator(ObservedGroup):
 
     def all_reduce(self, tensor: Tensor, *, reduction: Reduction = "sum", tag: str = "") -> Pending:
         """Reduce ``tensor`` (any shape) over the group, in place on every rank.
+
+        Dtype and reduction must be the same on all ranks. Over gloo nothing compares them: the numbers would be wrong.
 
         Raises:
             ValueError: another reduction than 'sum' and 'max'; a tensor that gradients are to flow through.
@@ -160,8 +163,9 @@ class Communicator(ObservedGroup):
         """Copy ``tensor`` (any shape, any dtype) from group rank ``src`` into the others', in place.
 
         Raises:
-            ValueError: a tensor that gradients are to flow through.
+            ValueError: a rank that the group does not have; a tensor that gradients are to flow through.
         """
+        src = rank_of("src", src, self.num_ranks)
         transport, own = self._transport, without_graph("tensor", tensor)
         if transport is None:
             return Pending()

@@ -93,6 +93,40 @@ def test_each_verb_moves_what_its_event_says(pools, num_ranks):
             assert said == pytest.approx(seen, abs=0.02), (op, rank)  # headers are 1 %
 
 
+def sent_by(verb, *args, **kwargs):
+    """Bytes that this process sends in a collective, in parts of the whole buffer."""
+    dist.barrier()
+    before = sent_by_sockets()
+    verb(*args, **kwargs).wait()
+    dist.barrier()
+    return (sent_by_sockets() - before) / 8 / NUMEL
+
+
+def composed_and_torchs(rank, num_ranks, root):
+    """(result, bytes sent) of our broadcast and all-to-all over gloo, and of torch's."""
+    whole = torch.arange(NUMEL) + rank
+    sizes = [NUMEL // 4, *[0] * (num_ranks - 2), NUMEL - NUMEL // 4]
+    received = [sizes[rank]] * num_ranks
+    copies, exchanged = (whole.clone(), whole.clone()), whole.new_empty(2, sum(received))
+    with Mesh({"data": num_ranks}, device="cpu", transport="gloo") as mesh:
+        sent = (
+            sent_by(mesh.data.broadcast, copies[0], root),
+            sent_by(mesh.data.all_to_all, exchanged[0], whole, output_sizes=received, sizes=sizes),
+        )
+    of_torch = (
+        sent_by(dist.broadcast, copies[1], root, async_op=True),
+        sent_by(dist.all_to_all_single, exchanged[1], whole, received, sizes, async_op=True),
+    )
+    return sent, of_torch, torch.equal(*copies) and torch.equal(*exchanged)
+
+
+@pytest.mark.parametrize(("num_ranks", "root"), [(2, 1), (3, 0), (3, 2), (4, 0), (4, 1), (4, 3)])
+def test_a_composed_broadcast_and_exchange_send_what_torchs_do(pools, num_ranks, root):
+    for sent, of_torch, are_equal in pools(num_ranks).run(composed_and_torchs, num_ranks, root):
+        assert are_equal
+        assert sent == pytest.approx(of_torch, abs=0.02)
+
+
 def test_what_a_rank_of_an_all_to_all_keeps():
     class Group:
         num_ranks, rank = 3, 1

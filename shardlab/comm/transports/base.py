@@ -127,6 +127,13 @@ def require_reduction(reduction: str) -> None:
         raise ValueError(f"reduction: {reduction!r} is given; allowed are 'sum' and 'max' (divide a sum for a mean)")
 
 
+def rank_of(field: str, rank: int, num_ranks: int) -> int:
+    """A position in a group; ValueError for a rank that it does not have."""
+    if not 0 <= rank < num_ranks:
+        raise ValueError(f"{field}: {rank} is given; the group has the ranks 0 to {num_ranks - 1}")
+    return index(rank)
+
+
 def without_graph(field: str, tensor: Tensor) -> Tensor:
     """The tensor's memory of now, which may be written into.
 

@@ -1,4 +1,4 @@
-"""gloo on CPU tensors: its own all-reduce and broadcast, and the two sharded collectives composed from fast parts.
+"""gloo on CPU tensors: its own all-reduce, and the other collectives composed of messages.
 
 gloo's own reduce-scatter and all-gather are slow. Composed, the same result takes half to a quarter of the time:
 
@@ -7,15 +7,18 @@ gloo's own reduce-scatter and all-gather are slow. Composed, the same result tak
 * all-gather = every rank sends its chunk to every other, all at once, each straight into its place; chunks may be
   uneven.
 
+Broadcast and all-to-all send what gloo's own do; but messages have a number: ranks in two different collectives wait,
+and are reported, instead of taking each other's bytes. Only an all-reduce has no number, nor has a barrier.
+
 A large all-reduce goes as two halves, one for each of gloo's two threads: one travels while the other is summed.
 
-The composed two move (N-1)/N of the buffer per rank, as a ring does. The local sum adds in the order of the ranks, pair
-by pair, so that it is deterministic and keeps the sign of zero (``engines.unused_params`` relies on that;
-``Tensor.sum`` starts at +0).
+Reduce-scatter and all-gather move (N-1)/N of the buffer per rank, as a ring does. The local sum adds in the order of
+the ranks, pair by pair, so that it is deterministic and keeps the sign of zero (``engines.unused_params`` relies on
+that; ``Tensor.sum`` starts at +0).
 """
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 import torch
@@ -66,7 +69,7 @@ class GlooTransport(Transport):
     def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """Each segment is exchanged between all pairs; then its N versions are summed."""
         chunks = [buffer[start:stop] for start, stop in pairwise(bounds)]
-        number = _number(Collective.REDUCE_SCATTER, buffer.dtype, bounds, tag)
+        what = f"{Collective.REDUCE_SCATTER} {bounds} {tag}"
         length = max(1, SEGMENT_BYTES // buffer.element_size())
         # Allocated once and reused by every segment, so that no more is ever held.
         received = [
@@ -78,15 +81,15 @@ class GlooTransport(Transport):
             segments = [chunk[start : start + length] for chunk in chunks]
             own = segments[self._rank]
             versions = [own if rank == self._rank else room[: own.numel()] for rank, room in enumerate(received)]
-            self._exchange(segments, versions, number)
+            self._exchange(segments, versions, what)
             if own.numel():
                 add_in_order(versions, output[start : start + length], room=versions[1 if self._rank == 0 else 0])
 
-    def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor], number: int) -> None:
+    def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], what: str) -> None:
         """Send every other rank its tensor and receive the one it has for this rank; empty ones are skipped."""
         # Receives are posted first, so that nothing that arrives has to be buffered.
         works = [
-            call(as_bytes(tensor), group=self._group, tag=number, **{peer: rank})
+            call(as_bytes(tensor), group=self._group, tag=_number(what, tensor), **{peer: rank})
             for call, peer, tensors in ((dist.irecv, "group_src", incoming), (dist.isend, "group_dst", outgoing))
             for rank, tensor in enumerate(tensors)
             if rank != self._rank and tensor.numel()
@@ -98,35 +101,38 @@ class GlooTransport(Transport):
     def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """Every rank sends its chunk to all others, each straight into its place."""
         chunks = [buffer[start:stop] for start, stop in pairwise(bounds)]
-        number = _number(Collective.ALL_GATHER, buffer.dtype, bounds, tag)
-        self._exchange([chunks[self._rank]] * self._num_ranks, chunks, number)
+        self._exchange([chunks[self._rank]] * self._num_ranks, chunks, f"{Collective.ALL_GATHER} {bounds} {tag}")
 
     @override
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Copy bytes, so every dtype travels."""
-        dist.broadcast(as_bytes(tensor), group=self._group, group_src=src)
+        """Copy bytes, so every dtype travels, down the same binomial tree as gloo's own broadcast."""
+        if not tensor.numel():
+            return
+        number = _number(f"{Collective.BROADCAST} from {src}", tensor)
+        place = (self._rank - src) % self._num_ranks  # counted from the root
+        if place:  # its parent is at the place without the highest bit
+            parent = place - (1 << place.bit_length() - 1)
+            dist.recv(as_bytes(tensor), group=self._group, group_src=(src + parent) % self._num_ranks, tag=number)
+        steps = (1 << level for level in range(place.bit_length(), (self._num_ranks - 1).bit_length()))
+        children = [(src + place + step) % self._num_ranks for step in steps if place + step < self._num_ranks]
+        _wait([dist.isend(as_bytes(tensor), group=self._group, group_dst=child, tag=number) for child in children])
 
     @override
     def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
         """Copy bytes, so every dtype travels; sizes are elements per rank."""
-        width = buffer.element_size()
-        dist.all_to_all_single(
-            as_bytes(output),
-            as_bytes(buffer),
-            [size * width for size in output_sizes],
-            [size * width for size in sizes],
-            group=self._group,
-        )
+        incoming, outgoing = output.split(output_sizes), buffer.split(sizes)
+        incoming[self._rank].copy_(outgoing[self._rank])
+        self._exchange(outgoing, incoming, Collective.ALL_TO_ALL)
 
     @override
     def send(self, tensor: Tensor, dst: int) -> None:
         """Send bytes."""
-        dist.send(as_bytes(tensor), group=self._group, group_dst=dst, tag=_number_of_message(tensor))
+        dist.send(as_bytes(tensor), group=self._group, group_dst=dst, tag=_number(Collective.SEND, tensor))
 
     @override
     def recv(self, tensor: Tensor, src: int) -> None:
         """Receive bytes."""
-        dist.recv(as_bytes(tensor), group=self._group, group_src=src, tag=_number_of_message(tensor))
+        dist.recv(as_bytes(tensor), group=self._group, group_src=src, tag=_number(Collective.SEND, tensor))
 
     @override
     def barrier(self) -> None:
@@ -148,17 +154,13 @@ def add_in_order(versions: list[Tensor], output: Tensor, room: Tensor, add: Call
         total = add(total, version, out=output if number == len(others) else room)
 
 
-def _number(op: Collective, dtype: torch.dtype, bounds: Bounds, tag: str = "") -> int:
-    """The number by which gloo matches messages: two different collectives wait instead of taking each other's bytes.
+def _number(what: str, tensor: Tensor) -> int:
+    """By which gloo matches messages: those that differ wait and are reported, and nobody takes another's bytes.
 
-    Never 0, the number of a script's own ``dist.send``; below 2**31, as torch demands.
+    ``what`` is the collective with all that its ranks share. Never 0, the number of a script's own ``dist.send``; below
+    2**31, as torch demands.
     """
-    return 1 + (zlib.crc32(f"{op} {dtype} {bounds} {tag}".encode()) >> 2)
-
-
-def _number_of_message(tensor: Tensor) -> int:
-    """The same at both ends of a ``send``: a ``recv`` of another length or dtype waits and is reported."""
-    return _number(Collective.SEND, tensor.dtype, (tensor.numel(),))
+    return 1 + (zlib.crc32(f"{what} of {tensor.numel()} {tensor.dtype}".encode()) >> 2)
 
 
 def _wait(works: Iterable[dist.Work | None]) -> None:

@@ -68,7 +68,7 @@ class SharedMemoryTransport(GlooTransport):
 
     @override
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Over gloo, which asks neither for dtype nor for length: so the ranks first compare what they are in."""
+        """Over gloo, where ranks in different collectives wait; so they first compare what they are in."""
         self._shared.synchronize(Call.of(Collective.BROADCAST, tensor, "", src))
         super().broadcast(tensor, src)
 
