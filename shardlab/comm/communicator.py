@@ -26,11 +26,11 @@ from shardlab.comm.transports.base import (
     Start,
     Transport,
     bounds_of,
+    exchange_sizes,
     rank_of,
     require_chunk,
     require_output,
     require_reduction,
-    sizes_of,
     without_graph,
 )
 from shardlab.vocabulary import Collective
@@ -132,8 +132,8 @@ class Communicator(ObservedGroup):
 
         Args:
             buffer: contiguous, one-dimensional, the size of all chunks together.
-            chunk: this rank's chunk, rounded to the buffer's dtype if both are of floating point; None where it lies
-                in its place in ``buffer`` already.
+            chunk: this rank's chunk (any shape), rounded to the buffer's dtype if both are of floating point; None
+                where it lies in its place in ``buffer`` already.
             bounds: num_ranks + 1 offsets of the chunks; None for equal ones.
             tag: what it is for.
 
@@ -146,7 +146,7 @@ class Communicator(ObservedGroup):
         # Copied by the caller, not by the job: the caller may change its chunk as soon as this returns.
         if chunk is not None:
             require_chunk(chunk, place)
-            place.copy_(without_graph("chunk", chunk))
+            place.copy_(without_graph("chunk", chunk).reshape(-1))
         transport = self._transport
         if transport is None:
             return Pending()
@@ -198,19 +198,17 @@ class Communicator(ObservedGroup):
         Raises:
             ValueError: a tensor that does not fit, or that gradients are to flow through; the sizes do not fit.
         """
-        parts_in = sizes_of("output", output, output_sizes, self.num_ranks)
-        parts_out = sizes_of("buffer", buffer, sizes, self.num_ranks)
-        require_output(output, buffer, output.numel() if self.num_ranks > 1 else buffer.numel())
+        received, sent = exchange_sizes(output, buffer, output_sizes, sizes, self.num_ranks, self.rank)
         output, buffer = without_graph("output", output), without_graph("buffer", buffer)
         transport = self._transport
         if transport is None:
             _copy_back(buffer, output)
             return Pending()
-        own_bytes = parts_out[self.rank] * buffer.element_size()
+        own_bytes = sent[self.rank] * buffer.element_size()
         return self._submit(
             Collective.ALL_TO_ALL,
             buffer,
-            lambda: transport.all_to_all(output, buffer, parts_in, parts_out),
+            lambda: transport.all_to_all(output, buffer, received, sent),
             tag,
             own_chunk_bytes=own_bytes,
             keep=(output, buffer),

@@ -10,6 +10,7 @@ import torch
 
 from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.mesh import Mesh
+from shardlab.comm.transports.base import exchange_sizes
 from shardlab.comm.transports.shared_buffers import MismatchError
 from shardlab.launch import RankHang, RankPool
 
@@ -78,6 +79,10 @@ def gathered_from(rank):
         mesh.data.all_gather(rounded, torch.full((2,), rank + 1.0)).wait()
         number = torch.zeros(2)
         mesh.data.all_gather(number, torch.tensor(float(rank)), bounds=[0, 1, 2]).wait()
+        shaped = [torch.zeros(8) for _ in range(2)]
+        mesh.data.all_gather(shaped[0], torch.full((2, 2), rank + 1.0)).wait()
+        mesh.data.all_gather(shaped[1], torch.full((1, 4), rank + 1.0)).wait()
+        assert all(gathered.tolist() == [1.0] * 4 + [2.0] * 4 for gathered in shaped)
     return fields, rounded.tolist(), number.tolist()
 
 
@@ -92,11 +97,26 @@ def exchanged(rank):
             lambda: mesh.data.all_to_all(torch.zeros(4), torch.arange(4, dtype=torch.int32)),
             lambda: mesh.data.all_to_all(torch.zeros(2, 2), torch.ones(4)),
             lambda: mesh.data.all_to_all(torch.zeros(4), torch.ones(4), sizes=[5, -1]),
+            lambda: mesh.data.all_to_all(torch.zeros(4), torch.ones(4), output_sizes=[1, 2]),
+            lambda: mesh.data.all_to_all(torch.zeros(4), torch.ones(3)),
+            # What a rank sends itself is as long in both: the other rank could not know, and would wait.
+            lambda: mesh.data.all_to_all(torch.zeros(4), torch.ones(4), output_sizes=[3, 1], sizes=[1, 3]),
+            lambda: mesh.data.all_to_all(torch.zeros(8), torch.ones(4)),
         )
 
 
-def test_what_is_exchanged_is_of_one_dtype(pools):
-    assert pools(2).run(exchanged) == [["output", "output", "sizes"]] * 2
+def test_what_is_exchanged_fits(pools):
+    fields = ["output", "output", "sizes", "output_sizes", "buffer", "output", "output"]
+    assert pools(2).run(exchanged) == [fields] * 2
+
+
+def test_an_exchange_that_does_not_divide_names_its_sizes():
+    for sizes, message in (
+        (None, r"^output: 3 elements .* 2 equal parts; pass output_sizes$"),
+        ([4, -1], r"^output_sizes: \[4, -1\] is given; 2 numbers, none of them negative, .* 3 are needed$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            exchange_sizes(torch.zeros(3), torch.zeros(4), sizes, None, num_ranks=2, rank=0)
 
 
 def with_a_graph(rank):

@@ -8,7 +8,6 @@ says what is sent, the same on all ranks, so that a transport can refuse to mix 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from operator import index
 from typing import Literal, NamedTuple, Protocol, get_args
 
@@ -205,16 +204,50 @@ def bounds_of(buffer: Tensor, bounds: Sequence[int] | None, num_ranks: int) -> B
     return bounds
 
 
-def sizes_of(field: str, buffer: Tensor, sizes: Sequence[int] | None, num_ranks: int) -> list[int]:
-    """Elements of each rank's part of a buffer; None for equal parts.
+def exchange_sizes(
+    output: Tensor,
+    buffer: Tensor,
+    output_sizes: Sequence[int] | None,
+    sizes: Sequence[int] | None,
+    num_ranks: int,
+    rank: int,
+) -> tuple[list[int], list[int]]:
+    """Elements that one rank of an all-to-all receives from each rank and sends to each; None for equal parts.
 
     Raises:
-        ValueError: the buffer is not flat, does not divide, or the sizes do not add up to it.
+        ValueError: a tensor is not flat or does not divide, they differ in dtype or device, the sizes do not add up to
+            theirs, or what the rank sends itself is not what it receives from itself.
     """
-    require_flat(field, buffer)
+    received = _sizes_of("output", output, "output_sizes", output_sizes, num_ranks)
+    sent = _sizes_of("buffer", buffer, "sizes", sizes, num_ranks)
+    require_output(output, buffer, output.numel())
+    # Seen by this rank alone: the others would wait for what it never sends them.
+    if received[rank] != sent[rank]:
+        raise ValueError(
+            f"output: it has room for {received[rank]} elements from this rank itself; {sent[rank]} are needed, as the "
+            "buffer has for it"
+        )
+    return received, sent
+
+
+def _sizes_of(field: str, tensor: Tensor, sizes_field: str, sizes: Sequence[int] | None, num_ranks: int) -> list[int]:
+    """Elements of each rank's part of a tensor; None for equal parts.
+
+    Raises:
+        ValueError: the tensor is not flat, does not divide, or the sizes do not add up to it.
+    """
+    require_flat(field, tensor)
+    numel = tensor.numel()
     if sizes is None:
-        return [stop - start for start, stop in pairwise(bounds_of(buffer, None, num_ranks))]
+        if numel % num_ranks:
+            raise ValueError(
+                f"{field}: {numel} elements do not divide into {num_ranks} equal parts; pass {sizes_field}"
+            )
+        return [numel // num_ranks] * num_ranks
     sizes = list(map(index, sizes))
-    if len(sizes) != num_ranks or sum(sizes) != buffer.numel() or min(sizes) < 0:
-        raise ValueError(f"sizes: {sizes} is given; {num_ranks} numbers adding up to {buffer.numel()} are needed")
+    if len(sizes) != num_ranks or sum(sizes) != numel or min(sizes) < 0:
+        raise ValueError(
+            f"{sizes_field}: {sizes} is given; {num_ranks} numbers, none of them negative, adding up to {numel} are "
+            "needed"
+        )
     return sizes
