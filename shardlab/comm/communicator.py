@@ -132,8 +132,8 @@ class Communicator(ObservedGroup):
 
         Args:
             buffer: contiguous, one-dimensional, the size of all chunks together.
-            chunk: this rank's chunk (any shape), rounded to the buffer's dtype if both are of floating point; None
-                where it lies in its place in ``buffer`` already.
+            chunk: this rank's chunk (any shape), rounded to the buffer's dtype if both are real or both complex, and
+                widened if both are integers; None where it lies in its place in ``buffer`` already.
             bounds: num_ranks + 1 offsets of the chunks; None for equal ones.
             tag: what it is for.
 
@@ -226,6 +226,8 @@ class Communicator(ObservedGroup):
 
     def recv(self, tensor: Tensor, src: int, *, tag: str = "") -> Pending:
         """Receive from group rank ``src`` into ``tensor``; as for ``send``, somebody has to wait for it.
+
+        Length and dtype must be those of the sent tensor: over gloo any other waits until the timeout.
 
         Raises:
             ValueError: no other rank; a tensor that gradients are to flow through.

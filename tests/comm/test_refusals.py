@@ -91,6 +91,37 @@ def test_a_gathered_chunk_fits_its_place(pools):
     assert pools(2).run(gathered_from) == [(fields, [1.0, 1.0, 2.0, 2.0], [0.0, 1.0])] * 2
 
 
+ROUNDED = (  # chunk and buffer
+    (torch.int32, torch.int64),
+    (torch.uint8, torch.int16),
+    (torch.float64, torch.float16),
+    (torch.float32, torch.float8_e5m2),
+    (torch.complex128, torch.complex64),
+)
+REFUSED = (
+    (torch.int64, torch.int32),
+    (torch.int8, torch.uint8),
+    (torch.int16, torch.uint16),
+    (torch.int32, torch.float64),
+    (torch.bool, torch.int32),
+    (torch.int32, torch.bool),
+    (torch.complex64, torch.float32),
+    (torch.float32, torch.complex64),
+)
+
+
+def test_a_chunk_is_rounded_or_widened_and_nothing_else():
+    gather = BaseMesh.alone().data.all_gather
+    for given, needed in ROUNDED:
+        buffer = torch.zeros(2, dtype=needed)
+        gather(buffer, torch.tensor([1, 2]).to(given))
+        assert buffer.to(given).tolist() == [1, 2]
+    for given, needed in REFUSED:
+        assert refused(lambda pair=(given, needed): gather(*(torch.zeros(2, dtype=of) for of in pair[::-1]))) == [
+            "chunk"
+        ]
+
+
 def exchanged(rank):
     with Mesh({"data": 2}) as mesh:
         return refused(

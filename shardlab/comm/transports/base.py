@@ -19,6 +19,7 @@ from shardlab.partition.chunks import even_bounds
 
 Reduction = Literal["sum", "max"]
 Bounds = tuple[int, ...]
+_INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}  # torch widens no other unsigned ones
 Job = Callable[[], None]
 
 
@@ -170,14 +171,20 @@ def require_output(output: Tensor, buffer: Tensor, numel: int) -> None:
 
 
 def require_chunk(chunk: Tensor, place: Tensor) -> None:
-    """Raise ValueError unless ``chunk`` can be written into ``place``; floating point may be rounded on the way."""
-    if chunk.numel() != place.numel() or not (
-        chunk.dtype == place.dtype or (chunk.is_floating_point() and place.is_floating_point())
-    ):
+    """Raise ValueError unless ``chunk`` can be written into ``place``, as ``_is_written_as`` says of their dtypes."""
+    if chunk.numel() != place.numel() or not _is_written_as(chunk.dtype, place.dtype):
         raise ValueError(
             f"chunk: {chunk.numel()} elements of {chunk.dtype} are given; {place.numel()} of {place.dtype} are needed, "
             "as in the buffer"
         )
+
+
+def _is_written_as(given: torch.dtype, needed: torch.dtype) -> bool:
+    """Whether values may be copied into another dtype: real and complex ones rounded, integers only where all fit."""
+    if {given, needed} <= _INTEGERS:
+        return torch.promote_types(given, needed) == needed
+    are_real = given.is_floating_point and needed.is_floating_point
+    return given == needed or are_real or (given.is_complex and needed.is_complex)
 
 
 def bounds_of(buffer: Tensor, bounds: Sequence[int] | None, num_ranks: int) -> Bounds:
