@@ -312,6 +312,18 @@ def meeting_over_gloo(rank, kind):
         OVER_GLOO[kind](mesh.data, rank).wait()
 
 
+def leaf_of_another_tree(rank):
+    with Mesh({"data": 4}, transport="gloo") as mesh:
+        # Rank 3 is the parent of rank 1 in both trees, and rank 1 is a leaf of both.
+        mesh.data.broadcast(torch.full((4,), float(rank)), src=2 if rank == 1 else 3).wait()
+
+
+def test_over_gloo_another_root_waits_where_the_tree_would_do():
+    with RankPool(4, device="cpu", timeout_s=1.0) as pool, pytest.raises(RankHang) as caught:
+        pool.run(leaf_of_another_tree)
+    assert 1 in caught.value.waiting
+
+
 @pytest.mark.parametrize("kind", OVER_GLOO)
 def test_over_gloo_different_calls_wait_and_are_reported(short_pool, kind):
     with pytest.raises(RankHang) as caught:
