@@ -113,7 +113,7 @@ def _connected(rank: int, endpoints: list[_Endpoint]) -> dict[int, socket.socket
 
 
 def _all_have(has: bool, group: dist.ProcessGroup) -> bool:
-    missing = torch.tensor([0 if has else 1])
+    missing = torch.tensor([0 if has else 1], device="cpu")  # whatever a script has set as default
     dist.all_reduce(missing, group=group)
     return missing.item() == 0
 

@@ -121,9 +121,6 @@ class StagedTransport(Transport):
         self._stream.synchronize()
 
 
-_START = torch.zeros(1, dtype=torch.uint8)  # goes ahead of what one rank sends: from here on it travels
-
-
 class EmulatedLink(Transport):
     """Delays every collective of ``inner`` to the time it would take on ``link``."""
 
@@ -132,6 +129,8 @@ class EmulatedLink(Transport):
     def __init__(self, inner: Transport, link: Link, num_ranks: int) -> None:
         self.name = f"{inner.name} as {link}"
         self._inner, self._link, self._num_ranks = inner, link, num_ranks
+        # Goes ahead of what one rank sends: from here on it travels. (A script may set another default device.)
+        self._start = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
     @override
     def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
@@ -161,14 +160,14 @@ class EmulatedLink(Transport):
     @override
     def send(self, tensor: Tensor, dst: int) -> None:
         """One message; the delay is on the receiver's side, where it is seen."""
-        self._inner.send(_START, dst)
+        self._inner.send(self._start, dst)
         self._inner.send(tensor, dst)
 
     @override
     def recv(self, tensor: Tensor, src: int) -> None:
         """One message."""
         # Before the clock starts: a late sender is not the link's doing.
-        self._inner.recv(torch.empty_like(_START), src)
+        self._inner.recv(torch.empty_like(self._start), src)
         began = perf_counter()
         self._inner.recv(tensor, src)
         self._sleep_until(began, Collective.RECV, tensor.nbytes)
