@@ -24,6 +24,7 @@ from shardlab.comm.base_mesh import BaseMesh, groups_along
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.group import Process, retire
+from shardlab.comm.script_collectives import bytes_kept
 from shardlab.comm.torch_times import GLOO_THREADS, HostTimes, StreamTimes, Times, complete_waits
 from shardlab.comm.trees import tensors_in
 from shardlab.partition.torch_gloo import moved_bytes
@@ -91,6 +92,7 @@ class _Verb(NamedTuple):
     op: Collective
     whole: Callable[..., Any]  # picks the whole (unsharded) tensors from the call's arguments, nested as torch has them
     gloo_copies: bool = False  # whether torch's gloo group holds a copy of the whole buffer meanwhile
+    sizes: int | None = None  # place among the arguments of the rows for each rank, where they may be uneven
 
 
 # A verb has another name from Python, from C++ and before torch 2.13; each torch calls those that it knows.
@@ -108,8 +110,8 @@ _VERBS = {
     "reduce_scatter_single": _Verb(Collective.REDUCE_SCATTER, lambda _, whole, *__: whole, gloo_copies=True),
     "reduce_scatter_tensor_coalesced": _Verb(Collective.REDUCE_SCATTER, lambda _, inputs, *__: inputs),
     "reduce_scatter_single_coalesced": _Verb(Collective.REDUCE_SCATTER, lambda _, inputs, *__: inputs),
-    "alltoall_base": _Verb(Collective.ALL_TO_ALL, lambda _, whole, *__: whole),
-    "all_to_all_single": _Verb(Collective.ALL_TO_ALL, lambda _, whole, *__: whole),
+    "alltoall_base": _Verb(Collective.ALL_TO_ALL, lambda _, whole, *__: whole, sizes=3),
+    "all_to_all_single": _Verb(Collective.ALL_TO_ALL, lambda _, whole, *__: whole, sizes=3),
     "barrier": _Verb(Collective.BARRIER, lambda *_: ()),
 }
 
@@ -180,9 +182,14 @@ class TorchGroup(dist.ProcessGroup):
         whole = list(tensors_in(verb.whole(*args)))  # (options come by name, tensors do not)
         scratch_bytes = sum(tensor.nbytes for tensor in whole) if self._is_gloo and verb.gloo_copies else 0
         tag = self._tag_of(verb.op)
-        event = comm.announce(verb.op, whole, tag, scratch_bytes=scratch_bytes, transport=self._backend)
+        kept = None if verb.sizes is None else bytes_kept(whole, args[verb.sizes], comm)
+        event = comm.announce(
+            verb.op, whole, tag, own_chunk_bytes=kept, scratch_bytes=scratch_bytes, transport=self._backend
+        )
         root = getattr(args[1], "rootRank", None) if len(args) > 1 else None
-        event.torch_moves = moved_bytes(self._backend, verb.op, event.num_bytes, comm.num_ranks, comm.rank, root)
+        event.torch_moves = moved_bytes(
+            self._backend, verb.op, event.num_bytes, comm.num_ranks, comm.rank, root, own_chunk_bytes=kept
+        )
         observers = comm.observers
         # The inner group does the work; torch gets a Work of ours, so that the wait can be seen. Never None, which NCCL
         # returns for ``async_op=False``: C++ cannot take it from a group written in Python.

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.script_collectives import TorchCalls, bytes_kept
+from shardlab.comm.torch_engine_groups import torch_group
 from shardlab.engines import build_engine
 from shardlab.partition import torch_gloo
 from shardlab.trace.observed import moved_bytes, wire_bytes
@@ -91,6 +92,25 @@ def test_each_verb_moves_what_its_event_says(pools, num_ranks):
         assert len(found) == 13
         for op, said, seen in found:
             assert said == pytest.approx(seen, abs=0.02), (op, rank)  # headers are 1 %
+
+
+def uneven_exchange(rank, num_ranks):
+    """(what its event says, bytes sent) of an all-to-all in the group of torch's engines, in parts of the buffer."""
+    sizes, heard = [NUMEL // 4, *[0] * (num_ranks - 2), NUMEL - NUMEL // 4], Events()
+    received = [sizes[rank]] * num_ranks
+    with Mesh({"data": num_ranks}, device="cpu") as mesh, mesh.observed_by(heard), torch.no_grad():
+        group = torch_group(mesh, "data", lambda op: "")
+        output = torch.empty(sum(received), dtype=torch.int64)
+        whole = torch.arange(NUMEL)
+        seen = sent_by(dist.all_to_all_single, output, whole, received, sizes, group=group, async_op=True)
+    (event,) = heard.events
+    return moved_bytes(event) / whole.nbytes, wire_bytes(event) / whole.nbytes, seen
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_an_uneven_exchange_of_torchs_engines_moves_what_its_event_says(pools, num_ranks):
+    for rank, (moved, needed, seen) in enumerate(pools(num_ranks).run(uneven_exchange, num_ranks)):
+        assert moved == needed == pytest.approx(seen, abs=0.02), rank
 
 
 def sent_by(verb, *args, **kwargs):
