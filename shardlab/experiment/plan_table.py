@@ -40,6 +40,7 @@ def plan(
 
     Raises:
         ValueError: an option has an invalid value, or a strategy cannot be planned.
+        Exception: whatever the workload's data raises.
     """
     plans = plans_of(workload, ranks, strategies, **options)
     return pd.DataFrame([row_of(strategy, found) for strategy, found in plans.items()])

@@ -51,6 +51,7 @@ def plan_runs(config: CompareConfig) -> dict[str, Plan | None]:
 
     Raises:
         ValueError: the optimizer raises an error where its state is planned.
+        Exception: whatever the data raises.
     """
     if set(STRATEGIES).isdisjoint(config.strategies):
         return dict.fromkeys(config.strategies)

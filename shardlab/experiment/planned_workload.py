@@ -60,7 +60,7 @@ class PlannedWorkload:
         """That of a configuration.
 
         Raises:
-            ValueError: see ``optimizer_of``.
+            Exception: see ``optimizer_of`` and ``first_forward``.
         """
         module = config.on_meta
         tried = first_forward(config, module)
@@ -125,20 +125,23 @@ def first_forward(config: CompareConfig, module: nn.Module) -> FirstForward:
     Args:
         config: whose data and loss.
         module: the model; it may be on the meta device.
+
+    Raises:
+        Exception: whatever the data raises; see ``batches_of`` for its ValueErrors.
     """
     if config.workload is None:
         return FirstForward()
     rows, workload = config.global_batch // config.accumulation, config.trained
     # A function that divides the rows itself may know of no other number of ranks; a plan may be for more than rows.
     ranks = 1 if workload.divides_rows else config.data_ranks
+    batch = next(batches_of(workload, 0, ranks, config.seed, rows)).batch
     try:
-        batch = next(batches_of(workload, 0, ranks, config.seed, rows)).batch
+        return _tried(config, module.to("meta"), map_tensors(lambda tensor: tensor.to("meta"), batch))
+    except Exception:  # what it computes depends on values: which expert a row takes, for example
         try:
-            return _tried(config, module.to("meta"), map_tensors(lambda tensor: tensor.to("meta"), batch))
-        except Exception:  # what it computes depends on values: which expert a row takes, for example
             return _tried(config, workload.made(workload.build(config.seed), torch.device("cpu"), config.seed), batch)
-    except Exception:
-        return FirstForward()  # the ranks will raise the same, with the rank and the line
+        except Exception:
+            return FirstForward()  # the ranks will raise the same, with the rank and the line
 
 
 def _tried(config: CompareConfig, module: nn.Module, batch: Any) -> FirstForward:

@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from shardlab import Workload, plan
 from shardlab.experiment import CompareConfig, compare
 from shardlab.experiment.difference import Difference
 from shardlab.experiment.planned import against_plan, plan_runs
 from shardlab.experiment.saved import load_saved
 from shardlab.experiment.verdicts import plan_verdict, verdict
 from tests.conftest import Pools
+from tests.experiment.test_workload import Residual, keyword_loss
 
 OURS = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
 BASE = {"ranks": 2, "steps": 2, "text": "grammar", "device": "cpu", "batch": 4, "seq_len": 16}
@@ -69,3 +71,11 @@ def test_without_a_plan_there_is_no_verdict(pools: Pools, tmp_path) -> None:
     row = against_plan("ddp", records, None)
     assert row["as_planned"] is None
     assert row["rest_bytes"] > 0
+
+
+def test_an_error_of_the_data_is_the_plans_too() -> None:
+    def unreadable(rank: int, ranks: int, seed: int) -> None:
+        raise OSError("no such file")
+
+    with pytest.raises(OSError, match="no such file"):
+        plan(Workload(Residual, unreadable, keyword_loss), ranks=2)
