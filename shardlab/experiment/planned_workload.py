@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shardlab.comm.trees import map_tensors
 from shardlab.engines.holdings import of_state
+from shardlab.engines.optimizer_fit import groups_of
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.experiment.batches import batches_of
 from shardlab.experiment.config import CompareConfig
@@ -75,24 +76,34 @@ def optimizer_of(workload: Workload, module: nn.Module) -> dict[str, Optimizer] 
         module: whose parameters; it may be on the meta device.
 
     Raises:
-        ValueError: the optimizer raises an error with the small tensors.
+        ValueError: the optimizer raises an error with the small tensors, or makes other groups of them than of the
+            parameters.
     """
-    small = StepTensors({name: _small(param) for name, param in module.named_parameters()})
+    params = dict(module.named_parameters())
+    small_params = {name: _small(param) for name, param in params.items()}
+    small = StepTensors(small_params)
     try:
         optimizer = workload.optimizer(small)
         at_start = {name for name, tensor in small.items() if optimizer.state.get(tensor)}
         optimizer.step()
     except Exception as error:
-        raise ValueError(
-            f"optimizer: it raised {type(error).__name__} ({error}) with small tensors of the parameters' names, so "
-            "what it keeps cannot be planned; choose parameters by name, and let no size or value decide"
-        ) from error
+        raise _not_by_name(f"it raised {type(error).__name__} ({error}) with") from error
+    groups = groups_of(workload.optimizer, params)  # None if it looks at values, and these have none
+    if groups not in (None, groups_of(workload.optimizer, small_params)):
+        raise _not_by_name("it makes other groups of the parameters than of")
     kept = {
         name: _kept(tensor, optimizer.state.get(tensor, {}), from_start=name in at_start)
         for name, tensor in small.items()
     }
     known = {name: one for name, one in kept.items() if one is not None}
     return known if len(known) == len(kept) else None
+
+
+def _not_by_name(what: str) -> ValueError:
+    return ValueError(
+        f"optimizer: {what} small tensors of the parameters' names, so what it keeps cannot be planned; choose "
+        "parameters by name, and let no size or value decide"
+    )
 
 
 def _small(param: nn.Parameter) -> nn.Parameter:
