@@ -135,12 +135,9 @@ def _without_counters(optimizer: Optimizer | Mapping[str, Optimizer]) -> Optimiz
 
 
 def _units(config: CompareConfig, module: nn.Module, called: Sequence[str] | None) -> dict[str, Any]:
-    """The units in the order of forward, and those that it never calls."""
+    """The units, and the order in which forward calls them."""
     units = units_of(module, config.wrap_policy)
-    if called is None:
-        return {"units": units}
-    in_order = {name: units[name] for name in called if name in units}
-    return {"units": in_order | units, "uncalled": frozenset(units) - frozenset(in_order)}
+    return {"units": units, "called": None if called is None else [name for name in called if name in units]}
 
 
 def tensor_setup_of(config: CompareConfig, strategy: str) -> TensorSetup:

@@ -23,7 +23,7 @@ the rest. Not listed: what is sent before the first step, and the mean of the lo
 Source: Rajbhandari et al., arXiv 1910.02054, section 7; Zhao et al., arXiv 2304.11277, section 3.2.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
 
@@ -149,25 +149,40 @@ class _Step:
         """A backward of FSDP: gathers where parameters were resharded, reductions where the step ends."""
         gathers = self.setup.sharding in (Sharding.FULL_SHARD, Sharding.HYBRID_SHARD)
         units = {group.unit: [other for other in self.groups if other.unit == group.unit] for group in self.groups}
-        wrapped = [name for name in units if name != ROOT and name not in self.setup.uncalled]
-        order = list(backward_order(wrapped, ROOT if ROOT in units else None, self.setup.prefetch))
-        # Units that were not gathered are reduced when the backward has ended, but before the root.
-        end = len(order) - (ROOT in units)
-        order[end:end] = [("reduce", name) for name in reversed(units) if name in self.setup.uncalled]
+        called = [name for name in units if name != ROOT and name not in self.setup.uncalled]
+        to_reduce, complete = self.reduction_order(units), set(self.setup.uncalled)
         begun: list[Group] = []  # reduced over their first axis, not yet over the others
-        for verb, name in order:
-            if verb == "gather" and gathers:
-                yield from (self.gather(group, Phase.BACKWARD) for group in units[name])
-            trainable = [group for group in units[name] if group.trainable]
-            if verb == "reduce" and last and trainable:
-                # One reduction at a time: the one before is finished first.
-                for group in begun:
-                    yield from self.finish_reduce(group)
-                for group in trainable:
-                    yield from self.start_reduce(group)
-                begun = trainable
+        for verb, name in backward_order(called, ROOT if ROOT in units else None, self.setup.prefetch):
+            if verb == "gather":
+                yield from (self.gather(group, Phase.BACKWARD) for group in units[name] if gathers)
+                continue
+            complete.add(name)
+            # A unit waits for those before it in the order: on another rank they may be complete the other way round.
+            while last and to_reduce and to_reduce[0] in complete:
+                unit = to_reduce.pop(0)
+                if trainable := [group for group in units[unit] if group.trainable]:
+                    yield from self.reduce_behind(begun, trainable)
+                    begun = trainable
+        yield from self.reduce_behind(begun, [])
+
+    def reduction_order(self, units: Mapping[str, Sequence[Group]]) -> list[str]:
+        """The order of FSDP's reductions: that of the gathers backwards; then units that nobody gathers, and the root.
+
+        Those are the units that every rank holds whole or that forward does not call, in the module's order backwards.
+        """
+        gathered = [
+            name for name, groups in units.items()
+            if name not in (ROOT, *self.setup.uncalled) and not all(group.is_whole for group in groups)
+        ]  # fmt: skip
+        others = [name for name in self.setup.units if name in units and name not in gathered]
+        return [*reversed(gathered), *reversed(others), *([ROOT] if ROOT in units else [])]
+
+    def reduce_behind(self, begun: Sequence[Group], groups: Sequence[Group]) -> Iterator[Call]:
+        """Begin to reduce ``groups``; one reduction at a time: that of ``begun`` is finished first."""
         for group in begun:
             yield from self.finish_reduce(group)
+        for group in groups:
+            yield from self.start_reduce(group)
 
     def clip(self) -> Iterator[Call]:
         """The norm of sharded gradients; before it, for a gradient scaler, one scalar per axis for the inf check."""

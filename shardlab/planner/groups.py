@@ -65,7 +65,7 @@ class Group:
 
 
 def groups_of(model: PlannedModel, setup: Setup) -> tuple[Group, ...]:
-    """All groups; buckets in the order of their index, units root first and then in the order of forward.
+    """All groups; buckets in the order of their index, units root first, then in the order of forward, then uncalled.
 
     Raises:
         ValueError: ``setup.units`` names an unknown parameter, or one twice.
@@ -125,7 +125,7 @@ def _buckets(by_name: Mapping[str, PlannedParam], setup: Setup) -> Iterator[Grou
 
 def _units(by_name: Mapping[str, PlannedParam], setup: Setup) -> Iterator[Group]:
     owners = _owners(by_name, setup)
-    for unit, names in _with_root(by_name, setup.units).items():
+    for unit, names in _with_root(by_name, setup).items():
         # By first use, as the engine numbers its parts: tags are compared with those of a record.
         kinds = dict.fromkeys((*_kind(by_name[name]), _is_small(by_name[name], setup)) for name in names)
         for part, kind in enumerate(kinds):
@@ -157,7 +157,8 @@ def _unit_layout(
     return dim0_layout(specs, chunks) if setup.layout == LayoutName.DIM0 else flat_layout(specs, chunks)
 
 
-def _with_root(by_name: Mapping[str, PlannedParam], units: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
+def _with_root(by_name: Mapping[str, PlannedParam], setup: Setup) -> dict[str, Sequence[str]]:
+    units = setup.units
     wrapped = [name for names in units.values() for name in names]
     if unknown := sorted(set(wrapped) - set(by_name)):
         raise ValueError(f"units: no parameter is called {', '.join(unknown)}; use the names of named_parameters()")
@@ -165,7 +166,8 @@ def _with_root(by_name: Mapping[str, PlannedParam], units: Mapping[str, Sequence
         raise ValueError(f"units: {', '.join(twice)} is in more than one unit; name each parameter once")
     if ROOT in units:
         raise ValueError(f"units: {ROOT!r} is the name of the unit of all other parameters; use another")
-    return {ROOT: [name for name in by_name if name not in set(wrapped)], **units}
+    root = [name for name in by_name if name not in set(wrapped)]
+    return {ROOT: root, **{unit: units[unit] for unit in setup.called or ()}, **units}
 
 
 def _is_small(param: PlannedParam, setup: Setup) -> bool:

@@ -1,6 +1,6 @@
 """A strategy with its options, checked: those of the engines, plus what a training step does with them."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
@@ -44,9 +44,10 @@ class Setup:
         num_ranks: ranks of the mesh.
         bucket_bytes: capacity of a bucket in bytes.
         partition: how zero1, zero2, zero3 divide a bucket, and fsdp the parameters.
-        units: fsdp: names of the parameters of each wrapped unit, by the unit's name, in the order of forward. The
+        units: fsdp: names of the parameters of each wrapped unit, by the unit's name, in the module's order. The
             parameters of no unit are the unit ``root``.
-        uncalled: fsdp: names of those units that no rank's forward calls: they are not gathered, but reduced.
+        called: fsdp: names of the units in the order in which forward calls them, each once; None for all, in the
+            module's order. Units that no rank's forward calls are not gathered, but reduced.
         layout: fsdp: flat or dim0.
         sharding: fsdp: see ``Sharding``.
         shard_group_size: fsdp, hybrid_shard: ranks that shard among themselves; divides ``num_ranks``.
@@ -69,7 +70,7 @@ class Setup:
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     partition: Partition | str = Partition.ELEMENTS
     units: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    uncalled: Collection[str] = ()
+    called: Sequence[str] | None = None
     layout: LayoutName | str = LayoutName.FLAT
     sharding: Sharding | str = Sharding.FULL_SHARD
     shard_group_size: int | None = None
@@ -102,6 +103,8 @@ class Setup:
             raise ValueError(f"num_ranks: {self.num_ranks} is given; 'single' trains in one process")
         if self.strategy == "fsdp" and self.partition != Partition.ELEMENTS:
             self._check_whole()
+        if unknown := sorted(set(self.called or ()) - set(self.units)):
+            raise ValueError(f"called: {', '.join(unknown)} is given; the units are {', '.join(self.units)}")
         self._check_groups()
 
     def _check_whole(self) -> None:
@@ -135,6 +138,11 @@ class Setup:
     def _cast(self, stored: str, dtype: str | None) -> str:
         # Parameters that are no floating-point numbers stay as they are.
         return dtype if dtype is not None and self.strategy in TAKE_PRECISION and stored in ITEMSIZES else stored
+
+    @property
+    def uncalled(self) -> frozenset[str]:
+        """Names of the units that forward does not call."""
+        return frozenset() if self.called is None else frozenset(self.units) - frozenset(self.called)
 
     @property
     def hybrid(self) -> bool:

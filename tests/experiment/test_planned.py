@@ -1,17 +1,21 @@
 """The plan beside the record: equal where both are right, and told apart by a byte or a message."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
+from torch import nn
 
 from shardlab import Workload, plan
 from shardlab.experiment import CompareConfig, compare
 from shardlab.experiment.difference import Difference
 from shardlab.experiment.planned import against_plan, plan_runs
+from shardlab.experiment.planned_workload import optimizer_of
 from shardlab.experiment.saved import load_saved
 from shardlab.experiment.verdicts import plan_verdict, verdict
 from tests.conftest import Pools
-from tests.experiment.test_workload import Residual, keyword_loss
+from tests.experiment.test_workload import Labelled, OutOfOrder, Residual, keyword_loss, labelled_loss
 
 OURS = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
 BASE = {"ranks": 2, "steps": 2, "text": "grammar", "device": "cpu", "batch": 4, "seq_len": 16}
@@ -79,3 +83,42 @@ def test_an_error_of_the_data_is_the_plans_too() -> None:
 
     with pytest.raises(OSError, match="no such file"):
         plan(Workload(Residual, unreadable, keyword_loss), ranks=2)
+
+
+def of_large_tensors(tensors):
+    """Momentum for what has more than 60 elements: of the layers' weights, and of no small tensor."""
+    large, small = [t for t in tensors if t.numel() > 60], [t for t in tensors if t.numel() <= 60]
+    return torch.optim.SGD([{"params": large, "momentum": 0.9}, {"params": small, "momentum": 0.0}], lr=0.1)
+
+
+def test_groups_that_sizes_decide_are_not_planned() -> None:
+    workload = Workload(Residual, Labelled(), keyword_loss, of_large_tensors)
+    with pytest.raises(ValueError, match=r"^optimizer: it makes other groups .* let no size or value decide"):
+        optimizer_of(workload, Residual())
+
+
+@pytest.mark.parametrize("order", [(2, 0, 1), (0, 2, 3)], ids=str)
+@pytest.mark.parametrize("options", [{"sharding": "no_shard"}, {"replicate_below": 43}, {"replicate_below": 7}])
+def test_units_that_all_ranks_hold_whole_are_reduced_in_the_modules_order(pools: Pools, tmp_path, order, options):
+    workload = Workload(partial(OutOfOrder, order), Labelled(), labelled_loss)
+    found = compare(workload, tmp_path / "run", strategies="fsdp", ranks=2, steps=2, pool=pools(2), **options)
+    assert found.summary["as_planned"].all()
+
+
+class OneLarge(nn.Module):
+    """Units of which only the second is not small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, size, dtype=torch.float64) for size in (3, 9, 3, 3))
+
+    def forward(self, x):
+        return sum(self.blocks[place](x)[:, :3] for place in (2, 1, 0))
+
+
+def test_units_that_all_ranks_hold_whole_are_reduced_behind_the_others(pools: Pools, tmp_path) -> None:
+    workload = Workload(OneLarge, Labelled(), labelled_loss, wrap="blocks.*")
+    found = compare(
+        workload, tmp_path / "run", strategies="fsdp", ranks=2, steps=2, pool=pools(2), replicate_below=20, clip=1.0
+    )
+    assert found.summary["as_planned"].all()
