@@ -174,9 +174,12 @@ class Setup:
         """An FSDP unit inside another where backward gathers units again; None without one.
 
         In which order it gathers the two depends on more than the units: on whether they have one output, and on
-        activation checkpointing, which gathers the inner ones in the order of forward.
+        activation checkpointing, which gathers the inner ones in the order of forward. Where a rank holds everything,
+        it gathers only what it casts or keeps in host memory.
         """
         if self.strategy != "fsdp" or self.sharding in (Sharding.SHARD_GRAD_OP, Sharding.NO_SHARD):
+            return None
+        if self.num_shards == 1 and self.compute_dtype is None and self.offload == Offload.NONE:
             return None
         return next((name for name in self.units if any(outer in self.units for outer in _around(name))), None)
 

@@ -15,7 +15,7 @@ from shardlab.experiment.planned_workload import optimizer_of
 from shardlab.experiment.saved import load_saved
 from shardlab.experiment.verdicts import plan_verdict, verdict
 from tests.conftest import Pools
-from tests.experiment.test_workload import Labelled, OutOfOrder, Residual, keyword_loss, labelled_loss
+from tests.experiment.test_workload import Labelled, Nested, OutOfOrder, Residual, keyword_loss, labelled_loss
 
 OURS = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
 BASE = {"ranks": 2, "steps": 2, "text": "grammar", "device": "cpu", "batch": 4, "seq_len": 16}
@@ -122,3 +122,14 @@ def test_units_that_all_ranks_hold_whole_are_reduced_behind_the_others(pools: Po
         workload, tmp_path / "run", strategies="fsdp", ranks=2, steps=2, pool=pools(2), replicate_below=20, clip=1.0
     )
     assert found.summary["as_planned"].all()
+
+
+@pytest.mark.parametrize(("ranks", "options"), [(1, {}), (2, {"sharding": "hybrid_shard", "shard_group": 1})], ids=str)
+def test_nested_units_are_planned_where_a_rank_holds_everything(pools: Pools, tmp_path, ranks, options) -> None:
+    workload = Workload(Nested, Labelled(), labelled_loss, wrap=("blocks.*", "blocks.*.0"))
+    found = compare(
+        workload, tmp_path / "run", strategies="fsdp", ranks=ranks, steps=2, pool=pools(ranks), **options
+    )
+    assert found.summary["as_planned"].tolist() == [True]
+    with pytest.raises(ValueError, match=r"cannot be planned here: .* backward gathers again is inside another"):
+        plan(workload, ranks, "fsdp", precision="bf16", **options)  # which copies them, in an order not known
