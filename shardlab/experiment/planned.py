@@ -129,9 +129,12 @@ def setup_of(
 
 
 def _without_counters(optimizer: Optimizer | Mapping[str, Optimizer]) -> Optimizer | Mapping[str, Optimizer]:
+    def without(kept: Optimizer) -> Optimizer:
+        return replace(kept, counter_bytes=0, from_start=kept.from_start and without(kept.from_start))
+
     if isinstance(optimizer, Optimizer):
-        return replace(optimizer, counter_bytes=0)
-    return {name: replace(kept, counter_bytes=0) for name, kept in optimizer.items()}
+        return without(optimizer)
+    return {name: without(kept) for name, kept in optimizer.items()}
 
 
 def _units(config: CompareConfig, module: nn.Module, called: Sequence[str] | None) -> dict[str, Any]:

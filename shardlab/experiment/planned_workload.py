@@ -5,7 +5,7 @@ graph of the first batch's loss.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from shardlab.experiment.batches import batches_of
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.workload import Workload, seeded
 from shardlab.planner import PlannedModel, described
-from shardlab.planner.setup import Optimizer
+from shardlab.planner.setup import SGD, Optimizer
 from shardlab.units import wrapped_modules
 from shardlab.vocabulary import Role
 
@@ -84,19 +84,19 @@ def optimizer_of(workload: Workload, module: nn.Module) -> dict[str, Optimizer] 
     small = StepTensors(small_params)
     try:
         optimizer = workload.optimizer(small)
-        at_start = {name for name, tensor in small.items() if optimizer.state.get(tensor)}
+        at_start = _kept_by(optimizer, small)
         optimizer.step()
     except Exception as error:
         raise _not_by_name(f"it raised {type(error).__name__} ({error}) with") from error
     groups = groups_of(workload.optimizer, params)  # None if it looks at values, and these have none
     if groups not in (None, groups_of(workload.optimizer, small_params)):
         raise _not_by_name("it makes other groups of the parameters than of")
-    kept = {
-        name: _kept(tensor, optimizer.state.get(tensor, {}), from_start=name in at_start)
-        for name, tensor in small.items()
+    known = {
+        name: replace(kept, from_start=None if at_start[name] == SGD else at_start[name])
+        for name, kept in _kept_by(optimizer, small).items()
+        if kept is not None
     }
-    known = {name: one for name, one in kept.items() if one is not None}
-    return known if len(known) == len(kept) else None
+    return known if len(known) == len(params) else None
 
 
 def _not_by_name(what: str) -> ValueError:
@@ -113,7 +113,11 @@ def _small(param: nn.Parameter) -> nn.Parameter:
     return small
 
 
-def _kept(tensor: Tensor, state: Mapping[str, Any], *, from_start: bool) -> Optimizer | None:
+def _kept_by(optimizer: torch.optim.Optimizer, tensors: StepTensors) -> dict[str, Optimizer | None]:
+    return {name: _kept(tensor, optimizer.state.get(tensor, {})) for name, tensor in tensors.items()}
+
+
+def _kept(tensor: Tensor, state: Mapping[str, Any]) -> Optimizer | None:
     """What is kept for one tensor, counted as the engines count it; None if its size follows no rule."""
     values = counters = scalars = 0
     for key, value in state.items():
@@ -127,7 +131,7 @@ def _kept(tensor: Tensor, state: Mapping[str, Any], *, from_start: bool) -> Opti
             scalars += value.nbytes
         else:
             return None
-    return Optimizer(values, counters, scalars, from_start)
+    return Optimizer(values, counters, scalars)
 
 
 def first_forward(config: CompareConfig, module: nn.Module) -> FirstForward:

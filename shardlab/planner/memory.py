@@ -30,7 +30,7 @@ import pandas as pd
 
 from shardlab.planner.groups import Group, groups_of
 from shardlab.planner.model import ITEMSIZES, PlannedModel
-from shardlab.planner.setup import Optimizer, Setup
+from shardlab.planner.setup import REPLICATED, Optimizer, Setup
 from shardlab.tables import MEMORY
 from shardlab.vocabulary import Offload, Phase, Role
 
@@ -130,8 +130,9 @@ def _kept(group: Group, setup: Setup, shard: int) -> dict[Role, int]:
     numel_of = {piece.name: piece.numel for piece in group.layout.pieces(0 if group.is_whole else shard)}
     held = {Role.OPTIMIZER_STATE: 0, Role.OTHER: 0}
     for name, param in group.params.items():
-        kept = setup.kept_for(name)
-        if kept.from_start or (param.stepped and name in numel_of):
+        is_stepped = param.stepped and (name in numel_of or setup.strategy in REPLICATED)
+        kept = setup.kept_for(name) if is_stepped else setup.kept_for(name).from_start
+        if kept is not None:
             values = numel_of.get(name, 0) * _state_itemsize(kept, group, setup)
             held[Role.OPTIMIZER_STATE] += values + kept.scalar_bytes
             held[Role.OTHER] += kept.counter_bytes

@@ -10,6 +10,7 @@ from shardlab.planner.model_states import Precision
 from shardlab.vocabulary import LayoutName, Offload, Partition, Sharding
 
 STRATEGIES = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
+REPLICATED = ("single", "ddp", "bucketed")  # each rank steps whole parameters, those without elements too
 TAKE_PRECISION = ("zero1", "zero2", "zero3", "fsdp")
 
 
@@ -21,13 +22,13 @@ class Optimizer:
         values_per_element: tensors of the parameter's shape and dtype.
         counter_bytes: of a step counter, which no formula counts as optimizer state.
         scalar_bytes: of other tensors of one element, such as NAdam's product of momenta.
-        from_start: whether the constructor makes all of it, so for tensors without gradient or elements too.
+        from_start: what of it the constructor makes, so for tensors without gradient or elements too; None for nothing.
     """
 
     values_per_element: int = 2
     counter_bytes: int = 4
     scalar_bytes: int = 0
-    from_start: bool = False
+    from_start: "Optimizer | None" = None
 
 
 ADAM = Optimizer()
@@ -154,9 +155,8 @@ class Setup:
         """Chunks that parameters, gradients or state are cut into."""
         if self.shard_group_size is not None:
             return self.shard_group_size
-        replicated = self.strategy in ("single", "ddp", "bucketed")
         no_shard = self.strategy == "fsdp" and self.sharding == Sharding.NO_SHARD
-        return 1 if replicated or no_shard else self.num_ranks
+        return 1 if self.strategy in REPLICATED or no_shard else self.num_ranks
 
     def ranks_among(self, wanted: Sequence[int] | None) -> Sequence[int]:
         """The ranks that a table shall cover; None for all.

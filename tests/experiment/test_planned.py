@@ -127,9 +127,45 @@ def test_units_that_all_ranks_hold_whole_are_reduced_behind_the_others(pools: Po
 @pytest.mark.parametrize(("ranks", "options"), [(1, {}), (2, {"sharding": "hybrid_shard", "shard_group": 1})], ids=str)
 def test_nested_units_are_planned_where_a_rank_holds_everything(pools: Pools, tmp_path, ranks, options) -> None:
     workload = Workload(Nested, Labelled(), labelled_loss, wrap=("blocks.*", "blocks.*.0"))
-    found = compare(
-        workload, tmp_path / "run", strategies="fsdp", ranks=ranks, steps=2, pool=pools(ranks), **options
-    )
+    found = compare(workload, tmp_path / "run", strategies="fsdp", ranks=ranks, steps=2, pool=pools(ranks), **options)
     assert found.summary["as_planned"].tolist() == [True]
     with pytest.raises(ValueError, match=r"cannot be planned here: .* backward gathers again is inside another"):
         plan(workload, ranks, "fsdp", precision="bf16", **options)  # which copies them, in an order not known
+
+
+class Partial(torch.optim.SGD):
+    """Makes one tensor of its state at once, and another in ``step()``."""
+
+    def __init__(self, tensors) -> None:
+        super().__init__(tensors, lr=0.1)
+        for tensor in self.param_groups[0]["params"]:
+            self.state[tensor]["at_once"] = torch.zeros_like(tensor)
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        super().step(closure)
+        for tensor in self.param_groups[0]["params"]:
+            if tensor.grad is not None:
+                self.state[tensor].setdefault("stepped", torch.zeros_like(tensor))
+
+
+class PartlyTrained(nn.Module):
+    """A frozen layer, an unused one, and a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.used, self.unused = (nn.Linear(6, size) for size in (6, 3, 2))
+        self.frozen.requires_grad_(False)
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.double()
+
+    def forward(self, x):
+        return self.used(torch.tanh(self.frozen(x))) + self.empty.sum()
+
+
+@pytest.mark.parametrize("optimizer", [Partial, torch.optim.Adagrad, torch.optim.AdamW])
+@pytest.mark.parametrize("options", [{}, {"sharding": "no_shard"}], ids=str)
+def test_state_made_at_once_and_in_steps_is_planned_of_any_parameter(pools: Pools, tmp_path, optimizer, options):
+    workload = Workload(PartlyTrained, Labelled(), labelled_loss, optimizer)
+    found = compare(workload, tmp_path / "run", strategies=OURS, ranks=2, steps=2, pool=pools(2), **options)
+    assert found.summary["as_planned"].all()

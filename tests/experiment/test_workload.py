@@ -419,7 +419,7 @@ def test_data_that_ends_says_after_how_many_batches():
         (torch.optim.AdamW, Optimizer(2, 4)),
         (lambda tensors: torch.optim.Adam(tensors, amsgrad=True), Optimizer(3, 4)),
         (torch.optim.NAdam, Optimizer(2, 4, scalar_bytes=4)),
-        (torch.optim.Adagrad, Optimizer(1, 4, from_start=True)),
+        (torch.optim.Adagrad, Optimizer(1, 4, from_start=Optimizer(1, 4))),
     ],
 )
 def test_the_plan_asks_the_optimizer_what_it_keeps(optimizer, kept):
