@@ -11,13 +11,14 @@ def timed_steps(steps: pd.DataFrame) -> pd.DataFrame:
     """The steps whose times count: those of a run after the first and without tracing, or all if none is left.
 
     A run that goes on from a checkpoint begins anew: its first step allocates and warms up as step 0 does. An imported
-    profile begins behind its warm-up, at a later step; it has no memory-traced steps, by which it is told apart.
+    profile begins behind its warm-up, at a later step; it knows no learning rate, by which it is told apart.
 
     Args:
         steps: table ``steps``.
     """
-    first, of_run = steps.groupby("run")["step"].transform("min"), steps.groupby("run")["traced_memory"]
-    warms_up = (steps["step"] == first) & ((first == 0) | of_run.transform("any"))
+    of_run = steps.groupby("run")
+    first, is_profile = of_run["step"].transform("min"), of_run["learning_rate"].transform("count") == 0
+    warms_up = (steps["step"] == first) & ((first == 0) | ~is_profile)
     counts = ~steps["traced_memory"] & ~warms_up
     return steps[counts | ~counts.groupby(steps["run"]).transform("any")]
 

@@ -3,7 +3,9 @@ import pandas as pd
 import pytest
 
 from shardlab.analysis import bandwidth, overlap, wire_bytes
+from shardlab.analysis.timed import timed_steps
 from shardlab.tables import COLLECTIVES, SPANS
+from tests.analysis.test_analysis_in_flight import steps
 
 NAN = float("nan")
 
@@ -102,3 +104,13 @@ def test_wire_bytes_are_summed_per_rank_step_and_op():
     assert wire_bytes(rows, ())["wire_bytes"].tolist() == [3007.0]
     with pytest.raises(ValueError, match="by: no columns"):
         wire_bytes(rows, ("unit",))
+
+
+@pytest.mark.parametrize(
+    ("first", "is_profile", "timed"), [(0, False, [1, 2]), (11, False, [12, 13]), (11, True, [11, 12, 13])]
+)
+def test_the_first_step_of_a_run_warms_up_wherever_it_begins_and_a_profile_has_none(first, is_profile, timed):
+    """Not even one that was killed before its traced step, by which it was once told apart from a profile."""
+    run = steps(False, False, False)
+    run = run.assign(step=run["step"] + first, learning_rate=NAN if is_profile else 0.1)
+    assert timed_steps(run)["step"].tolist() == timed
