@@ -8,7 +8,7 @@ import pandas as pd
 from shardlab.analysis.difference import Pair, differences, loss_differences, pairs_of
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.summary import COLUMNS, judged, not_finite, precision_of, tolerance_of
+from shardlab.experiment.summary import COLUMNS, judged, not_finite, tolerance_of_run
 
 Saved = tuple[Comparison, CompareConfig]
 WITHOUT_EFFECT = {"strategies", "timeout_s"}  # fields that change no number of a strategy
@@ -69,7 +69,7 @@ class Difference:
     def tolerance(self, pair: Pair) -> float:
         """How far equal losses of a pair may differ: the tolerance of the run that computes in the coarser numbers."""
         runs = zip((self.first, self.second), pair, strict=True)
-        return max(tolerance_of(config.dtype, precision_of(run, saved.records)) for (saved, config), run in runs)
+        return max(tolerance_of_run(run, saved.records, config.dtype) for (saved, config), run in runs)
 
     @property
     def settings(self) -> list[str]:

@@ -158,7 +158,7 @@ def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: s
         reference = None
     differences = None if reference is None else (own - losses[reference]).abs().dropna()
     difference = None if differences is None else _number(judged(differences).max())
-    tolerance = max(tolerance_of(dtype, precision_of(name, records)) for name in (run, reference) if name is not None)
+    tolerance = max(tolerance_of_run(name, records, dtype) for name in (run, reference) if name is not None)
     failed = not not_finite(records.steps).keys().isdisjoint({run, reference})
     equal = None if difference is None else difference <= tolerance
     return {
@@ -187,6 +187,13 @@ def judged(differences: "pd.Series[float]") -> "pd.Series[float]":
 def tolerance_of(dtype: str, precision: str = FULL) -> float:
     """How far losses of a model of this dtype, computed in this precision, may differ and be called equal."""
     return LOSS_TOLERANCE.get(dtype, ROUNDED_LOSS_TOLERANCE) if precision == FULL else ROUNDED_LOSS_TOLERANCE
+
+
+def tolerance_of_run(run: str, records: Records, dtype: str) -> float:
+    """The same of a run: that of the coarsest of its parameters, or of ``dtype`` if its record names none."""
+    described: Mapping[str, Any] = records.manifests[run].get("workload") or {}
+    dtypes = [name for name in described.get("dtypes", []) if "float" in name] or [dtype]
+    return max(tolerance_of(name, precision_of(run, records)) for name in dtypes)
 
 
 def precision_of(run: str, records: Records) -> str:

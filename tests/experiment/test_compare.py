@@ -372,6 +372,19 @@ def test_one_loss_that_is_not_finite_is_enough(comparison, value):
     assert [row["losses_equal"] for row in rows] == [False] * len(STRATEGIES)  # nothing to compare with
 
 
+@pytest.mark.parametrize(("dtypes", "equal"), [(["float32", "int64"], False), (["bfloat16", "float32"], True)])
+def test_losses_are_judged_by_the_coarsest_parameters(comparison, dtypes, equal):
+    _, result, _ = comparison
+    steps = result.records.steps.copy()
+    steps.loc[steps["run"] == "ddp", "loss"] += 1e-3
+    manifests = {
+        run: {**manifest, "workload": {**manifest["workload"], "dtypes": dtypes}}
+        for run, manifest in result.records.manifests.items()
+    }
+    rows = summarise(replace(result.records, steps=steps, manifests=manifests), "float32")
+    assert [row["losses_equal"] for row in rows if row["strategy"] == "ddp"] == [equal]
+
+
 def test_the_cost_of_recording_one_step_is_no_number(pools, tmp_path):
     result = compare(replace(BLOWS_UP, steps=1), tmp_path / "out", pool=pools(2))
     rows = only_numbers((result.directory / "summary.json").read_text())
