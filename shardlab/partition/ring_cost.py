@@ -25,16 +25,21 @@ bandwidth.
 import math
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 
 from shardlab.partition.chunks import require_count
 from shardlab.vocabulary import Collective
 
 _SHARED = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.ALL_TO_ALL)
 _ONE_CHUNK = (Collective.GATHER, Collective.SCATTER)
-_PREFIXES = {"k": 1e-6, "m": 1e-3, "g": 1.0, "t": 1e3}
-_BITS = {"bps": 1, "b/s": 1, "bit/s": 1, "B/s": 8}
-_US = {"ns": 1e-3, "us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6}
-_QUANTITY = re.compile(r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Zµ/]+)")
+# Decimal, since a product of floats may end in the wrong digit: 100 kB/s would be 0.0007999999999999999 Gbps.
+_GBPS = {
+    prefix + unit: Decimal(bits) * scale
+    for prefix, scale in {"k": Decimal("1e-6"), "m": Decimal("1e-3"), "g": Decimal(1), "t": Decimal(1000)}.items()
+    for unit, bits in {"bps": 1, "b/s": 1, "bit/s": 1, "B/s": 8}.items()
+}
+_US = {"ns": Decimal("1e-3"), "us": Decimal(1), "µs": Decimal(1), "ms": Decimal(1000), "s": Decimal(10**6)}
+_QUANTITY = re.compile(r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]{1,3})?)\s*([a-zA-Zµ/]+)")
 
 
 def ring_wire_bytes(op: Collective, num_bytes: int, group_size: int, own_chunk_bytes: int | None = None) -> float:
@@ -83,8 +88,8 @@ class Link:
     def parse(cls, text: str) -> "Link":
         """A link from text such as ``10Gbps,50us``: bandwidth, then latency; ``Mbit/s``, ``GB/s``, ``ms`` work too.
 
-        ``b`` is bits and ``B`` bytes: ``10Gb/s`` is 10Gbps and ``10GB/s`` is 80Gbps. Prefixes are decimal, in either
-        case, but ``gb/s`` is refused, because people mean both by it.
+        ``b`` is bits and ``B`` bytes: ``10Gb/s`` is 10Gbps and ``10GB/s`` is 80Gbps. Prefixes are decimal. Case
+        does not matter otherwise, but ``gb/s`` is refused, because people mean both by it, and so is ``GBps``.
 
         Raises:
             ValueError: the text is not of this form, or a number is not above 0; the message names the field ``link``.
@@ -97,12 +102,13 @@ class Link:
         if len(parts) != 2 or parts[0] is None or parts[1] is None:
             raise ValueError(f"link: {text!r} is not understood; write {form}")
         (bandwidth, bandwidth_unit), (latency, latency_unit) = parts[0].groups(), parts[1].groups()
-        prefix, bits = _PREFIXES.get(bandwidth_unit[0].lower()), _BITS.get(bandwidth_unit[1:])
-        if prefix is None or bits is None or latency_unit.lower() not in _US:
+        unit = _in_usual_case(bandwidth_unit)
+        if unit not in _GBPS or latency_unit.lower() not in _US:
             raise ValueError(f"link: {text!r} is not understood; write {form}")
-        if bandwidth_unit.endswith("b/s") and bandwidth_unit.islower():
+        if unit.endswith("b/s") and bandwidth_unit[0].islower():
             raise ValueError(f"link: {text!r} may be bits or bytes; write Gbps or Gb/s for bits, GB/s for bytes")
-        return cls(float(latency) * _US[latency_unit.lower()], float(bandwidth) * prefix * bits)
+        latency_us, bandwidth_gbps = Decimal(latency) * _US[latency_unit.lower()], Decimal(bandwidth) * _GBPS[unit]
+        return cls(float(latency_us), float(bandwidth_gbps))
 
     def __str__(self) -> str:
         """The form that :meth:`parse` reads, exactly: ``10Gbps,50us``."""
@@ -134,6 +140,11 @@ def _num_messages(op: Collective, group_size: int) -> int:
     if op == Collective.BARRIER:
         return 2 * math.ceil(math.log2(group_size))
     return 1 if op in (Collective.SEND, Collective.RECV) else group_size - 1
+
+
+def _in_usual_case(unit: str) -> str:
+    # The case of the letter behind the prefix tells bits from bytes, unless the word is written out.
+    return unit[0].lower() + ("bit/s" if unit[1:].lower() == "bit/s" else unit[1:2] + unit[2:].lower())
 
 
 def _plain(value: float) -> str:

@@ -79,8 +79,18 @@ def test_text_and_link_convert_both_ways_exactly(latency_us, bandwidth_gbps):
     assert Link.parse(str(link)) == link
 
 
-def test_text_form():
-    assert str(Link.parse("10Gbps,50us")) == "10Gbps,50us"
+@pytest.mark.parametrize(
+    ("text", "form"),
+    [
+        ("10Gbps,50us", "10Gbps,50us"),
+        ("100kB/s,50us", "0.0008Gbps,50us"),
+        ("100KB/S,50us", "0.0008Gbps,50us"),
+        ("10GBit/s,300ns", "10Gbps,0.3us"),
+        ("0.3Mbps,0.7ns", "0.0003Gbps,0.0007us"),
+    ],
+)
+def test_text_form(text, form):
+    assert str(Link.parse(text)) == form
 
 
 @pytest.mark.parametrize(
