@@ -46,8 +46,8 @@ def plan_runs(config: CompareConfig) -> dict[str, Plan | None]:
     Of nested FSDP units it does not know the order of messages, see ``Setup.nested_unit``.
 
     It knows nothing of torch's own strategies, of optimizers whose state is not made of counters and of tensors of the
-    parameter's shape, of the messages of a tensor axis if what is computed depends on values, and of the messages of
-    FSDP where a forward calls a unit more than once.
+    parameter's shape or grows after the first step, of the messages of a tensor axis if what is computed depends on
+    values, and of the messages of FSDP where a forward calls a unit more than once.
 
     Raises:
         ValueError: the optimizer raises an error where its state is planned.

@@ -85,7 +85,7 @@ def optimizer_of(workload: Workload, module: nn.Module) -> dict[str, Optimizer] 
     try:
         optimizer = workload.optimizer(small)
         at_start = _kept_by(optimizer, small)
-        optimizer.step()
+        after_one, after_two = _kept_after_step(optimizer, small), _kept_after_step(optimizer, small)
     except Exception as error:
         raise _not_by_name(f"it raised {type(error).__name__} ({error}) with") from error
     groups = groups_of(workload.optimizer, params)  # None if it looks at values, and these have none
@@ -93,10 +93,11 @@ def optimizer_of(workload: Workload, module: nn.Module) -> dict[str, Optimizer] 
         raise _not_by_name("it makes other groups of the parameters than of")
     known = {
         name: replace(kept, from_start=None if at_start[name] == SGD else at_start[name])
-        for name, kept in _kept_by(optimizer, small).items()
+        for name, kept in after_one.items()
         if kept is not None
     }
-    return known if len(known) == len(params) else None
+    # State that begins later would make the bytes at rest those of a step, and not of the run.
+    return known if len(known) == len(params) and after_one == after_two else None
 
 
 def _not_by_name(what: str) -> ValueError:
@@ -107,10 +108,15 @@ def _not_by_name(what: str) -> ValueError:
 
 
 def _small(param: nn.Parameter) -> nn.Parameter:
-    """A tensor of as many dims and of the same dtype, with a gradient if the parameter has one."""
-    small = nn.Parameter(torch.zeros(SMALL[: param.dim()], dtype=param.dtype), requires_grad=param.requires_grad)
-    small.grad = torch.zeros_like(small) if param.requires_grad else None
-    return small
+    """A tensor of as many dims and of the same dtype."""
+    return nn.Parameter(torch.zeros(SMALL[: param.dim()], dtype=param.dtype), requires_grad=param.requires_grad)
+
+
+def _kept_after_step(optimizer: torch.optim.Optimizer, tensors: StepTensors) -> dict[str, Optimizer | None]:
+    for _, tensor in tensors.items():
+        tensor.grad = torch.zeros_like(tensor) if tensor.requires_grad else None
+    optimizer.step()
+    return _kept_by(optimizer, tensors)
 
 
 def _kept_by(optimizer: torch.optim.Optimizer, tensors: StepTensors) -> dict[str, Optimizer | None]:

@@ -169,3 +169,21 @@ def test_state_made_at_once_and_in_steps_is_planned_of_any_parameter(pools: Pool
     workload = Workload(PartlyTrained, Labelled(), labelled_loss, optimizer)
     found = compare(workload, tmp_path / "run", strategies=OURS, ranks=2, steps=2, pool=pools(2), **options)
     assert found.summary["as_planned"].all()
+
+
+class Late(torch.optim.SGD):
+    """Keeps the gradient of the step before, which the first step does not have."""
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        super().step(closure)
+        for tensor in self.param_groups[0]["params"]:
+            state = self.state[tensor]
+            state["before" if "steps" in state else "steps"] = tensor.grad.clone()
+
+
+def test_state_that_begins_after_the_first_step_is_not_planned() -> None:
+    workload = Workload(Residual, Labelled(), keyword_loss, Late)
+    assert optimizer_of(workload, Residual()) is None
+    with pytest.raises(ValueError, match=r"cannot be planned here: the optimizer's state .* grows after its first"):
+        plan(workload, 2, "ddp")
