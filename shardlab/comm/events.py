@@ -7,6 +7,7 @@ recorder turns events into table rows; the hang board writes the last one where 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import nan
+from threading import Lock
 from time import perf_counter_ns
 from typing import Any, Protocol
 
@@ -96,6 +97,30 @@ class Observer(Protocol):
 
     def waited(self, event: CollectiveEvent) -> None:
         """The caller has waited for it."""
+
+
+class Failures:
+    """The first error on the axes of a mesh that no caller has been told of, for ``close()`` to raise.
+
+    Whoever is told of one knows: all that was issued before mostly failed because of it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._untold: BaseException | None = None
+        self._told_ns = 0
+
+    def note(self, event: CollectiveEvent, error: BaseException) -> None:
+        """A collective has failed."""
+        with self._lock:
+            if self._untold is None and event.issue_ns > self._told_ns:
+                self._untold = error
+
+    def tell(self) -> BaseException | None:
+        """A caller is told now; what is returned is forgotten here."""
+        with self._lock:
+            untold, self._untold, self._told_ns = self._untold, None, perf_counter_ns()
+        return untold
 
 
 class Pending:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from shardlab.comm.base_mesh import BaseMesh, groups_along
 from shardlab.comm.communicator import Communicator
+from shardlab.comm.events import Failures
 from shardlab.comm.group import Process, all_gather_object, retire
 from shardlab.comm.queues import StreamQueue, ThreadQueue
 from shardlab.comm.streams import mark_of
@@ -66,6 +67,7 @@ class Mesh(BaseMesh):
         _check(self.axes, self.ranks, world_size)
         # Taken before the ranks meet: what is retired from here on may still be in use on another rank.
         no_longer_used = Process.retired
+        self._failures = Failures()
         for asked in _asked_by_all(_Asked(tuple(self.axes.items()), self.ranks, link, transport)):
             for axis in dict(asked.axes):
                 self._build(asked, axis)
@@ -88,7 +90,8 @@ class Mesh(BaseMesh):
             transport = transport_of(group, self.device, asked.link, asked.transport)
             mark, place = mark_of(self.device), line.index(self._rank)
             on_stream = isinstance(transport, NcclTransport)
-            queue: Queue = StreamQueue(self.device) if on_stream else ThreadQueue(f"comm-{axis}", self.device)
+            name = f"comm-{axis}"
+            queue: Queue = StreamQueue(self.device) if on_stream else ThreadQueue(name, self.device, self._failures)
             self._communicators[axis] = comm = Communicator(transport, queue, line, place, axis, mark)
             self.call_at_close(_retire_with(comm, group, transport))
 

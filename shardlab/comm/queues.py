@@ -20,7 +20,7 @@ from time import perf_counter_ns
 
 import torch
 
-from shardlab.comm.events import CollectiveEvent, DeviceEvent, Observer
+from shardlab.comm.events import CollectiveEvent, DeviceEvent, Failures, Observer
 from shardlab.comm.streams import CUDA, Streams, mark
 from shardlab.comm.transports.base import Job, Message, Start
 
@@ -28,14 +28,13 @@ from shardlab.comm.transports.base import Job, Message, Start
 class _Entry:
     """One job in a ``ThreadQueue``."""
 
-    def __init__(self, job: Job, event: CollectiveEvent, observers: tuple[Observer, ...]) -> None:
-        self.job, self.event, self.observers = job, event, observers
+    def __init__(self, job: Job, event: CollectiveEvent, observers: tuple[Observer, ...], failures: Failures) -> None:
+        self.job, self.event, self.observers, self._failures = job, event, observers, failures
         # Recorded here, in the caller's thread: the queue's thread has another current stream.
         self.ready = _end_of_current_stream()
         self.begun = False  # in the caller's thread
         self.done = threading.Event()
         self.error: BaseException | None = None
-        self.told = False  # whether a caller has got the error
 
     def try_start(self, start: Start) -> None:
         """Begin now, in the caller's thread, if ``start`` can; the queue's thread then only waits for the end."""
@@ -62,6 +61,8 @@ class _Entry:
                 CUDA.current_stream().synchronize()  # the job may have copied; the caller reads on another stream
         except BaseException as error:  # a thread must not lose it: wait() raises it in the caller
             self.error = error
+        if self.error is not None:  # it may also have come from try_start()
+            self._failures.note(self.event, self.error)
         # Observers before ``done``: whoever has waited finds the collective's end in the records.
         self.event.end_ns = perf_counter_ns()
         for observer in self.observers:
@@ -71,7 +72,7 @@ class _Entry:
     def wait(self) -> None:
         self.done.wait()
         if self.error is not None:
-            self.told = True
+            self._failures.tell()
             raise self.error
 
     def _tell_started(self) -> None:
@@ -80,17 +81,23 @@ class _Entry:
 
 
 class ThreadQueue:
-    """A daemon thread that runs blocking transports in issue order."""
+    """A daemon thread that runs blocking transports in issue order.
 
-    def __init__(self, name: str, device: torch.device | None = None) -> None:
-        self._device = device
+    Args:
+        name: of the thread.
+        device: of the tensors.
+        failures: of the mesh.
+    """
+
+    def __init__(self, name: str, device: torch.device, failures: Failures) -> None:
+        self._device, self._failures = device, failures
         self._sends: dict[int, ThreadQueue] = {}  # by the rank that receives
-        self._failed: list[_Entry] = []
-        # The thread gets the queue and not ``self``: it would otherwise keep this object, and so itself, alive.
+        # The thread gets the queue and not ``self``: it would otherwise keep this object, and so itself, alive. Nor any
+        # error: that has the frames of whoever was told of it, and these have the mesh.
         self._queue: SimpleQueue[_Entry | None] = SimpleQueue()
         self._last_done = threading.Event()
         self._last_done.set()
-        self._thread = threading.Thread(target=_serve, args=(self._queue, self._failed, device), name=name, daemon=True)
+        self._thread = threading.Thread(target=_serve, args=(self._queue, device), name=name, daemon=True)
         self._thread.start()
         # A mesh that is dropped without close() must not leave its thread behind.
         self._abandon = weakref.finalize(self, self._queue.put, None)
@@ -99,7 +106,7 @@ class ThreadQueue:
         self, job: Job, event: CollectiveEvent, observers: tuple[Observer, ...], start: Start | None = None
     ) -> Job:
         """Queue ``job`` for the thread; where all before it are done, begin it here if ``start`` can."""
-        entry = _Entry(job, event, observers)
+        entry = _Entry(job, event, observers, self._failures)
         # (Work of a CUDA stream that the tensor still waits for may only be waited for by the thread.)
         if start is not None and self._last_done.is_set() and entry.ready is None:
             entry.try_start(start)
@@ -115,24 +122,18 @@ class ThreadQueue:
         # In one thread each rank of a ring would send first, and no rank would ever come to receive. And a send waits
         # for its receiver, which may first need what another rank does with the next send.
         if message.peer not in self._sends:
-            self._sends[message.peer] = ThreadQueue(f"{self._thread.name}-sends-to-{message.peer}", self._device)
+            name = f"{self._thread.name}-sends-to-{message.peer}"
+            self._sends[message.peer] = ThreadQueue(name, self._device, self._failures)
         return self._sends[message.peer].submit(message.travel, event, observers)
 
     def close(self) -> None:
-        """End the threads after the jobs that are queued; raise the first error if nobody has been told of any."""
-        with contextlib.ExitStack() as stack:  # calls all, also where one raises
-            stack.callback(self._raise_untold)
+        """End the threads after the jobs that are queued; raise the first error of the mesh that nobody was told of."""
+        for queue in (*self._sends.values(), self):
             # The marker goes behind all entries; after the join no job can touch a group that is about to be destroyed.
-            stack.callback(self._thread.join)
-            stack.callback(self._abandon)
-            for sends in self._sends.values():
-                stack.callback(sends.close)
-
-    def _raise_untold(self) -> None:
-        failed, self._failed = self._failed, []
-        # Whoever has got one error knows; those behind it mostly follow from it.
-        if failed and not any(entry.told for entry in failed):
-            failed[0].wait()
+            queue._abandon()
+            queue._thread.join()
+        if (error := self._failures.tell()) is not None:
+            raise error
 
 
 class Running:
@@ -276,9 +277,9 @@ def _nothing() -> None:
     """What is left to do of a job that could not begin."""
 
 
-def _serve(queue: "SimpleQueue[_Entry | None]", failed: list[_Entry], device: torch.device | None) -> None:
+def _serve(queue: "SimpleQueue[_Entry | None]", device: torch.device) -> None:
     with contextlib.ExitStack() as stack:
-        if device is not None and device.type == "cuda":
+        if device.type == "cuda":
             torch.cuda.set_device(device)  # a new thread is on device 0, and would take memory there
             # And on the stream that computes: what a job copies would wait for all that computes meanwhile.
             stack.enter_context(CUDA.stream(CUDA.Stream(device)))
@@ -287,6 +288,4 @@ def _serve(queue: "SimpleQueue[_Entry | None]", failed: list[_Entry], device: to
         stack.enter_context(torch.inference_mode())
         while (entry := queue.get()) is not None:
             entry.run()
-            if entry.error is not None:
-                failed.append(entry)
             del entry  # or the last job's buffers would live until the next one

@@ -1,14 +1,16 @@
 """Who begins a collective: the caller where nothing is under way, the queue's thread where something is."""
 
+import gc
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
 
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.transports.gloo import GlooTransport
-from shardlab.launch import RankError
+from shardlab.launch import RankError, RankHang, RankPool
 from shardlab.partition.ring_cost import Link
 from shardlab.vocabulary import HostTransport
 
@@ -122,21 +124,76 @@ def test_a_tensor_of_inference_mode_may_be_reduced_outside_of_it(pools):
     assert pools(2).run(made_in_inference_mode) == [[2.0] * 4] * 2
 
 
-def nobody_waits(rank, waits):
-    with Mesh({"data": 2}) as mesh:
-        first, _ = [mesh.data.all_reduce(torch.ones(1).to(dtype)) for dtype in NOT_ADDED]
+def nobody_waits(rank, waits, transport, number):
+    with Mesh({"data": 2}, transport=transport) as mesh:
+        first, *_ = [mesh.data.all_reduce(torch.ones(1).to(dtype)) for dtype in NOT_ADDED[:number]]
         if waits:
-            with pytest.raises(RuntimeError, match="float8_e4m3fn cannot be added"):
+            with pytest.raises(RuntimeError, match=NO_SUM[transport]):
                 first.wait()
 
 
 NOT_ADDED = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def test_closing_raises_the_first_error_if_nobody_waited_for_one(pools):
-    with pytest.raises(RankError, match="float8_e4m3fn cannot be added"):
-        pools(2).run(nobody_waits, False)
-    pools(2).run(nobody_waits, True)
+@pytest.mark.parametrize(("transport", "number"), [("shared_memory", 2), ("gloo", 1)])  # gloo's fails unqueued
+def test_closing_raises_the_first_error_if_nobody_waited_for_one(pools, transport, number):
+    with pytest.raises(RankError, match=NO_SUM[transport]):
+        pools(2).run(nobody_waits, False, transport, number)
+    pools(2).run(nobody_waits, True, transport, number)
+
+
+def handles(rank):
+    """The error that the caller has handled has the caller's frames, and these have the mesh."""
+    with suppress(RuntimeError), Mesh({"data": 2}) as mesh:
+        for dtype in NOT_ADDED:
+            mesh.data.all_reduce(torch.ones(1).to(dtype))
+        mesh.data.all_reduce(torch.ones(1).to(dtype)).wait()
+
+
+def queues_left(rank):
+    gc.collect()
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("comm-")]
+
+
+def test_a_mesh_dropped_after_an_error_leaves_no_thread(pools):
+    pools(2).run(queues_left)
+    for _ in range(2):
+        pools(2).run(handles)
+    assert pools(2).run(queues_left) == [[], []]
+
+
+def nobody_sends(rank, folder):
+    mesh = Mesh({"replica": 2, "shard": 2})
+    try:
+        for axis in mesh.axes:
+            mesh[axis].recv(torch.ones(4), 1 - mesh[axis].rank)
+        mesh.close()
+    finally:
+        with pytest.raises(RuntimeError, match="is closed"):
+            mesh["shard"].barrier()
+        (folder / str(rank)).touch()
+
+
+def test_an_end_that_comes_while_a_mesh_closes_leaves_it_at_once(tmp_path):
+    with RankPool(4, device="cpu", timeout_s=1.0) as pool, pytest.raises(RankHang):
+        pool.run(nobody_sends, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "3"]
+
+
+def handles_one(rank, then):
+    """Of one collective on each axis that fails on all ranks the first is waited for; one more may be issued then."""
+    with Mesh({"replica": 2, "shard": 2}) as mesh:
+        first, _ = [mesh[axis].all_reduce(torch.ones(1).to(NOT_ADDED[0])) for axis in mesh.axes]
+        with pytest.raises(RuntimeError, match="float8_e4m3fn cannot be added"):
+            first.wait()
+        if then:
+            mesh["replica"].all_reduce(torch.ones(1).to(NOT_ADDED[1]))
+
+
+def test_closing_raises_what_failed_after_an_error_was_told_and_on_no_axis_what_failed_before(pools):
+    pools(4).run(handles_one, False)
+    with pytest.raises(RankError, match="float8_e5m2 cannot be added"):
+        pools(4).run(handles_one, True)
 
 
 def in_another_order(rank):
