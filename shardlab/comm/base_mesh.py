@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
@@ -89,16 +90,33 @@ class BaseMesh:
     def close(self) -> None:
         """End the communicators; their process groups go when the next mesh is built.
 
+        In a ``finally`` clause the exception that is under way stays, and gets a note of what would be raised here.
+
         Raises:
             Exception: what a collective raised, where nobody has waited for one that failed.
         """
-        with contextlib.ExitStack() as stack:  # calls all, also where one raises
-            # Queues first: a group must not go while a collective in it is still to run.
-            for end in self._at_close:
-                stack.callback(end)
-            for communicator in reversed(self.communicators):
-                stack.callback(communicator.close)
-            self._at_close = []
+        self._close(sys.exc_info()[1])
+
+    def _close(self, under_way: BaseException | None) -> None:
+        errors: list[Exception] = []
+        for end in self._ends():
+            try:
+                end()
+            except Exception as error:  # the others end all the same; but an interrupt waits for none of them
+                errors.append(error)
+        if not errors:
+            return
+        told = errors.pop(0) if under_way is None else under_way
+        for other in errors:
+            told.add_note(f"mesh: closing it raised {type(other).__name__}: {other}")
+        if told is not under_way:
+            raise told
+
+    def _ends(self) -> Iterator[Callable[[], object]]:
+        # Queues first: a group must not go while a collective in it is still to run.
+        yield from (communicator.close for communicator in self.communicators)
+        while self._at_close:
+            yield self._at_close.pop()
 
     def __enter__(self) -> Self:
         return self
@@ -106,7 +124,7 @@ class BaseMesh:
     def __exit__(self, exc_type: object, *exc: object) -> None:
         # After an error the other ranks may never come, so waiting for what is queued could last for ever.
         if exc_type is None:
-            self.close()
+            self._close(None)  # an error whose handler this block is in is not on its way
 
 
 def groups_along(axes: dict[str, int], ranks: tuple[int, ...], axis: str) -> list[tuple[int, ...]]:

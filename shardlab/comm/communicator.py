@@ -63,7 +63,7 @@ class Communicator(ObservedGroup):
         mark: Mark | None = None,
     ) -> None:
         super().__init__(transport, ranks, rank, axis)
-        self._queue, self._mark = queue, mark
+        self._queue, self._mark, self._is_closed = queue, mark, False
 
     def all_reduce(self, tensor: Tensor, *, reduction: Reduction = "sum", tag: str = "") -> Pending:
         """Reduce ``tensor`` (any shape) over the group, in place on every rank.
@@ -245,10 +245,11 @@ class Communicator(ObservedGroup):
         return self._submit(Collective.BARRIER, None, self._transport.barrier, tag)
 
     def close(self) -> None:
-        """End the queue after the collectives in it; raise the first error of one if nobody has waited for any."""
-        queue, self._queue = self._queue, None
-        if queue is not None:
-            queue.close()
+        """End the queue after the collectives in it; raise the first error of the mesh that nobody was told of."""
+        self._is_closed = True
+        # It stays: where an interrupt ends the wait, a second close() waits again.
+        if self._queue is not None:
+            self._queue.close()
 
     def _submit(
         self,
@@ -263,7 +264,7 @@ class Communicator(ObservedGroup):
         start: Start | None = None,
     ) -> Pending:
         queue = self._queue
-        if queue is None or self._transport is None:
+        if queue is None or self._transport is None or self._is_closed:
             raise RuntimeError(f"communicator: axis {self.axis!r} is closed; build a new mesh")
         buffers = () if buffer is None else (buffer,)
         # Announced before it is queued: the board must show a collective that the transport never comes back from.

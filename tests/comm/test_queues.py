@@ -162,6 +162,35 @@ def test_a_mesh_dropped_after_an_error_leaves_no_thread(pools):
     assert pools(2).run(queues_left) == [[], []]
 
 
+def raises_itself(rank, error):
+    mesh = Mesh({"data": 2})
+    try:
+        mesh.data.all_reduce(torch.ones(1).to(NOT_ADDED[0]))
+        raise error
+    finally:
+        mesh.close()
+
+
+@pytest.mark.parametrize("error", [ValueError("the user's own"), SystemExit("the user's own")])
+def test_closing_leaves_the_callers_own_error_and_notes_on_it_what_nobody_waited_for(pools, error):
+    with pytest.raises(RankError, match=f"raised {type(error).__name__}: the user's own") as caught:
+        pools(2).run(raises_itself, error)
+    assert "mesh: closing it raised RuntimeError: dtype: torch.float8_e4m3fn cannot be added" in str(caught.value)
+
+
+def closes_in_a_handler(rank):
+    try:
+        raise ValueError("handled")
+    except ValueError:
+        with Mesh({"data": 2}) as mesh:
+            mesh.data.all_reduce(torch.ones(1).to(NOT_ADDED[0]))
+
+
+def test_closing_raises_in_the_handler_of_another_error(pools):
+    with pytest.raises(RankError, match="float8_e4m3fn cannot be added"):
+        pools(2).run(closes_in_a_handler)
+
+
 def nobody_sends(rank, folder):
     mesh = Mesh({"replica": 2, "shard": 2})
     try:
@@ -170,7 +199,7 @@ def nobody_sends(rank, folder):
         mesh.close()
     finally:
         with pytest.raises(RuntimeError, match="is closed"):
-            mesh["shard"].barrier()
+            mesh["replica"].barrier()
         (folder / str(rank)).touch()
 
 
