@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,16 +21,29 @@ from shardlab.launch.placement import Placement, TorchrunEnv, agreed
 T = TypeVar("T")
 
 
+class _End(NamedTuple):
+    """How a rank has left a call of ``run``: with a result, or with an exception of this name."""
+
+    call: int
+    result: Payload | None = None
+    failure: str = ""
+
+    def __str__(self) -> str:
+        return f"{f'raised {self.failure} in' if self.failure else 'returned from'} call {self.call}"
+
+
 class _Process:
     """What holds for all pools of this process, since they share the group that torchrun made.
 
     Attributes:
         num_calls: calls of ``run`` so far.
-        failure: name of the exception that ended one of them; empty if none did.
+        failed: the last call, where it raised and the other ranks have not been asked yet.
+        may_go_on: whether, as far as is known, all ranks have left every call alike.
     """
 
     num_calls: int = 0
-    failure: str = ""
+    failed: _End | None = None
+    may_go_on: bool = True
 
 
 class TorchrunRanks:
@@ -58,15 +71,19 @@ class TorchrunRanks:
     def start(self) -> None:
         """Make this process a rank; the group is made if the script has not made it.
 
+        Communicates the name of an exception, once, where the last call has raised one.
+
         Raises:
-            RuntimeError: a call has failed in this process.
+            RuntimeError: a call has failed, and not on all ranks alike.
         """
-        if _Process.failure:
-            # The other ranks may still be in that call, whose collectives would meet those of the next one.
+        if not _Process.may_go_on:
+            # The others may still be in that call, or have left collectives of it, which would meet those of the next.
             raise RuntimeError(
-                f"RankPool: a call has failed with {_Process.failure}, and other ranks may still be in it; under "
-                "torchrun let the exception end this process, so that torchrun ends the job"
+                "RankPool: its ranks have left an earlier call in different ways; under torchrun let the exception end "
+                "this process, so that torchrun ends the job"
             )
+        if _Process.failed is not None:
+            _ends_of_all(_Process.failed)
         if not dist.is_initialized():
             self._find_store()
         # Only after _find_store: on GPUs the ranks agree there on the backend, which the context holds.
@@ -110,11 +127,12 @@ class TorchrunRanks:
         """Call ``fn(rank, ...)`` here, as every other process does; the results of all, in rank order.
 
         Communicates the pickled results, once. An exception leaves as it is: this process ends with it, and torchrun
-        then ends the others. A script that catches it can make no further call. Messages reach ``on_message`` on rank 0
-        only, and only rank 0's own.
+        then ends the others. A script that catches it can make a further call only if the exception, other than an
+        interrupt, has come on all ranks, with the same name. Messages reach ``on_message`` on rank 0 only, and only
+        rank 0's own.
 
         Raises:
-            RuntimeError: another rank is in another call.
+            RuntimeError: another rank is in another call, or has raised.
         """
         rank = self._context.rank
 
@@ -129,22 +147,33 @@ class TorchrunRanks:
         _Process.num_calls += 1
         call = _Process.num_calls
         try:
-            result = fn(rank, *args, **kwargs)
-            own = call, pack(result, f"the result of rank {rank}")
-            # The others may have nothing to do for long, while rank 0 trains alone for example.
-            gathered = cast(list[tuple[int, Payload]], all_gather_object(own, patiently=True))
-            _check_calls([number for number, _ in gathered])
+            ends = _ends_of_all(_End(call, pack(fn(rank, *args, **kwargs), f"the result of rank {rank}")))
         except BaseException as error:
-            _Process.failure = type(error).__name__  # not the exception, which would keep tensors and groups alive
+            # Its name, not the exception, which would keep tensors and groups alive.
+            _Process.failed = _End(call, failure=type(error).__name__)
+            if not isinstance(error, Exception):  # an interrupt, which comes at another place on each rank
+                _Process.may_go_on = False
             raise
         finally:
             if self._limit_s is not None:
                 faulthandler.cancel_dump_traceback_later()
-        return [unpack(payload) for _, payload in gathered]
+        return [unpack(end.result) for end in ends if end.result is not None]
 
 
-def _check_calls(numbers: Sequence[int]) -> None:
-    """Refuse results of different calls, as of two threads that call ``run`` at once."""
-    if len(set(numbers)) > 1:
-        counts = ", ".join(f"rank {rank} in call {number}" for rank, number in enumerate(numbers))
-        raise RuntimeError(f"RankPool: {counts} of run; all ranks must make the same calls, in the same order")
+def _ends_of_all(own: _End) -> list[_End]:
+    """How every rank has left the call that this one has left; collective, once a call.
+
+    Raises:
+        RuntimeError: they have left it, or different calls (as of two threads that call ``run`` at once), unlike.
+    """
+    _Process.may_go_on = False  # nor if this is interrupted, when the others may have met
+    # The others may have nothing to do for long, while rank 0 trains alone for example.
+    ends = cast(list[_End], all_gather_object(own, patiently=True))
+    if len({str(end) for end in ends}) > 1:
+        told = ", ".join(f"rank {rank} {end}" for rank, end in enumerate(ends))
+        raise RuntimeError(
+            f"RankPool: {told} of run; all ranks must make the same calls, in the same order, and after an exception "
+            "go on only where it has come on all; let this one end the process, so that torchrun ends the job"
+        )
+    _Process.failed, _Process.may_go_on = None, True
+    return ends

@@ -100,31 +100,46 @@ launch(lambda rank: 1 / rank, 2, device="cpu")
 
 SURVIVES_A_FAILURE = """
 import json, os
+from shardlab import Mesh
 from shardlab.launch import RankPool
 
 def train(rank, lr):
-    if lr > 1 and rank == 1:
-        raise ValueError("the loss is NaN")
-    return lr
+    with Mesh({"data": 2}) as mesh:
+        mesh.data.barrier().wait()
+        if lr > 1 and WHO:
+            raise ValueError("the loss is NaN")
+    return (number for number in [lr]) if lr < 0 else lr
 
 told = []
 with RankPool(2, device="cpu", timeout_s=5) as pool:
-    for lr in (0.1, 10.0, 0.3, 0.5):
+    for lr in (0.1, 10.0, -1.0, 0.3, 0.5):
         try:
             told.append(pool.run(train, lr))
         except Exception as error:
-            told.append(str(error).partition(",")[0])
+            told.append(str(error).partition(";")[0].partition(" (")[0])
 os.write(1, f"{json.dumps([os.environ['RANK'], *told])}\\n".encode())
 """
 
 
+def told_after_a_failure(path, who):
+    done = torchrun(path, SURVIVES_A_FAILURE.replace("WHO", who))
+    return [told for _, *told in sorted(map(json.loads, done.stdout.splitlines()))]
+
+
 def test_no_rank_gets_results_of_another_call_after_a_failure_that_the_script_catches(tmp_path):
-    done = torchrun(tmp_path / "script.py", SURVIVES_A_FAILURE)
-    first, second = sorted(map(json.loads, done.stdout.splitlines()))
-    assert second == ["1", [0.1, 0.1], "the loss is NaN", *["RankPool: a call has failed with ValueError"] * 2]
-    assert first[:2] == ["0", [0.1, 0.1]]
-    assert isinstance(first[2], str), "what gloo says of a process that has gone"
-    assert first[3:] == ["RankPool: a call has failed with RuntimeError"] * 2
+    differ = "RankPool: rank 0 returned from call 2, rank 1 raised ValueError in call 2 of run"
+    refused = "RankPool: its ranks have left an earlier call in different ways"
+    assert told_after_a_failure(tmp_path / "script.py", "rank == 1") == [
+        [[0.1, 0.1], differ, refused, refused, refused],
+        [[0.1, 0.1], "the loss is NaN", differ, refused, refused],
+    ]
+
+
+def test_calls_go_on_after_a_failure_on_all_ranks_alike_that_the_script_catches(tmp_path):
+    told = told_after_a_failure(tmp_path / "script.py", "True")
+    for rank, own in enumerate(told):
+        not_sent = f"the result of rank {rank} cannot be pickled"
+        assert own == [[0.1, 0.1], "the loss is NaN", not_sent, [0.3, 0.3], [0.5, 0.5]]
 
 
 IN_DIFFERENT_CALLS = """
@@ -138,7 +153,7 @@ with RankPool(2, device="cpu") as pool, RankPool(2, device="cpu") as other:
 def test_results_of_different_calls_are_refused(tmp_path):
     done = torchrun(tmp_path / "script.py", IN_DIFFERENT_CALLS)
     assert not done.stdout
-    assert "RankPool: rank 0 in call 2, rank 1 in call 1 of run" in done.stderr
+    assert "RankPool: rank 0 returned from call 2, rank 1 returned from call 1 of run" in done.stderr
 
 
 def test_other_world_size_is_refused_with_both_numbers(monkeypatch):
