@@ -28,10 +28,16 @@ from shardlab.comm.transports.base import Job, Message, Start
 class _Entry:
     """One job in a ``ThreadQueue``."""
 
-    def __init__(self, job: Job, event: CollectiveEvent, observers: tuple[Observer, ...], failures: Failures) -> None:
-        self.job, self.event, self.observers, self._failures = job, event, observers, failures
-        # Recorded here, in the caller's thread: the queue's thread has another current stream.
-        self.ready = _end_of_current_stream()
+    def __init__(
+        self,
+        job: Job,
+        event: CollectiveEvent,
+        observers: tuple[Observer, ...],
+        ready: DeviceEvent | None,
+        failures: Failures,
+    ) -> None:
+        self.job, self.event, self.observers = job, event, observers
+        self.ready, self._failures = ready, failures
         self.begun = False  # in the caller's thread
         self.done = threading.Event()
         self.error: BaseException | None = None
@@ -106,7 +112,9 @@ class ThreadQueue:
         self, job: Job, event: CollectiveEvent, observers: tuple[Observer, ...], start: Start | None = None
     ) -> Job:
         """Queue ``job`` for the thread; where all before it are done, begin it here if ``start`` can."""
-        entry = _Entry(job, event, observers, self._failures)
+        # Recorded here, in the caller's thread: the queue's thread has another current stream.
+        ready = _end_of_current_stream() if self._device.type == "cuda" else None
+        entry = _Entry(job, event, observers, ready, self._failures)
         # (Work of a CUDA stream that the tensor still waits for may only be waited for by the thread.)
         if start is not None and self._last_done.is_set() and entry.ready is None:
             entry.try_start(start)
@@ -264,10 +272,8 @@ def _together(held: Sequence[_Held], waited: _Held) -> list[_Held]:
     return [one for at, one in enumerate(held) if at <= place or one.message.is_send]
 
 
-def _end_of_current_stream() -> DeviceEvent | None:
+def _end_of_current_stream() -> DeviceEvent:
     """An event after all work given to the current stream: a staged transport must not read a tensor before it."""
-    if not torch.cuda.is_initialized():
-        return None
     event = CUDA.Event(blocking=True)  # whoever waits for it sleeps: several ranks share the cores
     event.record()
     return event

@@ -8,11 +8,13 @@ from contextlib import suppress
 import pytest
 import torch
 
+from shardlab.comm.events import CollectiveEvent, Failures
 from shardlab.comm.mesh import Mesh
+from shardlab.comm.queues import ThreadQueue
 from shardlab.comm.transports.gloo import GlooTransport
 from shardlab.launch import RankError, RankHang, RankPool
 from shardlab.partition.ring_cost import Link
-from shardlab.vocabulary import HostTransport
+from shardlab.vocabulary import Collective, HostTransport
 
 ELEMENTS = 64
 
@@ -223,6 +225,17 @@ def test_closing_raises_what_failed_after_an_error_was_told_and_on_no_axis_what_
     pools(4).run(handles_one, False)
     with pytest.raises(RankError, match="float8_e5m2 cannot be added"):
         pools(4).run(handles_one, True)
+
+
+def test_a_queue_of_the_cpu_waits_for_no_stream(monkeypatch):
+    """Also where CUDA is in use: then a host collective would wait for all that computes on the default stream."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr("shardlab.comm.queues.CUDA", None)
+    event = CollectiveEvent(0, Collective.BARRIER, "data", "", "", 0, 0, 2, "gloo", False, "")
+    queue, done = ThreadQueue("comm-data", torch.device("cpu"), Failures()), []
+    queue.submit(lambda: done.append(True), event, ())()
+    queue.close()
+    assert done == [True]
 
 
 def in_another_order(rank):
