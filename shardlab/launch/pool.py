@@ -10,8 +10,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -96,7 +95,7 @@ class RankPool:
         self._processes: RankProcesses | None = None
         self._ender: weakref.finalize[[], RankPool] | None = None
         self._is_closed = False
-        self._in_use = threading.Lock()
+        self._calls: dict[object, None] = {}  # under way, the first one first
         self._is_running = False
         self._interrupted = threading.Event()
         self._is_announced = False
@@ -131,20 +130,21 @@ class RankPool:
             RuntimeError: the pool is closed, before or during the call, or another call of it runs.
             TypeError: ``fn`` or an argument cannot be pickled.
         """
-        with self._alone():
+
+        def call() -> list[T]:
             if self._torchrun is not None:
                 self._start()
                 return self._torchrun.run(fn, args, kwargs, on_message)
             # Before the ranks start: what cannot be pickled is told at once.
-            call = pack((fn, args, kwargs), "the function or one of its arguments")
+            packed = pack((fn, args, kwargs), "the function or one of its arguments")
             self._start()
-            payloads = self._attempt(Task(call, tuple(sys.path)), on_message)
-            return [unpack(payload) for payload in payloads]
+            return [unpack(payload) for payload in self._attempt(Task(packed, tuple(sys.path)), on_message)]
+
+        return self._alone(call)
 
     def start(self) -> None:
         """Start the ranks and wait until their group is up; does nothing if they are."""
-        with self._alone():
-            self._start()
+        self._alone(self._start)
 
     def interrupt(self) -> None:
         """Interrupt a ``run`` in another thread, as Ctrl-C does in this one: it raises KeyboardInterrupt there.
@@ -156,8 +156,7 @@ class RankPool:
 
     def restart(self) -> None:
         """End the ranks; the next ``run`` starts fresh ones."""
-        with self._alone():
-            self._end_processes(_STOP_GRACE_S, politely=True)
+        self._alone(lambda: self._end_processes(_STOP_GRACE_S, politely=True))
 
     def close(self) -> None:
         """End the ranks for good, also while they run a function. Closing twice is harmless."""
@@ -244,17 +243,20 @@ class RankPool:
             atexit.unregister(self._ender)
             self._ender.detach()
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self, call: Callable[[], T]) -> T:
         """Refuse a second call meanwhile, be it of another thread or of ``on_message``: it would take our answers."""
         if self._is_closed:
             raise RuntimeError("RankPool: it is closed; make a new one")
-        if not self._in_use.acquire(blocking=False):
-            raise RuntimeError("RankPool: it is running a function; run one at a time, or use a second pool")
+        own = object()
         try:
-            yield
+            # No lock: an interrupt may come between its being taken and our knowing, and it would stay taken.
+            self._calls[own] = None
+            first, *_ = self._calls
+            if first is not own:
+                raise RuntimeError("RankPool: it is running a function; run one at a time, or use a second pool")
+            return call()
         finally:
-            self._in_use.release()
+            self._calls.pop(own, None)
 
     def _announce(self) -> None:
         if not self._is_announced and self.placement.banner is not None:

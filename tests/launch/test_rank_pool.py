@@ -1,6 +1,7 @@
 """Functions go to ranks, results come back."""
 
 import functools
+import itertools
 import os
 import random
 import sys
@@ -224,6 +225,35 @@ def test_a_second_thread_is_refused_from_the_first_moment_of_a_call(pools):
     slow.may_end.set()
     thread.join()
     assert results == [[0, 1]]
+
+
+def starts_uninterrupted(pool, moment):
+    """Whether ``start`` ends before an interrupt at the ``moment``-th place where Python looks for signals."""
+    places = itertools.count()
+
+    def interrupt(frame, event, arg):
+        if event in ("call", "c_return") and next(places) == moment:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    try:
+        sys.setprofile(interrupt)
+        pool.start()
+    except KeyboardInterrupt:
+        return False
+    finally:
+        sys.setprofile(None)
+    return True
+
+
+def test_an_interrupt_at_no_moment_leaves_the_pool_in_use(monkeypatch):
+    monkeypatch.setattr(RankPool, "_start", lambda pool: None)
+    pool = RankPool(2, device="cpu")
+    for moment in itertools.count():
+        if starts_uninterrupted(pool, moment):
+            break
+        pool.start()
+    assert moment > 3
 
 
 def leave_a_cycle(rank):
