@@ -88,8 +88,8 @@ def optimizer_of(workload: Workload, module: nn.Module) -> dict[str, Optimizer] 
         after_one, after_two = _kept_after_step(optimizer, small), _kept_after_step(optimizer, small)
     except Exception as error:
         raise _not_by_name(f"it raised {type(error).__name__} ({error}) with") from error
-    groups = groups_of(workload.optimizer, params)  # None if it looks at values, and these have none
-    if groups not in (None, groups_of(workload.optimizer, small_params)):
+    groups = groups_of(workload.optimizer, params, StepTensors(params))  # None if it looks at values
+    if groups not in (None, groups_of(workload.optimizer, small_params, small)):
         raise _not_by_name("it makes other groups of the parameters than of")
     known = {
         name: replace(kept, from_start=None if at_start[name] == SGD else at_start[name])
