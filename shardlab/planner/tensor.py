@@ -15,7 +15,8 @@ head                1 all-reduce backward                    1 all-gather forwar
 
 A ring carries 2(N-1)/N of an all-reduce and (N-1)/N of the others: both columns are equal. Sequence parallelism adds
 the gradients of replicated parameters (h elements each, 6 a block, 2 of the last norm) and of the position embedding
-(s*h); ``regather`` an all-gather backward per input. Logits: gathered, b*s*v elements; or in parts, 3 b*s in the loss.
+(s*h); ``regather`` an all-gather backward per input. Logits: gathered, b*s*v elements; or in parts, 3 b*s + 4 in the
+loss.
 
 The data axes are planned as ever, with ``divided(model, ...)`` in the place of the model: ``predicted_memory`` and
 ``predicted_collectives`` then speak of the ranks of one data axis, which ``on_tensor_ranks`` spreads over the mesh.
@@ -191,7 +192,7 @@ class _Pass:
             yield self.call(Collective.ALL_GATHER, "output of head", Phase.FORWARD, numel)
         else:
             dtype = "float32" if ITEMSIZES[self.setup.dtype] < 4 else None
-            for tag, numel in (("maximum of logits", self.tokens), ("sums of logits", 2 * self.tokens)):
+            for tag, numel in (("maximum of logits", self.tokens + 4), ("sums of logits", 2 * self.tokens)):
                 yield self.call(Collective.ALL_REDUCE, tag, Phase.FORWARD, numel, dtype)
 
     def activation(self, op: Collective, tag: str, phase: Phase) -> Call:

@@ -10,7 +10,8 @@ y the target, V the vocabulary and a the label smoothing:
     loss = log(sum exp(l - m)) - (1 - a)(l_y - m) - a/V sum(l - m)
 
 So besides m each token needs two sums over the ranks (three with smoothing), which travel together. Forward two
-all-reduces of T and 2T (3T) elements for T tokens, where gathered logits were V elements a token; backward nothing.
+all-reduces of T + 4 and 2T (3T) elements for T tokens, where gathered logits were V elements a token; backward nothing.
+The four beside the maxima show whether all ranks were given the same logits.
 Source: Shoeybi et al., arXiv 1909.08053, section 3.
 """
 
@@ -127,17 +128,14 @@ def vocab_parallel_cross_entropy(
         logits = logits.float()
     counts = targets != ignore_index
     # Detached: the maximum cancels out of the loss, so no gradient flows through it.
-    own_peak = logits.detach().amax(-1)
-    peak = own_peak.clone()
-    comm.all_reduce(peak, reduction="max", tag="maximum of logits").wait()
+    peak, are_alike = _peaks(logits.detach(), comm)
     shifted = logits - peak.unsqueeze(-1)
     terms = [shifted.exp().sum(-1), _of_target(shifted, targets, counts, comm)]
     if label_smoothing:
         terms.append(shifted.sum(-1))
     exp_sum, at_target, *rest = reduce(torch.stack(terms), comm, tag="sums of logits").unbind()
     if comm.num_ranks > 1:
-        alike = (own_peak == peak) & _is_multiple(exp_sum.detach(), terms[0].detach(), comm.num_ranks)
-        _refuse_whole(alike, terms[0].detach(), targets, counts, logits.shape[-1])
+        _refuse_whole(are_alike, exp_sum.detach(), targets, counts, logits.shape[-1], comm.num_ranks)
     losses = exp_sum.log() - (1 - label_smoothing) * at_target
     if rest:
         losses = losses - label_smoothing / (logits.shape[-1] * comm.num_ranks) * rest[0]
@@ -145,6 +143,20 @@ def vocab_parallel_cross_entropy(
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / counts.sum()
+
+
+def _peaks(logits: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
+    """The maximum of each token over all ranks, and whether all ranks have their own maxima in the same places.
+
+    The answer, a bool tensor, is the same on all ranks: a refusal on one of them would leave the others waiting.
+    """
+    own, place = logits.max(-1)
+    # Both sums are exactly equal where the logits are. A sum of logits would be infinite where tokens are masked.
+    marks = torch.stack([own.sum(), place.sum().to(own.dtype)])
+    reduced = torch.cat([own.flatten(), marks, -marks])
+    comm.all_reduce(reduced, reduction="max", tag="maximum of logits").wait()
+    peak, largest, negated_smallest = reduced.split([own.numel(), 2, 2])
+    return peak.view_as(own), (largest == -negated_smallest).all()
 
 
 def _of_target(shifted: Tensor, targets: Tensor, counts: Tensor, comm: Communicator) -> Tensor:
@@ -158,23 +170,22 @@ def _of_target(shifted: Tensor, targets: Tensor, counts: Tensor, comm: Communica
     return shifted.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
 
 
-def _is_multiple(total: Tensor, own: Tensor, num_ranks: int) -> Tensor:
-    return torch.isclose(total, num_ranks * own, rtol=64 * torch.finfo(own.dtype).eps, atol=0)
-
-
-def _refuse_whole(alike: Tensor, own_sum: Tensor, targets: Tensor, counts: Tensor, width: int) -> None:
-    """Refuse gathered logits, whose loss would be too large by log N: all ranks have the same, and so see the same.
+def _refuse_whole(
+    are_alike: Tensor, exp_sum: Tensor, targets: Tensor, counts: Tensor, width: int, num_ranks: int
+) -> None:
+    """Refuse gathered logits, whose loss would be too large by log N, on all ranks: all arguments are equal on them.
 
     Args:
-        alike: (...), whether maximum and sum of all ranks are as if each had this rank's logits.
-        own_sum: (...), of this rank's exponentials.
+        are_alike: 0-d, whether the ranks' logits look the same.
+        exp_sum: (...), of all ranks' exponentials.
         targets: (...), which all are in the first rank's part if that is the whole vocabulary.
         counts: (...), which targets do.
-        width: of this rank's logits.
+        width: of a rank's logits.
+        num_ranks: of the tensor axis.
     """
-    # Logits that are constant, as at the start of a head of zeros, are alike in parts too.
-    varies = own_sum != width
-    is_whole = (alike & (targets < width) | ~counts).all() & (varies & counts).any()
+    # Logits that are constant, as at the start of a head of zeros, are alike in parts too. NaN is for others to find.
+    varies = exp_sum < width * num_ranks
+    is_whole = are_alike & ((targets < width) | ~counts).all() & exp_sum.isfinite().all() & (varies & counts).any()
     # Private, but torch has no public assertion that leaves the host unsynchronized on CUDA.
     torch._assert_async(
         ~is_whole,

@@ -234,7 +234,7 @@ def test_cross_entropy_equals_that_of_gathered_logits(pools, label_smoothing, re
         sums = 3 if label_smoothing else 2
         for found, _, sent in results:
             close(found.flatten(), loss.detach().flatten())
-            assert sent == [("all_reduce", targets.numel()), ("all_reduce", sums * targets.numel())]
+            assert sent == [("all_reduce", targets.numel() + 4), ("all_reduce", sums * targets.numel())]
 
 
 def whole_logits(rank, num_ranks):
@@ -258,6 +258,33 @@ def test_gathered_logits_are_refused(pools, num_ranks):
     for message, loss in pools(num_ranks).run(whole_logits, num_ranks):
         assert "gather_logits=False" in message
         torch.testing.assert_close(loss, expected)
+
+
+def nearly_alike(rank):
+    """Losses of parts that differ by less than the sums of their exponentials show, with all targets in the first."""
+    with Mesh({"tensor": 2}) as mesh:
+        x = random(16, 64, seed=5).float()
+        targets = torch.randint(32, 128, (16,), generator=torch.Generator().manual_seed(6))
+        head = torch.zeros(256, 64, requires_grad=True)
+        nn.functional.cross_entropy(x @ head.T, targets).backward()
+        small_step = x @ (-1e-6 * head.grad).T
+        masked = small_step.clone()
+        masked[:, [0, 128]] = -torch.inf
+        invalid = small_step.clone()
+        invalid[3, 200] = torch.nan
+        return [
+            (
+                vocab_parallel_cross_entropy(logits.chunk(2, -1)[rank], targets, mesh["tensor"]),
+                nn.functional.cross_entropy(logits, targets),
+            )
+            for logits in (small_step, masked, invalid)
+        ]
+
+
+def test_parts_that_are_nearly_alike_are_not_taken_for_gathered_logits(pools):
+    for losses in pools(2).run(nearly_alike):
+        for loss, expected in losses:
+            torch.testing.assert_close(loss, expected, equal_nan=True)
 
 
 def half(rank):
