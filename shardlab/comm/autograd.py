@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from typing_extensions import override
 
 from shardlab.comm.communicator import Communicator
@@ -43,6 +44,12 @@ def copy(tensor: Tensor, comm: Communicator, *, tag: str = "") -> Tensor:
         tag: what the tensor is.
     """
     return _cross(tensor, _same, _summed, comm, 0, tag)
+
+
+def is_copy(node: Node) -> bool:
+    """Whether a node of the graph is that of a ``copy``: gradients that pass it are summed over the ranks."""
+    back, *_ = getattr(node, "conjugate", (None,))
+    return back is _summed
 
 
 def reduce(tensor: Tensor, comm: Communicator, *, tag: str = "") -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm import Communicator
-from shardlab.comm.autograd import gather, reduce, scatter
+from shardlab.comm.autograd import gather, is_copy, reduce, scatter
 
 SEQUENCE_DIM = -2
 
@@ -32,21 +32,51 @@ class _Sum:
         return reduce(gradient, self._comm, tag=f"gradient of {self._name}")
 
 
-def sum_gradient(param: nn.Parameter, comm: Communicator, name: str) -> None:
+def sum_gradient(param: Tensor, comm: Communicator, name: str) -> None:
     """From now on ``param``'s gradient is summed over the ranks before it is accumulated; once, however often called.
 
     Each use counts in every backward, so an engine, which looks at what is accumulated, sees the whole gradient.
+
+    Raises:
+        ValueError: ``param`` is computed, and not from parameters whose gradients are summed.
     """
-    # Private: there is no public way to ask for hooks.
-    hooks: Mapping[int, object] = param._backward_hooks or {}
     # On the meta device is what is made later, or what stands for a sharded parameter, which has its sum already.
-    if comm.num_ranks == 1 or param.is_meta or any(isinstance(hook, _Sum) for hook in hooks.values()):
+    if comm.num_ranks == 1 or param.is_meta or _is_summed(param):
+        return
+    if not param.is_leaf:
+        _check_computed(param, name)
         return
     # A frozen parameter may be thawed later, but torch takes the hook only while it requires a gradient.
     frozen = not param.requires_grad
     param.requires_grad_(True)
     param.register_hook(_Sum(comm, name))
     param.requires_grad_(not frozen)
+
+
+def _is_summed(param: Tensor) -> bool:
+    # Private: there is no public way to ask for hooks.
+    hooks: Mapping[int, object] = param._backward_hooks or {}
+    return any(isinstance(hook, _Sum) for hook in hooks.values())
+
+
+def _check_computed(tensor: Tensor, name: str) -> None:
+    """Refuse a tensor in a parameter's place, as ``functional_call`` puts it there, whose gradient would stay a part.
+
+    Computed from parameters whose gradients are summed, it needs no sum: with one of its own it would be summed twice.
+    """
+    nodes, seen = [tensor.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen or is_copy(node):
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and not _is_summed(leaf):
+            raise ValueError(
+                f"{name}: it is computed from a tensor whose gradient is not summed over the tensor ranks, and this "
+                "rank's is from its part of the tokens; put shardlab.tensor_parallel.copy(tensor, comm) in its place"
+            )
+        nodes.extend(following for following, _ in node.next_functions)
 
 
 def compute_on_part(module: nn.Module, comm: Communicator, name: str, gather_along: int | None = None) -> None:

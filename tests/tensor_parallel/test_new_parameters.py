@@ -6,8 +6,9 @@ from torch import nn
 
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.slices import merge
+from shardlab.launch import RankError
 from shardlab.partition.slices import slices_of
-from shardlab.tensor_parallel import Column, OnSequence, Row, parallelize_module
+from shardlab.tensor_parallel import Column, OnSequence, Row, copy, parallelize_module
 from tests.comm.test_communicator import Log
 
 
@@ -102,3 +103,36 @@ def test_parameters_made_inside_a_module_on_parts_are_summed_too(pools):
         assert also_hooks == hooks
         for name, value in found.items():
             assert torch.equal(value, expected[name]), name
+
+
+def computed(rank, kind):
+    """Gradients of what a forward's parameters are computed from."""
+    with Mesh({"tensor": 2}) as mesh:
+        comm = mesh["tensor"]
+        model = parallelize_module(build(), PLAN, comm)
+        values = {name: param * 2 for name, param in model.named_parameters() if kind == "own"}
+        other = {name: dict(model.named_parameters())[name].detach().clone().requires_grad_() for name in REPLICATED}
+        if kind != "own":
+            values = {name: param * 2 if kind == "bare" else copy(param * 2, comm) for name, param in other.items()}
+        y = torch.func.functional_call(model, values, (batch().chunk(2, 1)[rank],))
+        y.square().sum().backward()
+        leaves = other if kind != "own" else dict(model.named_parameters())
+        return {name: leaves[name].grad for name in REPLICATED}
+
+
+REPLICATED = ("norm.weight", "norm.bias", "down.bias", "head.0.weight", "head.0.bias")
+
+
+@pytest.mark.parametrize("kind", ["own", "copied"])
+def test_parameters_that_are_computed_have_whole_gradients(pools, kind):
+    model = build()
+    values = {name: param * 2 for name, param in model.named_parameters() if kind == "own" or name in REPLICATED}
+    torch.func.functional_call(model, values, (batch(),)).square().sum().backward()
+    for found in pools(2).run(computed, kind):
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, model.get_parameter(name).grad, atol=1e-10, rtol=0, msg=name)
+
+
+def test_parameters_that_are_computed_elsewhere_are_refused(pools):
+    with pytest.raises(RankError, match=r"norm\.weight: it is computed .*copy\(tensor, comm\)"):
+        pools(2).run(computed, "bare")
