@@ -105,7 +105,9 @@ def divide(
     # By name: a list of the modules would keep each full layer alive until the last one is divided.
     for name in [name for name, _ in model.named_modules()]:
         module = model.get_submodule(name)
-        places.make(name, module, home, init_fn)
+        # With all that it holds, if it has a style: OnSequence is to find the parameters of its inner modules too.
+        for inner, held in module.named_modules(prefix=name) if name in styles else ((name, module),):
+            places.make(inner, held, home, init_fn)
         if name in styles:
             places.replace(module, styles[name].apply(name, module, comm))
     # After all are sliced: until then a tied weight has a slice of its own in each of its places.

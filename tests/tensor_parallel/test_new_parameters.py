@@ -6,6 +6,7 @@ from torch import nn
 
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.slices import merge
+from shardlab.engines import build_engine
 from shardlab.launch import RankError
 from shardlab.partition.slices import slices_of
 from shardlab.tensor_parallel import Column, OnSequence, Row, copy, parallelize_module
@@ -103,6 +104,55 @@ def test_parameters_made_inside_a_module_on_parts_are_summed_too(pools):
         assert also_hooks == hooks
         for name, value in found.items():
             assert torch.equal(value, expected[name]), name
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
+
+
+def trained_in_units(rank, change, device, options):
+    """With an FSDP unit inside of the module that has the style; its parameters are sharded before the first forward."""
+    with Mesh({"data": 2, "tensor": 2}) as mesh:
+        comm = mesh["tensor"]
+        model = parallelize_module(build(device), PLAN, comm, init_fn=fill)
+        change(model)
+        with build_engine("fsdp", model, sgd, mesh, wrap=("head.*",), **options) as engine:
+            for _ in range(2):
+                x = batch().chunk(2)[engine.data_rank].chunk(2, 1)[comm.rank]
+                engine.backward(engine(x).square().sum())
+                engine.step()
+                engine.zero_grad()
+            return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("options", [{}, {"layout": "dim0"}], ids=["flat", "dim0"])
+@pytest.mark.parametrize(("change", "device"), [(assign, "cpu"), (keep, "meta"), (assign, "meta")])
+def test_new_parameters_of_an_inner_unit_are_summed_too(pools, change, device, options):
+    model = build()
+    optimizer = sgd(model.parameters())
+    for _ in range(2):
+        model(batch()).square().sum().div(2).backward()  # the engine divides by its two data ranks
+        optimizer.step()
+        optimizer.zero_grad()
+    for state in pools(4).run(trained_in_units, change, device, options):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0, msg=name)
+
+
+def hooked(rank):
+    """What a hook that is registered after the division sees."""
+    with Mesh({"tensor": 2}) as mesh:
+        model, seen = parallelize_module(build("meta"), PLAN, mesh["tensor"], init_fn=fill), []
+        model.head[0].weight.register_hook(seen.append)
+        model(batch().chunk(2, 1)[rank]).square().sum().backward()
+        return seen
+
+
+def test_hooks_registered_afterwards_see_whole_gradients(pools):
+    model = build()
+    model(batch()).square().sum().backward()
+    for (seen,) in pools(2).run(hooked):
+        torch.testing.assert_close(seen, model.head[0].weight.grad, atol=1e-10, rtol=0)
 
 
 def computed(rank, kind):
