@@ -111,7 +111,7 @@ def sgd(params):
 
 
 def trained_in_units(rank, change, device, options):
-    """With an FSDP unit inside of the module that has the style; its parameters are sharded before the first forward."""
+    """With an FSDP unit inside of the module that has the style: sharded before the first forward."""
     with Mesh({"data": 2, "tensor": 2}) as mesh:
         comm = mesh["tensor"]
         model = parallelize_module(build(device), PLAN, comm, init_fn=fill)
