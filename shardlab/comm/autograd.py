@@ -16,6 +16,7 @@ reduce_scatter     reduce-scatter  all-gather      terms -> their sum, in parts
 lie along one dim. An all-reduce of S elements sends 2S(N-1)/N a rank, the others S(N-1)/N. Each call waits for its
 result. A group of one moves nothing and returns the tensor itself.
 
+``torch.compile`` does not trace a border: what is computed between two of them is compiled.
 ``tag`` names the tensor; in backward the record says "gradient of" it. Under activation checkpointing the forward is
 run again, and its collectives with it.
 Source: Shoeybi et al., arXiv 1909.08053, section 3 (f and g); Korthikanti et al., arXiv 2205.05198, section 4.2.
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import Node
 from typing_extensions import override
 
@@ -33,6 +35,10 @@ from shardlab.comm.communicator import Communicator
 from shardlab.partition.slices import require_divisible
 
 Move = Callable[[Tensor, Communicator, int, str], Tensor]
+
+# What ``torch.compile`` runs as plain Python and never traces. Private: ``torch.compiler.disable`` would import the
+# compiler, which takes a second, together with this file.
+untraced = _disable_dynamo
 
 
 def copy(tensor: Tensor, comm: Communicator, *, tag: str = "") -> Tensor:
@@ -96,6 +102,11 @@ def _cross(tensor: Tensor, there: Move, back: Move, comm: Communicator, dim: int
         return tensor
     if not -tensor.dim() <= dim < max(tensor.dim(), 1):
         raise ValueError(f"dim: {dim} is not one of the {tensor.dim()} dims of {tag or 'the tensor'}")
+    return _crossed(tensor, there, back, comm, dim, tag)
+
+
+@untraced
+def _crossed(tensor: Tensor, there: Move, back: Move, comm: Communicator, dim: int, tag: str) -> Tensor:
     crossed: Tensor = _Border.apply(tensor, there, back, comm, dim, tag)  # type: ignore[no-untyped-call]
     return crossed
 

@@ -13,11 +13,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shardlab.comm import Communicator
-from shardlab.comm.autograd import gather, is_copy, reduce, scatter
+from shardlab.comm.autograd import gather, is_copy, reduce, scatter, untraced
 
 SEQUENCE_DIM = -2
 
@@ -32,6 +31,7 @@ class _Sum:
         return reduce(gradient, self._comm, tag=f"gradient of {self._name}")
 
 
+@untraced  # a trace does not see which hooks a parameter has
 def sum_gradient(param: Tensor, comm: Communicator, name: str) -> None:
     """From now on ``param``'s gradient is summed over the ranks before it is accumulated; once, however often called.
 
@@ -101,11 +101,9 @@ def compute_on_part(module: nn.Module, comm: Communicator, name: str, gather_alo
         )
 
 
+@untraced
 def _sum_new(comm: Communicator, name: str, module: nn.Module, _: tuple[Any, ...]) -> None:
     """Sum the gradients of parameters that are new in the module: the sum belongs to the parameter object."""
-    # A trace does not see which hooks a parameter has, and would add a second sum.
-    if torch.compiler.is_compiling():
-        return
     for key, param in module.named_parameters():
         if param.requires_grad:
             sum_gradient(param, comm, f"{name}.{key}")

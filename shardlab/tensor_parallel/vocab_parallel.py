@@ -21,7 +21,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from shardlab.comm import Communicator
-from shardlab.comm.autograd import reduce, reduce_scatter
+from shardlab.comm.autograd import reduce, reduce_scatter, untraced
 from shardlab.partition.slices import TensorSlice, even_slice, require_divisible
 from shardlab.tensor_parallel.slicing import equalise, sliced
 
@@ -145,6 +145,7 @@ def vocab_parallel_cross_entropy(
     return losses.sum() if reduction == "sum" else losses.sum() / counts.sum()
 
 
+@untraced
 def _peaks(logits: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
     """The maximum of each token over all ranks, and whether all ranks have their own maxima in the same places.
 

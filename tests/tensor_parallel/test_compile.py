@@ -1,0 +1,140 @@
+"""``torch.compile`` of a divided model: it computes as one process and sends what it sends uncompiled."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from shardlab.comm.mesh import Mesh
+from shardlab.comm.slices import merge
+from shardlab.engines import build_engine
+from shardlab.partition.slices import slices_of
+from shardlab.tensor_parallel import parallelize_module, vocab_parallel_cross_entropy
+from tests.comm.test_communicator import Log
+from tests.tensor_parallel import test_new_parameters
+from tests.tensor_parallel.test_engines import (
+    ENGINES,
+    OPTIMIZERS,
+    PLANS,
+    assert_same,
+    parallel,
+    reference,
+    train_engine,
+)
+
+
+def blocks(model, backend):
+    for block in model.blocks:
+        block.compile(backend=backend)
+
+
+def module(model, backend):
+    model.compile(backend=backend)
+
+
+def nothing(model, backend):
+    """The model as it is."""
+
+
+def trained(rank, plan, key, compile_it, backend):
+    """Two models one after the other, and whether anything was compiled."""
+    strategy, options, axes = ENGINES[key]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    results, log = [], Log()
+    try:
+        with Mesh(axes) as mesh:
+            for _ in range(2):
+                model = parallel(rank, mesh, PLANS[plan])
+                with build_engine(strategy, model, OPTIMIZERS["sgd"], mesh, **options) as engine:
+                    compile_it(model, backend)
+                    with mesh["tensor"].observed_by(log):
+                        losses, norms = train_engine(engine, mesh, 2, 1, None, False, 2.0)
+                    results.append((losses, norms, engine.full_state_dict(), engine.full_optimizer_state_dict()))
+        sent = [(str(event.op), event.tag, event.numel) for event in log.events]
+        return results, sent, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    finally:
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("plan", "key", "compile_it", "backend"),
+    [
+        ("whole", "alone", blocks, "aot_eager"),
+        ("regather, logits in parts", "alone", blocks, "eager"),
+        ("regather, logits in parts", "fsdp", module, "eager"),
+    ],
+)
+def test_a_compiled_model_trains_as_one_that_is_not(pools, plan, key, compile_it, backend):
+    num_ranks = 2 if key == "alone" else 4
+    _, expected, _ = pools(num_ranks).run(trained, plan, key, nothing, backend)[0]
+    for results, sent, graphs in pools(num_ranks).run(trained, plan, key, compile_it, backend):
+        assert_same(results, reference("sgd", 2))
+        assert sent == expected
+        assert graphs > 0
+
+
+def new_parameters(rank, names):
+    torch._dynamo.reset()
+    try:
+        with Mesh({"tensor": 2}) as mesh:
+            comm = mesh["tensor"]
+            model = parallelize_module(test_new_parameters.build(), test_new_parameters.PLAN, comm)
+            test_new_parameters.assign(model)
+            for name in names:
+                model.get_submodule(name).compile(backend="eager")
+            model(test_new_parameters.batch().chunk(2, 1)[rank]).square().sum().backward()
+            slices = slices_of(model)
+            return {
+                name: merge(param.grad, slices[name], comm) if name in slices else param.grad
+                for name, param in model.named_parameters()
+            }
+    finally:
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("names", [[""], ["norm", "down", "head"]], ids=["module", "layers"])
+def test_new_parameters_of_compiled_modules_are_summed_too(pools, names):
+    model = test_new_parameters.build()
+    model(test_new_parameters.batch()).square().sum().backward()
+    for found in pools(2).run(new_parameters, names):
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(found[name], param.grad, atol=1e-10, rtol=0, msg=name)
+
+
+def compiled_loss(rank):
+    """Losses of batches of different sizes: the second is traced with sizes that are symbols."""
+    torch._dynamo.reset()
+    try:
+        with Mesh({"tensor": 2}) as mesh:
+            loss_of = torch.compile(vocab_parallel_cross_entropy, backend="aot_eager")
+            losses = []
+            for logits, targets in batches():
+                part = logits.chunk(2, -1)[rank].clone().requires_grad_()
+                loss = loss_of(part, targets, mesh["tensor"])
+                loss.backward()
+                losses.append((loss.detach(), part.grad))
+            return losses
+    finally:
+        torch._dynamo.reset()
+
+
+def batches():
+    generator = torch.Generator().manual_seed(3)
+    return [
+        (
+            torch.randn(rows, 12, generator=generator, dtype=torch.float64),
+            torch.randint(0, 12, (rows,), generator=generator),
+        )
+        for rows in (4, 3)
+    ]
+
+
+def test_a_compiled_loss_equals_that_of_gathered_logits(pools):
+    results = pools(2).run(compiled_loss)
+    for number, (logits, targets) in enumerate(batches()):
+        logits.requires_grad_()
+        loss = functional.cross_entropy(logits, targets)
+        loss.backward()
+        assert all(torch.allclose(result[number][0], loss, atol=1e-12, rtol=0) for result in results)
+        found = torch.cat([result[number][1] for result in results], -1)
+        torch.testing.assert_close(found, logits.grad, atol=1e-12, rtol=0)
