@@ -117,7 +117,13 @@ class OnSequence:
     gather_along: int | None = None
 
     def check(self, name: str, module: nn.Module, num_ranks: int) -> None:
-        """Any module that treats each token by itself will do."""
+        """Any module that treats each token by itself, without hooks on gradients, which would see a part of them."""
+        for key, param in module.named_parameters():
+            if num_ranks > 1 and param._backward_hooks:
+                raise ValueError(
+                    f"plan: {name!r} has hooks on the gradient of '{name}.{key}', which would see a part of it; "
+                    "register them afterwards"
+                )
 
     def apply(self, name: str, module: nn.Module, comm: Communicator) -> nn.Module:
         """The module itself, with hooks."""
@@ -185,7 +191,11 @@ def _lost_tensors(module: nn.Module) -> str:
 
 def _lost_hooks(module: nn.Module) -> str:
     # Private: torch has no public way to ask for hooks.
-    of_module = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    of_module = (
+        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
+        module._state_dict_hooks, module._state_dict_pre_hooks,
+        module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks,
+    )  # fmt: skip
     params = [param for param in module.parameters() if param._backward_hooks or param._post_accumulate_grad_hooks]
     if not any(of_module) and not params:
         return ""

@@ -79,6 +79,31 @@ LOST = {
         Column(),
         "'0' has hooks, which",
     ),
+    "hook before a state dict is loaded": (
+        lambda: watched(lambda layer: layer.register_load_state_dict_pre_hook(lambda *_: None)),
+        Column(),
+        "'0' has hooks, which",
+    ),
+    "hook after a state dict is loaded": (
+        lambda: watched(lambda layer: layer.register_load_state_dict_post_hook(lambda *_: None)),
+        Row(),
+        "'0' has hooks, which",
+    ),
+    "hook before a state dict is made": (
+        lambda: watched(lambda layer: layer.register_state_dict_pre_hook(lambda *_: None)),
+        Column(),
+        "'0' has hooks, which",
+    ),
+    "hook after a state dict is made": (
+        lambda: watched(lambda layer: layer.register_state_dict_post_hook(lambda *_: None)),
+        Column(),
+        "'0' has hooks, which",
+    ),
+    "hook on a parameter on parts": (
+        lambda: nn.Sequential(watched(lambda layer: layer.weight.register_hook(lambda gradient: gradient.clamp(0, 1)))),
+        OnSequence(),
+        "'0' has hooks on the gradient of '0.0.weight', which would see a part of it; register them afterwards",
+    ),
     "hook on a parameter": (
         lambda: watched(lambda layer: layer.weight.register_hook(lambda gradient: 3 * gradient)),
         Column(),
@@ -230,6 +255,7 @@ def test_autocast_gives_the_dtype_that_torch_gives(sequence_dim):
     layer = nn.Linear(8, 8)
     row = parallelize_module(nn.Sequential(layer), {"0": Row(False, sequence_dim)}, SilentCommunicator(2, 0, "tensor"))
     with torch.autocast("cpu", torch.bfloat16):
-        assert row(torch.ones(2, 8)).dtype == torch.bfloat16
-    row(torch.ones(2, 8)).sum().backward()
-    assert row[0].bias.grad.dtype == torch.float32
+        y = row(torch.ones(2, 8))
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert torch.equal(row[0].bias.grad, torch.full((8,), float(len(y))))
