@@ -103,13 +103,15 @@ def optimizer_of(workload: Workload, module: nn.Module) -> dict[str, Optimizer] 
 def _not_by_name(what: str) -> ValueError:
     return ValueError(
         f"optimizer: {what} small tensors of the parameters' names, so what it keeps cannot be planned; choose "
-        "parameters by name, and let no size or value decide"
+        "parameters by name, and let no size, value, class or identity decide"
     )
 
 
 def _small(param: nn.Parameter) -> nn.Parameter:
-    """A tensor of as many dims and of the same dtype."""
-    return nn.Parameter(torch.zeros(SMALL[: param.dim()], dtype=param.dtype), requires_grad=param.requires_grad)
+    """A tensor of as many dims and of the same dtype, with what a user has noted at the parameter."""
+    small = nn.Parameter(torch.zeros(SMALL[: param.dim()], dtype=param.dtype), requires_grad=param.requires_grad)
+    vars(small).update(vars(param))
+    return small
 
 
 def _kept_after_step(optimizer: torch.optim.Optimizer, tensors: StepTensors) -> dict[str, Optimizer | None]:

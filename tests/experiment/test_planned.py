@@ -93,8 +93,22 @@ def of_large_tensors(tensors):
 
 def test_groups_that_sizes_decide_are_not_planned() -> None:
     workload = Workload(Residual, Labelled(), keyword_loss, of_large_tensors)
-    with pytest.raises(ValueError, match=r"^optimizer: it makes other groups .* let no size or value decide"):
+    with pytest.raises(ValueError, match=r"^optimizer: it makes other groups .* let no size, value, class or identity"):
         optimizer_of(workload, Residual())
+
+
+def of_marked_tensors(tensors):
+    """Momentum for what a user has marked."""
+    marked = [[t for t in tensors if getattr(t, "has_momentum", False) is wanted] for wanted in (True, False)]
+    return torch.optim.SGD([{"params": marked[0], "momentum": 0.9}, {"params": marked[1], "momentum": 0.0}], lr=0.1)
+
+
+def test_groups_by_attributes_are_planned() -> None:
+    module = Residual()
+    first, *_ = names = [name for name, _ in module.named_parameters()]
+    module.get_parameter(first).has_momentum = True
+    found = optimizer_of(Workload(Residual, Labelled(), keyword_loss, of_marked_tensors), module)
+    assert [found[name].values_per_element for name in names] == [1] + [0] * (len(names) - 1)
 
 
 @pytest.mark.parametrize("order", [(2, 0, 1), (0, 2, 3)], ids=str)
