@@ -57,8 +57,6 @@ def train_counted(rank, setting):
 
     sizes = {
         "all_reduce": lambda args: args[0].nbytes,
-        "broadcast": lambda args: args[0].nbytes,
-        "all_to_all_single": lambda args: args[1].nbytes,
         "isend": lambda args: args[0].nbytes,
         "send": lambda args: args[0].nbytes,
         "recv": lambda args: args[0].nbytes,
@@ -75,8 +73,16 @@ def train_counted(rank, setting):
         SharedBuffers.synchronize = meet
 
 
-def composed(row, num_ranks):
+def sent_down(rank, num_ranks, num_bytes):
+    """The calls of a broadcast from rank 0: each rank's parent in the tree is its number without the highest bit."""
+    children = [child for child in range(1, num_ranks) if child - (1 << child.bit_length() - 1) == rank]
+    return [("recv", num_bytes)] * (rank > 0) + [("isend", num_bytes)] * len(children)
+
+
+def composed(row, rank, num_ranks):
     """The calls of torch.distributed that the gloo transport makes for a recorded collective."""
+    if row.op == Collective.BROADCAST:
+        return sent_down(rank, num_ranks, row.bytes)
     if row.op in EXCHANGES:
         return ["isend"] * (num_ranks - 1)  # of the other ranks' chunks, one segment each, or of the own to each
     return [(str(row.op), row.bytes)]
@@ -92,7 +98,7 @@ def test_recorded_collectives_are_those_that_torch_distributed_saw(pools, tmp_pa
         assert rows["seq"].tolist() == list(range(len(rows)))
         place = 0
         for row in rows.itertuples():
-            expected = composed(row, num_ranks)
+            expected = composed(row, rank, num_ranks)
             seen = calls[place : place + len(expected)]
             if row.op in EXCHANGES:
                 assert [name for name, _ in seen] == expected
@@ -116,7 +122,7 @@ def test_recorded_collectives_are_those_that_the_shared_buffers_saw(pools, tmp_p
             meetings = 2 if row.op == Collective.ALL_REDUCE else 1  # all of them are smaller than half a buffer
             expected += [(row.op, row.numel, row.dtype)] * meetings
             if row.op == Collective.BROADCAST:  # which travels over torch.distributed
-                expected.append((row.op, row.bytes))
+                expected += sent_down(rank, num_ranks, row.bytes)
         assert calls == expected
         assert set(rows["transport"]) == {"shared_memory"}
         assert len(rows) > 3 * 2
