@@ -63,7 +63,7 @@ class Engine(Stepping, EngineState):
         check_optimizer_fn(optimizer_fn)
         self.module, self.mesh = model, BaseMesh.alone() if mesh is None else mesh
         self.data_comms = self._data_axes()
-        self.comm = self.data_comms[-1]
+        self.comm = self.data_comms[-1]  # the innermost, over which strategies that shard do so
         self.slices = slices_of(model)  # of a tensor-parallel model, by parameter name
         self.tensor_comm = self._tensor_axis()
         self.params: dict[str, nn.Parameter] = dict(model.named_parameters())  # tied weights appear once
@@ -75,7 +75,7 @@ class Engine(Stepping, EngineState):
         self.own_checkpoints: dict[Path, tuple[int, int]] = {}
         self.loss_is_scaled = False  # a GradScaler has said so
         self._is_closed = False
-        super().__init__()
+        super().__init__()  # of Gradients, which reads what has been set so far
         # Before anything is laid out, since all ranks must cut their shards from the same model.
         check_alike(self.data_comms, self.mesh.device, [*self.params.items(), *model.named_buffers()])
         self._equalise(

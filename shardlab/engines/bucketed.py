@@ -96,7 +96,7 @@ class Bucketed(Engine):
         return self.comm.all_reduce(bucket.buffer, tag=f"gradients of bucket {bucket.index}")
 
     @override
-    def _finish_gradients(self) -> None:
+    def _reduce_gradients(self) -> None:
         # Send all before waiting for the first, so that their transfers overlap.
         self._queue.send_rest()
         for bucket in self.buckets:

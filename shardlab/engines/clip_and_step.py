@@ -85,7 +85,8 @@ class Stepping(Holdings, Gradients):
                 self._take_assigned()
         self._guarded.clear()  # spent: they may be zeroed in place, and some optimizers change them
         self.num_steps += 1
-        self.after_optimizer_step()  # without hooks the optimizer has not called it, and hooks may have written since
+        # Again: an optimizer without hooks has not let the claim call it, and a user's hook may have written since.
+        self.after_optimizer_step()
 
     def before_others_step(self, optimizer: torch.optim.Optimizer, *, inside: bool) -> None:
         """Another optimizer of this process is about to step; ``inside`` a step of the engine's own.
@@ -105,11 +106,11 @@ class Stepping(Holdings, Gradients):
         return
 
     def before_optimizer_step(self) -> None:
-        """The engine's optimizer is about to step; called after its hooks, which may have written."""
+        """The engine's optimizer is about to step; ``Claim`` calls this after its hooks, which may have written."""
         self.take_changes()
 
     def after_optimizer_step(self) -> None:
-        """The engine's optimizer has stepped; called before its hooks, which must find the stepped model."""
+        """The optimizer has stepped; ``Claim`` calls this before its hooks, which must find the stepped model."""
         return
 
     @property

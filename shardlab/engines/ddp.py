@@ -2,7 +2,8 @@
 
 What differs from ``single``: every rank trains on its own rows, and the gradients become means over the ranks.
 Everything is replicated. Per rank for P fp32 parameters with Adam: 4P parameters, 4P gradients, 8P state; on the wire
-2P(N-1)/N elements a step, in one message per parameter, none of them hidden behind compute.
+2P(N-1)/N elements a step, in one message per parameter, none of them hidden behind compute. A parameter that this rank
+did not use is sent as -0: the sum stays -0 only if no rank used it (``unused_params.py``).
 """
 
 import torch
@@ -20,7 +21,7 @@ class DDP(Engine):
     name = "ddp"
 
     @override
-    def _finish_gradients(self) -> None:
+    def _reduce_gradients(self) -> None:
         due = [(name, param) for name, param in self.params.items() if self._is_due(param)]
         # Noted before anything is sent: sending gives unused parameters a gradient too, of -0.
         used = {name for name, param in due if param.grad is not None}

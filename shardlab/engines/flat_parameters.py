@@ -70,7 +70,7 @@ class FlatParameters:
         pending: list[Pending] = []
         for bucket in due:
             flat, tag = self.flat[bucket.index], f"parameters of bucket {bucket.index}"
-            pending.append(self.comm.all_gather(flat, self._own_part(bucket), bounds=bucket.layout.bounds, tag=tag))
+            pending.append(self.comm.all_gather(flat, self._master_chunk(bucket), bounds=bucket.layout.bounds, tag=tag))
         wait_all(pending)
         # The parameters were written through the buffers, unseen by autograd. With a new version it refuses a backward
         # that saved the old values; without one it would compute with the new ones.
@@ -91,7 +91,7 @@ class FlatParameters:
         if not self._is_step_gathered:
             self.gather(is_due)
         elif self.are_written:
-            # All of it: a rank of which a bucket holds nothing may not have written there.
+            # Every bucket: a rank that has nothing of one cannot see that others have written there.
             self.gather(lambda _: True)
         self._is_step_gathered = True
 
@@ -135,7 +135,7 @@ class FlatParameters:
         if self._is_moved(bucket):
             return True
         # One process alone writes into the parameters themselves, unless these are rounded copies.
-        is_in_place = self.comm.num_ranks == 1 and self._own_part(bucket) is None
+        is_in_place = self.comm.num_ranks == 1 and self._master_chunk(bucket) is None
         return not is_in_place and self._sum_of_versions(bucket) != self._gathered_versions[bucket.index]
 
     def _note_gathered(self) -> None:
@@ -258,7 +258,7 @@ class FlatParameters:
 
     def _stepped(self, bucket: Bucket) -> tuple[Tensor, int]:
         """What the pieces are slices of, and the place in the layout at which it begins."""
-        chunk = self._own_part(bucket)
+        chunk = self._master_chunk(bucket)
         # Without masters the piece is a view of the parameter, so that a step needs no copy back.
         return (self.flat[bucket.index], 0) if chunk is None else (chunk, bucket.own_chunk.start)
 
@@ -271,6 +271,6 @@ class FlatParameters:
         bucket.show(flat)
         return flat
 
-    def _own_part(self, bucket: Bucket) -> Tensor | None:  # noqa: ARG002
-        """What this rank steps of a bucket, [chunk]; None if it is the slice of the flat buffer itself."""
+    def _master_chunk(self, bucket: Bucket) -> Tensor | None:  # noqa: ARG002
+        """The master weights that this rank steps, [chunk]; None if it steps its chunk of the flat buffer itself."""
         return None

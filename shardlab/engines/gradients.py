@@ -79,7 +79,7 @@ class Gradients:
         self._were_trainable: set[nn.Parameter] = set()  # in a backward since zero_grad(); may be frozen by now
         # Gradients that the user may not change in place, and their versions: what no_sync() has left, means of slices.
         self._guarded: dict[nn.Parameter, tuple[TensorWeakRef, int]] = {}
-        self._has_means_elsewhere = False  # means of an earlier backward are at the pieces, and sums are added to them
+        self._pieces_have_means = False  # means of an earlier backward are at the pieces, and sums are added to them
         self.num_backwards = 0  # begun so far
         self._backward_watch = BackwardWatch(
             self.params, self._try_to_begin, self._enter_backward, self._on_gradient, self._end_backward
@@ -101,7 +101,7 @@ class Gradients:
             except BaseException:
                 # Send nothing here: the other ranks may have raised elsewhere, and would never join the collective.
                 self._has_failed |= self._sync
-                self._leave_backward()
+                self._clean_up_backward()
                 if not self._sync:
                     self._note_local()
                 raise
@@ -133,7 +133,7 @@ class Gradients:
         self._refuse_after_failure()
         self._refuse_changes(others_wait=not self._are_means)
         if not self._are_means:
-            self._finish_gradients()
+            self._reduce_gradients()
             self._are_means = True
             self._forget_guarded()
             self.guard_slices()
@@ -148,7 +148,7 @@ class Gradients:
         for name in self.slices.keys() & self.params.keys():  # tied weights are slices under each of their names
             param = self.params[name]
             # Those that the user sees. Where means go elsewhere, a placeholder stands here and refuses by itself.
-            if self.slices[name].num_ranks > 1 and not self._means_go_elsewhere(name):
+            if self.slices[name].num_ranks > 1 and not self._mean_is_at_piece(name):
                 self._guard(param)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -173,20 +173,20 @@ class Gradients:
                 tensor.grad.zero_()
         self.guard_slices()
 
-    def _finish_gradients(self) -> None:
-        """Make the gradients means over the data axes. All ranks call it equally often; for one process do nothing."""
+    def _reduce_gradients(self) -> None:
+        """The strategy's reduction to means over the data axes; called equally often on all ranks."""
 
     def _forget_gradients(self) -> None:
         for param in self.params.values():
             param.grad = None
         self._were_trainable.clear()
-        self._are_means = self._has_means_elsewhere = False
+        self._are_means = self._pieces_have_means = False
         self._forget_guarded()
 
-    def _try_to_begin(self, first: nn.Parameter | None) -> None:
-        if first is not None:
+    def _try_to_begin(self, first_param: nn.Parameter | None) -> None:
+        if first_param is not None:
             # Nobody saw this plain backward begin, and autograd has changed the first gradient itself.
-            self._guarded.pop(first, None)
+            self._guarded.pop(first_param, None)
         # If the previous backward raised, what is overwritten here still says whether it was inside no_sync().
         self._notice_failure()
         self._began_in_sync = None
@@ -202,7 +202,7 @@ class Gradients:
         self.num_backwards += 1
         # A step without a backward finishes gradients too, and leaves no means.
         were_means = self._are_means and bool(self._were_trainable)
-        self._has_means_elsewhere |= were_means and any(map(self._means_go_elsewhere, self.params))
+        self._pieces_have_means |= were_means and any(map(self._mean_is_at_piece, self.params))
         # Noted on every rank: a parameter frozen before the reduction still has a gradient to send, here or elsewhere.
         self._were_trainable.update(param for param in self.params.values() if param.requires_grad)
         self._are_means = False
@@ -230,12 +230,12 @@ class Gradients:
             if self._sync:
                 self.finish_gradients()
         finally:
-            self._leave_backward()  # after an error too, or the next forward would count as one inside this backward
+            self._clean_up_backward()  # after an error too, or the next forward would count as one inside this backward
         if not self._sync:
             self._note_local()
 
-    def _leave_backward(self) -> None:
-        """A backward has ended or raised; communicates nothing."""
+    def _clean_up_backward(self) -> None:
+        """Undo what a backward needed, after its end or an error; communicates nothing."""
         return
 
     def _note_local(self) -> None:
@@ -244,7 +244,7 @@ class Gradients:
         several = any(comm.num_ranks > 1 for comm in self.comms)
         for name, param in self.params.items():
             # One process alone may change its sums, which are the means, unless earlier means lie elsewhere.
-            if several or self._means_go_elsewhere(name):
+            if several or self._mean_is_at_piece(name):
                 self._guard(param)
 
     def _guard(self, param: nn.Parameter) -> None:
@@ -265,7 +265,7 @@ class Gradients:
         for param, (reference, version) in self._guarded.items():
             gradient = param.grad
             if gradient is None or gradient is not reference():
-                if not self._has_means_elsewhere:
+                if not self._pieces_have_means:
                     continue
                 what = _REPLACED_SUM
             elif gradient._version == version:
@@ -279,7 +279,7 @@ class Gradients:
         """Find out whether a plain ``loss.backward()`` raised."""
         if self._backward_watch.take_unended():
             self._has_failed |= self._began_in_sync is True
-            self._leave_backward()
+            self._clean_up_backward()
             if self._began_in_sync is False:
                 self._note_local()
 
@@ -299,11 +299,11 @@ class Gradients:
         fillers = {name: self._filler(name) for name, param in self.params.items() if param.requires_grad}
         for name, filler in fillers.items():
             self.params[name].grad = filler
-        self._finish_gradients()
+        self._reduce_gradients()
         for name, filler in fillers.items():
             param = self.params[name]
             # Where means go elsewhere, a filler that is still here was not sent: its bucket had been sent before.
-            if self._means_go_elsewhere(name) and param.grad is filler:
+            if self._mean_is_at_piece(name) and param.grad is filler:
                 param.grad = None
         # Else ``finish_gradients()``, which ``zero_grad(set_to_none=False)`` calls next, would refuse, or send again.
         self._are_means, self._has_failed = True, False
@@ -312,11 +312,11 @@ class Gradients:
     def _filler(self, name: str) -> Tensor:
         """A gradient of NaN; where it is only read, of one element for all, since memory may be what has run out."""
         param = self.params[name]
-        if self._means_go_elsewhere(name):
+        if self._mean_is_at_piece(name):
             return torch.full((), torch.nan, dtype=param.dtype, device=param.device).expand(param.shape)
         return torch.full_like(param, torch.nan)
 
-    def _means_go_elsewhere(self, name: str) -> bool:
+    def _mean_is_at_piece(self, name: str) -> bool:
         """Whether the mean is not ``param.grad``, but the gradient of the piece that this rank steps."""
         return self._step_tensors.by_name(name) is not self.params[name]
 

@@ -43,7 +43,7 @@ def reshard_all(members: Iterable[Resharded]) -> None:
 class HeldParameters(GatheredParameters):
     """Adds to ``GatheredParameters`` what the user does with them and with their pieces."""
 
-    # Defaults of the class, since the base's constructor already calls methods that read them.
+    # Defaults of the class, so that no constructor is needed.
     held_by_hand = False  # gathered by the user, who will reshard it
     num_holders = 0  # open full_params(), which show parameters in their stored dtype
     _piece_versions: Mapping[str, int] = MappingProxyType({})  # of the pieces, when their values were last known
@@ -108,7 +108,7 @@ class HeldParameters(GatheredParameters):
             lost = self._written_to() if self.state is BucketState.UNSHARDED else []
             self.free()  # and not reshard: changes that are not kept may be lost here
             self._shows_copy = False
-            self.values_changed(lost)  # back: a graph made since the change must not compute with what was before it
+            self.values_changed(lost)  # back to the shard's: a graph that was made with the changed ones is refused
             if self.held_by_hand:
                 self.unshard()
 

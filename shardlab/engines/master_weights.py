@@ -212,7 +212,7 @@ class MasterWeights(FlatParameters):
         return rounded
 
     @override
-    def _own_part(self, bucket: Bucket) -> Tensor | None:
+    def _master_chunk(self, bucket: Bucket) -> Tensor | None:
         return self._masters[bucket.index]
 
     def _master(self, index: int) -> Tensor:

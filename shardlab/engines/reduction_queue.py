@@ -6,6 +6,7 @@ that this rank's backward did not reach are sent when the backward has ended. So
 even if they used different parameters.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -47,7 +48,7 @@ class ReductionQueue(Generic[Member]):
 
     def reset(self) -> None:
         """Go back to before the backward, when everything is still to send."""
-        self._to_send: list[Member] | None = None
+        self._to_send: deque[Member] | None = None
         self._missing: dict[Member, set[nn.Parameter]] = {}
         self._in_parts: set[Member] = set()
         self._sent: set[Member] = set()
@@ -87,24 +88,24 @@ class ReductionQueue(Generic[Member]):
         left = self._left()
         # One that is complete waits behind one that is not: another rank may complete them the other way round, and
         # two ranks that send different collectives wait for each other for ever.
-        while left and not self._missing[left[-1]] and left[-1] not in self._in_parts:
-            self._send_last(left)
+        while left and not self._missing[left[0]] and left[0] not in self._in_parts:
+            self._send_next(left)
 
     def send_rest(self) -> None:
         """The backward has ended: send everything that has not been sent."""
         left = self._left()
         while left:
-            self._send_last(left)
+            self._send_next(left)
 
-    def _left(self) -> list[Member]:
-        """What has not been sent; the next one is the last."""
+    def _left(self) -> deque[Member]:
+        """What has not been sent, the next one first."""
         if self._to_send is None:
             # Asked only now: a rank that called no backward joins what the others send, and in their order.
-            self._to_send = list(reversed(self._in_order()))
+            self._to_send = deque(self._in_order())
         return self._to_send
 
-    def _send_last(self, left: list[Member]) -> None:
-        member = left.pop()
+    def _send_next(self, left: deque[Member]) -> None:
+        member = left.popleft()
         self._sent.add(member)
         # Skip only what no rank has a gradient for: what has arrived on this rank must not decide.
         if any(self._is_due(param) for param in member.params):

@@ -22,7 +22,7 @@ from shardlab.vocabulary import Role
 class ShardedBucket(HeldParameters):
     """Adds to ``HeldParameters`` the reduction of their gradients."""
 
-    # Defaults of the class, since the base's constructor already calls methods that read them.
+    # Defaults of the class, so that no constructor is needed.
     gradient_shard: Tensor | None = None  # [chunk], means
     _reducing: tuple[Tensor, Tensor, Pending] | None = None
     _unused: Set[str] = frozenset()

@@ -28,17 +28,17 @@ class ShardedEngine(MixedPrecision):
     buckets: Sequence[ShardedBucket]
     _num_keeping: int  # open full_params(keep_changes=True)
     _placeholders: PlaceholderGradients | None = None
-    """Stand-ins at ``param.grad`` while the means are the ``.grad`` of the pieces; None until there are any."""
+    """At ``param.grad`` while the means are the ``.grad`` of the pieces; None until there are any."""
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the base."""
         output = super().__call__(*args, **kwargs)
-        self._place_gradients()  # some units stay gathered until a backward, which may not come
+        self._put_placeholders()  # some units stay gathered until a backward, which may not come
         return output
 
-    def _place_gradients(self) -> None:
-        """Put stand-ins at ``param.grad``, where torch's clipping would find None.
+    def _put_placeholders(self) -> None:
+        """Put placeholders at ``param.grad``, where torch's clipping would find None.
 
         Also of what is not gathered: the user may have a list of the parameters from before the engine.
         """
@@ -54,7 +54,7 @@ class ShardedEngine(MixedPrecision):
             self._placeholders = self._placeholders or PlaceholderGradients(self.params)
             self._placeholders.place(names)
 
-    def _take_gradients_away(self, *, checked: bool = True) -> None:
+    def _take_placeholders_away(self, *, checked: bool = True) -> None:
         if self._placeholders is not None:
             if checked:
                 self._placeholders.check()
@@ -65,20 +65,20 @@ class ShardedEngine(MixedPrecision):
         for bucket in self.buckets:
             bucket.take_assigned()
             bucket.follow_pieces()
-        self._take_gradients_away()
+        self._take_placeholders_away()
         super()._begin_backward()
 
     @override
     def finish_gradients(self) -> None:
         """As the base."""
         if not self._are_means:
-            self._take_gradients_away()
+            self._take_placeholders_away()
         super().finish_gradients()
-        self._place_gradients()
+        self._put_placeholders()
 
     @override
     def _forget_gradients(self) -> None:
-        self._take_gradients_away(checked=False)
+        self._take_placeholders_away(checked=False)
         super()._forget_gradients()
         for bucket in self.buckets:
             # First: of FSDP's a reduction may be under way, whose means would arrive after they were cleared.
@@ -169,7 +169,7 @@ class ShardedEngine(MixedPrecision):
                 bucket.hold(as_copy=as_copies)  # a gather may fail, and then those before it must not stay held
                 held.append(bucket)
             self._note_stored_params()
-            self._place_gradients()
+            self._put_placeholders()
             yield self.module
             # Not after an error: half of a change must not reach the shards. Nor after close(), when none train.
             if keep_changes and not self._is_closed:
@@ -178,7 +178,7 @@ class ShardedEngine(MixedPrecision):
             self._num_keeping -= keep_changes
             for bucket in held:
                 bucket.let_go()
-            self._place_gradients()
+            self._put_placeholders()
 
     def _keep_changes(self) -> None:
         for bucket in self.buckets:
@@ -262,7 +262,7 @@ class ShardedEngine(MixedPrecision):
     @override
     def _give_back(self) -> None:
         """Put the full parameters back into the module; collective."""
-        self._take_gradients_away(checked=False)
+        self._take_placeholders_away(checked=False)
         for bucket in self.buckets:
             bucket.drop_gradients()
             bucket.give_back()

@@ -125,7 +125,7 @@ class SteppedInPieces(MixedPrecision):
     def save(self, directory: str | Path, *, extra: Any = None, **objects: Stateful) -> None:
         """As the base; the master weights, if there are any."""
         self._refuse_ungathered()
-        self._update_masters()
+        self._take_or_refuse_writes()
         super().save(directory, extra=extra, **objects)
 
     @override
@@ -193,9 +193,9 @@ class SteppedInPieces(MixedPrecision):
             bucket.drop(slot)
 
     @override
-    def _finish_gradients(self) -> None:
+    def _reduce_gradients(self) -> None:
         self._placeholders.take_away()
-        super()._finish_gradients()
+        super()._reduce_gradients()
         # Last: until everything is sent, whatever is at ``.grad`` counts as a gradient.
         self._placeholders.place(self.params)
 
@@ -247,7 +247,7 @@ class SteppedInPieces(MixedPrecision):
     def take_changes(self) -> None:
         """As the base: the step reads the master weights, and the gather after it overwrites the parameters."""
         self._check_placeholders()
-        self._update_masters()
+        self._take_or_refuse_writes()
         self.flat_params.begin_step()
 
     @override
@@ -258,7 +258,7 @@ class SteppedInPieces(MixedPrecision):
         if any(group.get("fused") for group in self.optimizer.param_groups):
             increment_version([piece for name, piece in self._step_tensors.items() if self._is_due(self.params[name])])
 
-    def _update_masters(self) -> None:
+    def _take_or_refuse_writes(self) -> None:
         """Before they are stepped or saved: take over what the user has written, or refuse it."""
         self.flat_params.take_replaced()
         if self._masters is not None:

@@ -84,7 +84,7 @@ class ZeRO3(ShardedEngine):
             if tensor.grad_fn is not None:
                 # For a plain loss.backward(): all ranks gather everything, so it does not matter what each has used.
                 # Behind the hook of the watch, so that a backward that is refused has gathered nothing. (With a
-                # precision the watch follows what the output was cast from, and is second.)
+                # precision, this one is at the cast output and runs first: a refused backward has gathered.)
                 tensor.register_hook(lambda _: self.unshard_params())
         return output
 
@@ -117,7 +117,7 @@ class ZeRO3(ShardedEngine):
         return [bucket(index, layout) for index, layout in enumerate(layouts)]
 
     @override
-    def _finish_gradients(self) -> None:
+    def _reduce_gradients(self) -> None:
         try:
             self.reshard_params()  # first, so that no buffer of a reduction comes on top of the full parameters
         finally:  # also if that refuses a parameter that was written to: the other ranks wait for this one's gradients
@@ -130,7 +130,7 @@ class ZeRO3(ShardedEngine):
             self._are_means = True
 
     @override
-    def _leave_backward(self) -> None:
+    def _clean_up_backward(self) -> None:
         # For a plain backward inside no_sync() or one that raised; after a reduction they are resharded already.
         self.reshard_params()
 

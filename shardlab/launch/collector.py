@@ -8,8 +8,8 @@ from threading import Event
 from time import monotonic, perf_counter_ns
 
 from shardlab.comm.transports.shared_buffers import MismatchError
-from shardlab.launch.board import BoardRow, CallState, describe, mismatch
 from shardlab.launch.errors import RankDied, RankError, RankHang, describe_exit
+from shardlab.launch.hang_board import BoardRow, CallState, describe, mismatch
 from shardlab.launch.messages import Answer, Failure, Note, Payload, unpack
 from shardlab.launch.processes import RankProcess, RankProcesses
 from shardlab.launch.silence import Silence, is_stopped, stack_of, state_of

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shardlab.launch.board import BoardWriter
+from shardlab.launch.hang_board import BoardWriter
 from shardlab.launch.placement import Placement, TorchrunEnv, place, torchrun_env
 
 

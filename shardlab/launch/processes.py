@@ -19,7 +19,7 @@ from time import monotonic
 import psutil
 
 from shardlab.launch import forkserver, worker
-from shardlab.launch.board import Board
+from shardlab.launch.hang_board import Board
 from shardlab.launch.messages import Stop, Task
 from shardlab.launch.output import RankOutput
 from shardlab.launch.placement import Placement

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from shardlab.comm import become_rank, end_retired, leave_group
 from shardlab.launch import context, isolation
-from shardlab.launch.board import BoardWriter
+from shardlab.launch.hang_board import BoardWriter
 from shardlab.launch.messages import Answer, Failure, Note, Payload, Stop, Task, pack, unpack
 from shardlab.launch.placement import Placement
 from shardlab.launch.silence import answer_with_stack

@@ -13,7 +13,7 @@ from shardlab.comm.events import CollectiveEvent, Pending
 from shardlab.comm.queues import StreamQueue
 from shardlab.comm.streams import mark
 from shardlab.comm.transports.nccl import NcclTransport
-from shardlab.launch.board import Board, BoardWriter, CallState
+from shardlab.launch.hang_board import Board, BoardWriter, CallState
 from shardlab.trace import clock
 from shardlab.trace.clock import StreamClock
 from shardlab.trace.recorder import Recorder

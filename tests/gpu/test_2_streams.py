@@ -12,7 +12,7 @@ from shardlab.comm.queues import StreamQueue
 from shardlab.comm.streams import CUDA, mark
 from shardlab.comm.torch_engine_groups import TorchGroup
 from shardlab.comm.transports.nccl import NcclTransport, require_signed_zeros
-from shardlab.launch.board import Board, BoardWriter, CallState
+from shardlab.launch.hang_board import Board, BoardWriter, CallState
 from shardlab.trace.clock import StreamClock
 from shardlab.trace.recorder import Recorder
 from shardlab.trace.store import RunWriter, load_run, write_manifest

@@ -138,7 +138,7 @@ class FSDP(OffloadedEngine):
         held.unshard()
         # Only once it is there: a gather that raised must not leave the unit held.
         held.set_held(True)
-        self._place_gradients()
+        self._put_placeholders()
 
     def reshard(self, unit: str) -> None:
         """Reshard a unit that was gathered by hand."""
@@ -146,7 +146,7 @@ class FSDP(OffloadedEngine):
         # First, since a unit that is held is not resharded.
         held.set_held(False)
         held.reshard()
-        self._place_gradients()
+        self._put_placeholders()
 
     @override
     def _data_axes(self) -> tuple[Communicator, ...]:
@@ -184,13 +184,13 @@ class FSDP(OffloadedEngine):
         super()._end_backward()
 
     @override
-    def _leave_backward(self) -> None:
+    def _clean_up_backward(self) -> None:
         self._schedule.end_backward()
 
     @override
-    def _finish_gradients(self) -> None:
+    def _reduce_gradients(self) -> None:
         self._schedule.finish()
-        super()._finish_gradients()
+        super()._reduce_gradients()
 
     def _unit(self, name: str) -> Unit:
         for unit in self.units:

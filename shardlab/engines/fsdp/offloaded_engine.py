@@ -41,8 +41,8 @@ class OffloadedEngine(ShardedEngine):
             all_or_none(self.comms, self.mesh.device, lambda: check_host_memory(num_bytes // num_shards, num_ranks))
 
     @override
-    def _finish_gradients(self) -> None:
-        super()._finish_gradients()
+    def _reduce_gradients(self) -> None:
+        super()._reduce_gradients()
         if OFFLOADS[self.offload].gradients_and_state:
             wait_for_copies(self.mesh.device)  # once, for the means of all buckets
             for bucket in self.buckets:

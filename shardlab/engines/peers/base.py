@@ -84,7 +84,7 @@ class Peer(Engine):
         return {name: None if param.grad is None else param.grad.clone() for name, param in self.params.items()}
 
     @override
-    def _finish_gradients(self) -> None:
+    def _reduce_gradients(self) -> None:
         """The gradients are already means, and torch's C++ code has waited for them: record when it did."""
         if isinstance(self._group, TorchGroup):
             self._group.end_waits()

@@ -115,8 +115,8 @@ class TorchDDP(Peer):
         return self._ddp(*args, **kwargs)
 
     @override
-    def _finish_gradients(self) -> None:
-        super()._finish_gradients()
+    def _reduce_gradients(self) -> None:
+        super()._reduce_gradients()
         for param in self.params.values():
             if param.grad is not None:
                 self._buckets.add(param.grad.untyped_storage())

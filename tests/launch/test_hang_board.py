@@ -3,7 +3,7 @@
 from time import perf_counter_ns
 
 from shardlab.comm.events import CollectiveEvent, Observer
-from shardlab.launch.board import Board, BoardWriter, CallState, describe, mismatch
+from shardlab.launch.hang_board import Board, BoardWriter, CallState, describe, mismatch
 from shardlab.launch.stack import SeenCall
 from shardlab.vocabulary import Collective
 
