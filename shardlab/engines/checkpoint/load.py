@@ -1,8 +1,8 @@
 """Continuing from a checkpoint, whatever strategy and number of ranks wrote it: ``engine.load(directory)``.
 
-A rank reads the element ranges it needs and nothing else. Before the first tensor changes, all ranks have checked what
-the checkpoint must have in common with the engine (names, shapes, dtypes, the class of optimizer), and that its files
-are as they were written (``verify``); the error names the first difference.
+A rank reads the element ranges it needs and nothing else (``element_ranges`` recuts what was saved). Before the first
+tensor changes, all ranks have checked what the checkpoint must have in common with the engine (names, shapes, dtypes,
+the class of optimizer), and that its files are as they were written (``verify``); the error names the first difference.
 
 Bytes read per rank for P fp32 parameters with Adam: ZeRO-3 and FSDP 12P/N, ZeRO-1 and ZeRO-2 4P + 8P/N, the others 12P;
 before that 12P/N for the checksums. The wire carries only a few words.
