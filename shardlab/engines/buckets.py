@@ -1,10 +1,10 @@
 """Parameters that travel together: their layout, and a flat buffer whose slots are their gradients.
 
-While gradients only accumulate (``no_sync()``), ``param.grad`` is a view of its slot, and autograd adds the next
-micro-batch to it in place. A gradient that will be sent is *sealed*: multiplied by 1/N on its way into the slot, so
-that the sum over N ranks is the mean without another pass over the buffer (with a ``precision``, sums are divided
-after the cast to the master's dtype). Its parameter then has no ``.grad``, so that autograd cannot write into a buffer
-that is being sent. After an all-reduce the slots are the parameters' ``.grad``.
+While gradients only accumulate (``no_sync()``), ``param.grad`` is a view of its slot, and autograd adds the next micro-
+batch to it in place. A gradient that will be sent is *sealed*: multiplied by 1/N on its way into the slot, so that the
+sum over N ranks is the mean without another pass over the buffer (with a ``precision``, sums are divided after the cast
+to the master's dtype). Its parameter then has no ``.grad``, so that autograd cannot write into a buffer that is being
+sent. After an all-reduce the slots are the parameters' ``.grad``. (Of ZeRO-3 and FSDP see ``sharded_bucket.py``.)
 """
 
 from collections.abc import Mapping, Sequence

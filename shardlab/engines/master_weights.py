@@ -1,7 +1,8 @@
-"""Master weights: the flat buffers are rounded, and each rank steps its chunk of each unrounded.
+"""Master weights of ZeRO-1 and 2: the flat buffers are rounded, and each rank steps its chunk of each unrounded.
 
 After the step the chunk is rounded into its place and the chunks of all ranks are gathered, so that the wire carries 16
 bits too. While the user holds the full parameters, the master weights are gathered and shown in place of the rounded.
+(In ZeRO-3 and FSDP the shards themselves are the master weights.)
 """
 
 import contextlib

@@ -3,7 +3,8 @@
 A member of the queue (a bucket, or a unit of FSDP) is complete when every trainable parameter in it has a gradient. It
 is sent when it and all members before it are complete and nothing more can be added to them in this backward; members
 that this rank's backward did not reach are sent when the backward has ended. So all ranks send the same collectives,
-even if they used different parameters.
+even if they used different parameters. The order itself is that of the buckets (``partition/buckets.py``), or of FSDP's
+gathers (``fsdp/order.py``).
 """
 
 from collections import deque

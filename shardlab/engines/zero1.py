@@ -1,8 +1,9 @@
 """ZeRO-1: the optimizer state is sharded; parameters and gradients are whole on every rank.
 
-What differs from ``bucketed``: the verb. A bucket is reduce-scattered instead of all-reduced, so each rank receives
-the mean of its own chunk only. It steps that chunk, keeps optimizer state for it alone, and all-gathers the parameters
-after the step. An all-reduce is a reduce-scatter and an all-gather, so the wire carries the same 2P(N-1)/N elements.
+What differs from ``bucketed``: the verb. A bucket is reduce-scattered instead of all-reduced, so each rank receives the
+mean of its own chunk only. It steps that chunk, keeps optimizer state for it alone, and all-gathers the parameters
+after the step (``flat_parameters.py``). An all-reduce is a reduce-scatter and an all-gather, so the wire carries the
+same 2P(N-1)/N elements.
 
 Per rank for P fp32 parameters with Adam: 4P parameters, 4P gradients, 8P/N state (P with the padding of each bucket to
 a multiple of N). The chunk is reduced inside the bucket, where it is a slice; the rest of the bucket then holds this

@@ -1,4 +1,4 @@
-"""The board: one small slot of shared memory per rank that says which collective the rank is in.
+"""The hang board: a slot of shared memory per rank that says which collective the rank is in, and the table of them.
 
 A rank writes its slot when a collective is issued and when it is completed; the parent can read all slots at any time,
 also when a rank hangs or is dead. Of several collectives in flight the slot shows the oldest, since all others wait

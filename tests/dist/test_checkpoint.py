@@ -25,7 +25,7 @@ from shardlab.engines.checkpoint import save as save_module
 from shardlab.engines.checkpoint import directory as directory_module
 from shardlab.engines.checkpoint import gather as gather_module
 from shardlab.engines.checkpoint.manifest import decode, encode
-from shardlab.engines.checkpoint.element_ranges import ShardFiles
+from shardlab.engines.checkpoint.shard_files import ShardFiles
 from shardlab.engines.checkpoint.manifest import read_manifest
 from shardlab.engines.grad_scaler import GradScaler
 from shardlab.launch.errors import RankDied

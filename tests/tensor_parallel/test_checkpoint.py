@@ -7,7 +7,7 @@ import torch
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
-from shardlab.engines.checkpoint.element_ranges import IndexRanges
+from shardlab.engines.checkpoint.shard_files import IndexRanges
 from shardlab.models import GPT, GPTConfig, next_token_loss
 from shardlab.partition.slices import even_slice, parts_slice
 from shardlab.tensor_parallel import Column, Row, Vocabulary, gpt_plan, parallelize_module

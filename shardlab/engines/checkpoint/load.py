@@ -1,6 +1,6 @@
 """Continuing from a checkpoint, whatever strategy and number of ranks wrote it: ``engine.load(directory)``.
 
-A rank reads the element ranges it needs and nothing else (``element_ranges`` recuts what was saved). Before the first
+A rank reads the element ranges it needs and nothing else (``shard_files`` recuts what was saved). Before the first
 tensor changes, all ranks have checked what the checkpoint must have in common with the engine (names, shapes, dtypes,
 the class of optimizer), and that its files are as they were written (``verify``); the error names the first difference.
 
@@ -19,11 +19,11 @@ from torch import Tensor
 
 from shardlab.engines.agreement import all_or_none, number_among, share_texts
 from shardlab.engines.checkpoint.directory import identity, reading
-from shardlab.engines.checkpoint.element_ranges import ShardFiles
 from shardlab.engines.checkpoint.manifest import Manifest, read_manifest
 from shardlab.engines.checkpoint.optimizer_state import check_state_shape, install_state, named_groups
 from shardlab.engines.checkpoint.rng import check_rng_state, set_rng_state
 from shardlab.engines.checkpoint.save import check_mesh
+from shardlab.engines.checkpoint.shard_files import ShardFiles
 from shardlab.engines.checkpoint.shards import Kind, described, persistent_buffers, whole_shape_of, with_extra_state
 from shardlab.engines.checkpoint.verify import check_files, check_manifest, check_present
 from shardlab.engines.state import Checkpointed, Stateful

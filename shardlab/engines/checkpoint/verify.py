@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from shardlab.engines.checkpoint.directory import checksum
-from shardlab.engines.checkpoint.element_ranges import IndexRanges, ShardFiles
 from shardlab.engines.checkpoint.manifest import Manifest, Row
+from shardlab.engines.checkpoint.shard_files import IndexRanges, ShardFiles
 from shardlab.engines.checkpoint.shards import Kind
 
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")

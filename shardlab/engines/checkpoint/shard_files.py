@@ -3,7 +3,7 @@
 A file holds a stretch of a flattened parameter or, of a tensor-parallel model, of a slice of one. A rank that loads may
 need a stretch of another slice, or of the whole. So a checkpoint can be loaded at another tensor-parallel size: places
 in the slice that is wanted are turned into places in the full parameter, and those into places in the slice that was
-saved.
+saved. Slices themselves are in ``partition/slices.py``.
 """
 
 from collections.abc import Sequence
