@@ -37,10 +37,11 @@ def materialize(
 ) -> bool:
     """Make those of ``names`` that are on the meta device, in ``params`` and in the module; whether there were any.
 
+    Each new parameter has the class and the attributes of the one that it replaces.
     ``init_fn`` is called for every module that holds one of them itself, with its name; it runs without gradients.
     """
     meta = {params[name]: name for name in names if params[name].is_meta}
-    made = {old: nn.Parameter(torch.empty_like(old, device=device), old.requires_grad) for old in meta}
+    made = {old: _with_memory(old, device) for old in meta}
     owners = {}
     for owner_name, owner in root.named_modules():
         for attribute, held in owner._parameters.items():
@@ -53,3 +54,11 @@ def materialize(
         for owner_name, owner in owners.items():
             init_fn(owner_name, owner)
     return bool(meta)
+
+
+def _with_memory(param: nn.Parameter, device: torch.device) -> nn.Parameter:
+    # As ``nn.Parameter`` itself does: a class derived from it may have a constructor of its own.
+    data = torch.empty_like(param.data, device=device)
+    made: nn.Parameter = torch.Tensor._make_subclass(type(param), data, param.requires_grad)
+    vars(made).update(vars(param))
+    return made

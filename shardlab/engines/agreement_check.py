@@ -139,9 +139,11 @@ def _named(ranks: Sequence[int]) -> str:
 def _drifted(tensor_ranks: Sequence[Did]) -> list[str]:
     """The whole parameters that differ between the tensor ranks of one data rank by more than rounding."""
     drifted = []
-    for name, (size, rounding) in tensor_ranks[0].whole.items():
+    # Those that know: a rank whose pieces were written to, and are not gathered yet, has no whole ones.
+    known = [each.whole for each in tensor_ranks if each.whole]
+    for name, (size, rounding) in known[0].items() if known else ():
         # One by one: beside a large embedding, the drift of a norm would be rounding.
-        sizes = [each.whole[name][0] for each in tensor_ranks]
+        sizes = [whole[name][0] for whole in known]
         are_close = all(math.isclose(other, size, rel_tol=rounding) for other in sizes)
         if not are_close and not all(map(math.isnan, sizes)):
             drifted.append(name)

@@ -82,6 +82,7 @@ class Engine(Stepping, EngineState):
             [*(param for param in self.params.values() if not param.is_meta), *model.buffers()],
             "parameters and buffers from rank 0",
         )
+        self._given_params = dict(self.params)
         self._step_tensors = self._prepare()
         self.optimizer = self._make_optimizer(optimizer_fn)
         self._note_groups()

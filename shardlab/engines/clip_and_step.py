@@ -16,7 +16,7 @@ from math import inf, nan
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from shardlab.comm import BaseMesh, Communicator
@@ -45,6 +45,8 @@ class Stepping(Holdings, Gradients):
     """Whether no piece begins or ends inside a row."""
     _steps_pieces = False
     """Whether the optimizer is given pieces of parameters instead of the module's own."""
+    _given_params: dict[str, nn.Parameter]
+    """The module's when the engine was built, before any were allocated."""
     _claim: Claim
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -175,10 +177,16 @@ class Stepping(Holdings, Gradients):
             groups_of_own = self._groups_of_own if self._steps_pieces else None
             return Stepped(self.step_tensors(), shapes, self.step_tensors()[0].device, groups_of_own)
 
-    def _groups_of_own(self, optimizer_fn: OptimizerFn) -> list[list[str]] | None:
-        """The names in each group that the user's function makes of the module's own parameters, see ``groups_of``."""
+    def _groups_of_own(self, optimizer_fn: OptimizerFn) -> list[list[list[str]]]:
+        """The names in each group that the user's function makes of the module's own parameters, see ``groups_of``.
+
+        Of those that the engine was given, too, if it has allocated others: the user may know them by identity.
+        """
         with self._own_params():
-            return groups_of(optimizer_fn, self.params, self._step_tensors)
+            found = [groups_of(optimizer_fn, self.params, self._step_tensors)]
+        if any(param is not self.params[name] for name, param in self._given_params.items()):
+            found.append(groups_of(optimizer_fn, self._given_params, self._step_tensors))
+        return [groups for groups in found if groups is not None]
 
     def _own_params(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the module has its parameters, if perhaps not their values."""

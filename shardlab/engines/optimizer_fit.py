@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
@@ -68,26 +68,24 @@ def fitting_optimizer(make: OptimizerFn, stepped: Stepped, cut: Cut) -> torch.op
             ``make`` refuses pieces and takes whole parameters.
         Exception: otherwise whatever ``make`` raises.
     """
-    stepped.tensors.are_seen = False
     try:
-        optimizer = make(stepped.tensors)
+        with stepped.tensors.choosing() as choice:
+            optimizer = make(stepped.tensors)
     except Exception as error:  # a user's class may raise anything
         if cut.goes_through and (kind := _made_of_whole(make, stepped)) is not None:
             raise _cuts_through(kind, by_rows=cut.by_rows) from error
-        if stepped.groups_of_own is not None and stepped.groups_of_own(make) is not None:
-            raise _chosen_among_pieces(cut) from error  # it found none of those that it was looking for
+        # Torch's own error if it found none of those that it was looking for.
+        if isinstance(error, ValueError) and stepped.groups_of_own is not None and stepped.groups_of_own(make):
+            raise _chosen_among_pieces(cut) from error
         raise
-    # Else what they are decided nothing: all were taken, or some by their names.
-    has_chosen = stepped.tensors.are_seen and (stepped.groups_of_own is not None or cut.num_ranks > 1)
     check_optimizer(optimizer, stepped.tensors)
     if cut.num_ranks > 1:
         _check_cut(optimizer, stepped, cut)
-    if not has_chosen:
-        return optimizer
     groups = _names_by_group(optimizer, stepped.tensors)
+    if choice.is_by_name(groups) or (stepped.groups_of_own is None and cut.num_ranks == 1):
+        return optimizer
     del optimizer  # and its state, if it makes that at once
-    wanted = _groups_of_whole(make, stepped)
-    if wanted is not None and groups != wanted:
+    if any(groups != wanted for wanted in _groups_of_whole(make, stepped)):
         raise _chosen_among_pieces(cut)
     # Once more, so that whatever the user's function keeps is of the optimizer that steps.
     return make(stepped.tensors)
@@ -203,7 +201,8 @@ def _without_values(param: nn.Parameter, dtype: torch.dtype) -> Iterator[None]:
 class _WithoutMemory(TorchDispatchMode):
     """Inside, large new tensors are on the meta device: an optimizer may make its state, of all parameters.
 
-    Small ones are real, since a function may read what it computes, such as learning rates.
+    Small ones are real, since a function may read what it computes, such as learning rates. To write into what has no
+    values does nothing.
     """
 
     @override
@@ -217,21 +216,27 @@ class _WithoutMemory(TorchDispatchMode):
             made = func(*args, **{**kwargs, "device": "meta"})
             if made.numel() > _READABLE_NUMEL:
                 return made
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            first = func._schema.arguments[0].alias_info if args else None
+            if first is None or not first.is_write:
+                raise
+            return args[0] if isinstance(args[0], Tensor) else None  # a list of tensors: torch's foreach
 
 
-def _groups_of_whole(make: OptimizerFn, stepped: Stepped) -> list[list[str]] | None:
-    """The names in each group that ``make`` chooses from whole parameters; None if it fails with them.
+def _groups_of_whole(make: OptimizerFn, stepped: Stepped) -> list[list[list[str]]]:
+    """The names in each group that ``make`` chooses from whole parameters, for each kind of these that it takes.
 
-    From the module's own, or from stand-ins that only have their shapes.
+    They are the module's own, or stand-ins that only have their shapes.
     """
-    if stepped.groups_of_own is not None and (groups := stepped.groups_of_own(make)) is not None:
-        return groups
+    if stepped.groups_of_own is not None and (found := stepped.groups_of_own(make)):
+        return found
     for device in (torch.device("meta"), stepped.tensors[0].device):
         whole = _whole(stepped, device)
         with contextlib.suppress(Exception):  # torch refuses fused=True on the meta device
-            return _names_by_group(make(whole), whole)
-    return None  # what it does with tensors without memory says nothing
+            return [_names_by_group(make(whole), whole)]
+    return []  # what it does with tensors without memory says nothing
 
 
 def _chosen_among_pieces(cut: Cut) -> ValueError:

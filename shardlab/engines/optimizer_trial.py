@@ -56,13 +56,13 @@ class Stepped:
         shapes: of the whole parameters, by name.
         device: where the tensors are during a step.
         groups_of_own: the names in each group that the user's function makes of the module's own parameters, of which
-            ``tensors`` are pieces; None if they are not, and what it returns is None if the function fails with them.
+            ``tensors`` are pieces, once for each set of them with which it does not fail; None if they are not pieces.
     """
 
     tensors: StepTensors
     shapes: Mapping[str, tuple[int, ...]]
     device: torch.device
-    groups_of_own: Callable[[OptimizerFn], list[list[str]] | None] | None = None
+    groups_of_own: Callable[[OptimizerFn], list[list[list[str]]]] | None = None
 
 
 def flat_pieces(tensor: Tensor) -> Sequence[Tensor]:

@@ -12,14 +12,37 @@ shape), and is empty if this rank holds nothing of the parameter. So every rank 
 indices.
 """
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import overload
 
 import torch
 from torch import Tensor
 from typing_extensions import override
+
+
+@dataclass
+class Choice:
+    """By what a user has chosen tensors.
+
+    Attributes:
+        named: names of all tensors, and of those that ``where`` and slices have returned.
+        are_seen: whether anybody but a constructor of ``torch.optim`` has had single tensors.
+    """
+
+    named: list[list[str]]
+    are_seen: bool = False
+
+    def is_by_name(self, groups: Sequence[Sequence[str]]) -> bool:
+        """Whether all were taken, or some by their names, so that what they are can have decided nothing.
+
+        Args:
+            groups: the names in each of an optimizer's groups.
+        """
+        return not self.are_seen and all(list(group) in self.named for group in groups)
 
 
 class StepTensors(Sequence[Tensor]):
@@ -34,8 +57,6 @@ class StepTensors(Sequence[Tensor]):
     Attributes:
         are_behind: whether a backward inside ``no_sync()`` has left gradients that are not means yet; set only where
             ``chosen_from`` is None.
-        are_seen: whether anybody but a constructor of ``torch.optim`` has had a single one of them, by which he may
-            have chosen some; set only where ``chosen_from`` is None.
     """
 
     def __init__(
@@ -43,7 +64,8 @@ class StepTensors(Sequence[Tensor]):
     ) -> None:
         self._tensors, self.are_parts, self._chosen_from = dict(tensors), are_parts, chosen_from
         self._trains = [tensor.requires_grad for tensor in self._tensors.values()]
-        self.are_behind = self.are_seen = False
+        self.are_behind = False
+        self._choice: Choice | None = None
 
     @override
     def __iter__(self) -> Iterator[Tensor]:
@@ -76,6 +98,15 @@ class StepTensors(Sequence[Tensor]):
                 "engine.step_tensors(): gradients are not means yet, after a backward inside no_sync(); write "
                 "engine.clip_grad_norm_(max_norm), or engine.finish_gradients() before torch's clipping"
             )
+
+    @contextlib.contextmanager
+    def choosing(self) -> Iterator["Choice"]:
+        """Inside, a user's function chooses from these; what is yielded says by what."""
+        self._choice = Choice([list(self._tensors)])
+        try:
+            yield self._choice
+        finally:
+            self._choice = None
 
     def check_pieces(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
         """Refuse what is written to pieces, or to the optimizer, as if they were the parameters, and has no effect.
@@ -131,11 +162,19 @@ class StepTensors(Sequence[Tensor]):
         return list(self._tensors.values())[index]
 
     def _note_seen(self, by: FrameType | None = None) -> None:
-        if by is None or not by.f_globals.get("__name__", "").startswith("torch.optim."):
-            (self._chosen_from or self).are_seen = True
+        choice = (self._chosen_from or self)._choice
+        if choice is None:
+            return
+        # With itself among its variables: torch.optim may also run an iterator of the user's over it, such as a filter.
+        is_torchs = by is not None and by.f_globals.get("__name__", "").startswith("torch.optim.")
+        if by is None or not is_torchs or not any(value is self for value in by.f_locals.values()):
+            choice.are_seen = True
 
     def _chosen(self, tensors: Mapping[str, Tensor]) -> "StepTensors":
-        return StepTensors(tensors, are_parts=self.are_parts, chosen_from=self._chosen_from or self)
+        root = self._chosen_from or self
+        if root._choice is not None:
+            root._choice.named.append(list(tensors))
+        return StepTensors(tensors, are_parts=self.are_parts, chosen_from=root)
 
     @override
     def __len__(self) -> int:

@@ -135,6 +135,9 @@ def vocab_parallel_cross_entropy(
         terms.append(shifted.sum(-1))
     exp_sum, at_target, *rest = reduce(torch.stack(terms), comm, tag="sums of logits").unbind()
     if comm.num_ranks > 1:
+        # Of parts that are alike by chance, such as constant ones of which one is masked, no rank has just its share.
+        is_share = torch.isclose(exp_sum, comm.num_ranks * terms[0], rtol=64 * torch.finfo(exp_sum.dtype).eps, atol=0)
+        are_alike = are_alike & (is_share | ~counts).all()
         _refuse_whole(are_alike, exp_sum.detach(), targets, counts, logits.shape[-1], comm.num_ranks)
     losses = exp_sum.log() - (1 - label_smoothing) * at_target
     if rest:
@@ -174,7 +177,7 @@ def _of_target(shifted: Tensor, targets: Tensor, counts: Tensor, comm: Communica
 def _refuse_whole(
     are_alike: Tensor, exp_sum: Tensor, targets: Tensor, counts: Tensor, width: int, num_ranks: int
 ) -> None:
-    """Refuse gathered logits, whose loss would be too large by log N, on all ranks: all arguments are equal on them.
+    """Refuse gathered logits, whose loss would be too large by log N: all ranks have the same, and so see the same.
 
     Args:
         are_alike: 0-d, whether the ranks' logits look the same.

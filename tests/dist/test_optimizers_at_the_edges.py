@@ -1,5 +1,7 @@
 """Groups chosen by identity, other optimizers after no_sync(), gradients with a graph, optimizers that project."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -394,3 +396,75 @@ def without_rows(rank, key):
 @pytest.mark.parametrize("key", ["zero1", "zero3", "fsdp"])
 def test_a_matrix_without_rows_is_tried_too(pools, key):
     assert pools(2).run(without_rows, key) == [1, 1]
+
+
+class SplitLater(torch.optim.AdamW):
+    """Takes all tensors, and makes groups of them by their shapes afterwards."""
+
+    def __init__(self, tensors):
+        super().__init__(tensors, lr=0.1)
+        params = self.param_groups[0]["params"]
+        self.param_groups[0]["params"] = [one for one in params if one.ndim > 1]
+        self.add_param_group({"params": [one for one in params if one.ndim < 2], "weight_decay": 0.0})
+
+
+def through_iterators(tensors):
+    def some(wanted):
+        return filter(lambda one: (one.numel() > 200) is wanted, itertools.chain(tensors))
+
+    return torch.optim.AdamW([{"params": some(True)}, {"params": some(False), "weight_decay": 0.0}], lr=0.1)
+
+
+def after_a_write(tensors):
+    with torch.no_grad():
+        torch._foreach_clamp_max_([tensor.mul_(1.0) for tensor in tensors], 1e9)
+    return of_a_schedule(tensors)
+
+
+CHOOSE = {"later": SplitLater, "iterators": through_iterators, "write": after_a_write}
+
+
+def chosen(rank, key, how, from_meta):
+    torch.manual_seed(0)
+    model = marked()
+    if from_meta:
+        model = nn.Sequential(nn.Linear(6, 6, device="meta"), nn.Linear(6, 6, device="meta"))
+        for param in model[0].parameters():
+            param.no_decay = True
+    ids = {id(param) for param in list(model.parameters())[:2]}
+
+    def by_identity(tensors):
+        return sgd([{"params": [t for t in tensors if (id(t) in ids) is wanted]} for wanted in (True, False)])
+
+    with (
+        pytest.raises(ValueError, match="or by identity, class or attributes"),
+        engine_of(key, 2, model, optimizer_fn=by_identity if how == "identity" else CHOOSE[how]),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("key", "how"), [(key, how) for key in ("zero1", "zero3", "fsdp") for how in CHOOSE if (key, how) != ("zero1", "write")]
+)
+def test_however_tensors_are_chosen_by_what_pieces_do_not_have_it_is_refused(pools, key, how):
+    pools(2).run(chosen, key, how, False)
+
+
+@pytest.mark.parametrize("how", ["identity", "write"])
+def test_parameters_that_are_allocated_by_the_engine_are_those_of_the_model(pools, how):
+    pools(2).run(chosen, "fsdp", how, True)
+
+
+def lacks_memory(rank, key):
+    def make(tensors):
+        raise torch.OutOfMemoryError("no room for the state")
+
+    with pytest.raises((torch.OutOfMemoryError, RuntimeError), match="no room for the state"), engine_of(
+        key, 2, cases.build("MLP"), optimizer_fn=make
+    ):
+        pass
+
+
+@pytest.mark.parametrize("key", ["zero1", "fsdp"])
+def test_another_error_of_the_function_stays_what_it_is(pools, key):
+    pools(2).run(lacks_memory, key)
