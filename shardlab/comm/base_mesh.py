@@ -5,6 +5,7 @@
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
@@ -90,7 +91,8 @@ class BaseMesh:
     def close(self) -> None:
         """End the communicators; their process groups go when the next mesh is built.
 
-        In a ``finally`` clause the exception that is under way stays, and gets a note of what would be raised here.
+        In a ``finally`` clause the exception that is under way stays, and gets a note of what would be raised here. An
+        ``except`` clause looks the same from here, and may drop that exception: so a warning says it too.
 
         Raises:
             Exception: what a collective raised, where nobody has waited for one that failed.
@@ -108,7 +110,10 @@ class BaseMesh:
             return
         told = errors.pop(0) if under_way is None else under_way
         for other in errors:
-            told.add_note(f"mesh: closing it raised {type(other).__name__}: {other}")
+            note = f"mesh: closing it raised {type(other).__name__}: {other}"
+            told.add_note(note)
+            if told is under_way:  # whose handler may never look at it
+                warnings.warn(note, RuntimeWarning, stacklevel=3)
         if told is not under_way:
             raise told
 

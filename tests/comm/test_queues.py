@@ -188,6 +188,20 @@ def closes_in_a_handler(rank):
             mesh.data.all_reduce(torch.ones(1).to(NOT_ADDED[0]))
 
 
+def closes_by_hand_in_a_handler(rank):
+    mesh = Mesh({"data": 2})
+    try:
+        raise ValueError("handled")
+    except ValueError:
+        mesh.data.all_reduce(torch.ones(1).to(NOT_ADDED[0]))
+        with pytest.warns(RuntimeWarning, match="closing it raised RuntimeError: .*float8_e4m3fn cannot be added"):
+            mesh.close()
+
+
+def test_closing_by_hand_in_the_handler_of_another_error_warns(pools):
+    pools(2).run(closes_by_hand_in_a_handler)
+
+
 def test_closing_raises_in_the_handler_of_another_error(pools):
     with pytest.raises(RankError, match="float8_e4m3fn cannot be added"):
         pools(2).run(closes_in_a_handler)

@@ -173,6 +173,8 @@ def test_sentences():
     other = Did(4, 2, 18)
     assert "bits (ranks 0, 2)" in disagreement([same, same, other, same], num_tensor_ranks=2)
     assert "bits (rank 4 against 2 equal ones)" in disagreement([same, same, same, same, other, same], 2)
+    ungathered = Did(4, 2, 17, whole={"w": [1.0, 1e-5]})
+    assert disagreement([ungathered, same], num_tensor_ranks=2) == disagreement([same, ungathered], 2) == ""
     assert disagreement([same, Did(3, 2, 17)], ranks=[5, 3]).endswith("3 on rank 3)")
     sizes = [Did(4, 2, 17, whole={"norm": (size, 1e-5)}) for size in (1.0, 1.0 + 1e-9, 1.0, float("nan"))]
     assert disagreement(sizes, 2).endswith("parameters that no rank divides (ranks 2, 3: norm)")

@@ -272,12 +272,14 @@ def nearly_alike(rank):
         masked[:, [0, 128]] = -torch.inf
         invalid = small_step.clone()
         invalid[3, 200] = torch.nan
+        padded = torch.zeros_like(small_step)
+        padded[:, -3:] = -torch.inf
         return [
             (
                 vocab_parallel_cross_entropy(logits.chunk(2, -1)[rank], targets, mesh["tensor"]),
                 nn.functional.cross_entropy(logits, targets),
             )
-            for logits in (small_step, masked, invalid)
+            for logits in (small_step, masked, invalid, padded)
         ]
 
 
