@@ -1,4 +1,4 @@
-"""A range of ``numel`` elements cut into one contiguous chunk per rank: who holds which element, and what it saves.
+"""A range of ``numel`` elements cut into one contiguous chunk per rank: who holds which element.
 
 Two ways to cut. ``even_bounds``, for buckets, give every rank ceil(numel / num_ranks) elements of a padded range, 10
 over 3 are 4, 4, 4 with 2 of padding: equal chunks are what NCCL's one-call reduce-scatter needs. ``chunk_sizes``, for
@@ -67,43 +67,6 @@ def even_bounds(numel: int, num_ranks: int) -> tuple[int, ...]:
     require_count("num_ranks", num_ranks, 1)
     size = -(-numel // num_ranks)
     return tuple(rank * size for rank in range(num_ranks + 1))
-
-
-def owner_of(index: int, numel: int, num_ranks: int) -> int:
-    """Rank whose chunk (of :func:`chunk_bounds`) holds element ``index``, in constant time.
-
-    Raises:
-        ValueError: ``index`` is not an element, or ``num_ranks`` is too small.
-    """
-    require_count("num_ranks", num_ranks, 1)
-    if not 0 <= index < numel:
-        raise ValueError(f"index: {index} is not one of the {numel} elements; it must be 0 to {numel - 1}")
-    size, remainder = divmod(numel, num_ranks)
-    in_larger_chunks = remainder * (size + 1)
-    if index < in_larger_chunks:
-        return index // (size + 1)
-    return remainder + (index - in_larger_chunks) // size
-
-
-def shard_bytes(numel: int, itemsize: int, num_ranks: int, rank: int) -> int:
-    """Bytes of ``rank``'s chunk of ``numel`` elements of ``itemsize`` bytes each.
-
-    Raises:
-        ValueError: a count is too small or ``rank`` is not one of the ranks.
-    """
-    require_count("itemsize", itemsize, 1)
-    require_rank(rank, num_ranks)
-    return chunk_sizes(numel, num_ranks)[rank] * itemsize
-
-
-def saving(numel: int, num_ranks: int, rank: int) -> float:
-    """Fraction of the replicated memory that ``rank`` does not hold: 0 for one rank, towards 1 for many.
-
-    Raises:
-        ValueError: a count is too small or ``rank`` is not one of the ranks.
-    """
-    require_rank(rank, num_ranks)
-    return 1 - chunk_sizes(numel, num_ranks)[rank] / numel if numel else 0.0
 
 
 @dataclass(frozen=True)

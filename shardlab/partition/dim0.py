@@ -102,11 +102,6 @@ class Dim0Layout:
         """Where parameter ``specs[slot_index]`` lies in the gathered buffer: one piece a rank that has rows of it."""
         return tuple(piece for held in self._pieces for piece in held if piece.slot_index == slot_index)
 
-    def piece_shape(self, piece: Piece) -> tuple[int, ...]:
-        """The parameter's shape with the piece's rows for dim 0; ``()`` for a 0-d parameter."""
-        shape = self.specs[piece.slot_index].shape
-        return (piece.numel // _row_numel(self.specs[piece.slot_index]), *shape[1:]) if shape else ()
-
     @cached_property
     def _pieces(self) -> tuple[tuple[Piece, ...], ...]:
         return tuple(tuple(self._cut(rank)) for rank in range(self.num_ranks))

@@ -16,7 +16,6 @@ and in a layout of one rank that is everything. Two cuts:
 Legend: all offsets are in elements; ``start`` is included, ``stop`` is not.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -139,21 +138,6 @@ class FlatLayout:
         chunk_start, chunk_stop = self.chunk(rank)
         found = (_intersect(index, slot, chunk_start, chunk_stop) for index, slot in enumerate(self.slots))
         return tuple(piece for piece in found if piece is not None)
-
-    def owner_of_slot(self, slot_index: int) -> int:
-        """Rank that holds the whole parameter in ``slot_index``.
-
-        A parameter without elements belongs to the rank at whose chunk it lies.
-
-        Raises:
-            ValueError: a chunk border runs through the parameter, so no rank holds all of it.
-        """
-        slot = self.slots[slot_index]
-        # One without elements may begin at the last bound, behind every chunk.
-        rank = min(bisect_right(self.bounds, slot.start) - 1, self.num_ranks - 1)
-        if slot.stop > self.bounds[rank + 1]:
-            raise ValueError(f"slot: parameter {slot.spec.name!r} is split over ranks; no rank holds all of it")
-        return rank
 
 
 def flat_layout(specs: Sequence[ParamSpec], num_ranks: int) -> FlatLayout:

@@ -35,33 +35,28 @@ def assign_owners(specs: Sequence[ParamSpec], num_ranks: int, partition: Partiti
     if partition == Partition.ROUND_ROBIN:
         return tuple(index % num_ranks for index in range(len(specs)))
     if partition == Partition.CONTIGUOUS:
-        bounds = balanced_runs(num_bytes, num_ranks)
+        bounds = _balanced_runs(num_bytes, num_ranks)
         return tuple(rank for rank in range(num_ranks) for _ in range(bounds[rank], bounds[rank + 1]))
     if partition == Partition.BALANCED:
-        return largest_first(num_bytes, [0] * num_ranks)
+        return _largest_first(num_bytes, num_ranks)
     whole = ", ".join([Partition.ROUND_ROBIN, Partition.CONTIGUOUS, Partition.BALANCED])
     hint = "; elements cuts through parameters: use flat_layout for it" if partition == Partition.ELEMENTS else ""
     raise ValueError(f"partition: {str(partition)!r} gives no rank whole parameters; it must be one of {whole}{hint}")
 
 
-def largest_first(sizes: Sequence[int], loads: Sequence[int]) -> tuple[int, ...]:
-    """Rank of each item: largest item first, each to the least loaded rank; ties go to the lower index and rank.
-
-    Args:
-        sizes: size of each item, 0 or more.
-        loads: what each rank holds before.
-    """
-    loads = list(loads)
+def _largest_first(sizes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
+    """Rank of each item: largest item first, each to the least loaded rank; ties go to the lower index and rank."""
+    loads = [0] * num_ranks
     owners = [0] * len(sizes)
     # A stable sort, and min() takes the first: ties fall alike on all ranks, which do not ask each other.
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        rank = min(range(len(loads)), key=loads.__getitem__)
+        rank = min(range(num_ranks), key=loads.__getitem__)
         owners[index] = rank
         loads[rank] += sizes[index]
     return tuple(owners)
 
 
-def balanced_runs(sizes: Sequence[int], num_runs: int, base: Sequence[int] | None = None) -> tuple[int, ...]:
+def _balanced_runs(sizes: Sequence[int], num_runs: int) -> tuple[int, ...]:
     """Offsets of ``num_runs`` contiguous runs of ``sizes`` that minimise the largest load.
 
     Two steps. The smallest possible largest load is found by bisection over integers: a greedy fill from the left tells
@@ -71,54 +66,45 @@ def balanced_runs(sizes: Sequence[int], num_runs: int, base: Sequence[int] | Non
     Args:
         sizes: size of each item, 0 or more, in an order that is kept.
         num_runs: runs, 1 or more; some are empty where there are fewer items.
-        base: load that each run has before it gets an item; none by default.
 
     Returns:
         ``num_runs + 1`` offsets into ``sizes``: first 0, last ``len(sizes)``.
-
-    Raises:
-        ValueError: ``num_runs`` is below 1, a size is negative, or ``base`` has another length than ``num_runs``.
     """
-    require_count("num_runs", num_runs, 1)
-    require_count("sizes", min(sizes, default=0), 0)
-    base = [0] * num_runs if base is None else list(base)
-    if len(base) != num_runs:
-        raise ValueError(f"base: {len(base)} loads for {num_runs} runs; give one load per run")
-    return _draw_runs(sizes, base, _smallest_limit(sizes, base))
+    return _draw_runs(sizes, num_runs, _smallest_limit(sizes, num_runs))
 
 
-def _smallest_limit(sizes: Sequence[int], base: Sequence[int]) -> int:
-    # No limit can be below what a run has before its first item; and at ``high`` one run could take all.
-    low, high = max(base), max(base) + sum(sizes)
+def _smallest_limit(sizes: Sequence[int], num_runs: int) -> int:
+    low, high = 0, sum(sizes)  # at ``high`` one run could take all
     while low < high:
         middle = (low + high) // 2
-        if _fits(sizes, 0, base, middle):
+        if _fits(sizes, num_runs, middle):
             high = middle
         else:
             low = middle + 1
     return low
 
 
-def _fits(sizes: Sequence[int], first: int, base: Sequence[int], limit: int) -> bool:
-    """Whether the items from ``first`` on fit the runs of ``base``: each run takes as many as it can."""
-    for load in base:
+def _fits(sizes: Sequence[int], num_runs: int, limit: int) -> bool:
+    """Whether the items fit the runs: each run takes as many as it can."""
+    first = 0
+    for _ in range(num_runs):
+        load = 0
         while first < len(sizes) and load + sizes[first] <= limit:
             load += sizes[first]
             first += 1
     return first == len(sizes)
 
 
-def _draw_runs(sizes: Sequence[int], base: Sequence[int], limit: int) -> tuple[int, ...]:
+def _draw_runs(sizes: Sequence[int], num_runs: int, limit: int) -> tuple[int, ...]:
     bounds = [0]
     item = 0
-    for run, load in enumerate(base):
-        rest = base[run + 1 :]
-        mean = (sum(base[run:]) + sum(sizes[item:])) / (len(base) - run)
+    for later_runs in reversed(range(num_runs)):
+        load, mean = 0, sum(sizes[item:]) / (later_runs + 1)
         while item < len(sizes) and load + sizes[item] <= limit:
             # Or when each later run would otherwise lack an item of its own.
-            enough = load + sizes[item] / 2 > mean or (item > bounds[-1] and len(sizes) - item <= len(rest))
+            enough = load + sizes[item] / 2 > mean or (item > bounds[-1] and len(sizes) - item <= later_runs)
             # It may stop early only if the later runs can take the rest, or items would be left over.
-            if enough and _fits(sizes, item, rest, limit):
+            if enough and _fits(sizes[item:], later_runs, limit):
                 break
             load += sizes[item]
             item += 1
@@ -148,28 +134,6 @@ class Ownership:
         """The ownership that :func:`assign_owners` chooses, with the same errors."""
         return cls(tuple(specs), assign_owners(specs, num_ranks, partition), num_ranks)
 
-    def owned_by(self, rank: int) -> tuple[str, ...]:
-        """Names of the parameters of ``rank``, in order.
-
-        Raises:
-            ValueError: ``rank`` is not one of the ranks.
-        """
-        require_rank(rank, self.num_ranks)
-        return tuple(spec.name for spec, owner in zip(self.specs, self.owners, strict=True) if owner == rank)
-
-    def owner_of(self, name: str) -> int:
-        """Rank that owns the parameter ``name``.
-
-        Raises:
-            ValueError: no parameter has this name.
-        """
-        for spec, owner in zip(self.specs, self.owners, strict=True):
-            if spec.name == name:
-                return owner
-        raise ValueError(
-            f"name: no parameter is called {name!r}; it must be one of {', '.join(spec.name for spec in self.specs)}"
-        )
-
     @property
     def table(self) -> dict[str, int]:
         """Owner of every parameter by name, in the order of the parameters."""
@@ -178,23 +142,13 @@ class Ownership:
     @property
     def bytes_by_rank(self) -> tuple[int, ...]:
         """Bytes of the parameters that each rank owns."""
-        return loads_by_rank([spec.num_bytes for spec in self.specs], self.owners, self.num_ranks)
+        loads = [0] * self.num_ranks
+        for spec, owner in zip(self.specs, self.owners, strict=True):
+            loads[owner] += spec.num_bytes
+        return tuple(loads)
 
     @property
     def byte_fractions(self) -> tuple[float, ...]:
         """Fraction of all bytes (not of all parameters) that each rank owns; they add up to 1 unless there are none."""
-        return fractions(self.bytes_by_rank)
-
-
-def loads_by_rank(sizes: Sequence[int], owners: Sequence[int], num_ranks: int) -> tuple[int, ...]:
-    """Sum of the sizes that each rank owns."""
-    loads = [0] * num_ranks
-    for size, owner in zip(sizes, owners, strict=True):
-        loads[owner] += size
-    return tuple(loads)
-
-
-def fractions(loads: Sequence[int]) -> tuple[float, ...]:
-    """Each load over their sum; zeros where the sum is 0."""
-    total = sum(loads)
-    return tuple(load / total if total else 0.0 for load in loads)
+        total = sum(self.bytes_by_rank)
+        return tuple(load / total if total else 0.0 for load in self.bytes_by_rank)

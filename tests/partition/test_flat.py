@@ -34,9 +34,6 @@ def test_a_border_may_cut_a_parameter_and_padding_is_at_the_end():
     assert (first.name, first.flat_start, first.flat_stop, first.param_start, first.param_stop) == ("b", 6, 7, 2, 3)
     assert (first.whole, first.numel) == (False, 1)
     assert (second.name, second.slot_index, second.whole) == ("c", 2, True)
-    assert layout.owner_of_slot(0) == 0
-    with pytest.raises(ValueError, match="'b' is split"):
-        layout.owner_of_slot(1)
 
 
 def test_a_scalar_has_one_element_and_an_empty_parameter_none():
@@ -87,9 +84,6 @@ def test_an_owned_layout_gives_each_rank_exactly_its_parameters(specs, num_ranks
         mine = [spec.name for spec, owner in zip(specs, owners, strict=True) if owner == rank and spec.numel]
         assert [piece.name for piece in layout.pieces(rank)] == mine
         assert all(piece.whole for piece in layout.pieces(rank))
-    for slot_index, spec_index in enumerate(owned_order(owners)):
-        if specs[spec_index].numel:
-            assert layout.owner_of_slot(slot_index) == owners[spec_index]
 
 
 def test_errors_name_the_field():

@@ -5,9 +5,8 @@ dim 0 is one range of the flattened parameter; along another dim it is one range
 functions here also take a plain tensor, as a whole one.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,11 +43,6 @@ def distributed_like(value: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return value
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-
-
-def local_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state of one parameter, as this rank holds it."""
-    return {key: local(value) if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
 def ranges(tensor: Tensor) -> list[tuple[int, int]]:
