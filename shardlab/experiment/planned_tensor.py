@@ -1,6 +1,6 @@
 """The tensor axis of any workload, planned: what one rank holds of the divided model, and the messages of its layers.
 
-The divided model is run without memory (``ImaginedRank``), on the batches of the last step, which is the one that a
+The divided model is run without memory (``DryRunRank``), on the batches of the last step, which is the one that a
 record is compared with. So the messages are those of any plan, in the order in which autograd sends them.
 """
 
@@ -20,7 +20,7 @@ from shardlab.experiment.batches import batches_of, divide
 from shardlab.experiment.config import CompareConfig, takes
 from shardlab.experiment.workload import Workload
 from shardlab.tables import COLLECTIVES
-from shardlab.tensor_parallel.imagined import ImaginedRank
+from shardlab.tensor_parallel.dry_run import DryRunRank
 from shardlab.trace.observed import wire_bytes
 from shardlab.units import wrapped_modules
 from shardlab.vocabulary import MeshAxis, Phase
@@ -66,10 +66,10 @@ class PlannedTensorAxis:
                 rows += [_row(event, rank, seq) for seq, event in enumerate(found)]
         return COLLECTIVES.frame(rows)
 
-    def _rank(self, precision: Precision) -> ImaginedRank:
+    def _rank(self, precision: Precision) -> DryRunRank:
         plan = self._config.trained.tp_plan
         assert isinstance(plan, Mapping)
-        return ImaginedRank(self._whole, plan, self._config.tp, precision.compute, precision.buffers)
+        return DryRunRank(self._whole, plan, self._config.tp, precision.compute, precision.buffers)
 
     def _messages(self, strategy: str, precision: Precision, batches: list[Any]) -> list[CollectiveEvent] | None:
         casts = precision != Precision()
@@ -107,7 +107,7 @@ class _Called:
         return getattr(self._module, name)
 
 
-def _loss(workload: Workload, model: _Called, batch: Any, rank: ImaginedRank) -> Tensor:
+def _loss(workload: Workload, model: _Called, batch: Any, rank: DryRunRank) -> Tensor:
     if workload.tp_loss is not None:
         return workload.tp_loss(model, batch, rank.comm)
     return workload.loss(model, batch)

@@ -17,7 +17,7 @@ from shardlab.experiment.batches import batches_of, divide, rows_of
 from shardlab.experiment.named_workload import workload_at
 from shardlab.experiment.workload import Workload
 from shardlab.tensor_parallel import Suggestion, suggest_tp_plan
-from shardlab.tensor_parallel.rehearsal import MAX_NUMEL
+from shardlab.tensor_parallel.plan_trial import MAX_NUMEL
 from shardlab.tensor_parallel.suggest import check_tp_plan
 
 ROWS = 4  # of a Dataset's batch; two of them are enough to try a plan

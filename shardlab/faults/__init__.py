@@ -18,7 +18,7 @@ from shardlab.faults.kinds import (
     StoppedRank,
     Straggler,
 )
-from shardlab.faults.told import Told, outcome, told
+from shardlab.faults.outcome import Told, outcome, told
 
 __all__ = [
     "DeadRank",

@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism: a plain model whose layers are divided over the tensor axis of the mesh.
 
 Read in this order: slicing, linear, shared_input, vocab_parallel, sequence, rng, styles, places, plan, gpt. A plan for
-any module is suggested: own_plan, flow, regions, rehearsal, suggest.
+any module is suggested: own_plan, flow, regions, plan_trial, form_choice, suggest.
 """
 
 from shardlab.comm.autograd import copy, reduce

@@ -5,7 +5,7 @@
     print(suggestion)        # every layer: its style, or why it stays whole
 
 A transformers model brings a plan along, which is taken; of any other module the flow of one forward says which layers
-could be columns and rows (``regions``). Nothing is suggested that has not been tried (``rehearsal``), but for what
+could be columns and rows (``regions``). Nothing is suggested that has not been tried (``plan_trial``), but for what
 dropout draws, since all is tried in evaluation mode. ``functional.dropout`` between columns and rows has no style: it
 draws one mask for the parts of all ranks.
 """
@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardlab.tensor_parallel.deciding import decide, kinds_of, own_dropouts, without_numbers
 from shardlab.tensor_parallel.flow import DROPOUTS, END, Flow, Run, is_layer
+from shardlab.tensor_parallel.form_choice import decide, kinds_of, own_dropouts, without_numbers
 from shardlab.tensor_parallel.own_plan import own_plan
 from shardlab.tensor_parallel.plan import Plan, checked, matched, matched_names
+from shardlab.tensor_parallel.plan_trial import PlanTrial, said
 from shardlab.tensor_parallel.regions import Form, own_regions, regions_of
-from shardlab.tensor_parallel.rehearsal import Rehearsal, said
 from shardlab.tensor_parallel.styles import Style
 
 AUTO = "auto"
@@ -86,21 +86,21 @@ def suggest_tp_plan(module: nn.Module, num_ranks: int, run: Run) -> Suggestion:
     # Seeded, so that the same module always gets the same answer; outside, the caller's generator is as it was.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        rehearsal = Rehearsal(module, num_ranks, run)
+        trial = PlanTrial(module, num_ranks, run)
         try:
-            flow = rehearsal.flow()
+            flow = trial.flow()
         except Exception as error:
             raise ValueError(f"run: it cannot be called with a copy of the module: {said(error)}") from error
         own = own_plan(module)
         regions = list(regions_of(module, flow) if own is None else own_regions(module, own))
         kinds = kinds_of(module, regions)
-        decide(rehearsal, module, kinds)
+        decide(trial, module, kinds)
     chosen: Form = {}
     whys: dict[str, str] = {}
     origin = "" if own is None else "its own plan"
     for kind in kinds:
         chosen |= kind.form
-        why = kind.why_not or ", ".join(filter(None, (origin, _tried(rehearsal))))
+        why = kind.why_not or ", ".join(filter(None, (origin, _tried(trial))))
         whys |= dict.fromkeys(kind.layers, why)
     dropouts, why_dropouts = own_dropouts(module, flow, chosen, num_ranks)
     chosen, whys = chosen | dropouts, whys | why_dropouts
@@ -125,19 +125,19 @@ def check_tp_plan(module: nn.Module, plan: Plan, num_ranks: int, run: Run | None
     if run is not None:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
-            rehearsal = Rehearsal(module, num_ranks, run)
-            why_not = rehearsal.shapes(plan) or (rehearsal.values(plan) if rehearsal.has_values else "")
+            trial = PlanTrial(module, num_ranks, run)
+            why_not = trial.shapes(plan) or (trial.values(plan) if trial.has_values else "")
         if why_not:
             raise ValueError(f"tp_plan: tried in one process, it fails: {why_not}")
-        why = f"given, {_tried(rehearsal)}"
+        why = f"given, {_tried(trial)}"
     whys = dict.fromkeys(matched(plan, module), why)
     return Suggestion(dict(plan), tuple(_rows(module, None, plan, whys, has_own=True)))
 
 
-def _tried(rehearsal: Rehearsal) -> str:
-    if rehearsal.has_values:
+def _tried(trial: PlanTrial) -> str:
+    if trial.has_values:
         return "tried: outputs and gradients are the whole model's"
-    return f"tried: shapes fit (values were not tried: {rehearsal.why_no_values})"
+    return f"tried: shapes fit (values were not tried: {trial.why_no_values})"
 
 
 def _by_pattern(module: nn.Module, form: Form) -> dict[str, Style]:

@@ -40,7 +40,7 @@ _HALF_TOLERANCE = 0.05
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
-class Rehearsal:
+class PlanTrial:
     """Tries plans for a module.
 
     Args:

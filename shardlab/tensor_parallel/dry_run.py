@@ -14,7 +14,7 @@ from shardlab.tensor_parallel.plan import Plan, checked, divide
 from shardlab.vocabulary import MeshAxis
 
 
-class ImaginedRank:
+class DryRunRank:
     """The first rank of a tensor axis.
 
     Args:

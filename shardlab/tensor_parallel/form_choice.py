@@ -1,7 +1,7 @@
 """Decides in which form each region is divided: the first one that works; keeps the reason why others do not.
 
 Regions that differ in numbers only, such as those of a transformer's layers, are decided together. Sizes come first,
-since they cost nothing, then shapes, then values (``rehearsal``). At last, by what is divided, the dropouts.
+since they cost nothing, then shapes, then values (``plan_trial``). At last, by what is divided, the dropouts.
 """
 
 from collections.abc import Iterable
@@ -11,8 +11,8 @@ from torch import nn
 
 from shardlab.tensor_parallel.flow import Flow
 from shardlab.tensor_parallel.plan import checked
+from shardlab.tensor_parallel.plan_trial import PlanTrial
 from shardlab.tensor_parallel.regions import Form, Region
-from shardlab.tensor_parallel.rehearsal import Rehearsal
 from shardlab.tensor_parallel.styles import Column, OwnDropout
 
 
@@ -67,23 +67,23 @@ def kinds_of(module: nn.Module, regions: list[Region]) -> list[Kind]:
     ]
 
 
-def decide(rehearsal: Rehearsal, module: nn.Module, kinds: list[Kind]) -> None:
+def decide(trial: PlanTrial, module: nn.Module, kinds: list[Kind]) -> None:
     """Leave each kind the one form that holds, or none and the reason."""
     for kind in kinds:
         for form in list(kind.forms):
-            if why_not := _unfit(form, module, rehearsal.num_ranks):
+            if why_not := _unfit(form, module, trial.num_ranks):
                 kind.refuse(form, why_not)
-    _refuse_by_shapes(rehearsal, kinds)
-    if rehearsal.has_values:
-        _refuse_by_values(rehearsal, kinds)
+    _refuse_by_shapes(trial, kinds)
+    if trial.has_values:
+        _refuse_by_values(trial, kinds)
         return
     for kind in kinds:
-        if kind.forms and rehearsal.why_no_shapes:
-            kind.refuse_all(f"could not be tried: {rehearsal.why_no_shapes}")
+        if kind.forms and trial.why_no_shapes:
+            kind.refuse_all(f"could not be tried: {trial.why_no_shapes}")
         elif len(kind.forms) > 1:
             kind.refuse_all(
                 "makes several projections at once, and how they lie in its output cannot be told without values: "
-                f"{rehearsal.why_no_values}; give tp_plan with Column(parts=...)"
+                f"{trial.why_no_values}; give tp_plan with Column(parts=...)"
             )
 
 
@@ -110,25 +110,25 @@ def own_dropouts(module: nn.Module, flow: Flow, form: Form, num_ranks: int) -> t
     return styles, whys
 
 
-def _refuse_by_shapes(rehearsal: Rehearsal, kinds: list[Kind]) -> None:
+def _refuse_by_shapes(trial: PlanTrial, kinds: list[Kind]) -> None:
     """Every form that cannot be computed; kinds with one form are tried together first, which mostly is enough."""
     clear = [kind for kind in kinds if len(kind.forms) == 1]
-    if rehearsal.shapes(_merged(kind.form for kind in clear)):
+    if trial.shapes(_merged(kind.form for kind in clear)):
         # One of them cannot be computed; tried alone, each says whether it is the one.
         clear = []
     for kind in kinds:
         for form in list(kind.forms) if kind not in clear else ():
-            if why_not := rehearsal.shapes(form):
+            if why_not := trial.shapes(form):
                 kind.refuse(form, why_not)
 
 
-def _refuse_by_values(rehearsal: Rehearsal, kinds: list[Kind]) -> None:
+def _refuse_by_values(trial: PlanTrial, kinds: list[Kind]) -> None:
     """Refuse the forms of each kind, one by one, until one computes what the whole module computes."""
     # All together first: mostly every likeliest form holds, and one pass is enough.
-    if not rehearsal.values(_merged(kind.form for kind in kinds)):
+    if not trial.values(_merged(kind.form for kind in kinds)):
         return
     for kind in kinds:
-        while kind.forms and (why_not := rehearsal.values(kind.form)):
+        while kind.forms and (why_not := trial.values(kind.form)):
             kind.refuse(kind.form, why_not)
 
 
