@@ -5,13 +5,15 @@ one small reduction for each axis of the mesh is enough, and what all ranks of a
 scaling itself is torch's, so that one rank gets bit for bit what plain torch gets.
 Source of the method: Pascanu et al., arXiv 1211.5063, algorithm 1.
 
-The step is the user's optimizer's own. Strategies that divide parameters say what must happen around it: before it,
-what the user has written since the last one is taken over or refused; after it, what was stepped in pieces is gathered.
+The step is the user's optimizer's own, built here over ``step_tensors()``. Strategies that divide parameters say what
+must happen around it: before it, what the user has written since the last one is taken over or refused; after it, what
+was stepped in pieces is gathered.
 """
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
+from itertools import chain
 from math import inf, nan
 from typing import Any
 
@@ -25,9 +27,9 @@ from shardlab.engines.checks import check_optimizer, check_others_step
 from shardlab.engines.claims import Claim
 from shardlab.engines.gradients import Gradients
 from shardlab.engines.holdings import Holdings
-from shardlab.engines.optimizer_fit import Cut, check_sliced, fitting_optimizer, groups_of
+from shardlab.engines.optimizer_fit import Cut, check_sliced, fitting_optimizer, without_values
 from shardlab.engines.optimizer_trial import Stepped
-from shardlab.engines.step_tensors import OptimizerFn, guard_groups
+from shardlab.engines.step_tensors import OptimizerFn, StepTensors, guard_groups
 from shardlab.vocabulary import Partition
 
 NORM_TYPES = (1.0, 2.0, inf)
@@ -174,19 +176,22 @@ class Stepping(Holdings, Gradients):
         shapes = {name: tuple(param.shape) for name, param in self.params.items()}
         # Asked inside, since offloaded pieces are on the device of the optimizer only during a step.
         with self.stepping():
-            groups_of_own = self._groups_of_own if self._steps_pieces else None
-            return Stepped(self.step_tensors(), shapes, self.step_tensors()[0].device, groups_of_own)
+            own = self._lent_params if self._steps_pieces else None
+            return Stepped(self.step_tensors(), shapes, self.step_tensors()[0].device, own)
 
-    def _groups_of_own(self, optimizer_fn: OptimizerFn) -> list[list[list[str]]]:
-        """The names in each group that the user's function makes of the module's own parameters, see ``groups_of``.
+    @contextlib.contextmanager
+    def _lent_params(self) -> Iterator[list[StepTensors]]:
+        """The module's own parameters, inside without their values, for a user's function to choose from.
 
-        Of those that the engine was given, too, if it has allocated others: the user may know them by identity.
+        Those that the engine was given, too, if it has allocated others: the user may know them by identity.
         """
-        with self._own_params():
-            found = [groups_of(optimizer_fn, self.params, self._step_tensors)]
+        sets = [self.params]
         if any(param is not self.params[name] for name, param in self._given_params.items()):
-            found.append(groups_of(optimizer_fn, self._given_params, self._step_tensors))
-        return [groups for groups in found if groups is not None]
+            sets.append(self._given_params)
+        with self._own_params(), contextlib.ExitStack() as lent:
+            for name, param in chain.from_iterable(params.items() for params in sets):
+                lent.enter_context(without_values(param, self._step_tensors.by_name(name).dtype))
+            yield [StepTensors(params) for params in sets]
 
     def _own_params(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the module has its parameters, if perhaps not their values."""

@@ -13,24 +13,29 @@ An optimizer that does not fit is refused when the engine is built, before its f
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from typing_extensions import override
+from torch import nn
 
 from shardlab.engines.checks import check_optimizer
-from shardlab.engines.optimizer_trial import DECLARATION, LooksAt, Stepped, flat_pieces, looks_at, pieces_along
+from shardlab.engines.optimizer_trial import (
+    DECLARATION,
+    LooksAt,
+    Stepped,
+    flat_pieces,
+    generators_kept,
+    looks_at,
+    pieces_along,
+)
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors
 from shardlab.partition.slices import TensorSlice
 from shardlab.vocabulary import Partition
 
 # Private: there is no public way to ask for a parameter's hooks.
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_READABLE_NUMEL = 2**16  # elements of a tensor that a user's function may make and read while it is tried
 
 
 @dataclass(frozen=True)
@@ -53,40 +58,54 @@ class Cut:
         return self.num_ranks > 1 and self.partition is Partition.ELEMENTS
 
 
+class Group(NamedTuple):
+    """What an optimizer was given: names of tensors, and those options for them that can be compared."""
+
+    names: list[str]
+    options: Mapping[str, object]
+
+
 def fitting_optimizer(make: OptimizerFn, stepped: Stepped, cut: Cut) -> torch.optim.Optimizer:
     """The optimizer that ``make`` builds over the pieces this rank steps, if it fits the cut.
 
     Args:
         make: the user's function. If it looks at single tensors, which are pieces, it is called with whole parameters
-            too, to find out whether it would make the same groups, and then once more; if it fails, to find out whether
-            it refuses pieces, as Muon's constructor does.
+            too, to find out whether it would make the same groups; if it fails, to find out whether it refuses pieces,
+            as Muon's constructor does.
         stepped: what the optimizer is to step.
         cut: of the parameters.
 
     Raises:
         ValueError: the partition cuts what the optimizer looks at, or a trial cannot tell (see ``looks_at``); or
-            ``make`` refuses pieces and takes whole parameters.
+            ``make`` chooses by what pieces do not have, or refuses pieces and takes whole parameters.
         Exception: otherwise whatever ``make`` raises.
     """
+    given: list[Group] = []
     try:
-        with stepped.tensors.choosing() as choice:
+        with _noting_groups(stepped.tensors, given), stepped.tensors.choosing() as choice:
             optimizer = make(stepped.tensors)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # a user's class may raise anything
+        if choice.are_seen:
+            found, _ = _groups_of_whole(make, stepped, len(given) + 1)
+            if any(groups != given for groups in found):
+                raise _chosen_among_pieces(cut, f"; with pieces it raises {type(error).__name__}: {error}") from error
         if cut.goes_through and (kind := _made_of_whole(make, stepped)) is not None:
             raise _cuts_through(kind, by_rows=cut.by_rows) from error
-        # Torch's own error if it found none of those that it was looking for.
-        if isinstance(error, ValueError) and stepped.groups_of_own is not None and stepped.groups_of_own(make):
-            raise _chosen_among_pieces(cut) from error
         raise
     check_optimizer(optimizer, stepped.tensors)
     if cut.num_ranks > 1:
         _check_cut(optimizer, stepped, cut)
-    groups = _names_by_group(optimizer, stepped.tensors)
-    if choice.is_by_name(groups) or (stepped.groups_of_own is None and cut.num_ranks == 1):
+    groups = groups_of(optimizer, stepped.tensors)
+    if choice.is_by_name([group.names for group in groups]) or (stepped.own is None and cut.num_ranks == 1):
         return optimizer
-    del optimizer  # and its state, if it makes that at once
-    if any(groups != wanted for wanted in _groups_of_whole(make, stepped)):
-        raise _chosen_among_pieces(cut)
+    # As a rule an optimizer has the groups that it was given, and a trial can end with the last of them: before it has
+    # made a state for all parameters, and before the user's function keeps anything of it.
+    if all(group in given for group in groups):
+        _check_choice(make, stepped, cut, given, len(given))
+        return optimizer
+    _check_choice(make, stepped, cut, groups, None)
     # Once more, so that whatever the user's function keeps is of the optimizer that steps.
     return make(stepped.tensors)
 
@@ -158,37 +177,85 @@ def check_sliced(optimizer: torch.optim.Optimizer, stepped: Stepped, slices: Map
         )
 
 
-def groups_of(make: OptimizerFn, params: Mapping[str, nn.Parameter], pieces: StepTensors) -> list[list[str]] | None:
-    """The names in each group that ``make`` chooses from the module's own parameters; None if it fails with them.
+def _check_choice(make: OptimizerFn, stepped: Stepped, cut: Cut, groups: list[Group], at_most: int | None) -> None:
+    """Raise ValueError unless ``make`` makes the same groups of whole parameters."""
+    found, error = _groups_of_whole(make, stepped, at_most)
+    if not found:
+        raise ValueError(
+            "optimizer_fn: it chooses among single tensors, which are pieces here, and could not be tried with the "
+            f"module's parameters, which have no values meanwhile: {type(error).__name__}: {error}; choose by name "
+            "with tensors.where(lambda name: ...)"
+        ) from error
+    if any(other != groups for other in found):
+        raise _chosen_among_pieces(cut)
 
-    Only these have the identity, class and attributes by which a user may choose. They are lent without their values:
-    what ``make`` does to them, as it does to the pieces it steps, must not be done twice.
+
+def _groups_of_whole(
+    make: OptimizerFn, stepped: Stepped, at_most: int | None
+) -> tuple[list[list[Group]], Exception | None]:
+    """The groups that ``make`` gives an optimizer of whole parameters, for each set of them; and the error of a set.
+
+    They are the module's own, which alone have the identity, class and attributes by which a user may choose, or
+    stand-ins that have only their shapes.
 
     Args:
         make: the user's function.
-        params: of the module, by name.
-        pieces: of the parameters, in the dtypes in which they are stored.
+        stepped: what the optimizer is to step.
+        at_most: how many groups end the trial; None for those that the optimizer has in the end.
     """
-    tensors = StepTensors(params)
-    with contextlib.ExitStack() as lent, contextlib.suppress(Exception):
-        for name, param in params.items():
-            lent.enter_context(_without_values(param, pieces.by_name(name).dtype))
-        with _WithoutMemory():  # type: ignore[no-untyped-call]
-            return _names_by_group(make(tensors), tensors)
-    return None  # a user's class may raise anything, and raises it again where the engine calls it
+    sets, caught = [], None
+    with generators_kept(stepped.device), stepped.own() if stepped.own is not None else _stand_ins(stepped) as known:
+        for whole in known:
+            found: list[Group] = []
+            try:
+                with _noting_groups(whole, found, at_most):
+                    optimizer = make(whole)
+                sets.append(found if at_most is not None else groups_of(optimizer, whole))
+            except _Enough:
+                sets.append(found)
+            except Exception as error:  # a user's class may raise anything
+                caught = error
+    return sets, caught
+
+
+class _Enough(BaseException):
+    """Ends a trial; no user's ``except Exception`` takes it for an error."""
 
 
 @contextlib.contextmanager
-def _without_values(param: nn.Parameter, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, a parameter has no values and cannot be written to; at the end it is what it was."""
-    data, trains, attributes = param.data, param.requires_grad, dict(vars(param))
+def _noting_groups(tensors: StepTensors, found: list[Group], at_most: int | None = None) -> Iterator[None]:
+    """Inside, every group that an optimizer is given is appended to ``found``; ``at_most`` of them end the trial."""
+    add = torch.optim.Optimizer.add_param_group
+    names = _names(tensors)
+
+    def noting(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+        add(self, param_group)
+        found.append(_group(self.param_groups[-1], names))
+        if len(found) == at_most:
+            raise _Enough
+
+    # There is no hook on it.
+    torch.optim.Optimizer.add_param_group = noting  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.optim.Optimizer.add_param_group = add  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def without_values(param: nn.Parameter, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, a parameter has no values, and of several elements cannot be written to; at the end it is what it was."""
+    data, gradient, trains, attributes = param.data, param.grad, param.requires_grad, dict(vars(param))
     hooks = {kind: dict(getattr(param, kind) or {}) for kind in _HOOKS}
+    param.grad = None  # it would have another dtype
     # Expanded: torch refuses to write where elements share their memory.
     param.data = torch.zeros((), dtype=dtype, device=param.device).expand(param.shape)
     try:
         yield
     finally:
+        param.grad = None
         param.data = data
+        param.grad = gradient
         param.requires_grad_(trains)
         vars(param).clear()
         vars(param).update(attributes)
@@ -198,60 +265,29 @@ def _without_values(param: nn.Parameter, dtype: torch.dtype) -> Iterator[None]:
                 now.update(known)
 
 
-class _WithoutMemory(TorchDispatchMode):
-    """Inside, large new tensors are on the meta device: an optimizer may make its state, of all parameters.
-
-    Small ones are real, since a function may read what it computes, such as learning rates. To write into what has no
-    values does nothing.
-    """
-
-    @override
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.ops.aten.clone.default:
-            func, kwargs = torch.ops.aten._to_copy.default, {}
-        if any(argument.name == "device" for argument in func._schema.arguments):
-            made = func(*args, **{**kwargs, "device": "meta"})
-            if made.numel() > _READABLE_NUMEL:
-                return made
-        try:
-            return func(*args, **kwargs)
-        except RuntimeError:
-            first = func._schema.arguments[0].alias_info if args else None
-            if first is None or not first.is_write:
-                raise
-            return args[0] if isinstance(args[0], Tensor) else None  # a list of tensors: torch's foreach
-
-
-def _groups_of_whole(make: OptimizerFn, stepped: Stepped) -> list[list[list[str]]]:
-    """The names in each group that ``make`` chooses from whole parameters, for each kind of these that it takes.
-
-    They are the module's own, or stand-ins that only have their shapes.
-    """
-    if stepped.groups_of_own is not None and (found := stepped.groups_of_own(make)):
-        return found
-    for device in (torch.device("meta"), stepped.tensors[0].device):
-        whole = _whole(stepped, device)
-        with contextlib.suppress(Exception):  # torch refuses fused=True on the meta device
-            return [_names_by_group(make(whole), whole)]
-    return []  # what it does with tensors without memory says nothing
-
-
-def _chosen_among_pieces(cut: Cut) -> ValueError:
+def _chosen_among_pieces(cut: Cut, told: str = "") -> ValueError:
     """The error for tensors that were chosen by what pieces do not share with the parameters."""
     by_shape = ", or, by shape, use a partition other than 'elements'" if cut.goes_through else ""
     return ValueError(
         "optimizer_fn: it groups tensors by their shape or size, or by identity, class or attributes, and this rank's "
-        "are pieces, perhaps empty ones, which share none of these with the module's parameters; choose by name with "
-        f"tensors.where(lambda name: ...){by_shape}"
+        "are pieces, perhaps empty ones, which share none of these with the module's parameters"
+        f"{told}; choose by name with tensors.where(lambda name: ...){by_shape}"
     )
 
 
-def _names_by_group(optimizer: torch.optim.Optimizer, tensors: StepTensors) -> list[list[str]]:
-    names = {id(tensor): name for name, tensor in tensors.items()}
-    return [[names.get(id(tensor), "") for tensor in group["params"]] for group in optimizer.param_groups]
+def groups_of(optimizer: torch.optim.Optimizer, tensors: StepTensors) -> list[Group]:
+    """The groups of an optimizer that steps some of ``tensors``."""
+    names = _names(tensors)
+    return [_group(group, names) for group in optimizer.param_groups]
+
+
+def _group(group: Mapping[str, Any], names: Mapping[int, str]) -> Group:
+    options = {key: value for key, value in group.items() if isinstance(value, bool | int | float | str)}
+    return Group([names.get(id(tensor), "") for tensor in group["params"]], options)
+
+
+def _names(tensors: StepTensors) -> dict[int, str]:
+    return {id(tensor): name for name, tensor in tensors.items()}
 
 
 def _made_of_whole(make: OptimizerFn, stepped: Stepped) -> str | None:
@@ -260,6 +296,11 @@ def _made_of_whole(make: OptimizerFn, stepped: Stepped) -> str | None:
         return type(make(_whole(stepped, torch.device("meta")))).__name__
     except Exception:  # then the pieces are not the reason
         return None
+
+
+@contextlib.contextmanager
+def _stand_ins(stepped: Stepped) -> Iterator[list[StepTensors]]:
+    yield [_whole(stepped, stepped.device)]
 
 
 def _whole(stepped: Stepped, device: torch.device) -> StepTensors:

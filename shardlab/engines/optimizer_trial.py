@@ -13,6 +13,7 @@ import contextlib
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from math import nan, prod
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shardlab.engines.optimizer_copy import StandIn, copy_of, stand_ins
-from shardlab.engines.step_tensors import OptimizerFn, StepTensors
+from shardlab.engines.step_tensors import StepTensors
 
 DECLARATION = "shardlab_looks_at"
 # These may begin to look at whole tensors only after more steps than a trial has.
@@ -55,14 +56,14 @@ class Stepped:
         tensors: what it was given, pieces or whole parameters.
         shapes: of the whole parameters, by name.
         device: where the tensors are during a step.
-        groups_of_own: the names in each group that the user's function makes of the module's own parameters, of which
-            ``tensors`` are pieces, once for each set of them with which it does not fail; None if they are not pieces.
+        own: lends the module's own parameters without their values, see ``without_values``: those of the engine, and
+            those that it was given if it has allocated others. None if ``tensors`` are no pieces of a module's.
     """
 
     tensors: StepTensors
     shapes: Mapping[str, tuple[int, ...]]
     device: torch.device
-    groups_of_own: Callable[[OptimizerFn], list[list[list[str]]]] | None = None
+    own: Callable[[], AbstractContextManager[list[StepTensors]]] | None = None
 
 
 def flat_pieces(tensor: Tensor) -> Sequence[Tensor]:
@@ -99,13 +100,13 @@ def looks_at(optimizer: torch.optim.Optimizer, stepped: Stepped, cuts: Sequence[
         return _parse(declared, optimizer)
     if type(optimizer).__name__ in LATE:
         return LooksAt.TENSOR
-    with _generators_kept(stepped.device), _one_thread(), _hooks_kept(), warnings.catch_warnings():
+    with generators_kept(stepped.device), _one_thread(), _hooks_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _tried(optimizer, stepped, cuts)
 
 
 @contextlib.contextmanager
-def _generators_kept(device: torch.device) -> Iterator[None]:
+def generators_kept(device: torch.device) -> Iterator[None]:
     """Inside, drawing from the random generators changes nothing for training, which draws from the same ones."""
     in_python, in_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):

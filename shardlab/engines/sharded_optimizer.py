@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
 from shardlab.comm.communicator import Communicator
@@ -191,8 +191,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = []
         for group in self.param_groups:
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            pieces: list[Tensor] = [tensors.by_name(names[param]) for param in group["params"]]
-            groups.append({**options, "params": pieces})
+            own = {names[param] for param in group["params"]}
+            groups.append({**options, "params": tensors.where(own.__contains__)})
         return groups
 
 

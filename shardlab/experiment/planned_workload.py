@@ -4,6 +4,7 @@ All of it is found out by trying, on the meta device where that is possible: a s
 graph of the first batch's loss.
 """
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from shardlab.comm.trees import map_tensors
 from shardlab.engines.holdings import of_state
-from shardlab.engines.optimizer_fit import groups_of
+from shardlab.engines.optimizer_fit import groups_of, without_values
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.experiment.batches import batches_of
 from shardlab.experiment.config import CompareConfig
@@ -88,8 +89,8 @@ def optimizer_of(workload: Workload, module: nn.Module) -> dict[str, Optimizer] 
         after_one, after_two = _kept_after_step(optimizer, small), _kept_after_step(optimizer, small)
     except Exception as error:
         raise _not_by_name(f"it raised {type(error).__name__} ({error}) with") from error
-    groups = groups_of(workload.optimizer, params, StepTensors(params))  # None if it looks at values
-    if groups not in (None, groups_of(workload.optimizer, small_params, small)):
+    groups = _chosen(workload, params)  # None if it looks at values
+    if groups not in (None, _chosen(workload, small_params)):
         raise _not_by_name("it makes other groups of the parameters than of")
     known = {
         name: replace(kept, from_start=None if at_start[name] == SGD else at_start[name])
@@ -98,6 +99,16 @@ def optimizer_of(workload: Workload, module: nn.Module) -> dict[str, Optimizer] 
     }
     # State that begins later would make the bytes at rest those of a step, and not of the run.
     return known if len(known) == len(params) and after_one == after_two else None
+
+
+def _chosen(workload: Workload, params: dict[str, nn.Parameter]) -> list[list[str]] | None:
+    """The names in each group that the workload's optimizer makes of parameters; None if it raises an error."""
+    tensors = StepTensors(params)
+    with contextlib.ExitStack() as lent, contextlib.suppress(Exception):
+        for param in params.values():
+            lent.enter_context(without_values(param, param.dtype))
+        return [group.names for group in groups_of(workload.optimizer(tensors), tensors)]
+    return None
 
 
 def _not_by_name(what: str) -> ValueError:

@@ -8,6 +8,7 @@ from torch import nn
 
 from shardlab.engines.optimizer_trial import LooksAt, Stepped, flat_pieces, looks_at
 from shardlab.engines.step_tensors import StepTensors
+from shardlab.launch import current
 from tests.comm.test_communicator import Log
 from tests.dist import cases
 from tests.dist.every_engine import ENGINES, engine_of
@@ -421,7 +422,36 @@ def after_a_write(tensors):
     return of_a_schedule(tensors)
 
 
-CHOOSE = {"later": SplitLater, "iterators": through_iterators, "write": after_a_write}
+class Reads(torch.optim.SGD):
+    """Reads what it has just been given, which has no values when it is tried."""
+
+    def __init__(self, groups):
+        super().__init__(groups, lr=0.1)
+        self.scales = [1 / float(one.abs().mean()) for group in self.param_groups for one in group["params"] if len(one)]
+
+
+def reading(tensors):
+    return Reads(of_a_schedule(tensors).param_groups)
+
+
+def rates(tensors):
+    return torch.optim.SGD([{"params": [one], "lr": 0.5 if one.dim() > 1 else 0.1} for one in tensors], lr=0.1)
+
+
+def fails_with_pieces(tensors):
+    for one in tensors:
+        if one.numel() != 16:
+            raise LookupError("16 elements were expected")
+    return torch.optim.SGD(tensors, lr=0.1)
+
+
+CHOOSE = {
+    "later": SplitLater,
+    "iterators": through_iterators,
+    "reading": reading,
+    "rates": rates,
+    "write": after_a_write,
+}
 
 
 def chosen(rank, key, how, from_meta):
@@ -436,8 +466,10 @@ def chosen(rank, key, how, from_meta):
     def by_identity(tensors):
         return sgd([{"params": [t for t in tensors if (id(t) in ids) is wanted]} for wanted in (True, False)])
 
+    unlike = "or by identity, class or attributes"
+    why = "could not be tried with the module's parameters" if how == "write" and not from_meta else unlike
     with (
-        pytest.raises(ValueError, match="or by identity, class or attributes"),
+        pytest.raises(ValueError, match=f"optimizer_fn: .*{why}.*choose by name"),
         engine_of(key, 2, model, optimizer_fn=by_identity if how == "identity" else CHOOSE[how]),
     ):
         pass
@@ -455,16 +487,47 @@ def test_parameters_that_are_allocated_by_the_engine_are_those_of_the_model(pool
     pools(2).run(chosen, "fsdp", how, True)
 
 
-def lacks_memory(rank, key):
-    def make(tensors):
+def lacks_memory(tensors):
+    if not next(iter(tensors)).is_meta:
         raise torch.OutOfMemoryError("no room for the state")
+    return sgd(tensors)
 
-    with pytest.raises((torch.OutOfMemoryError, RuntimeError), match="no room for the state"), engine_of(
-        key, 2, cases.build("MLP"), optimizer_fn=make
-    ):
+
+def raises_it(rank, key, make, words):
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    with pytest.raises((ValueError, RuntimeError), match=words), engine_of(key, 2, model, optimizer_fn=make):
         pass
 
 
 @pytest.mark.parametrize("key", ["zero1", "fsdp"])
-def test_another_error_of_the_function_stays_what_it_is(pools, key):
-    pools(2).run(lacks_memory, key)
+def test_another_error_of_the_function_is_told(pools, key):
+    pools(2).run(raises_it, key, lacks_memory, "^(?!optimizer_fn).*no room for the state")
+    pools(2).run(raises_it, key, fails_with_pieces, "optimizer_fn: .*with pieces it raises LookupError: 16 elements were")
+
+
+def picking(tensors):
+    torch.rand(1)
+    for tensor in tensors:
+        tensor.grad = torch.ones_like(tensor)
+    return Halves([{"params": [one for one in tensors if one.requires_grad]}])
+
+
+def picked(rank, key):
+    model = cases.build("MLP")
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    torch.manual_seed(0)
+    with engine_of(key, current().world_size, model, optimizer_fn=picking) as engine:
+        drawn = torch.rand(1)
+        kept = [name for name, param in engine.params.items() if param.grad is not None]
+        engine.zero_grad()
+        engine.step()  # gathers what was written into pieces
+        halved = [float((param - before[name] / 2).abs().max()) for name, param in engine.full_state_dict().items()]
+    torch.manual_seed(0)
+    return max(halved), float(drawn - torch.rand(2)[1]), kept
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("key", ["zero1", "zero2", "zero3", "fsdp", "zero1-balanced"])
+def test_where_single_tensors_are_picked_too_they_are_changed_once(pools, key, num_ranks):
+    for found in pools(num_ranks).run(picked, key):
+        assert found == (0.0, 0.0, [])

@@ -525,5 +525,5 @@ def two_large_layers():
 def test_the_trial_of_groups_makes_no_state_of_the_whole_model(pools):
     num_bytes = sum(param.nbytes for param in two_large_layers().parameters())
     for sizes in pools(2).run(allocating_optimizer):
-        assert len(sizes) == 3
-        assert max(sizes) < num_bytes
+        assert len(sizes) == 1  # the trial has ended before the constructor's rest
+        assert sizes[0] < num_bytes
