@@ -17,6 +17,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
@@ -129,7 +133,8 @@ class Claim:
         self._hooks = [*watching, *_mark_states(self), _watch_others(self)]
         # Modules without parameters stay unmarked: two models may share an activation.
         claimed = [module for module in self._module.modules() if next(module.parameters(), None) is not None]
-        for thing in (*claimed, *self._params):
+        # Of the module too, which may have others in their place by now (``placeholder.py``).
+        for thing in (*claimed, *self._params, *self._module.parameters()):
             object.__setattr__(thing, _CLAIM, self._mark)
         # Gradient hooks refer to the engine weakly. So the module keeps it alive, for users who keep only the module.
         object.__setattr__(self._module, _KEPT, EngineReference(engine, keeps=True))
@@ -299,6 +304,35 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
             known(*args)
 
     return hook
+
+
+def _check_replaced(module: nn.Module, name: str, value: nn.Module | nn.Parameter | None) -> None:
+    """Refuse to put something else in the place of parameters that an engine trains; it may hold them, as a wrapper.
+
+    Forward would compute with what no engine averages, and a checkpoint would have what was there before.
+
+    Raises:
+        RuntimeError: while the engine lives.
+    """
+    lost = _params_in(module._modules.get(name)) | _params_in(module._parameters.get(name))
+    engine = next((engine for param in lost - _params_in(value) if (engine := _owner(param)) is not None), None)
+    if engine is not None:
+        raise RuntimeError(
+            f"model: {name!r} of the {type(module).__name__} is being replaced, and the engine ({engine.name}) trains "
+            "what is there; copy values into that inside 'with engine.full_params(keep_changes=True):', or "
+            "engine.close(), replace it, and build another engine"
+        )
+
+
+# Here, and not by each claim: whether somebody owns a parameter is written on it.
+register_module_module_registration_hook(_check_replaced)
+register_module_parameter_registration_hook(_check_replaced)
+
+
+def _params_in(thing: nn.Module | nn.Parameter | None) -> set[nn.Parameter]:
+    if isinstance(thing, nn.Module):
+        return set(thing.parameters())
+    return set() if thing is None else {thing}
 
 
 def engine_of(module: nn.Module) -> Claimant | None:

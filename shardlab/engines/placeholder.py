@@ -1,8 +1,8 @@
 """Placeholders for tensors of which this rank holds only a piece: they have shape and dtype, and refuse to be used.
 
 A parameter that is sharded and not gathered has no data on this rank. Three tensors stand for it then. The module has a
-placeholder on the meta device, which answers for shape, dtype and name, and refuses every computation with an error
-that names the parameter. The parameter itself stays in ``engine.params``, since hooks and autograd's version are on it;
+placeholder, which answers for shape, dtype, device and name, and refuses every computation with an error that names the
+parameter. The parameter itself stays in ``engine.params``, since hooks and autograd's version are on it;
 its data is a stub, one NaN expanded to the whole shape. The optimizer steps the piece that this rank keeps.
 
 Where parameters are whole and their mean gradients are in pieces, ``param.grad`` would be None. Code that reads it,
@@ -27,6 +27,9 @@ from shardlab.vocabulary import dtype_name
 _OF_PARAMETER = frozenset(
     {"__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex"}
 )
+# Of the placeholder itself the device is meta, and what a user makes there is silently computed with as memory without
+# values: torch multiplies by it, and indexes with it.
+_OF_DEVICE = (Tensor.device, Tensor.is_cpu, Tensor.is_cuda, Tensor.is_meta)
 _FREEZES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]  # a bool in torch's stubs
 _OF_GRADIENT = frozenset({"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "untyped_storage"})
 _CONVERT = frozenset({"to", "float", "double", "half", "bfloat16", "cpu", "cuda"})  # as module.to() does to gradients
@@ -81,6 +84,8 @@ class PlaceholderParameter(nn.Parameter):
             # where only some ranks have gathered it, they would not agree.
             func(args[0].param, *args[1:], **(kwargs or {}))
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if func is Tensor.get_device or getattr(func, "__self__", None) in _OF_DEVICE:
+            return func(args[0].param)
         # Getters of attributes are all called __get__; of those only .data would return a tensor to compute with.
         if getattr(func, "__name__", "") in _OF_PARAMETER and getattr(func, "__self__", None) is not Tensor.data:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]

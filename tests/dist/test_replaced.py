@@ -171,7 +171,7 @@ def attribute(rank, setup, way, inside):
     with trained_by(setup) as engine:
         backward(engine, 0)
         engine.step()
-        with pytest.raises(RuntimeError, match="was replaced, and the engine trains the one|is sharded"):
+        with pytest.raises(RuntimeError, match="being replaced, and the engine|was replaced, and the engine|is sharded"):
             with engine.full_params(keep_changes=True) if inside else contextlib.nullcontext():
                 ATTRIBUTES[way](engine.module)
             backward(engine, 1)
@@ -183,6 +183,27 @@ def attribute(rank, setup, way, inside):
 @pytest.mark.parametrize("setup", GATHERS)
 def test_another_parameter_in_its_place_is_refused_where_parameters_are_gathered(pools, setup, way, inside):
     assert all(pools(2).run(attribute, setup, way, inside))
+
+
+def submodule(rank, setup):
+    with trained_by(setup) as engine:
+        model = engine.module
+        for name, value in (("2", nn.Linear(16, 16)), ("2", None), ("2", nn.Tanh())):
+            with pytest.raises(RuntimeError, match=r"^model: '2' of the MLP is being replaced.*engine\.close\(\)"):
+                setattr(model, name, value)
+        with pytest.raises(RuntimeError, match=r"^model: 'bias' of the Linear is being replaced"):
+            model[0].bias = nn.Parameter(torch.zeros(16))
+        model[1] = nn.Tanh()  # has no parameters
+        model[2] = nn.Sequential(model[2])  # has those of before
+        backward(engine, 0)
+        engine.step()
+    model[2] = nn.Linear(16, 16)
+    return engine.num_steps
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_another_module_in_the_place_of_parameters_is_refused(pools, setup):
+    assert pools(2).run(submodule, setup) == [1, 1]
 
 
 def over_one_memory(rank, setup, kind):
@@ -369,7 +390,7 @@ def closed_after_a_refusal(rank, setup):
         engine = engine_of(setup, model, mesh)
         backward(engine, 0)
         engine.step()
-        model[0].weight = new = nn.Parameter(torch.zeros(model[0].weight.shape).double())
+        model[0]._parameters["weight"] = new = nn.Parameter(torch.zeros(model[0].weight.shape).double())
         for _ in range(2):
             with pytest.raises(RuntimeError, match="was replaced"):
                 backward(engine, 1)

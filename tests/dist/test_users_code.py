@@ -789,3 +789,57 @@ def test_memory_that_was_replaced_is_free(strategy, options):
                 param.data = param.data * 2
         del held
         assert all(torch.UntypedStorage._expired(reference) for reference in old)
+
+
+# Where the parameters are.
+
+
+class Masked(nn.Module):
+    """Makes a mask on the device of its first parameter, whose unit may not be gathered there."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(9, 6)
+        self.layers, self.head = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)]), nn.Linear(6, 9)
+
+    def forward(self, tokens):
+        mask = torch.ones(6, 6, device=next(self.layers.parameters()).device, dtype=torch.float64).tril()
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x @ mask))
+        return self.head(x)
+
+
+def masked():
+    torch.manual_seed(0)
+    return Masked().double()
+
+
+def tokens_of(num_ranks):
+    return torch.arange(cases.ROWS_PER_RANK * num_ranks).remainder(9)
+
+
+def on_their_device(rank, key):
+    with engine_of(key, current().world_size, masked(), optimizer_fn=sgd) as engine:
+        param = next(engine.module.parameters())
+        device = param.device
+        facts = device.type, param.is_cpu, param.is_cuda, param.is_meta, param.get_device()
+        for _ in range(2):
+            tokens = cases.own_rows(tokens_of(current().world_size).to(device), engine.data_rank)
+            engine.backward(nn.functional.cross_entropy(engine(tokens.to(device)), tokens))
+            engine.step()
+            engine.zero_grad()
+        return facts, engine.full_state_dict()
+
+
+@pytest.mark.parametrize(("key", "num_ranks"), PLACES)
+def test_what_is_made_on_the_device_of_a_parameter_has_values(pools, key, num_ranks):
+    model, tokens = masked(), tokens_of(num_ranks)
+    optimizer = sgd(model.parameters())
+    for _ in range(2):
+        nn.functional.cross_entropy(model(tokens), tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    facts, states = zip(*pools(num_ranks).run(on_their_device, key), strict=True)
+    assert set(facts) == {("cpu", True, False, False, -1)}
+    assert_states(states, model.state_dict())
