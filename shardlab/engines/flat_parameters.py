@@ -14,7 +14,7 @@ from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending, wait_all
 from shardlab.engines.buckets import Bucket
 from shardlab.engines.holdings import Held
-from shardlab.engines.hooks import outside_inference
+from shardlab.engines.hooks import in_plain_mode
 from shardlab.engines.placeholder import check_replaced
 from shardlab.engines.step_tensors import EmptyPieces, StepTensors
 from shardlab.partition.chunks import Piece
@@ -189,7 +189,7 @@ class FlatParameters:
         """Move the pieces of a bucket to new memory: the optimizer may have kept the old, as its previous weights."""
         self._renew(bucket)
 
-    @outside_inference
+    @in_plain_mode
     def _renew(self, bucket: Bucket) -> None:
         """Move a bucket to a new buffer, from wherever its parameters' data is now.
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending
 from shardlab.engines.holdings import Division, Held
-from shardlab.engines.hooks import outside_inference
+from shardlab.engines.hooks import in_plain_mode
 from shardlab.engines.placeholder import ParameterSites
 from shardlab.engines.precision import Precision
 from shardlab.engines.unused_params import write_unused
@@ -87,7 +87,7 @@ class GatheredParameters:
         """How the parameters are divided."""
         return Division(self.layout, self.comm, self.shard.element_size())
 
-    @outside_inference
+    @in_plain_mode
     def start_unshard(self, *, as_stored: bool = False) -> None:
         """Begin to gather unless that has begun; ``as_stored``: in the shard's dtype, not the compute dtype."""
         if self.state is BucketState.SHARDED:
@@ -101,7 +101,7 @@ class GatheredParameters:
                 self._gathering = (buffer, pending)
             self.state = BucketState.GATHERING
 
-    @outside_inference
+    @in_plain_mode
     def unshard(self, *, as_stored: bool = False, checked: bool = True) -> None:
         """Gather, and put the full parameters into the module.
 
@@ -128,7 +128,7 @@ class GatheredParameters:
             self._versions = self._versions_now()
             self.state = BucketState.UNSHARDED
 
-    @outside_inference
+    @in_plain_mode
     def free(self) -> None:
         """Free the full parameters; a prefetch that was not used is waited for and dropped."""
         if self._gathering is not None:

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from typing_extensions import override
 
 from shardlab.engines.gathered_parameters import BucketState, GatheredParameters
-from shardlab.engines.hooks import outside_inference
+from shardlab.engines.hooks import in_plain_mode
 from shardlab.engines.placeholder import check_replaced, is_at
 from shardlab.engines.step_tensors import EmptyPieces
 
@@ -61,7 +61,7 @@ class HeldParameters(GatheredParameters):
         return self.num_holders > 0 and self.shard.dtype != self.compute_dtype
 
     @override
-    @outside_inference
+    @in_plain_mode
     def start_unshard(self, *, as_stored: bool = False) -> None:
         """As the base; first follows what another optimizer, or the user, has written or assigned to the pieces."""
         self.take_assigned()
@@ -206,7 +206,7 @@ class HeldParameters(GatheredParameters):
         super()._point_pieces_at(shard)
         self._empty = None
 
-    @outside_inference
+    @in_plain_mode
     def _renew_shard(self) -> None:
         """Move the shard to new memory, from wherever the pieces' data is now.
 
@@ -218,7 +218,7 @@ class HeldParameters(GatheredParameters):
         self._move_home(home)
         self._point_pieces_at(self._home())
 
-    @outside_inference
+    @in_plain_mode
     def _renew_full(self) -> None:
         """Give the full parameters new memory, from wherever their data is now.
 

@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from typing_extensions import override
 
 P = ParamSpec("P")
@@ -38,14 +39,19 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def outside_inference(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap ``function`` so that what it makes can train, though it may be called in ``torch.inference_mode()``.
+def in_plain_mode(function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap ``function`` so that what it makes can train, though inference mode or a ``torch.func`` transform is on.
 
     A parameter with the data of an inference tensor could never train again.
     """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        # Private: there is no public way to ask whether a transform of torch.func runs, nor to leave it. Inside it new
+        # tensors are wrappers without memory, which nothing can be received into.
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            with temporarily_clear_interpreter_stack():
+                return run(*args, **kwargs)
         if not torch.is_inference_mode_enabled():
             return function(*args, **kwargs)
         # With ``no_grad``: to end inference mode is to switch gradients on.

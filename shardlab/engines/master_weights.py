@@ -17,7 +17,7 @@ from shardlab.comm.events import wait_all
 from shardlab.engines.buckets import Bucket
 from shardlab.engines.flat_parameters import FlatParameters
 from shardlab.engines.holdings import Held
-from shardlab.engines.hooks import outside_inference
+from shardlab.engines.hooks import in_plain_mode
 from shardlab.engines.precision import Precision
 from shardlab.vocabulary import Role
 
@@ -143,7 +143,7 @@ class MasterWeights(FlatParameters):
             self._versions = before
             raise
 
-    @outside_inference
+    @in_plain_mode
     def _gather_masters(self) -> None:
         pending = []
         for index, master in enumerate(self._masters):

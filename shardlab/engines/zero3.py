@@ -58,6 +58,7 @@ class ZeRO3(ShardedEngine):
     """
 
     name = "zero3"
+    _in_forward = False
 
     def __init__(
         self,
@@ -78,8 +79,12 @@ class ZeRO3(ShardedEngine):
         """Gather, run the module's forward, reshard."""
         # First: what a backward that raised has left is resharded. The base does this too, but only after the gather.
         self._notice_failure()
-        with self._gathered(), saved_by_reference(self.buckets):
-            output = without_parameters(super().__call__(*args, **kwargs), set(self.params.values()))
+        self._in_forward = True
+        try:
+            with self._gathered(), saved_by_reference(self.buckets):
+                output = without_parameters(super().__call__(*args, **kwargs), set(self.params.values()))
+        finally:
+            self._in_forward = False
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 # For a plain loss.backward(): all ranks gather everything, so it does not matter what each has used.
@@ -119,7 +124,7 @@ class ZeRO3(ShardedEngine):
     @override
     def _reduce_gradients(self) -> None:
         try:
-            self.reshard_params()  # first, so that no buffer of a reduction comes on top of the full parameters
+            self._clean_up_backward()  # first, so that no buffer of a reduction comes on top of the full parameters
         finally:  # also if that refuses a parameter that was written to: the other ranks wait for this one's gradients
             # One after another, so that only one such buffer is in memory at a time.
             for bucket in self.buckets:
@@ -131,8 +136,10 @@ class ZeRO3(ShardedEngine):
 
     @override
     def _clean_up_backward(self) -> None:
-        # For a plain backward inside no_sync() or one that raised; after a reduction they are resharded already.
-        self.reshard_params()
+        # For a plain backward inside no_sync() or one that raised; after a reduction they are resharded already. (A
+        # forward inside which a backward has run goes on with them.)
+        if not self._in_forward:
+            self.reshard_params()
 
     @contextlib.contextmanager
     def _gathered(self) -> Iterator[None]:

@@ -843,3 +843,66 @@ def test_what_is_made_on_the_device_of_a_parameter_has_values(pools, key, num_ra
     facts, states = zip(*pools(num_ranks).run(on_their_device, key), strict=True)
     assert set(facts) == {("cpu", True, False, False, -1)}
     assert_states(states, model.state_dict())
+
+
+# A backward, and torch.func, inside forward.
+
+
+class Adversarial(nn.Module):
+    """Moves its input along the gradient of a loss of its own, whose backward gives parameters gradients too."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3)), nn.Linear(7, 5)
+        self.scale = 1  # the number of ranks that one process plays, whose means these are
+
+    def forward(self, x):
+        x = x.detach().clone().requires_grad_()
+        (self.body(x).square().sum() / self.scale).backward()
+        return self.head(x + self.scale * x.grad)
+
+
+class Tangent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7)), nn.Linear(7, 5)
+
+    def forward(self, x):
+        return self.head(torch.func.jvp(self.body, (x,), (torch.ones_like(x),))[1])
+
+
+def made(kind):
+    torch.manual_seed(0)
+    return kind().double()
+
+
+def differentiating(rank, key, kind, wraps):
+    options = {"wrap": wraps} if wraps else {}
+    with engine_of(key, current().world_size, made(kind), optimizer_fn=sgd, **options) as engine:
+        for step in range(2):
+            x, y = (cases.own_rows(part, engine.data_rank) for part in cases.rows("MLP", step, 0, current().world_size))
+            engine.backward(nn.functional.mse_loss(engine(x), y))
+            engine.step()
+            engine.zero_grad()
+        return engine.full_state_dict()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("kind", [Adversarial, Tangent])
+@pytest.mark.parametrize(
+    ("key", "wraps"),
+    [(key, wraps) for key in ENGINES for wraps in (None, "root", [nn.Linear]) if not wraps or key.startswith("fsdp")],
+)
+def test_a_forward_may_differentiate(pools, key, wraps, kind):
+    num_ranks = 4 if "hybrid" in key else 2
+    model = made(kind)
+    model.scale = num_ranks
+    optimizer = sgd(model.parameters())
+    for step in range(2):
+        x, y = cases.rows("MLP", step, 0, num_ranks)
+        for rank in range(num_ranks):
+            own = [cases.own_rows(part, rank) for part in (x, y)]
+            (nn.functional.mse_loss(model(own[0]), own[1]) / num_ranks).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_states(pools(num_ranks).run(differentiating, key, kind, wraps), model.state_dict())

@@ -127,7 +127,7 @@ class Schedule:
         for unit in units:
             if unit in self._passed_by:
                 self._before_backward(unit)
-                unit.reshard()
+                self._reshard(unit)
 
     def end_backward(self) -> None:
         """It has ended, or raised: reshard what is still gathered."""
@@ -159,7 +159,7 @@ class Schedule:
         # A part that is frozen may still be needed: its backward, which has no gradient of its own, may come later.
         if not was_complete and self._is_over(unit) and not unit.is_partly_frozen:
             # Before the reduction, so that its buffer does not come on top of the full parameters.
-            unit.reshard()
+            self._reshard(unit)
         if reduce:
             self._queue.send_complete()
 
@@ -174,7 +174,12 @@ class Schedule:
 
     def reshard_rest(self) -> None:
         """Reshard what is still gathered: not used, prefetched for nothing, or left by an error."""
-        reshard_all(self._units)
+        # But for what a forward needs inside which this backward has run.
+        reshard_all(unit for unit in self._units if not self._came_with.get(unit))
+
+    def _reshard(self, unit: Unit) -> None:
+        if not self._came_with.get(unit):  # as above
+            unit.reshard()
 
     @contextlib.contextmanager
     def holding_root(self) -> Iterator[None]:
@@ -244,7 +249,7 @@ class Schedule:
         others = {begun for begun in self._begun - self._inside[unit] - {unit} if unit not in self._inside[begun]}
         over = {begun for begun in others if not self._in_backward or self._is_over(begun)}
         for begun in over:
-            begun.reshard()
+            self._reshard(begun)
         self._begun = self._begun - over | {unit}
         unit.unshard()
         for following in self._order.backward_of(unit, self._prefetch):
