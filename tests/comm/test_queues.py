@@ -241,6 +241,35 @@ def test_closing_raises_what_failed_after_an_error_was_told_and_on_no_axis_what_
         pools(4).run(handles_one, True)
 
 
+def fails_late(rank):
+    """On the last axis, which waits for a slow link while the queue of the first one closes."""
+    with Mesh({"replica": 2, "shard": 2}, link=Link(latency_us=50_000, bandwidth_gbps=10)) as mesh:
+        mesh["shard"].barrier()
+        mesh["shard"].all_reduce(torch.ones(1).to(NOT_ADDED[0]))
+
+
+def test_closing_raises_what_fails_on_another_axis_meanwhile(pools):
+    with pytest.raises(RankError, match="float8_e4m3fn cannot be added"):
+        pools(4).run(fails_late)
+
+
+def waits_again(rank):
+    """For an error that was told before the last collective was issued."""
+    with Mesh({"data": 2}) as mesh:
+        first = mesh.data.all_reduce(torch.ones(1).to(NOT_ADDED[0]))
+        with pytest.raises(RuntimeError, match="float8_e4m3fn cannot be added"):
+            first.wait()
+        mesh.data.all_reduce(torch.ones(1).to(NOT_ADDED[1]))
+        mesh.data.barrier().wait()  # by now it has failed
+        with pytest.raises(RuntimeError, match="float8_e4m3fn cannot be added"):
+            first.wait()
+
+
+def test_waiting_again_for_an_error_hides_no_later_one(pools):
+    with pytest.raises(RankError, match="float8_e5m2 cannot be added"):
+        pools(2).run(waits_again)
+
+
 def test_a_queue_of_the_cpu_waits_for_no_stream(monkeypatch):
     """Also where CUDA is in use: then a host collective would wait for all that computes on the default stream."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
