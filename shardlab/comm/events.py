@@ -117,7 +117,7 @@ class Failures:
                 self._untold = error
 
     def tell(self, event: CollectiveEvent) -> None:
-        """A caller is told now why ``event`` failed; where it was issued before the last time, this says nothing new."""
+        """A caller is told now why ``event`` failed; if it was issued before the last time, that is nothing new."""
         with self._lock:
             if event.issue_ns > self._told_ns:
                 self._untold, self._told_ns = None, perf_counter_ns()

@@ -163,11 +163,11 @@ class TorchrunRanks:
 
 
 def _require_group() -> None:
-    """Raise RuntimeError if the default group has been made and destroyed: each call needs it, and makes no second."""
+    """Raise RuntimeError if the default group has been made and destroyed: calls need it, and make no second."""
     if Process.patient is not None and not dist.is_initialized():
         raise RuntimeError(
-            "RankPool: the default process group has been destroyed; destroy it after the last call of run, or leave it "
-            "to the pool if that has made it; let this exception end the process, so that torchrun ends the job"
+            "RankPool: the default process group has been destroyed; destroy it after the last call of run, or not at "
+            "all if the pool has made it; let this exception end the process, so that torchrun ends the job"
         )
 
 
