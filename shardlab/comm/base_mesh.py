@@ -92,7 +92,8 @@ class BaseMesh:
         """End the communicators; their process groups go when the next mesh is built.
 
         In a ``finally`` clause the exception that is under way stays, and gets a note of what would be raised here. An
-        ``except`` clause looks the same from here, and may drop that exception: so a warning says it too.
+        ``except`` clause looks the same from here, and may drop that exception: so a warning says it too, or a line on
+        stderr where warnings are errors.
 
         Raises:
             Exception: what a collective raised, where nobody has waited for one that failed.
@@ -106,16 +107,15 @@ class BaseMesh:
                 end()
             except Exception as error:  # the others end all the same; but an interrupt waits for none of them
                 errors.append(error)
-        if not errors:
-            return
-        told = errors.pop(0) if under_way is None else under_way
-        for other in errors:
-            note = f"mesh: closing it raised {type(other).__name__}: {other}"
-            told.add_note(note)
-            if told is under_way:  # whose handler may never look at it
-                warnings.warn(note, RuntimeWarning, stacklevel=3)
-        if told is not under_way:
-            raise told
+        notes = [f"mesh: closing it raised {type(error).__name__}: {error}" for error in errors]
+        if under_way is not None:
+            for note in notes:
+                under_way.add_note(note)
+                _warn(note)  # the handler may never look at the exception
+        elif errors:
+            for note in notes[1:]:
+                errors[0].add_note(note)
+            raise errors[0]
 
     def _ends(self) -> Iterator[Callable[[], object]]:
         # Queues first: a group must not go while a collective in it is still to run.
@@ -130,6 +130,14 @@ class BaseMesh:
         # After an error the other ranks may never come, so waiting for what is queued could last for ever.
         if exc_type is None:
             self._close(None)  # an error whose handler this block is in is not on its way
+
+
+def _warn(note: str) -> None:
+    """Warn whoever called ``close()``."""
+    try:
+        warnings.warn(note, RuntimeWarning, stacklevel=4)
+    except RuntimeWarning:  # raised where warnings are errors, it would take the place of the one under way
+        sys.stderr.write(f"{note}\n")
 
 
 def groups_along(axes: dict[str, int], ranks: tuple[int, ...], axis: str) -> list[tuple[int, ...]]:

@@ -107,9 +107,10 @@ class Communicator(ObservedGroup):
         """
         bounds = bounds_of(buffer, bounds, self.num_ranks)
         buffer = without_graph("buffer", buffer)
-        target = self._chunk(buffer, bounds) if output is None else without_graph("output", output)
+        target = self._chunk(buffer, bounds)
         if output is not None:
-            require_output(output, buffer, bounds[self.rank + 1] - bounds[self.rank])
+            require_output(output, buffer, target.numel())
+            target = without_graph("output", output)
         transport = self._transport
         if transport is None:
             _copy_back(buffer, target)

@@ -116,10 +116,18 @@ class Failures:
             if self._untold is None and event.issue_ns > self._told_ns:
                 self._untold = error
 
-    def tell(self) -> BaseException | None:
-        """A caller is told now; what is returned is forgotten here."""
+    def tell(self, event: CollectiveEvent) -> None:
+        """A caller is told now why ``event`` failed; if it was issued before the last time, that is nothing new."""
         with self._lock:
-            untold, self._untold, self._told_ns = self._untold, None, perf_counter_ns()
+            if event.issue_ns > self._told_ns:
+                self._untold, self._told_ns = None, perf_counter_ns()
+
+    def take_untold(self) -> BaseException | None:
+        """The error for a caller who is told of it now; None, which tells nobody anything, if there is none."""
+        with self._lock:
+            untold, self._untold = self._untold, None
+            if untold is not None:
+                self._told_ns = perf_counter_ns()
         return untold
 
 

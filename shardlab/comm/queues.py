@@ -78,7 +78,7 @@ class _Entry:
     def wait(self) -> None:
         self.done.wait()
         if self.error is not None:
-            self._failures.tell()
+            self._failures.tell(self.event)
             raise self.error
 
     def _tell_started(self) -> None:
@@ -140,7 +140,7 @@ class ThreadQueue:
             # The marker goes behind all entries; after the join no job can touch a group that is about to be destroyed.
             queue._abandon()
             queue._thread.join()
-        if (error := self._failures.tell()) is not None:
+        if (error := self._failures.take_untold()) is not None:
             raise error
 
 

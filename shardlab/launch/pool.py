@@ -95,7 +95,7 @@ class RankPool:
         self._processes: RankProcesses | None = None
         self._ender: weakref.finalize[[], RankPool] | None = None
         self._is_closed = False
-        self._calls: dict[object, None] = {}  # under way, the first one first
+        self._calls: list[object] = []  # under way, the first one first
         self._is_running = False
         self._interrupted = threading.Event()
         self._is_announced = False
@@ -250,13 +250,13 @@ class RankPool:
         own = object()
         try:
             # No lock: an interrupt may come between its being taken and our knowing, and it would stay taken.
-            self._calls[own] = None
-            first, *_ = self._calls
-            if first is not own:
+            self._calls.append(own)
+            if self._calls[0] is not own:
                 raise RuntimeError("RankPool: it is running a function; run one at a time, or use a second pool")
             return call()
         finally:
-            self._calls.pop(own, None)
+            if own in self._calls:
+                self._calls.remove(own)
 
     def _announce(self) -> None:
         if not self._is_announced and self.placement.banner is not None:

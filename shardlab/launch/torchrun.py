@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from shardlab.comm import become_rank, leave_group
-from shardlab.comm.group import all_gather_object, make_patient_group
+from shardlab.comm.group import Process, all_gather_object, make_patient_group
 from shardlab.launch.context import enter, no_emit, torchrun_context
 from shardlab.launch.messages import Payload, pack, unpack
 from shardlab.launch.placement import Placement, TorchrunEnv, agreed
@@ -29,7 +29,8 @@ class _End(NamedTuple):
     failure: str = ""
 
     def __str__(self) -> str:
-        return f"{f'raised {self.failure} in' if self.failure else 'returned from'} call {self.call}"
+        left = f"raised {self.failure} in" if self.failure else "returned from"
+        return f"{left} call {self.call}"
 
 
 class _Process:
@@ -74,8 +75,9 @@ class TorchrunRanks:
         Communicates the name of an exception, once, where the last call has raised one.
 
         Raises:
-            RuntimeError: a call has failed, and not on all ranks alike.
+            RuntimeError: a call has failed, and not on all ranks alike; the script has destroyed the default group.
         """
+        _require_group()
         if not _Process.may_go_on:
             # The others may still be in that call, or have left collectives of it, which would meet those of the next.
             raise RuntimeError(
@@ -132,7 +134,7 @@ class TorchrunRanks:
         rank 0's own.
 
         Raises:
-            RuntimeError: another rank is in another call, or has raised.
+            RuntimeError: another rank is in another call, or has raised; ``fn`` has destroyed the default group.
         """
         rank = self._context.rank
 
@@ -160,13 +162,24 @@ class TorchrunRanks:
         return [unpack(end.result) for end in ends if end.result is not None]
 
 
+def _require_group() -> None:
+    """Raise RuntimeError if the default group has been made and destroyed: calls need it, and make no second."""
+    if Process.patient is not None and not dist.is_initialized():
+        raise RuntimeError(
+            "RankPool: the default process group has been destroyed; destroy it after the last call of run, or not at "
+            "all if the pool has made it; let this exception end the process, so that torchrun ends the job"
+        )
+
+
 def _ends_of_all(own: _End) -> list[_End]:
     """How every rank has left the call that this one has left; collective, once a call.
 
     Raises:
-        RuntimeError: they have left it, or different calls (as of two threads that call ``run`` at once), unlike.
+        RuntimeError: they have left it, or different calls (as of two threads that call ``run`` at once), unlike; the
+            call has destroyed the default group.
     """
     _Process.may_go_on = False  # nor if this is interrupted, when the others may have met
+    _require_group()
     # The others may have nothing to do for long, while rank 0 trains alone for example.
     ends = cast(list[_End], all_gather_object(own, patiently=True))
     if len({str(end) for end in ends}) > 1:

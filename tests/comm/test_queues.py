@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+import warnings
 from contextlib import suppress
 
 import pytest
@@ -164,20 +165,25 @@ def test_a_mesh_dropped_after_an_error_leaves_no_thread(pools):
     assert pools(2).run(queues_left) == [[], []]
 
 
-def raises_itself(rank, error):
+def raises_itself(rank, error, of_warnings):
     mesh = Mesh({"data": 2})
-    try:
-        mesh.data.all_reduce(torch.ones(1).to(NOT_ADDED[0]))
-        raise error
-    finally:
-        mesh.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter(of_warnings)
+        try:
+            mesh.data.all_reduce(torch.ones(1).to(NOT_ADDED[0]))
+            raise error
+        finally:
+            mesh.close()
 
 
+@pytest.mark.parametrize("of_warnings", ["always", "error"])
 @pytest.mark.parametrize("error", [ValueError("the user's own"), SystemExit("the user's own")])
-def test_closing_leaves_the_callers_own_error_and_notes_on_it_what_nobody_waited_for(pools, error):
+def test_closing_leaves_the_callers_own_error_and_notes_on_it_what_nobody_waited_for(pools, capsys, error, of_warnings):
     with pytest.raises(RankError, match=f"raised {type(error).__name__}: the user's own") as caught:
-        pools(2).run(raises_itself, error)
-    assert "mesh: closing it raised RuntimeError: dtype: torch.float8_e4m3fn cannot be added" in str(caught.value)
+        pools(2).run(raises_itself, error, of_warnings)
+    note = "mesh: closing it raised RuntimeError: dtype: torch.float8_e4m3fn cannot be added"
+    assert note in str(caught.value)
+    assert note in "".join(capsys.readouterr())  # for who does not look at the error
 
 
 def closes_in_a_handler(rank):
@@ -239,6 +245,35 @@ def test_closing_raises_what_failed_after_an_error_was_told_and_on_no_axis_what_
     pools(4).run(handles_one, False)
     with pytest.raises(RankError, match="float8_e5m2 cannot be added"):
         pools(4).run(handles_one, True)
+
+
+def fails_late(rank):
+    """On the last axis, which waits for a slow link while the queue of the first one closes."""
+    with Mesh({"replica": 2, "shard": 2}, link=Link(latency_us=50_000, bandwidth_gbps=10)) as mesh:
+        mesh["shard"].barrier()
+        mesh["shard"].all_reduce(torch.ones(1).to(NOT_ADDED[0]))
+
+
+def test_closing_raises_what_fails_on_another_axis_meanwhile(pools):
+    with pytest.raises(RankError, match="float8_e4m3fn cannot be added"):
+        pools(4).run(fails_late)
+
+
+def waits_again(rank):
+    """For an error that was told before the last collective was issued."""
+    with Mesh({"data": 2}) as mesh:
+        first = mesh.data.all_reduce(torch.ones(1).to(NOT_ADDED[0]))
+        with pytest.raises(RuntimeError, match="float8_e4m3fn cannot be added"):
+            first.wait()
+        mesh.data.all_reduce(torch.ones(1).to(NOT_ADDED[1]))
+        mesh.data.barrier().wait()  # by now it has failed
+        with pytest.raises(RuntimeError, match="float8_e4m3fn cannot be added"):
+            first.wait()
+
+
+def test_waiting_again_for_an_error_hides_no_later_one(pools):
+    with pytest.raises(RankError, match="float8_e5m2 cannot be added"):
+        pools(2).run(waits_again)
 
 
 def test_a_queue_of_the_cpu_waits_for_no_stream(monkeypatch):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from shardlab.comm.autograd import copy
 from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.transports.base import exchange_sizes
@@ -211,6 +212,21 @@ def test_a_view_of_a_parameter_is_as_good_as_the_parameter(pools):
             [[0.0, 1.0, 1.0, 2.0], [2.0, 3.0, 3.0, 4.0]][rank],
             [1.0] * 4,
         ]
+
+
+def with_views_that_have_a_backward_of_their_own(rank):
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    with Mesh({"data": 2}) as mesh:
+        fields = refused(
+            lambda: mesh.data.all_reduce(copy(weight, mesh.data)),
+            lambda: mesh.data.broadcast(copy(weight.t(), mesh.data)[1:].t()),
+        )
+        mesh.data.all_reduce(weight[1:].view(2, 6).t()).wait()
+    return fields, weight.sum().item()
+
+
+def test_a_view_of_a_parameter_by_a_function_with_a_backward_of_its_own_is_refused(pools):
+    assert pools(2).run(with_views_that_have_a_backward_of_their_own) == [(["tensor"] * 2, 4 + 2 * 12)] * 2
 
 
 def test_what_to_do_with_a_graph_is_said():

@@ -142,6 +142,36 @@ def test_calls_go_on_after_a_failure_on_all_ranks_alike_that_the_script_catches(
         assert own == [[0.1, 0.1], "the loss is NaN", not_sent, [0.3, 0.3], [0.5, 0.5]]
 
 
+DESTROYS_THE_GROUP = """
+import json, os
+import torch.distributed as dist
+from shardlab.launch import RankPool
+
+def destroy(rank):
+    dist.destroy_process_group()
+    if RAISES:
+        raise KeyError(rank)
+
+told = []
+with RankPool(2, device="cpu", timeout_s=5) as pool:
+    for fn in (str, destroy, str):
+        try:
+            told.append(pool.run(fn))
+        except Exception as error:
+            told.append(str(error).partition(";")[0])
+os.write(1, f"{json.dumps([os.environ['RANK'], *told])}\\n".encode())
+"""
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_group_that_the_function_destroys_is_told(tmp_path, raises):
+    done = torchrun(tmp_path / "script.py", DESTROYS_THE_GROUP.replace("RAISES", repr(raises)))
+    destroyed = "RankPool: the default process group has been destroyed"
+    assert sorted(map(json.loads, done.stdout.splitlines())) == [
+        [str(rank), ["0", "1"], str(rank) if raises else destroyed, destroyed] for rank in range(2)
+    ]
+
+
 IN_DIFFERENT_CALLS = """
 from shardlab.launch import RankPool
 

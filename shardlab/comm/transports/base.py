@@ -9,10 +9,11 @@ says what is sent, the same on all ranks, so that a transport can refuse to mix 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from operator import index
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.partition.chunks import even_bounds
@@ -141,14 +142,23 @@ def without_graph(field: str, tensor: Tensor) -> Tensor:
         ValueError: a gradient would flow past a collective, as if that had done nothing. A parameter, or a view of
             one, is allowed: nothing has been computed yet.
     """
-    # (Torch has no public way to ask what a tensor is a view of.)
-    is_of_a_leaf = tensor._base is not None and tensor._base.is_leaf
-    if tensor.grad_fn is not None and torch.is_grad_enabled() and not is_of_a_leaf:
+    if tensor.grad_fn is not None and torch.is_grad_enabled() and not _is_view_of_a_leaf(tensor):
         raise ValueError(
             f"{field}: the result of {tensor.grad_fn.name()} is given, and no gradient flows through this collective; "
             f"pass {field}.detach(), which shares its memory, or use shardlab.comm.autograd"
         )
     return tensor.detach()
+
+
+def _is_view_of_a_leaf(tensor: Tensor) -> bool:
+    """Whether it is a leaf's memory and no more: a custom Function may return a view, and compute in its backward."""
+    base = tensor._base  # (torch has no public way to ask what a tensor is a view of)
+    if base is None or not base.is_leaf:
+        return False
+    node: Any = tensor.grad_fn
+    while node is not None and not isinstance(node, BackwardCFunction):
+        node = next((before for before, _ in node.next_functions), None)
+    return node is None
 
 
 def require_flat(field: str, tensor: Tensor) -> None:
