@@ -46,7 +46,17 @@ def check_model(
     _check_max_norm(model, num_ranks)
     _check_no_meta({} if may_be_meta else params, buffers)
     if moves_params:
-        check_separate(params, buffers)
+        check_separate(params, {**buffers, **_attributes(model)})
+
+
+def _attributes(model: nn.Module) -> dict[str, Tensor]:
+    """Tensors that are plain attributes of modules, by name; in lists and other objects they are not looked for."""
+    params = set(model.parameters())
+    return {
+        f"{prefix}.{key}".lstrip("."): value
+        for prefix, module in model.named_modules() for key, value in vars(module).items()
+        if isinstance(value, Tensor) and value not in params
+    }  # fmt: skip
 
 
 def _check_params(params: Mapping[str, nn.Parameter], device: torch.device) -> None:
@@ -213,10 +223,10 @@ def check_separate(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) 
     Args:
         params: by name; tied ones are one parameter. Those on the meta device, and those with gaps between their
             elements, such as columns of a larger tensor, are left out.
-        buffers: likewise; these may share memory with each other.
+        buffers: and other tensors, likewise; these may share memory with each other.
 
     Raises:
-        ValueError: a parameter overlaps another one, or a buffer.
+        ValueError: a parameter overlaps another one, or one of these.
     """
     dense = [
         (tensor.data_ptr(), tensor.nbytes, name)
@@ -230,7 +240,7 @@ def check_separate(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) 
         if start < end:
             raise ValueError(
                 f"model: {other!r} and {name!r} are two tensors over the same memory; tie them as one parameter, "
-                "b.weight = a.weight, or give each its own with clone()"
+                "b.weight = a.weight, give each its own with clone(), or make a view of a parameter in forward"
             )
         ends[is_param] = max(ends[is_param], (start + num_bytes, name))
 

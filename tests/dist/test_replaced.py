@@ -212,6 +212,8 @@ def over_one_memory(rank, setup, kind):
         model[1].weight.data = model[0].weight.data
     elif kind == "buffer":
         model.register_buffer("kept", model[0].weight.detach())
+    elif kind == "attribute":
+        model.kept, model[1].own = model[0].weight.t(), torch.ones(3)
     else:
         base = torch.ones(4, 4)
         model.register_buffer("mask", base[:2])
@@ -225,7 +227,7 @@ def over_one_memory(rank, setup, kind):
     return True
 
 
-@pytest.mark.parametrize("kind", ["parameters", "buffer", "buffers"])
+@pytest.mark.parametrize("kind", ["parameters", "buffer", "buffers", "attribute"])
 @pytest.mark.parametrize("setup", [*GATHERS, "zero1", "zero2"])
 def test_a_parameter_over_the_memory_of_another_tensor_is_refused(pools, setup, kind):
     assert all(pools(2).run(over_one_memory, setup, kind))
