@@ -36,12 +36,13 @@ class PlaceholderParameter(nn.Parameter):
     """A parameter of which this rank holds only a shard.
 
     Attributes:
-        param: what it stands for, which is frozen and unfrozen with it.
         refusal: the error text.
         refused_gradient: the error text for code that uses ``.grad``, which this parameter never has.
     """
 
-    param: nn.Parameter
+    # What it stands for, which is frozen and unfrozen with it. Tensor parallelism, which cannot import this class,
+    # looks for an attribute of this name, so it must be one that no parameter of a user's has.
+    _shardlab_param: nn.Parameter
     refusal: str
     refused_gradient: str
 
@@ -49,7 +50,7 @@ class PlaceholderParameter(nn.Parameter):
     def of(cls, name: str, param: nn.Parameter) -> "PlaceholderParameter":
         """The placeholder of ``param``, with its shape, dtype and requires_grad."""
         made: PlaceholderParameter = cls(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
-        made.param = param
+        made._shardlab_param = param
         made.refusal = (
             f"parameter {name!r} is sharded: this rank holds only its shard; compute inside engine(...) or "
             "engine.call(function, ...), or inside 'with engine.full_params():' with parameters asked of the module "
@@ -79,7 +80,7 @@ class PlaceholderParameter(nn.Parameter):
         if func in _FREEZES:
             # The parameter at once, and not when it is gathered: whether its gradient is due is asked before that, and
             # where only some ranks have gathered it, they would not agree.
-            func(args[0].param, *args[1:], **(kwargs or {}))
+            func(args[0]._shardlab_param, *args[1:], **(kwargs or {}))
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         # Getters of attributes are all called __get__; of those only .data would return a tensor to compute with.
         if getattr(func, "__name__", "") in _OF_PARAMETER and getattr(func, "__self__", None) is not Tensor.data:
