@@ -7,9 +7,10 @@ that no number shows. A rank that takes no step, steps with another learning rat
 with other ones. So each rank counts its backwards and steps, notes the options of its optimizer, and sums the bits of
 its parameters; between ranks that should be equal these are equal.
 
-Tensor ranks that are given different rows drift apart too, or where a parameter inside a divided region has no style.
-So they are compared by each parameter that all of them hold whole; by its size, since each has computed its gradient by
-itself, and kernels may round differently.
+Tensor ranks that are given different rows drift apart too, or where a parameter inside a divided region has no style,
+or where the loss has a norm of parameters, of which each rank sees its slices. So they are compared by each parameter
+that all of them hold whole; by its size, since each has computed its gradient by itself, and kernels may round
+differently.
 
 Cost: one read of the parameters, and with ``check_agreement`` a message of a few hundred bytes a rank; with a tensor
 axis about 60 more for each whole parameter. Sharded parameters differ by rank, so where each rank keeps only pieces
@@ -32,7 +33,8 @@ _CALLS = "call backward, step and zero_grad equally often on all ranks"
 _OPTIONS = "give the optimizer the same options on all ranks, for example by equal schedulers"
 _WRITES = "write parameters alike on all ranks, for example after a broadcast"
 _TENSOR_RANKS = (
-    "give all tensor ranks the same rows (those of engine.data_rank), and parameters on divided activations a style"
+    "give all tensor ranks the same rows (those of engine.data_rank); sum over the tensor axis what the loss takes of "
+    "the parameters themselves, which are slices, such as a norm; give parameters on divided activations a style"
 )
 _ROUNDING = 1e-5  # by which the size of a parameter may differ between tensor ranks; more in half precision
 _NAMED = 3  # parameters, in a message

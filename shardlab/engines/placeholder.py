@@ -39,12 +39,13 @@ class PlaceholderParameter(nn.Parameter):
     """A parameter of which this rank holds only a shard.
 
     Attributes:
-        param: what it stands for, which is frozen and unfrozen with it.
         refusal: the error text.
         refused_gradient: the error text for code that uses ``.grad``, which this parameter never has.
     """
 
-    param: nn.Parameter
+    # What it stands for, which is frozen and unfrozen with it. Tensor parallelism, which cannot import this class,
+    # looks for an attribute of this name, so it must be one that no parameter of a user's has.
+    _shardlab_param: nn.Parameter
     refusal: str
     refused_gradient: str
 
@@ -52,7 +53,7 @@ class PlaceholderParameter(nn.Parameter):
     def of(cls, name: str, param: nn.Parameter) -> "PlaceholderParameter":
         """The placeholder of ``param``, with its shape, dtype and requires_grad."""
         made: PlaceholderParameter = cls(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
-        made.param = param
+        made._shardlab_param = param
         made.refusal = (
             f"parameter {name!r} is sharded: this rank holds only its shard; compute inside engine(...) or "
             "engine.call(function, ...), or inside 'with engine.full_params():' with parameters asked of the module "
@@ -82,7 +83,7 @@ class PlaceholderParameter(nn.Parameter):
         if func in _FREEZES:
             # The parameter at once, and not when it is gathered: whether its gradient is due is asked before that, and
             # where only some ranks have gathered it, they would not agree.
-            func(args[0].param, *args[1:], **(kwargs or {}))
+            func(args[0]._shardlab_param, *args[1:], **(kwargs or {}))
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if func is Tensor.get_device or getattr(func, "__self__", None) in _OF_DEVICE:
             return func(args[0].param)

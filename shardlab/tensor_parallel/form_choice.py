@@ -136,7 +136,7 @@ def _unfit(form: Form, module: nn.Module, num_ranks: int) -> str:
     try:
         checked(form, module, num_ranks)
     except ValueError as error:
-        return str(error)
+        return str(error).removeprefix("plan: ")  # it is said in a sentence, of a plan that nobody has given
     return ""
 
 

@@ -1,14 +1,13 @@
 """Where modules and parameters sit in a model, so that one that sits in several places is made or replaced in all."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import nn
 
 from shardlab.meta_device import InitFn
 from shardlab.partition.slices import SLICES
-from shardlab.tensor_parallel.flow import is_layer
 from shardlab.tensor_parallel.styles import OnSequence, Row, Scatter, Style
 
 _CONTAINERS = (list, tuple, set, frozenset, deque, dict)
@@ -66,10 +65,10 @@ class Places:
         styled = {self._model.get_submodule(name): name for name in styles}
         for owner_name, owner in self._model.named_modules():
             for key, child in owner.named_children() if isinstance(owner, nn.MultiheadAttention) else ():
-                if child in styled and not _calls(owner, key):
+                if child in styled and _never_calls(owner, key):
                     raise ValueError(
-                        f"plan: {styled[child]!r} is inside of an nn.MultiheadAttention, whose forward reads its "
-                        "weight and does not call it; give it no style, or write an attention whose forward calls it"
+                        f"plan: {styled[child]!r} is inside of an nn.MultiheadAttention, whose forward calls none of "
+                        "its layers; give it no style, or write an attention whose forward calls it"
                     )
             for key, module in _held_apart(owner):
                 # Modules with these styles stay what they are.
@@ -130,22 +129,38 @@ class Places:
                 other._parameters[key] = module._parameters[first_key]
 
 
-def _calls(attention: nn.MultiheadAttention, key: str) -> bool:
-    """Whether an attention has a forward of its own that names the layer; one that does not may hand on to torch's."""
-    code = getattr(attention.forward, "__code__", None)
-    return not is_layer(attention, nn.MultiheadAttention) and key in getattr(code, "co_names", ())
+def _never_calls(attention: nn.MultiheadAttention, key: str) -> bool:
+    """Whether it computes by torch's forward, which calls no layer: its own, or the one that its own hands on to.
+
+    Only where that is sure: a forward may call a layer in many ways that its code does not show.
+    """
+    kinds = type(attention).__mro__
+    before = kinds[: kinds.index(nn.MultiheadAttention)]
+    own = [vars(kind)["forward"] for kind in before if "forward" in vars(kind)]
+    return "forward" not in vars(attention) and all(_hands_on(forward, key) for forward in own)
+
+
+def _hands_on(forward: object, key: str) -> bool:
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return {"super", "forward"} <= set(names) and key not in names
 
 
 def _held_apart(owner: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules in an owner's plain attributes, also deep in lists, tuples, sets and dicts, by the attribute's name."""
     for key, value in vars(owner).items():
-        seen, ahead = set[int](), [] if key == "_modules" else [value]
-        for held in ahead:  # which grows
-            if isinstance(held, nn.Module):
-                yield key, held
-            elif isinstance(held, _CONTAINERS) and id(held) not in seen:
-                seen.add(id(held))  # a container may hold itself
-                ahead += held.values() if isinstance(held, dict) else held
+        seen: set[int] = set()
+        ahead: list[Collection[object]] = [] if key == "_modules" else [(value,)]
+        for container in ahead:  # which grows
+            held = container.values() if isinstance(container, dict) else container
+            # A vocabulary has millions of entries: the kinds of all are known at once, and mostly are no more to see.
+            if not any(issubclass(kind, (nn.Module, *_CONTAINERS)) for kind in set(map(type, held))):
+                continue
+            for entry in held:
+                if isinstance(entry, nn.Module):
+                    yield key, entry
+                elif isinstance(entry, _CONTAINERS) and id(entry) not in seen:
+                    seen.add(id(entry))  # a container may hold itself
+                    ahead.append(entry)
 
 
 def _is_summed(style: Style | None, key: str) -> bool:

@@ -10,7 +10,8 @@
     model = parallelize_module(model, plan, mesh["tensor"])
 
 Linear layers and embeddings are replaced by parallel ones in their places; the model keeps its class, its code and the
-names of its parameters, of which each rank has slices, so any engine trains it on the data axes of the same mesh.
+names of its parameters, of which each rank has slices, so any engine trains it on the data axes of the same mesh. A
+loss with a norm of the parameters themselves sees those slices, and has to sum their squares over the tensor axis.
 Whatever the seeds were, the weights are slices of the first rank's. A pattern is compared part by part between the
 dots: ``*`` and ``[qkv]`` stand for text within one part. Columns of one parent share their input.
 """

@@ -6,27 +6,36 @@ finds a forward that reshapes by a fixed number of heads, and a layer whose inpu
 ``values``: all ranks as threads, with random parameters: outputs and all gradients are compared with the whole model's.
 It also finds what only looks right: a fused projection that is cut the wrong way, a softmax over parts of the features,
 a parameter of which each rank has only a part of the gradient, a forward that goes another way without gradients. For
-models of at most ``MAX_NUMEL`` elements in all copies.
+models of at most ``MAX_NUMEL`` elements in all copies. It is done in evaluation mode, and again in training mode if the
+module was given in that. Dropout takes the mean of what it would draw, which would be other masks on each rank.
 
-Modules are copied, in evaluation mode; the given one is not changed.
+Modules are copied; the given one is not changed.
 """
 
 import contextlib
 import copy
 import linecache
 import logging
+import pickle
+import random
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from shardlab.comm import Communicator
 from shardlab.comm.slices import cut
+from shardlab.comm.trees import tensors_in
 from shardlab.comm.without_ranks import SilentCommunicator, on_threads
 from shardlab.partition.slices import TensorSlice, slices_of
 from shardlab.tensor_parallel.flow import Flow, Run, flow_of, summed, with_gradients
@@ -56,10 +65,10 @@ class PlanTrial:
         self.why_no_values = ""
         if any(tensor.is_meta for tensor in tensors):
             self.why_no_values = "it is on the meta device"
-        elif self.numel * (num_ranks + 2) > MAX_NUMEL:
+        elif self.numel * (num_ranks + 3) > MAX_NUMEL:
             self.why_no_values = f"{self.numel:,} parameters are too many"
-        self.why_no_shapes = ""
-        self._reference: _Passed | None = None
+        self.why_no_shapes = self.why_no_training = ""
+        self._references: list[_Reference] = []
 
     @property
     def has_values(self) -> bool:
@@ -74,12 +83,12 @@ class PlanTrial:
         """
         try:
             with _no_memory():
-                return flow_of(self._copy(_without_memory), self._run)
+                return flow_of(self._copy(_without_memory).eval(), self._run)
         except Exception as error:
             self.why_no_shapes = said(error)
             if not self.has_values:
                 raise
-            return flow_of(self._copy(_random), self._run)
+            return flow_of(self._copy(_random).eval(), self._run)
 
     def shapes(self, plan: Plan) -> str:
         """Why a plan fails when it is tried with shapes; empty if it does not."""
@@ -88,44 +97,41 @@ class PlanTrial:
         try:
             with _no_memory():
                 comm = SilentCommunicator(self.num_ranks, 0, MeshAxis.TENSOR)
-                _pass(self._copy(_without_memory), plan, self._run, comm)
+                _pass(self._copy(_without_memory).eval(), plan, self._run, comm)
         except Exception as error:
             return said(error)
         return ""
 
     def values(self, plan: Plan) -> str:
         """Why a plan fails when it is tried with values; empty if it does not."""
-        if self._reference is None:
-            self._whole = self._copy(_random)
-            # A copy for each pass: it is divided and gets gradients, and the next pass needs the same values.
-            whole = copy.deepcopy(self._whole)
-            self._reference = _pass(whole, {}, self._run, None)
-            # Of the same copy: a divided one has had its pass with gradients too, which may have changed its buffers.
-            self._quiet = self._whole_without_gradients(whole, self._reference)
-        try:
-            whys = on_threads(self.num_ranks, lambda comm: self._differs(plan, comm), MeshAxis.TENSOR)
-        except Exception as error:
-            return said(error)
-        return next(filter(None, whys), "")
+        self._references = self._references or self._made_references()
+        for reference in self._references:
+            try:
+                whys = on_threads(
+                    self.num_ranks, partial(_differs, reference=reference, plan=plan, run=self._run), MeshAxis.TENSOR
+                )
+            except Exception as error:
+                whys = [said(error)]
+            if why_not := next(filter(None, whys), ""):
+                return f"in training mode: {why_not}" if reference.is_training else why_not
+        return ""
 
-    def _whole_without_gradients(self, whole: nn.Module, passed: "_Passed") -> Tensor | None:
-        try:
-            return _without_gradients(whole, self._run, passed.which)
-        except Exception:  # such as a loss that asks for gradients itself
-            return None
-
-    def _differs(self, plan: Plan, comm: Communicator) -> str:
-        """How this rank's results or gradients differ from the whole module's; empty if only by rounding."""
-        assert self._reference is not None
-        module = copy.deepcopy(self._whole)
-        why_not = _difference(_pass(module, plan, self._run, comm), self._reference)
-        if self._quiet is None:
-            return why_not
-        # Also where there is a reason already: other ranks may have none, and wait for this one in a collective.
-        quiet = _without_gradients(module, self._run, self._reference.which)
-        if why_not or _close(quiet, self._quiet, self._quiet.abs()):
-            return why_not
-        return "without gradients the result is another one than the whole model's: it goes another way there"
+    def _made_references(self) -> "list[_Reference]":
+        """What the whole module gives in evaluation, and in training if it can be tried in that."""
+        whole = self._copy(_random)
+        references = [_evaluated(copy.deepcopy(whole).eval(), self._run)]
+        if any(module.training for module in whole.modules()):
+            before = _generators()
+            try:
+                references.append(_trained(whole, self._run))
+            except Exception as error:
+                self.why_no_training = f"in training mode it fails: {said(error)}"
+            else:
+                if _generators() != before:
+                    # Ranks would draw other numbers, and differ although they are right.
+                    self.why_no_training = "training draws random numbers, and not only for dropout"
+                    references.pop()
+        return references
 
     def _copy(self, made: Callable[[Tensor], Tensor]) -> nn.Module:
         """A copy whose parameters all train."""
@@ -135,7 +141,7 @@ class PlanTrial:
             memo[id(param)] = nn.Parameter(made(param.detach()), requires_grad=param.is_floating_point())
         for buffer in self._module.buffers():
             memo[id(buffer)] = _without_memory(buffer) if made is _without_memory else buffer.detach().cpu().clone()
-        return copy.deepcopy(self._module, memo).eval()
+        return copy.deepcopy(self._module, memo)
 
 
 @contextlib.contextmanager
@@ -173,13 +179,76 @@ class _Passed:
     slices: Mapping[str, TensorSlice]
 
 
+@dataclass(frozen=True)
+class _Reference:
+    """What the whole module gives, with which each rank of a divided one is compared.
+
+    Attributes:
+        whole: with the values that each pass begins with, in the mode in which it is tried.
+        passed: with gradients.
+        quiet: the sum of the same results without gradients; None if that is not to be had, or not to be tried.
+        is_training: in training mode.
+    """
+
+    whole: nn.Module
+    passed: _Passed
+    quiet: Tensor | None
+    is_training: bool
+
+
+def _evaluated(whole: nn.Module, run: Run) -> _Reference:
+    # A copy for each pass: it is divided and gets gradients, and the next pass needs the same values.
+    module = copy.deepcopy(whole)
+    passed = _pass(module, {}, run, None)
+    try:
+        # Of the same copy: a divided one has had its pass with gradients too, which may have changed its buffers.
+        quiet = _without_gradients(module, run, passed.which)
+    except Exception:  # such as a loss that asks for gradients itself
+        return _Reference(whole, passed, None, is_training=False)
+    return _Reference(whole, passed, quiet, is_training=False)
+
+
+def _trained(whole: nn.Module, run: Run) -> _Reference:
+    return _Reference(whole, _pass(copy.deepcopy(whole), {}, run, None), None, is_training=True)
+
+
+def _differs(comm: Communicator, reference: _Reference, plan: Plan, run: Run) -> str:
+    """How this rank's results or gradients differ from the whole module's; empty if only by rounding."""
+    module = copy.deepcopy(reference.whole)
+    why_not = _difference(_pass(module, plan, run, comm), reference.passed)
+    if reference.quiet is None:
+        return why_not
+    # Also where there is a reason already: other ranks may have none, and wait for this one in a collective.
+    quiet = _without_gradients(module, run, reference.passed.which)
+    if why_not or _close(quiet, reference.quiet, reference.quiet.abs()):
+        return why_not
+    return "without gradients the result is another one than the whole model's: it goes another way there"
+
+
+class _MeanOfDropout(TorchDispatchMode):  # private, but nothing public reaches functional.dropout in a user's code
+    """Inside, dropout of any kind scales by the mean of the mask that it would draw, and drops nothing."""
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.bernoulli_.float:  # of which torch makes every mask on the CPU
+            return args[0].fill_(args[1] if len(args) > 1 else 0.5)
+        return func(*args, **(kwargs or {}))
+
+
+def _generators() -> bytes:
+    """The state of all generators of random numbers that a module may draw from."""
+    return pickle.dumps((torch.get_rng_state().numpy(), random.getstate(), np.random.get_state()))
+
+
 def _pass(module: nn.Module, plan: Plan, run: Run, comm: Communicator | None) -> _Passed:
     """One pass of a module, which is divided if there is a communicator."""
     if comm is not None:
         divide(module, checked(plan, module, comm.num_ranks), comm, _leave, torch.device("cpu"))
-    result = run(module)
-    total, which = summed(result), with_gradients(result)
-    total.backward()
+    with _MeanOfDropout():  # type: ignore[no-untyped-call]
+        tensors = list(tensors_in(run(module)))
+        which = with_gradients(tensors)
+        total = summed(tensors, which)
+        total.backward()
     gradients = {
         name: torch.zeros_like(param) if param.grad is None else param.grad for name, param in module.named_parameters()
     }
@@ -188,7 +257,7 @@ def _pass(module: nn.Module, plan: Plan, run: Run, comm: Communicator | None) ->
 
 def _without_gradients(module: nn.Module, run: Run, which: list[int]) -> Tensor:
     """The sum of the same results where torch's modules, and others, may take faster ways."""
-    with torch.no_grad():
+    with torch.no_grad(), _MeanOfDropout():  # type: ignore[no-untyped-call]
         return summed(run(module), which)
 
 

@@ -2,9 +2,9 @@
 
 Query, key and value projections read one tensor. If each of them copied (or gathered) it for itself, backward would
 have three all-reduces where one does. So the columns of one parent share a ``SharedInput``, which remembers the last
-tensor that came in, until the forward that calls them ends. It compares tensors by identity: any other tensor is sent
-on its own, at worst by one more message. A column that asks again has begun another pass and gets nothing of the last,
-since no hook says when a method other than forward ends, nor a version that numpy has refilled the tensor's memory.
+tensor that came in while the forward that calls them runs. It compares tensors by identity: any other tensor is sent on
+its own, at worst by one more message. Outside of that forward, as in another method, nothing is remembered: no hook
+would say when that ends, nor a version that numpy has refilled the tensor's memory, and the next input may lie there.
 
 With sequence parallelism this input is the only large activation that is whole on every rank. Autograd keeps it for the
 weight's gradient: 2sbh bytes of 16-bit values in front of attention, as much in front of the MLP. With
@@ -39,31 +39,23 @@ class SharedInput:
         self.comm, self.sequence_dim, self.name = comm, sequence_dim, name
         self.num_crossings = 0
         self._last: tuple[Tensor, int, bool, Tensor] | None = None
-        self._asking, self._served = "", set[str]()  # names of columns: which one asks now, and which have had the last
         self._again: tuple[int, Tensor] | None = None
-        self._is_shared = False
+        self._is_shared = self._caller_runs = False
 
-    def share(self, parent: nn.Module) -> None:
-        """Remember the last input for other columns, until the forward of ``parent``, which calls them all, ends."""
+    def share(self, caller: nn.Module) -> None:
+        """Remember the last input for other columns while the forward of ``caller``, which calls them all, runs."""
         self._is_shared = True
-        # Before too: a backward to the weights alone leaves what it gathered, as does a forward that it runs again.
-        parent.register_forward_pre_hook(lambda *_: self._forget())
+        caller.register_forward_pre_hook(lambda *_: self._begin())
         # Also after an error: the remembered tensors would otherwise live until the next forward.
-        parent.register_forward_hook(lambda *_: self._forget_last(), always_call=True)
-        # A method other than forward runs no hook of the parent, but it runs those of the columns.
-        for column in parent.modules():
-            if isinstance(getattr(column, "shared_input", None), SharedInput):
-                column.register_forward_pre_hook(_asks)
+        caller.register_forward_hook(lambda *_: self._end(), always_call=True)
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """The tensor as the columns take it: whole, and its gradient summed over the ranks."""
-        if not self._is_shared or tensor.is_inference():
+        if not self._caller_runs or tensor.is_inference():
             return self._cross(tensor)
         as_it_is = (tensor, tensor._version, torch.is_grad_enabled())  # the version says whether it was written into
-        is_new = self._last is None or self._last[0] is not tensor or self._last[1:3] != as_it_is[1:]
-        if self._last is None or is_new or self._asking in self._served:
-            self._last, self._served = (*as_it_is, self._cross(tensor)), set()
-        self._served.add(self._asking)
+        if self._last is None or self._last[0] is not tensor or self._last[1:3] != as_it_is[1:]:
+            self._last = (*as_it_is, self._cross(tensor))
         return self._last[3]
 
     def regather(self, part: Tensor, crossing: int, *, for_all: bool) -> Tensor:
@@ -96,19 +88,15 @@ class SharedInput:
             crossed.register_hook(lambda _: self._forget_again())
         return crossed
 
-    def _forget(self) -> None:
-        self._last = self._again = None
+    def _begin(self) -> None:
+        # A backward to the weights alone leaves what it gathered, as does a forward that it runs again.
+        self._caller_runs, self._last, self._again = True, None, None
 
-    def _forget_last(self) -> None:
-        self._last = None
+    def _end(self) -> None:
+        self._caller_runs, self._last = False, None
 
     def _forget_again(self) -> None:
         self._again = None
-
-
-def _asks(column: Any, _: tuple[Any, ...]) -> None:
-    """A forward pre-hook of columns; at module level, so that a layer that has it can be copied and pickled."""
-    column.shared_input._asking = column.name
 
 
 def caller_around(name: str, model: nn.Module) -> nn.Module | None:

@@ -161,9 +161,9 @@ class OwnDropout:
 
 def _require(name: str, module: nn.Module, kind: type[M], style: Style) -> M:
     if not isinstance(module, kind):
-        raise ValueError(
-            f"plan: {type(style).__name__} takes an nn.{kind.__name__}, and {name!r} is a {type(module).__name__}"
-        )
+        found = type(module).__name__
+        article = "an" if found[0] in "AEIOU" else "a"
+        raise ValueError(f"plan: {type(style).__name__} takes an nn.{kind.__name__}, and {name!r} is {article} {found}")
     if lost := _lost_forward(module, kind) or _lost_tensors(module) or _lost_hooks(module):
         raise ValueError(f"plan: {name!r} has {lost}")
     return module

@@ -6,8 +6,8 @@
 
 A transformers model brings a plan along, which is taken; of any other module the flow of one forward says which layers
 could be columns and rows (``regions``). Nothing is suggested that has not been tried (``plan_trial``), but for what
-dropout draws, since all is tried in evaluation mode. ``functional.dropout`` between columns and rows has no style: it
-draws one mask for the parts of all ranks.
+dropout draws: it is tried with the mean of that. ``functional.dropout`` between columns and rows has no style: it draws
+one mask for the parts of all ranks.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -136,7 +136,8 @@ def check_tp_plan(module: nn.Module, plan: Plan, num_ranks: int, run: Run | None
 
 def _tried(trial: PlanTrial) -> str:
     if trial.has_values:
-        return "tried: outputs and gradients are the whole model's"
+        where = f" in evaluation mode only, as {trial.why_no_training}" if trial.why_no_training else ""
+        return f"tried{where}: outputs and gradients are the whole model's"
     return f"tried: shapes fit (values were not tried: {trial.why_no_values})"
 
 

@@ -135,10 +135,7 @@ def vocab_parallel_cross_entropy(
         terms.append(shifted.sum(-1))
     exp_sum, at_target, *rest = reduce(torch.stack(terms), comm, tag="sums of logits").unbind()
     if comm.num_ranks > 1:
-        # Of parts that are alike by chance, such as constant ones of which one is masked, no rank has just its share.
-        is_share = torch.isclose(exp_sum, comm.num_ranks * terms[0], rtol=64 * torch.finfo(exp_sum.dtype).eps, atol=0)
-        are_alike = are_alike & (is_share | ~counts).all()
-        _refuse_whole(are_alike, exp_sum.detach(), targets, counts, logits.shape[-1], comm.num_ranks)
+        _refuse_whole(are_alike, exp_sum.detach(), targets, counts, logits.shape[-1])
     losses = exp_sum.log() - (1 - label_smoothing) * at_target
     if rest:
         losses = losses - label_smoothing / (logits.shape[-1] * comm.num_ranks) * rest[0]
@@ -150,17 +147,27 @@ def vocab_parallel_cross_entropy(
 
 @untraced
 def _peaks(logits: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
-    """The maximum of each token over all ranks, and whether all ranks have their own maxima in the same places.
+    """The maximum of each token over all ranks, and whether all ranks were given the same logits, bit for bit.
 
     The answer, a bool tensor, is the same on all ranks: a refusal on one of them would leave the others waiting.
     """
-    own, place = logits.max(-1)
-    # Both sums are exactly equal where the logits are. A sum of logits would be infinite where tokens are masked.
-    marks = torch.stack([own.sum(), place.sum().to(own.dtype)])
+    own = logits.amax(-1)
+    marks = _checksum(logits)
     reduced = torch.cat([own.flatten(), marks, -marks])
     comm.all_reduce(reduced, reduction="max", tag="maximum of logits").wait()
     peak, largest, negated_smallest = reduced.split([own.numel(), 2, 2])
     return peak.view_as(own), (largest == -negated_smallest).all()
+
+
+def _checksum(logits: Tensor) -> Tensor:
+    """The sum of the bits of float32 or float64 logits, as two whole numbers below 2**24, which both represent exactly.
+
+    A sum of the logits themselves would round, and be infinite where tokens are masked.
+    """
+    bits = logits.view(torch.int32 if logits.dtype == torch.float32 else torch.int64)
+    # In their own dtype, in which it may overflow: torch would sum int32 in a copy of twice the size.
+    total = bits.sum(-1, dtype=bits.dtype).sum(dtype=torch.int64)
+    return torch.stack([total % 2**24, (total >> 24) % 2**24]).to(logits.dtype)
 
 
 def _of_target(shifted: Tensor, targets: Tensor, counts: Tensor, comm: Communicator) -> Tensor:
@@ -174,21 +181,19 @@ def _of_target(shifted: Tensor, targets: Tensor, counts: Tensor, comm: Communica
     return shifted.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
 
 
-def _refuse_whole(
-    are_alike: Tensor, exp_sum: Tensor, targets: Tensor, counts: Tensor, width: int, num_ranks: int
-) -> None:
+def _refuse_whole(are_alike: Tensor, exp_sum: Tensor, targets: Tensor, counts: Tensor, width: int) -> None:
     """Refuse gathered logits, whose loss would be too large by log N: all ranks have the same, and so see the same.
 
     Args:
-        are_alike: 0-d, whether the ranks' logits look the same.
+        are_alike: 0-d, whether the ranks' logits are the same.
         exp_sum: (...), of all ranks' exponentials.
         targets: (...), which all are in the first rank's part if that is the whole vocabulary.
         counts: (...), which targets do.
         width: of a rank's logits.
-        num_ranks: of the tensor axis.
     """
-    # Logits that are constant, as at the start of a head of zeros, are alike in parts too. NaN is for others to find.
-    varies = exp_sum < width * num_ranks
+    # Logits that are constant where they are not masked, as at the start of a head of zeros, may be alike in parts too;
+    # their sum is a count. NaN is for others to find.
+    varies = exp_sum != exp_sum.round()
     is_whole = are_alike & ((targets < width) | ~counts).all() & exp_sum.isfinite().all() & (varies & counts).any()
     # Private, but torch has no public assertion that leaves the host unsynchronized on CUDA.
     torch._assert_async(

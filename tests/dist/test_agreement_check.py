@@ -84,11 +84,13 @@ SEQUENCE = {
 APART = {
     "nothing": (nn.ReLU, {"up": Column(), "down": Row()}),
     "other rows": (nn.ReLU, {"up": Column(), "down": Row()}),
+    "norm in the loss": (nn.ReLU, {"up": Column(), "down": Row()}),
     "no style": (nn.PReLU, {"up": Column(), "down": Row()}),
     "not on the sequence": (nn.ReLU, SEQUENCE),
 }
 DRIFTED = {
     "other rows": "norm.weight, down.bias, head.weight, ...",
+    "norm in the loss": "norm.weight, norm.bias, down.bias, ...",
     "no style": "between.weight",
     "not on the sequence": "norm.weight, norm.bias",
 }
@@ -103,7 +105,8 @@ def on_tensor_ranks(rank, wrong):
         with build_engine("ddp", model, lambda tensors: torch.optim.SGD(tensors, lr=0.1), mesh) as engine:
             for _ in range(3):
                 y = engine(x[rank % 2 :: 2] if wrong == "other rows" and rank < 2 else x)
-                engine.backward(y.square().mean())
+                norm = torch.cat([param.flatten() for param in model.parameters()]).norm()
+                engine.backward(y.square().mean() + (norm if wrong == "norm in the loss" else 0))
                 engine.step()
                 engine.zero_grad()
             try:
@@ -121,6 +124,7 @@ def test_tensor_ranks_that_drift_apart_are_named(pools, wrong):
         assert first == ""
     else:
         assert f"parameters that no rank divides (ranks 0, 1: {DRIFTED[wrong]})" in first
+        assert "what the loss takes of the parameters themselves, which are slices" in first
         assert first.endswith("a style")
 
 

@@ -289,6 +289,29 @@ def test_parts_that_are_nearly_alike_are_not_taken_for_gathered_logits(pools):
             torch.testing.assert_close(loss, expected, equal_nan=True)
 
 
+def masked_alike(rank, num_ranks):
+    """Losses of a head of zeros, of which each rank has other or as many masked logits; refused by no rank."""
+    with Mesh({"tensor": num_ranks}) as mesh:
+        targets, losses = torch.tensor([0, 1]), []
+        for masked in ((1, 2, 0), (1, 1, 1)):
+            logits = torch.zeros(2, 6 * num_ranks, dtype=torch.float64)
+            for part, num_masked in zip(logits.chunk(num_ranks, -1), masked, strict=False):
+                part[:, 6 - num_masked :] = -torch.inf
+            part = logits.chunk(num_ranks, -1)[rank].clone().requires_grad_()
+            loss = vocab_parallel_cross_entropy(part, targets, mesh["tensor"])
+            loss.backward()
+            losses.append((loss.detach(), nn.functional.cross_entropy(logits, targets), part.grad.isfinite().all()))
+        return losses
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_masked_constant_logits_are_refused_by_no_rank(pools, num_ranks):
+    for losses in pools(num_ranks).run(masked_alike, num_ranks):
+        for loss, expected, is_finite in losses:
+            torch.testing.assert_close(loss, expected, atol=1e-10, rtol=0)
+            assert is_finite
+
+
 def half(rank):
     with Mesh({"tensor": 2}) as mesh:
         logits, targets = logits_and_targets((4,))

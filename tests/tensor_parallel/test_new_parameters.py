@@ -62,6 +62,11 @@ def thawed(model):
         layer.weight.requires_grad_(True)
 
 
+def with_note(model):
+    one(model)
+    model.norm.weight.param = nn.Parameter(torch.zeros(1))  # an attribute of the user's
+
+
 def batch():
     return torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
 
@@ -83,7 +88,7 @@ def gradients(rank, change, device="cpu"):
         return found, [(str(event.op), event.tag, event.numel) for event in log.events], hooks
 
 
-@pytest.mark.parametrize("change", [assign, one, thawed])
+@pytest.mark.parametrize("change", [assign, one, thawed, with_note])
 def test_gradients_of_new_parameters_are_whole(pools, change):
     model = build()
     model(batch()).square().sum().backward()

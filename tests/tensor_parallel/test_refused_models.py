@@ -177,6 +177,23 @@ class OwnAttention(nn.MultiheadAttention):
         return self.out_proj(x)
 
 
+class HelpedAttention(OwnAttention):
+    """Calls its layers where its forward does not name them."""
+
+    def forward(self, x):
+        return self.projected(x, "out_proj")
+
+    def projected(self, x, name):
+        return getattr(self, name)(x)
+
+
+class InheritingAttention(HelpedAttention):
+    """Hands on to a forward that calls its layers."""
+
+    def forward(self, x):
+        return super().forward(x)
+
+
 class WrappedAttention(nn.MultiheadAttention):
     """Hands on to torch's own, which calls no layer."""
 
@@ -186,7 +203,8 @@ class WrappedAttention(nn.MultiheadAttention):
 
 def test_the_layers_of_an_attention_are_divided_if_its_own_forward_calls_them():
     plan = {"0.out_proj": Row()}
-    assert checked(plan, nn.Sequential(OwnAttention(8, 2)), 2) == plan
+    for kind in (OwnAttention, HelpedAttention, InheritingAttention):
+        assert checked(plan, nn.Sequential(kind(8, 2)), 2) == plan
     for kind in (nn.MultiheadAttention, WrappedAttention):
         with pytest.raises(ValueError, match=r"'0\.out_proj' is inside of an nn\.MultiheadAttention, whose forward"):
             checked(plan, nn.Sequential(kind(8, 2)), 2)

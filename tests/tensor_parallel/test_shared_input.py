@@ -10,6 +10,7 @@ from torch import nn
 
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.slices import merge
+from shardlab.comm.without_ranks import SilentCommunicator
 from shardlab.partition.slices import slices_of
 from shardlab.tensor_parallel import Column, Row, parallelize_module
 from tests.comm.test_communicator import Log
@@ -142,7 +143,7 @@ class ByMethod(Gated):
 
 
 def encoded(rank):
-    """Three steps from one array that numpy refills: the outputs, and how often the input was sent."""
+    """Three steps from one array that numpy refills, each of all columns: the outputs, and how often it was sent."""
     with Mesh({"tensor": 2}) as mesh:
         model, log = parallel(ByMethod().double(), mesh["tensor"], regather=False), Log()
         array = np.zeros((2, 2, 8))
@@ -159,4 +160,48 @@ def test_a_method_other_than_forward_never_gets_an_earlier_input(pools):
     for seed in range(3):
         expected = ByMethod().double()(random(2, 4, 8, seed=seed)).detach()
         close(torch.cat([found[seed] for found, _ in results], 1), expected)
-    assert [num_sent for _, num_sent in results] == [3, 3]  # once a step for both columns
+    assert [num_sent for _, num_sent in results] == [6, 6]  # once a step for each column
+
+
+def in_turns(rank):
+    """Two steps from one array that numpy refills, each of one column: the outputs, and whether an input is kept."""
+    with Mesh({"tensor": 2}) as mesh:
+        model = parallel(ByMethod().double(), mesh["tensor"], regather=False)
+        array = np.zeros((2, 2, 8))
+        x, found = torch.from_numpy(array), []
+        seen = weakref.ref(x)
+        for seed, column in enumerate(model.into):
+            array[:] = random(2, 4, 8, seed=seed).chunk(2, 1)[rank].numpy()
+            with torch.no_grad():
+                found.append(model.out(column(x)))
+        del x
+        gc.collect()
+        return found, seen() is not None
+
+
+def test_a_column_never_gets_the_input_that_another_had_earlier(pools):
+    plain = ByMethod().double()
+    results = pools(2).run(in_turns)
+    for seed, column in enumerate(plain.into):
+        expected = plain.out(column(random(2, 4, 8, seed=seed))).detach()
+        close(torch.cat([found[seed] for found, _ in results], 1), expected)
+    assert not any(is_kept for _, is_kept in results)
+
+
+class Boxed(nn.Module):
+    """Columns in containers of one caller."""
+
+    def __init__(self, num_boxes):
+        super().__init__()
+        self.boxes = nn.ModuleList(nn.ModuleList(nn.Linear(2, 2) for _ in range(2)) for _ in range(num_boxes))
+
+    def forward(self, x):
+        return sum(column(x) for box in self.boxes for column in box)
+
+
+def test_each_column_has_as_many_hooks_in_any_number_of_containers():
+    few, many = (
+        parallelize_module(Boxed(num_boxes), {"boxes.*.*": Column()}, SilentCommunicator(2, 0, "tensor"))
+        for num_boxes in (1, 8)
+    )
+    assert len(many.boxes[0][0]._forward_pre_hooks) == len(few.boxes[0][0]._forward_pre_hooks)

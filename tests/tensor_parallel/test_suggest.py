@@ -224,12 +224,16 @@ def test_one_dropout_of_several_regions_is_each_ranks_own():
 
 @pytest.mark.parametrize(
     ("dropout", "reason"),
-    [(nn.AlphaDropout, "AlphaDropout"), (OwnMask, "has a forward of its own"), (hooked, "'drop' has hooks")],
+    [
+        (nn.AlphaDropout, "OwnDropout takes an nn.Dropout, and 'drop' is an AlphaDropout"),
+        (OwnMask, "'drop' has a forward of its own"),
+        (hooked, "'drop' has hooks"),
+    ],
 )
 def test_a_dropout_without_a_style_is_named_and_its_region_divided(dropout, reason):
     found = suggest_tp_plan(OneDropout(dropout), 2, lambda model: model(X))
     assert found.plan == {"blocks.*.0": Column(), "blocks.*.1": Row()}
-    assert re.search(f"draws one mask for the parts of all ranks: .*{reason}", why(found, "drop"))
+    assert re.search(f"draws one mask for the parts of all ranks: {reason}", why(found, "drop"))
 
 
 class Faster(nn.Module):
@@ -295,3 +299,47 @@ def test_without_gradients_the_same_is_compared_as_with_them(kind):
     plan = {"up": Column(), "down": Row()}
     assert suggest_tp_plan(kind(), 2, lambda model: model(X)).plan == plan
     check_tp_plan(kind(), plan, 2, lambda model: model(X))
+
+
+class InTraining(nn.Module):
+    """Does more in training than in evaluation; dropout of every kind is no reason to refuse."""
+
+    def __init__(self, more=lambda h: h):
+        super().__init__()
+        self.up, self.down, self.more = nn.Linear(8, 32), nn.Linear(32, 8), more
+        self.drop, self.norm = nn.Dropout(0.5), nn.BatchNorm1d(8)
+        self.double()
+
+    def forward(self, x):
+        h = self.drop(functional.dropout(torch.relu(self.up(self.norm(x))), 0.3, self.training))
+        return self.drop(self.down(self.more(h) if self.training else h))
+
+
+def noisy(h):
+    return h + torch.randn_like(h)
+
+
+def failing(h):
+    raise RuntimeError("no training here")
+
+
+def test_what_is_done_in_training_alone_is_tried_too():
+    normed = InTraining(lambda h: h / h.norm(dim=-1, keepdim=True))
+    found = suggest_tp_plan(normed, 2, lambda model: model(X))
+    assert found.plan == {}
+    assert "in training mode: the result is another one" in why(found, "up")
+    layers = {"up": Column(), "down": Row()}
+    with pytest.raises(ValueError, match="it fails: in training mode: the result is another"):
+        check_tp_plan(normed, layers, 2, lambda model: model(X))
+    assert suggest_tp_plan(normed.eval(), 2, lambda model: model(X)).plan.items() >= layers.items()
+    assert suggest_tp_plan(normed, 2, lambda model: model.train()(X)).plan == {}
+    found = suggest_tp_plan(InTraining(), 2, lambda model: model(X))
+    assert found.plan.items() >= layers.items()
+    assert why(found, "up") == "tried: outputs and gradients are the whole model's"
+
+
+@pytest.mark.parametrize(("more", "reason"), [(noisy, "training draws random"), (failing, "in training mode .*no tr")])
+def test_where_training_cannot_be_tried_the_reason_is_said(more, reason):
+    found = suggest_tp_plan(InTraining(more), 2, lambda model: model(X))
+    assert found.plan.items() >= {"up": Column(), "down": Row()}.items()
+    assert re.search(f"tried in evaluation mode only, as {reason}", why(found, "up"))
