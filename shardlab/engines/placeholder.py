@@ -86,7 +86,7 @@ class PlaceholderParameter(nn.Parameter):
             func(args[0]._shardlab_param, *args[1:], **(kwargs or {}))
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if func is Tensor.get_device or getattr(func, "__self__", None) in _OF_DEVICE:
-            return func(args[0].param)
+            return func(args[0]._shardlab_param)
         # Getters of attributes are all called __get__; of those only .data would return a tensor to compute with.
         if getattr(func, "__name__", "") in _OF_PARAMETER and getattr(func, "__self__", None) is not Tensor.data:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
