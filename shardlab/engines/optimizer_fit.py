@@ -15,7 +15,6 @@ import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,7 +29,7 @@ from shardlab.engines.optimizer_trial import (
     looks_at,
     pieces_along,
 )
-from shardlab.engines.step_tensors import OptimizerFn, StepTensors
+from shardlab.engines.step_tensors import Group, OptimizerFn, StepTensors, TrialEnds, groups_of, noting_groups
 from shardlab.partition.slices import TensorSlice
 from shardlab.vocabulary import Partition
 
@@ -58,13 +57,6 @@ class Cut:
         return self.num_ranks > 1 and self.partition is Partition.ELEMENTS
 
 
-class Group(NamedTuple):
-    """What an optimizer was given: names of tensors, and those options for them that can be compared."""
-
-    names: list[str]
-    options: Mapping[str, object]
-
-
 def fitting_optimizer(make: OptimizerFn, stepped: Stepped, cut: Cut) -> torch.optim.Optimizer:
     """The optimizer that ``make`` builds over the pieces this rank steps, if it fits the cut.
 
@@ -82,7 +74,7 @@ def fitting_optimizer(make: OptimizerFn, stepped: Stepped, cut: Cut) -> torch.op
     """
     given: list[Group] = []
     try:
-        with _noting_groups(stepped.tensors, given), stepped.tensors.choosing() as choice:
+        with noting_groups(stepped.tensors, given), stepped.tensors.choosing() as choice:
             optimizer = make(stepped.tensors)
     except torch.OutOfMemoryError:
         raise
@@ -102,7 +94,7 @@ def fitting_optimizer(make: OptimizerFn, stepped: Stepped, cut: Cut) -> torch.op
         return optimizer
     # As a rule an optimizer has the groups that it was given, and a trial can end with the last of them: before it has
     # made a state for all parameters, and before the user's function keeps anything of it.
-    if all(group in given for group in groups):
+    if all(group.names in [known.names for known in given] for group in groups):
         _check_choice(make, stepped, cut, given, len(given))
         return optimizer
     _check_choice(make, stepped, cut, groups, None)
@@ -208,38 +200,14 @@ def _groups_of_whole(
         for whole in known:
             found: list[Group] = []
             try:
-                with _noting_groups(whole, found, at_most):
+                with noting_groups(whole, found, at_most):
                     optimizer = make(whole)
                 sets.append(found if at_most is not None else groups_of(optimizer, whole))
-            except _Enough:
+            except TrialEnds:
                 sets.append(found)
             except Exception as error:  # a user's class may raise anything
                 caught = error
     return sets, caught
-
-
-class _Enough(BaseException):
-    """Ends a trial; no user's ``except Exception`` takes it for an error."""
-
-
-@contextlib.contextmanager
-def _noting_groups(tensors: StepTensors, found: list[Group], at_most: int | None = None) -> Iterator[None]:
-    """Inside, every group that an optimizer is given is appended to ``found``; ``at_most`` of them end the trial."""
-    add = torch.optim.Optimizer.add_param_group
-    names = _names(tensors)
-
-    def noting(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
-        add(self, param_group)
-        found.append(_group(self.param_groups[-1], names))
-        if len(found) == at_most:
-            raise _Enough
-
-    # There is no hook on it.
-    torch.optim.Optimizer.add_param_group = noting  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.optim.Optimizer.add_param_group = add  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -273,21 +241,6 @@ def _chosen_among_pieces(cut: Cut, told: str = "") -> ValueError:
         "are pieces, perhaps empty ones, which share none of these with the module's parameters"
         f"{told}; choose by name with tensors.where(lambda name: ...){by_shape}"
     )
-
-
-def groups_of(optimizer: torch.optim.Optimizer, tensors: StepTensors) -> list[Group]:
-    """The groups of an optimizer that steps some of ``tensors``."""
-    names = _names(tensors)
-    return [_group(group, names) for group in optimizer.param_groups]
-
-
-def _group(group: Mapping[str, Any], names: Mapping[int, str]) -> Group:
-    options = {key: value for key, value in group.items() if isinstance(value, bool | int | float | str)}
-    return Group([names.get(id(tensor), "") for tensor in group["params"]], options)
-
-
-def _names(tensors: StepTensors) -> dict[int, str]:
-    return {id(tensor): name for name, tensor in tensors.items()}
 
 
 def _made_of_whole(make: OptimizerFn, stepped: Stepped) -> str | None:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -43,6 +43,13 @@ class Choice:
             groups: the names in each of an optimizer's groups.
         """
         return not self.are_seen and all(list(group) in self.named for group in groups)
+
+
+class Group(NamedTuple):
+    """What an optimizer was given: names of tensors, and those options for them that can be compared."""
+
+    names: list[str]
+    options: Mapping[str, object]
 
 
 class StepTensors(Sequence[Tensor]):
@@ -225,6 +232,45 @@ class EmptyPieces:
 
 OptimizerFn = Callable[[StepTensors], torch.optim.Optimizer]
 """Builds the optimizer from the tensors it is to step."""
+
+
+class TrialEnds(BaseException):
+    """Ends a trial; no user's ``except Exception`` takes it for an error."""
+
+
+@contextlib.contextmanager
+def noting_groups(tensors: StepTensors, found: list[Group], at_most: int | None = None) -> Iterator[None]:
+    """Inside, every group that an optimizer is given is appended to ``found``; ``at_most`` of them end the trial."""
+    add = torch.optim.Optimizer.add_param_group
+    names = _names(tensors)
+
+    def noting(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+        add(self, param_group)
+        found.append(_group(self.param_groups[-1], names))
+        if len(found) == at_most:
+            raise TrialEnds
+
+    # There is no hook on it.
+    torch.optim.Optimizer.add_param_group = noting  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.optim.Optimizer.add_param_group = add  # type: ignore[method-assign]
+
+
+def groups_of(optimizer: torch.optim.Optimizer, tensors: StepTensors) -> list[Group]:
+    """The groups of an optimizer that steps some of ``tensors``."""
+    names = _names(tensors)
+    return [_group(group, names) for group in optimizer.param_groups]
+
+
+def _group(group: Mapping[str, Any], names: Mapping[int, str]) -> Group:
+    options = {key: value for key, value in group.items() if isinstance(value, bool | int | float | str)}
+    return Group([names.get(id(tensor), "") for tensor in group["params"]], options)
+
+
+def _names(tensors: StepTensors) -> dict[int, str]:
+    return {id(tensor): name for name, tensor in tensors.items()}
 
 
 def guard_groups(optimizer: torch.optim.Optimizer, tensors: StepTensors) -> None:

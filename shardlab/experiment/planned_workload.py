@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from shardlab.comm.trees import map_tensors
 from shardlab.engines.holdings import of_state
-from shardlab.engines.optimizer_fit import groups_of, without_values
-from shardlab.engines.step_tensors import StepTensors
+from shardlab.engines.optimizer_fit import without_values
+from shardlab.engines.step_tensors import StepTensors, groups_of
 from shardlab.experiment.batches import batches_of
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.workload import Workload, seeded

@@ -509,7 +509,9 @@ def picking(tensors):
     torch.rand(1)
     for tensor in tensors:
         tensor.grad = torch.ones_like(tensor)
-    return Halves([{"params": [one for one in tensors if one.requires_grad]}])
+    optimizer = Halves([{"params": [one for one in tensors if one.requires_grad]}])
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)  # which changes the options of its groups
+    return optimizer
 
 
 def picked(rank, key):
