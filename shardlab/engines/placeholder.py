@@ -155,7 +155,8 @@ class ParameterSites:
                 raise RuntimeError(
                     f"parameter {self._name!r}: {attribute!r} of the {type(owner).__name__} was replaced, and the "
                     "engine trains the one that was there; copy values into that inside 'with engine.full_params("
-                    "keep_changes=True):', or engine.close() and build another engine"
+                    "keep_changes=True):', or engine.close() and build another engine; torch.func.functional_call, "
+                    "which puts others there for one call, needs wrap='root'"
                 )
 
     def put_parameter(self) -> None:
