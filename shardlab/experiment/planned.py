@@ -51,8 +51,8 @@ def plan_runs(config: CompareConfig) -> dict[str, Plan | None]:
     forward could be tried to see whether backward reaches it.
 
     Raises:
-        ValueError: the optimizer raises an error where its state is planned.
-        Exception: whatever the data raises.
+        ValueError: the optimizer raises an error where its state is planned, or the data's first batch cannot be read.
+        Exception: whatever the data raises later, if layers are divided.
     """
     if set(STRATEGIES).isdisjoint(config.strategies):
         return dict.fromkeys(config.strategies)
@@ -60,6 +60,18 @@ def plan_runs(config: CompareConfig) -> dict[str, Plan | None]:
     is_gpt = config.workload is None and isinstance(MODELS[config.model], GPTConfig)
     axis = None if config.tp == 1 or is_gpt else PlannedTensorAxis(config, known.module)
     return {strategy: _plan_run(config, strategy, known, axis) for strategy in config.strategies}
+
+
+def plans_or_why(config: CompareConfig) -> tuple[dict[str, Plan | None], str | None]:
+    """What ``plan_runs`` returns; None of each strategy, with the reason, if planning raises an error.
+
+    So what has run, or is shown, is not lost by it.
+    """
+    try:
+        return plan_runs(config), None
+    except Exception as error:
+        said = str(error) if isinstance(error, ValueError) else f"planning raised {type(error).__name__}: {error}"
+        return dict.fromkeys(config.strategies), said
 
 
 def _plan_run(

@@ -64,7 +64,7 @@ class PlannedWorkload:
         """That of a configuration.
 
         Raises:
-            Exception: see ``optimizer_of`` and ``first_forward``.
+            ValueError: see ``optimizer_of`` and ``first_forward``.
         """
         module = config.on_meta
         tried = first_forward(config, module)
@@ -163,14 +163,22 @@ def first_forward(config: CompareConfig, module: nn.Module) -> FirstForward:
         module: the model; it may be on the meta device.
 
     Raises:
-        Exception: whatever the data raises; see ``batches_of`` for its ValueErrors.
+        ValueError: the batch cannot be read here, see also ``batches_of``.
     """
     if config.workload is None:
         return FirstForward()
     rows, workload = config.global_batch // config.accumulation, config.trained
     # A function that divides the rows itself may know of no other number of ranks; a plan may be for more than rows.
     ranks = 1 if workload.divides_rows else config.data_ranks
-    batch = next(batches_of(workload, 0, ranks, config.seed, rows)).batch
+    try:
+        batch = next(batches_of(workload, 0, ranks, config.seed, rows)).batch
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"data: its first batch, from which a plan learns what the loss depends on, raised {type(error).__name__} "
+            f"({error}); plan where it can be read"
+        ) from error
     try:
         return _tried(config, module.to("meta"), map_tensors(lambda tensor: tensor.to("meta"), batch))
     except Exception:  # what it computes depends on values: which expert a row takes, for example
