@@ -85,6 +85,7 @@ class Engine(Stepping, EngineState):
         self._given_params = dict(self.params)
         self._step_tensors = self._prepare()
         self.optimizer = self._make_optimizer(optimizer_fn)
+        del self._given_params  # where others have taken their places, nothing else keeps their memory
         self._note_groups()
         # Last, when nothing can be refused any more: a refused model must keep no such hook and no mark.
         self._watch_params()
