@@ -79,7 +79,7 @@ class Engine(Stepping, EngineState):
         # Before anything is laid out, since all ranks must cut their shards from the same model.
         check_alike(self.data_comms, self.mesh.device, [*self.params.items(), *model.named_buffers()])
         self._equalise(
-            [*(param for param in self.params.values() if not param.is_meta), *model.buffers()],
+            [tensor for tensor in (*self.params.values(), *model.buffers()) if not tensor.is_meta],
             "parameters and buffers from rank 0",
         )
         self._given_params = dict(self.params)
