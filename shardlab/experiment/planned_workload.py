@@ -87,18 +87,14 @@ def optimizer_of(workload: Workload, module: nn.Module) -> dict[str, Optimizer] 
     small = StepTensors(small_params)
     try:
         optimizer = workload.optimizer(small)
-        at_start = _kept_by(optimizer, small)
+        at_start = {name: kept for name, kept in _kept_by(optimizer, small).items() if kept != SGD}  # SGD keeps nothing
         after_one, after_two = _kept_after_step(optimizer, small), _kept_after_step(optimizer, small)
     except Exception as error:
         raise _not_by_name(f"it raised {type(error).__name__} ({error}) with") from error
     groups = _chosen(workload, params)  # None if it looks at values
     if groups not in (None, _chosen(workload, small_params)):
         raise _not_by_name("it makes other groups of the parameters than of")
-    known = {
-        name: replace(kept, from_start=None if at_start[name] == SGD else at_start[name])
-        for name, kept in after_one.items()
-        if kept is not None
-    }
+    known = {name: replace(kept, from_start=at_start.get(name)) for name, kept in after_one.items() if kept is not None}
     # State that begins later would make the bytes at rest those of a step, and not of the run.
     return known if len(known) == len(params) and after_one == after_two else None
 
