@@ -10,7 +10,9 @@ its parameters; between ranks that should be equal these are equal.
 Tensor ranks that are given different rows drift apart too, or where a parameter inside a divided region has no style,
 or where the loss has a norm of parameters, of which each rank sees its slices. So they are compared by each parameter
 that all of them hold whole; by its size, since each has computed its gradient by itself, and kernels may round
-differently.
+differently. What is next to 0 beside the other parameters may be all rounding, such as a bias before a norm, whose
+gradient is 0: it is compared on their scale. (Not under Adam, which makes steps of full size of any gradient: there
+ranks whose kernels round differently do drift apart in it.)
 
 Cost: one read of the parameters, and with ``check_agreement`` a message of a few hundred bytes a rank; with a tensor
 axis about 60 more for each whole parameter. Sharded parameters differ by rank, so where each rank keeps only pieces
@@ -36,7 +38,7 @@ _TENSOR_RANKS = (
     "give all tensor ranks the same rows (those of engine.data_rank); sum over the tensor axis what the loss takes of "
     "the parameters themselves, which are slices, such as a norm; give parameters on divided activations a style"
 )
-_ROUNDING = 1e-5  # by which the size of a parameter may differ between tensor ranks; more in half precision
+_ROUNDING = 1e-5  # the share by which sizes of a parameter may differ between tensor ranks; more in half precision
 _NAMED = 3  # parameters, in a message
 
 
@@ -49,8 +51,8 @@ class Did:
         num_steps: steps taken.
         checksum: the sum of the bits of the parameters, modulo 2**64; None where ranks keep different pieces of them.
         options: of the optimizer's groups, as text: "group 0's lr" -> "0.1".
-        whole: for each parameter that all tensor ranks hold whole, the sum of its absolute values, and the share of
-            that by which they may differ; empty without a tensor axis, or as above.
+        whole: for each parameter that all tensor ranks hold whole, the sum of its absolute values, and by how much this
+            may differ; empty without a tensor axis, or as above.
     """
 
     num_backwards: int
@@ -71,7 +73,7 @@ def did(engine: Engine) -> Did:
     if _has_equal_tensors(engine):
         checksum = sum(map(_sum_of_bits, _equal_tensors(engine))) % 2**64
         if engine.tensor_comm is not None and not engine._keeps_pieces:
-            whole = dict(_sizes_of_whole(engine))
+            whole = _sizes_of_whole(engine)
     options = {
         f"group {number}'s {option}": _text(value)
         for number, group in enumerate(engine.optimizer.param_groups)
@@ -110,6 +112,14 @@ def check_agreement(engine: Engine) -> None:
         raise RuntimeError(f"{words}; {_advice(by_rank, num_tensor_ranks)}")
 
 
+def _unequal_bits(by_rank: Sequence[Did], num_tensor_ranks: int) -> Iterator[tuple[int, int, dict[int, Any]]]:
+    """For each slice that differs on the data ranks that hold it: its tensor rank, how many are equal, the others."""
+    for first in range(num_tensor_ranks):
+        _, number, others = _usual([each.checksum for each in by_rank[first::num_tensor_ranks]])
+        if others:
+            yield first, number, others
+
+
 def _differences(by_rank: Sequence[Did], num_tensor_ranks: int, ranks: Sequence[int]) -> list[str]:
     told = [each.counts | dict(each.options) for each in by_rank]
     found = []
@@ -118,14 +128,12 @@ def _differences(by_rank: Sequence[Did], num_tensor_ranks: int, ranks: Sequence[
         if others:
             values = ", ".join(f"{value} on rank {ranks[place]}" for place, value in others.items())
             found.append(f"{what} ({usual} on most ranks, {values})")
-    for first in range(num_tensor_ranks):
+    for first, number, others in _unequal_bits(by_rank, num_tensor_ranks):
         same_slices = ranks[first::num_tensor_ranks]
-        _, number, others = _usual([each.checksum for each in by_rank[first::num_tensor_ranks]])
-        if others:
-            one = ", ".join(str(same_slices[place]) for place in others)
-            named = "all ranks" if len(same_slices) == len(ranks) else _named(same_slices)
-            text = f"rank {one} against {number} equal ones" if number > 1 else named
-            found.append(f"sum of the parameters' bits ({text})")
+        one = ", ".join(str(same_slices[place]) for place in others)
+        named = "all ranks" if len(same_slices) == len(ranks) else _named(same_slices)
+        text = f"rank {one} against {number} equal ones" if number > 1 else named
+        found.append(f"sum of the parameters' bits ({text})")
     for first in range(0, len(by_rank), num_tensor_ranks):
         same_rows = slice(first, first + num_tensor_ranks)
         if names := _drifted(by_rank[same_rows]):
@@ -143,10 +151,10 @@ def _drifted(tensor_ranks: Sequence[Did]) -> list[str]:
     drifted = []
     # Those that know: a rank whose pieces were written to, and are not gathered yet, has no whole ones.
     known = [each.whole for each in tensor_ranks if each.whole]
-    for name, (size, rounding) in known[0].items() if known else ():
+    for name, (size, tolerance) in known[0].items() if known else ():
         # One by one: beside a large embedding, the drift of a norm would be rounding.
         sizes = [whole[name][0] for whole in known]
-        are_close = all(math.isclose(other, size, rel_tol=rounding) for other in sizes)
+        are_close = all(math.isclose(other, size, rel_tol=0.0, abs_tol=tolerance) for other in sizes)
         if not are_close and not all(map(math.isnan, sizes)):
             drifted.append(name)
     return drifted
@@ -158,9 +166,7 @@ def _advice(by_rank: Sequence[Did], num_tensor_ranks: int) -> str:
     if _usual([each.options for each in by_rank])[2]:
         return _OPTIONS
     # Wrong rows on tensor ranks are averaged over the data ranks, which agree all the same.
-    slices = range(num_tensor_ranks)
-    differ = any(_usual([each.checksum for each in by_rank[first::num_tensor_ranks]])[2] for first in slices)
-    return _WRITES if differ else _TENSOR_RANKS
+    return _WRITES if any(_unequal_bits(by_rank, num_tensor_ranks)) else _TENSOR_RANKS
 
 
 def _usual(values: Sequence[Any]) -> tuple[Any, int, dict[int, Any]]:
@@ -182,12 +188,26 @@ def _equal_tensors(engine: Engine) -> list[Tensor]:
     return list(engine.step_tensors()) if engine._keeps_pieces else list(engine.params.values())
 
 
-def _sizes_of_whole(engine: Engine) -> Iterator[tuple[str, tuple[float, float]]]:
-    for name, param in engine.params.items():
+def _sizes_of_whole(engine: Engine) -> dict[str, tuple[float, float]]:
+    """Size and tolerance, by name."""
+    whole = {
+        name: param
+        for name, param in engine.params.items()
         # Others, such as masks, are not trained.
-        if name not in engine.slices and (param.is_floating_point() or param.is_complex()):
-            size = float(param.detach().abs().sum(dtype=torch.float64))
-            yield name, (size, max(_ROUNDING, torch.finfo(param.dtype).eps))
+        if name not in engine.slices and (param.is_floating_point() or param.is_complex())
+    }
+    sizes = {name: float(param.detach().abs().sum(dtype=torch.float64)) for name, param in whole.items()}
+    means = [size / whole[name].numel() for name, size in sizes.items() if size > 0]
+    # At most 1: beside one that is much larger, such as a temperature, the drift of a norm would be rounding.
+    scale = min(1.0, max(filter(math.isfinite, means), default=0.0))
+    return {
+        name: (size, _share(param) * (max(size, scale * param.numel()) if math.isfinite(size) else 0.0))
+        for (name, param), size in zip(whole.items(), sizes.values(), strict=True)
+    }
+
+
+def _share(param: Tensor) -> float:
+    return max(_ROUNDING, torch.finfo(param.dtype).eps)
 
 
 def _text(option: Any) -> str:

@@ -79,12 +79,13 @@ class Engine(Stepping, EngineState):
         # Before anything is laid out, since all ranks must cut their shards from the same model.
         check_alike(self.data_comms, self.mesh.device, [*self.params.items(), *model.named_buffers()])
         self._equalise(
-            [*(param for param in self.params.values() if not param.is_meta), *model.buffers()],
+            [tensor for tensor in (*self.params.values(), *model.buffers()) if not tensor.is_meta],
             "parameters and buffers from rank 0",
         )
         self._given_params = dict(self.params)
         self._step_tensors = self._prepare()
         self.optimizer = self._make_optimizer(optimizer_fn)
+        del self._given_params  # where others have taken their places, nothing else keeps their memory
         self._note_groups()
         # Last, when nothing can be refused any more: a refused model must keep no such hook and no mark.
         self._watch_params()

@@ -73,8 +73,10 @@ class MixedPrecision(Engine):
     def _cast_inputs_of(self, modules: Iterable[nn.Module]) -> list[RemovableHandle]:
         """Cast the inputs of parts too: a float32 buffer, for example, may have promoted them on their way."""
         dtype = self.precision.compute
+        if dtype is None:
+            return []
         hook = ModuleHook(lambda _, args, kwargs: cast_floating((args, kwargs), dtype))
-        return [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules if dtype is not None]
+        return [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
 
     def _cast_buffers(self) -> None:
         if self.precision.buffers is not None:

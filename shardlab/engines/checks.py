@@ -44,7 +44,7 @@ def check_model(
     params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     _check_params(params, device)
     _check_max_norm(model, num_ranks)
-    _check_no_meta({} if may_be_meta else params, buffers)
+    _check_meta(params, buffers, may_be_meta=may_be_meta)
     if moves_params:
         check_separate(params, {**buffers, **_attributes(model)})
 
@@ -93,19 +93,21 @@ def _check_max_norm(model: nn.Module, num_ranks: int) -> None:
             )
 
 
-def _check_no_meta(params: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
-    """Check that none of these is on the meta device.
+def _check_meta(params: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], *, may_be_meta: bool) -> None:
+    """Check that nothing is on the meta device that the engine would have to allocate, and cannot.
 
     Raises:
-        ValueError: some are on the meta device.
+        ValueError: parameters are on the meta device, or with those that may be there buffers are, too.
     """
-    if meta := [name for name, param in params.items() if param.is_meta]:
+    meta = [name for name, param in params.items() if param.is_meta]
+    if meta and not may_be_meta:
         raise ValueError(
             f"model: {meta[0]!r} and {len(meta) - 1} more parameters are on the meta device; build the model on the "
             "mesh's device, or use 'fsdp', which initializes it unit by unit"
         )
-    if meta := [name for name, buffer in buffers.items() if buffer.is_meta]:
-        raise ValueError(f"model: buffer {meta[0]!r} is on the meta device; create buffers on the mesh's device")
+    # Of a model that was made on a device, a buffer without memory is one that its forward does not use.
+    if meta and (names := [name for name, buffer in buffers.items() if buffer.is_meta]):
+        raise ValueError(f"model: buffer {names[0]!r} is on the meta device; create buffers on the mesh's device")
 
 
 def tensor_axis(mesh: BaseMesh, model: nn.Module, slices: Mapping[str, TensorSlice]) -> Communicator | None:

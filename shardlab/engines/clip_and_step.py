@@ -48,7 +48,7 @@ class Stepping(Holdings, Gradients):
     _steps_pieces = False
     """Whether the optimizer is given pieces of parameters instead of the module's own."""
     _given_params: dict[str, nn.Parameter]
-    """The module's when the engine was built, before any were allocated."""
+    """The module's when the engine was built, before any were allocated; until the optimizer is made."""
     _claim: Claim
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -256,7 +256,11 @@ class SteppedInPieces(MixedPrecision):
         super().before_optimizer_step()
         # Fused kernels write unseen by autograd: after an error in the step nobody would know that pieces were written.
         if any(group.get("fused") for group in self.optimizer.param_groups):
-            increment_version([piece for name, piece in self._step_tensors.items() if self._is_due(self.params[name])])
+            # Where the user has set a gradient at a frozen piece, too: on all ranks alike, as with any other kernels.
+            increment_version([
+                piece for name, piece in self._step_tensors.items()
+                if piece.grad is not None or self._is_due(self.params[name])
+            ])  # fmt: skip
 
     def _take_or_refuse_writes(self) -> None:
         """Before they are stepped or saved: take over what the user has written, or refuse it."""

@@ -28,7 +28,7 @@ from shardlab.experiment.batches import fewest_rows
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import claim, new_directory, run_directory
 from shardlab.experiment.finite import GRADIENTS, LOSS
-from shardlab.experiment.planned import Plan, against_plan, plan_runs
+from shardlab.experiment.planned import against_plan, plans_or_why
 from shardlab.experiment.run import Progress, RankReport, run_strategy
 from shardlab.experiment.summary import summarise
 from shardlab.experiment.trained import check_same_model, description, outline
@@ -192,7 +192,8 @@ def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress
         _write_manifest(where, {**manifest, **_found(present, manifest["mesh"])})
     pool.run(_meet)  # under torchrun the others may read only what rank 0 has finished writing
     records = load_runs(run_directory(directory, strategy) for strategy in config.strategies)
-    plans, why = _planned(config)
+    # After the runs, not before: planning reads data, which may change what a data loader yields next.
+    plans, why = plans_or_why(config)
     summary = [
         {**row, **against_plan(row["strategy"], records, plans[row["strategy"]]), "not_planned": why}
         for row in summarise(records, config.dtype)
@@ -201,18 +202,6 @@ def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress
     if is_reporter():
         (directory / "summary.json").write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
     return Comparison(pd.DataFrame(summary), records, directory)
-
-
-def _planned(config: CompareConfig) -> tuple[dict[str, Plan | None], str | None]:
-    """The plan of each strategy; None, with the reason, if planning raises an error: what has run is not lost by it.
-
-    After the runs, not before: planning reads data, which may change what a data loader yields next.
-    """
-    try:
-        return plan_runs(config), None
-    except Exception as error:
-        said = str(error) if isinstance(error, ValueError) else f"planning raised {type(error).__name__}: {error}"
-        return dict.fromkeys(config.strategies), said
 
 
 @contextlib.contextmanager

@@ -39,8 +39,8 @@ def plan(
         options: other fields of ``CompareConfig``; buckets have the engines' 25 MiB unless ``bucket_mib`` is given.
 
     Raises:
-        ValueError: an option has an invalid value, or a strategy cannot be planned.
-        Exception: whatever the workload's data raises.
+        ValueError: an option has an invalid value, a strategy cannot be planned, or the data's first batch cannot be
+            read here.
     """
     plans = plans_of(workload, ranks, strategies, **options)
     return pd.DataFrame([row_of(strategy, found) for strategy, found in plans.items()])
@@ -64,8 +64,8 @@ def _planned(strategy: str, planned: Plan | None) -> Plan:
         raise ValueError(
             f"strategies: {strategy!r} cannot be planned here: the optimizer's state has other shapes than the "
             "parameters or grows after its first step, messages of divided layers depend on values, a forward calls an "
-            "FSDP unit twice, or one that backward gathers again is inside another (wrap one of them, or take sharding "
-            "shard_grad_op or no_shard)"
+            "FSDP unit twice, it cannot be tried to see whether a backward reaches a frozen FSDP unit, or one that "
+            "backward gathers again is inside another (wrap one of them, or take sharding shard_grad_op or no_shard)"
         )
     return planned
 

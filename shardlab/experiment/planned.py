@@ -3,7 +3,7 @@
 The planner uses only the partition arithmetic and runs nothing, so plan and record are two independent counts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,11 +14,11 @@ from torch import nn
 from shardlab.engines.precision import parse_precision
 from shardlab.experiment.config import CompareConfig, takes
 from shardlab.experiment.planned_tensor import PlannedTensorAxis
-from shardlab.experiment.planned_workload import PlannedWorkload
+from shardlab.experiment.planned_workload import FirstForward, PlannedWorkload
 from shardlab.launch import place
 from shardlab.models import MODELS, GPTConfig
 from shardlab.planner import Setup, described, gathered_at_once, predicted_collectives, predicted_memory
-from shardlab.planner.setup import ADAM, STRATEGIES, Optimizer
+from shardlab.planner.setup import STRATEGIES, Optimizer
 from shardlab.planner.tensor import TensorSetup, divided, on_tensor_ranks, predicted_tensor_collectives
 from shardlab.trace.store import Records
 from shardlab.units import units_of
@@ -47,11 +47,12 @@ def plan_runs(config: CompareConfig) -> dict[str, Plan | None]:
 
     It knows nothing of torch's own strategies, of optimizers whose state is not made of counters and of tensors of the
     parameter's shape or grows after the first step, of the messages of a tensor axis if what is computed depends on
-    values, and of the messages of FSDP where a forward calls a unit more than once.
+    values, and of the messages of FSDP where a forward calls a unit more than once, or where a unit is frozen and no
+    forward could be tried to see whether backward reaches it.
 
     Raises:
-        ValueError: the optimizer raises an error where its state is planned.
-        Exception: whatever the data raises.
+        ValueError: the optimizer raises an error where its state is planned, or the data's first batch cannot be read.
+        Exception: whatever the data raises later, if layers are divided.
     """
     if set(STRATEGIES).isdisjoint(config.strategies):
         return dict.fromkeys(config.strategies)
@@ -59,6 +60,18 @@ def plan_runs(config: CompareConfig) -> dict[str, Plan | None]:
     is_gpt = config.workload is None and isinstance(MODELS[config.model], GPTConfig)
     axis = None if config.tp == 1 or is_gpt else PlannedTensorAxis(config, known.module)
     return {strategy: _plan_run(config, strategy, known, axis) for strategy in config.strategies}
+
+
+def plans_or_why(config: CompareConfig) -> tuple[dict[str, Plan | None], str | None]:
+    """What ``plan_runs`` returns; None of each strategy, with the reason, if planning raises an error.
+
+    So what has run, or is shown, is not lost by it.
+    """
+    try:
+        return plan_runs(config), None
+    except Exception as error:
+        said = str(error) if isinstance(error, ValueError) else f"planning raised {type(error).__name__}: {error}"
+        return dict.fromkeys(config.strategies), said
 
 
 def _plan_run(
@@ -69,8 +82,8 @@ def _plan_run(
     if strategy not in STRATEGIES or known.optimizer is None or (several and strategy == "fsdp"):
         return None
     if config.tp == 1 or strategy == "single":
-        setup = setup_of(config, strategy, known.module, known.optimizer, called)
-        if setup.nested_unit is not None:
+        setup = setup_of(config, strategy, known.module, known.optimizer, known.forward)
+        if not _order_is_known(setup, known):
             return None
         memory, sent = predicted_memory(known.model, setup), predicted_collectives(known.model, setup)
         return Plan(memory, sent, gathered_at_once(known.model, setup))
@@ -83,20 +96,28 @@ def _plan_run(
         over_tensor = axis.collectives(strategy)
     if over_tensor is None:
         return None
-    setup = setup_of(config, strategy, module, known.optimizer, called)
-    if setup.nested_unit is not None:
+    setup = setup_of(config, strategy, module, known.optimizer, known.forward)
+    if not _order_is_known(setup, known):
         return None
     over_data = on_tensor_ranks(predicted_collectives(model, setup), config.tp)  # the norm, on both axes, comes last
     memory = on_tensor_ranks(predicted_memory(model, setup), config.tp)
     return Plan(memory, pd.concat([over_tensor, over_data]), gathered_at_once(model, setup))
 
 
+def _order_is_known(setup: Setup, known: PlannedWorkload) -> bool:
+    """Whether it is known which units FSDP gathers in which order."""
+    if not setup.gathers_again or setup.num_shards == 1 or known.forward.units is not None:
+        return setup.nested_unit is None
+    trainable = {param.spec.name for param in known.model.params if param.trainable}
+    return setup.nested_unit is None and not any(trainable.isdisjoint(names) for names in setup.units.values())
+
+
 def setup_of(
     config: CompareConfig,
     strategy: str,
     module: nn.Module,
-    optimizer: Optimizer | Mapping[str, Optimizer] = ADAM,
-    called: Sequence[str] | None = None,
+    optimizer: Optimizer | Mapping[str, Optimizer],
+    forward: FirstForward,
 ) -> Setup:
     """The planner's description of a strategy as ``compare`` runs it.
 
@@ -105,7 +126,7 @@ def setup_of(
         strategy: a name.
         module: whose structure gives the units.
         optimizer: what it keeps for every parameter, or by name.
-        called: units in the order of forward; None for the module's order.
+        forward: the order of units, and which of them backward reaches.
     """
     options: dict[str, Any] = {"num_ranks": 1 if strategy == "single" else config.data_ranks}
     if takes("precision")(strategy):
@@ -116,7 +137,7 @@ def setup_of(
         }  # fmt: skip
     if strategy == "fsdp":
         options |= {
-            **_units(config, module, called), "layout": config.layout, "sharding": config.sharding,
+            **_units(config, module, forward), "layout": config.layout, "sharding": config.sharding,
             "prefetch": config.prefetch, "offload": config.offload, "replicate_below": config.replicate_below,
             "shard_group_size": config.shards if config.sharding == "hybrid_shard" else None,
         }  # fmt: skip
@@ -137,10 +158,11 @@ def _without_counters(optimizer: Optimizer | Mapping[str, Optimizer]) -> Optimiz
     return {name: without(kept) for name, kept in optimizer.items()}
 
 
-def _units(config: CompareConfig, module: nn.Module, called: Sequence[str] | None) -> dict[str, Any]:
-    """The units, and the order in which forward calls them."""
+def _units(config: CompareConfig, module: nn.Module, forward: FirstForward) -> dict[str, Any]:
+    """The units, the order in which forward calls them, and those that backward does not reach."""
     units = units_of(module, config.wrap_policy)
-    return {"units": units, "called": None if called is None else [name for name in called if name in units]}
+    called = None if forward.units is None else [name for name in forward.units if name in units]
+    return {"units": units, "called": called, "unreached": forward.unreached}
 
 
 def tensor_setup_of(config: CompareConfig, strategy: str) -> TensorSetup:

@@ -7,13 +7,13 @@ graph of the first batch's loss.
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from shardlab.comm.trees import map_tensors
+from shardlab.comm.trees import map_tensors, tensors_in
 from shardlab.engines.holdings import of_state
 from shardlab.engines.optimizer_fit import without_values
 from shardlab.engines.step_tensors import StepTensors, groups_of
@@ -22,7 +22,7 @@ from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.workload import Workload, seeded
 from shardlab.planner import PlannedModel, described
 from shardlab.planner.setup import SGD, Optimizer
-from shardlab.units import wrapped_modules
+from shardlab.units import units_of, wrapped_modules
 from shardlab.vocabulary import Role
 
 SMALL = (5, 7, 2, 2, 2, 2, 2, 2)  # none of one element: what an optimizer keeps in one would look like a parameter's
@@ -35,10 +35,12 @@ class FirstForward:
     Attributes:
         unused: names of trainable parameters that it does not depend on.
         units: names of the units in the order of their calls; a unit called twice is listed twice. None if unknown.
+        unreached: names of units that are frozen, and whose outputs need no gradient.
     """
 
     unused: tuple[str, ...] = ()
     units: tuple[str, ...] | None = None
+    unreached: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class PlannedWorkload:
         """That of a configuration.
 
         Raises:
-            Exception: see ``optimizer_of`` and ``first_forward``.
+            ValueError: see ``optimizer_of`` and ``first_forward``.
         """
         module = config.on_meta
         tried = first_forward(config, module)
@@ -85,18 +87,14 @@ def optimizer_of(workload: Workload, module: nn.Module) -> dict[str, Optimizer] 
     small = StepTensors(small_params)
     try:
         optimizer = workload.optimizer(small)
-        at_start = _kept_by(optimizer, small)
+        at_start = {name: kept for name, kept in _kept_by(optimizer, small).items() if kept != SGD}  # SGD keeps nothing
         after_one, after_two = _kept_after_step(optimizer, small), _kept_after_step(optimizer, small)
     except Exception as error:
         raise _not_by_name(f"it raised {type(error).__name__} ({error}) with") from error
     groups = _chosen(workload, params)  # None if it looks at values
     if groups not in (None, _chosen(workload, small_params)):
         raise _not_by_name("it makes other groups of the parameters than of")
-    known = {
-        name: replace(kept, from_start=None if at_start[name] == SGD else at_start[name])
-        for name, kept in after_one.items()
-        if kept is not None
-    }
+    known = {name: replace(kept, from_start=at_start.get(name)) for name, kept in after_one.items() if kept is not None}
     # State that begins later would make the bytes at rest those of a step, and not of the run.
     return known if len(known) == len(params) and after_one == after_two else None
 
@@ -161,14 +159,22 @@ def first_forward(config: CompareConfig, module: nn.Module) -> FirstForward:
         module: the model; it may be on the meta device.
 
     Raises:
-        Exception: whatever the data raises; see ``batches_of`` for its ValueErrors.
+        ValueError: the batch cannot be read here, see also ``batches_of``.
     """
     if config.workload is None:
         return FirstForward()
     rows, workload = config.global_batch // config.accumulation, config.trained
     # A function that divides the rows itself may know of no other number of ranks; a plan may be for more than rows.
     ranks = 1 if workload.divides_rows else config.data_ranks
-    batch = next(batches_of(workload, 0, ranks, config.seed, rows)).batch
+    try:
+        batch = next(batches_of(workload, 0, ranks, config.seed, rows)).batch
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"data: its first batch, from which a plan learns what the loss depends on, raised {type(error).__name__} "
+            f"({error}); plan where it can be read"
+        ) from error
     try:
         return _tried(config, module.to("meta"), map_tensors(lambda tensor: tensor.to("meta"), batch))
     except Exception:  # what it computes depends on values: which expert a row takes, for example
@@ -179,31 +185,54 @@ def first_forward(config: CompareConfig, module: nn.Module) -> FirstForward:
 
 
 def _tried(config: CompareConfig, module: nn.Module, batch: Any) -> FirstForward:
-    units: list[str] = []
-    watched = wrapped_modules(module, config.wrap_policy).items()
-    hooks = [unit.register_forward_pre_hook(partial(_note, units, name)) for name, unit in watched]
+    watch = _UnitWatch()
+    hooks = [hook for item in wrapped_modules(module, config.wrap_policy).items() for hook in watch.hooks_on(*item)]
     try:
         with seeded(0):
-            reached = _leaves_below(config.trained.loss(module, batch).grad_fn)
+            nodes = _nodes_below(config.trained.loss(module, batch).grad_fn)
     finally:
         for hook in hooks:  # a unit may be a layer that is to be divided, which is refused with hooks
             hook.remove()
-    params = module.named_parameters()
-    unused = tuple(name for name, param in params if param.requires_grad and param not in reached)
-    return FirstForward(unused, tuple(units))
+    reached = {node.variable for node in nodes if hasattr(node, "variable")}
+    params = dict(module.named_parameters())
+    trainable = {name for name, param in params.items() if param.requires_grad}
+    unused = tuple(name for name in params if name in trainable and params[name] not in reached)
+    # Backward comes to a unit that trains even if the loss does not depend on it: another rank's may.
+    frozen = [name for name, own in units_of(module, config.wrap_policy).items() if trainable.isdisjoint(own)]
+    unreached = tuple(name for name in frozen if nodes.isdisjoint(watch.made.get(name, ())))
+    return FirstForward(unused, tuple(watch.called), unreached)
 
 
-def _note(units: list[str], name: str, *_: object) -> None:
-    units.append(name)
+class _UnitWatch:
+    """Which units are called, in order, and the autograd nodes of what each of them makes."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+        self.made: dict[str, set[Any]] = {}
+        self._given: dict[str, set[Any]] = {}
+
+    def hooks_on(self, name: str, unit: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self.called.append(name)
+            self._given[name] = _nodes_of((args, kwargs))
+
+        def after(_: nn.Module, __: Any, output: Any) -> None:
+            # What a unit only passes on gets its gradient from where it was made.
+            self.made.setdefault(name, set()).update(_nodes_of(output) - self._given[name])
+
+        return unit.register_forward_pre_hook(before, with_kwargs=True), unit.register_forward_hook(after)
 
 
-def _leaves_below(node: Any) -> set[torch.Tensor]:
-    """The tensors that a backward from ``node`` gives gradients."""
-    seen, ahead, leaves = set(), [node], set()
+def _nodes_of(value: Any) -> set[Any]:
+    return {tensor.grad_fn for tensor in tensors_in(value) if tensor.grad_fn is not None}
+
+
+def _nodes_below(node: Any) -> set[Any]:
+    """The nodes of autograd that a backward from ``node`` comes to; those of leaves have a ``variable``."""
+    seen, ahead = set(), [node]
     while ahead:
         node = ahead.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            leaves |= {node.variable} if hasattr(node, "variable") else set()
             ahead += [following for following, _ in node.next_functions]
-    return leaves
+    return seen

@@ -34,7 +34,7 @@ from shardlab.planner.groups import ROOT, Group, backward_order, groups_of
 from shardlab.planner.model import ITEMSIZES, PlannedModel
 from shardlab.planner.setup import Setup
 from shardlab.tables import COLLECTIVES
-from shardlab.vocabulary import Collective, MeshAxis, Phase, Sharding
+from shardlab.vocabulary import Collective, MeshAxis, Phase
 
 
 @dataclass(frozen=True)
@@ -147,14 +147,15 @@ class _Step:
 
     def backward(self, *, last: bool) -> Iterator[Call]:
         """A backward of FSDP: gathers where parameters were resharded, reductions where the step ends."""
-        gathers = self.setup.sharding in (Sharding.FULL_SHARD, Sharding.HYBRID_SHARD)
         units = {group.unit: [other for other in self.groups if other.unit == group.unit] for group in self.groups}
         called = [name for name in units if name != ROOT and name not in self.setup.uncalled]
-        to_reduce, complete = self.reduction_order(units), set(self.setup.uncalled)
+        frozen = {name for name, groups in units.items() if not any(group.trainable for group in groups)}
+        to_reduce, complete = self.reduction_order(units), frozen | self.setup.uncalled
         begun: list[Group] = []  # reduced over their first axis, not yet over the others
-        for verb, name in backward_order(called, ROOT if ROOT in units else None, self.setup.prefetch):
+        root, passed = ROOT if ROOT in units else None, self.setup.unreached
+        for verb, name in backward_order(called, root, self.setup.prefetch, passed):
             if verb == "gather":
-                yield from (self.gather(group, Phase.BACKWARD) for group in units[name] if gathers)
+                yield from (self.gather(group, Phase.BACKWARD) for group in units[name] if self.setup.gathers_again)
                 continue
             complete.add(name)
             # A unit waits for those before it in the order: on another rank they may be complete the other way round.

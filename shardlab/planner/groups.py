@@ -5,7 +5,7 @@ that holds parameters of two dtypes, or frozen beside trainable ones, is a group
 ``backward_order`` says in which order an FSDP backward takes them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -81,7 +81,9 @@ def groups_of(model: PlannedModel, setup: Setup) -> tuple[Group, ...]:
     return tuple(_buckets(by_name, setup))
 
 
-def backward_order(units: Sequence[str], root: str | None, prefetch: int) -> Iterator[tuple[str, str]]:
+def backward_order(
+    units: Sequence[str], root: str | None, prefetch: int, unreached: Collection[str] = ()
+) -> Iterator[tuple[str, str]]:
     """The order in which an FSDP backward gathers units and reduces their gradients.
 
     Backward reaches the root first, since the model's output is the root's, then the wrapped units in the reverse order
@@ -96,6 +98,7 @@ def backward_order(units: Sequence[str], root: str | None, prefetch: int) -> Ite
         units: the wrapped units in the order of forward.
         root: name of the unit of all other parameters; None where there are none.
         prefetch: units gathered ahead, 0 or more.
+        unreached: units that backward passes without a gradient: they are gathered only ahead, and never reduced.
 
     Returns:
         Pairs of 'gather' or 'reduce' and the unit's name.
@@ -103,8 +106,10 @@ def backward_order(units: Sequence[str], root: str | None, prefetch: int) -> Ite
     reached = ([] if root is None else [root]) + list(reversed(units))
     num_gathered = 0
     for place, unit in enumerate(reached):
+        if unit in unreached:
+            continue
         ahead = min(place + 1 + prefetch, len(reached))
-        for later in reached[num_gathered:ahead]:
+        for later in reached[max(num_gathered, place) : ahead]:
             yield "gather", later
         num_gathered = max(num_gathered, ahead)
         if unit != root:

@@ -49,6 +49,8 @@ class Setup:
             parameters of no unit are the unit ``root``.
         called: fsdp: names of the units in the order in which forward calls them, each once; None for all, in the
             module's order. Units that no rank's forward calls are not gathered, but reduced.
+        unreached: fsdp: names of the units that backward does not reach, such as frozen ones before all that trains. It
+            gathers them only ahead.
         layout: fsdp: flat or dim0.
         sharding: fsdp: see ``Sharding``.
         shard_group_size: fsdp, hybrid_shard: ranks that shard among themselves; divides ``num_ranks``.
@@ -72,6 +74,7 @@ class Setup:
     partition: Partition | str = Partition.ELEMENTS
     units: Mapping[str, Sequence[str]] = field(default_factory=dict)
     called: Sequence[str] | None = None
+    unreached: Sequence[str] = ()
     layout: LayoutName | str = LayoutName.FLAT
     sharding: Sharding | str = Sharding.FULL_SHARD
     shard_group_size: int | None = None
@@ -104,8 +107,9 @@ class Setup:
             raise ValueError(f"num_ranks: {self.num_ranks} is given; 'single' trains in one process")
         if self.strategy == "fsdp" and self.partition != Partition.ELEMENTS:
             self._check_whole()
-        if unknown := sorted(set(self.called or ()) - set(self.units)):
-            raise ValueError(f"called: {', '.join(unknown)} is given; the units are {', '.join(self.units)}")
+        for name, units in (("called", self.called or ()), ("unreached", self.unreached)):
+            if unknown := sorted(set(units) - set(self.units)):
+                raise ValueError(f"{name}: {', '.join(unknown)} is given; the units are {', '.join(self.units)}")
         self._check_groups()
 
     def _check_whole(self) -> None:
@@ -170,6 +174,11 @@ class Setup:
         return ranks
 
     @property
+    def gathers_again(self) -> bool:
+        """Whether an FSDP backward gathers units that it reaches, because they were resharded after forward."""
+        return self.strategy == "fsdp" and self.sharding in (Sharding.FULL_SHARD, Sharding.HYBRID_SHARD)
+
+    @property
     def nested_unit(self) -> str | None:
         """An FSDP unit inside another where backward gathers units again; None without one.
 
@@ -177,7 +186,7 @@ class Setup:
         activation checkpointing, which gathers the inner ones in the order of forward. Where a rank holds everything,
         it gathers only what it casts or keeps in host memory.
         """
-        if self.strategy != "fsdp" or self.sharding in (Sharding.SHARD_GRAD_OP, Sharding.NO_SHARD):
+        if not self.gathers_again:
             return None
         if self.num_shards == 1 and self.compute_dtype is None and self.offload == Offload.NONE:
             return None

@@ -99,10 +99,11 @@ def _timeline(history: RunHistory, label: str) -> go.Figure:
 def _course(history: RunHistory, label: str) -> go.Figure:
     """Memory over the traced step, with the planned bytes at rest."""
     number, _, strategy = label.partition(" ")
-    memory, plan = history.records().memory, history.runs[int(number)].plan(strategy)
+    memory, (plan, why) = history.records().memory, history.runs[int(number)].plan(strategy)
     if plan is not None:
         memory = pd.concat([memory, plan.memory.assign(run=label)], ignore_index=True)
-    return memory_over_step(memory, run=label)
+    figure = memory_over_step(memory, run=label)
+    return figure if why is None else figure.update_layout(title_subtitle_text=f"Not planned: {why}")
 
 
 def _matrix(history: RunHistory, label: str) -> go.Figure:

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from shardlab.experiment import CompareConfig, Comparison, load_comparison, load_saved
-from shardlab.experiment.planned import Plan, plan_runs
+from shardlab.experiment.planned import Plan, plans_or_why
 from shardlab.experiment.saved import config_of
 from shardlab.experiment.summary import COLUMNS
 
@@ -58,14 +58,15 @@ class PastRun:
         assert self.config is not None
         return {"config": self.config.as_dict(strategy)}
 
-    def plan(self, strategy: str) -> Plan | None:
-        """The plan of one strategy; None where the planner knows too little.
+    def plan(self, strategy: str) -> tuple[Plan | None, str | None]:
+        """The plan of one strategy, None where the planner knows too little; and the error that planning raised.
 
         A workload of an earlier session cannot be planned: its manifest has only its name.
         """
         if self.config is None or isinstance(self.config.workload, str):
-            return None
-        return plan_runs(self.config)[strategy]
+            return None, None
+        plans, why = plans_or_why(self.config)
+        return plans[strategy], why
 
 
 def finished(comparison: Comparison, config: CompareConfig) -> PastRun:

@@ -150,9 +150,29 @@ def one_write(rank, axes, writer, name):
             return str(caught.value)
 
 
+def rounding(rank):
+    """A bias that starts at 0 and has a gradient of rounding alone, which differs by rank."""
+    with Mesh({"data": 1, "tensor": 2}) as mesh:
+        model = parallelize_module(Marked(), {"up": Column(), "down": Row()}, mesh["tensor"])
+        with build_engine("ddp", model, lambda tensors: torch.optim.SGD(tensors, lr=0.1), mesh) as engine:
+            engine.backward(engine(torch.ones(2, 8)).square().mean())
+            model.norm.bias.grad.fill_(1e-8 * (1 + rank))
+            engine.step()
+            engine.zero_grad()
+            size = float(model.norm.bias.abs().sum())
+            check_agreement(engine)
+            return size
+
+
+def test_what_is_all_rounding_is_not_compared_by_its_own_size(pools):
+    first, second = pools(2).run(rounding)
+    assert second == pytest.approx(2 * first)
+
+
 def test_a_small_parameter_does_not_drown_in_a_large_one(pools):
-    for found in pools(2).run(one_write, {"data": 1, "tensor": 2}, 1, "norm.weight"):
-        assert "divides (ranks 0, 1: norm.weight); give all tensor ranks the same rows" in found
+    for name in ("norm.weight", "norm.bias"):
+        for found in pools(2).run(one_write, {"data": 1, "tensor": 2}, 1, name):
+            assert f"divides (ranks 0, 1: {name}); give all tensor ranks the same rows" in found
 
 
 @pytest.mark.parametrize(

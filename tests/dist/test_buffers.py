@@ -54,6 +54,23 @@ def build(seed=0):
         return Remembers().double()
 
 
+def with_an_unused_one(rank, strategy):
+    model = nn.Linear(4, 4)
+    model.register_buffer("unused", torch.empty(3, device="meta"))
+    log = Log()
+    with Mesh({"data": 2}) as mesh, mesh.observed_by(log), engine_of(strategy, model, mesh) as engine:
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+        return [event.numel for event in log.events]
+
+
+@pytest.mark.parametrize("strategy", SETUPS)
+def test_a_buffer_without_memory_that_forward_does_not_use_is_left_alone(pools, strategy):
+    for numels in pools(2).run(with_an_unused_one, strategy):
+        assert numels
+        assert {3, 20 + 3}.isdisjoint(numels)
+
+
 def own_state(model):
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     return buffers | {"rows": model.seen["rows"], "means": model.seen["means"].clone()}

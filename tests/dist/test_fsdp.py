@@ -467,6 +467,9 @@ def meta_misuse(rank):
             build_engine("zero3", model, adamw, mesh)
         with pytest.raises(ValueError, match=r"init_fn: module '' \(Module\)"):
             build_engine("fsdp", own, adamw, mesh)
+        model.register_buffer("table", torch.empty(3, device="meta"))
+        with pytest.raises(ValueError, match=r"model: buffer 'table' is on the meta device; create buffers on the"):
+            build_engine("fsdp", model, adamw, mesh)
     return True
 
 

@@ -11,7 +11,7 @@ from shardlab.engines.step_tensors import StepTensors
 from shardlab.launch import current
 from tests.comm.test_communicator import Log
 from tests.dist import cases
-from tests.dist.every_engine import ENGINES, engine_of
+from tests.dist.every_engine import ENGINES, assert_states, engine_of
 
 PIECES = [key for key in ENGINES if key.startswith(("zero", "fsdp")) and "hybrid" not in key and "no_shard" not in key]
 WHOLE = [key for key in ENGINES if not key.startswith(("zero", "fsdp"))]
@@ -376,6 +376,27 @@ def sent_by(rank, key, fused):
 @pytest.mark.parametrize("key", ["zero1", "zero1-balanced", "zero2"])
 def test_a_fused_step_gathers_nothing_that_is_frozen(pools, key):
     assert pools(2).run(sent_by, key, True) == pools(2).run(sent_by, key, False)
+
+
+def with_gradients_at_frozen_pieces(rank, key, fused):
+    def adam(tensors):
+        return torch.optim.AdamW(tensors, lr=0.1, fused=fused)
+
+    with engine_of(key, 2, cases.build("Frozen"), optimizer_fn=adam) as engine:
+        x, y = (cases.own_rows(part, rank) for part in cases.rows("Frozen", 0, 0, 2))
+        engine.backward(cases.loss_of(engine(x), y))
+        for name, piece in engine.step_tensors().items():
+            if not engine.params[name].requires_grad:
+                piece.grad = torch.ones_like(piece)
+        engine.step()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("key", ["zero1", "zero1-balanced", "zero2"])
+def test_a_fused_step_of_frozen_pieces_by_the_users_gradients_is_gathered(pools, key):
+    first, second = pools(2).run(with_gradients_at_frozen_pieces, key, True)
+    unfused, _ = pools(2).run(with_gradients_at_frozen_pieces, key, False)
+    assert_states([first, second], unfused)
 
 
 class WithoutRows(nn.Module):

@@ -81,7 +81,7 @@ def test_an_error_of_the_data_is_the_plans_too() -> None:
     def unreadable(rank: int, ranks: int, seed: int) -> None:
         raise OSError("no such file")
 
-    with pytest.raises(OSError, match="no such file"):
+    with pytest.raises(ValueError, match=r"^data: its first batch, .* raised OSError \(no such file\); plan where"):
         plan(Workload(Residual, unreadable, keyword_loss), ranks=2)
 
 
@@ -136,6 +136,60 @@ def test_units_that_all_ranks_hold_whole_are_reduced_behind_the_others(pools: Po
         workload, tmp_path / "run", strategies="fsdp", ranks=2, steps=2, pool=pools(2), replicate_below=20, clip=1.0
     )
     assert found.summary["as_planned"].all()
+
+
+class FrozenFirst(nn.Module):
+    """Blocks of which the first ones are frozen; the root's layer computes before or behind them, or is frozen too."""
+
+    def __init__(self, num_frozen: int, root: str) -> None:
+        super().__init__()
+        self.root = root
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.own = nn.Linear(6, 6).requires_grad_(root != "frozen")
+        self.blocks[:num_frozen].requires_grad_(False)
+        self.double()
+
+    def forward(self, x):
+        x = self.own(x) if self.root == "before" else x
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x if self.root == "before" else self.own(x)
+
+
+FROZEN_FIRST = [(1, "behind"), (2, "behind"), (4, "behind"), (1, "frozen"), (2, "frozen"), (2, "before")]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("num_frozen", "root"), FROZEN_FIRST)
+def test_frozen_units_that_backward_does_not_reach_are_gathered_only_ahead(pools, tmp_path, ranks, root, num_frozen):
+    workload = Workload(partial(FrozenFirst, num_frozen, root), Labelled(), labelled_loss)
+    for prefetch in (0, 1, 2):
+        options = {"strategies": "fsdp", "ranks": ranks, "steps": 2, "prefetch": prefetch, "accumulation": 2}
+        found = compare(workload, tmp_path / str(prefetch), pool=pools(ranks), **options)
+        assert found.summary["as_planned"].all(), prefetch
+
+
+class AsksForValues(FrozenFirst):
+    """Cannot be tried without a rank's batch."""
+
+    def forward(self, x):
+        if torch.distributed.is_initialized():
+            return super().forward(x)
+        raise RuntimeError("only on ranks")
+
+
+@pytest.mark.parametrize("num_frozen", [0, 2])
+def test_what_backward_does_not_reach_is_not_guessed(pools: Pools, tmp_path, num_frozen) -> None:
+    workload = Workload(partial(AsksForValues, num_frozen, "behind"), Labelled(), labelled_loss)
+    for sharding in ("full_shard", "shard_grad_op"):
+        options = {"strategies": ("zero3", "fsdp"), "ranks": 2, "steps": 2, "sharding": sharding}
+        planned = compare(workload, tmp_path / sharding, pool=pools(2), **options).summary["as_planned"].tolist()
+        assert planned == [True, None if num_frozen and sharding == "full_shard" else True]
+    if num_frozen:
+        with pytest.raises(
+            ValueError, match=r"cannot be planned here: .* whether a backward reaches a frozen FSDP unit"
+        ):
+            plan(workload, 2, "fsdp")
 
 
 @pytest.mark.parametrize(("ranks", "options"), [(1, {}), (2, {"sharding": "hybrid_shard", "shard_group": 1})], ids=str)

@@ -1,5 +1,6 @@
 """What torch's own engines send and hold is recorded as it is: against counts and bytes found another way."""
 
+import gc
 from collections import Counter
 from math import isnan
 
@@ -10,6 +11,7 @@ from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.peers import Peer
 from shardlab.partition.ring_cost import Link
+from shardlab.trace.known_tensors import known_tensors
 from shardlab.trace.memory_by_role import MemoryLedger, bytes_by_role
 from shardlab.trace.observed import wire_bytes
 from shardlab.vocabulary import Phase, Role
@@ -103,6 +105,27 @@ def test_bytes_of_the_collectives_follow_the_formulas(pools, num_ranks):
 
 def padded_numel(param, num_ranks):
     return -(-param.shape[0] // num_ranks) * num_ranks * (param.numel() // param.shape[0])
+
+
+def live_bytes():
+    """Of every storage of floating-point numbers (not of the ranks' numbers that torch's own mesh has in a tensor)."""
+    gc.collect()
+    numbers = [tensor for tensor in known_tensors() if tensor.is_floating_point()]
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in numbers}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def allocated_by(rank, strategy):
+    with Mesh(mesh_axes(strategy)) as mesh:
+        before = live_bytes()
+        with build_engine(strategy, build("WideGPT", rank), adamw, mesh) as engine:
+            return live_bytes() - before, bytes_by_role(engine.live_tensors())[Role.PARAMETER]
+
+
+@pytest.mark.parametrize("strategy", ["torch_fsdp2", "torch_tp"])
+def test_nothing_keeps_the_plain_parameters_that_torch_has_replaced(pools, strategy):
+    for allocated, held in pools(2).run(allocated_by, strategy):
+        assert allocated == held
 
 
 def held_after_a_step(rank, strategy):

@@ -90,10 +90,17 @@ class FSDP(OffloadedEngine):
         init_fn: InitFn | None = None,
     ) -> None:
         self.options = ShardingOptions(
-            BaseMesh.alone() if mesh is None else mesh,
-            sharding, wrap, prefetch, layout, parse_partition(partition), parse_precision(precision), offload,
-            replicate_below, init_fn or reset_parameters,
-        )  # fmt: skip
+            mesh=BaseMesh.alone() if mesh is None else mesh,
+            sharding=sharding,
+            wrap=wrap,
+            prefetch=prefetch,
+            layout=layout,
+            partition=parse_partition(partition),
+            precision=parse_precision(precision),
+            offload=offload,
+            replicate_below=replicate_below,
+            init_fn=init_fn or reset_parameters,
+        )
         self.partition, self.precision, self.offload = self.options.partition, self.options.precision, offload
         self._pieces_are_rows = layout == "dim0"
         # After the options, from which the base's construction makes the axes and the units.

@@ -121,7 +121,8 @@ class TorchFSDP2(DTensorPeer):
         for unit in self._units:
             fully_shard(unit, mesh=over, reshard_after_forward=self.reshard_after_forward)
         # Read again: distributed parameters have taken the places of the plain ones.
-        self.params = dict(self.module.named_parameters())
+        # Into the same dict, for what else holds it would keep a whole plain model alive.
+        self.params.update(self.module.named_parameters())
         self._first_forward = {unit: unit.register_forward_pre_hook(self._keep_gathered) for unit in self._units}
         return super()._prepare()
 

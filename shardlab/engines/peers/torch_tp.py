@@ -93,7 +93,8 @@ class TorchTP(DTensorPeer):
         # The ranks' weights are already equal, so each cuts out its piece and nothing is sent.
         parallelize_module(self.module, over, plan, src_data_rank=None)
         # Read again: where layers are cut, distributed parameters have taken the place of the plain ones.
-        self.params = dict(self.module.named_parameters())
+        # Into the same dict, for what else holds it would keep a whole plain model alive.
+        self.params.update(self.module.named_parameters())
         return super()._prepare()
 
     @override
