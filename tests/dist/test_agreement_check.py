@@ -90,7 +90,7 @@ APART = {
 }
 DRIFTED = {
     "other rows": "norm.weight, down.bias, head.weight, ...",
-    "norm in the loss": "norm.weight, norm.bias, down.bias, ...",
+    "norm in the loss": "norm.weight, down.bias, head.weight, ...",
     "no style": "between.weight",
     "not on the sequence": "norm.weight, norm.bias",
 }
