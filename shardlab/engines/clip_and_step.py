@@ -62,7 +62,7 @@ class Stepping(Holdings, Gradients):
             The norm before clipping, 0-d, equal on all ranks.
         """
         self.finish_gradients()
-        tensors: dict[tuple[Communicator, ...], list[Tensor]] = {}
+        tensors: dict[Axes, list[Tensor]] = {}
         for name, axes in self.spread_over().items():
             tensors.setdefault(axes, []).append(self.step_tensors().by_name(name))
         norm = clip_(tensors, max_norm, norm_type, self.mesh.device)
