@@ -79,12 +79,8 @@ class ZeRO3(ShardedEngine):
         """Gather, run the module's forward, reshard."""
         # First: what a backward that raised has left is resharded. The base does this too, but only after the gather.
         self._notice_failure()
-        self._in_forward = True
-        try:
-            with self._gathered(), saved_by_reference(self.buckets):
-                output = without_parameters(super().__call__(*args, **kwargs), set(self.params.values()))
-        finally:
-            self._in_forward = False
+        with self._gathered(in_forward=True), saved_by_reference(self.buckets):
+            output = without_parameters(super().__call__(*args, **kwargs), set(self.params.values()))
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 # For a plain loss.backward(): all ranks gather everything, so it does not matter what each has used.
@@ -142,13 +138,15 @@ class ZeRO3(ShardedEngine):
             self.reshard_params()
 
     @contextlib.contextmanager
-    def _gathered(self) -> Iterator[None]:
+    def _gathered(self, *, in_forward: bool = False) -> Iterator[None]:
         """Inside, the parameters are gathered; at the end they are resharded, except inside a backward."""
         # A forward that checkpointing computes again must leave them for the rest of the backward.
         is_outermost = not self._backward_watch.is_inside
+        self._in_forward = in_forward
         try:
             self.unshard_params()  # it may refuse after a part of them
             yield
         finally:
+            self._in_forward = False
             if is_outermost:
                 self.reshard_params()
