@@ -54,6 +54,8 @@ class Engine(Stepping, EngineState):
             with it; the module has no parameters; or the mesh has no axis ``data``.
     """
 
+    replaces_params = False
+    """Whether it puts parameters of its own into the module, by attribute, while it trains."""
     _allocates_params = False
     """Whether parameters may be on the meta device, to be allocated and initialized by this engine."""
 

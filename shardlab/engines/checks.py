@@ -54,8 +54,10 @@ def _attributes(model: nn.Module) -> dict[str, Tensor]:
     params = set(model.parameters())
     return {
         f"{prefix}.{key}".lstrip("."): value
-        for prefix, module in model.named_modules() for key, value in vars(module).items()
-        if isinstance(value, Tensor) and value not in params
+        # (What a module makes anew before each forward, as torch's old spectral_norm does, is never stale.)
+        for prefix, module in model.named_modules() if not module._forward_pre_hooks
+        for key, value in vars(module).items()
+        if isinstance(value, Tensor) and value not in params and not value.is_nested
     }  # fmt: skip
 
 

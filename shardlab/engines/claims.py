@@ -48,6 +48,8 @@ class Claimant(StepsPieces, Protocol):
     @property
     def name(self) -> str: ...  # noqa: D102
     @property
+    def replaces_params(self) -> bool: ...  # noqa: D102
+    @property
     def module(self) -> nn.Module: ...  # noqa: D102
     def zero_grad(self, set_to_none: bool = True) -> None: ...  # noqa: D102
     def before_others_step(self, optimizer: torch.optim.Optimizer, *, inside: bool) -> None: ...  # noqa: D102
@@ -309,14 +311,25 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 def _check_replaced(module: nn.Module, name: str, value: nn.Module | nn.Parameter | None) -> None:
     """Refuse to put something else in the place of parameters that an engine trains; it may hold them, as a wrapper.
 
-    Forward would compute with what no engine averages, and a checkpoint would have what was there before.
+    Forward would compute with what no engine averages, and a checkpoint would have what was there before. (Torch calls
+    no hook for ``del``, nor where a parameter becomes None.)
 
     Raises:
         RuntimeError: while the engine lives.
     """
-    lost = _params_in(module._modules.get(name)) | _params_in(module._parameters.get(name))
-    engine = next((engine for param in lost - _params_in(value) if (engine := _owner(param)) is not None), None)
-    if engine is not None:
+    places: dict[str, Any] = module._modules if name in module._modules else module._parameters
+    old, new = places.get(name), _params_in(value)
+    lost = _params_in(old) - new
+    engine = next((engine for param in lost if (engine := _owner(param)) is not None), None)
+    # A module outside of the engine's may refer to another one from now on; torch's own engines put in what is theirs.
+    if engine is None or engine.replaces_params or all(known is not module for known in engine.module.modules()):
+        return
+    places[name] = None
+    try:
+        lost -= set(engine.module.parameters())  # what stays in another place, of which this was an alias
+    finally:
+        places[name] = old
+    if lost or any(_owner(param) is not engine for param in new):
         raise RuntimeError(
             f"model: {name!r} of the {type(module).__name__} is being replaced, and the engine ({engine.name}) trains "
             "what is there; copy values into that inside 'with engine.full_params(keep_changes=True):', or "

@@ -15,6 +15,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from shardlab.engines.optimizer_trial import (
     LooksAt,
     Stepped,
     flat_pieces,
+    generator_states,
     generators_kept,
     looks_at,
     pieces_along,
@@ -73,6 +75,7 @@ def fitting_optimizer(make: OptimizerFn, stepped: Stepped, cut: Cut) -> torch.op
         Exception: otherwise whatever ``make`` raises.
     """
     given: list[Group] = []
+    before = generator_states(stepped.device)
     try:
         with noting_groups(stepped.tensors, given), stepped.tensors.choosing() as choice:
             optimizer = make(stepped.tensors)
@@ -80,7 +83,7 @@ def fitting_optimizer(make: OptimizerFn, stepped: Stepped, cut: Cut) -> torch.op
         raise
     except Exception as error:  # a user's class may raise anything
         if choice.are_seen:
-            found, _ = _groups_of_whole(make, stepped, len(given) + 1)
+            found, _ = _groups_of_whole(make, stepped, len(given) + 1, before)
             if any(groups != given for groups in found):
                 raise _chosen_among_pieces(cut, f"; with pieces it raises {type(error).__name__}: {error}") from error
         if cut.goes_through and (kind := _made_of_whole(make, stepped)) is not None:
@@ -95,9 +98,9 @@ def fitting_optimizer(make: OptimizerFn, stepped: Stepped, cut: Cut) -> torch.op
     # As a rule an optimizer has the groups that it was given, and a trial can end with the last of them: before it has
     # made a state for all parameters, and before the user's function keeps anything of it.
     if all(group.names in [known.names for known in given] for group in groups):
-        _check_choice(make, stepped, cut, given, len(given))
+        _check_choice(make, stepped, cut, given, len(given), before)
         return optimizer
-    _check_choice(make, stepped, cut, groups, None)
+    _check_choice(make, stepped, cut, groups, None, before)
     # Once more, so that whatever the user's function keeps is of the optimizer that steps.
     return make(stepped.tensors)
 
@@ -169,9 +172,11 @@ def check_sliced(optimizer: torch.optim.Optimizer, stepped: Stepped, slices: Map
         )
 
 
-def _check_choice(make: OptimizerFn, stepped: Stepped, cut: Cut, groups: list[Group], at_most: int | None) -> None:
+def _check_choice(
+    make: OptimizerFn, stepped: Stepped, cut: Cut, groups: list[Group], at_most: int | None, states: tuple[Any, ...]
+) -> None:
     """Raise ValueError unless ``make`` makes the same groups of whole parameters."""
-    found, error = _groups_of_whole(make, stepped, at_most)
+    found, error = _groups_of_whole(make, stepped, at_most, states)
     if not found:
         raise ValueError(
             "optimizer_fn: it chooses among single tensors, which are pieces here, and could not be tried with the "
@@ -183,7 +188,7 @@ def _check_choice(make: OptimizerFn, stepped: Stepped, cut: Cut, groups: list[Gr
 
 
 def _groups_of_whole(
-    make: OptimizerFn, stepped: Stepped, at_most: int | None
+    make: OptimizerFn, stepped: Stepped, at_most: int | None, states: tuple[Any, ...]
 ) -> tuple[list[list[Group]], Exception | None]:
     """The groups that ``make`` gives an optimizer of whole parameters, for each set of them; and the error of a set.
 
@@ -194,9 +199,11 @@ def _groups_of_whole(
         make: the user's function.
         stepped: what the optimizer is to step.
         at_most: how many groups end the trial; None for those that the optimizer has in the end.
+        states: of the random generators, as they were when ``make`` was called with pieces.
     """
     sets, caught = [], None
-    with generators_kept(stepped.device), stepped.own() if stepped.own is not None else _stand_ins(stepped) as known:
+    lent = contextlib.nullcontext([_whole(stepped, stepped.device)]) if stepped.own is None else stepped.own()
+    with generators_kept(stepped.device, states), lent as known:
         for whole in known:
             found: list[Group] = []
             try:
@@ -239,7 +246,8 @@ def _chosen_among_pieces(cut: Cut, told: str = "") -> ValueError:
     return ValueError(
         "optimizer_fn: it groups tensors by their shape or size, or by identity, class or attributes, and this rank's "
         "are pieces, perhaps empty ones, which share none of these with the module's parameters"
-        f"{told}; choose by name with tensors.where(lambda name: ...){by_shape}"
+        f"{told}; choose by name with tensors.where(lambda name: ...){by_shape} (or it does something else when it is "
+        "called again)"
     )
 
 
@@ -249,11 +257,6 @@ def _made_of_whole(make: OptimizerFn, stepped: Stepped) -> str | None:
         return type(make(_whole(stepped, torch.device("meta")))).__name__
     except Exception:  # then the pieces are not the reason
         return None
-
-
-@contextlib.contextmanager
-def _stand_ins(stepped: Stepped) -> Iterator[list[StepTensors]]:
-    yield [_whole(stepped, stepped.device)]
 
 
 def _whole(stepped: Stepped, device: torch.device) -> StepTensors:

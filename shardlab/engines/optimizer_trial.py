@@ -105,16 +105,31 @@ def looks_at(optimizer: torch.optim.Optimizer, stepped: Stepped, cuts: Sequence[
         return _tried(optimizer, stepped, cuts)
 
 
+def generator_states(device: torch.device) -> tuple[Any, ...]:
+    """The states of the random generators that training may draw from: Python's, NumPy's, torch's, the device's."""
+    of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), of_device
+
+
 @contextlib.contextmanager
-def generators_kept(device: torch.device) -> Iterator[None]:
-    """Inside, drawing from the random generators changes nothing for training, which draws from the same ones."""
-    in_python, in_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        try:
-            yield
-        finally:
-            random.setstate(in_python)
-            np.random.set_state(in_numpy)
+def generators_kept(device: torch.device, states: tuple[Any, ...] | None = None) -> Iterator[None]:
+    """Inside, drawing from the random generators changes nothing for training; it begins with ``states`` if given."""
+    known = generator_states(device)
+    if states is not None:
+        _set_generators(device, states)
+    try:
+        yield
+    finally:
+        _set_generators(device, known)
+
+
+def _set_generators(device: torch.device, states: tuple[Any, ...]) -> None:
+    in_python, in_numpy, in_torch, of_device = states
+    random.setstate(in_python)
+    np.random.set_state(in_numpy)
+    torch.set_rng_state(in_torch)
+    if of_device is not None:
+        torch.cuda.set_rng_state(of_device, device)
 
 
 @contextlib.contextmanager

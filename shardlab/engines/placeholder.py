@@ -32,6 +32,8 @@ _OF_PARAMETER = frozenset(
 _OF_DEVICE = (Tensor.device, Tensor.is_cpu, Tensor.is_cuda, Tensor.is_meta)
 _FREEZES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]  # a bool in torch's stubs
 _OF_GRADIENT = frozenset({"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "untyped_storage"})
+_VIEWS = (Tensor.T, Tensor.mT, Tensor.H, Tensor.mH)
+_MOVES = (Tensor.data.__set__, torch._has_compatible_shallow_copy_type)  # type: ignore[attr-defined]
 _CONVERT = frozenset({"to", "float", "double", "half", "bfloat16", "cpu", "cuda"})  # as module.to() does to gradients
 
 
@@ -85,11 +87,14 @@ class PlaceholderParameter(nn.Parameter):
             # where only some ranks have gathered it, they would not agree.
             func(args[0]._shardlab_param, *args[1:], **(kwargs or {}))
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        if func is Tensor.get_device or getattr(func, "__self__", None) in _OF_DEVICE:
+        name = getattr(func, "__name__", "")
+        if name == "get_device" or getattr(func, "__self__", None) in _OF_DEVICE:
             return func(args[0]._shardlab_param)
-        # Getters of attributes are all called __get__; of those only .data would return a tensor to compute with.
-        if getattr(func, "__name__", "") in _OF_PARAMETER and getattr(func, "__self__", None) is not Tensor.data:
-            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if name in _OF_PARAMETER:
+            answer = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+            # Getters of attributes are all called __get__, and .data, .T and others return what can be computed with.
+            if not isinstance(answer, Tensor):
+                return answer
         # Functions such as torch.autograd.grad() take them in lists too.
         given = (*args, *(kwargs or {}).values())
         values = (value for some in given for value in (some if isinstance(some, list | tuple) else (some,)))
@@ -214,7 +219,8 @@ class PlaceholderGradient(Tensor):
             # Asked of one element, since this tensor has no memory to read.
             like = func(torch.zeros((), dtype=args[0].dtype, device=args[0].device), *args[1:], **(kwargs or {}))
             return cls._without_memory(args[0].refusal, like, args[0].shape)
-        if name in _OF_GRADIENT or func in (Tensor.data.__set__, torch._has_compatible_shallow_copy_type):  # type: ignore[attr-defined]
+        is_view = getattr(func, "__self__", None) in _VIEWS
+        if (name in _OF_GRADIENT and not is_view) or func in _MOVES:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         given = (value for some in args for value in (some if isinstance(some, list | tuple) else (some,)))
         refusals = (getattr(value, "refusal", None) for value in given if isinstance(value, PlaceholderGradient))

@@ -14,6 +14,7 @@ indices.
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -234,28 +235,41 @@ OptimizerFn = Callable[[StepTensors], torch.optim.Optimizer]
 """Builds the optimizer from the tensors it is to step."""
 
 
+_patching = threading.RLock()
+
+
 class TrialEnds(BaseException):
     """Ends a trial; no user's ``except Exception`` takes it for an error."""
 
 
 @contextlib.contextmanager
 def noting_groups(tensors: StepTensors, found: list[Group], at_most: int | None = None) -> Iterator[None]:
-    """Inside, every group that an optimizer is given is appended to ``found``; ``at_most`` of them end the trial."""
-    add = torch.optim.Optimizer.add_param_group
-    names = _names(tensors)
+    """Inside, every group of ``tensors`` that an optimizer is given is appended to ``found``.
+
+    Args:
+        tensors: of which.
+        found: gets them.
+        at_most: so many end the trial, by an error.
+    """
+    names, thread = _names(tensors), threading.get_ident()
 
     def noting(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
         add(self, param_group)
-        found.append(_group(self.param_groups[-1], names))
-        if len(found) == at_most:
-            raise TrialEnds
+        group = _group(self.param_groups[-1], names)
+        # Others may make optimizers meanwhile, of other tensors.
+        if threading.get_ident() == thread and any(group.names) and len(found) != at_most:
+            found.append(group)
+            if len(found) == at_most:
+                raise TrialEnds
 
-    # There is no hook on it.
-    torch.optim.Optimizer.add_param_group = noting  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.optim.Optimizer.add_param_group = add  # type: ignore[method-assign]
+    with _patching:
+        add = torch.optim.Optimizer.add_param_group
+        # There is no hook on it.
+        torch.optim.Optimizer.add_param_group = noting  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            torch.optim.Optimizer.add_param_group = add  # type: ignore[method-assign]
 
 
 def groups_of(optimizer: torch.optim.Optimizer, tensors: StepTensors) -> list[Group]:
@@ -265,8 +279,17 @@ def groups_of(optimizer: torch.optim.Optimizer, tensors: StepTensors) -> list[Gr
 
 
 def _group(group: Mapping[str, Any], names: Mapping[int, str]) -> Group:
-    options = {key: value for key, value in group.items() if isinstance(value, bool | int | float | str)}
+    options = {key: _comparable(value) for key, value in group.items() if key != "params"}
     return Group([names.get(id(tensor), "") for tensor in group["params"]], options)
+
+
+def _comparable(option: object) -> object:
+    """An option as numbers and text; None for any other object."""
+    if isinstance(option, Tensor):
+        return option.tolist()
+    if isinstance(option, list | tuple):
+        return tuple(map(_comparable, option))
+    return option if isinstance(option, bool | int | float | str) else None
 
 
 def _names(tensors: StepTensors) -> dict[int, str]:

@@ -459,6 +459,10 @@ def rates(tensors):
     return torch.optim.SGD([{"params": [one], "lr": 0.5 if one.dim() > 1 else 0.1} for one in tensors], lr=0.1)
 
 
+def betas(tensors):
+    return torch.optim.Adam([{"params": [one], "betas": (0.5 if one.dim() > 1 else 0.9, 0.9)} for one in tensors], lr=0.1)
+
+
 def fails_with_pieces(tensors):
     for one in tensors:
         if one.numel() != 16:
@@ -471,6 +475,7 @@ CHOOSE = {
     "iterators": through_iterators,
     "reading": reading,
     "rates": rates,
+    "betas": betas,
     "write": after_a_write,
 }
 
@@ -527,10 +532,10 @@ def test_another_error_of_the_function_is_told(pools, key):
 
 
 def picking(tensors):
-    torch.rand(1)
+    drawn = float(torch.rand(1))
     for tensor in tensors:
         tensor.grad = torch.ones_like(tensor)
-    optimizer = Halves([{"params": [one for one in tensors if one.requires_grad]}])
+    optimizer = Halves([{"params": [one for one in tensors if one.requires_grad], "momentum": drawn}])
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)  # which changes the options of its groups
     return optimizer
 

@@ -194,6 +194,10 @@ def submodule(rank, setup):
         with pytest.raises(RuntimeError, match=r"^model: 'bias' of the Linear is being replaced"):
             model[0].bias = nn.Parameter(torch.zeros(16))
         model[1] = nn.Tanh()  # has no parameters
+        model.first = model[0]
+        model.first = model[2]  # another name for what stays
+        holder = nn.ModuleList([model])
+        holder[0] = nn.Tanh()  # is no part of the engine's module
         model[2] = nn.Sequential(model[2])  # has those of before
         backward(engine, 0)
         engine.step()
@@ -341,6 +345,9 @@ def in_lists(rank, setup):
             lambda params: torch.autograd.grad(loss, params),
             lambda params: torch._foreach_norm(params),
             lambda params: torch.stack([params[0]]),
+            lambda params: params[0].T,  # of which torch makes numbers out of no memory
+            lambda params: params[0].mT,
+            lambda params: params[0].data,
         ):
             with pytest.raises(RuntimeError, match=r"parameter '\d\.\w+' is sharded") as caught:
                 use(list(engine.module.parameters()))
@@ -349,8 +356,8 @@ def in_lists(rank, setup):
 
 
 @pytest.mark.parametrize("setup", ["zero3", "fsdp"])
-def test_sharded_parameters_in_a_list_are_refused_by_name(pools, setup):
-    assert pools(2).run(in_lists, setup) == [3, 3]
+def test_sharded_parameters_in_a_list_and_views_of_them_are_refused_by_name(pools, setup):
+    assert pools(2).run(in_lists, setup) == [6, 6]
 
 
 def sharded_optimizer(rank, way):

@@ -47,7 +47,7 @@ class Schedule:
         self._queue = ReductionQueue(units, is_due, self._reduce, self._order.of_reduction)
         self._unit_of = {param: unit for unit in units for param in unit.params}
         self._inside = {unit: _units_inside(unit, units) for unit in units}
-        self._in_backward = False
+        self._in_pass = self._in_backward = False
         self._begun: set[Unit] = set()  # units whose backward has begun, and that have not been resharded since
         # Autograd's nodes of the inputs, while the unit computes: of each call, since a unit may call itself.
         self._came_with: dict[Unit, list[set[Any]]] = {}
@@ -65,6 +65,7 @@ class Schedule:
         # Checkpointing computes it again, in the order of backward.
         if self._in_backward:
             return
+        self._in_pass = True
         self._begun.clear()  # by torch.autograd.grad, whose end nobody sees
         is_taped = torch.is_grad_enabled()
         self._reshard_in_this_pass = self._reshard_after_forward or not is_taped
@@ -76,6 +77,7 @@ class Schedule:
         self._came_with.clear()
         if self._in_backward:
             return
+        self._in_pass = False
         if self._reshard_in_this_pass:
             reshard_all(unit for unit in left if not (self._root_stays and unit is self._root))
         self._order.end_pass()
@@ -85,6 +87,7 @@ class Schedule:
 
     def abandon_pass(self) -> None:
         """It was left by an exception: reshard what it had gathered, and keep nothing of its graph."""
+        self._in_pass = False
         self._came_with.clear()
         self.reshard_rest()
 
@@ -174,12 +177,15 @@ class Schedule:
 
     def reshard_rest(self) -> None:
         """Reshard what is still gathered: not used, prefetched for nothing, or left by an error."""
-        # But for what a forward needs inside which this backward has run.
-        reshard_all(unit for unit in self._units if not self._came_with.get(unit))
+        reshard_all(unit for unit in self._units if not self._is_computing(unit))
 
     def _reshard(self, unit: Unit) -> None:
-        if not self._came_with.get(unit):  # as above
+        if not self._is_computing(unit):
             unit.reshard()
+
+    def _is_computing(self, unit: Unit) -> bool:
+        """Whether its forward goes on when a backward that has run inside it has ended."""
+        return self._in_pass and bool(self._came_with.get(unit))
 
     @contextlib.contextmanager
     def holding_root(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ class DTensorPeer(Peer):
     """
 
     no_checkpoints = STATE_IS_TORCHS
+    replaces_params = True
 
     @override
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
