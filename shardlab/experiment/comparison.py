@@ -263,6 +263,7 @@ def _manifest(config: CompareConfig, strategy: str, pool: RankPool) -> dict[str,
         "recorder_share": None,
         "not_finite": {},
         "disagreement": "",
+        "drew_random_numbers": False,
     }  # fmt: skip
 
 
@@ -278,6 +279,7 @@ def _found(reports: list[RankReport], mesh: dict[str, int]) -> dict[str, Any]:
             for what in (LOSS, GRADIENTS)
         },
         "disagreement": _disagreement(reports, mesh.get(MeshAxis.TENSOR, 1)),
+        "drew_random_numbers": any(report.drew for report in reports),
     }
 
 

@@ -20,7 +20,7 @@ from shardlab.experiment.planned import plan_runs
 from shardlab.experiment.planned_workload import optimizer_of
 from shardlab.experiment.saved import load_saved
 from shardlab.experiment.summary import summarise
-from shardlab.experiment.verdicts import plan_verdict, verdict
+from shardlab.experiment.verdicts import alone_verdict, plan_verdict, verdict
 from shardlab.launch import current
 from shardlab.planner import Optimizer
 from shardlab.trace.store import load_run
@@ -270,6 +270,30 @@ def test_local_statistics_are_said_and_not_called_a_difference(pools, tmp_path):
     assert (by_strategy["max_loss_difference"].dropna() < 1e-10).all()
     assert by_strategy.loc["single", "loss_last"] != by_strategy.loc["ddp", "loss_last"]
     assert found.losses_equal
+
+
+class Dropping(nn.Module):
+    """Dropout that no module ``nn.Dropout`` does: that of a recurrent layer, and the function's."""
+
+    def __init__(self, by_function):
+        super().__init__()
+        self.layers = nn.GRU(6, 8, 2, dropout=0.0 if by_function else 0.2, dtype=torch.float64)
+        self.leave = nn.Linear(8, 3, dtype=torch.float64)
+        self.by_function = by_function
+
+    def forward(self, x):
+        hidden = self.layers(x)[0]
+        return self.leave(functional.dropout(hidden, 0.2, self.training and self.by_function))
+
+
+@pytest.mark.parametrize("by_function", [False, True])
+def test_a_loss_that_draws_random_numbers_is_said_and_not_called_a_difference(pools, tmp_path, by_function):
+    workload = Workload(partial(Dropping, by_function), Labelled(), labelled_loss)
+    strategies = ("single", "zero1", "fsdp")
+    found = compare(workload, tmp_path / "run", strategies=strategies, ranks=2, steps=3, pool=pools(2))
+    assert found.losses_equal
+    assert set(found.summary["loss_reference"].dropna()) == {"zero1"}
+    assert "rightly differs: the loss draws random numbers, as dropout does" in alone_verdict(found)
 
 
 def made_on_meta():
