@@ -79,7 +79,7 @@ class CompareConfig(CompareOptions):
         if self.link is not None:
             Link.parse(self.link)
         self._check_peers()
-        check_resume(self, self.global_batch)
+        check_resume(self, self.resumed_rows)
         env = torchrun_env()
         if env is not None and env.world_size != self.ranks:
             raise ValueError(
@@ -240,6 +240,11 @@ class CompareConfig(CompareOptions):
     def global_batch(self) -> int:
         """Sequences in one step, over all ranks and micro-batches."""
         return self.batch or SEQUENCES_PER_RANK * self.data_ranks * self.accumulation
+
+    @property
+    def resumed_rows(self) -> int | None:
+        """Rows of a global batch, for a run that is resumed; None where data come in batches, at any number of ranks."""
+        return self.global_batch if self.workload is None or self.workload.is_dataset else None
 
     @property
     def bucket_bytes(self) -> int:

@@ -101,7 +101,7 @@ class RankRun:
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint; collective."""
-        extra = said_of(self._config, self._config.global_batch)
+        extra = said_of(self._config, self._config.resumed_rows)
         self.engine.save(directory, extra=extra, **self._objects)
 
     def resume(self, directory: Path) -> int:

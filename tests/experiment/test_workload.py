@@ -341,6 +341,17 @@ def test_a_run_goes_on_from_its_checkpoints_with_the_losses_of_one_long_run(pool
             compare(trained, tmp_path / "third", ranks=2, **{**second, **changes})
 
 
+def test_batches_of_a_loader_are_the_same_when_more_ranks_go_on(pools, tmp_path):
+    batches = DataLoader(Labelled(), batch_size=7, drop_last=True)
+    trained, options = Workload(Residual, batches, keyword_loss), {"strategies": ("single", "fsdp")}
+    long = compare(trained, tmp_path / "long", ranks=2, steps=5, pool=pools(2), **options)
+    compare(trained, tmp_path / "first", ranks=2, steps=2, save_every=2, pool=pools(2), **options)
+    second = {"steps": 5, "resume": str(tmp_path / "first"), "pool": pools(3), **options}
+    rest = compare(trained, tmp_path / "rest", ranks=3, **second)
+    losses = [found.records.steps.query("rank == 0 and step >= 2")["loss"].tolist() for found in (long, rest)]
+    assert losses[1] == pytest.approx(losses[0], rel=0, abs=1e-10)
+
+
 def test_a_run_that_goes_on_after_the_judged_steps_is_judged_from_its_own_first(pools, tmp_path):
     trained, options = workloads()["momentum"], {"strategies": ("single", "zero1"), "ranks": 2, "pool": pools(2)}
     compare(trained, tmp_path / "first", steps=12, save_every=12, **options)
