@@ -243,7 +243,7 @@ class CompareConfig(CompareOptions):
 
     @property
     def resumed_rows(self) -> int | None:
-        """Rows of a global batch, for a run that is resumed; None where data come in batches, at any number of ranks."""
+        """Rows of a global batch, which a resumed run must share; None where data come in batches of their own."""
         return self.global_batch if self.workload is None or self.workload.is_dataset else None
 
     @property
