@@ -449,7 +449,7 @@ def test_what_fails_on_the_ranks_leaves_a_report_of_the_others(pools, tmp_path):
 
     workload = Workload(lambda: torch.nn.Linear(4, 3), [torch.ones(4, 4)], lambda model, rows: model(rows).sum(),
                         optimizer=lambda tensors: Whole(tensors, lr=0.1))  # fmt: skip
-    with pytest.raises(RankError) as refused:
+    with pytest.raises(RankError, match=r"^zero3: rank \d raised ") as refused:
         compare(workload, tmp_path / "out", pool=pools(2), strategies=("single", "ddp", "zero3", "fsdp"), ranks=2)
     assert "frames of libraries are left out" in str(refused.value)
     assert "agreement.py" not in str(refused.value)
