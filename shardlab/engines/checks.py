@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.communicator import Communicator
-from shardlab.engines.step_tensors import StepTensors, tensors_of
+from shardlab.engines.step_tensors import StepTensors
 from shardlab.partition.slices import SLICES, TensorSlice
 from shardlab.vocabulary import MeshAxis
 
@@ -185,7 +185,9 @@ def check_others_step(
     Raises:
         RuntimeError: it steps parameters of the module, too early or in the place of the engine's pieces of them.
     """
-    others = tensors_of(optimizer)
+    # Of a sharded parameter it may have the placeholder, which knows what it stands for.
+    stepped_by_it = (tensor for group in optimizer.param_groups for tensor in group["params"])
+    others = {id(getattr(tensor, "param", tensor)) for tensor in stepped_by_it}
     for name, param in params.items():
         if is_behind and (id(param) in others or id(stepped.by_name(name)) in others):
             raise RuntimeError(
