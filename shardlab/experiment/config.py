@@ -64,7 +64,7 @@ class CompareConfig(CompareOptions):
             _one_of("dtype", self.dtype, DTYPES)
         else:
             self._check_workload()
-        for field in ("ranks", "steps", "seq_len", "accumulation", "shard_group", "tp", "save_every"):
+        for field in ("ranks", "steps", "batch", "seq_len", "accumulation", "shard_group", "tp", "save_every"):
             if (number := getattr(self, field)) is not None and number < 1:
                 raise ValueError(f"{field}: {number} is below 1")
         for field in ("learning_rate", "bucket_mib", "timeout_s", "clip"):
@@ -123,7 +123,7 @@ class CompareConfig(CompareOptions):
 
     def _check_batch(self) -> None:
         parts = max(self.data_ranks, 1) * self.accumulation  # with more tensor ranks than ranks, which is refused below
-        if self.batch is not None and (self.batch < 1 or self.batch % parts):
+        if self.batch is not None and self.batch % parts:
             nearest = max(parts, round(self.batch / parts) * parts)
             raise ValueError(
                 f"batch: {self.batch} sequences do not divide among {self.data_ranks} ranks x {self.accumulation} "

@@ -105,6 +105,7 @@ def test_a_file_may_be_called_like_a_module(template):
         ("nowhere.py:workload", "there is no file"),
         ("train.py:model", "train.py has no 'model'; its workloads are: workload"),
         ("train.py:loss", "train.py has a function, not a Workload, as 'loss'"),
+        ("train.py:CLASSES", "train.py has an int, not a Workload, as 'CLASSES'"),
         ("broken.py:workload", "broken.py cannot be imported: ZeroDivisionError"),
         ("no.such.module:workload", "module 'no.such.module' cannot be imported: ModuleNotFoundError"),
     ],
@@ -124,7 +125,8 @@ def test_a_place_without_a_workload_is_named(template, place, expected):
     [
         ((), "give one of them"),
         (("--params", "7B", "--workload", PLACE), "give one of them"),
-        (("--params", "7B", "--tp", 2), "only for --workload"),
+        (("--params", "7B", "--tp", 2), "error: tp: only for --workload; with --params leave it out"),
+        (("--params", "7B", "--tp", 2, "--gpu", "1GB"), "tp, gpu: only for --workload; with --params leave them out"),
         (("--workload", PLACE, "--tp", 1, "--ranks", 0), "ranks: 0 was given"),
         (("--workload", PLACE, "--precision", "int8"), "precision:"),
         (("--workload", PLACE, "--strategies", "torch_ddp"), "'torch_ddp' cannot be planned"),

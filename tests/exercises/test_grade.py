@@ -76,7 +76,12 @@ def test_marks_are_printed_with_a_row_for_each_student_and_what_has_failed(tmp_p
     assert done.exit_code == 0, done.output
     lines = [line.split() for line in done.stdout.splitlines()]
     assert lines[0] == ["student", "handed", "in", "passed", "failed"]
-    assert lines[2:6] == [["ada", "1", "1", "0"], ["ben", "0", "0", "0"], ["gus", "0", "0", "0"], ["joe", "1", "0", "1"]]
+    assert lines[2:6] == [
+        ["ada", "1", "1", "0"],
+        ["ben", "0", "0", "0"],
+        ["gus", "0", "0", "0"],
+        ["joe", "1", "0", "1"],
+    ]
     assert [line[:2] for line in lines[9:] if line[:1] in (["ada"], ["ben"], ["gus"], ["joe"])] == [
         ["ben", "-"], ["joe", "buckets.assign"],
     ]  # fmt: skip
