@@ -406,9 +406,10 @@ def test_ranks_that_drift_apart_are_told(comparison):
     _, result, _ = comparison
     manifests = {**result.records.manifests}
     did = [Did(2, 2, 5), Did(2, 2, 6)]
-    words = _disagreement([RankReport(0.0, 0, None, {0: did[0], 1: one}) for one in did], 1)
+    words = _disagreement([RankReport(0.0, 0, {}, {0: did[0], 1: one}, drew=False) for one in did], 1)
     assert words.startswith("after step 1, ranks differ in sum of the parameters' bits")
-    assert _disagreement([RankReport(0.0, 0, None, {0: one}) for one in did], 2) == "", "each tensor rank has its own"
+    of_tensor_ranks = [RankReport(0.0, 0, {}, {0: one}, drew=False) for one in did]
+    assert _disagreement(of_tensor_ranks, 2) == "", "each tensor rank has its own"
     manifests["ddp"] = {**manifests["ddp"], "disagreement": words}
     wrong = replace(result, records=replace(result.records, manifests=manifests))
     assert verdicts(wrong)[0].startswith("Ranks DISAGREE, so the numbers are of no one run: in ddp after step 1, ranks")
