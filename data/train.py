@@ -11,6 +11,8 @@ from torch.utils.data import Dataset
 
 from shardlab import Workload
 
+# from shardlab.tensor_parallel import Column, Row  # for the tp_plan below
+
 CLASSES = 10
 
 
@@ -21,7 +23,8 @@ class Classifier(nn.Module):
         super().__init__()
         self.enter = nn.Linear(32, width)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()) for _ in range(depth)
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+            for _ in range(depth)
         )
         self.leave = nn.Linear(width, CLASSES)
 

@@ -129,3 +129,10 @@ class HostTransport(StrEnum):
 def dtype_name(dtype: object) -> str:
     """A ``torch.dtype`` as tables and files spell it, for example 'float32'."""
     return str(dtype).removeprefix("torch.")
+
+
+def class_of(value: object) -> str:
+    """The class of a value behind its article, for messages: 'an int', 'a Tensor', 'an MLP', 'a UserDict'."""
+    name = type(value).__name__
+    is_spelled = name[:2].isupper()  # letter by letter
+    return f"{'an' if name[0] in ('AEFHILMNORSX' if is_spelled else 'AEIOaeio') else 'a'} {name}"

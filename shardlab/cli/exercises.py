@@ -3,7 +3,7 @@
 import json as json_text
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich import box
@@ -42,7 +42,7 @@ def exercises(
             "Every exercise is checked with right solutions, which must pass, and wrong ones, which must not."
         )
     else:
-        _print(rows)
+        _print_marks(rows)
 
 
 def _listed(exercises: "list[Exercise]") -> list[dict[str, Any]]:
@@ -72,14 +72,51 @@ def _marked(folder: Path, exercises: "list[Exercise]") -> list[dict[str, Any]]:
     return [row | {"verdict": str(row["verdict"])} for row in rows]
 
 
+def _print_marks(rows: list[dict[str, Any]]) -> None:
+    """A row for each student, then what was handed in and has not passed."""
+    of_students: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        of_students.setdefault(row["student"], []).append(row)
+    sums = [_summed(student, marks) for student, marks in of_students.items()]
+    # Without what is zero for all: nothing may be blocked, or no exercise count bytes.
+    shown = [name for name in sums[0] if name in ("student", "passed") or any(row[name] for row in sums)]
+    _print([{name: row[name] for name in shown} for row in sums])
+    if failed := [row for marks in of_students.values() for row in _failed(marks)]:
+        Console().print()
+        _print(failed)
+    passed, handed_in = (sum(row[name] for row in sums) for name in ("passed", "handed in"))
+    Console(highlight=False).print(f"\n{passed} of {count(handed_in, 'solution')} passed.")
+
+
+def _summed(student: str, marks: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many verdicts of each kind, and the score of what has passed: sums, but the peak is the highest."""
+    handed_in = [row for row in marks if row["handed_in"]]
+    verdicts = [row["verdict"] for row in handed_in]
+    return {
+        "student": student, "handed in": len(handed_in), "passed": verdicts.count("passed"),
+        "failed": verdicts.count("failed"), "blocked": verdicts.count("blocked"),
+        "messages": sum(row["messages"] for row in marks), "bytes": sum(row["num_bytes"] for row in marks),
+        "peak bytes": max(row["peak_bytes"] for row in marks), "time us": sum(row["time_us"] for row in marks),
+    }  # fmt: skip
+
+
+def _failed(marks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Files that do not import, once for all exercises that are not handed in, and what was handed in for nothing."""
+    keys = ("student", "exercise", "reason")
+    missing = next((row for row in marks if not row["handed_in"]), None)
+    # The last part of the reason is that there is no function, which the counts say.
+    trouble = "" if missing is None else missing["reason"].rpartition("; ")[0]
+    files = [{"student": marks[0]["student"], "exercise": "-", "reason": trouble}] if trouble else []
+    rest = [row for row in marks if row["handed_in"] and row["verdict"] != "passed"]
+    return [*files, *({key: row[key] for key in keys} for row in rest)]
+
+
 def _print(rows: list[dict[str, Any]]) -> None:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in rows[0]:
-        table.add_column(name.replace("num_", "").replace("_", " "), overflow="fold")
+    for name, value in rows[0].items():
+        # A name is not broken: the reason has lines enough.
+        justify: Literal["left", "right"] = "right" if isinstance(value, int) else "left"
+        table.add_column(name.replace("_", " "), overflow="fold", no_wrap=name == "exercise", justify=justify)
     for row in rows:
         table.add_row(*(Text(str(value)) for value in row.values()))
-    console = Console(highlight=False)
-    console.print(table)
-    if "verdict" in rows[0]:
-        passed = sum(row["verdict"] == "passed" for row in rows)
-        console.print(f"{passed} of {count(len(rows), 'solution')} passed.")
+    Console(highlight=False).print(table)

@@ -28,7 +28,10 @@ def faults(
     quick: Annotated[bool, typer.Option("--quick", help="Faults in the backward alone.")] = False,
     strategies: Annotated[
         str | None,
-        typer.Option(help="Comma-separated; all of ours, with --quick bucketed and fsdp.", show_default=False),
+        typer.Option(
+            help="Comma-separated, torch's own too; by default ours, with --quick bucketed and fsdp.",
+            show_default=False,
+        ),
     ] = None,
     ranks: Annotated[int, typer.Option(help="Number of ranks, at least 3.")] = 3,
     transport: Annotated[

@@ -7,10 +7,15 @@ import typer
 from rich.console import Console
 
 from shardlab.cli.console import decimals_of, unit_of
-from shardlab.cli.records import AsJson, Directory, print_json, table_of
+from shardlab.cli.records import ROOMY, AsJson, Directory, print_json, table_of
 
 if TYPE_CHECKING:
     import pandas as pd
+
+COLUMNS = {
+    "parameter_bytes": "params", "gradient_bytes": "grads", "optimizer_bytes": "optim", "offloaded_bytes": "host",
+    "other_bytes": "other", "bytes": "all",
+}  # fmt: skip
 
 
 def modules(
@@ -40,14 +45,15 @@ def modules(
 
 
 def _print(held: "pd.DataFrame", modules: set[str], title: str) -> None:
-    """In the unit of the largest number; modules of which this rank holds nothing are named."""
+    """In the unit of the largest number, without columns of zeros; what this rank holds nothing of is named."""
     largest = float(held.to_numpy().max())
     unit, power = unit_of(largest)
     decimals, total = decimals_of(largest / 10**power), held["bytes"].sum() / 10**power
-    texts = (held / 10**power).map(lambda size: f"{size:,.{decimals}f}")
-    shown = texts.rename(columns=lambda name: f"{name.removesuffix('_bytes').replace('bytes', 'all')}\n{unit}")
+    texts = (held.loc[:, held.any()] / 10**power).map(lambda size: f"{size:,.{decimals}f}")
+    shown = texts.rename(columns=lambda name: f"{COLUMNS[name]}\n{unit}")
     console = Console(highlight=False)
-    console.print(table_of(shown.reset_index(), title, 2, right=shown.columns))
+    gap = 2 if console.width >= ROOMY else 0
+    console.print(table_of(shown.reset_index(), title, gap, right=shown.columns))
     console.print(f"In all {total:,.{decimals}f} {unit}.")
     if elsewhere := sorted(modules - set(held.index)):
         console.print(f"This rank holds nothing of {', '.join(elsewhere)}: other ranks do.")

@@ -54,9 +54,13 @@ def plan(
         chosen |= ({"wrap": wrap} if wrap else {}) | ({"bucket_mib": bucket_mib} if bucket_mib != BUCKET_MIB else {})
         _plan_workload(workload, ranks, strategies, chosen, gpu, json)
         return
-    if strategies or wrap or tp != 1 or sharding != "full_shard" or gpu or bucket_mib != BUCKET_MIB:
+    of_workload = {
+        "strategies": strategies, "tp": tp != 1, "sharding": sharding != "full_shard", "wrap": wrap,
+        "bucket_mib": bucket_mib != BUCKET_MIB, "gpu": gpu,
+    }  # fmt: skip
+    if given := [name for name, is_given in of_workload.items() if is_given]:
         raise ValueError(
-            "strategies, tp, sharding, wrap, bucket_mib, gpu: only for --workload; leave them out with --params"
+            f"{', '.join(given)}: only for --workload; with --params leave {'it' if len(given) == 1 else 'them'} out"
         )
     number, precision = _number_of_params(params), precision or "mixed"
     rows = model_states(number, ranks, precision)

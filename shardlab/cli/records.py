@@ -213,7 +213,8 @@ def table_of(shown: pd.DataFrame, title: str, gap: int, right: Collection[str] =
     )  # fmt: skip
     for name in shown.columns:
         numeric = name in right or pd.api.types.is_numeric_dtype(shown[name])
-        table.add_column(name, justify="right" if numeric else "left", no_wrap=True)
+        # Where the terminal is too narrow, a name goes on in the next line; half a number says nothing.
+        table.add_column(name, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
     for row in zip(*(column_text(shown[name]) for name in shown.columns), strict=True):
         table.add_row(*row)
     return table

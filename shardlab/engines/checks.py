@@ -9,9 +9,9 @@ from torch.nn.parameter import is_lazy
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.communicator import Communicator
-from shardlab.engines.step_tensors import StepTensors, tensors_of
+from shardlab.engines.step_tensors import StepTensors
 from shardlab.partition.slices import SLICES, TensorSlice
-from shardlab.vocabulary import MeshAxis
+from shardlab.vocabulary import MeshAxis, class_of
 
 
 def check_types(model: object, mesh: object) -> None:
@@ -155,7 +155,7 @@ def check_optimizer(optimizer: object, given: Iterable[Tensor]) -> None:
         ValueError: it is not an optimizer, or steps other tensors.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"optimizer_fn: it returned a {type(optimizer).__name__}; return a torch.optim.Optimizer")
+        raise ValueError(f"optimizer_fn: it returned {class_of(optimizer)}; return a torch.optim.Optimizer")
     if needs_closure(optimizer):
         raise ValueError(
             f"optimizer: {type(optimizer).__name__}.step() needs a closure, which it may call several times, and "
@@ -199,7 +199,9 @@ def check_others_step(
     Raises:
         RuntimeError: it steps parameters of the module, too early or in the place of the engine's pieces of them.
     """
-    others = tensors_of(optimizer)
+    # Of a sharded parameter it may have the placeholder, which knows what it stands for.
+    stepped_by_it = (tensor for group in optimizer.param_groups for tensor in group["params"])
+    others = {id(getattr(tensor, "param", tensor)) for tensor in stepped_by_it}
     for name, param in params.items():
         if is_behind and (id(param) in others or id(stepped.by_name(name)) in others):
             raise RuntimeError(
@@ -268,7 +270,7 @@ def check_not_scripted(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
-                f"model: {name or 'the model'!r} is a {type(module).__name__} of TorchScript, which computes with its "
+                f"model: {name or 'the model'!r} is {class_of(module)} of TorchScript, which computes with its "
                 "own parameters, and these are sharded; use the module that it was made from, or ddp, bucketed, zero1 "
                 "or zero2"
             )
@@ -282,7 +284,7 @@ def check_optimizer_fn(optimizer_fn: object) -> None:
     """
     if not callable(optimizer_fn):
         raise ValueError(
-            f"optimizer_fn: a function of the tensors to step is needed, not a {type(optimizer_fn).__name__}; for "
+            f"optimizer_fn: a function of the tensors to step is needed, not {class_of(optimizer_fn)}; for "
             "example lambda tensors: AdamW(tensors, lr=1e-3)"
         )
 

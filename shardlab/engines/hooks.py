@@ -14,6 +14,8 @@ from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from typing_extensions import override
 
+from shardlab.vocabulary import class_of
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -96,7 +98,7 @@ def forward_is(module: nn.Module, function: Callable[..., Any]) -> Iterator[None
     """
     if not callable(function):
         raise ValueError(
-            f"function: a {type(function).__name__} cannot be called; give a method or a function, for example "
+            f"function: {class_of(function)} cannot be called; give a method or a function, for example "
             "engine.call(engine.module.encode, x)"
         )
     own = vars(module).get("forward")  # of the instance, not of its class

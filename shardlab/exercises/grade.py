@@ -21,7 +21,11 @@ from shardlab.launch import RankDied, RankError, RankHang, RankPool
 
 @dataclass(frozen=True)
 class Mark:
-    """One exercise of one student; the numbers are those of ``judge.Score``."""
+    """One exercise of one student; the numbers are those of ``judge.Score``.
+
+    Attributes:
+        handed_in: whether there is a function for it; if not, the verdict is 'failed', and the reason ends with that.
+    """
 
     student: str
     exercise: str
@@ -31,6 +35,7 @@ class Mark:
     num_bytes: int = 0
     peak_bytes: int = 0
     time_us: int = 0
+    handed_in: bool = True
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ def _marks(student: str, files: list[str], exercises: Sequence[Exercise], pool: 
     for exercise in exercises:
         if exercise.function_name not in defined:
             missing = f"there is no function {exercise.function_name}"
-            yield Mark(student, exercise.name, Verdict.FAILED, "; ".join([*troubles, missing]))
+            yield Mark(student, exercise.name, Verdict.FAILED, "; ".join([*troubles, missing]), handed_in=False)
             continue
         report = examine(exercise, FromFile(defined[exercise.function_name], exercise.function_name), pool)
         score = asdict(report.score) if report.verdict is Verdict.PASSED else {}

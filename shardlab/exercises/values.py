@@ -6,6 +6,8 @@ from math import isclose
 import torch
 from torch import Tensor
 
+from shardlab.vocabulary import class_of
+
 RELATIVE = {torch.float64: 1e-9}  # what another order of summation may change
 RELATIVE_OF_OTHERS = 1e-5
 PLAIN = (bool, int, float, str, type(None))
@@ -28,7 +30,7 @@ def plain(value: object) -> object:
     if type(value) in PLAIN:
         return value
     raise TypeError(
-        f"the result holds a {type(value).__name__}; return tensors, numbers, text, None, and lists and dicts of them"
+        f"the result holds {class_of(value)}; return tensors, numbers, text, None, and lists and dicts of them"
     )
 
 

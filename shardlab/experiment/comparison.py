@@ -34,7 +34,7 @@ from shardlab.experiment.summary import summarise
 from shardlab.experiment.trained import check_same_model, description, outline
 from shardlab.experiment.workload import Workload
 from shardlab.installed import __version__
-from shardlab.launch import RankPool
+from shardlab.launch import RankError, RankHang, RankPool
 from shardlab.launch.placement import torchrun_env
 from shardlab.trace.clock import Reading, origins_of
 from shardlab.trace.store import Records, load_runs, write_manifest
@@ -187,7 +187,11 @@ def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress
         where = run_directory(directory, strategy)
         manifest = _manifest(config, strategy, pool)
         _write_manifest(where, manifest)  # before the run, so that a killed run can be read
-        reports = pool.run(run_strategy, config, strategy, where, origins, on_message=on_message)
+        try:
+            reports = pool.run(run_strategy, config, strategy, where, origins, on_message=on_message)
+        except (RankError, RankHang) as error:
+            error.args = (f"{strategy}: {error}",)
+            raise
         present = [report for report in reports if report is not None]
         _write_manifest(where, {**manifest, **_found(present, manifest["mesh"])})
     pool.run(_meet)  # under torchrun the others may read only what rank 0 has finished writing
@@ -252,6 +256,7 @@ def _manifest(config: CompareConfig, strategy: str, pool: RankPool) -> dict[str,
         "recorder_share": None,
         "not_finite": {},
         "disagreement": "",
+        "drew_random_numbers": False,
     }  # fmt: skip
 
 
@@ -267,6 +272,7 @@ def _found(reports: list[RankReport], mesh: dict[str, int]) -> dict[str, Any]:
             for what in (LOSS, GRADIENTS)
         },
         "disagreement": _disagreement(reports, mesh.get(MeshAxis.TENSOR, 1)),
+        "drew_random_numbers": any(report.drew for report in reports),
     }
 
 

@@ -64,7 +64,7 @@ class CompareConfig(CompareOptions):
             _one_of("dtype", self.dtype, DTYPES)
         else:
             self._check_workload()
-        for field in ("ranks", "steps", "seq_len", "accumulation", "shard_group", "tp", "save_every"):
+        for field in ("ranks", "steps", "batch", "seq_len", "accumulation", "shard_group", "tp", "save_every"):
             if (number := getattr(self, field)) is not None and number < 1:
                 raise ValueError(f"{field}: {number} is below 1")
         for field in ("learning_rate", "bucket_mib", "timeout_s", "clip"):
@@ -79,7 +79,7 @@ class CompareConfig(CompareOptions):
         if self.link is not None:
             Link.parse(self.link)
         self._check_peers()
-        check_resume(self, self.global_batch)
+        check_resume(self, self.resumed_rows)
         env = torchrun_env()
         if env is not None and env.world_size != self.ranks:
             raise ValueError(
@@ -123,7 +123,7 @@ class CompareConfig(CompareOptions):
 
     def _check_batch(self) -> None:
         parts = max(self.data_ranks, 1) * self.accumulation  # with more tensor ranks than ranks, which is refused below
-        if self.batch is not None and (self.batch < 1 or self.batch % parts):
+        if self.batch is not None and self.batch % parts:
             nearest = max(parts, round(self.batch / parts) * parts)
             raise ValueError(
                 f"batch: {self.batch} sequences do not divide among {self.data_ranks} ranks x {self.accumulation} "
@@ -240,6 +240,11 @@ class CompareConfig(CompareOptions):
     def global_batch(self) -> int:
         """Sequences in one step, over all ranks and micro-batches."""
         return self.batch or SEQUENCES_PER_RANK * self.data_ranks * self.accumulation
+
+    @property
+    def resumed_rows(self) -> int | None:
+        """Rows of a global batch, which a resumed run must share; None where data come in batches of their own."""
+        return self.global_batch if self.workload is None or self.workload.is_dataset else None
 
     @property
     def bucket_bytes(self) -> int:

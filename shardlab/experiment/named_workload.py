@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 from shardlab.experiment.workload import Workload
+from shardlab.vocabulary import class_of
 
 
 def workload_at(place: str) -> Workload:
@@ -27,7 +28,7 @@ def workload_at(place: str) -> Workload:
     if isinstance(found, Workload):
         return found
     known = [key for key, value in vars(module).items() if isinstance(value, Workload)]
-    what = "has no" if found is None else f"has a {type(found).__name__}, not a Workload, as"
+    what = "has no" if found is None else f"has {class_of(found)}, not a Workload, as"
     raise ValueError(f"workload: {source} {what} {name!r}; its workloads are: {', '.join(known) or 'none'}")
 
 

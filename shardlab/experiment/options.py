@@ -16,7 +16,8 @@ class CompareOptions:
         ranks: number of ranks.
         steps: number of optimizer steps.
         workload: your own model and data: a ``Workload``, or where one is: FILE.py:NAME or PACKAGE.MODULE:NAME. Then
-            model, text, seq_len, dtype, learning_rate and sequence_parallel have no meaning and are refused.
+            model, text, seq_len, dtype, learning_rate and sequence_parallel have no meaning: any other value than the
+            default is refused.
         model: name of a built-in model: mlp, or gpt-1m, -3m, -10m, -30m, -60m, -120m.
         text: what to train on: 'stdlib' (the source of Python's standard library), 'grammar' (generated, of known
             entropy), or the path of a file.

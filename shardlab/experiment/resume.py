@@ -23,17 +23,17 @@ def checkpoint_directory(directory: Path, strategy: str) -> Path:
     return directory / "checkpoints" / strategy
 
 
-def said_of(options: CompareOptions, rows: int) -> dict[str, Any]:
+def said_of(options: CompareOptions, rows: int | None) -> dict[str, Any]:
     """What a checkpoint says beside the model: the options that a run that goes on must share.
 
     Args:
         options: of the comparison.
-        rows: of a global batch.
+        rows: of a global batch; None where the options do not decide on them.
     """
     return {"seed": options.seed, "accumulation": options.accumulation, "rows": rows}
 
 
-def check_resume(options: CompareOptions, rows: int) -> None:
+def check_resume(options: CompareOptions, rows: int | None) -> None:
     """Check that checkpoints can be written, and that those to go on from fit.
 
     Raises:
@@ -60,7 +60,8 @@ def _check_one(options: CompareOptions, directory: Path, strategy: str, wanted: 
     with reading(directory) as folder:
         manifest = read_manifest(folder)
     for field in SAME:
-        if (given := manifest.extra[field]) != wanted[field]:
+        given = manifest.extra[field]
+        if wanted[field] is not None and given != wanted[field]:
             what = "batch" if field == "rows" else field
             raise ValueError(
                 f"{what}: {wanted[field]}, but {strategy} in {options.resume} was trained with {given}; set {what} to "

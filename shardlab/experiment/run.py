@@ -1,6 +1,7 @@
 """One strategy on the ranks: what each rank trains, and what it records."""
 
 import contextlib
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,12 +53,14 @@ class RankReport:
         padding_bytes: bytes of padding in one copy of the parameters.
         not_finite: the first step in which a number of this rank's own rows was inf or NaN, by what it was.
         did: what the rank had called, and its parameters' checksum, after some of the steps.
+        drew: whether a step drew random numbers, as dropout does.
     """
 
     recorder_share: float
     padding_bytes: int
     not_finite: dict[str, int]
     did: dict[int, Did]
+    drew: bool
 
 
 class RankRun:
@@ -73,6 +76,8 @@ class RankRun:
         self.engine, self.recorder = engine, recorder
         self.shards: list[Row] = []
         """Who held what when memory was last read: after a step, while gradients were still there."""
+        self.drew = False
+        """Whether a step drew random numbers. Data do not count: they draw apart from training, see ``batches``."""
         self._config, workload = config, config.trained
         self._batches = batches_of(
             workload, engine.data_rank, engine.num_data_ranks, config.seed, config.global_batch // config.accumulation
@@ -96,7 +101,7 @@ class RankRun:
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint; collective."""
-        extra = said_of(self._config, self._config.global_batch)
+        extra = said_of(self._config, self._config.resumed_rows)
         self.engine.save(directory, extra=extra, **self._objects)
 
     def resume(self, directory: Path) -> int:
@@ -119,8 +124,10 @@ class RankRun:
 
     def step(self, step: int, *, trace_memory: bool = False) -> StepResult:
         """Train and record step number ``step``; ``trace_memory`` finds its peak by role, and slows it."""
+        before = _random_states(self.engine.mesh.device)
         with self.recorder.step(step, trace_memory=trace_memory):
             result, num_tokens = self._train()
+        self.drew |= _random_states(self.engine.mesh.device) != before
         self.finite.ended(step, result.own_loss)
         self.recorder.finish_step(result.loss, result.grad_norm, result.learning_rate, num_tokens)
         return result
@@ -198,7 +205,7 @@ def run_strategy(
             if config.save_every and ((step + 1) % config.save_every == 0 or step + 1 == config.steps):
                 run.save(checkpoint_directory(directory.parents[1], strategy))
         run.recorder.write_shards(run.shards)
-        return RankReport(run.recorder.cost_share, run.engine.padding_bytes, run.finite.lost, known)
+        return RankReport(run.recorder.cost_share, run.engine.padding_bytes, run.finite.lost, known, run.drew)
 
 
 def source_of(mesh: BaseMesh) -> str:
@@ -241,6 +248,14 @@ def shard_rows(engine: Engine) -> list[Row]:
         }
         for row in engine.shard_map()
     ]  # fmt: skip
+
+
+def _random_states(device: torch.device) -> tuple[object, ...]:
+    """Of Python's generator and torch's, as values that can be compared."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))  # of numbers in host memory: nothing waits for the device
+    return random.getstate(), *(state.numpy().tobytes() for state in states)
 
 
 def _on_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -15,6 +15,7 @@ from shardlab.vocabulary import Phase, Role
 
 REFERENCE = "single"
 FULL = "full"  # precision
+DRAWS = "the loss draws random numbers, as dropout does, and each rank draws its own"
 # Sums in a different order differ in the last bits, and training carries the difference along.
 LOSS_TOLERANCE = {"float32": 1e-4, "float64": 1e-9}
 # Later, training has amplified the last bit of float32 so much that two correct runs drift apart.
@@ -110,8 +111,10 @@ def reference_of(records: Records) -> str | None:
 
 def differs_by_rank(records: Records) -> list[str]:
     """Why ranks that share a batch differ from one process although all is right; empty if they do not."""
-    manifest: Mapping[str, Any] = next(iter(records.manifests.values()), {})
-    return list((manifest.get("workload") or {}).get("differs_by_rank", []))
+    manifests: list[Mapping[str, Any]] = list(records.manifests.values())
+    layers = ((manifest.get("workload") or {}).get("differs_by_rank", []) for manifest in manifests)
+    drew = any(manifest.get("drew_random_numbers") for manifest in manifests)
+    return [*next(layers, []), *([DRAWS] if drew else [])]
 
 
 def not_finite(steps: pd.DataFrame) -> dict[str, int]:

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from shardlab.experiment.config import CompareConfig
 from shardlab.vocabulary import dtype_name
@@ -18,8 +17,9 @@ from shardlab.vocabulary import dtype_name
 def description(config: CompareConfig) -> dict[str, Any]:
     """The fields ``workload`` of a manifest.
 
-    ``differs_by_rank`` has a sentence for each thing that makes ranks that train on parts of a batch differ from one
-    process that trains on all of it, even if everything is right. ``commit`` is that of the current folder.
+    ``differs_by_rank`` has a sentence for each layer that makes ranks that train on parts of a batch differ from one
+    process that trains on all of it, even if everything is right; that a loss draws random numbers, only a run shows.
+    ``commit`` is that of the current folder.
     """
     workload, module = config.trained, config.on_meta
     params = list(module.parameters())
@@ -69,13 +69,10 @@ def check_same_model(outlines: list[list[str]]) -> None:
 
 def differences_by_rank(module: nn.Module) -> list[str]:
     """Why ranks that share a batch compute something else than one process, for example BatchNorm's statistics."""
-    found = []
-    modules = list(module.modules())
+    modules = module.modules()
     if any(isinstance(one, _BatchNorm) and one.training and not isinstance(one, nn.SyncBatchNorm) for one in modules):
-        found.append("BatchNorm uses the statistics of a rank's own rows")
-    if any(isinstance(one, _DropoutNd) and one.training and one.p > 0 for one in modules):
-        found.append("dropout draws another mask on each rank")
-    return found
+        return ["BatchNorm uses the statistics of a rank's own rows"]
+    return []
 
 
 def _named(value: Any) -> str:

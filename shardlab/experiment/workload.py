@@ -28,6 +28,7 @@ from shardlab.comm.communicator import Communicator
 from shardlab.meta_device import InitFn, materialize, reset_parameters
 from shardlab.tensor_parallel import Plan
 from shardlab.units import AUTO, WrapPolicy
+from shardlab.vocabulary import class_of
 
 LossFn = Callable[[Any, Any], Tensor]
 Batches = Iterable[Any]
@@ -84,7 +85,7 @@ class Workload:
         """Check the types: an error on a rank, after everything has started, would say less."""
         if isinstance(self.model, nn.Module):
             raise TypeError(
-                f"model: a {type(self.model).__name__} was given; give a function that makes one, such as lambda: "
+                f"model: {class_of(self.model)} was given; give a function that makes one, such as lambda: "
                 f"{type(self.model).__name__}(...), because every rank and every strategy needs its own"
             )
         _require_function("model", self.model, "that takes nothing and returns a module", 0)

@@ -7,7 +7,7 @@ from multiprocessing.connection import wait
 from threading import Event
 from time import monotonic, perf_counter_ns
 
-from shardlab.comm.transports.shared_buffers import MismatchError
+from shardlab.comm.transports.base import MismatchError
 from shardlab.launch.errors import RankDied, RankError, RankHang, describe_exit
 from shardlab.launch.hang_board import BoardRow, CallState, describe, mismatch
 from shardlab.launch.messages import Answer, Failure, Note, Payload, unpack

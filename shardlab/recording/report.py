@@ -44,9 +44,10 @@ CAPTION = (
     "Times are medians over steps and ranks, without the first step; exposed and hidden refer to communication. What "
     "is sent, exposed or hidden is known of watched steps: {watched}. Bytes are maxima over ranks, at rest; the peak "
     "is that of one traced step; unattributed are tensors that belong to no module that trains and to no optimizer. "
-    "The loss is what the script called backward on, the mean over ranks. Recording is the share of the steps' time "
-    "that rank 0 spent in the recorder's own code, by its own clock, reading all memory (steps 0, 1, 64, 256 and so "
-    "on) included; the first step and the traced one do not count. Unwatched is that share in the steps that are not "
+    "The loss is what the script called backward on, the mean over ranks. Recording is the time that rank 0 spent in "
+    "the recorder's own code, by its own clock, in percent of the steps' time, without the first step and the traced "
+    "one. All memory is read after a step (0, 1, 64, 256 and so on), which counts as recording and is in no step's "
+    "time: after a few short steps the number may be above 100. Unwatched is the same of the steps that are not "
     "watched, which are most of a long run. 1 MB is 1,000,000 bytes."
 )
 
@@ -114,7 +115,8 @@ def lead(recorded: Recorded) -> str:
     (manifest,) = recorded.records.manifests.values()
     sent = f", messages by {manifest['backend']}" if manifest["backend"] else ""
     steps = int(recorded.summary["steps"].iloc[0])
-    missing = "" if manifest["mesh"] else " The critical path is left out: the groups of ranks are not one mesh."
+    is_mesh = manifest["mesh"] is not None  # of one process it is {}, without axes
+    missing = "" if is_mesh else " The critical path is left out: the groups of ranks are not one mesh."
     return (
         f"{' '.join(manifest['recorded'])}: {steps} steps on {manifest['devices'][0]}{sent}, "
         f"torch {manifest['versions']['torch']}.{missing}"
@@ -146,8 +148,9 @@ def _tables(recorded: Recorded) -> dict[str, pd.DataFrame]:
         tables[PEAK] = peak_table(records)
     if len(held := allocator_table(records)):
         tables[ALLOCATOR] = held
-    if manifest["mesh"] and len(path := path_table(records, {name: _middle_step(timed_steps(records.steps))})):
-        tables[PATH] = path
+    if manifest["mesh"] is not None:
+        path = path_table(records, {name: _middle_step(timed_steps(records.steps))})
+        tables |= {PATH: path} if len(path) else {}
     return tables
 
 

@@ -31,7 +31,7 @@ from shardlab.planner import (
 from shardlab.plots.text import byte_scale
 from shardlab.tables import MEMORY
 from shardlab.units import units_of
-from shardlab.vocabulary import Sharding
+from shardlab.vocabulary import Sharding, class_of
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp")
 OPTIMIZERS = {"adamw": ADAM, "sgd with momentum": SGD_MOMENTUM, "sgd": SGD}
@@ -157,7 +157,7 @@ def _described(model: str | float | nn.Module | Workload) -> tuple[PlannedModel,
         return described(model), units_of(model)
     if not isinstance(model, int | float):
         raise ValueError(
-            f"model: a {type(model).__name__} was given; give a module, a Workload, a number of parameters, or one of "
+            f"model: {class_of(model)} was given; give a module, a Workload, a number of parameters, or one of "
             f"{', '.join(MODELS)}"
         )
     if not 1 <= model <= MAX_PARAMS or model != int(model):

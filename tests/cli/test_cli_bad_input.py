@@ -47,6 +47,7 @@ CASES = {
     "no ranks": (["--ranks", "0"], ["ranks", "0 is below 1"]),
     "no steps": (["--steps", "0"], ["steps", "0 is below 1"]),
     "no accumulation": (["--accumulation", "0"], ["accumulation", "0 is below 1"]),
+    "no batch": (["--batch", "0"], ["batch", "0 is below 1"]),
     "batch does not divide": (["--ranks", "3", "--batch", "10"], ["batch", "10", "a multiple of 3"]),
     "missing text": (["--text", "nowhere.txt"], ["text", "there is no file", "nowhere.txt", "stdlib"]),
     "a directory as text": (["--text", "used"], ["text", "used is a directory", "stdlib"]),

@@ -65,6 +65,9 @@ def test_bytes_at_rest_by_module(finished, capsys):
     assert re.search(
         r"head +1.5000 +1.5000\nIn all 1.5000 kB.\nThis rank holds nothing of norm", capsys.readouterr().out
     )
+    narrow = CliRunner().invoke(app, ["modules", str(finished), "--strategy", "zero1"], env={"COLUMNS": "50"}).output
+    assert "…" not in narrow
+    assert narrow.splitlines()[1].split() == ["params", "grads", "optim", "other", "all"]  # nothing is in host memory
     for wrong, message in (
         (("--strategy", "x"), "strategy: x; "), ((), "strategy: none given; "),
         (("--strategy", "zero1", "--rank", 7), "rank: 7 is not one of 0, 1"),

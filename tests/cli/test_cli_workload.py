@@ -1,6 +1,7 @@
 """A workload from the terminal: template, plan and compare, and what is said of a place that holds none."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -104,6 +105,7 @@ def test_a_file_may_be_called_like_a_module(template):
         ("nowhere.py:workload", "there is no file"),
         ("train.py:model", "train.py has no 'model'; its workloads are: workload"),
         ("train.py:loss", "train.py has a function, not a Workload, as 'loss'"),
+        ("train.py:CLASSES", "train.py has an int, not a Workload, as 'CLASSES'"),
         ("broken.py:workload", "broken.py cannot be imported: ZeroDivisionError"),
         ("no.such.module:workload", "module 'no.such.module' cannot be imported: ModuleNotFoundError"),
     ],
@@ -123,7 +125,8 @@ def test_a_place_without_a_workload_is_named(template, place, expected):
     [
         ((), "give one of them"),
         (("--params", "7B", "--workload", PLACE), "give one of them"),
-        (("--params", "7B", "--tp", 2), "only for --workload"),
+        (("--params", "7B", "--tp", 2), "error: tp: only for --workload; with --params leave it out"),
+        (("--params", "7B", "--tp", 2, "--gpu", "1GB"), "tp, gpu: only for --workload; with --params leave them out"),
         (("--workload", PLACE, "--tp", 1, "--ranks", 0), "ranks: 0 was given"),
         (("--workload", PLACE, "--precision", "int8"), "precision:"),
         (("--workload", PLACE, "--strategies", "torch_ddp"), "'torch_ddp' cannot be planned"),
@@ -136,15 +139,6 @@ def test_a_plan_that_cannot_be_made_says_why(template, options, expected):
 
 
 def test_a_plan_of_layers_is_tried_without_ranks(template):
-    code, text = said("plan", "--workload", PLACE, "--tp", 2, "--strategies", "single,zero1")
-    assert code == 2
-    assert "tp: nothing of Classifier can be divided over 2 ranks (enter: all of its output is needed" in " ".join(
-        text.split()
-    )
-    gated = "nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))"
-    text = (template / "train.py").read_text()
-    text = text.replace("nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())", gated)
-    (template / "train.py").write_text(text)
     code, text = said("plan", "--workload", PLACE, "--tp", 2, "--strategies", "single,zero1", "--json")
     assert code == 0, text
     found = json.loads(text)
@@ -156,3 +150,23 @@ def test_a_plan_of_layers_is_tried_without_ranks(template):
     code, text = said("plan", "--workload", PLACE, "--tp", 2, "--strategies", "single,zero1")
     assert code == 0
     assert "layers over 2 ranks" in text
+    text = (template / "train.py").read_text()
+    (template / "train.py").write_text(text.replace(", nn.GELU(), nn.Linear(2 * width, width)", ", nn.GLU()"))
+    code, text = said("plan", "--workload", PLACE, "--tp", 2, "--strategies", "single,zero1")
+    assert code == 2
+    assert "tp: nothing of Classifier can be divided over 2 ranks (enter: all of its output is needed" in " ".join(
+        text.split()
+    )
+
+
+def test_the_plan_of_layers_in_the_template_is_one_of_its_model(template):
+    text = (template / "train.py").read_text()
+    (template / "train.py").write_text(re.sub("# (from shardlab.tensor|scheduler=|tp_plan=)", r"\1", text))
+    code, text = said("plan", "--workload", PLACE, "--tp", 2, "--strategies", "single,zero1", "--json")
+    assert code == 0, text
+    styles = {row["module"]: row["style"] for row in json.loads(text)["modules"]}
+    assert (styles["blocks.*.1"], styles["blocks.*.3"]) == ("Column()", "Row()")
+    given = ("--workload", PLACE, "--ranks", 2, "--tp", 2, "--steps", 2, "--strategies", "single,zero1")
+    code, text = said("compare", *given, "--out", "runs/x")
+    assert code == 0, text
+    assert "Losses are equal" in " ".join(text.split())

@@ -11,8 +11,7 @@ import torch
 from shardlab.comm.autograd import copy
 from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.mesh import Mesh
-from shardlab.comm.transports.base import exchange_sizes
-from shardlab.comm.transports.shared_buffers import MismatchError
+from shardlab.comm.transports.base import MismatchError, exchange_sizes
 from shardlab.launch import RankHang, RankPool
 
 

@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.transports import rendezvous
+from shardlab.comm.transports.base import MismatchError
 from shardlab.comm.transports.gloo import GlooTransport
 from shardlab.comm.transports.rendezvous import share_buffers
-from shardlab.comm.transports.shared_buffers import MismatchError, SharedBuffers
+from shardlab.comm.transports.shared_buffers import SharedBuffers
 from shardlab.comm.transports.shared_memory import SharedMemoryTransport
 from shardlab.launch import RankDied, RankError, RankPool
 

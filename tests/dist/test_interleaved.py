@@ -469,8 +469,9 @@ def test_replicated_units_may_be_other_ones_on_each_rank(pools, num_ranks):
 
 @pytest.mark.parametrize("sharding", ["full_shard", "shard_grad_op"])
 def test_ranks_that_gather_other_units_of_one_size_are_told(pools, sharding):
-    with pytest.raises(RankError, match=r"parameters of blocks\.\d.* meets .*parameters of blocks\.\d"):
+    with pytest.raises(RankError, match=r"parameters of blocks\.\d.* meets .*parameters of blocks\.\d") as caught:
         pools(3).run(other_units, 3, sharding, "shared_memory")
+    assert str(caught.value).count("make one unit of the module that chooses: wrap='root'") == 1
 
 
 def other_order(rank, transport):

@@ -404,9 +404,11 @@ def made_before(rank, key):  # noqa: ARG001
     model = cases.build("MLP")
     early = sgd(model.parameters())
     with engine_of(key, current().world_size, model, optimizer_fn=sgd) as engine:
+        late = sgd(model.parameters())  # over placeholders, where parameters are sharded
         engine.backward(loss_of(OnRanks(engine), 0))
-        with pytest.raises(RuntimeError, match=r"it steps the module's .*write engine.step\(\)"):
-            early.step()
+        for other in (early, late):
+            with pytest.raises(RuntimeError, match=r"it steps the module's .*write engine.step\(\)"):
+                other.step()
         engine.step()
     early.step()  # the module is plain again
     return True

@@ -69,6 +69,26 @@ def test_marks_are_printed_as_json_whatever_submissions_print(tmp_path: Path) ->
     assert marks["collectives.ring_all_reduce"]["reason"] == "there is no function collectives_ring_all_reduce"
 
 
+def test_marks_are_printed_with_a_row_for_each_student_and_what_has_failed(tmp_path: Path) -> None:
+    for name in ("ada.py", "ben.py", "gus.py", "joe.py"):
+        (tmp_path / name).write_text(SUBMISSIONS[name][0])
+    done = CliRunner().invoke(app, ["exercises", "--grade", str(tmp_path)], env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.output
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert lines[0] == ["student", "handed", "in", "passed", "failed"]
+    assert lines[2:6] == [
+        ["ada", "1", "1", "0"],
+        ["ben", "0", "0", "0"],
+        ["gus", "0", "0", "0"],
+        ["joe", "1", "0", "1"],
+    ]
+    assert [line[:2] for line in lines[9:] if line[:1] in (["ada"], ["ben"], ["gus"], ["joe"])] == [
+        ["ben", "-"], ["joe", "buckets.assign"],
+    ]  # fmt: skip
+    assert "there is no function" not in done.stdout
+    assert done.stdout.endswith("\n1 of 2 solutions passed.\n")
+
+
 def test_the_list_names_every_exercise_with_its_solutions() -> None:
     rows = json.loads(CliRunner().invoke(app, ["exercises", "--json"]).stdout)
     assert [row["name"] for row in rows] == [exercise.name for exercise in LADDER]

@@ -406,9 +406,10 @@ def test_ranks_that_drift_apart_are_told(comparison):
     _, result, _ = comparison
     manifests = {**result.records.manifests}
     did = [Did(2, 2, 5), Did(2, 2, 6)]
-    words = _disagreement([RankReport(0.0, 0, None, {0: did[0], 1: one}) for one in did], 1)
+    words = _disagreement([RankReport(0.0, 0, {}, {0: did[0], 1: one}, drew=False) for one in did], 1)
     assert words.startswith("after step 1, ranks differ in sum of the parameters' bits")
-    assert _disagreement([RankReport(0.0, 0, None, {0: one}) for one in did], 2) == "", "each tensor rank has its own"
+    of_tensor_ranks = [RankReport(0.0, 0, {}, {0: one}, drew=False) for one in did]
+    assert _disagreement(of_tensor_ranks, 2) == "", "each tensor rank has its own"
     manifests["ddp"] = {**manifests["ddp"], "disagreement": words}
     wrong = replace(result, records=replace(result.records, manifests=manifests))
     assert verdicts(wrong)[0].startswith("Ranks DISAGREE, so the numbers are of no one run: in ddp after step 1, ranks")
@@ -449,7 +450,7 @@ def test_what_fails_on_the_ranks_leaves_a_report_of_the_others(pools, tmp_path):
 
     workload = Workload(lambda: torch.nn.Linear(4, 3), [torch.ones(4, 4)], lambda model, rows: model(rows).sum(),
                         optimizer=lambda tensors: Whole(tensors, lr=0.1))  # fmt: skip
-    with pytest.raises(RankError) as refused:
+    with pytest.raises(RankError, match=r"^zero3: rank \d raised ") as refused:
         compare(workload, tmp_path / "out", pool=pools(2), strategies=("single", "ddp", "zero3", "fsdp"), ranks=2)
     assert "frames of libraries are left out" in str(refused.value)
     assert "agreement.py" not in str(refused.value)

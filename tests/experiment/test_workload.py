@@ -20,7 +20,7 @@ from shardlab.experiment.planned import plan_runs
 from shardlab.experiment.planned_workload import optimizer_of
 from shardlab.experiment.saved import load_saved
 from shardlab.experiment.summary import summarise
-from shardlab.experiment.verdicts import plan_verdict, verdict
+from shardlab.experiment.verdicts import alone_verdict, plan_verdict, verdict
 from shardlab.launch import current
 from shardlab.planner import Optimizer
 from shardlab.trace.store import load_run
@@ -272,6 +272,30 @@ def test_local_statistics_are_said_and_not_called_a_difference(pools, tmp_path):
     assert found.losses_equal
 
 
+class Dropping(nn.Module):
+    """Dropout that no module ``nn.Dropout`` does: that of a recurrent layer, and the function's."""
+
+    def __init__(self, by_function):
+        super().__init__()
+        self.layers = nn.GRU(6, 8, 2, dropout=0.0 if by_function else 0.2, dtype=torch.float64)
+        self.leave = nn.Linear(8, 3, dtype=torch.float64)
+        self.by_function = by_function
+
+    def forward(self, x):
+        hidden = self.layers(x)[0]
+        return self.leave(functional.dropout(hidden, 0.2, self.training and self.by_function))
+
+
+@pytest.mark.parametrize("by_function", [False, True])
+def test_a_loss_that_draws_random_numbers_is_said_and_not_called_a_difference(pools, tmp_path, by_function):
+    workload = Workload(partial(Dropping, by_function), Labelled(), labelled_loss)
+    strategies = ("single", "zero1", "fsdp")
+    found = compare(workload, tmp_path / "run", strategies=strategies, ranks=2, steps=3, pool=pools(2))
+    assert found.losses_equal
+    assert set(found.summary["loss_reference"].dropna()) == {"zero1"}
+    assert "rightly differs: the loss draws random numbers, as dropout does" in alone_verdict(found)
+
+
 def made_on_meta():
     with torch.device("meta"):
         return nn.Sequential(nn.Linear(6, 8, dtype=torch.float64), nn.Tanh(), nn.Linear(8, 3, dtype=torch.float64))
@@ -315,6 +339,17 @@ def test_a_run_goes_on_from_its_checkpoints_with_the_losses_of_one_long_run(pool
     ):
         with pytest.raises(ValueError, match=said):
             compare(trained, tmp_path / "third", ranks=2, **{**second, **changes})
+
+
+def test_batches_of_a_loader_are_the_same_when_more_ranks_go_on(pools, tmp_path):
+    batches = DataLoader(Labelled(), batch_size=7, drop_last=True)
+    trained, options = Workload(Residual, batches, keyword_loss), {"strategies": ("single", "fsdp")}
+    long = compare(trained, tmp_path / "long", ranks=2, steps=5, pool=pools(2), **options)
+    compare(trained, tmp_path / "first", ranks=2, steps=2, save_every=2, pool=pools(2), **options)
+    second = {"steps": 5, "resume": str(tmp_path / "first"), "pool": pools(3), **options}
+    rest = compare(trained, tmp_path / "rest", ranks=3, **second)
+    losses = [found.records.steps.query("rank == 0 and step >= 2")["loss"].tolist() for found in (long, rest)]
+    assert losses[1] == pytest.approx(losses[0], rel=0, abs=1e-10)
 
 
 def test_a_run_that_goes_on_after_the_judged_steps_is_judged_from_its_own_first(pools, tmp_path):

@@ -45,6 +45,10 @@ Start = Callable[[], Job | None]
 """Begins what a job would do and returns at once what waits for its end; None: it cannot, and has done nothing."""
 
 
+class MismatchError(RuntimeError):
+    """Ranks are in different collectives."""
+
+
 class Transport(ABC):
     """How collectives travel in one group of ranks; ranks are positions in the group."""
 

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardlab.comm.transports.base import MismatchError
 from shardlab.vocabulary import Collective, dtype_name
 
 _MESSAGE = struct.Struct("=16sQ16sI96s")  # the last is cut off, so a number of the whole stands before it
@@ -58,10 +59,6 @@ class Call(NamedTuple):
     def __str__(self) -> str:
         what = f"{self.collective} of {self.numel} {self.dtype}" if self.dtype else self.collective
         return f"{what} ({self.tag})" if self.tag else what
-
-
-class MismatchError(RuntimeError):
-    """Ranks are in different collectives."""
 
 
 class SharedBuffers:

@@ -23,6 +23,7 @@ from shardlab.engines.checkpoint.shards import (
     whole_shape_of,
 )
 from shardlab.engines.state import Checkpointed
+from shardlab.vocabulary import class_of
 
 
 def named_groups(engine: Checkpointed) -> list[dict[str, Any]]:
@@ -102,7 +103,7 @@ def load_full_optimizer_state_dict(engine: Checkpointed, state: Mapping[str, Any
                 check_state_shape(engine, name, key, tuple(value.shape))
             elif has_large_tensors(value) and _is_cut(engine, name):
                 raise ValueError(
-                    f"optimizer state: {key!r} of parameter {name!r} is a {type(value).__name__} of tensors, and this "
+                    f"optimizer state: {key!r} of parameter {name!r} is {class_of(value)} of tensors, and this "
                     "engine cuts the parameter into pieces; use a partition of whole parameters"
                 )
 

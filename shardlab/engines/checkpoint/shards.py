@@ -19,7 +19,7 @@ from shardlab.comm.trees import tensors_in
 from shardlab.engines.state import Checkpointed
 from shardlab.partition.chunks import chunk_bounds
 from shardlab.partition.slices import TensorSlice
-from shardlab.vocabulary import dtype_name
+from shardlab.vocabulary import class_of, dtype_name
 
 
 class Kind(StrEnum):
@@ -115,7 +115,7 @@ def state_values(engine: Checkpointed) -> dict[str, dict[str, Any]]:
         if name in engine.slices or stop - start < prod(shape_of(engine, name)):
             for key, value in found.items():
                 if has_large_tensors(value):
-                    raise _uncut(name, key, f"a {type(value).__name__} of tensors", piece)
+                    raise _uncut(name, key, f"{class_of(value)} of tensors", piece)
         if found and start == 0:
             values[name] = found
     return values

@@ -5,6 +5,7 @@ several, so that frozen parameters are never reduce-scattered. A bucket is that 
 replicated and may be in host memory.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 
@@ -14,6 +15,7 @@ from typing_extensions import override
 
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending
+from shardlab.comm.transports.base import MismatchError
 from shardlab.engines.gathered_parameters import BucketState
 from shardlab.engines.held_parameters import reshard_all
 from shardlab.engines.holdings import Held
@@ -64,8 +66,9 @@ class Unit:
         """Gather the full parameters."""
         # The gathers of all buckets are issued before the first is waited for.
         self.start_unshard()
-        for bucket in self.buckets:
-            bucket.unshard()
+        with _advising():
+            for bucket in self.buckets:
+                bucket.unshard()
 
     def reshard(self) -> None:
         """Free the full parameters, unless the user holds them."""
@@ -90,13 +93,28 @@ class Unit:
 
     def advance_reduce(self) -> None:
         """Wait for what is being reduced, and begin the next axis if there is one."""
-        for bucket in self.buckets:
-            bucket.advance_reduce()
+        with _advising():
+            for bucket in self.buckets:
+                bucket.advance_reduce()
 
     def finish_reduce(self) -> None:
         """Wait for the means."""
-        for bucket in self.buckets:
-            bucket.finish_reduce()
+        with _advising():
+            for bucket in self.buckets:
+                bucket.finish_reduce()
+
+
+@contextlib.contextmanager
+def _advising() -> Iterator[None]:
+    """Add to the error of two collectives that meet what to do where ranks use different units."""
+    try:
+        yield
+    except MismatchError as error:
+        error.add_note(
+            "wrap: every rank must use the same units, and not, for example, an expert that its own rows choose; make "
+            "one unit of the module that chooses: wrap='root', or the names of such modules, as wrap='blocks.*'"
+        )
+        raise
 
 
 class UnitBucket(ShardedBucket):

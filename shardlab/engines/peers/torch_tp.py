@@ -18,7 +18,7 @@ from shardlab.comm import BaseMesh, broadcast_coalesced
 from shardlab.engines.checks import check_types
 from shardlab.engines.peers.dtensor_peer import DTensorPeer
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors
-from shardlab.vocabulary import Collective, MeshAxis
+from shardlab.vocabulary import Collective, MeshAxis, class_of
 
 STYLES = ("column", "row")
 GPT_PLAN: Mapping[str, str] = MappingProxyType(
@@ -120,7 +120,7 @@ class TorchTP(DTensorPeer):
 
 def _check_divides(name: str, layer: nn.Module, style: str, num_ranks: int) -> None:
     if not isinstance(layer, nn.Linear):
-        raise ValueError(f"plan: {name!r} is a {type(layer).__name__}; only linear layers are cut")
+        raise ValueError(f"plan: {name!r} is {class_of(layer)}; only linear layers are cut")
     size = layer.out_features if style == "column" else layer.in_features
     if size % num_ranks:
         raise ValueError(f"plan: {size} features of {name!r} do not divide among {num_ranks} ranks")
