@@ -201,7 +201,7 @@ def check_others_step(
     """
     # Of a sharded parameter it may have the placeholder, which knows what it stands for.
     stepped_by_it = (tensor for group in optimizer.param_groups for tensor in group["params"])
-    others = {id(getattr(tensor, "param", tensor)) for tensor in stepped_by_it}
+    others = {id(getattr(tensor, "_shardlab_param", tensor)) for tensor in stepped_by_it}
     for name, param in params.items():
         if is_behind and (id(param) in others or id(stepped.by_name(name)) in others):
             raise RuntimeError(
