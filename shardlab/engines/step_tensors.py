@@ -256,8 +256,9 @@ def noting_groups(tensors: StepTensors, found: list[Group], at_most: int | None 
     def noting(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
         add(self, param_group)
         group = _group(self.param_groups[-1], names)
+        is_ours = not group.names or any(group.names)
         # Others may make optimizers meanwhile, of other tensors.
-        if threading.get_ident() == thread and any(group.names) and len(found) != at_most:
+        if threading.get_ident() == thread and is_ours and len(found) != at_most:
             found.append(group)
             if len(found) == at_most:
                 raise TrialEnds

@@ -194,8 +194,8 @@ def submodule(rank, setup):
         with pytest.raises(RuntimeError, match=r"^model: 'bias' of the Linear is being replaced"):
             model[0].bias = nn.Parameter(torch.zeros(16))
         model[1] = nn.Tanh()  # has no parameters
-        model.first = model[0]
-        model.first = model[2]  # another name for what stays
+        model[1].alias = model[0]
+        model[1].alias = model[2]  # another name for what stays
         holder = nn.ModuleList([model])
         holder[0] = nn.Tanh()  # is no part of the engine's module
         model[2] = nn.Sequential(model[2])  # has those of before
