@@ -16,8 +16,6 @@ import contextlib
 import copy
 import linecache
 import logging
-import pickle
-import random
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +24,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -40,6 +37,7 @@ from shardlab.comm.without_ranks import SilentCommunicator, on_threads
 from shardlab.partition.slices import TensorSlice, slices_of
 from shardlab.tensor_parallel.flow import Flow, Run, flow_of, summed, with_gradients
 from shardlab.tensor_parallel.plan import Plan, checked, divide
+from shardlab.tensor_parallel.rng import generator_states
 from shardlab.vocabulary import MeshAxis
 
 MAX_NUMEL = 150_000_000
@@ -121,13 +119,13 @@ class PlanTrial:
         whole = self._copy(_random)
         references = [_evaluated(copy.deepcopy(whole).eval(), self._run)]
         if any(module.training for module in whole.modules()):
-            before = _generators()
+            before = generator_states()
             try:
                 references.append(_trained(whole, self._run))
             except Exception as error:
                 self.why_no_training = f"in training mode it fails: {said(error)}"
             else:
-                if _generators() != before:
+                if generator_states() != before:
                     # Ranks would draw other numbers, and differ although they are right.
                     self.why_no_training = "training draws random numbers, and not only for dropout"
                     references.pop()
@@ -233,11 +231,6 @@ class _MeanOfDropout(TorchDispatchMode):  # private, but nothing public reaches 
         if func is torch.ops.aten.bernoulli_.float:  # of which torch makes every mask on the CPU
             return args[0].fill_(args[1] if len(args) > 1 else 0.5)
         return func(*args, **(kwargs or {}))
-
-
-def _generators() -> bytes:
-    """The state of all generators of random numbers that a module may draw from."""
-    return pickle.dumps((torch.get_rng_state().numpy(), random.getstate(), np.random.get_state()))
 
 
 def _pass(module: nn.Module, plan: Plan, run: Run, comm: Communicator | None) -> _Passed:
