@@ -17,7 +17,7 @@ from shardlab.experiment.batches import batches_of, divide, rows_of
 from shardlab.experiment.named_workload import workload_at
 from shardlab.experiment.workload import Workload
 from shardlab.tensor_parallel import Suggestion, suggest_tp_plan
-from shardlab.tensor_parallel.plan_trial import MAX_NUMEL
+from shardlab.tensor_parallel.plan_trial import has_room
 from shardlab.tensor_parallel.suggest import check_tp_plan
 
 ROWS = 4  # of a Dataset's batch; two of them are enough to try a plan
@@ -77,7 +77,7 @@ def tried_plan(workload: Workload, tp: int, seed: int) -> Suggestion:
 def _module(workload: Workload, tp: int, seed: int) -> nn.Module:
     """The module; it has memory only if the plan can be tried with values."""
     module = workload.on_meta()
-    if sum(param.numel() for param in module.parameters()) * (tp + 2) > MAX_NUMEL:
+    if not has_room(module, tp):
         return module
     return workload.made(workload.build(seed), torch.device("cpu"), seed)
 

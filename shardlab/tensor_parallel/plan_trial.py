@@ -16,8 +16,6 @@ import contextlib
 import copy
 import linecache
 import logging
-import pickle
-import random
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +24,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -40,6 +37,7 @@ from shardlab.comm.without_ranks import SilentCommunicator, on_threads
 from shardlab.partition.slices import TensorSlice, slices_of
 from shardlab.tensor_parallel.flow import Flow, Run, flow_of, summed, with_gradients
 from shardlab.tensor_parallel.plan import Plan, checked, divide
+from shardlab.tensor_parallel.rng import generator_states
 from shardlab.vocabulary import MeshAxis
 
 MAX_NUMEL = 150_000_000
@@ -47,6 +45,15 @@ MAX_NUMEL = 150_000_000
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _HALF_TOLERANCE = 0.05
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+def has_room(module: nn.Module, num_ranks: int) -> bool:
+    """Whether a trial with values fits: of all ranks, and three copies of the whole module."""
+    return _numel(module) * (num_ranks + 3) <= MAX_NUMEL
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
 
 
 class PlanTrial:
@@ -61,12 +68,11 @@ class PlanTrial:
     def __init__(self, module: nn.Module, num_ranks: int, run: Run) -> None:
         self._module, self.num_ranks, self._run = module, num_ranks, run
         tensors = [*module.parameters(), *module.buffers()]
-        self.numel = sum(param.numel() for param in module.parameters())
         self.why_no_values = ""
         if any(tensor.is_meta for tensor in tensors):
             self.why_no_values = "it is on the meta device"
-        elif self.numel * (num_ranks + 3) > MAX_NUMEL:
-            self.why_no_values = f"{self.numel:,} parameters are too many"
+        elif not has_room(module, num_ranks):
+            self.why_no_values = f"{_numel(module):,} parameters are too many"
         self.why_no_shapes = self.why_no_training = ""
         self._references: list[_Reference] = []
 
@@ -121,16 +127,17 @@ class PlanTrial:
         whole = self._copy(_random)
         references = [_evaluated(copy.deepcopy(whole).eval(), self._run)]
         if any(module.training for module in whole.modules()):
-            before = _generators()
+            before = generator_states()
             try:
-                references.append(_trained(whole, self._run))
+                passed = _pass(copy.deepcopy(whole), {}, self._run, None)
             except Exception as error:
                 self.why_no_training = f"in training mode it fails: {said(error)}"
             else:
-                if _generators() != before:
+                if generator_states() != before:
                     # Ranks would draw other numbers, and differ although they are right.
                     self.why_no_training = "training draws random numbers, and not only for dropout"
-                    references.pop()
+                else:
+                    references.append(_Reference(whole, passed, is_training=True))
         return references
 
     def _copy(self, made: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -192,8 +199,8 @@ class _Reference:
 
     whole: nn.Module
     passed: _Passed
-    quiet: Tensor | None
-    is_training: bool
+    quiet: Tensor | None = None
+    is_training: bool = False
 
 
 def _evaluated(whole: nn.Module, run: Run) -> _Reference:
@@ -204,12 +211,8 @@ def _evaluated(whole: nn.Module, run: Run) -> _Reference:
         # Of the same copy: a divided one has had its pass with gradients too, which may have changed its buffers.
         quiet = _without_gradients(module, run, passed.which)
     except Exception:  # such as a loss that asks for gradients itself
-        return _Reference(whole, passed, None, is_training=False)
-    return _Reference(whole, passed, quiet, is_training=False)
-
-
-def _trained(whole: nn.Module, run: Run) -> _Reference:
-    return _Reference(whole, _pass(copy.deepcopy(whole), {}, run, None), None, is_training=True)
+        return _Reference(whole, passed)
+    return _Reference(whole, passed, quiet)
 
 
 def _differs(comm: Communicator, reference: _Reference, plan: Plan, run: Run) -> str:
@@ -233,11 +236,6 @@ class _MeanOfDropout(TorchDispatchMode):  # private, but nothing public reaches 
         if func is torch.ops.aten.bernoulli_.float:  # of which torch makes every mask on the CPU
             return args[0].fill_(args[1] if len(args) > 1 else 0.5)
         return func(*args, **(kwargs or {}))
-
-
-def _generators() -> bytes:
-    """The state of all generators of random numbers that a module may draw from."""
-    return pickle.dumps((torch.get_rng_state().numpy(), random.getstate(), np.random.get_state()))
 
 
 def _pass(module: nn.Module, plan: Plan, run: Run, comm: Communicator | None) -> _Passed:

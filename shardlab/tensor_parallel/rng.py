@@ -5,11 +5,16 @@ that all of them have drops the same elements. Inside ``differing_by_rank`` each
 stream begins with a number drawn from the shared one, and the shared one goes on as if only that number had been
 drawn. So nothing is kept between two uses: the same seed gives the same masks, a checkpoint of torch's generators is a
 checkpoint of these, and activation checkpointing, which puts torch's generators back, draws the same masks again.
+
+``generators_seeded`` is for plans that are tried in one process: what a trial draws changes nothing for training.
 """
 
 import contextlib
+import pickle
+import random
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
@@ -52,6 +57,27 @@ def differing_by_rank(comm: Communicator, device: torch.device | None = None) ->
     finally:
         for generator, state in zip(generators, before, strict=True):
             generator.set_state(state)
+
+
+@contextlib.contextmanager
+def generators_seeded() -> Iterator[None]:
+    """Inside, Python, NumPy and torch (CPU) draw as if seeded with 0; afterwards they go on as if nobody had drawn."""
+    before = generator_states()
+    random.seed(0)
+    np.random.seed(0)
+    torch.default_generator.manual_seed(0)
+    try:
+        yield
+    finally:
+        in_torch, in_python, in_numpy = pickle.loads(before)
+        torch.set_rng_state(torch.from_numpy(in_torch))
+        random.setstate(in_python)
+        np.random.set_state(in_numpy)
+
+
+def generator_states() -> bytes:
+    """The states of the generators on the CPU from which a module may draw, to compare or to put back."""
+    return pickle.dumps((torch.get_rng_state().numpy(), random.getstate(), np.random.get_state()))
 
 
 class PartDropout(nn.Dropout):

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
 from torch import nn
 
 from shardlab.tensor_parallel.flow import DROPOUTS, END, Flow, Run, is_layer
@@ -23,6 +22,7 @@ from shardlab.tensor_parallel.own_plan import own_plan
 from shardlab.tensor_parallel.plan import Plan, checked, matched, matched_names
 from shardlab.tensor_parallel.plan_trial import PlanTrial, said
 from shardlab.tensor_parallel.regions import Form, own_regions, regions_of
+from shardlab.tensor_parallel.rng import generators_seeded
 from shardlab.tensor_parallel.styles import Style
 
 AUTO = "auto"
@@ -83,9 +83,8 @@ def suggest_tp_plan(module: nn.Module, num_ranks: int, run: Run) -> Suggestion:
     Raises:
         ValueError: ``run`` fails with the whole module.
     """
-    # Seeded, so that the same module always gets the same answer; outside, the caller's generator is as it was.
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
+    # So the same module always gets the same answer.
+    with generators_seeded():
         trial = PlanTrial(module, num_ranks, run)
         try:
             flow = trial.flow()
@@ -123,8 +122,7 @@ def check_tp_plan(module: nn.Module, plan: Plan, num_ranks: int, run: Run | None
     checked(plan, module, num_ranks)
     why = "given, sizes fit"
     if run is not None:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)
+        with generators_seeded():
             trial = PlanTrial(module, num_ranks, run)
             why_not = trial.shapes(plan) or (trial.values(plan) if trial.has_values else "")
         if why_not:

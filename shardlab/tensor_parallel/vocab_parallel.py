@@ -15,6 +15,8 @@ The four beside the maxima show whether all ranks were given the same logits.
 Source: Shoeybi et al., arXiv 1909.08053, section 3.
 """
 
+from math import inf
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -27,6 +29,7 @@ from shardlab.tensor_parallel.slicing import equalise, sliced
 
 REDUCTIONS = ("mean", "sum", "none")
 _HALF = (torch.float16, torch.bfloat16)
+_SPREAD = 0x1E3779B97F4A7C15  # odd, without a pattern in its bits
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -121,21 +124,23 @@ def vocab_parallel_cross_entropy(
     Raises:
         ValueError: shapes that do not fit, or an option outside its range.
         IndexError: on all ranks, where a target is outside the vocabulary.
-        RuntimeError: on all ranks, if each was given all logits (on CUDA torch's device-side assertion).
+        RuntimeError: on all ranks, if each was given all logits (on CUDA torch's device-side assertion). Parts that are
+            equal bit for bit look the same if they hold all targets and are not constant where they are not -inf.
+            Gathered logits that are so constant are not refused.
     """
     _check(logits, targets, label_smoothing, reduction)
     if logits.dtype in _HALF:
         logits = logits.float()
     counts = targets != ignore_index
     # Detached: the maximum cancels out of the loss, so no gradient flows through it.
-    peak, are_alike = _peaks(logits.detach(), comm)
+    peak, are_whole = _peaks(logits.detach(), targets, counts, comm)
+    if comm.num_ranks > 1:
+        _refuse_whole(are_whole, logits.shape[-1])
     shifted = logits - peak.unsqueeze(-1)
     terms = [shifted.exp().sum(-1), _of_target(shifted, targets, counts, comm)]
     if label_smoothing:
         terms.append(shifted.sum(-1))
     exp_sum, at_target, *rest = reduce(torch.stack(terms), comm, tag="sums of logits").unbind()
-    if comm.num_ranks > 1:
-        _refuse_whole(are_alike, exp_sum.detach(), targets, counts, logits.shape[-1])
     losses = exp_sum.log() - (1 - label_smoothing) * at_target
     if rest:
         losses = losses - label_smoothing / (logits.shape[-1] * comm.num_ranks) * rest[0]
@@ -146,28 +151,57 @@ def vocab_parallel_cross_entropy(
 
 
 @untraced
-def _peaks(logits: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
-    """The maximum of each token over all ranks, and whether all ranks were given the same logits, bit for bit.
+def _peaks(logits: Tensor, targets: Tensor, counts: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
+    """The maximum of each token over all ranks, and whether all ranks were given the same logits, the whole ones.
 
     The answer, a bool tensor, is the same on all ranks: a refusal on one of them would leave the others waiting.
     """
     own = logits.amax(-1)
-    marks = _checksum(logits)
+    # A rank whose logits cannot be the whole ones sends a mark that no other has, so that no rank finds them alike.
+    marks = torch.where(_may_be_whole(logits, own, targets, counts), _checksum(logits), -1 - comm.rank)
     reduced = torch.cat([own.flatten(), marks, -marks])
     comm.all_reduce(reduced, reduction="max", tag="maximum of logits").wait()
     peak, largest, negated_smallest = reduced.split([own.numel(), 2, 2])
     return peak.view_as(own), (largest == -negated_smallest).all()
 
 
+def _may_be_whole(logits: Tensor, own: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
+    """Whether this rank's logits hold all targets, and would be alike on all ranks only if they were gathered.
+
+    Args:
+        logits: (..., V / N), or (..., V) where they were gathered.
+        own: (...), their maxima.
+        targets: (...), which all are in the first rank's part if that is the whole vocabulary.
+        counts: (...), which targets do.
+    """
+    # Logits that are constant where they are not masked, as at the start of a head of zeros, may be alike in parts too.
+    varies = logits.nan_to_num(neginf=inf).amin(-1) < own
+    has_targets = ((targets < logits.shape[-1]) | ~counts).all()
+    # NaN and infinity are for others to find.
+    return (varies & counts).any() & has_targets & own.isfinite().all()
+
+
 def _checksum(logits: Tensor) -> Tensor:
-    """The sum of the bits of float32 or float64 logits, as two whole numbers below 2**24, which both represent exactly.
+    """Of the bits of float32 or float64 logits and their places: two whole numbers below 2**24, which both represent.
 
     A sum of the logits themselves would round, and be infinite where tokens are masked.
     """
-    bits = logits.view(torch.int32 if logits.dtype == torch.float32 else torch.int64)
+    dtype, half = (torch.int32, 16) if logits.dtype == torch.float32 else (torch.int64, 32)
+    bits = logits.view(dtype)
+    # Round numbers end in zero bits, which stay zero in a product; so its high bits are mixed into its low ones.
+    mixed = (bits >> half).bitwise_xor_(bits).mul_(_multipliers(bits.shape[-1], bits))
+    mixed ^= mixed >> half
     # In their own dtype, in which it may overflow: torch would sum int32 in a copy of twice the size.
-    total = bits.sum(-1, dtype=bits.dtype).sum(dtype=torch.int64)
-    return torch.stack([total % 2**24, (total >> 24) % 2**24]).to(logits.dtype)
+    sums = mixed.sum(-1, dtype=dtype).flatten().long()
+    total = (sums * _multipliers(sums.numel(), sums)).sum()
+    return torch.stack([(total >> 16) % 2**24, (total >> 40) % 2**24]).to(logits.dtype)
+
+
+def _multipliers(count: int, like: Tensor) -> Tensor:
+    """An odd number for each of ``count`` places, of the dtype and on the device of ``like``."""
+    spread = torch.arange(1, count + 1, device=like.device) * _SPREAD
+    # Without a pattern: multiples of one number would miss exchanges that keep the sum of the places.
+    return (spread ^ (spread >> 32)).to(like.dtype) | 1
 
 
 def _of_target(shifted: Tensor, targets: Tensor, counts: Tensor, comm: Communicator) -> Tensor:
@@ -181,23 +215,11 @@ def _of_target(shifted: Tensor, targets: Tensor, counts: Tensor, comm: Communica
     return shifted.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
 
 
-def _refuse_whole(are_alike: Tensor, exp_sum: Tensor, targets: Tensor, counts: Tensor, width: int) -> None:
-    """Refuse gathered logits, whose loss would be too large by log N: all ranks have the same, and so see the same.
-
-    Args:
-        are_alike: 0-d, whether the ranks' logits are the same.
-        exp_sum: (...), of all ranks' exponentials.
-        targets: (...), which all are in the first rank's part if that is the whole vocabulary.
-        counts: (...), which targets do.
-        width: of a rank's logits.
-    """
-    # Logits that are constant where they are not masked, as at the start of a head of zeros, may be alike in parts too;
-    # their sum is a count. NaN is for others to find.
-    varies = exp_sum != exp_sum.round()
-    is_whole = are_alike & ((targets < width) | ~counts).all() & exp_sum.isfinite().all() & (varies & counts).any()
+def _refuse_whole(are_whole: Tensor, width: int) -> None:
+    """Refuse gathered logits, whose loss would be too large by log N: all ranks see the same, and so all refuse."""
     # Private, but torch has no public assertion that leaves the host unsynchronized on CUDA.
     torch._assert_async(
-        ~is_whole,
+        ~are_whole,
         f"logits: all ranks were given the same {width} a token; give each rank its part of the vocabulary, as a head "
         "without gather_output leaves it (gpt_plan: gather_logits=False)",
     )

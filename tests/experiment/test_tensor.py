@@ -113,6 +113,15 @@ def test_the_plan_of_layers_is_shown_without_ranks() -> None:
         show_tp_plan(own(), 1)
 
 
+@pytest.mark.parametrize("num_copies", [4, 5])
+def test_a_model_has_memory_only_if_the_plan_is_tried_with_values(monkeypatch, num_copies) -> None:
+    """Two ranks and three whole copies."""
+    numel = sum(param.numel() for param in own().on_meta().parameters())
+    monkeypatch.setattr("shardlab.tensor_parallel.plan_trial.MAX_NUMEL", numel * num_copies)
+    why = show_tp_plan(own(), 2).set_index("module").loc["blocks.*.a.q", "why"]
+    assert ("on the meta device" in why) == (num_copies == 4)
+
+
 def test_a_built_in_model_without_a_plan_gets_one(pools: Pools, tmp_path) -> None:
     config = CompareConfig(**{**BASE, "ranks": 2}, strategies=("single", "zero1"), model="mlp")
     result = compare(config, tmp_path / "run", pool=pools(2))

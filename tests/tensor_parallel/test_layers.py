@@ -244,6 +244,9 @@ def whole_logits(rank, num_ranks):
         logits, targets = logits_and_targets((2, 3))
         with pytest.raises(RuntimeError, match="logits: all ranks were given the same 12 a token") as error:
             vocab_parallel_cross_entropy(logits.float(), targets, comm, ignore_index=3)
+        certain = torch.full((2, 3, 12), -200.0).scatter(-1, targets.unsqueeze(-1), 0.0)
+        with pytest.raises(RuntimeError, match="logits: all ranks were given the same 12 a token"):
+            vocab_parallel_cross_entropy(certain, targets, comm)
         nothing = torch.full((2, 3), -100)
         vocab_parallel_cross_entropy(logits, nothing, comm)
         vocab_parallel_cross_entropy(torch.zeros(0, 6), targets[:0, 0], comm)
@@ -287,6 +290,26 @@ def test_parts_that_are_nearly_alike_are_not_taken_for_gathered_logits(pools):
     for losses in pools(2).run(nearly_alike):
         for loss, expected in losses:
             torch.testing.assert_close(loss, expected, equal_nan=True)
+
+
+def rearranged(rank, num_ranks):
+    """Losses of parts that have the same values in other places, with all targets in the first part."""
+    with Mesh({"tensor": num_ranks}) as mesh:
+        targets, losses = torch.tensor([0, 3]), []
+        for dtype in (torch.float32, torch.float64):
+            drawn, two_valued = random(2, 4, seed=7).to(dtype), torch.tensor([0, 1, 1, 0], dtype=dtype)
+            for part, dim in ((drawn, -1), (drawn, 0), (torch.stack([two_valued, 1 - two_valued]), 0)):
+                parts = [part, *[part.flip(dim)] * (num_ranks - 1)]
+                loss = vocab_parallel_cross_entropy(parts[rank], targets, mesh["tensor"])
+                losses.append((loss, nn.functional.cross_entropy(torch.cat(parts, -1), targets)))
+        return losses
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_parts_with_the_same_values_in_other_places_are_not_taken_for_gathered_logits(pools, num_ranks):
+    for losses in pools(num_ranks).run(rearranged, num_ranks):
+        for loss, expected in losses:
+            torch.testing.assert_close(loss, expected)
 
 
 def masked_alike(rank, num_ranks):

@@ -1,13 +1,16 @@
 """A suggested plan: what is divided is right in every gradient, and what is not is named with the reason."""
 
+import random
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
 from shardlab.tensor_parallel import Column, OnSequence, OwnDropout, Row, Vocabulary, suggest_tp_plan
+from shardlab.tensor_parallel.rng import generator_states
 from shardlab.tensor_parallel.suggest import check_tp_plan
 from tests.tensor_parallel import strangers
 from tests.tensor_parallel.strangers import HEAD_DIM, Stranger, next_word, sequences
@@ -87,12 +90,20 @@ def test_without_memory_shapes_are_tried_and_said():
 def test_the_module_is_not_changed_and_random_numbers_go_on():
     model = Stranger()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    state = torch.get_rng_state()
+    states = generator_states()
     suggest_tp_plan(model, 2, run)
     assert model.training
     assert all(param.grad is None for param in model.parameters())
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    assert torch.equal(torch.get_rng_state(), state)
+    assert generator_states() == states
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.random, lambda: torch.rand(())])
+def test_random_numbers_go_on_where_training_draws_them(draw):
+    model, states = InTraining(lambda h: h * float(draw())), generator_states()
+    assert "training draws random" in why(suggest_tp_plan(model, 2, lambda model: model(X)), "up")
+    check_tp_plan(model, {"up": Column(), "down": Row()}, 2, lambda model: model(X))
+    assert generator_states() == states
 
 
 class Config:
