@@ -29,6 +29,7 @@ from shardlab.tensor_parallel.slicing import equalise, sliced
 
 REDUCTIONS = ("mean", "sum", "none")
 _HALF = (torch.float16, torch.bfloat16)
+_TOKENS = 8  # that are compared
 _SPREAD = 0x1E3779B97F4A7C15  # odd, without a pattern in its bits
 
 
@@ -124,9 +125,9 @@ def vocab_parallel_cross_entropy(
     Raises:
         ValueError: shapes that do not fit, or an option outside its range.
         IndexError: on all ranks, where a target is outside the vocabulary.
-        RuntimeError: on all ranks, if each was given all logits (on CUDA torch's device-side assertion). Parts that are
-            equal bit for bit look the same if they hold all targets and are not constant where they are not -inf.
-            Gathered logits that are so constant are not refused.
+        RuntimeError: on all ranks, if each was given all logits (on CUDA torch's device-side assertion), as the first
+            tokens tell. Parts that are equal bit for bit there look the same if they hold all targets and are not
+            constant where they are not -inf. Gathered logits that are so constant are not refused.
     """
     _check(logits, targets, label_smoothing, reduction)
     if logits.dtype in _HALF:
@@ -156,29 +157,30 @@ def _peaks(logits: Tensor, targets: Tensor, counts: Tensor, comm: Communicator) 
 
     The answer, a bool tensor, is the same on all ranks: a refusal on one of them would leave the others waiting.
     """
-    own = logits.amax(-1)
+    own, first = logits.amax(-1), _first(logits)
+    has_targets = ((targets < logits.shape[-1]) | ~counts).all() & counts.any()
+    may_be_whole = _varies(first) & has_targets & own.isfinite().all()
     # A rank whose logits cannot be the whole ones sends a mark that no other has, so that no rank finds them alike.
-    marks = torch.where(_may_be_whole(logits, own, targets, counts), _checksum(logits), -1 - comm.rank)
+    marks = torch.where(may_be_whole, _checksum(first), -1 - comm.rank)
     reduced = torch.cat([own.flatten(), marks, -marks])
     comm.all_reduce(reduced, reduction="max", tag="maximum of logits").wait()
     peak, largest, negated_smallest = reduced.split([own.numel(), 2, 2])
     return peak.view_as(own), (largest == -negated_smallest).all()
 
 
-def _may_be_whole(logits: Tensor, own: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
-    """Whether this rank's logits hold all targets, and would be alike on all ranks only if they were gathered.
+def _first(logits: Tensor) -> Tensor:
+    """A view of a few tokens' logits, (tokens, V / N): whoever was given all logits was given those of each token."""
+    while logits.dim() > 2:
+        logits = logits[:1].flatten(0, 1)
+    return logits.view(-1, logits.shape[-1])[:_TOKENS] if logits.dim() == 1 else logits[:_TOKENS]
 
-    Args:
-        logits: (..., V / N), or (..., V) where they were gathered.
-        own: (...), their maxima.
-        targets: (...), which all are in the first rank's part if that is the whole vocabulary.
-        counts: (...), which targets do.
+
+def _varies(logits: Tensor) -> Tensor:
+    """Whether some token's logits differ where they are not masked.
+
+    Constant ones, as at the start of a head of zeros, are alike in parts too.
     """
-    # Logits that are constant where they are not masked, as at the start of a head of zeros, may be alike in parts too.
-    varies = logits.nan_to_num(neginf=inf).amin(-1) < own
-    has_targets = ((targets < logits.shape[-1]) | ~counts).all()
-    # NaN and infinity are for others to find.
-    return (varies & counts).any() & has_targets & own.isfinite().all()
+    return (logits.nan_to_num(neginf=inf).amin(-1) < logits.amax(-1)).any()
 
 
 def _checksum(logits: Tensor) -> Tensor:
