@@ -17,15 +17,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from shardlab.comm.communicator import Communicator
+from shardlab.engines.hooks import refuse_replacing
 
 _CLAIM = "_shardlab_claim"
 _KEPT = "_shardlab_engine"
@@ -308,46 +305,6 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     return hook
 
 
-def _check_replaced(module: nn.Module, name: str, value: nn.Module | nn.Parameter | None) -> None:
-    """Refuse to put something else in the place of parameters that an engine trains; it may hold them, as a wrapper.
-
-    Forward would compute with what no engine averages, and a checkpoint would have what was there before. (Torch calls
-    no hook for ``del``, nor where a parameter becomes None.)
-
-    Raises:
-        RuntimeError: while the engine lives.
-    """
-    places: dict[str, Any] = module._modules if name in module._modules else module._parameters
-    old, new = places.get(name), _params_in(value)
-    lost = _params_in(old) - new
-    engine = next((engine for param in lost if (engine := _owner(param)) is not None), None)
-    # A module outside of the engine's may refer to another one from now on; torch's own engines put in what is theirs.
-    if engine is None or engine.replaces_params or all(known is not module for known in engine.module.modules()):
-        return
-    places[name] = None
-    try:
-        lost -= set(engine.module.parameters())  # what stays in another place, of which this was an alias
-    finally:
-        places[name] = old
-    if lost or any(_owner(param) is not engine for param in new):
-        raise RuntimeError(
-            f"model: {name!r} of the {type(module).__name__} is being replaced, and the engine ({engine.name}) trains "
-            "what is there; copy values into that inside 'with engine.full_params(keep_changes=True):', or "
-            "engine.close(), replace it, and build another engine"
-        )
-
-
-# Here, and not by each claim: whether somebody owns a parameter is written on it.
-register_module_module_registration_hook(_check_replaced)
-register_module_parameter_registration_hook(_check_replaced)
-
-
-def _params_in(thing: nn.Module | nn.Parameter | None) -> set[nn.Parameter]:
-    if isinstance(thing, nn.Module):
-        return set(thing.parameters())
-    return set() if thing is None else {thing}
-
-
 def engine_of(module: nn.Module) -> Claimant | None:
     """The engine that trains a module; None if none does."""
     return _owner(module)
@@ -360,3 +317,7 @@ def _owner(thing: object) -> Claimant | None:
 def _engine_behind(mark: object) -> Claimant | None:
     """The engine that a mark refers to; None for what unpickling left in place of a mark."""
     return mark.engine if isinstance(mark, EngineReference) else None
+
+
+# Once, and not by each claim: whether somebody owns a parameter is written on it.
+refuse_replacing(_owner)
