@@ -76,7 +76,6 @@ class Engine(Stepping, EngineState):
         self.num_steps = 0
         self.own_checkpoints: dict[Path, tuple[int, int]] = {}
         self.loss_is_scaled = False  # a GradScaler has said so
-        self._is_closed = False
         super().__init__()  # of Gradients, which reads what has been set so far
         # Before anything is laid out, since all ranks must cut their shards from the same model.
         check_alike(self.data_comms, self.mesh.device, [*self.params.items(), *model.named_buffers()])
@@ -115,7 +114,7 @@ class Engine(Stepping, EngineState):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
         # First: after a plain backward that raised, FSDP would take this forward for a recomputation inside it.
-        self._notice_failure()
+        self._before_forward()
         output = self.module(*args, **kwargs)
         self._backward_watch.run_hooks_last()  # a plain backward may show first by the hook of a parameter
         self._backward_watch.follow(output)

@@ -59,6 +59,7 @@ class Gradients:
     data_comms: tuple[Communicator, ...]
     comm: Communicator
     _step_tensors: StepTensors
+    _is_closed = False
 
     @property
     def num_data_ranks(self) -> int:
@@ -283,7 +284,19 @@ class Gradients:
             if self._began_in_sync is False:
                 self._note_local()
 
+    def _before_forward(self) -> None:
+        self._refuse_closed()
+        self._notice_failure()
+
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise RuntimeError(
+                f"engine: {self.name} was closed, by close() or by the end of its 'with' block, and its module is "
+                "plain; build another engine, or use the module itself"
+            )
+
     def _refuse_after_failure(self) -> None:
+        self._refuse_closed()
         self._notice_failure()
         if self._has_failed:
             raise RuntimeError(

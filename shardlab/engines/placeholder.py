@@ -27,9 +27,9 @@ from shardlab.vocabulary import dtype_name
 _OF_PARAMETER = frozenset(
     {"__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex"}
 )
-# Of the placeholder itself the device is meta, and what a user makes there is silently computed with as memory without
-# values: torch multiplies by it, and indexes with it.
-_OF_DEVICE = (Tensor.device, Tensor.is_cpu, Tensor.is_cuda, Tensor.is_meta)
+# Answered as of the gathered parameter. Of the placeholder itself the device is meta, and what a user makes there is
+# silently computed with as memory without values: torch multiplies by it, and indexes with it.
+_AS_GATHERED = (Tensor.device, Tensor.is_cpu, Tensor.is_cuda, Tensor.is_meta, Tensor.dtype)
 _FREEZES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]  # a bool in torch's stubs
 _OF_GRADIENT = frozenset({"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "untyped_storage"})
 _VIEWS = (Tensor.T, Tensor.mT, Tensor.H, Tensor.mH)
@@ -88,7 +88,7 @@ class PlaceholderParameter(nn.Parameter):
             func(args[0]._shardlab_param, *args[1:], **(kwargs or {}))
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         name = getattr(func, "__name__", "")
-        if name == "get_device" or getattr(func, "__self__", None) in _OF_DEVICE:
+        if name == "get_device" or getattr(func, "__self__", None) in _AS_GATHERED:
             return func(args[0]._shardlab_param)
         if name in _OF_PARAMETER:
             answer = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]

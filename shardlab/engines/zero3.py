@@ -78,7 +78,7 @@ class ZeRO3(ShardedEngine):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Gather, run the module's forward, reshard."""
         # First: what a backward that raised has left is resharded. The base does this too, but only after the gather.
-        self._notice_failure()
+        self._before_forward()
         with self._gathered(in_forward=True), saved_by_reference(self.buckets):
             output = without_parameters(super().__call__(*args, **kwargs), set(self.params.values()))
         for tensor in tensors_in(output):

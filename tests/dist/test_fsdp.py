@@ -428,7 +428,8 @@ def from_meta(rank, layout):
         if rank == 1:  # the ranks differ, and must not in the end
             for param in module.parameters(recurse=False):
                 param.zero_()
-        largest.append(sum(param.numel() for param in model.parameters() if param.device.type == "cpu"))
+        # (A placeholder answers with the device of the parameter that it stands for, and has no memory.)
+        largest.append(sum(one.numel() for one in model.parameters() if type(one) is nn.Parameter and not one.is_meta))
 
     with torch.device("meta"):
         model = Blocks().double()

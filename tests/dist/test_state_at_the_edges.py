@@ -12,6 +12,7 @@ from shardlab.engines import GradScaler, build_engine
 from shardlab.engines.checkpoint.shards import is_counter
 from shardlab.engines.sharded_optimizer import ShardedOptimizer
 from tests.dist import cases
+from tests.dist.every_engine import ENGINES, engine_of
 from tests.dist.test_engines import adamw
 
 
@@ -294,3 +295,49 @@ def fused_and_transposed(rank, directory):
 def test_loaded_state_has_the_strides_of_its_parameter(pools, tmp_path):
     for differences in pools(2).run(fused_and_transposed, tmp_path):
         assert max(differences) < 1e-10
+
+
+class CountsForAll(torch.optim.SGD):
+    """Keeps its steps under a key that is no parameter."""
+
+    def step(self, closure=None):
+        super().step()
+        self.state["all"]["step"] = self.state["all"].get("step", 0) + 1
+
+
+class CountsBeside(torch.optim.SGD):
+    def state_dict(self):
+        return {**super().state_dict(), "count": 1}
+
+
+def beside_the_parameters(rank, key, kind, directory):
+    with engine_of(key, 2, cases.build("MLP"), optimizer_fn=lambda tensors: kind(tensors, lr=0.1)) as engine:
+        x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", 0, 0, 2))
+        engine.backward(cases.loss_of(engine(x), y))
+        engine.step()
+        for save in (lambda: engine.save(directory), engine.full_optimizer_state_dict):
+            with pytest.raises(ValueError, match=r"optimizer: Counts.* keeps '\w+' beside the state of its parameters"):
+                save()
+
+
+@pytest.mark.parametrize("kind", [CountsForAll, CountsBeside])
+@pytest.mark.parametrize("key", ["ddp", "zero2", "zero3", "fsdp"])
+def test_state_that_belongs_to_no_parameter_is_not_lost_unseen(pools, tmp_path, key, kind):
+    pools(2).run(beside_the_parameters, key, kind, tmp_path / "saved")
+
+
+def closed(rank, key):
+    with engine_of(key, 2, cases.build("MLP"), "sgd") as engine:
+        pass
+    x = cases.own_rows(cases.rows("MLP", 0, 0, 2)[0], rank)
+    for use in (lambda: engine(x), lambda: engine.backward(engine.module(x).sum()), engine.step,
+                lambda: engine.clip_grad_norm_(1.0)):  # fmt: skip
+        with pytest.raises(RuntimeError, match=f"engine: {engine.name} was closed"):
+            use()
+    engine.module(x).sum().backward()
+    torch.optim.SGD(engine.module.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("key", ENGINES)
+def test_a_closed_engine_is_not_used(pools, key):
+    pools(4 if "hybrid" in key else 2).run(closed, key)

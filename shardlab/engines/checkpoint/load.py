@@ -20,7 +20,12 @@ from torch import Tensor
 from shardlab.engines.agreement import all_or_none, number_among, share_texts
 from shardlab.engines.checkpoint.directory import identity, reading
 from shardlab.engines.checkpoint.manifest import Manifest, read_manifest
-from shardlab.engines.checkpoint.optimizer_state import check_state_shape, install_state, named_groups
+from shardlab.engines.checkpoint.optimizer_state import (
+    check_state_shape,
+    check_state_value,
+    install_state,
+    named_groups,
+)
 from shardlab.engines.checkpoint.rng import check_rng_state, set_rng_state
 from shardlab.engines.checkpoint.save import check_mesh
 from shardlab.engines.checkpoint.shard_files import ShardFiles
@@ -139,6 +144,8 @@ def _check_optimizer(engine: Checkpointed, manifest: Manifest) -> None:
     for name in engine.params:
         for key, rows in manifest.tensors_of(Kind.STATE, name).items():
             check_state_shape(engine, name, key, tuple(rows[0].shape))
+        for key, value in manifest.values.get(name, {}).items():
+            check_state_value(engine, name, key, value)
 
 
 def _check_objects(wanted: Iterable[str], manifest: Manifest) -> None:

@@ -101,17 +101,27 @@ def load_full_optimizer_state_dict(engine: Checkpointed, state: Mapping[str, Any
         for key, value in found.items():
             if isinstance(value, Tensor):
                 check_state_shape(engine, name, key, tuple(value.shape))
-            elif has_large_tensors(value) and _is_cut(engine, name):
-                raise ValueError(
-                    f"optimizer state: {key!r} of parameter {name!r} is {class_of(value)} of tensors, and this "
-                    "engine cuts the parameter into pieces; use a partition of whole parameters"
-                )
+            else:
+                check_state_value(engine, name, key, value)
 
     def piece_of(name: str, piece: Tensor, start: int, stop: int) -> dict[str, Any]:
         return {key: _cut(engine, name, value, piece, start, stop) for key, value in by_name[name].items()}
 
     named = [{**other, "params": group["params"]} for group, other in zip(groups, given, strict=True)]
     install_state(engine, named, piece_of)
+
+
+def check_state_value(engine: Checkpointed, name: str, key: str, value: Any) -> None:
+    """Check that state that is no tensor can be loaded.
+
+    Raises:
+        ValueError: it contains tensors of a whole parameter, and the engine has pieces.
+    """
+    if has_large_tensors(value) and _is_cut(engine, name):
+        raise ValueError(
+            f"optimizer state: {key!r} of parameter {name!r} is {class_of(value)} of tensors, and this engine cuts the "
+            "parameter into pieces; use a partition of whole parameters"
+        )
 
 
 def install_state(

@@ -13,9 +13,11 @@ from enum import StrEnum
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardlab.comm.trees import tensors_in
+from shardlab.engines.claims import PIECES
 from shardlab.engines.state import Checkpointed
 from shardlab.partition.chunks import chunk_bounds
 from shardlab.partition.slices import TensorSlice
@@ -106,19 +108,37 @@ def state_values(engine: Checkpointed) -> dict[str, dict[str, Any]]:
     """Optimizer state that is not tensors, for the parameters whose first element this rank holds.
 
     Raises:
-        ValueError: of a slice, or of a piece, it contains tensors, which other ranks have others of.
+        ValueError: of a slice, or of a piece, it contains tensors, which other ranks have others of; or there is state
+            that belongs to no parameter.
     """
+    _check_belongs(engine.optimizer)
     values: dict[str, dict[str, Any]] = {}
     for name, piece, start, stop in _pieces(engine):
         state = engine.optimizer.state.get(piece, {})
         found = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
         if name in engine.slices or stop - start < prod(shape_of(engine, name)):
             for key, value in found.items():
-                if has_large_tensors(value):
+                if has_large_tensors(value) or any(tensor.shape == piece.shape for tensor in tensors_in(value)):
                     raise _uncut(name, key, f"{class_of(value)} of tensors", piece)
         if found and start == 0:
             values[name] = found
     return values
+
+
+def _check_belongs(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse state that torch's ``state_dict()`` would have, and a checkpoint, which goes by parameters, would lose.
+
+    Raises:
+        ValueError: there is some.
+    """
+    known = {"state", "param_groups", PIECES}
+    lost = [key for key in optimizer.state if not isinstance(key, Tensor)] + list(optimizer.state_dict().keys() - known)
+    if lost:
+        raise ValueError(
+            f"optimizer: {type(optimizer).__name__} keeps {lost[0]!r} beside the state of its parameters, and "
+            "checkpoints have that alone; keep it in a parameter group, as in group['step'], or save it as an object "
+            "of yours: engine.save(directory, name=object)"
+        )
 
 
 def has_large_tensors(value: Any) -> bool:

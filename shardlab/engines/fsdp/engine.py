@@ -112,7 +112,7 @@ class FSDP(OffloadedEngine):
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; units are gathered as it reaches them."""
-        self._notice_failure()
+        self._before_forward()
         self._schedule.begin_pass()
         try:
             with saved_by_reference(self.buckets):
