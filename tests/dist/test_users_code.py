@@ -908,3 +908,14 @@ def test_a_forward_may_differentiate(pools, key, wraps, kind):
         optimizer.step()
         optimizer.zero_grad()
     assert_states(pools(num_ranks).run(differentiating, key, kind, wraps), model.state_dict())
+
+
+def dtypes_of(rank, key):
+    with engine_of(key, current().world_size, cases.build("MLP").float(), optimizer_fn=sgd, precision="bf16") as engine:
+        return {param.dtype for param in engine.module.parameters()}
+
+
+@pytest.mark.parametrize("key", PIECES)
+def test_a_parameter_has_the_dtype_in_which_it_computes(pools, key):
+    """As a module asks of its first parameter, whose unit may not be gathered then."""
+    assert pools(4 if "hybrid" in key else 2).run(dtypes_of, key)[0] == {torch.bfloat16}
