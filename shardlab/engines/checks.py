@@ -45,6 +45,7 @@ def check_model(
     _check_params(params, device)
     _check_max_norm(model, num_ranks)
     _check_meta(params, buffers, may_be_meta=may_be_meta)
+    _check_expanded(buffers, num_ranks)
     if moves_params:
         check_separate(params, {**buffers, **_attributes(model)})
 
@@ -110,6 +111,19 @@ def _check_meta(params: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor
     # Of a model that was made on a device, a buffer without memory is one that its forward does not use.
     if meta and (names := [name for name, buffer in buffers.items() if buffer.is_meta]):
         raise ValueError(f"model: buffer {names[0]!r} is on the meta device; create buffers on the mesh's device")
+
+
+def _check_expanded(buffers: Mapping[str, Tensor], num_ranks: int) -> None:
+    """Check that every buffer can receive the first rank's values.
+
+    Raises:
+        ValueError: elements of one share their memory.
+    """
+    for name, buffer in buffers.items():
+        if num_ranks > 1 and buffer.layout is torch.strided and buffer.numel() > 1 and 0 in buffer.stride():
+            raise ValueError(
+                f"model: elements of buffer {name!r} share their memory, as expand() leaves it; clone() it"
+            )
 
 
 def tensor_axis(mesh: BaseMesh, model: nn.Module, slices: Mapping[str, TensorSlice]) -> Communicator | None:

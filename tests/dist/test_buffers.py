@@ -181,3 +181,15 @@ def alone(rank, setup):  # noqa: ARG001
 def test_one_process_alone_has_its_own(setup):
     with build_engine("single", build(), cases.OPTIMIZERS["sgd"]) as engine:
         same(alone(0, setup), engine.full_state_dict())
+
+
+def expanded(rank, strategy):
+    model = nn.Linear(3, 3)
+    model.register_buffer("mask", torch.ones(1).expand(3))
+    with pytest.raises(ValueError, match="model: elements of buffer 'mask' share their memory"), Mesh({"data": 2}) as mesh:
+        build_engine(strategy, model, lambda tensors: torch.optim.SGD(tensors, lr=0.1), mesh)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_an_expanded_buffer_is_named(pools, strategy):
+    pools(2).run(expanded, strategy)

@@ -88,7 +88,7 @@ def state_shards(engine: Checkpointed) -> Iterator[TensorShard]:
     """The tensors in the optimizer state of those pieces; nothing for a parameter that was never stepped.
 
     Raises:
-        ValueError: state of a slice, or of a piece, has neither its shape nor a single element.
+        ValueError: state of a slice, or of a piece, has neither its shape nor a single element; a key is no str.
     """
     for name, piece, start, stop in _pieces(engine):
         slice_ = engine.slices.get(name)
@@ -96,6 +96,8 @@ def state_shards(engine: Checkpointed) -> Iterator[TensorShard]:
         for key, value in engine.optimizer.state.get(piece, {}).items():
             if not isinstance(value, Tensor):
                 continue
+            if not isinstance(key, str):
+                raise ValueError(f"optimizer state: a tensor of {name!r} has the key {key!r}; give it a str, as 'step'")
             if value.shape == piece.shape:
                 yield TensorShard(Kind.STATE, name, key, shape_of(engine, name), start, stop, _flat(value), slice_)
             elif is_part and value.numel() != 1:
