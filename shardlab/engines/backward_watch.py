@@ -161,7 +161,7 @@ class BackwardWatch:
         if not missing:  # as a rule; the walk below takes time
             return []
         below = set().union(*map(_nodes_below, entries))
-        if any(_may_nest(node) for node in below):
+        if any(may_nest(node) for node in below):
             return []
         # A parameter that had another dtype since the forward, inside full_params(), has another node by now.
         reached = {node.variable for node in below if hasattr(node, "variable")}
@@ -244,7 +244,7 @@ class BackwardWatch:
         # torch.func, where a parameter has no node; neither gives parameters gradients.
         except (RuntimeError, AttributeError):
             return False
-        return bool(trainable) and goes_on and any(_may_nest(below) for below in _nodes_below(node))
+        return bool(trainable) and goes_on and any(may_nest(below) for below in _nodes_below(node))
 
     def _leave(self) -> None:
         # First: if the end raises, this must not look like a backward that never came to its end.
@@ -297,7 +297,7 @@ def _nodes_below(node: Any) -> set[Any]:
     return seen
 
 
-def _may_nest(node: Any) -> bool:
+def may_nest(node: Any) -> bool:
     """Whether it may run a backward of its own, as reentrant checkpointing does: any function in Python may."""
     if not isinstance(node, BackwardCFunction):
         return False

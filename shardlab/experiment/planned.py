@@ -47,8 +47,8 @@ def plan_runs(config: CompareConfig) -> dict[str, Plan | None]:
 
     It knows nothing of torch's own strategies, of optimizers whose state is not made of counters and of tensors of the
     parameter's shape or grows after the first step, of the messages of a tensor axis if what is computed depends on
-    values, and of the messages of FSDP where a forward calls a unit more than once, or where a unit is frozen and no
-    forward could be tried to see whether backward reaches it.
+    values, and of the messages of FSDP where a unit is called more than once, in forward or again by a reentrant
+    checkpoint in backward, or where one is frozen and no forward could be tried to see whether backward reaches it.
 
     Raises:
         ValueError: the optimizer raises an error where its state is planned, or the data's first batch cannot be read.

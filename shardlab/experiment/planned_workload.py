@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm.trees import map_tensors, tensors_in
+from shardlab.engines.backward_watch import may_nest
 from shardlab.engines.holdings import of_state
 from shardlab.engines.optimizer_fit import without_values
 from shardlab.engines.step_tensors import StepTensors, groups_of
@@ -34,7 +35,8 @@ class FirstForward:
 
     Attributes:
         unused: names of trainable parameters that it does not depend on.
-        units: names of the units in the order of their calls; a unit called twice is listed twice. None if unknown.
+        units: names of the units in the order of their calls; a unit called twice, or again by a reentrant
+            checkpoint in backward, is listed twice. None if unknown.
         unreached: names of units that are frozen, and whose outputs need no gradient.
     """
 
@@ -187,20 +189,33 @@ def first_forward(config: CompareConfig, module: nn.Module) -> FirstForward:
 def _tried(config: CompareConfig, module: nn.Module, batch: Any) -> FirstForward:
     watch = _UnitWatch()
     hooks = [hook for item in wrapped_modules(module, config.wrap_policy).items() for hook in watch.hooks_on(*item)]
+    params = dict(module.named_parameters())
     try:
         with seeded(0):
-            nodes = _nodes_below(config.trained.loss(module, batch).grad_fn)
+            loss = config.trained.loss(module, batch)
+            nodes = _nodes_below(loss.grad_fn)
+            reached = {node.variable for node in nodes if hasattr(node, "variable")}
+            if any(map(may_nest, nodes)):  # the graph does not show what a backward inside the backward reaches
+                reached |= _with_gradients(loss, params)
     finally:
         for hook in hooks:  # a unit may be a layer that is to be divided, which is refused with hooks
             hook.remove()
-    reached = {node.variable for node in nodes if hasattr(node, "variable")}
-    params = dict(module.named_parameters())
     trainable = {name for name, param in params.items() if param.requires_grad}
     unused = tuple(name for name in params if name in trainable and params[name] not in reached)
     # Backward comes to a unit that trains even if the loss does not depend on it: another rank's may.
     frozen = [name for name, own in units_of(module, config.wrap_policy).items() if trainable.isdisjoint(own)]
     unreached = tuple(name for name in frozen if nodes.isdisjoint(watch.made.get(name, ())))
     return FirstForward(unused, tuple(watch.called), unreached)
+
+
+def _with_gradients(loss: Tensor, params: Mapping[str, nn.Parameter]) -> set[nn.Parameter]:
+    """Those to which a backward of the loss gives a gradient, which they do not keep."""
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]  # reentrant checkpointing refuses torch.autograd.grad
+        return {param for param in params.values() if param.grad is not None}
+    finally:
+        for param in params.values():
+            param.grad = None
 
 
 class _UnitWatch:

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardlab import Workload, plan
 from shardlab.experiment import CompareConfig, compare
@@ -199,6 +200,30 @@ def test_nested_units_are_planned_where_a_rank_holds_everything(pools: Pools, tm
     assert found.summary["as_planned"].tolist() == [True]
     with pytest.raises(ValueError, match=r"cannot be planned here: .* backward gathers again is inside another"):
         plan(workload, ranks, "fsdp", precision="bf16", **options)  # which copies them, in an order not known
+
+
+class Checkpointed(nn.Module):
+    """Blocks that a reentrant checkpoint computes, some of which are frozen; and a layer that nothing uses."""
+
+    def __init__(self, num_frozen: int) -> None:
+        super().__init__()
+        self.first, self.unused = nn.Linear(6, 6), nn.Linear(6, 2)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        self.blocks[:num_frozen].requires_grad_(False)
+        self.double()
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.parametrize("num_frozen", [0, 2])
+def test_what_only_a_backward_inside_the_backward_reaches_is_planned(pools: Pools, tmp_path, num_frozen) -> None:
+    workload = Workload(partial(Checkpointed, num_frozen), Labelled(), labelled_loss, torch.optim.AdamW)
+    found = compare(workload, tmp_path / "run", strategies=OURS, ranks=2, steps=2, pool=pools(2)).summary
+    assert found["as_planned"].tolist() == [True] * 6 + [None]  # each unit is called again in backward
 
 
 class Partial(torch.optim.SGD):
