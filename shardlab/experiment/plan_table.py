@@ -63,9 +63,10 @@ def _planned(strategy: str, planned: Plan | None) -> Plan:
     if planned is None:
         raise ValueError(
             f"strategies: {strategy!r} cannot be planned here: the optimizer's state has other shapes than the "
-            "parameters or grows after its first step, messages of divided layers depend on values, an FSDP unit is "
-            "called twice (in backward too, by a reentrant checkpoint), it cannot be tried to see whether a backward reaches a frozen FSDP unit, or one that "
-            "backward gathers again is inside another (wrap one of them, or take sharding shard_grad_op or no_shard)"
+            "parameters or grows after its first step, messages of divided layers depend on values, a loss calls "
+            "the model not exactly once (zero3) or an FSDP unit twice (a reentrant checkpoint calls it again), no "
+            "forward can be tried to see whether a backward reaches a frozen FSDP unit, or one that backward gathers "
+            "again is inside another (wrap one of them, or take sharding shard_grad_op or no_shard)"
         )
     return planned
 

@@ -47,8 +47,9 @@ def plan_runs(config: CompareConfig) -> dict[str, Plan | None]:
 
     It knows nothing of torch's own strategies, of optimizers whose state is not made of counters and of tensors of the
     parameter's shape or grows after the first step, of the messages of a tensor axis if what is computed depends on
-    values, and of the messages of FSDP where a unit is called more than once, in forward or again by a reentrant
-    checkpoint in backward, or where one is frozen and no forward could be tried to see whether backward reaches it.
+    values, of the messages of ZeRO-3 where the loss calls the model not exactly once, and of those of FSDP where a unit
+    is called more than once, in forward or again by a reentrant checkpoint in backward, or where one is frozen and no
+    forward could be tried to see whether backward reaches it.
 
     Raises:
         ValueError: the optimizer raises an error where its state is planned, or the data's first batch cannot be read.
@@ -77,9 +78,7 @@ def plans_or_why(config: CompareConfig) -> tuple[dict[str, Plan | None], str | N
 def _plan_run(
     config: CompareConfig, strategy: str, known: PlannedWorkload, axis: PlannedTensorAxis | None
 ) -> Plan | None:
-    called = known.forward.units
-    several = called is not None and len(set(called)) < len(called)
-    if strategy not in STRATEGIES or known.optimizer is None or (several and strategy == "fsdp"):
+    if strategy not in STRATEGIES or known.optimizer is None or not _gathers_once(strategy, known.forward):
         return None
     if config.tp == 1 or strategy == "single":
         setup = setup_of(config, strategy, known.module, known.optimizer, known.forward)
@@ -102,6 +101,14 @@ def _plan_run(
     over_data = on_tensor_ranks(predicted_collectives(model, setup), config.tp)  # the norm, on both axes, comes last
     memory = on_tensor_ranks(predicted_memory(model, setup), config.tp)
     return Plan(memory, pd.concat([over_tensor, over_data]), gathered_at_once(model, setup))
+
+
+def _gathers_once(strategy: str, forward: FirstForward) -> bool:
+    """Whether each gather around a forward is sent once, as far as is known."""
+    if strategy == "zero3":
+        return forward.calls in (None, 1)
+    called = forward.units
+    return strategy != "fsdp" or called is None or len(set(called)) == len(called)
 
 
 def _order_is_known(setup: Setup, known: PlannedWorkload) -> bool:

@@ -5,8 +5,10 @@ graph of the first batch's loss.
 """
 
 import contextlib
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,11 +40,13 @@ class FirstForward:
         units: names of the units in the order of their calls; a unit called twice, or again by a reentrant
             checkpoint in backward, is listed twice. None if unknown.
         unreached: names of units that are frozen, and whose outputs need no gradient.
+        calls: how often the loss calls the model or a method of it. None if unknown.
     """
 
     unused: tuple[str, ...] = ()
     units: tuple[str, ...] | None = None
     unreached: tuple[str, ...] = ()
+    calls: int | None = None
 
 
 @dataclass(frozen=True)
@@ -189,11 +193,12 @@ def first_forward(config: CompareConfig, module: nn.Module) -> FirstForward:
 def _tried(config: CompareConfig, module: nn.Module, batch: Any) -> FirstForward:
     watch = _UnitWatch()
     hooks = [hook for item in wrapped_modules(module, config.wrap_policy).items() for hook in watch.hooks_on(*item)]
+    calls: list[Any] = []
     params = dict(module.named_parameters())
     try:
         with seeded(0):
-            loss = config.trained.loss(module, batch)
-            nodes = _nodes_below(loss.grad_fn)
+            loss = config.trained.loss(_Counted(module, calls), batch)
+            nodes, num_calls = _nodes_below(loss.grad_fn), len(calls)
             reached = {node.variable for node in nodes if hasattr(node, "variable")}
             if any(map(may_nest, nodes)):  # the graph does not show what a backward inside the backward reaches
                 reached |= _with_gradients(loss, params)
@@ -205,17 +210,35 @@ def _tried(config: CompareConfig, module: nn.Module, batch: Any) -> FirstForward
     # Backward comes to a unit that trains even if the loss does not depend on it: another rank's may.
     frozen = [name for name, own in units_of(module, config.wrap_policy).items() if trainable.isdisjoint(own)]
     unreached = tuple(name for name in frozen if nodes.isdisjoint(watch.made.get(name, ())))
-    return FirstForward(unused, tuple(watch.called), unreached)
+    return FirstForward(unused, tuple(watch.called), unreached, num_calls)
 
 
 def _with_gradients(loss: Tensor, params: Mapping[str, nn.Parameter]) -> set[nn.Parameter]:
     """Those to which a backward of the loss gives a gradient, which they do not keep."""
     try:
-        loss.backward()  # type: ignore[no-untyped-call]  # reentrant checkpointing refuses torch.autograd.grad
+        loss.backward()  # reentrant checkpointing refuses torch.autograd.grad
         return {param for param in params.values() if param.grad is not None}
     finally:
         for param in params.values():
             param.grad = None
+
+
+class _Counted:
+    """The module as a loss takes it on ranks, where a call of it, or of its methods, goes through the engine."""
+
+    def __init__(self, module: nn.Module, calls: list[Any]) -> None:
+        self._module, self._calls = module, calls
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self._counted(self._module, *args, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return partial(self._counted, value) if inspect.ismethod(value) else value
+
+    def _counted(self, function: Any, /, *args: Any, **named: Any) -> Any:
+        self._calls.append(function)
+        return function(*args, **named)
 
 
 class _UnitWatch:

@@ -226,6 +226,34 @@ def test_what_only_a_backward_inside_the_backward_reaches_is_planned(pools: Pool
     assert found["as_planned"].tolist() == [True] * 6 + [None]  # each unit is called again in backward
 
 
+def loss_of_two_calls(model, batch):
+    return (labelled_loss(model, batch) + labelled_loss(model, {**batch, "x": -batch["x"]})) / 2
+
+
+def loss_behind_a_look(model, batch):
+    with torch.no_grad():
+        model(batch["x"])
+    return labelled_loss(model, batch)
+
+
+def loss_of_a_method(model, batch):
+    return labelled_loss(model.forward, batch)
+
+
+def test_a_method_of_the_model_is_a_call_of_it() -> None:
+    workload = Workload(partial(OutOfOrder, (0, 1)), Labelled(), loss_of_a_method)
+    assert plan(workload, 2, "zero3")["messages_per_step"].tolist() == [3]
+
+
+@pytest.mark.parametrize("loss", [loss_of_two_calls, loss_behind_a_look])
+def test_a_loss_that_calls_the_model_twice_is_not_planned_where_a_call_gathers(pools: Pools, tmp_path, loss) -> None:
+    workload = Workload(partial(OutOfOrder, (0, 1)), Labelled(), loss)
+    found = compare(workload, tmp_path / "run", strategies=OURS, ranks=2, steps=2, pool=pools(2)).summary
+    assert found["as_planned"].tolist() == [True] * 5 + [None] * 2
+    with pytest.raises(ValueError, match=r"'zero3' cannot be planned here: .* the model not exactly once"):
+        plan(workload, 2, "zero3")
+
+
 class Partial(torch.optim.SGD):
     """Makes one tensor of its state at once, and another in ``step()``."""
 
