@@ -19,7 +19,7 @@ CLASSES = 10
 class Classifier(nn.Module):
     """Any module will do. Repeated blocks become the units of FSDP and of the timelines."""
 
-    def __init__(self, width: int = 128, depth: int = 4) -> None:
+    def __init__(self, width: int = 64, depth: int = 4) -> None:
         super().__init__()
         self.enter = nn.Linear(32, width)
         self.blocks = nn.ModuleList(

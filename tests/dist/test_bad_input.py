@@ -258,7 +258,7 @@ def test_float16_warns_at_the_user_s_line_unless_a_scaler_is_used(pools):
     ("optimizer_fn", "words"),
     [
         (lambda model: adamw(list(model.parameters())), "optimizer_fn: a function of the tensors to step is needed"),
-        (lambda _: lambda tensors: len(tensors), "optimizer_fn: it returned a int"),
+        (lambda _: lambda tensors: len(tensors), "optimizer_fn: it returned an int"),
         (lambda model: lambda _: adamw(list(model.parameters())), "optimizer_fn: its optimizer steps 6 tensors"),
     ],
     ids=["an optimizer", "a number", "other tensors"],

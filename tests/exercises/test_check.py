@@ -135,7 +135,7 @@ def test_what_cannot_be_sent_to_a_rank_or_back_fails(pools: Pools):
     report = examine(find("buckets.assign"), lambda sizes, capacity: lock, pools(2))
     assert "cannot be pickled" in report.reason
     report = examine(find("buckets.assign"), lambda sizes, capacity: object(), pools(2))
-    assert "the result holds a object; return tensors" in report.reason
+    assert "the result holds an object; return tensors" in report.reason
 
 
 def test_ranks_that_a_case_does_not_need_come_back_at_once(pools: Pools):
