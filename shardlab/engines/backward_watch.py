@@ -160,7 +160,7 @@ class BackwardWatch:
         ]
         if not missing:  # as a rule; the walk below takes time
             return []
-        below = set().union(*map(_nodes_below, entries))
+        below = set().union(*map(nodes_below, entries))
         if any(may_nest(node) for node in below):
             return []
         # A parameter that had another dtype since the forward, inside full_params(), has another node by now.
@@ -171,7 +171,7 @@ class BackwardWatch:
         """Whether some parameter has two nodes in this backward, from before and after it had another dtype."""
         if not (entries := self._entries()):
             return True  # as far as can be told
-        below = set().union(*map(_nodes_below, entries))
+        below = set().union(*map(nodes_below, entries))
         # A graph that is not made yet, as under reentrant checkpointing, brings its parts under another number.
         known = [id(node.variable) for node in below if hasattr(node, "variable")]
         return len(known) > len(set(known))
@@ -244,7 +244,7 @@ class BackwardWatch:
         # torch.func, where a parameter has no node; neither gives parameters gradients.
         except (RuntimeError, AttributeError):
             return False
-        return bool(trainable) and goes_on and any(may_nest(below) for below in _nodes_below(node))
+        return bool(trainable) and goes_on and any(may_nest(below) for below in nodes_below(node))
 
     def _leave(self) -> None:
         # First: if the end raises, this must not look like a backward that never came to its end.
@@ -285,7 +285,7 @@ class _Graph:
         self.output, self.num_ended = TensorWeakRef(output), num_ended
 
 
-def _nodes_below(node: Any) -> set[Any]:
+def nodes_below(node: Any) -> set[Any]:
     """The node and all that a backward reaches from it; none if it is a parameter's own and shows no others."""
     seen: set[Any] = set()
     ahead = [node] if node.next_functions else []

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm.trees import map_tensors, tensors_in
-from shardlab.engines.backward_watch import may_nest
+from shardlab.engines.backward_watch import may_nest, nodes_below
 from shardlab.engines.holdings import of_state
 from shardlab.engines.optimizer_fit import without_values
 from shardlab.engines.step_tensors import StepTensors, groups_of
@@ -198,7 +198,7 @@ def _tried(config: CompareConfig, module: nn.Module, batch: Any) -> FirstForward
     try:
         with seeded(0):
             loss = config.trained.loss(_Counted(module, calls), batch)
-            nodes, num_calls = _nodes_below(loss.grad_fn), len(calls)
+            nodes, num_calls = nodes_below(loss.grad_fn), len(calls)
             reached = {node.variable for node in nodes if hasattr(node, "variable")}
             if any(map(may_nest, nodes)):  # the graph does not show what a backward inside the backward reaches
                 reached |= _with_gradients(loss, params)
@@ -263,14 +263,3 @@ class _UnitWatch:
 
 def _nodes_of(value: Any) -> set[Any]:
     return {tensor.grad_fn for tensor in tensors_in(value) if tensor.grad_fn is not None}
-
-
-def _nodes_below(node: Any) -> set[Any]:
-    """The nodes of autograd that a backward from ``node`` comes to; those of leaves have a ``variable``."""
-    seen, ahead = set(), [node]
-    while ahead:
-        node = ahead.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            ahead += [following for following, _ in node.next_functions]
-    return seen
