@@ -52,6 +52,7 @@ def _parsed(arguments: list[str] | None) -> tuple[HuntConfig, Path | None]:
     parser.add_argument("--keep-going", dest="keep_going", action="store_true", default=False, help="after a find")
     parser.add_argument("--stop-at-first", dest="keep_going", action="store_false", help="end at the first find")
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds in one collective that count as a hang")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or auto")
     parser.add_argument("--json", type=Path, default=None, help="write the summary and the finds into this file")
     given = parser.parse_args(arguments)
     strategies = given.strategies.split(",") if given.strategies else PEERS if given.peers else OURS
@@ -64,6 +65,7 @@ def _parsed(arguments: list[str] | None) -> tuple[HuntConfig, Path | None]:
         features=frozenset(features),
         keep_going=given.keep_going,
         timeout_s=given.timeout,
+        device=given.device,
     )
     return config, given.json
 

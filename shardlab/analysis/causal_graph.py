@@ -10,8 +10,8 @@ resumed      the host waits for it, and it has ended             wake-up
 ===========  ==================================================  ==========================
 
 The times that pass are those of the record. So the graph reproduces the recorded times, and says how they change if
-something takes less. It needs records in which the host waits (gloo). If a stream waits instead (NCCL), the host's
-waits explain nothing, and the step is refused.
+something takes less. It needs records in which the host waits, of ranks on the CPU. On a GPU a stream waits: the record
+has the stream's waits beside the times at which the host issued, which is ahead of it, and the step is refused.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ import pandas as pd
 
 from shardlab.analysis.intervals import Intervals
 from shardlab.analysis.matching import SAME, matched_collectives
-from shardlab.analysis.rows import bounds, numbers
+from shardlab.analysis.rows import bounds, numbers, on_streams
 from shardlab.vocabulary import Collective, Phase
 
 SEEN_US = 1.0  # a host that resumes earlier than this before the end did not really wait
@@ -92,6 +92,11 @@ def causal_graph(
         ValueError: times are missing or impossible, or the ranks disagree (see ``matched_collectives``).
     """
     rows = collectives[collectives["phase"] != str(Phase.METRICS)].reset_index(drop=True)
+    if on_streams(rows).any():
+        raise NoHostWaitsError(
+            f"collectives: those over {rows['transport'].iloc[0]} are waited for by a stream and not by the host, whose "
+            "work does not explain the length of the step; record ranks on the CPU"
+        )
     calls = _calls(rows)
     if calls and all(call.waits is None for call in calls):
         raise NoHostWaitsError(

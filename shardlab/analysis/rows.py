@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from shardlab.analysis.intervals import Intervals
 
 KEYS = ["run", "source", "rank", "step"]
+STREAM_TRANSPORTS = ("nccl", "staged")  # of ranks on a GPU
 
 Key = tuple[str, str, int, int]
 
@@ -43,6 +44,11 @@ def bounds(frame: pd.DataFrame, start: str, end: str, table: str) -> Intervals:
             f"{end} {times[row, 1]:g} < {start} {times[row, 0]:g}; the clock ran backwards"
         )
     return times
+
+
+def on_streams(collectives: pd.DataFrame) -> "pd.Series[bool]":
+    """Whether a stream of a GPU waited for each collective, and not the host, which issued it ahead of the stream."""
+    return collectives["transport"].astype(str).str.startswith(STREAM_TRANSPORTS)
 
 
 def numbers(frame: pd.DataFrame, column: str) -> NDArray[np.float64]:

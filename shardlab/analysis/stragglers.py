@@ -4,7 +4,8 @@ On each rank, with ``last`` the moment the last rank of the group began::
 
     issue ── queued ── start ── straggler ── last ── transfer ── end
 
-Queued: the queue was busy with earlier collectives. Straggler: the transport had begun, but some rank had not joined
+Queued: the queue was busy with earlier collectives (on a GPU also: the host issued it before the computing stream came
+to it). Straggler: the transport had begun, but some rank had not joined
 yet. Bytes move only in the transfer. What a rank loses to the straggler is the part of that time it spends in ``wait``.
 
 Why the last rank was late, its spans say: it computed, it was off the CPU (it slept, or its core ran something else),

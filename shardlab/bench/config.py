@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from shardlab.comm.transports.choice import check_transport
+from shardlab.comm.transports.choice import check_torch_engines, check_transport
 from shardlab.engines import engine_options
 from shardlab.launch import place
 from shardlab.models import MODELS, GPTConfig
@@ -139,12 +139,12 @@ class BenchConfig:
     """A whole bench.
 
     Attributes:
-        ranks: number of ranks, at least 2.
+        ranks: number of ranks; one alone shows what an engine costs besides sending.
         rounds: timed steps of each engine, at least 2.
         workloads: see ``WORKLOADS``.
         pairs: see ``PAIRS``.
         device: auto, cpu or cuda.
-        transport: transport of our engines: 'shared_memory' or 'gloo', not for ranks with a GPU each; None for the
+        transport: transport of our engines: 'shared_memory' or 'gloo', not where ranks send by NCCL; None for the
             first that works. Torch's always use gloo or NCCL, so 'gloo' compares the engines alone.
         timeout_s: a collective that takes longer ends the bench.
 
@@ -162,7 +162,7 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        for name, least in (("ranks", 2), ("rounds", 2)):
+        for name, least in (("ranks", 1), ("rounds", 2)):
             if (number := getattr(self, name)) < least:
                 raise ValueError(f"{name}: {number} is below {least}")
         for name in ("workloads", "pairs"):
@@ -171,7 +171,10 @@ class BenchConfig:
                 raise ValueError(f"{name}: {', '.join(names) or 'none'}; at least one is needed, and each only once")
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s: {self.timeout_s} is not above 0")
-        check_transport(place(self.ranks, self.device).backend, self.transport, link=None)
+        placement = place(self.ranks, self.device)
+        check_transport(placement.backend, self.transport, link=None)
+        if any(pair.theirs.strategy.startswith("torch_") for pair in self.pairs):
+            check_torch_engines(placement.device_type, placement.backend)
         for workload in self.workloads:
             for pair in self.pairs:
                 pair.check(workload.model, self.ranks)

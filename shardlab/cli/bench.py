@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from shardlab.cli.console import count
 from shardlab.vocabulary import HostTransport
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def _with_progress(config: "BenchConfig") -> list["BenchRow"]:
 
 def _table(workload: "Workload", rows: Sequence["BenchRow"]) -> Table:
     size = f"{workload.model}, {workload.rows} x {workload.seq_len} tokens a rank"
-    title = f"{workload.name}: {size}, {rows[0].ranks} ranks, {rows[0].rounds} rounds"
+    title = f"{workload.name}: {size}, {count(rows[0].ranks, 'rank')}, {rows[0].rounds} rounds"
     # Narrow, as is all in it: it fits into 80 columns.
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0)
     for name in ("ours", "theirs"):

@@ -37,13 +37,15 @@ def faults(
     transport: Annotated[
         str | None, typer.Option(help="shared_memory or gloo; by default the first that works.", show_default=False)
     ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
     json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> int:
     """Break training on purpose, in every way under every strategy: what is the user told, and what is left behind?"""
     from shardlab.faults.matrix import QUICK_STRATEGIES, STRATEGIES, MatrixConfig
 
     names = tuple(strategies.split(",")) if strategies is not None else QUICK_STRATEGIES if quick else STRATEGIES
-    rows = _with_progress(MatrixConfig(strategies=names, ranks=ranks, transport=transport, quick=quick))
+    config = MatrixConfig(strategies=names, ranks=ranks, transport=transport, quick=quick, device=device)
+    rows = _with_progress(config)
     if json:
         typer.echo(json_text.dumps([asdict(row) for row in rows], indent=2))
     else:

@@ -26,6 +26,7 @@ from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.group import Process, retire
 from shardlab.comm.script_collectives import bytes_kept
 from shardlab.comm.torch_times import GLOO_THREADS, HostTimes, StreamTimes, Times, complete_waits
+from shardlab.comm.transports.choice import check_torch_engines
 from shardlab.comm.trees import tensors_in
 from shardlab.partition.torch_gloo import moved_bytes
 from shardlab.vocabulary import Collective
@@ -51,8 +52,7 @@ def torch_group(mesh: BaseMesh, axis: str, tag_of: TagOf | None) -> dist.Process
         raise ValueError("mesh: torch's own engines need a mesh over all ranks of a RankPool, launch or torchrun")
     if comm.emulated:
         raise ValueError("link: torch's own engines send past the emulated link; leave it out")
-    if mesh.device.type == "cuda" and dist.get_backend() != "nccl":
-        raise ValueError("mesh: torch's own engines need a GPU for each rank; use device='cpu'")
+    check_torch_engines(mesh.device.type, dist.get_backend())
     own: list[dist.ProcessGroup] = []
     for ranks in groups_along(mesh.axes, mesh.ranks, axis):
         # Every rank must take part in making every group, also of groups it does not belong to.
@@ -143,6 +143,8 @@ class TorchGroup(dist.ProcessGroup):
         tag_of: what a collective is for.
     """
 
+    supports_splitting = supports_coalescing = supports_shrinking = supports_time_estimate = False
+
     def __init__(self, inner: dist.ProcessGroup, comm: Communicator, tag_of: TagOf) -> None:
         super().__init__(comm.rank, comm.num_ranks)  # type: ignore[call-arg]
         self._inner: dist.ProcessGroup | None = inner
@@ -153,6 +155,10 @@ class TorchGroup(dist.ProcessGroup):
         self.times: Times = HostTimes(GLOO_THREADS) if self._is_gloo else StreamTimes()
         self._name = ""
         self.left_to_torch: list[tuple[CollectiveEvent, tuple[Observer, ...]]] = []  # C++ waits for them
+
+    def _get_backend(self, device: torch.device) -> Any:  # noqa: ARG002
+        """What sends for a device; torch asks it what it can do besides, where the default group is bound to a GPU."""
+        return self
 
     def getBackendName(self) -> str:  # noqa: N802
         """A name of its own: for 'gloo' torch would look for a gloo backend inside this group."""

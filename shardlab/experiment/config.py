@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardlab.comm.transports.choice import check_transport
+from shardlab.comm.transports.choice import check_torch_engines, check_transport
 from shardlab.data_sets import load_text
 from shardlab.engines import STRATEGIES, engine_options
 from shardlab.engines.fsdp import LAYOUTS, SHARDINGS
@@ -85,7 +85,11 @@ class CompareConfig(CompareOptions):
             raise ValueError(
                 f"ranks: {self.ranks}, but torchrun started {env.world_size} processes; the numbers must be equal"
             )
-        check_transport(place(self.ranks, self.device).backend, self.transport, self.link)
+        placement = place(self.ranks, self.device)
+        check_transport(placement.backend, self.transport, self.link)
+        # Under torchrun a process may see its own GPU alone; there the engines themselves refuse.
+        if env is None and self._torch_engines:
+            check_torch_engines(placement.device_type, placement.backend)
         if self.workload is None:
             load_text(self.text, self.seq_len)
 
@@ -175,7 +179,7 @@ class CompareConfig(CompareOptions):
         """Refuse what torch's own engines cannot do."""
         if TorchFSDP2.name in self.strategies:
             TorchFSDP2.check_params(dict(self.on_meta.named_parameters()))
-        if self.link is not None and (peers := [name for name in self.strategies if name.startswith("torch_")]):
+        if self.link is not None and (peers := self._torch_engines):
             raise ValueError(f"link: torch's own engines bypass an emulated link; leave out {', '.join(peers)}")
         if TORCH_TP in self.strategies:
             config = MODELS[self.model]
@@ -186,6 +190,10 @@ class CompareConfig(CompareOptions):
                     f"ranks: 'torch_tp' gives each rank whole heads, and the {config.kv_heads} of {self.model} do not "
                     f"divide among {self.ranks} ranks"
                 )
+
+    @property
+    def _torch_engines(self) -> list[str]:
+        return [name for name in self.strategies if name.startswith("torch_")]
 
     @cached_property
     def trained(self) -> Workload:

@@ -20,6 +20,7 @@ from time import monotonic, perf_counter_ns, sleep
 
 import psutil
 
+from shardlab.comm.transports.choice import check_torch_engines, check_transport
 from shardlab.engines import engine_options
 from shardlab.experiment import compare
 from shardlab.experiment.comparison import PRELOAD
@@ -40,7 +41,7 @@ from shardlab.faults.kinds import (
     Straggler,
 )
 from shardlab.faults.program import STEPS, train, workload
-from shardlab.launch import RankError, RankHang, RankPool
+from shardlab.launch import RankError, RankHang, RankPool, place
 from shardlab.launch.placement import torchrun_env
 from shardlab.vocabulary import Collective, Phase
 
@@ -77,6 +78,7 @@ class MatrixConfig:
         transport: see ``Mesh``.
         quick: only faults in the backward.
         timeout_s: of the pool; a hang takes so long until it is told.
+        device: see ``RankPool``.
 
     Raises:
         ValueError: a field has a value it cannot have; the message names it.
@@ -87,6 +89,7 @@ class MatrixConfig:
     transport: str | None = None
     quick: bool = False
     timeout_s: float = TIMEOUT_S
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         """Check before a rank starts."""
@@ -100,6 +103,10 @@ class MatrixConfig:
             raise ValueError("ranks: torchrun has started them, and it ends them all once one is killed; run it alone")
         if self.ranks < 3:
             raise ValueError(f"ranks: {self.ranks} is below 3; of two ranks that differ nobody can say which is wrong")
+        placement = place(self.ranks, self.device)
+        check_transport(placement.backend, self.transport, link=None)
+        if any(strategy.startswith("torch_") for strategy in self.strategies):
+            check_torch_engines(placement.device_type, placement.backend)
 
     @property
     def cases(self) -> list[tuple[str, Fault]]:
@@ -160,8 +167,8 @@ def matrix(config: MatrixConfig, on_row: Callable[[Row], None] | None = None) ->
     """
     rows = []
     with RankPool(
-        config.ranks, device="cpu", timeout_s=config.timeout_s, limit_s=_LIMIT_S, notice_s=None, threads_per_rank=1,
-        preload=PRELOAD,
+        config.ranks, device=config.device, timeout_s=config.timeout_s, limit_s=_LIMIT_S, notice_s=None,
+        threads_per_rank=1, preload=PRELOAD,
     ) as pool:  # fmt: skip
         runs = {strategy: _Runs(strategy, config.transport, pool) for strategy in config.strategies}
         for strategy, fault in config.cases:
@@ -239,7 +246,7 @@ class _Runs:
         with tempfile.TemporaryDirectory() as directory:
             comparison = compare(
                 workload(faults), directory, pool=self.pool, strategies=self.strategy, ranks=self.pool.world_size,
-                steps=STEPS, transport=self.transport,
+                steps=STEPS, transport=self.transport, device=self.pool.placement.device_type,
             )  # fmt: skip
             said = [sentence for sentence in verdicts(comparison) if "NOT" in sentence or "DISAGREE" in sentence]
         return _Heard(said=" ".join(said), blamed=" ".join(said))

@@ -131,10 +131,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._registered: list[ModuleType] = []
 
     def reducer_override(self, value: object) -> object:
-        # Leave a parameter to torch: it keeps class and requires_grad, and its data, a tensor, passes through here.
-        if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter) and _is_on_gpu(value):
+        if isinstance(value, torch.Tensor) and _travels_as_a_copy(value):
             host = value.detach().cpu().requires_grad_(value.requires_grad)
-            return host.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return host.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if _torch_pickles(host) else _as_bytes(host)
         if isinstance(value, CodeType):
             # Since 3.1.3 cloudpickle leaves out the file: tracebacks, and the lines of collectives, would name none.
             return _code_of_file, (value.co_filename, *self.dispatch_table[CodeType](value))
@@ -197,6 +196,25 @@ def _hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
     hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
     hooked.hooked = True
     return hooked  # type: ignore[no-any-return]
+
+
+def _travels_as_a_copy(tensor: torch.Tensor) -> bool:
+    # A parameter is left to torch: it keeps class and requires_grad, and its data, a tensor, comes here too.
+    return not isinstance(tensor, torch.nn.Parameter) and (_is_on_gpu(tensor) or not _torch_pickles(tensor))
+
+
+def _torch_pickles(tensor: torch.Tensor) -> bool:
+    """Whether pickle can read what torch writes: a dtype newer than its typed storages (float8, uint16) has none."""
+    return type(tensor) is not torch.Tensor or tensor.dtype in torch.storage._dtype_to_storage_type_map()
+
+
+def _as_bytes(tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+    as_bytes = tensor.detach().reshape(-1).view(torch.uint8)
+    return _from_bytes, (as_bytes, tensor.dtype, tensor.shape, tensor.requires_grad)
+
+
+def _from_bytes(as_bytes: torch.Tensor, dtype: torch.dtype, shape: torch.Size, requires_grad: bool) -> torch.Tensor:
+    return as_bytes.view(dtype).reshape(shape).requires_grad_(requires_grad)
 
 
 def _is_on_gpu(tensor: torch.Tensor) -> bool:

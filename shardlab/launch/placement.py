@@ -6,6 +6,7 @@ this machine           backend  staged  why
 a GPU for every rank   nccl     no      the fast path
 no GPU                 gloo     no      CPU tensors, through shared memory or over loopback
 fewer GPUs than ranks  gloo     yes     ranks share GPUs; NCCL refuses two ranks on one GPU
+the same, NCCL told    nccl     no      from 2.30 on, with NCCL_MULTI_RANK_GPU_ENABLE=1
 =====================  =======  ======  ======================================================
 """
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 DEVICES = ("auto", "cpu", "cuda")
+SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"  # NCCL's own switch, in the environment; an NCCL before 2.30 refuses the ranks
 _GPU_OF = "shardlab/gpu of rank {}"
 
 
@@ -80,15 +82,16 @@ def _on_gpus(world_size: int, num_gpus: int) -> Placement:
 
 
 def _sending(placement: Placement, num_gpus: int) -> Placement:
-    """By NCCL if every rank has one of the GPUs, else staged."""
-    world_size = placement.world_size
-    if num_gpus < world_size:
-        gpus = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
-        why = f"{world_size} ranks share {gpus} (NCCL refuses two ranks on one GPU)"
-    elif not dist.is_nccl_available():
+    """By NCCL if every rank has one of the GPUs, or if NCCL lets ranks share; else staged."""
+    gpus = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+    share = f"{placement.world_size} ranks share {gpus}" if num_gpus < placement.world_size else None
+    if not dist.is_nccl_available():
         why = "this torch is built without NCCL"
+    elif share is not None and os.environ.get(SHARING) != "1":
+        why = f"{share} (NCCL refuses two ranks on one GPU)"
     else:
-        return replace(placement, backend="nccl", staged=False, banner=None)
+        banner = share and f"{share} and send by NCCL ({SHARING}=1): they take turns, so each computes more slowly"
+        return replace(placement, backend="nccl", staged=False, banner=banner)
     banner = f"{why}: collectives are staged through pinned host memory, so their times are not NCCL's"
     return replace(placement, backend="gloo", staged=True, banner=banner)
 

@@ -131,6 +131,8 @@ THREADS = [collective(rank, seq, (10 * seq, 10 * seq, 90), (5 - seq, 95)) for ra
         (two_ranks()[0], {"step": 3}, "step: 3 was not recorded; there are 0 to 0"),
         (two_ranks()[0].drop(columns="tag"), {}, "missing columns .'tag'"),
         (collectives(*STREAM), {}, "a stream waited instead of the host"),
+        (two_ranks()[0].assign(transport="nccl"), {}, "those over nccl are waited for by a stream"),
+        (two_ranks()[0].assign(transport="staged"), {}, "those over staged are waited for by a stream"),
         (two_ranks()[0].assign(wait_start_us=NAN, wait_end_us=NAN), {}, "has no waits of the host"),
         (collectives(*THREADS), {}, "one thread cannot have done both"),
         (collectives(collective(0, 0, (0, 0, NAN)), collective(1, 0, (0, 0, 1))), {}, "has no end_us"),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from io import StringIO
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -128,7 +129,7 @@ def test_torch_runs_at_its_best(pools, pair, static_graph, sent):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"ranks": 1}, "ranks: 1 is below 2"),
+        ({"ranks": 0}, "ranks: 0 is below 1"),
         ({"rounds": 1}, "rounds: 1 is below 2"),
         ({"workloads": ()}, "workloads: none; at least one is needed"),
         ({"pairs": (PAIRS["fsdp"], PAIRS["fsdp"])}, "pairs: fsdp, fsdp; .* each only once"),
@@ -140,6 +141,20 @@ def test_torch_runs_at_its_best(pools, pair, static_graph, sent):
 def test_a_wrong_field_is_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         BenchConfig(**{"device": "cpu", **wrong})
+
+
+def test_torchs_engines_are_refused_where_ranks_share_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    with pytest.raises(ValueError, match="device: torch's own engines send by NCCL, and here ranks share a GPU"):
+        BenchConfig(ranks=2)
+    BenchConfig(ranks=2, pairs=(PAIRS["itself"],))
+
+
+def test_one_rank_shows_what_an_engine_costs_besides_sending(pools):
+    config = BenchConfig(ranks=1, rounds=2, workloads=(TINY,), pairs=(PAIRS["fsdp"],), device="cpu")
+    (row,) = bench(config, pool=pools(1))
+    assert (row.ranks, row.ours, row.theirs) == (1, "fsdp", "torch_fsdp2")
 
 
 def test_a_wrong_workload_or_contender_is_refused():
@@ -164,7 +179,7 @@ def test_a_pool_of_another_size_is_refused(pools):
         (["--workloads", "compute,x"], "workloads: 'x' is not one of compute, communication, latency"),
         (["--pairs", "ddp"], "pairs: 'ddp' is not one of bucketed, zero1, fsdp, tensor_parallel, itself"),
         (["--pairs", ""], "pairs: none; at least one is needed"),
-        (["--ranks", "1"], "ranks: 1 is below 2"),
+        (["--ranks", "0"], "ranks: 0 is below 1"),
         (["--rounds", "0"], "rounds: 0 is below 2"),
         (["--json", "/nowhere/at/all.json"], "json: /nowhere/at/all.json cannot be written"),
     ],

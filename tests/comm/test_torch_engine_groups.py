@@ -143,3 +143,9 @@ def test_no_work_where_the_script_calls_torch_itself(device, observer):
     event = Communicator(Sends(), None, (0, 1), 0, "data").announce("all_reduce", [torch.ones(4)], "")
     assert times.follow(lambda: device.compute(6 * MS), event, (observer,)) is None
     assert times_of(event.device_times) == times_of(event.device_wait) == (0, 6 * MS)
+
+
+def test_torch_may_ask_what_sends_for_a_device():
+    """As it does of every new group where the default group is bound to a GPU."""
+    group = TorchGroup.__new__(TorchGroup)
+    assert not group._get_backend(torch.device("cuda", 0)).supports_splitting

@@ -14,8 +14,8 @@ from shardlab.vocabulary import HostTransport
     [
         ("gloo", "udp", None, "transport: 'udp' is not one of shared_memory, gloo"),
         ("nccl", "udp", None, "transport: 'udp' is not one of shared_memory, gloo"),
-        ("nccl", "gloo", None, "transport: ranks with a GPU each send by NCCL, not 'gloo'; leave it out or use cpu"),
-        ("nccl", None, "1Gbps,50us", "link: ranks with a GPU each send by NCCL, which cannot be delayed; leave it out"),
+        ("nccl", "gloo", None, "transport: these ranks send by NCCL, not 'gloo'; leave it out or use cpu"),
+        ("nccl", None, "1Gbps,50us", "link: these ranks send by NCCL, which cannot be delayed; leave it out"),
     ],
 )
 def test_refused(backend, transport, link, message):

@@ -160,3 +160,15 @@ def test_units_are_chosen_as_for_the_engine():
         config = CompareConfig(strategies="fsdp", wrap=wrap)
         assert config.engine_options(("wrap",)) == {"wrap": wrap}
         assert json.dumps(config.as_dict("fsdp"))
+
+
+def test_torchs_engines_are_refused_where_ranks_share_a_gpu(monkeypatch):
+    """Before ranks start, and before the strategies in front of them have run."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    with pytest.raises(ValueError, match="device: torch's own engines send by NCCL, and here ranks share a GPU"):
+        CompareConfig(strategies=("single", "torch_ddp"), ranks=2)
+    assert CompareConfig(strategies=("single", "torch_ddp"), ranks=1).ranks == 1
+    assert CompareConfig(strategies=("single", "ddp"), ranks=2).ranks == 2
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert CompareConfig(strategies=("single", "torch_ddp"), ranks=2).ranks == 2

@@ -32,7 +32,8 @@ def difference(found: Any, wanted: Any, tolerance: float) -> str:
     if not isinstance(wanted, Tensor) and not isinstance(found, Tensor):
         same = found == wanted or (isinstance(wanted, float) and abs(found - wanted) <= tolerance)
         return "" if same else f"{found!r} instead of {wanted!r}"
-    found, wanted = (torch.as_tensor(value).detach().double() for value in (found, wanted))
+    # On the CPU: of two tensors that are to be equal one may be offloaded.
+    found, wanted = (torch.as_tensor(value).detach().cpu().double() for value in (found, wanted))
     if found.shape != wanted.shape:
         return f"shape {tuple(found.shape)} instead of {tuple(wanted.shape)}"
     if not wanted.numel() or torch.equal(found, wanted):

@@ -42,6 +42,7 @@ class HuntConfig:
     features: frozenset[str] = ON
     keep_going: bool = False
     timeout_s: float = 10.0
+    device: str = "cpu"
     bar: bool = True
 
 
@@ -95,8 +96,9 @@ class Hunt:
         """A warm pool."""
         if num_ranks not in self._pools:
             self._pools[num_ranks] = RankPool(
-                num_ranks, device="cpu", timeout_s=self.config.timeout_s, threads_per_rank=1, preload=["torch._dynamo"]
-            )
+                num_ranks, device=self.config.device, timeout_s=self.config.timeout_s, threads_per_rank=1,
+                preload=["torch._dynamo"],
+            )  # fmt: skip
         return self._pools[num_ranks]
 
     def _round(self, num_ranks: int, seed: int) -> None:

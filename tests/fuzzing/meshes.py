@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardlab.comm.mesh import Mesh
+from shardlab.launch import current
 from tests.fuzzing.engines import EngineSpec
 
 _KEPT: dict[Any, Mesh] = {}  # of this process; the same keys on every rank of its pool
@@ -31,18 +33,19 @@ class Meshes:
         ranks = spec.ranks(self.rank, self.num_ranks)
         if self.num_ranks == 1:
             return Mesh(dict(spec.axes))
+        transport = None if dist.get_backend() == "nccl" else spec.transport
         if spec.name.startswith("torch"):
-            self._of_torch.append(Mesh(dict(spec.axes), transport=spec.transport))
+            self._of_torch.append(Mesh(dict(spec.axes), transport=transport))
             return self._of_torch[-1]
-        key = (spec.axes, spec.transport, spec.place)
+        key = (spec.axes, transport, spec.place)
         if key not in _KEPT:
-            _KEPT[key] = Mesh(dict(spec.axes), ranks=ranks, transport=spec.transport)
+            _KEPT[key] = Mesh(dict(spec.axes), ranks=ranks, transport=transport)
         self._used.append(key)
         return _KEPT[key]
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """The largest of all ranks' values, place by place; collective over the pool."""
-        found = torch.tensor(values, dtype=torch.float64)
+        found = torch.tensor(values, dtype=torch.float64, device=current().device)
         if self.num_ranks > 1:
             _KEPT["control"].data.all_reduce(found, reduction="max", tag="answer").wait()
         return found.tolist()

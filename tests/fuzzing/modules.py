@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shardlab.launch import current
+
 FEATURES, OUTPUTS = 3, 5
 
 ALIKE_KINDS = (
@@ -246,7 +248,7 @@ def prediction(output: Any) -> Tensor:
 def build(spec: ModuleSpec, seed: int = 0) -> Model:
     """The module, with parameters of its own for every seed."""
     with seeded(seed):
-        return Model(spec).double()
+        return Model(spec).double().to(current().device)
 
 
 def replicas(models: list[Model], number: int) -> list[Model]:
@@ -262,8 +264,11 @@ def replicas(models: list[Model], number: int) -> list[Model]:
 def rows(seed: int, rank: int, num_rows: int = 2) -> tuple[Tensor, Tensor]:
     """A rank's rows, [B, I], and what the module is to say of them, [B, V]."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
-    x = torch.randn(num_rows, FEATURES, generator=generator, dtype=torch.float64)
-    return x, torch.randn(num_rows, OUTPUTS, generator=generator, dtype=torch.float64)
+    x, y = (
+        torch.randn(num_rows, width, generator=generator, dtype=torch.float64).to(current().device)
+        for width in (FEATURES, OUTPUTS)
+    )
+    return x, y
 
 
 @contextlib.contextmanager

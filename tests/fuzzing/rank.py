@@ -156,7 +156,7 @@ def _end(world: World) -> str:
     found = list(deep_checks(world))
     world.ours.engine.close()
     for comm in world.ours.mesh.communicators:  # nothing is left in them that another rank never sent
-        number = torch.ones(1, dtype=torch.float64)
+        number = torch.ones(1, dtype=torch.float64, device=current().device)
         comm.all_reduce(number, tag="after close()").wait()
         found += [] if number.item() == comm.num_ranks else ["ranks have mixed up their collectives"]
     if not world.ours.spec.name.startswith("torch_fsdp2"):

@@ -8,6 +8,7 @@ from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.experiment import CompareConfig, compare
 from shardlab.launch import current, place
+from shardlab.launch.placement import SHARING
 from shardlab.vocabulary import Role
 from tests.dist import cases
 
@@ -62,7 +63,8 @@ def test_every_verb_on_device_tensors(gpu_pools):
         assert received == [float(1 - rank)] * 4
 
 
-def test_fewer_gpus_than_ranks_share_with_a_banner():
+def test_fewer_gpus_than_ranks_share_with_a_banner(monkeypatch):
+    monkeypatch.delenv(SHARING, raising=False)
     num_gpus = torch.cuda.device_count()
     placement = place(num_gpus + 1, "cuda")
     assert (placement.backend, placement.staged) == ("gloo", True)

@@ -47,6 +47,19 @@ def test_ranks_share_gpus(machine):
     assert "3 ranks share 2 GPUs (NCCL refuses two ranks on one GPU)" in placement.banner
 
 
+def test_nccl_may_be_told_to_let_ranks_share(machine, monkeypatch):
+    machine(2)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    placement = place(3)
+    assert (placement.backend, placement.staged) == ("nccl", False)
+    assert placement.banner.startswith("3 ranks share 2 GPUs and send by NCCL (NCCL_MULTI_RANK_GPU_ENABLE=1)")
+    assert place(2).banner is None
+    shared = in_every_rank(["GPU-a", "GPU-b", "GPU-a"], 1)
+    assert (shared.backend, shared.staged, shared.banner) == ("nccl", False, placement.banner)
+    machine(2, nccl=False)
+    assert place(3).staged
+
+
 def test_torch_without_nccl(machine):
     machine(2, nccl=False)
     placement = place(2)

@@ -3,7 +3,7 @@
 ============================  ==============================================================
 ranks                         transport
 ============================  ==============================================================
-each with a GPU of its own    NCCL
+each with a GPU of its own    NCCL (or ranks that share one, if NCCL is told to: launch.placement)
 on one Linux host             shared memory; gloo if asked for
 others                        gloo
 ============================  ==============================================================
@@ -39,9 +39,23 @@ def check_transport(backend: str, transport: str | None, link: object | None) ->
     if backend != "nccl":
         return
     if transport is not None:
-        raise ValueError(f"transport: ranks with a GPU each send by NCCL, not {transport!r}; leave it out or use cpu")
+        raise ValueError(f"transport: these ranks send by NCCL, not {transport!r}; leave it out or use cpu")
     if link is not None:
-        raise ValueError("link: ranks with a GPU each send by NCCL, which cannot be delayed; leave it out or use cpu")
+        raise ValueError("link: these ranks send by NCCL, which cannot be delayed; leave it out or use cpu")
+
+
+def check_torch_engines(device_type: str, backend: str) -> None:
+    """Raise ValueError unless torch's own engines can send between these ranks: only our transports are staged.
+
+    Args:
+        device_type: of the ranks, ``cpu`` or ``cuda``.
+        backend: of torch.distributed, on these ranks.
+    """
+    if device_type == "cuda" and backend != "nccl":
+        raise ValueError(
+            "device: torch's own engines send by NCCL, and here ranks share a GPU (or torch is built without NCCL); "
+            "leave these engines out, take fewer ranks, or use device='cpu'"
+        )
 
 
 def transport_of(
