@@ -94,7 +94,7 @@ def causal_graph(
     rows = collectives[collectives["phase"] != str(Phase.METRICS)].reset_index(drop=True)
     if on_streams(rows).any():
         raise NoHostWaitsError(
-            f"collectives: those over {rows['transport'].iloc[0]} are waited for by a stream and not by the host, whose "
+            f"collectives: those over {rows['transport'].iloc[0]} are waited for by a stream, not by the host, whose "
             "work does not explain the length of the step; record ranks on the CPU"
         )
     calls = _calls(rows)

@@ -214,7 +214,7 @@ class FlatParameters:
         self._empty[bucket.index] = self._empty_pieces(bucket)
 
     def _empty_pieces(self, bucket: Bucket) -> EmptyPieces:
-        return EmptyPieces(self.tensors.by_name(name) for name in bucket.names)
+        return EmptyPieces({name: self.tensors.by_name(name) for name in bucket.names})
 
     def _replaced(self, bucket: Bucket) -> list[tuple[int, Tensor]]:
         """Slots whose parameters have other data than the buffer's, and their views of it."""

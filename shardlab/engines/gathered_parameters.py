@@ -11,9 +11,12 @@ They are SHARDED, GATHERING or UNSHARDED. To free the full ones is to drop refer
 (``saved_tensors.py``), so the memory is free at once, and no computation loses a tensor that it still uses.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from enum import Enum, auto
-from math import nan
+from functools import cached_property
+from math import nan, prod
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +30,9 @@ from shardlab.engines.precision import Precision
 from shardlab.engines.unused_params import write_unused
 from shardlab.partition.chunks import Layout, Piece, has_whole_rows, stretches_in_buffer
 from shardlab.vocabulary import Role
+
+# By the address of a storage: the bucket whose gathered parameters are there. It keeps no bucket in memory.
+_GATHERED: WeakValueDictionary[int, "GatheredParameters"] = WeakValueDictionary()
 
 
 class BucketState(Enum):
@@ -64,6 +70,7 @@ class GatheredParameters:
         self.state = BucketState.UNSHARDED
         self.full: dict[str, Tensor] = {}  # gathered parameters, while UNSHARDED
         self.addresses: set[int] = set()  # of their storages
+        self._places: tuple[list[int], list[str]] = [], []  # where in memory each begins, ascending
         self._versions: dict[str, int] = {}  # of the parameters, when they were gathered
         self._gathering: tuple[Tensor, Pending] | None = None
         self._tensors = LayoutOfTensors(layout, comm.rank, {key: tuple(param.shape) for key, param in params.items()})
@@ -120,8 +127,7 @@ class GatheredParameters:
             # Waited for, and only then dropped: after an error a transport may still write into the buffer.
             pending.wait()
             self._gathering = None
-            self.full = {name: self._tensors.read(name, buffer) for name in self.params}
-            self.addresses = {full.untyped_storage().data_ptr() for full in self.full.values()}
+            self._show({name: self._tensors.read(name, buffer) for name in self.params})
             for name, param in self.params.items():
                 param.data = self.full[name]  # the same parameter object, with its hooks and its version
                 self.sites[name].put_parameter()
@@ -135,19 +141,22 @@ class GatheredParameters:
             self._gathering[1].wait()  # a transport may still write into the buffer
             self._gathering = None
         if self.state is BucketState.UNSHARDED:
-            # A stub in its place, since autograd may ask for the shape. It has the dtype of what is gathered: with
-            # another dtype a parameter gets a new node for its gradients in autograd. One element serves the whole
-            # bucket, as each tensor costs a launch on a device. NaN, so that code which kept the parameter from before
-            # the engine does not compute with zeros.
-            stub = torch.full(
-                (), nan if self.compute_dtype.is_floating_point else 0, dtype=self.compute_dtype, device=self.device
-            )
             for name, param in self.params.items():
                 self.sites[name].put_placeholder()
-                param.data = stub.expand(self.sites[name].shape)
+                param.data = self._stubs[name]
             # Our last references: from here on only a view that the user has kept can hold the memory.
-            self.full, self.addresses = {}, set()
+            self._show({})
         self.state = BucketState.SHARDED
+
+    def name_at(self, place: int) -> str | None:
+        """The gathered parameter of this bucket that lies at a place in memory."""
+        begins, names = self._places
+        found = bisect_right(begins, place) - 1
+        if found < 0:
+            return None
+        full = self.full[names[found]]
+        # One without elements has a place too. (Not ``nbytes``, which torch.compile cannot trace.)
+        return names[found] if place - begins[found] < max(1, full.numel()) * full.element_size() else None
 
     def held_parameters(self) -> Iterator[Held]:
         """The shard, and the full parameters while they are gathered."""
@@ -156,6 +165,18 @@ class GatheredParameters:
             yield Held(Role.PARAMETER, self.pieces[name], name, (piece.param_start, piece.param_stop))
         gathered = [*self.full.values(), *([self._gathering[0]] if self._gathering is not None else [])]
         yield from (Held(Role.GATHERED_PARAMETER, tensor) for tensor in gathered)
+
+    @cached_property
+    def _stubs(self) -> dict[str, Tensor]:
+        """What a freed parameter has as its data, since autograd may ask for the shape.
+
+        It has the dtype of what is gathered: with another dtype a parameter gets a new node for its gradients in
+        autograd. One element serves the whole bucket, once and for all, as each tensor costs a launch on a device. NaN,
+        so that code which kept the parameter from before the engine does not compute with zeros.
+        """
+        value = nan if self.compute_dtype.is_floating_point else 0
+        stub = torch.full((), value, dtype=self.compute_dtype, device=self.device)
+        return {name: stub.expand(site.shape) for name, site in self.sites.items()}
 
     # Steps that FSDP's buckets override, and helpers.
 
@@ -187,6 +208,15 @@ class GatheredParameters:
         for name, piece in self.pieces.items():
             piece.data = self._tensors.piece_of(name, shard)
 
+    def _show(self, full: dict[str, Tensor]) -> None:
+        """Note what is gathered and where; nothing if it has been freed."""
+        for address in self.addresses:
+            _GATHERED.pop(address, None)
+        self.full, self.addresses = full, {tensor.untyped_storage().data_ptr() for tensor in full.values()}
+        _GATHERED.update(dict.fromkeys(self.addresses, self))
+        begins = sorted((place_of(tensor), index, name) for index, (name, tensor) in enumerate(full.items()))
+        self._places = [begin for begin, *_ in begins], [name for *_, name in begins]
+
     def _versions_now(self) -> dict[str, int]:
         """Autograd's counters of writes in place, which a change of ``.data`` leaves as they are."""
         return {name: param._version for name, param in self.params.items()}
@@ -211,7 +241,13 @@ class LayoutOfTensors:
             name: slice(piece.flat_start - self._first, piece.flat_stop - self._first)
             for name, piece in self.own.items()
         }
-        self._piece_shapes = {name: _shape_of(piece, shapes[name]) for name, piece in self.own.items()}
+        self._pieces_at = {  # in the chunk
+            name: _At(self.places[name].start, _shape_of(piece, shapes[name])) for name, piece in self.own.items()
+        }
+        self._fulls_at = {  # in the buffer, of parameters that lie there in one stretch
+            name: _At(stretches[0][0] if stretches else 0, shapes[name])
+            for name, stretches in self._stretches.items() if len(stretches) <= 1
+        }  # fmt: skip
 
     def cut(self, params: Mapping[str, Tensor]) -> Tensor:
         """This rank's chunk of full parameters, [chunk], padded with zeros."""
@@ -227,34 +263,64 @@ class LayoutOfTensors:
         """A parameter's part of a tensor of the chunk's size, a view: whole rows in their shape, anything else flat."""
         if name not in self.own:
             return shard.new_empty((0, *(self._shapes[name] or (1,))[1:]))
-        return shard[self.places[name]].view(self._piece_shapes[name])
+        return self._pieces_at[name].of(shard)
 
     def read(self, name: str, buffer: Tensor) -> Tensor:
         """A full parameter read from the buffer."""
-        shape, stretches = self._shapes[name], self._stretches[name]
-        if len(stretches) == 1 and not self._are_copied:
-            start, stop, _ = stretches[0]
+        if not self._are_copied:
             # A view, which keeps the whole buffer in memory while any parameter of it is used.
-            return buffer[start:stop].view(shape)
+            return self._fulls_at[name].of(buffer)
         # A copy: the buffer can go as soon as all parameters are read.
-        full = buffer.new_empty(shape)
-        for start, stop, offset in stretches:
+        full = buffer.new_empty(self._shapes[name])
+        for start, stop, offset in self._stretches[name]:
             full.view(-1)[offset : offset + stop - start].copy_(buffer[start:stop])
         return full
 
-    def write(self, name: str, gradient: Tensor | None, buffer: Tensor) -> None:
-        """Put a gradient into its place in the buffer; None means that this rank did not use the parameter."""
-        for start, stop, offset in self._stretches[name]:
-            if gradient is None:
-                write_unused(buffer[start:stop])
-            elif len(self._stretches[name]) == 1:
-                buffer[start:stop].view(gradient.shape).copy_(gradient.detach())
-            else:
-                buffer[start:stop].copy_(gradient.detach().reshape(-1)[offset : offset + stop - start])
+    def write(self, gradients: Mapping[str, Tensor | None], buffer: Tensor) -> None:
+        """Put gradients into their places in the buffer; None means that this rank did not use the parameter."""
+        places, values = [], []
+        for name, gradient in gradients.items():
+            if gradient is not None and name in self._fulls_at:
+                places.append(self._fulls_at[name].of(buffer))
+                values.append(gradient.detach())
+                continue
+            for start, stop, offset in self._stretches[name]:
+                if gradient is None:
+                    write_unused(buffer[start:stop])
+                else:
+                    buffer[start:stop].copy_(gradient.detach().reshape(-1)[offset : offset + stop - start])
+        if places:
+            torch._foreach_copy_(places, values)  # one launch on a device
+
+
+class _At:
+    """A tensor of some shape in a flat one, as a view of it; one call of torch where slice and view are two.
+
+    Args:
+        start: in elements.
+        shape: of it.
+    """
+
+    def __init__(self, start: int, shape: tuple[int, ...]) -> None:
+        self._start, self._shape = start, shape
+        self._strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+    def of(self, flat: Tensor) -> Tensor:
+        return flat.as_strided(self._shape, self._strides, int(flat.storage_offset()) + self._start)
+
+
+def place_of(tensor: Tensor) -> int:
+    """The address of its first element, also of a tensor without elements."""
+    return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.element_size()
+
+
+def gathered_at(address: int) -> GatheredParameters | None:
+    """The bucket whose gathered parameters are in the storage that begins at an address."""
+    return _GATHERED.get(address) if address else None
 
 
 def _shape_of(piece: Piece, shape: tuple[int, ...]) -> tuple[int, ...]:
     """In which a rank has its piece of a parameter."""
     if piece.whole:
         return shape
-    return (-1, *shape[1:]) if has_whole_rows(piece, shape) else (-1,)
+    return (piece.numel // prod(shape[1:]), *shape[1:]) if has_whole_rows(piece, shape) else (piece.numel,)

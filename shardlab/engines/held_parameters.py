@@ -48,6 +48,7 @@ class HeldParameters(GatheredParameters):
     num_holders = 0  # open full_params(), which show parameters in their stored dtype
     _piece_versions: Mapping[str, int] = MappingProxyType({})  # of the pieces, when their values were last known
     _empty: EmptyPieces | None = None  # among the pieces
+    _seen: list[tuple[int, int]] | None = None  # of the pieces, when nothing was left to follow
     _shows_copy = False  # of a whole shard, in a full_params() whose changes are lost
 
     @property
@@ -64,8 +65,11 @@ class HeldParameters(GatheredParameters):
     @in_plain_mode
     def start_unshard(self, *, as_stored: bool = False) -> None:
         """As the base; first follows what another optimizer, or the user, has written or assigned to the pieces."""
-        self.take_assigned()
-        self.follow_pieces()
+        found = self._places_and_versions()
+        if found is None or found != self._seen:
+            self.take_assigned()
+            self.follow_pieces()
+            self._seen = self._places_and_versions()
         super().start_unshard(as_stored=as_stored)
 
     def reshard(self) -> None:
@@ -161,7 +165,7 @@ class HeldParameters(GatheredParameters):
     def take_assigned(self) -> None:
         """Take over what an optimizer, or the user, has put in the place of a piece's data."""
         if self._empty is None:
-            self._empty = EmptyPieces(self.pieces.values())
+            self._empty = EmptyPieces(self.pieces)
         home = self._home()
         start, itemsize = home.data_ptr(), home.element_size()
         if self._empty.are_replaced or any(
@@ -197,6 +201,17 @@ class HeldParameters(GatheredParameters):
         self.values_changed(written)
         self._piece_versions = self._versions_of_pieces()
 
+    def is_current(self, name: str) -> bool:
+        """Whether a parameter is gathered, and its piece was neither written to nor replaced since."""
+        if self.state is not BucketState.UNSHARDED or self._empty is None:
+            return False
+        piece, place, home = self.pieces[name], self._tensors.places.get(name), self._home()
+        is_replaced = (
+            self._empty.is_replaced(name) if place is None
+            else piece.data_ptr() != home.data_ptr() + place.start * home.element_size()
+        )  # fmt: skip
+        return not is_replaced and piece._version == self._piece_versions.get(name, 0)
+
     @override
     def _shown_shard(self) -> Tensor:
         return self.shard.clone() if self._shows_copy else self.shard
@@ -229,10 +244,9 @@ class HeldParameters(GatheredParameters):
         increment_version([self.params[name] for name in self.params if self._is_replaced(name)])
         if self._is_in_place:
             self._renew_shard()
-            self.full = {name: self._tensors.read(name, self.shard) for name in self.params}
+            self._show({name: self._tensors.read(name, self.shard) for name in self.params})
         else:
-            self.full = {name: torch.empty_like(full) for name, full in self.full.items()}
-        self.addresses = {full.untyped_storage().data_ptr() for full in self.full.values()}
+            self._show({name: torch.empty_like(full) for name, full in self.full.items()})
         for name, param in self.params.items():
             param.data = self.full[name].copy_(param.detach())
 
@@ -259,6 +273,11 @@ class HeldParameters(GatheredParameters):
         """Parameters whose pieces were written to, on this rank, since their values were last known."""
         known = self._piece_versions
         return [name for name, version in self._versions_of_pieces().items() if version != known.get(name, 0)]
+
+    def _places_and_versions(self) -> list[tuple[int, int]] | None:
+        if self._empty is None or self._empty.are_replaced:
+            return None
+        return [(piece.data_ptr(), piece._version) for piece in self.pieces.values()]
 
     def _versions_of_pieces(self) -> dict[str, int]:
         return {name: piece._version for name, piece in self.pieces.items()}

@@ -147,6 +147,7 @@ class ParameterSites:
             if held is param
         ]
         self._placeholder = PlaceholderParameter.of(name, param)
+        self._trains = self._placeholder.requires_grad  # noted, since to ask a placeholder goes through its refusals
 
     def check(self) -> None:
         """Find out whether the user has put another parameter into the module.
@@ -170,8 +171,9 @@ class ParameterSites:
 
     def put_placeholder(self) -> None:
         """Put the placeholder into the module."""
-        if self._placeholder.requires_grad is not self._param.requires_grad:  # the user has changed it meanwhile
-            self._placeholder.requires_grad_(self._param.requires_grad)
+        if self._trains is not self._param.requires_grad:  # the user has changed it meanwhile
+            self._trains = self._param.requires_grad
+            self._placeholder.requires_grad_(self._trains)
         self._put(self._placeholder)
 
     def _put(self, value: nn.Parameter) -> None:

@@ -11,22 +11,21 @@ its version when it is gathered again; its bucket raises it when the values chan
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from shardlab.engines.gathered_parameters import gathered_at, place_of
 from shardlab.engines.sharded_bucket import ShardedBucket
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
+class _Kept(NamedTuple):
     tensor: Tensor
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Reference:
+class _Reference(NamedTuple):
     bucket: ShardedBucket
     name: str
     version: int  # of the parameter
@@ -44,15 +43,15 @@ def saved_by_reference(buckets: Sequence[ShardedBucket]) -> Iterator[None]:
 
     Backward raises a RuntimeError for a tensor that has changed since, as it does without this.
     """
+    own = set(buckets)
 
     def pack(saved: Tensor) -> _Kept | _Reference:
-        address = _address(saved)
-        for bucket in buckets:
-            if address and address in bucket.addresses:
-                # In a flat layout all parameters of a bucket share a storage: the place in it tells them apart.
-                for name, full in bucket.full.items():
-                    if full.untyped_storage().data_ptr() == address and 0 <= _offset_bytes(saved, full) < _extent(full):
-                        return _reference(saved, bucket, name)
+        bucket = gathered_at(_address(saved))
+        if isinstance(bucket, ShardedBucket) and bucket in own:
+            # In a flat layout all parameters of a bucket share a storage: the place in it tells them apart.
+            name = bucket.name_at(place_of(saved))
+            if name is not None:
+                return _reference(saved, bucket, name)
         # Not ``saved`` itself: an operation that saves its own output would hold itself, and a graph that never runs
         # backward would keep its activations for ever. A detached tensor shares the version.
         return _Kept(saved.detach(), saved._version)
@@ -83,19 +82,24 @@ def _unpack(packed: _Kept | _Reference) -> Tensor:
         if packed.tensor._version != packed.version:
             raise _overwritten(packed)
         return packed.tensor
-    packed.bucket.follow_pieces()
+    # Asked of this parameter alone: of all in its bucket, a backward through many would ask for the square of them.
+    is_current = packed.bucket.is_current(packed.name)
+    if not is_current:
+        packed.bucket.take_assigned()
+        packed.bucket.follow_pieces()
     # Before the gather: the versions are the same on all ranks, so all refuse and none waits in it.
     if packed.bucket.params[packed.name]._version != packed.version:
         raise _changed(packed)
     # Not resharded here: the node that asked is about to compute with it. The engine reshards when backward has ended,
     # and after ``torch.autograd.grad``, whose end nobody sees, at the next forward or step.
-    packed.bucket.unshard()
+    if not is_current:
+        packed.bucket.unshard()
     # In the dtype to compute in, also where they are held, or left by ``close()``, in the one they are stored in.
     return _view_of(packed.bucket.full[packed.name].to(packed.bucket.compute_dtype), packed)
 
 
 def _reference(saved: Tensor, bucket: ShardedBucket, name: str) -> _Reference:
-    offset_bytes = _offset_bytes(saved, bucket.full[name])
+    offset_bytes = place_of(saved) - place_of(bucket.full[name])
     version, conj_neg = bucket.params[name]._version, (saved.is_conj(), saved.is_neg())
     return _Reference(bucket, name, version, saved.dtype, saved.size(), saved.stride(), offset_bytes, *conj_neg)
 
@@ -111,15 +115,6 @@ def _view_of(full: Tensor, saved: _Reference) -> Tensor:
     # The bits in which a lazy conjugate and a lazy minus differ from the memory they are views of.
     view = view.conj() if saved.is_conj else view
     return -view if saved.is_neg else view
-
-
-def _offset_bytes(saved: Tensor, full: Tensor) -> int:
-    return int(saved.storage_offset() * saved.element_size() - full.storage_offset() * full.element_size())
-
-
-def _extent(full: Tensor) -> int:
-    # One without elements has a place too. (Not ``nbytes``, which torch.compile cannot trace.)
-    return full.element_size() * max(1, full.numel())
 
 
 def _overwritten(kept: _Kept) -> RuntimeError:

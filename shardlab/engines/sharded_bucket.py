@@ -33,12 +33,17 @@ class ShardedBucket(HeldParameters):
         if self.layout.padding_numel:
             buffer.zero_()  # no gradient is written to the padding, which must be 0 and not old memory
         self._unused = {name for name, param in self.params.items() if param.grad is None}
-        for name, param in self.params.items():
-            self._tensors.write(name, param.grad, buffer)
+        self._tensors.write({name: param.grad for name, param in self.params.items()}, buffer)
+        for param in self.params.values():
             param.grad = None  # or the next micro-batch would be added to it, and this one sent twice
         # After the cast to the dtype of the reduction, which may round a tiny gradient to -0, the sign of "unused".
         mark_all_used([buffer[place : place + 1] for name, place in self._looked_at if name not in self._unused])
         self._reducing = (buffer, *self._reduce(buffer))  # the buffer too: it is read until the reduction has ended
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether that has begun and not ended."""
+        return self._reducing is not None
 
     def finish_reduce(self) -> None:
         """Put the means into ``gradient_shard``, with those of earlier backwards, as the ``.grad`` of the pieces."""

@@ -15,7 +15,7 @@ indices.
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple, overload
@@ -218,17 +218,24 @@ class EmptyPieces:
     Only this shows a rank that holds nothing of a parameter what the others see at their pieces of it.
 
     Args:
-        tensors: the pieces, in any order; those with elements are left out.
+        tensors: the pieces by name; those with elements are left out.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         # The storages are kept, so that no new one can be where an old one was.
-        self._known = [(tensor, tensor.untyped_storage()) for tensor in tensors if not tensor.numel()]
+        self._known = {
+            name: (tensor, tensor.untyped_storage()) for name, tensor in tensors.items() if not tensor.numel()
+        }
 
     @property
     def are_replaced(self) -> bool:
         """Whether that has happened since this was made."""
-        return any(tensor.untyped_storage()._cdata != known._cdata for tensor, known in self._known)
+        return any(map(self.is_replaced, self._known))
+
+    def is_replaced(self, name: str) -> bool:
+        """Whether it has happened to one of them; False for a piece with elements."""
+        tensor, known = self._known.get(name, (None, None))
+        return tensor is not None and known is not None and tensor.untyped_storage()._cdata != known._cdata
 
 
 OptimizerFn = Callable[[StepTensors], torch.optim.Optimizer]

@@ -148,8 +148,9 @@ def compiled(rank):
     return True
 
 
-def captured(rank, strategy):
-    """What becomes of a step in a CUDA graph: 'works', or the words of the refusal."""
+def stepped(strategy, num_eager, num_replayed):
+    """Parameters after some steps, the last of them as replays of a CUDA graph of one."""
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)).cuda()
     with build_engine(strategy, model, sgd, BaseMesh.alone("cuda")) as engine:
         x = torch.ones(8, 64, device="cuda")
@@ -162,18 +163,28 @@ def captured(rank, strategy):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(3):
+            for _ in range(num_eager):
                 step()
         torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        try:
+        if num_replayed:
+            graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 step()
-            graph.replay()
-            torch.cuda.synchronize()
-        except RuntimeError as error:
-            return str(error).splitlines()[0]
-        return "works"
+            for _ in range(num_replayed):
+                graph.replay()
+        torch.cuda.synchronize()
+        return {name: value.cpu() for name, value in engine.full_state_dict().items()}
+
+
+def captured(rank, strategy):
+    """What becomes of a step in a CUDA graph: 'works', or the words of the refusal."""
+    plain = stepped(strategy, 5, 0)
+    try:
+        replayed = stepped(strategy, 3, 2)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    same = all(torch.allclose(plain[name], value, atol=1e-6) for name, value in replayed.items())
+    return "works" if same else "runs, and its parameters differ"
 
 
 def test_compile_works(gpu_pools):
@@ -185,6 +196,7 @@ def test_a_cuda_graph_works_or_is_refused_with_words(gpu_pools, figure, strategy
     (answer,) = gpu_pools(1).run(captured, strategy)
     figure(f"a CUDA graph of a step of {strategy}", answer)
     assert answer
+    assert "differ" not in answer
 
 
 def received(rank, model):

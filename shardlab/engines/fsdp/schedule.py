@@ -54,6 +54,7 @@ class Schedule:
         self._recomputed: set[Unit] = set()  # units whose whole forward ran again in this backward
         # Units that train on other ranks and get no gradient on this one, until backward has passed them.
         self._passed_by: set[Unit] = set()
+        self._reducing: list[Unit] = []  # whose gradients are under way, in the order of sending
         self._reduces = False  # this backward, and not one inside ``no_sync()``
 
     def watch(self) -> list[RemovableHandle]:
@@ -268,9 +269,10 @@ class Schedule:
                 self._queue.send_complete()
 
     def _reduce(self, unit: Unit) -> None:
-        for earlier in self._units:
+        for earlier in self._reducing:
             # One buffer of a unit at a time, during the backward of the next: bounds the memory.
             earlier.advance_reduce()
+        self._reducing = [earlier for earlier in self._reducing if earlier.is_reducing] + [unit]
         unit.start_reduce(self._is_due)
 
 

@@ -91,6 +91,11 @@ class Unit:
             if any(is_due(param) for param in bucket.params.values()):
                 bucket.start_reduce()
 
+    @property
+    def is_reducing(self) -> bool:
+        """Whether gradients of it are under way."""
+        return any(bucket.is_reducing for bucket in self.buckets)
+
     def advance_reduce(self) -> None:
         """Wait for what is being reduced, and begin the next axis if there is one."""
         with _advising():
