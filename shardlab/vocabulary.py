@@ -125,6 +125,10 @@ class HostTransport(StrEnum):
     GLOO = "gloo"
 
 
+STREAM_TRANSPORTS = ("nccl", "staged")
+"""Transports of ranks on a GPU, where a stream waits for what the host has issued ahead of it."""
+
+
 @cache  # every collective asks
 def dtype_name(dtype: object) -> str:
     """A ``torch.dtype`` as tables and files spell it, for example 'float32'."""

@@ -4,7 +4,8 @@ On each rank, with the intervals of communication merged (M) and those of comput
 
     overlap = |M and C| / |M|          exposed = |M| - |M and C|
 
-Without communication there is no overlap (NaN): it is neither 0 nor 1. Compute is forward, backward, recomputation and
+Without communication there is no overlap (NaN): it is neither 0 nor 1. Nor is there one, or an exposed time, where a
+stream ran a collective and no wait for it was seen. Compute is forward, backward, recomputation and
 optimizer work; spans nest, and merging counts each moment once. A rank in ``wait`` does not compute although the span
 of the surrounding module is open. These waits are removed from C; otherwise a fully exposed gather inside a forward
 pass would count as hidden. Nor does a rank compute that is off the CPU, because it sleeps or because its core runs
@@ -27,7 +28,7 @@ import pandas as pd
 
 from shardlab.analysis.intervals import Intervals, intersect, merge, subtract, total
 from shardlab.analysis.matching import matched_collectives
-from shardlab.analysis.rows import KEYS, Key, bounds, numbers, positions
+from shardlab.analysis.rows import KEYS, Key, bounds, numbers, on_streams, positions
 from shardlab.tables import COLLECTIVES, SPANS, STEPS
 from shardlab.vocabulary import Phase, SpanKind
 
@@ -56,7 +57,8 @@ def overlap(collectives: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         One row per (run, source, rank, step) of either table: ``comm_us``, ``compute_us`` (lengths of the merged
-        intervals), ``both_us``, ``overlap`` (0 to 1; NaN without communication), ``exposed_us``.
+        intervals), ``both_us``, ``overlap`` (0 to 1; NaN without communication), ``exposed_us``. The last three are NaN
+        where a stream's wait was not seen.
         Runs come in order of first appearance, first among the spans.
 
     Raises:
@@ -68,18 +70,22 @@ def overlap(collectives: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
     compute = computing(collectives, spans)
     keys = dict.fromkeys([*positions(spans), *communication])
     order = {name: place for place, name in enumerate(dict.fromkeys(key[:2] for key in keys))}
+    unseen = collectives[on_streams(collectives) & collectives["wait_start_us"].isna()]
+    unknown = set(positions(unseen))
     rows = [
-        (*key, *_measure(communication.get(key, NONE), compute.get(key, NONE)))
+        (*key, *_measure(communication.get(key, NONE), compute.get(key, NONE), is_known=key not in unknown))
         for key in sorted(keys, key=lambda key: (order[key[:2]], key))
     ]
     columns = [*KEYS, "comm_us", "compute_us", "both_us", "overlap", "exposed_us"]
     return pd.DataFrame(rows, columns=columns)
 
 
-def _measure(communication: Intervals, compute: Intervals) -> tuple[float, float, float, float, float]:
+def _measure(
+    communication: Intervals, compute: Intervals, *, is_known: bool
+) -> tuple[float, float, float, float, float]:
     """(comm, compute, both, overlap, exposed) of one rank's step; both arguments in microseconds."""
     merged = merge(communication)
-    comm_us, both_us = total(merged), total(intersect(merged, compute))
+    comm_us, both_us = total(merged), total(intersect(merged, compute)) if is_known else float("nan")
     return comm_us, total(compute), both_us, both_us / comm_us if comm_us else float("nan"), comm_us - both_us
 
 

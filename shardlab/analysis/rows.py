@@ -8,9 +8,9 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from shardlab.analysis.intervals import Intervals
+from shardlab.vocabulary import STREAM_TRANSPORTS
 
 KEYS = ["run", "source", "rank", "step"]
-STREAM_TRANSPORTS = ("nccl", "staged")  # of ranks on a GPU
 
 Key = tuple[str, str, int, int]
 

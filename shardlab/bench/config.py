@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from shardlab.comm.transports.choice import check_torch_engines, check_transport
+from shardlab.comm.torch_engine_groups import check_torch_engines
+from shardlab.comm.transports.choice import check_transport
 from shardlab.engines import engine_options
 from shardlab.launch import place
 from shardlab.models import MODELS, GPTConfig

@@ -50,7 +50,9 @@ class CollectiveEvent:
         torch_moves: bytes this rank sends where a group of torch's own runs it (``partition.torch_gloo``), else None.
         ranks: the global ranks of the group.
         device_times: events at begin and end, where a stream ran it: whoever records resolves them after the step.
-        device_wait: events of the computing stream before and after it waited; the host's own wait says nothing of it.
+        device_issue: event of the stream that computed, when it came to the issue.
+        device_wait: where a stream waited: from the latest of all but the last of these events until the last. The
+            host's own wait says nothing of it.
     """
 
     seq: int
@@ -75,7 +77,8 @@ class CollectiveEvent:
     wait_start_ns: float = nan
     wait_end_ns: float = nan
     device_times: tuple[DeviceEvent, DeviceEvent] | None = None
-    device_wait: tuple[DeviceEvent, DeviceEvent] | None = None
+    device_issue: DeviceEvent | None = None
+    device_wait: tuple[DeviceEvent, ...] | None = None
 
     @property
     def has_ended_on_stream(self) -> bool:

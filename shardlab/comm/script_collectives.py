@@ -206,6 +206,7 @@ class TorchCalls:
             observed = ObservedGroup(cast(Transport, _Torchs()), ranks, group.rank(), axis_of(group, caller))
             self._stack.enter_context(observed.observed_by(self._observer))
             times: Times = FutureTimes() if device.type == "cuda" else HostTimes(GLOO_THREADS)
+            self._stack.callback(times.close)
             self._senders[key] = _Sender(observed, backend_of(group, device), times)
         return self._senders[key]
 

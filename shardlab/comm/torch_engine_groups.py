@@ -26,13 +26,26 @@ from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.group import Process, retire
 from shardlab.comm.script_collectives import bytes_kept
 from shardlab.comm.torch_times import GLOO_THREADS, HostTimes, StreamTimes, Times, complete_waits
-from shardlab.comm.transports.choice import check_torch_engines
 from shardlab.comm.trees import tensors_in
 from shardlab.partition.torch_gloo import moved_bytes
 from shardlab.vocabulary import Collective
 
 BACKEND = "observed"
 TagOf = Callable[[Collective], str]
+
+
+def check_torch_engines(device_type: str, backend: str) -> None:
+    """Raise ValueError unless torch's own engines can send between these ranks: only our transports are staged.
+
+    Args:
+        device_type: of the ranks, ``cpu`` or ``cuda``.
+        backend: of torch.distributed, on these ranks.
+    """
+    if device_type == "cuda" and backend != "nccl":
+        raise ValueError(
+            "device: torch's own engines send by NCCL, and here ranks share a GPU (or torch is built without NCCL); "
+            "leave these engines out, take fewer ranks, or use device='cpu'"
+        )
 
 
 def torch_group(mesh: BaseMesh, axis: str, tag_of: TagOf | None) -> dist.ProcessGroup:
@@ -180,6 +193,7 @@ class TorchGroup(dist.ProcessGroup):
     def close(self) -> None:
         """Drop the inner group and with it gloo's threads: torch may hold this object for ever, from C++."""
         self._inner = self._comm = None
+        self.times.close()
 
     def _pass_on(self, name: str, verb: _Verb, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "TorchWork":
         inner, comm = self._inner, self._comm

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 import torch.distributed as dist
 from typing_extensions import override
 
+from shardlab.comm.event_waits import EventWaits, listen
 from shardlab.comm.events import CollectiveEvent, DeviceEvent, Observer
 from shardlab.comm.queues import Running
 from shardlab.comm.streams import CUDA, Streams, mark
@@ -37,6 +38,9 @@ class Times(Protocol):
     def ended(self, event: CollectiveEvent, observers: tuple[Observer, ...]) -> None:
         """The wait for it has returned."""
 
+    def close(self) -> None:
+        """Follow no more."""
+
 
 def complete_waits(left: Iterable[tuple["Times", CollectiveEvent, tuple[Observer, ...]]]) -> None:
     """Complete the events of collectives that C++ has waited for, in the order of issue.
@@ -45,10 +49,16 @@ def complete_waits(left: Iterable[tuple["Times", CollectiveEvent, tuple[Observer
     by then was not waited for.
     """
     waited = list(left)
-    now_ns = max((event.issue_ns for _, event, _ in waited), default=0)
+    if not waited:
+        return
+    last = max((event for _, event, _ in waited), key=lambda event: event.issue_ns)
+    now_ns: float = last.issue_ns
     for times, event, observers in waited:
         times.ended(event, observers)
-        if event.device_times is None and event.end_ns > now_ns:
+        if event.device_times is not None:
+            # Not before it began either: until then the stream waited for the one in front of it.
+            event.device_wait = None if last.device_issue is None else (last.device_issue, *event.device_times)
+        elif event.end_ns > now_ns:
             event.wait_start_ns, event.wait_end_ns = now_ns, event.end_ns
             now_ns = event.end_ns
         for observer in observers:
@@ -103,6 +113,9 @@ class HostTimes:
             observer.completed(event)
         self._begin_next()
 
+    def close(self) -> None:
+        """Nothing is left to do."""
+
     def _begin_next(self) -> None:
         with self._lock:
             if not self._num_free or not self._queued:
@@ -128,6 +141,8 @@ class StreamTimes:
         self._streams = streams
         self._stream = streams.Stream()
         self._running = Running()
+        self._waits = EventWaits(streams)
+        self.close = listen(self._waits)
 
     def follow(
         self, call: Callable[[], dist.Work | None], event: CollectiveEvent, observers: tuple[Observer, ...]
@@ -137,7 +152,7 @@ class StreamTimes:
         # NCCL's stream waits for the current one too, so both begin at the same moment.
         self._stream.wait_stream(streams.current_stream())
         begin, end = streams.Event(enable_timing=True), streams.Event(enable_timing=True)
-        here = mark(streams)
+        here = event.device_issue = mark(streams)
         begin.record(self._stream)
         try:
             work = call()
@@ -149,8 +164,10 @@ class StreamTimes:
         if work is None:
             end.record()
             event.device_times = (here, end)
-            # FSDP2 runs it on a stream of its own, and lets the one that computes wait where nobody sees it.
-            event.device_wait = event.device_times if self._computes_here() else None
+            if self._computes_here():
+                event.device_wait = event.device_times
+            else:
+                self._waits.issued(streams.current_stream(), event)
         else:
             event.device_times = (begin, end)
             self._record_end(work, end)

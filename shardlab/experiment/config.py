@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardlab.comm.transports.choice import check_torch_engines, check_transport
+from shardlab.comm.torch_engine_groups import check_torch_engines
+from shardlab.comm.transports.choice import check_transport
 from shardlab.data_sets import load_text
 from shardlab.engines import STRATEGIES, engine_options
 from shardlab.engines.fsdp import LAYOUTS, SHARDINGS

@@ -20,7 +20,8 @@ from time import monotonic, perf_counter_ns, sleep
 
 import psutil
 
-from shardlab.comm.transports.choice import check_torch_engines, check_transport
+from shardlab.comm.torch_engine_groups import check_torch_engines
+from shardlab.comm.transports.choice import check_transport
 from shardlab.engines import engine_options
 from shardlab.experiment import compare
 from shardlab.experiment.comparison import PRELOAD

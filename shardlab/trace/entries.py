@@ -14,7 +14,7 @@ microseconds a call would be most of reading one.
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import compress, pairwise
-from math import nan
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import msgpack
 from shardlab.analysis.overlap import COMPUTE_KINDS
 from shardlab.tables import COLLECTIVES, KEYS, SPANS, STEPS, TABLES, Table
 from shardlab.trace.journal import JournalReader
-from shardlab.vocabulary import WHOLE_MODEL, Phase, SpanKind
+from shardlab.vocabulary import STREAM_TRANSPORTS, WHOLE_MODEL, Phase, SpanKind
 
 Columns = Mapping[str, Sequence[Any]]
 """A table by columns, all of one length."""
@@ -187,8 +187,16 @@ def _traffic(collectives: Columns, spans: Columns) -> Columns:
         for unit, kind in zip(spans.get("unit", ()), spans.get("kind", ()), strict=True)
     ]
     exposed, overlap = exposure(compress(_intervals(collectives), own), compress(_intervals(spans), compute))
+    if any(compress(_unseen(collectives), own)):
+        exposed = overlap = nan
     wire_bytes = sum(map(float, compress(collectives.get("wire_bytes", ()), own)))
     return {"exposed_comm_us": [exposed], "overlap": [overlap], "wire_bytes": [wire_bytes]}
+
+
+def _unseen(collectives: Columns) -> Iterator[bool]:
+    """Of which collectives a stream's wait was not seen."""
+    waits = zip(collectives.get("transport", ()), collectives.get("wait_start_us", ()), strict=True)
+    return (transport.startswith(STREAM_TRANSPORTS) and isnan(start_us) for transport, start_us in waits)
 
 
 def _intervals(columns: Columns, start: str = "start_us", end: str = "end_us") -> Iterator[Interval]:

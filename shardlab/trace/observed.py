@@ -42,8 +42,10 @@ def collective_columns(
     for event in heard:
         if event.device_times is not None:
             event.start_ns, event.end_ns = clock.resolve(event.device_times)
+            event.wait_start_ns = event.wait_end_ns = nan  # of the host, which went on
         if event.device_wait is not None:
-            event.wait_start_ns, event.wait_end_ns = clock.resolve(event.device_wait)
+            *begins, end_ns = clock.resolve(event.device_wait)
+            event.wait_start_ns, event.wait_end_ns = max(begins), max(*begins, end_ns)
     facts = zip(_FACTS, zip(*map(_facts_of, heard), strict=True), strict=True)
     times = zip(_TIMES, zip(*map(_times_of, heard), strict=True), strict=True)
     return {

@@ -114,3 +114,11 @@ def test_the_first_step_of_a_run_warms_up_wherever_it_begins_and_a_profile_has_n
     run = steps(False, False, False)
     run = run.assign(step=run["step"] + first, learning_rate=NAN if is_profile else 0.1)
     assert timed_steps(run)["step"].tolist() == timed
+
+
+def test_a_stream_whose_wait_was_not_seen_has_no_number():
+    seen = overlap(collectives((0, 10), transport="nccl", wait_start_us=6.0, wait_end_us=10.0), spans((0, 20))).iloc[0]
+    assert (seen["exposed_us"], seen["overlap"]) == (4, 0.6)
+    unseen = overlap(collectives((0, 10), transport="nccl"), spans((0, 20))).iloc[0]
+    assert unseen[["exposed_us", "overlap", "both_us"]].isna().all()
+    assert (unseen["comm_us"], unseen["compute_us"]) == (10, 20)

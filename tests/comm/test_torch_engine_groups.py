@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardlab.comm import events, torch_engine_groups
+from shardlab.comm import event_waits, events, torch_engine_groups
 from shardlab.comm.communicator import Communicator
+from shardlab.comm.event_waits import EventWaits
 from shardlab.comm.torch_engine_groups import TorchGroup
 from shardlab.comm.torch_times import FutureTimes, StreamTimes
 from tests.comm.device_streams import Device
@@ -86,7 +87,9 @@ def observer():
 def group(device, observer):
     comm = Communicator(Sends(), None, (0, 1), 0, "data")
     comm._observers = (observer,)
-    return TorchGroup(LikeNccl(device), comm, lambda op: f"{op}")
+    made = TorchGroup(LikeNccl(device), comm, lambda op: f"{op}")
+    yield made
+    made.close()
 
 
 def times_of(marks):
@@ -107,13 +110,88 @@ def test_no_work_becomes_work_that_is_done_on_the_stream(device, group, observer
     assert work.get_future().done()
 
 
-def test_no_work_on_a_stream_beside_compute_is_no_wait(device, group, observer):
-    """FSDP2 gathers so; where the computing stream waits for that one, nobody sees it."""
-    with device.stream(device.Stream()):
+def each(observer):
+    """Its collectives, each once."""
+    return list({event.seq: event for event in observer.events}.values())
+
+
+def waited(event):
+    """When the computing stream began and ended to wait, as the recorder reads it."""
+    *begins, end = times_of(event.device_wait)
+    return max(begins), max(*begins, end)
+
+
+@pytest.fixture
+def record(device, group):
+    """``record(stream)``: an event behind what a stream runs, of which the group hears as of CUDA's."""
+
+    def recorded(stream):
+        marker = device.Event()
+        marker.record(stream)
+        group.times._waits.recorded(stream, marker)
+        return marker
+
+    return recorded
+
+
+def test_no_work_on_a_stream_beside_compute_is_waited_for_by_an_event(device, group, observer, record):
+    """FSDP2 gathers so."""
+    beside = device.Stream()
+    with device.stream(beside):
         group.allreduce([torch.ones(4)], "sync").wait()
     device.compute(4 * MS)
     assert observer.events[0].device_wait is None
     assert times_of(observer.events[0].device_times) == (0, 6 * MS)
+    group.times._waits.waits(device.default_stream(), record(beside))
+    assert waited(observer.events[0]) == (4 * MS, 6 * MS)
+
+
+def test_what_has_ended_was_waited_for_no_longer(device, group, observer, record):
+    beside = device.Stream()
+    with device.stream(beside):
+        group.allreduce([torch.ones(4)], "sync").wait()
+    device.compute(9 * MS)
+    group.times._waits.waits(device.default_stream(), record(beside))
+    assert waited(observer.events[0]) == (9 * MS, 9 * MS)
+
+
+def test_two_on_one_stream_and_a_third_that_follows_it(device, group, observer, record):
+    """As in a hybrid FSDP2: a reduce-scatter, then an all-reduce on another stream; compute waits for the last."""
+    scatters, reduces = device.Stream(), device.Stream()
+    with device.stream(scatters):
+        group.allreduce([torch.ones(4)], "sync").wait()
+        group.allreduce([torch.ones(4)], "sync").wait()
+    behind = record(scatters)
+    reduces.wait_event(behind)
+    group.times._waits.waits(reduces, behind)
+    with device.stream(reduces):
+        group.allreduce([torch.ones(4)], "sync").wait()
+    device.compute(8 * MS)
+    group.times._waits.waits(device.default_stream(), record(reduces))
+    assert [waited(event) for event in each(observer)] == [(8 * MS, 8 * MS), (8 * MS, 12 * MS), (12 * MS, 18 * MS)]
+
+
+def test_the_futures_that_cpp_waits_for(device, group, observer):
+    """DDP's: the stream begins to wait at the end of backward, behind the last issue, for one after another."""
+    works = []
+    for _ in range(3):
+        device.compute(5 * MS)
+        works.append(group.allreduce([torch.ones(4)], "async"))
+        works[-1].get_future()
+    group.end_waits()
+    assert [times_of(event.device_times) for event in each(observer)] == [
+        (5 * MS, 11 * MS), (11 * MS, 17 * MS), (17 * MS, 23 * MS),
+    ]  # fmt: skip
+    assert [waited(event) for event in each(observer)] == [(15 * MS, 15 * MS), (15 * MS, 17 * MS), (17 * MS, 23 * MS)]
+
+
+def test_cudas_streams_are_left_as_they_were(device):
+    plain = torch.cuda.Stream.record_event, torch.cuda.Stream.wait_event
+    ends = [event_waits.listen(EventWaits(device)) for _ in range(2)]
+    for end in ends:
+        assert torch.cuda.Stream.wait_event is not plain[1]
+        end()
+    assert (torch.cuda.Stream.record_event, torch.cuda.Stream.wait_event) == plain
 
 
 def test_work_that_ends_late(device, group, observer):
@@ -140,6 +218,7 @@ def test_a_call_that_raises_is_not_followed(device, group, observer):
 def test_no_work_where_the_script_calls_torch_itself(device, observer):
     """``script_collectives`` follows by the work's future, of which there is none."""
     times = FutureTimes(device)
+    times.close()
     event = Communicator(Sends(), None, (0, 1), 0, "data").announce("all_reduce", [torch.ones(4)], "")
     assert times.follow(lambda: device.compute(6 * MS), event, (observer,)) is None
     assert times_of(event.device_times) == times_of(event.device_wait) == (0, 6 * MS)

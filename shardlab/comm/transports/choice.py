@@ -44,20 +44,6 @@ def check_transport(backend: str, transport: str | None, link: object | None) ->
         raise ValueError("link: these ranks send by NCCL, which cannot be delayed; leave it out or use cpu")
 
 
-def check_torch_engines(device_type: str, backend: str) -> None:
-    """Raise ValueError unless torch's own engines can send between these ranks: only our transports are staged.
-
-    Args:
-        device_type: of the ranks, ``cpu`` or ``cuda``.
-        backend: of torch.distributed, on these ranks.
-    """
-    if device_type == "cuda" and backend != "nccl":
-        raise ValueError(
-            "device: torch's own engines send by NCCL, and here ranks share a GPU (or torch is built without NCCL); "
-            "leave these engines out, take fewer ranks, or use device='cpu'"
-        )
-
-
 def transport_of(
     group: dist.ProcessGroup, device: torch.device, link: Link | None = None, wanted: str | None = None
 ) -> Transport:
