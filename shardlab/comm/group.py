@@ -7,10 +7,12 @@ observes every mesh, also one made in a notebook cell that knows nothing of it. 
 import contextlib
 import gc
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any, SupportsIndex
 
 import torch
@@ -30,6 +32,8 @@ _LIBRARY = (
     contextlib.__file__,  # an engine's gather in a ``with`` block enters through it
     str(Path(torch.__file__).parent),
 )
+
+_AUTOGRAD = torch.autograd.graph.__file__
 
 
 class Process:
@@ -229,10 +233,38 @@ def all_gather_object(value: object, *, patiently: bool = False) -> list[object]
 
 def _line_of_caller() -> str:
     """``file:line`` of the first frame outside the rooms that only pass calls on: the line a person can look at."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
+    line = ""
+    for frame in callers(sys._getframe().f_back):
+        line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        if not _is_library(frame.f_code.co_filename):
+            break
+    return line
+
+
+def callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those that have called it, the innermost first; None for a call from C++ without any.
+
+    Autograd does a backward on a device in a thread that begins in C++. There the frames of the thread follow that
+    waits in ``backward()``.
+    """
+    last = None
+    for last in _outwards(frame):
+        yield last
+    begins_in_python = last is not None and last.f_code.co_filename == threading.__file__
+    if threading.get_ident() != threading.main_thread().ident and not begins_in_python:
+        yield from _outwards(_waiting_in_backward())
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _waiting_in_backward() -> FrameType | None:
+    """The frame of another thread that has called autograd and waits for it."""
+    waits = (frame for frame in sys._current_frames().values() if frame.f_code.co_filename == _AUTOGRAD)
+    return next(waits, None)
 
 
 @cache

@@ -156,7 +156,7 @@ class TorchCalls:
         def call(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
             tensors = list(tensors_in(args[verb.place]))
             group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
-            caller = caller_of(sys._getframe(1))
+            caller = caller_of(sys._getframe().f_back)
             sender = self._sender(dist.ProcessGroup.unbox(group), tensors, caller)
             if sender is None:
                 return op.redispatch(keys & _BELOW, *args, **kwargs)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from shardlab.comm.group import callers
 from shardlab.vocabulary import MeshAxis
 
 _TORCH, _SHARDLAB = str(torch.__path__[0]), str(Path(__file__).parent.parent)
@@ -51,15 +52,15 @@ def caller_of(frame: FrameType | None) -> Caller:
     """The part of torch that a call comes from.
 
     Args:
-        frame: that of the call; the frames of torch above it are looked at.
+        frame: that of the call, None for one from C++ in a thread of autograd; the frames of torch above it are looked
+            at.
     """
     is_first = True
-    while frame is not None:
-        part = _part_of(frame.f_code.co_filename)
+    for above in callers(frame):
+        part = _part_of(above.f_code.co_filename)
         if isinstance(part, Caller) and (is_first or part is not AUTOGRAD):
             return part
         is_first = is_first and part is _Frame.BETWEEN
-        frame = frame.f_back
     return SCRIPT
 
 

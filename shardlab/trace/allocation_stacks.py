@@ -17,6 +17,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
@@ -25,6 +26,7 @@ import pandas as pd
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # no public way to see every operation
 
+from shardlab.comm.group import callers
 from shardlab.comm.trees import tensors_in
 
 MAX_ENTRIES = 1_000_000  # of CUDA: then the oldest are lost
@@ -193,10 +195,7 @@ def _frame(filename: str, line: int, name: str) -> dict[str, Any]:
 
 def _stack() -> list[dict[str, Any]]:
     """The frames of the caller, innermost first, without those of the recorder."""
-    found: list[dict[str, Any]] = []
-    frame = sys._getframe(1)
-    while frame is not None and len(found) < MAX_FRAMES:
-        if frame.f_code.co_filename not in _OWN:
-            found.append(_frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back  # type: ignore[assignment]
-    return found
+    frames = (frame for frame in callers(sys._getframe().f_back) if frame.f_code.co_filename not in _OWN)
+    return [
+        _frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in islice(frames, MAX_FRAMES)
+    ]
