@@ -191,9 +191,12 @@ class TorchGroup(dist.ProcessGroup):
         complete_waits((self.times, event, observers) for event, observers in left)
 
     def close(self) -> None:
-        """Drop the inner group and with it gloo's threads: torch may hold this object for ever, from C++."""
+        """Drop the inner group and gloo's threads, and who listened: torch may hold this object for ever, from C++."""
         self._inner = self._comm = None
+        self.left_to_torch = []
         self.times.close()
+        # What is followed knows its observers, and these an engine with all its memory.
+        self.times = HostTimes(GLOO_THREADS)
 
     def _pass_on(self, name: str, verb: _Verb, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "TorchWork":
         inner, comm = self._inner, self._comm

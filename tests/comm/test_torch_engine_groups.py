@@ -1,6 +1,8 @@
 """The group that torch's engines get, over one that does what NCCL may do: returns no work, raises, or ends late."""
 
+import gc
 from datetime import timedelta
+from types import FunctionType, ModuleType
 
 import pytest
 import torch
@@ -228,3 +230,17 @@ def test_torch_may_ask_what_sends_for_a_device():
     """As it does of every new group where the default group is bound to a GPU."""
     group = TorchGroup.__new__(TorchGroup)
     assert not group._get_backend(torch.device("cuda", 0)).supports_splitting
+
+
+def test_a_closed_group_keeps_nobody_who_listened(device, group, observer):
+    """Torch may hold it for ever, and a recorder knows an engine, which so stayed on the device until the end."""
+    for _ in range(2):
+        group.allreduce([torch.ones(4)], "async").get_future()
+    group.close()
+    found, seen = [group], set()
+    while found:
+        held = found.pop()
+        if id(held) not in seen and not isinstance(held, type | ModuleType | FunctionType):
+            seen.add(id(held))
+            found += gc.get_referents(held)
+    assert id(observer) not in seen
