@@ -12,9 +12,9 @@ except PackageNotFoundError:  # a source tree on the path, not installed
 
 
 def data_path(name: str) -> Path:
-    """Path of the file ``name`` of the project's ``data`` folder, for example ``grammar.json``.
+    """Path of a file or folder of the project's ``data`` folder, for example ``grammar.json``.
 
-    The folder lies inside the package when it is installed from a wheel, and beside it in a checkout.
+    That lies inside the package when it is installed from a wheel, and beside it in a checkout.
 
     Raises:
         FileNotFoundError: it is in neither place; the message names both.
@@ -22,6 +22,6 @@ def data_path(name: str) -> Path:
     package = PACKAGE.resolve()
     places = (package / "data" / name, package.parent / "data" / name)
     for place in places:
-        if place.is_file():
+        if place.exists():
             return place
-    raise FileNotFoundError(f"data file {name!r} is neither {places[0]} nor {places[1]}")
+    raise FileNotFoundError(f"data {name!r} is neither {places[0]} nor {places[1]}")
