@@ -176,7 +176,9 @@ class GatheredParameters:
         """
         value = nan if self.compute_dtype.is_floating_point else 0
         stub = torch.full((), value, dtype=self.compute_dtype, device=self.device)
-        return {name: stub.expand(site.shape) for name, site in self.sites.items()}
+        # Torch refuses to write into many elements that are one. Into a single one it would write, for all parameters.
+        own = {name: stub.clone() if prod(site.shape) == 1 else stub for name, site in self.sites.items()}
+        return {name: own[name].expand(site.shape) for name, site in self.sites.items()}
 
     # Steps that FSDP's buckets override, and helpers.
 
