@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardlab.analysis import allocator_items
 from shardlab.experiment import CompareConfig, compare
 from shardlab.experiment.report import path_table
 from shardlab.launch import place
@@ -43,6 +44,12 @@ def test_a_closed_engine_leaves_nothing_to_those_behind_it(comparison):
     peaks = memory[(memory["where"] == "peak") & (memory["role"] == Role.WORKSPACE)]
     in_no_tensor = peaks.groupby("run")["bytes"].max()
     assert in_no_tensor["bucketed"] <= in_no_tensor["fsdp"] + (2 << 20)
+
+
+def test_what_ranks_send_to_try_nccl_is_not_left_reserved(comparison):
+    reserved = allocator_items(comparison.records.memory)
+    cached = reserved[reserved["item"] == "cached"].groupby("run")["bytes"].max()
+    assert cached["fsdp"] < 100e6
 
 
 def test_the_critical_path_is_left_out(comparison):
