@@ -262,6 +262,21 @@ def leave_a_cycle(rank):
     sys.left_behind = weakref.ref(engine)
 
 
+def emptied(rank, begin):
+    """How often the GPU's cache has been emptied since the last call."""
+    if begin:
+        torch.shardlab_emptied, torch.cuda.plain = [], torch.cuda.empty_cache
+        torch.cuda.empty_cache = lambda: torch.shardlab_emptied.append(1)
+        return 0
+    torch.cuda.empty_cache = torch.cuda.plain
+    return len(torch.shardlab_emptied)
+
+
+def test_what_a_call_has_reserved_on_a_gpu_is_given_back(pools):
+    assert pools(2).run(emptied, True) == [0, 0]
+    assert pools(2).run(emptied, False) == [1, 1]
+
+
 def test_what_one_call_leaves_in_a_cycle_is_gone_at_the_next(pools):
     pools(2).run(leave_a_cycle)
     assert pools(2).run(lambda rank: sys.left_behind() is None) == [True, True]
