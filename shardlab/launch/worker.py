@@ -174,8 +174,8 @@ def _serve(rank: int, board: BoardWriter, control: _Control) -> None:
         control.send(reply)
         del task, reply  # they hold the call's arguments and results, which would live until the next call
         _look_for_cycles()
-        # After the cycles: only then is all that the call held free to be returned. On a GPU too: ranks may share it, and
-        # what one strategy has reserved is not to be in the figures of the next.
+        # After the cycles: only then is all that the call held free to be returned. On a GPU too: ranks may share it,
+        # and what one strategy has reserved is not to be in the figures of the next.
         isolation.give_back()
         torch.cuda.empty_cache()
 
