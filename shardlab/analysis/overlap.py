@@ -30,7 +30,7 @@ from shardlab.analysis.intervals import Intervals, intersect, merge, subtract, t
 from shardlab.analysis.matching import matched_collectives
 from shardlab.analysis.rows import KEYS, Key, bounds, numbers, on_streams, positions
 from shardlab.tables import COLLECTIVES, SPANS, STEPS
-from shardlab.vocabulary import Phase, SpanKind
+from shardlab.vocabulary import WHOLE_MODEL, Phase, SpanKind
 
 COMPUTE_KINDS = (SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.RECOMPUTE, SpanKind.OPTIMIZER)
 PARTS = ("compute_us", "moving_us", "waiting_us", "off_cpu_us", "other_us")
@@ -71,7 +71,8 @@ def overlap(collectives: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
     keys = dict.fromkeys([*positions(spans), *communication])
     order = {name: place for place, name in enumerate(dict.fromkeys(key[:2] for key in keys))}
     unseen = collectives[on_streams(collectives) & collectives["wait_start_us"].isna()]
-    unknown = set(positions(unseen))
+    # (A profiler's trace has kernels in place of the model's spans, and in a kernel nobody waits.)
+    unknown = set(positions(unseen)) & set(positions(spans[spans["unit"] == WHOLE_MODEL]))
     rows = [
         (*key, *_measure(communication.get(key, NONE), compute.get(key, NONE), is_known=key not in unknown))
         for key in sorted(keys, key=lambda key: (order[key[:2]], key))

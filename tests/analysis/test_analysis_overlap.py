@@ -119,6 +119,8 @@ def test_the_first_step_of_a_run_warms_up_wherever_it_begins_and_a_profile_has_n
 def test_a_stream_whose_wait_was_not_seen_has_no_number():
     seen = overlap(collectives((0, 10), transport="nccl", wait_start_us=6.0, wait_end_us=10.0), spans((0, 20))).iloc[0]
     assert (seen["exposed_us"], seen["overlap"]) == (4, 0.6)
-    unseen = overlap(collectives((0, 10), transport="nccl"), spans((0, 20))).iloc[0]
+    unseen = overlap(collectives((0, 10), transport="nccl"), spans((0, 20), unit="model")).iloc[0]
     assert unseen[["exposed_us", "overlap", "both_us"]].isna().all()
     assert (unseen["comm_us"], unseen["compute_us"]) == (10, 20)
+    of_kernels = overlap(collectives((0, 10), transport="nccl"), spans((0, 20), unit="aten::mm")).iloc[0]
+    assert of_kernels["overlap"] == 1
