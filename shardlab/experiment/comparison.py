@@ -12,7 +12,7 @@ import contextlib
 import json
 import platform
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from shardlab.experiment.summary import summarise
 from shardlab.experiment.trained import check_same_model, description, outline
 from shardlab.experiment.workload import Workload
 from shardlab.installed import __version__
-from shardlab.launch import RankError, RankHang, RankPool
+from shardlab.launch import RankError, RankHang, RankPool, place
 from shardlab.launch.placement import torchrun_env
 from shardlab.trace.clock import Reading, origins_of
 from shardlab.trace.store import Records, load_runs, write_manifest
@@ -96,15 +96,13 @@ def compare(
         TypeError: an unknown option, or an argument of the wrong type.
         RankError: a rank failed; see ``launch``. The records so far stay on disk.
     """
-    config, directory = configured(what, rest, directory, options)
+    config, directory = configured(what, rest, directory, options, pool=pool)
     directory = directory or new_directory()
     # Before ranks start, which would be for nothing if it refuses.
     prepare(config, directory, overwrite=overwrite)
     if pool is None:
         with RankPool(config.ranks, device=config.device, timeout_s=config.timeout_s, preload=PRELOAD) as own:
             return _compare(config, directory, own, on_progress)
-    if pool.world_size != config.ranks:
-        raise ValueError(f"pool: {pool.world_size} ranks, but config.ranks is {config.ranks}")
     return _compare(config, directory, pool, on_progress)
 
 
@@ -128,13 +126,19 @@ def prepare(config: CompareConfig, directory: Path, *, overwrite: bool = False) 
 
 
 def configured(
-    what: Any, rest: tuple[Any, ...], directory: Path | str | None, options: dict[str, Any], caller: str = "compare"
+    what: Any,
+    rest: tuple[Any, ...],
+    directory: Path | str | None,
+    options: dict[str, Any],
+    caller: str = "compare",
+    pool: RankPool | None = None,
 ) -> tuple[CompareConfig, Path | None]:
     """The configuration and the directory, None if none is named, from the arguments of ``compare``.
 
     Args:
         what, rest, directory, options: see ``compare``.
         caller: the function that was called, for messages.
+        pool: see ``compare``.
 
     Raises:
         ValueError, TypeError: as ``compare``.
@@ -148,11 +152,34 @@ def configured(
         if unknown := sorted(options.keys() - {field.name for field in fields(CompareConfig)}):
             known = ", ".join(field.name for field in fields(CompareConfig))
             raise TypeError(f"{caller}: {', '.join(unknown)} is not an option; the options are {known}")
+        if pool is not None and _finds_another(pool, "auto"):
+            options = {"device": pool.placement.device_type, **options}
         config = CompareConfig(workload=what, **options)
     if len(rest) > 1 or (rest and directory is not None):
         raise TypeError(f"{caller}: {len(rest)} arguments follow what is trained; one may, the directory")
     found = rest[0] if rest else directory
-    return config, None if found is None else Path(found)
+    return _for_ranks_of(pool, config), None if found is None else Path(found)
+
+
+def _for_ranks_of(pool: RankPool | None, config: CompareConfig) -> CompareConfig:
+    """The configuration for ranks that there are: their number and device are given.
+
+    Raises:
+        ValueError: it asks for others.
+    """
+    if pool is None:
+        return config
+    if pool.world_size != config.ranks:
+        raise ValueError(f"pool: {pool.world_size} ranks, but config.ranks is {config.ranks}")
+    device = pool.placement.device_type
+    if config.device not in ("auto", device):
+        raise ValueError(f"pool: its ranks are on {device}, but config.device is {config.device!r}; leave device out")
+    return replace(config, device=device) if _finds_another(pool, config.device) else config
+
+
+def _finds_another(pool: RankPool, device: str) -> bool:
+    """Whether a device is not the pool's: 'auto' takes a GPU where there is one, whatever the ranks have."""
+    return place(pool.world_size, device).device_type != pool.placement.device_type
 
 
 def _workload(what: Any, rest: tuple[Any, ...], caller: str) -> tuple[Workload, tuple[Any, ...]]:

@@ -61,7 +61,7 @@ def live(
         if rest or directory or pool or options:
             raise TypeError(f"live: {str(what)!r} is watched, and nothing is run; leave the other arguments out")
         return LiveView(what)
-    config, found = configured(what, rest, directory, options, "live")
+    config, found = configured(what, rest, directory, options, "live", pool)
     found = found or new_directory()
     with LiveView(found) as view:
         view.comparison = compare(config, found, pool=pool)

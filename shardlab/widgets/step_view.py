@@ -61,7 +61,7 @@ def step_through(
             raise TypeError("step_through: records are shown, and nothing is run; leave the other arguments out")
         return StepView(what, run, step)
     first = options if isinstance(what, CompareConfig) else FIRST | options
-    config, found = configured(what, rest, directory, first, "step_through")
+    config, found = configured(what, rest, directory, first, "step_through", pool)
     with TemporaryDirectory(prefix="shardlab-") as temporary:
         records = compare(config, found or Path(temporary) / "run", pool=pool).records
     return StepView(records, run or config.strategies[0], step)

@@ -265,6 +265,22 @@ def test_a_pool_of_another_size_is_refused(pools, tmp_path):
         compare(config, tmp_path / "out", pool=pools(2))
 
 
+def test_the_ranks_of_a_pool_have_their_device_whatever_the_machine_has(pools, tmp_path, monkeypatch):
+    """With a GPU 'auto' is that GPU: torch's engines were refused, and the plan was that of a GPU."""
+    ranks = pools(2)
+    ranks.run(abs)  # they start before this machine seems to have a GPU
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    made = Workload(lambda: torch.nn.Linear(3, 1), [torch.ones(4, 3)] * 4, lambda model, batch: model(batch).mean())
+    strategies = ("single", "fsdp", "torch_ddp")
+    own = compare(made, tmp_path / "own", ranks=2, strategies=strategies, steps=2, pool=ranks)
+    builtin = compare(CompareConfig(("bucketed",), 2, steps=2, text="grammar"), tmp_path / "builtin", pool=ranks)
+    for found in (own, builtin):
+        assert found.losses_equal
+        assert {manifest["config"]["device"] for manifest in found.records.manifests.values()} == {"cpu"}
+    with pytest.raises(ValueError, match=r"pool: its ranks are on cpu, but config\.device is 'cuda'; leave device out"):
+        compare(replace(CompareConfig(("ddp",), 2, text="grammar"), device="cuda"), tmp_path / "other", pool=ranks)
+
+
 def test_no_comparison_there(tmp_path):
     with pytest.raises(ValueError, match=r"has no summary\.json"):
         load_comparison(tmp_path)
