@@ -11,8 +11,8 @@ of what buckets do. Nothing overlaps: gradients are reduce-scattered when backwa
 buckets keep the order and no queue is needed. ``zero2`` did overlap, and ``fsdp`` does again: it gathers and reduces
 unit by unit, while others compute.
 
-Per rank for P fp32 parameters with Adam: at rest 4P/N parameters, 4P/N gradients, 8P/N state (P with the padding of
-each bucket to a multiple of N); in forward and backward another 4P of gathered parameters, and during backward up to
+Per rank for P fp32 parameters with Adam: at rest 4P/N parameters, 4P/N gradients, 8P/N state; P includes what
+pads each bucket to a multiple of N. In forward and backward another 4P of gathered parameters, and in backward up to
 another 4P of whole gradients, which ``no_sync()`` keeps until a backward communicates. On the wire P(N-1)/N for each
 gather and for the reduce-scatter: 3P(N-1)/N elements a step. With ``precision='bf16'`` gathered parameters and whole
 gradients have 2 bytes an element. At rest nothing changes, since the shards are the master weights: 16P/N, as in the
@@ -84,8 +84,9 @@ class ZeRO3(ShardedEngine):
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 # For a plain loss.backward(): all ranks gather everything, so it does not matter what each has used.
-                # Behind the hook of the watch, so that a backward that is refused has gathered nothing. (With a
-                # precision, this one is at the cast output and runs first: a refused backward has gathered.)
+                # Registered after the watch's hook, so that it runs after it: a backward that is refused gathers
+                # nothing. (With a precision this hook is on the output after its cast and so runs first: there a
+                # refused backward has gathered.)
                 tensor.register_hook(lambda _: self.unshard_params())
         return output
 
@@ -127,7 +128,8 @@ class ZeRO3(ShardedEngine):
                 if any(self._is_due(param) for param in bucket.params.values()):
                     bucket.start_reduce()
                     bucket.finish_reduce()
-            # Here too: after a refusal the next call must not send all of it once more, without the other ranks.
+            # ``finish_gradients()`` sets this only if nothing is raised here; after a refusal the next call would send
+            # everything again, without the other ranks.
             self._are_means = True
 
     @override
@@ -139,14 +141,18 @@ class ZeRO3(ShardedEngine):
 
     @contextlib.contextmanager
     def _gathered(self, *, in_forward: bool = False) -> Iterator[None]:
-        """Inside, the parameters are gathered; at the end they are resharded, except inside a backward."""
-        # A forward that checkpointing computes again must leave them for the rest of the backward.
-        is_outermost = not self._backward_watch.is_inside
-        self._in_forward = in_forward
+        """Inside, the parameters are gathered; at the end they are resharded, unless what is around goes on with them.
+
+        Around may be a backward, for a forward that checkpointing computes again, or a forward, for a backward that it
+        runs itself.
+        """
+        was_in_forward = self._in_forward
+        is_outermost = not (was_in_forward or self._backward_watch.is_inside)
+        self._in_forward = in_forward or was_in_forward
         try:
             self.unshard_params()  # it may refuse after a part of them
             yield
         finally:
-            self._in_forward = False
+            self._in_forward = was_in_forward
             if is_outermost:
                 self.reshard_params()

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from shardlab.engines import build_engine
@@ -857,11 +857,16 @@ class Adversarial(nn.Module):
         super().__init__()
         self.body, self.head = nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3)), nn.Linear(7, 5)
         self.scale = 1  # the number of ranks that one process plays, whose means these are
+        self.go_back = Tensor.backward
 
     def forward(self, x):
         x = x.detach().clone().requires_grad_()
-        (self.body(x).square().sum() / self.scale).backward()
+        self.go_back(self.body(x).square().sum() / self.scale)
         return self.head(x + self.scale * x.grad)
+
+
+class AdversarialByTheEngine(Adversarial):
+    """The same with ``engine.backward``."""
 
 
 class Tangent(nn.Module):
@@ -881,6 +886,8 @@ def made(kind):
 def differentiating(rank, key, kind, wraps):
     options = {"wrap": wraps} if wraps else {}
     with engine_of(key, current().world_size, made(kind), optimizer_fn=sgd, **options) as engine:
+        if kind is AdversarialByTheEngine:
+            engine.module.go_back = engine.backward
         for step in range(2):
             x, y = (cases.own_rows(part, engine.data_rank) for part in cases.rows("MLP", step, 0, current().world_size))
             engine.backward(nn.functional.mse_loss(engine(x), y))
@@ -890,10 +897,9 @@ def differentiating(rank, key, kind, wraps):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-@pytest.mark.parametrize("kind", [Adversarial, Tangent])
+@pytest.mark.parametrize("kind", [Adversarial, AdversarialByTheEngine, Tangent])
 @pytest.mark.parametrize(
-    ("key", "wraps"),
-    [(key, wraps) for key in ENGINES for wraps in (None, "root", [nn.Linear]) if not wraps or key.startswith("fsdp")],
+    ("key", "wraps"), [*((key, None) for key in ENGINES), *(("fsdp", wraps) for wraps in ("root", [nn.Linear]))]
 )
 def test_a_forward_may_differentiate(pools, key, wraps, kind):
     num_ranks = 4 if "hybrid" in key else 2
