@@ -141,6 +141,8 @@ class GatheredParameters:
             self._gathering[1].wait()  # a transport may still write into the buffer
             self._gathering = None
         if self.state is BucketState.UNSHARDED:
+            for element in self._stub_elements:
+                element.fill_(self._stub_value)  # again: torch lets zero_() and fill_() write into what is repeated
             for name, param in self.params.items():
                 self.sites[name].put_placeholder()
                 param.data = self._stubs[name]
@@ -171,14 +173,23 @@ class GatheredParameters:
         """What a freed parameter has as its data, since autograd may ask for the shape.
 
         It has the dtype of what is gathered: with another dtype a parameter gets a new node for its gradients in
-        autograd. One element serves the whole bucket, once and for all, as each tensor costs a launch on a device. NaN,
-        so that code which kept the parameter from before the engine does not compute with zeros.
+        autograd. One element serves the whole bucket, as each tensor costs a launch on a device. NaN, so that code
+        which kept the parameter from before the engine does not compute with zeros.
         """
-        value = nan if self.compute_dtype.is_floating_point else 0
-        stub = torch.full((), value, dtype=self.compute_dtype, device=self.device)
-        # Torch refuses to write into many elements that are one. Into a single one it would write, for all parameters.
-        own = {name: stub.clone() if prod(site.shape) == 1 else stub for name, site in self.sites.items()}
+        shared, *others = self._stub_elements
+        # Most operations refuse to write into many elements that are one. A single one is written to: it has its own.
+        own = {name: others.pop() if prod(site.shape) == 1 else shared for name, site in self.sites.items()}
         return {name: own[name].expand(site.shape) for name, site in self.sites.items()}
+
+    @cached_property
+    def _stub_elements(self) -> list[Tensor]:
+        """What stubs repeat, [] each: one for all parameters, and one for each that has a single element."""
+        num_single = sum(prod(site.shape) == 1 for site in self.sites.values())
+        return [torch.empty((), dtype=self.compute_dtype, device=self.device) for _ in range(1 + num_single)]
+
+    @property
+    def _stub_value(self) -> float:
+        return nan if self.compute_dtype.is_floating_point else 0
 
     # Steps that FSDP's buckets override, and helpers.
 
@@ -213,10 +224,12 @@ class GatheredParameters:
     def _show(self, full: dict[str, Tensor]) -> None:
         """Note what is gathered and where; nothing if it has been freed."""
         for address in self.addresses:
-            _GATHERED.pop(address, None)
+            if _GATHERED.get(address) is self:  # another bucket may be there, if the user has moved this one's memory
+                del _GATHERED[address]
         self.full, self.addresses = full, {tensor.untyped_storage().data_ptr() for tensor in full.values()}
         _GATHERED.update(dict.fromkeys(self.addresses, self))
-        begins = sorted((place_of(tensor), index, name) for index, (name, tensor) in enumerate(full.items()))
+        # One without elements begins where the buffer does, and must not hide the parameter that lies there.
+        begins = sorted((place_of(tensor), tensor.numel() > 0, name) for name, tensor in full.items())
         self._places = [begin for begin, *_ in begins], [name for *_, name in begins]
 
     def _versions_now(self) -> dict[str, int]:

@@ -147,7 +147,6 @@ class ParameterSites:
             if held is param
         ]
         self._placeholder = PlaceholderParameter.of(name, param)
-        self._trains = self._placeholder.requires_grad  # noted, since to ask a placeholder goes through its refusals
 
     def check(self) -> None:
         """Find out whether the user has put another parameter into the module.
@@ -171,9 +170,10 @@ class ParameterSites:
 
     def put_placeholder(self) -> None:
         """Put the placeholder into the module."""
-        if self._trains is not self._param.requires_grad:  # the user has changed it meanwhile
-            self._trains = self._param.requires_grad
-            self._placeholder.requires_grad_(self._trains)
+        with torch._C.DisableTorchFunctionSubclass():  # or the question would go through the placeholder's refusals
+            trains = self._placeholder.requires_grad
+        if trains is not self._param.requires_grad:  # the user has changed it meanwhile
+            self._placeholder.requires_grad_(not trains)
         self._put(self._placeholder)
 
     def _put(self, value: nn.Parameter) -> None:

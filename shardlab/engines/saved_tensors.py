@@ -6,7 +6,7 @@ parameter of that bucket". When backward asks for it the bucket is gathered agai
 
 With hooks on saved tensors, torch no longer checks whether they have been overwritten since. So the check is done here,
 with the same counter: every tensor has a version, which views share and in-place operations raise. A parameter keeps
-its version when it is gathered again; its bucket raises it when the values change (``ShardedBucket.values_changed``).
+its version when it is gathered again; its bucket raises it when the values change (``HeldParameters.values_changed``).
 """
 
 import contextlib
@@ -46,11 +46,13 @@ def saved_by_reference(buckets: Sequence[ShardedBucket]) -> Iterator[None]:
     own = set(buckets)
 
     def pack(saved: Tensor) -> _Kept | _Reference:
-        bucket = gathered_at(_address(saved))
+        address = _address(saved)
+        bucket = gathered_at(address)
         if isinstance(bucket, ShardedBucket) and bucket in own:
             # In a flat layout all parameters of a bucket share a storage: the place in it tells them apart.
             name = bucket.name_at(place_of(saved))
-            if name is not None:
+            # share_memory() may have moved the parameter, and something else lies where it was.
+            if name is not None and _address(bucket.full[name]) == address:
                 return _reference(saved, bucket, name)
         # Not ``saved`` itself: an operation that saves its own output would hold itself, and a graph that never runs
         # backward would keep its activations for ever. A detached tensor shares the version.

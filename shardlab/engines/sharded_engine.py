@@ -86,6 +86,11 @@ class ShardedEngine(MixedPrecision):
             bucket.drop_gradients()
 
     @override
+    def _complete_failed_backward(self) -> None:
+        self._take_placeholders_away(checked=False)  # one at a parameter that was frozen since would be sent
+        super()._complete_failed_backward()
+
+    @override
     def take_changes(self) -> None:
         """As the base: what the user wrote must be in the shards, and nothing gathered may outlive its values."""
         if self._placeholders is not None:
@@ -151,10 +156,10 @@ class ShardedEngine(MixedPrecision):
         Of a tensor-parallel model these are this rank's slices; ``full_state_dict()`` has the whole ones.
 
         Args:
-            keep_changes: copy changes in place back into the shards; without it they are lost, and after an error
-                inside, but where a rank keeps whole parameters (no_shard, one rank, ``replicate_below``), which are
-                shown themselves then, and as copies without it. Every rank must write the same values; nothing checks
-                that.
+            keep_changes: copy changes in place back into the shards when the block ends without an error; otherwise
+                they are lost. Where a rank keeps whole parameters (no_shard, one rank, ``replicate_below``), the block
+                sees these themselves with ``keep_changes``, so that an error takes nothing back, and copies without
+                it. Every rank must write the same values; nothing checks that.
         """
         with self._full(keep_changes=keep_changes, as_copies=not keep_changes) as module:
             yield module

@@ -328,3 +328,16 @@ def test_a_step_makes_no_stub_for_what_it_reshards(monkeypatch):
         monkeypatch.setattr(torch, "full", lambda *args, **options: made.append(args) or full(*args, **options))
         engine.backward(engine(torch.ones(2, 7, dtype=torch.float64)).sum())
         assert made == []
+
+
+@pytest.mark.parametrize("setup", [("zero3", {}), ("fsdp", {"sharding": "no_shard"})])
+def test_what_is_written_into_a_resharded_parameter_does_not_stay(setup):
+    """Torch lets fill_() write into the one element that stands for all parameters of a bucket."""
+    strategy, options = setup
+    model = build()
+    kept = list(model.parameters())
+    with build_engine(strategy, model, adamw, **options) as engine:
+        with torch.no_grad():
+            kept[0].zero_()
+        engine.backward(engine(torch.ones(2, 7, dtype=torch.float64)).sum())
+        assert all(param.isnan().all() for param in kept)

@@ -603,6 +603,63 @@ def test_a_rank_whose_backward_went_well_gets_no_mean_without_the_others_part(po
     assert torch.isnan(torch.tensor(pools(2).run(step_while_another_failed, setup)[1]))
 
 
+def frozen_after_a_failure(rank, setup, looks):
+    """Means are there, a backward raises, parameters are looked at, one is frozen, and gradients are cleared."""
+    strategy, options = SETUPS[setup]
+    with Mesh({"data": 2}) as mesh, build_engine(strategy, build(FailsSomewhere), sgd, mesh, **options) as engine:
+        x = rows(0, 2)[2 * rank : 2 * rank + 2]
+        engine.backward(loss_of(engine(x)))
+        engine.step()
+        with pytest.raises(ArithmeticError):
+            engine.backward(loss_of(engine(x, fail_at=1)))
+        if looks == "evaluation":
+            with torch.no_grad():
+                engine(x)
+        else:
+            with engine.full_params():
+                pass
+        engine.module.blocks[0].requires_grad_(False)
+        engine.zero_grad()
+        engine.module.blocks[0].requires_grad_(True)
+        engine.backward(loss_of(engine(x)))
+        engine.step()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("looks", ["evaluation", "full_params"])
+@pytest.mark.parametrize("setup", ["bucketed", "zero1", "zero2", "zero3", "full_shard", "shard_grad_op"])
+def test_what_is_frozen_after_a_backward_that_raised_is_cleared_too(pools, setup, looks):
+    model = build(FailsSomewhere)
+    optimizer = sgd(list(model.parameters()))
+    for _ in range(2):
+        loss_of(model(rows(0, 2))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for state in pools(2).run(frozen_after_a_failure, setup, looks):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+
+
+def frozen_and_thawed(rank, setup):
+    """What the module says of a weight that is frozen and thawed at rest and inside full_params(), by turns."""
+    strategy, options = SETUPS[setup]
+    with Mesh({"data": 2}) as mesh, build_engine(strategy, build(), sgd, mesh, **options) as engine:
+        said = []
+        for at_rest, inside in ((False, True), (True, False), (True, False), (False, True)):
+            engine.module.leave.weight.requires_grad_(at_rest)
+            with engine.full_params() as module:
+                said.append(module.leave.weight.requires_grad is at_rest)
+                module.leave.weight.requires_grad_(inside)
+            said.append(engine.module.leave.weight.requires_grad is inside)
+        return said
+
+
+@pytest.mark.parametrize("setup", ["ddp", "zero3", "full_shard", "shard_grad_op", "no_shard"])
+def test_a_parameter_says_whether_it_trains_wherever_that_was_changed(pools, setup):
+    for said in pools(2).run(frozen_and_thawed, setup):
+        assert said == [True] * 8
+
+
 def held_over_a_step(rank, num_ranks, strategy, keep_changes):
     with Mesh({"data": num_ranks}) as mesh, build_engine(strategy, build(), sgd, mesh) as engine:
         x = rows(0, num_ranks)[2 * rank : 2 * rank + 2]

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
+from shardlab.engines.saved_tensors import _Kept
 from tests.dist import cases
 from tests.dist.test_fsdp import Blocks, assert_states, build
 
@@ -531,3 +532,83 @@ def test_a_transform_whose_saved_tensors_nobody_may_replace_is_refused(pools, se
     cases.loss_of(model(x), y).backward()
     sgd(list(model.parameters())).step()
     assert_states(pools(2).run(transformed, setup), model.state_dict())
+
+
+# Whose memory a saved tensor is in.
+
+
+class EmptyAmongOthers(nn.Module):
+    """A prompt of length 0 behind the first parameter of its unit, which is used whole and by a view from inside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(9, 8))
+        self.prompt = nn.Parameter(torch.empty(0, 7))
+        self.enter, self.last = nn.Linear(7, 9), nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = torch.tanh(self.enter(torch.cat([self.prompt, x])))
+        return self.last(torch.tanh(x @ self.first) + x[:, :2] @ self.first[2:4])
+
+
+def empty_among_others(rank, setup):
+    """The gradients, how many gathered parameters the graph has kept, and whether a change of the first is refused."""
+    strategy, options = SETUPS[setup]
+    x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", 0, 0, 2))
+    with Mesh({"data": 2}) as mesh, build_engine(strategy, build(EmptyAmongOthers), sgd, mesh, **options) as engine:
+        gathered = set()
+        engine.module.last.register_forward_hook(
+            lambda *_: gathered.update(param.untyped_storage().data_ptr() for param in engine.params.values())
+        )
+        loss = cases.loss_of(engine(x), y)
+        kept = [saved.tensor.untyped_storage().data_ptr() for saved in gc.get_objects() if isinstance(saved, _Kept)]
+        num_kept = len(gathered.intersection(kept) - {0})
+        engine.backward(loss)
+        gradients = engine.full_gradients()
+        engine.zero_grad()
+        loss = cases.loss_of(engine(x), y)
+        with torch.no_grad():
+            engine.step_tensors().by_name("first").mul_(3)
+        with pytest.raises(RuntimeError, match=f"{REFUSAL}|has changed between forward and backward"):
+            engine.backward(loss)
+        return gradients, num_kept
+
+
+@pytest.mark.parametrize("setup", BY_REFERENCE)
+def test_a_parameter_without_elements_hides_no_other(pools, setup):
+    """Both begin where the bucket begins: the weight was booked under the empty one's name, and its changes unseen."""
+    model = build(EmptyAmongOthers)
+    x, y = cases.rows("MLP", 0, 0, 2)
+    cases.loss_of(model(x), y).backward()
+    expected = {name: param.grad for name, param in model.named_parameters() if param.numel()}
+    for gradients, num_kept in pools(2).run(empty_among_others, setup):
+        assert_states([{name: gradients[name] for name in expected}], expected)
+        assert num_kept == 0
+
+
+def moved(rank, setup):
+    """Gradients through tensors that lie where gathered parameters did, and what they are, as numbers."""
+    strategy, options = SETUPS[setup]
+    with Mesh({"data": 2}) as mesh, build_engine(strategy, build(Blocks), sgd, mesh, **options) as engine:
+        found, expected = [], []
+        with engine.full_params() as module:
+            before = {param.untyped_storage() for param in module.parameters()}
+            places = {storage.data_ptr(): storage.nbytes() // 8 for storage in before}
+            module.share_memory()
+            del before  # only addresses, which are free now
+            made = []  # and kept, so that each is made somewhere else
+            for number, numel in enumerate(64 * list(places.values())):
+                made.append(other := torch.full((numel,), float(number), dtype=torch.float64))
+                if other.data_ptr() in places:
+                    x = torch.ones(numel, dtype=torch.float64, requires_grad=True)
+                    found += torch.autograd.grad(engine.call(torch.mul, other, x).sum(), x)
+                    expected.append(other)
+        return found, expected
+
+
+def test_memory_in_which_parameters_were_is_that_of_others(pools):
+    """share_memory() moves a storage in place: what is made where it was is no parameter."""
+    results = [found for setup in ("zero3", "fsdp", "fsdp-no_shard") for found in pools(2).run(moved, setup)]
+    assert any(found for found, _ in results), "nothing was made there"
+    for found, expected in results:
+        assert_states([dict(enumerate(found))], dict(enumerate(expected)))
