@@ -19,6 +19,7 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from shardlab.launch import place
 from tests.fuzzing.engines import OURS, PEERS
 from tests.fuzzing.features import ALL, FEATURES, ON
 from tests.fuzzing.hunt import Hunt, HuntConfig
@@ -55,6 +56,10 @@ def _parsed(arguments: list[str] | None) -> tuple[HuntConfig, Path | None]:
     parser.add_argument("--device", default="cpu", help="cpu, cuda or auto")
     parser.add_argument("--json", type=Path, default=None, help="write the summary and the finds into this file")
     given = parser.parse_args(arguments)
+    try:
+        place(1, given.device)
+    except ValueError as error:
+        parser.error(str(error))
     strategies = given.strategies.split(",") if given.strategies else PEERS if given.peers else OURS
     features = ON if given.features is None else ALL if given.features == "all" else given.features.split(",")
     config = HuntConfig(

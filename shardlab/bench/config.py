@@ -3,8 +3,8 @@
 There are three workloads because an engine can lose time in three ways: by slowing compute down, by sending slowly, and
 by its cost per message, however small. Torch's engines run at their best: DDP has a static graph,
 ``ZeroRedundancyOptimizer`` broadcasts whole buckets, and ``fully_shard`` keeps the root gathered after forward, as it
-does by default. The pair "itself" is one
-engine against the same: how far its ratio lies from 1 is what a ratio means here.
+does by default. The pair "itself" is one engine against the same: how far its ratio lies from 1 is what a ratio means
+here.
 """
 
 from collections.abc import Mapping
@@ -140,7 +140,7 @@ class BenchConfig:
     """A whole bench.
 
     Attributes:
-        ranks: number of ranks; one alone shows what an engine costs besides sending.
+        ranks: number of ranks; one alone shows what an engine costs apart from communication.
         rounds: timed steps of each engine, at least 2.
         workloads: see ``WORKLOADS``.
         pairs: see ``PAIRS``.

@@ -34,7 +34,7 @@ class BenchRow:
         ours_peak_bytes: our peak.
         theirs_peak_bytes: theirs.
         rounds: number of timed steps of each.
-        transport: transport of our engines; torch's always use NCCL or gloo.
+        transport: transport of our engines, empty for one rank; torch's always use NCCL or gloo.
     """
 
     workload: str
@@ -67,12 +67,11 @@ def bench(
         on_progress: called in this process after every round.
 
     Raises:
-        ValueError: ``pool`` and ``config`` have different numbers of ranks.
+        ValueError: ``config`` asks for other ranks than ``pool`` has.
         RankError: a rank failed; see ``launch``.
     """
-    if pool is not None and pool.world_size != config.ranks:
-        raise ValueError(f"pool: {pool.world_size} ranks, but config.ranks is {config.ranks}")
     if pool is not None:
+        pool.check_asked(config.ranks, config.device)
         yield from _bench(config, pool, on_progress)
         return
     with RankPool(config.ranks, device=config.device, timeout_s=config.timeout_s, preload=PRELOAD) as own:

@@ -44,7 +44,8 @@ def check_torch_engines(device_type: str, backend: str) -> None:
     if device_type == "cuda" and backend != "nccl":
         raise ValueError(
             "device: torch's own engines send by NCCL, and here ranks share a GPU (or torch is built without NCCL); "
-            "leave these engines out, take fewer ranks, or use device='cpu'"
+            "leave these engines out, take fewer ranks, set NCCL_MULTI_RANK_GPU_ENABLE=1 (from NCCL 2.30 on), or use "
+            "device='cpu'"
         )
 
 
@@ -191,11 +192,11 @@ class TorchGroup(dist.ProcessGroup):
         complete_waits((self.times, event, observers) for event, observers in left)
 
     def close(self) -> None:
-        """Drop the inner group and gloo's threads, and who listened: torch may hold this object for ever, from C++."""
+        """Let go of the inner group, gloo's threads and observers: torch may hold this object for ever, from C++."""
         self._inner = self._comm = None
         self.left_to_torch = []
         self.times.close()
-        # What is followed knows its observers, and these an engine with all its memory.
+        # Collectives that are still followed hold their observers, and through them an engine with all its memory.
         self.times = HostTimes(GLOO_THREADS)
 
     def _pass_on(self, name: str, verb: _Verb, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "TorchWork":

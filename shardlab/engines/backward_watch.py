@@ -286,9 +286,9 @@ class _Graph:
 
 
 def nodes_below(node: Any) -> set[Any]:
-    """The node and all that a backward reaches from it; none if it is a parameter's own and shows no others."""
+    """The node and all that a backward reaches from it; none without one, or if it is a parameter's own."""
     seen: set[Any] = set()
-    ahead = [node] if node.next_functions else []
+    ahead = [node] if node is not None and node.next_functions else []
     while ahead:
         node = ahead.pop()
         if node is not None and node not in seen:

@@ -152,8 +152,8 @@ def configured(
         if unknown := sorted(options.keys() - {field.name for field in fields(CompareConfig)}):
             known = ", ".join(field.name for field in fields(CompareConfig))
             raise TypeError(f"{caller}: {', '.join(unknown)} is not an option; the options are {known}")
-        if pool is not None and _finds_another(pool, "auto"):
-            options = {"device": pool.placement.device_type, **options}
+        if pool is not None and options.get("device", "auto") == "auto" and _means_another(pool, "auto"):
+            options = {**options, "device": pool.placement.device_type}
         config = CompareConfig(workload=what, **options)
     if len(rest) > 1 or (rest and directory is not None):
         raise TypeError(f"{caller}: {len(rest)} arguments follow what is trained; one may, the directory")
@@ -162,23 +162,19 @@ def configured(
 
 
 def _for_ranks_of(pool: RankPool | None, config: CompareConfig) -> CompareConfig:
-    """The configuration for ranks that there are: their number and device are given.
+    """The configuration for ranks that run already: 'auto' is their device.
 
     Raises:
         ValueError: it asks for others.
     """
     if pool is None:
         return config
-    if pool.world_size != config.ranks:
-        raise ValueError(f"pool: {pool.world_size} ranks, but config.ranks is {config.ranks}")
-    device = pool.placement.device_type
-    if config.device not in ("auto", device):
-        raise ValueError(f"pool: its ranks are on {device}, but config.device is {config.device!r}; leave device out")
-    return replace(config, device=device) if _finds_another(pool, config.device) else config
+    pool.check_asked(config.ranks, config.device)
+    return replace(config, device=pool.placement.device_type) if _means_another(pool, config.device) else config
 
 
-def _finds_another(pool: RankPool, device: str) -> bool:
-    """Whether a device is not the pool's: 'auto' takes a GPU where there is one, whatever the ranks have."""
+def _means_another(pool: RankPool, device: str) -> bool:
+    """Whether ``device`` would mean another than the pool's: 'auto' is a GPU where there is one."""
     return place(pool.world_size, device).device_type != pool.placement.device_type
 
 

@@ -47,7 +47,7 @@ class CompareOptions:
         sequence_parallel: with tp: divide the sequence too, where each token is computed on its own.
         link: emulate this link, for example '10Gbps,50us'.
         transport: how ranks on the CPU, or on one shared GPU, send: 'shared_memory' or 'gloo'; by default the first
-            that works. Torch's own engines always use gloo there.
+            that works. Torch's own engines always use gloo on the CPU.
         timeout_s: a collective that takes longer, in seconds, ends the run.
         save_every: write a checkpoint of each strategy after so many steps, and after the last.
         resume: the directory of a comparison with checkpoints: each strategy goes on where its own ends, until it has

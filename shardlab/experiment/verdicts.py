@@ -31,7 +31,7 @@ def verdicts(comparison: Comparison) -> list[str]:
     # The worst first: where ranks disagree or strategies are missing, what follows says little.
     kinds = (
         agreement_verdict, unfinished_verdict, verdict, gradients_verdict, alone_verdict, plan_verdict,
-        traffic_verdict, transport_verdict, busy_verdict,
+        traffic_verdict, transport_verdict, unseen_verdict, busy_verdict,
     )  # fmt: skip
     said = (kind(comparison) for kind in kinds)
     return [sentence for sentence in said if sentence]
@@ -210,6 +210,18 @@ def transport_verdict(comparison: Comparison) -> str:
     return (
         f"Times compare more than engines: {ours} sent through shared memory, {theirs} over gloo; "
         "with transport=gloo all do."
+    )
+
+
+def unseen_verdict(comparison: Comparison) -> str:
+    """One sentence if nobody saw a stream wait for what a strategy sent, so that times are not known; else empty."""
+    summary = comparison.summary
+    unseen = summary[summary["exposed_comm_ms"].isna() & (summary["wire_bytes_per_step"] > 0)]["strategy"]
+    if not len(unseen):
+        return ""
+    return (
+        f"How much communication was exposed or hidden is not known of {', '.join(unseen)}: streams ran it, and the "
+        "stream that computes was not seen to wait for it."
     )
 
 

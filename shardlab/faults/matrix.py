@@ -98,8 +98,11 @@ class MatrixConfig:
             engine_options(strategy)
             if strategy == "single":
                 raise ValueError("strategies: 'single' has one process, of which nothing is distributed; leave it out")
-        if not self.strategies:
-            raise ValueError("strategies: none given; at least one is needed")
+            if strategy == "torch_tp":
+                raise ValueError("strategies: 'torch_tp' needs a tensor axis, and there is none here; leave it out")
+        if len(set(self.strategies)) != len(self.strategies) or not self.strategies:
+            given = ", ".join(self.strategies) or "none"
+            raise ValueError(f"strategies: {given}; at least one is needed, and each only once")
         if torchrun_env() is not None:
             raise ValueError("ranks: torchrun has started them, and it ends them all once one is killed; run it alone")
         if self.ranks < 3:
@@ -247,7 +250,7 @@ class _Runs:
         with tempfile.TemporaryDirectory() as directory:
             comparison = compare(
                 workload(faults), directory, pool=self.pool, strategies=self.strategy, ranks=self.pool.world_size,
-                steps=STEPS, transport=self.transport, device=self.pool.placement.device_type,
+                steps=STEPS, transport=self.transport,
             )  # fmt: skip
             said = [sentence for sentence in verdicts(comparison) if "NOT" in sentence or "DISAGREE" in sentence]
         return _Heard(said=" ".join(said), blamed=" ".join(said))

@@ -33,7 +33,7 @@ def run_interleaved(variants: Mapping[str, CompareConfig], pool: RankPool, direc
         ValueError: there are no variants, or one is not as described above.
         RankError: a rank failed; see ``RankPool.run``.
     """
-    _check(variants, pool.world_size)
+    _check(variants, pool)
     with ExitStack() as stack:
         where = directory or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for name, config in variants.items():
@@ -66,13 +66,12 @@ def _turn(name: str, config: CompareConfig, directory: Path, rank: int, origin_n
             yield run
 
 
-def _check(variants: Mapping[str, CompareConfig], num_ranks: int) -> None:
+def _check(variants: Mapping[str, CompareConfig], pool: RankPool) -> None:
     if not variants:
         raise ValueError("variants: none given; at least one is needed")
     for name, config in variants.items():
         if len(config.strategies) != 1 or config.strategies == ("single",):
             raise ValueError(f"variants: {name!r} needs one strategy that runs on all ranks, not {config.strategies}")
-        if config.ranks != num_ranks:
-            raise ValueError(f"variants: {name!r} has ranks={config.ranks}, but the pool has {num_ranks}")
+        pool.check_asked(config.ranks, config.device, by=f"variants[{name!r}]")
     if len({config.steps for config in variants.values()}) > 1:
         raise ValueError("variants: different numbers of steps; all need the same, since they are interleaved")

@@ -205,11 +205,13 @@ def _travels_as_a_copy(tensor: torch.Tensor) -> bool:
 
 def _torch_pickles(tensor: torch.Tensor) -> bool:
     """Whether pickle can read what torch writes: a dtype newer than its typed storages (float8, uint16) has none."""
-    return type(tensor) is not torch.Tensor or tensor.dtype in torch.storage._dtype_to_storage_type_map()
+    if type(tensor) is not torch.Tensor or tensor.is_meta:  # without values there is nothing to copy
+        return True
+    return tensor.dtype in torch.storage._dtype_to_storage_type_map()
 
 
 def _as_bytes(tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-    as_bytes = tensor.detach().reshape(-1).view(torch.uint8)
+    as_bytes = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return _from_bytes, (as_bytes, tensor.dtype, tensor.shape, tensor.requires_grad)
 
 

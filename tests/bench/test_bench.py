@@ -168,9 +168,14 @@ def test_a_wrong_workload_or_contender_is_refused():
         Contender("x", "x")
 
 
-def test_a_pool_of_another_size_is_refused(pools):
+def test_a_pool_of_other_ranks_is_refused(pools, monkeypatch):
     with pytest.raises(ValueError, match=r"pool: 3 ranks, but config\.ranks is 2"):
         next(bench(BenchConfig(device="cpu"), pool=pools(3)))
+    ranks = pools(2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    with pytest.raises(ValueError, match=r"pool: its ranks are on cpu, but config\.device is 'cuda'"):
+        next(bench(BenchConfig(device="cuda"), pool=ranks))
 
 
 @pytest.mark.parametrize(

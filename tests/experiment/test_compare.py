@@ -20,7 +20,7 @@ from shardlab.experiment.report import peak_table
 from shardlab.experiment.run import RankReport
 from shardlab.experiment.saved import load_saved
 from shardlab.experiment.summary import summarise
-from shardlab.experiment.verdicts import agreement_verdict, busy_verdict, verdict, verdicts
+from shardlab.experiment.verdicts import agreement_verdict, busy_verdict, unseen_verdict, verdict, verdicts
 from shardlab.faults import NaN, faulty
 from shardlab.launch import RankError
 from shardlab.models import build_model
@@ -273,8 +273,11 @@ def test_the_ranks_of_a_pool_have_their_device_whatever_the_machine_has(pools, t
     made = Workload(lambda: torch.nn.Linear(3, 1), [torch.ones(4, 3)] * 4, lambda model, batch: model(batch).mean())
     strategies = ("single", "fsdp", "torch_ddp")
     own = compare(made, tmp_path / "own", ranks=2, strategies=strategies, steps=2, pool=ranks)
+    again = compare(
+        made, tmp_path / "again", ranks=2, strategies=("torch_ddp", "ddp"), steps=2, pool=ranks, device="auto"
+    )
     builtin = compare(CompareConfig(("bucketed",), 2, steps=2, text="grammar"), tmp_path / "builtin", pool=ranks)
-    for found in (own, builtin):
+    for found in (own, again, builtin):
         assert found.losses_equal
         assert {manifest["config"]["device"] for manifest in found.records.manifests.values()} == {"cpu"}
     with pytest.raises(ValueError, match=r"pool: its ranks are on cpu, but config\.device is 'cuda'; leave device out"):
@@ -429,6 +432,14 @@ def test_ranks_that_drift_apart_are_told(comparison):
     manifests["ddp"] = {**manifests["ddp"], "disagreement": words}
     wrong = replace(result, records=replace(result.records, manifests=manifests))
     assert verdicts(wrong)[0].startswith("Ranks DISAGREE, so the numbers are of no one run: in ddp after step 1, ranks")
+
+
+def test_what_no_stream_was_seen_to_wait_for_is_said_to_be_unknown(comparison):
+    _, result, _ = comparison
+    assert unseen_verdict(result) == ""
+    unseen = result.summary["strategy"].isin(["single", "ddp"])
+    summary = result.summary.assign(exposed_comm_ms=result.summary["exposed_comm_ms"].mask(unseen))
+    assert "not known of ddp: streams ran it" in unseen_verdict(replace(result, summary=summary))
 
 
 def test_ranks_that_were_off_the_cpu_make_times_uncertain(comparison):

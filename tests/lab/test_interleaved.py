@@ -90,7 +90,7 @@ def test_a_link_that_was_found_can_be_emulated(pools: Pools) -> None:
     [({}, "at least one"),
      ({"a": replace(BASE, strategies=("single",), bucket_mib=1.0)}, "'a' needs one strategy"),
      ({"a": replace(BASE, strategies=("ddp", "bucketed"))}, "'a' needs one strategy"),
-     ({"a": replace(BASE, ranks=1)}, "ranks=1"),
+     ({"a": replace(BASE, ranks=1)}, r"variants\['a'\]\.ranks is 1"),
      ({"a": BASE, "b": replace(BASE, steps=1)}, "different numbers of steps")],
 )  # fmt: skip
 def test_variants_that_cannot_take_turns_are_refused(

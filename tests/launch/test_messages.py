@@ -56,6 +56,16 @@ def test_tensors_travel_whose_dtype_torchs_own_pickle_cannot_read(dtype, shape):
     assert received.tolist() == sent.tolist()
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.uint64])
+def test_such_tensors_travel_with_gaps_repeated_and_without_values(dtype):
+    """RuntimeError: self.stride(-1) must be 1; NotImplementedError: Cannot copy out of meta tensor."""
+    whole = torch.arange(12).reshape(3, 4).to(dtype)
+    for sent in (whole[:, 1], whole.reshape(-1)[::2], whole[0, 0].expand(3), whole[:, ::3]):
+        assert unpack(pack(sent, "x")).tolist() == sent.tolist()
+    received = unpack(pack(whole.to("meta"), "x"))
+    assert (received.is_meta, received.dtype, received.shape) == (True, dtype, (3, 4))
+
+
 def test_a_parameter_in_float8_travels():
     sent = torch.nn.Parameter(torch.arange(4.0).to(torch.float8_e4m3fn), requires_grad=False)
     received = unpack(pack(sent, "x"))
