@@ -14,7 +14,7 @@ except PackageNotFoundError:  # a source tree on the path, not installed
 def data_path(name: str) -> Path:
     """Path of a file or folder of the project's ``data`` folder, for example ``grammar.json``.
 
-    That lies inside the package when it is installed from a wheel, and beside it in a checkout.
+    The folder lies inside the package when it is installed from a wheel, and beside it in a checkout.
 
     Raises:
         FileNotFoundError: it is in neither place; the message names both.

@@ -126,7 +126,7 @@ class HostTransport(StrEnum):
 
 
 STREAM_TRANSPORTS = ("nccl", "staged")
-"""Transports of ranks on a GPU, where a stream waits for what the host has issued ahead of it."""
+"""How the names of transports on a GPU begin, where a stream waits for what the host has issued ahead of it."""
 
 
 @cache  # every collective asks

@@ -261,7 +261,7 @@ def reading_list() -> list[str]:
     text = (
         (PACKAGE.parent / "README.md")
         .read_text()
-        .split("With all that\nthey stand on")[1]
+        .split("With all that they stand on")[1]
         .split("Each engine's first lines")[0]
     )
     found = []

@@ -10,8 +10,8 @@ resumed      the host waits for it, and it has ended             wake-up
 ===========  ==================================================  ==========================
 
 The times that pass are those of the record. So the graph reproduces the recorded times, and says how they change if
-something takes less. It needs records in which the host waits, of ranks on the CPU. On a GPU a stream waits: the record
-has the stream's waits beside the times at which the host issued, which is ahead of it, and the step is refused.
+something takes less. It needs records in which the host waits, of ranks on the CPU. On a GPU a stream waits, while the
+host issues ahead of it; such a step is refused.
 """
 
 from collections.abc import Mapping

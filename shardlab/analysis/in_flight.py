@@ -2,7 +2,7 @@
 
 Tracing memory slows compute, not communication. So at its peak a traced step may hold other buffers, and other copies
 of them in the transport, than an ordinary step does, whose peak is not known on a CPU. When each collective was under
-way is known of every step: where that differs, the peaks may differ too. (On a GPU neither is needed: the allocator
+way is known of every step: where that differs, the peaks may differ too. (On a GPU this is not needed: the allocator
 knows each step's peak, and tracing slows the host alone.)
 """
 

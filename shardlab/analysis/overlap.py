@@ -4,8 +4,8 @@ On each rank, with the intervals of communication merged (M) and those of comput
 
     overlap = |M and C| / |M|          exposed = |M| - |M and C|
 
-Without communication there is no overlap (NaN): it is neither 0 nor 1. Nor is there one, or an exposed time, where a
-stream ran a collective and no wait for it was seen. Compute is forward, backward, recomputation and
+Without communication there is no overlap (NaN): it is neither 0 nor 1. There is no overlap and no exposed time either
+where a stream ran a collective whose wait was not seen. Compute is forward, backward, recomputation and
 optimizer work; spans nest, and merging counts each moment once. A rank in ``wait`` does not compute although the span
 of the surrounding module is open. These waits are removed from C; otherwise a fully exposed gather inside a forward
 pass would count as hidden. Nor does a rank compute that is off the CPU, because it sleeps or because its core runs

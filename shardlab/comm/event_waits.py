@@ -1,7 +1,7 @@
 """When the stream that computes waits for an event: so torch's engines wait, where nobody waits for a work.
 
 FSDP2 gathers on a stream of its own, which records an event behind the collective; the stream that computes then waits
-for this event. Both are calls of ``torch.cuda.Stream``, which ``listen`` makes tell of them.
+for this event. Both are methods of ``torch.cuda.Stream``; ``listen`` replaces them by ones that report each call.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from shardlab.comm.streams import DeviceStream, Streams
 
 
 class EventWaits:
-    """From when the stream that computes waits for collectives that other streams have run.
+    """Finds out when the stream that computes begins to wait for collectives of other streams.
 
     Args:
         streams: CUDA's.
@@ -23,7 +23,7 @@ class EventWaits:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._left: dict[DeviceStream, list[CollectiveEvent]] = {}  # by stream, those that no wait was seen for
+        self._left: dict[DeviceStream, list[CollectiveEvent]] = {}  # by stream, those whose wait was not seen
         self._behind: WeakKeyDictionary[DeviceEvent, list[CollectiveEvent]] = WeakKeyDictionary()
 
     def issued(self, stream: DeviceStream, event: CollectiveEvent) -> None:

@@ -50,9 +50,10 @@ class CollectiveEvent:
         torch_moves: bytes this rank sends where a group of torch's own runs it (``partition.torch_gloo``), else None.
         ranks: the global ranks of the group.
         device_times: events at begin and end, where a stream ran it: whoever records resolves them after the step.
-        device_issue: event of the stream that computed, when it came to the issue.
-        device_wait: where a stream waited: from the latest of all but the last of these events until the last. The
-            host's own wait says nothing of it.
+        device_issue: event of the stream that computed, where it came to the issue.
+        device_wait: where a stream waited. The last of these events ends the wait; the latest of the others begins it:
+            the stream had come there, and the collective (where that is among them) had begun. The host's own wait says
+            nothing of it.
     """
 
     seq: int
@@ -105,7 +106,7 @@ class Observer(Protocol):
 class Failures:
     """The first error on the axes of a mesh that no caller has been told of, for ``close()`` to raise.
 
-    Whoever is told of one knows: all that was issued before mostly failed because of it.
+    One error is told and not many: what was issued before it mostly failed for the same reason.
     """
 
     def __init__(self) -> None:

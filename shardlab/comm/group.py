@@ -244,8 +244,8 @@ def _line_of_caller() -> str:
 def callers(frame: FrameType | None) -> Iterator[FrameType]:
     """A frame and those that have called it, the innermost first; None for a call from C++ without any.
 
-    Autograd does a backward on a device in a thread that begins in C++. There the frames of the thread follow that
-    waits in ``backward()``.
+    Autograd does a backward on a device in a thread that begins in C++. There, the frames of the thread that waits in
+    ``backward()`` follow.
     """
     last = None
     for last in _outwards(frame):

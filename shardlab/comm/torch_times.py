@@ -56,7 +56,7 @@ def complete_waits(left: Iterable[tuple["Times", CollectiveEvent, tuple[Observer
     for times, event, observers in waited:
         times.ended(event, observers)
         if event.device_times is not None:
-            # Not before it began either: until then the stream waited for the one in front of it.
+            # The wait begins no earlier than the collective: before that the stream waited for the previous one.
             event.device_wait = None if last.device_issue is None else (last.device_issue, *event.device_times)
         elif event.end_ns > now_ns:
             event.wait_start_ns, event.wait_end_ns = now_ns, event.end_ns

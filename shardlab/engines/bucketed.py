@@ -126,7 +126,9 @@ class Bucketed(Engine):
     @override
     def _complete_failed_backward(self) -> None:
         if self._are_means:
-            self._queue.reset()  # it was refused before it began here, and the other ranks send all of it
+            # The backward was refused here before it began, so the queue still counts the one before it as sent; the
+            # other ranks send every bucket.
+            self._queue.reset()
         super()._complete_failed_backward()
 
     @override

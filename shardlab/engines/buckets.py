@@ -84,6 +84,7 @@ class Bucket:
         """
         if gradient.dtype != self.gradient_dtype:
             if self.gradient_dtype.itemsize > gradient.dtype.itemsize:
+                # Not yet to be sent, and unscaled: in another dtype sums are divided only after the reduction.
                 self.seal(slot, gradient, 1.0)
             return
         if self.buffer is None:

@@ -182,7 +182,8 @@ class Claim:
     def tell_after_step(self, *_: Any) -> None:
         """Tell the engine that its optimizer has stepped."""
         self._depth -= 1
-        # At the outermost end: whether torch runs hooks for a base class too depends on what a rank has made before.
+        # At the outermost end: torch may run the hooks for a base class's step too, depending on which optimizers this
+        # process has made before, so perhaps not on every rank.
         if self._is_stepping and self._depth == 0 and self._mark.engine is not None:
             self._mark.engine.after_optimizer_step()
 

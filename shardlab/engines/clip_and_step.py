@@ -89,7 +89,8 @@ class Stepping(Holdings, Gradients):
                 self._take_assigned()
         self._guarded.clear()  # spent: they may be zeroed in place, and some optimizers change them
         self.num_steps += 1
-        # Again: an optimizer without hooks has not let the claim call it, and a user's hook may have written since.
+        # Here zero1 and zero2 gather. As a rule they have done so at the end of the optimizer's step, where the claim's
+        # hook calls this; but an optimizer may run no hooks, and a hook of the user's may have written since.
         self.after_optimizer_step()
 
     def before_others_step(self, optimizer: torch.optim.Optimizer, *, inside: bool) -> None:

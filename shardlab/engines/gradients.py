@@ -142,7 +142,8 @@ class Gradients:
     def guard_slices(self) -> None:
         """From now on refuse changes in place of the means of slices; code that may change them calls this after it.
 
-        Torch's ``clip_grad_norm_`` would scale what each tensor rank has by the norm of that alone. A step ends it.
+        Torch's ``clip_grad_norm_`` would scale what each tensor rank has by the norm of that alone. The next step ends
+        the refusal.
         """
         if not self._are_means:
             return  # or changed sums would be taken for right ones
@@ -201,7 +202,7 @@ class Gradients:
         self._forget_guarded()  # autograd changes them now
         self._backward_watch.run_hooks_last()
         self.num_backwards += 1
-        # A step without a backward finishes gradients too, and leaves no means.
+        # Not after a step without a backward: it finishes gradients too, and there were none.
         were_means = self._are_means and bool(self._were_trainable)
         self._pieces_have_means |= were_means and any(map(self._mean_is_at_piece, self.params))
         # Noted on every rank: a parameter frozen before the reduction still has a gradient to send, here or elsewhere.

@@ -36,7 +36,7 @@ DTYPES = (torch.float64, torch.float32)  # some optimizers take only the second
 
 Part = Callable[[int, Tensor], Tensor]
 """What a rank has of tensor number i: a piece, the whole, or an empty tensor."""
-Cut = Callable[[Tensor], Sequence[Tensor]]
+Cutter = Callable[[Tensor], Sequence[Tensor]]
 """The pieces of a tensor on two ranks."""
 
 
@@ -73,8 +73,8 @@ def flat_pieces(tensor: Tensor) -> Sequence[Tensor]:
     return tensor.reshape(-1).tensor_split([tensor.numel() * 2 // 5])
 
 
-def pieces_along(dim: int) -> Cut:
-    """The cut into two blocks of rows (dim 0) or columns (dim 1); a tensor without that dim is cut along its last."""
+def pieces_along(dim: int) -> Cutter:
+    """Cuts into two blocks of rows (dim 0) or columns (dim 1); a tensor without that dim is cut along its last."""
 
     def cut(tensor: Tensor) -> Sequence[Tensor]:
         if tensor.dim() == 0:
@@ -84,7 +84,7 @@ def pieces_along(dim: int) -> Cut:
     return cut
 
 
-def looks_at(optimizer: torch.optim.Optimizer, stepped: Stepped, cuts: Sequence[Cut]) -> LooksAt:
+def looks_at(optimizer: torch.optim.Optimizer, stepped: Stepped, cuts: Sequence[Cutter]) -> LooksAt:
     """What ``optimizer`` looks at: what it declares, else what a trial of a few milliseconds shows.
 
     Args:
@@ -165,7 +165,7 @@ def _parse(declared: object, optimizer: torch.optim.Optimizer) -> LooksAt:
     return LooksAt(str(declared))
 
 
-def _tried(optimizer: torch.optim.Optimizer, stepped: Stepped, cuts: Sequence[Cut]) -> LooksAt:
+def _tried(optimizer: torch.optim.Optimizer, stepped: Stepped, cuts: Sequence[Cutter]) -> LooksAt:
     trial = _begun(optimizer, stepped)
     try:
         alone = all(trial.agrees(_every_second(rank)) for rank in (0, 1))
@@ -287,5 +287,5 @@ def _every_second(rank: int) -> Part:
     return lambda number, tensor: tensor if number % 2 == rank else tensor.reshape(tensor.shape or (1,))[:0]
 
 
-def _piece(cut: Cut, rank: int) -> Part:
+def _piece(cut: Cutter, rank: int) -> Part:
     return lambda _, tensor: cut(tensor)[rank]

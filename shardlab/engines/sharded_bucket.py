@@ -49,8 +49,7 @@ class ShardedBucket(HeldParameters):
         """Put the means into ``gradient_shard``, with those of earlier backwards, as the ``.grad`` of the pieces."""
         if self._reducing is None:
             return
-        # First: where shards are replicated (FSDP), this replaces ``_reducing`` by the reduction over replicas.
-        num_ranks = self._sum_over_replicas()
+        self._sum_over_replicas()
         _, sums, pending = self._reducing
         pending.wait()
         self._reducing = None
@@ -58,7 +57,7 @@ class ShardedBucket(HeldParameters):
         unused = nobody_used(
             {name: self._tensors.piece_of(name, sums) for name in self._unused & self._tensors.own.keys()}
         )
-        self._accept(sums.to(self.shard.dtype).div_(num_ranks), unused)
+        self._accept(sums.to(self.shard.dtype).div_(self._num_summed), unused)
 
     def drop_gradients(self) -> None:
         """Clear the means."""
@@ -97,8 +96,12 @@ class ShardedBucket(HeldParameters):
         tag = f"gradients of {self.name}"
         return sums, self.comm.reduce_scatter(buffer, sums, bounds=self.layout.bounds, tag=tag)
 
-    def _sum_over_replicas(self) -> int:
-        """Over how many ranks these are sums; where shards are replicated, also begin the sum over replicas."""
+    def _sum_over_replicas(self) -> None:
+        """Where shards are replicated (FSDP), begin what is left to sum; ``_reducing`` is then the last of the sums."""
+
+    @property
+    def _num_summed(self) -> int:
+        """Over how many ranks gradients are summed."""
         return self.comm.num_ranks
 
     def _accept(self, means: Tensor, unused: set[str]) -> None:

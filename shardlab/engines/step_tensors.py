@@ -38,7 +38,7 @@ class Choice:
     are_seen: bool = False
 
     def is_by_name(self, groups: Sequence[Sequence[str]]) -> bool:
-        """Whether all were taken, or some by their names, so that what they are can have decided nothing.
+        """Whether all were taken, or some by their names: then neither values nor shapes have decided which.
 
         Args:
             groups: the names in each of an optimizer's groups.
@@ -215,7 +215,7 @@ class GroupTensors(list[Tensor]):
 class EmptyPieces:
     """Tells whether other data was put in the place of pieces without elements, which have no address to tell it by.
 
-    Only this shows a rank that holds nothing of a parameter what the others see at their pieces of it.
+    A rank that holds nothing of a parameter learns only by this what the others see at their pieces of it.
 
     Args:
         tensors: the pieces by name; those with elements are left out.

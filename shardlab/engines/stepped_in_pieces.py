@@ -160,7 +160,7 @@ class SteppedInPieces(MixedPrecision):
 
     @override
     def _begin_backward(self) -> None:
-        self._check_placeholders()
+        self._check_or_drop()
         self._refuse_ungathered()
         super()._begin_backward()
         # Before autograd accumulates, since a placeholder has no memory to add to, but after the checks, which look for
@@ -179,11 +179,11 @@ class SteppedInPieces(MixedPrecision):
     def _refuse_changes(self, *, others_wait: bool) -> None:
         # Means are checked by step and backward alone: zero_grad() must work even after somebody has cleared some.
         if not self._are_means:
-            self._check_placeholders()
+            self._check_or_drop()
         super()._refuse_changes(others_wait=others_wait)
 
-    def _check_placeholders(self) -> None:
-        """For means, raise if a placeholder was cleared or set; for what ``no_sync()`` has left, drop that sum."""
+    def _check_or_drop(self) -> None:
+        """Where the user has cleared or set a placeholder: raise for means, drop a sum of ``no_sync()``."""
         if not self._step_tensors.are_behind:
             self._placeholders.check()
             return
@@ -246,7 +246,7 @@ class SteppedInPieces(MixedPrecision):
     @override
     def take_changes(self) -> None:
         """As the base: the step reads the master weights, and the gather after it overwrites the parameters."""
-        self._check_placeholders()
+        self._check_or_drop()
         self._take_or_refuse_writes()
         self.flat_params.begin_step()
 

@@ -5,8 +5,8 @@ mean of its own chunk only. It steps that chunk, keeps optimizer state for it al
 after the step (``flat_parameters.py``). An all-reduce is a reduce-scatter and an all-gather, so the wire carries the
 same 2P(N-1)/N elements.
 
-Per rank for P fp32 parameters with Adam: 4P parameters, 4P gradients, 8P/N state (P with the padding of each bucket to
-a multiple of N). The chunk is reduced inside the bucket, where it is a slice; the rest of the bucket then holds this
+Per rank for P fp32 parameters with Adam: 4P parameters, 4P gradients, 8P/N state; P includes what pads each bucket to
+a multiple of N. The chunk is reduced inside the bucket, where it is a slice; the rest of the bucket then holds this
 rank's own, stale gradients. So the means are the ``.grad`` of ``step_tensors()``, and ``param.grad`` after backward is
 a placeholder that refuses to be used (``stepped_in_pieces.py``). With a 16-bit ``precision`` parameters are 2P, with
 4P/N master weights, and the gather has fewer bytes; ``precision.py`` has the table.

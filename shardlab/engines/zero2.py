@@ -5,8 +5,8 @@ reaches it and freed when its reduction has been waited for; what stays is this 
 alive between backward and step, and during backward only those of the buckets being filled and of at most two being
 reduced. (A parameter that this rank does not use holds back its bucket, and those behind it, until backward has ended.)
 
-Per rank for P fp32 parameters with Adam: 4P parameters, 4P/N gradients, 8P/N state (P with the padding of each bucket
-to a multiple of N); on the wire 2P(N-1)/N elements, as before. Inside ``no_sync()`` nothing is sent, so full gradients
+Per rank for P fp32 parameters with Adam: 4P parameters, 4P/N gradients, 8P/N state; P includes what pads each bucket
+to a multiple of N. On the wire 2P(N-1)/N elements, as before. Inside ``no_sync()`` nothing is sent, so full gradients
 accumulate there until a backward communicates. With ``precision='bf16'``: 2P parameters, 4P/N master weights,
 4P/N gradients, 8P/N state; the paper's 2P + 14P/N keeps 16-bit gradients, but torch's optimizers need them in the
 master weights' dtype. Source: Rajbhandari et al., arXiv 1910.02054, section 5.2.

@@ -194,7 +194,7 @@ def _traffic(collectives: Columns, spans: Columns) -> Columns:
 
 
 def _unseen(collectives: Columns) -> Iterator[bool]:
-    """Of which collectives a stream's wait was not seen."""
+    """For each collective, whether it ran on a stream and its wait was not seen."""
     waits = zip(collectives.get("transport", ()), collectives.get("wait_start_us", ()), strict=True)
     return (transport.startswith(STREAM_TRANSPORTS) and isnan(start_us) for transport, start_us in waits)
 

@@ -3,7 +3,8 @@
 ============================  ==============================================================
 ranks                         transport
 ============================  ==============================================================
-each with a GPU of its own    NCCL (or ranks that share one, if NCCL is told to: launch.placement)
+each with a GPU of its own    NCCL
+sharing a GPU, NCCL's switch  NCCL (``launch.placement`` says which)
 on one Linux host             shared memory; gloo if asked for
 others                        gloo
 ============================  ==============================================================
@@ -62,7 +63,7 @@ def transport_of(
     if dist.get_backend(group) == "nccl":
         nccl = NcclTransport(group)
         require_signed_zeros(nccl, dist.get_world_size(group), device)
-        torch.cuda.empty_cache()  # or what the sums took, 300 MB, would stay reserved, in the figures of every run
+        torch.cuda.empty_cache()  # else the 300 MB that this trial took would stay reserved, in every run's figures
         return nccl
     transport: Transport = _through_host(group, wanted)
     if device.type == "cuda":

@@ -234,10 +234,14 @@ class UnitBucket(ShardedBucket):
         return super()._reduce(buffer)
 
     @override
-    def _sum_over_replicas(self) -> int:
+    def _sum_over_replicas(self) -> None:
         while self._axes_left:
             self._sum_over_next()
-        return super()._sum_over_replicas() * prod(replicas.num_ranks for replicas in self._replicas)
+
+    @property
+    @override
+    def _num_summed(self) -> int:
+        return super()._num_summed * prod(replicas.num_ranks for replicas in self._replicas)
 
     def _sum_over_next(self) -> None:
         """When the sums over one axis are there, begin to sum these over the next, in the same order on all ranks."""
