@@ -236,11 +236,9 @@ class _Trial:
         before, after = self._start, self._steps(part)
         for whole, parts in zip(self._whole, after, strict=True):
             for number, (old, new, own) in enumerate(zip(before, whole, parts, strict=True)):
-                expected = (part(number, new) - part(number, old)).nan_to_num(0.0)
-                # NaN in both is no difference; in one of them it is, and fails the comparison.
-                difference = (own - part(number, new)).masked_fill(own.isnan() & part(number, new).isnan(), 0.0)
-                noise = 64 * torch.finfo(old.dtype).eps * part(number, old).double().norm()
-                if not bool(difference.double().norm() <= TOLERANCE * expected.double().norm() + noise):
+                expected = part(number, new)
+                # Equal bits first, as a rule: it takes a tenth of the time.
+                if not (torch.equal(own, expected) or _differ_by_rounding(own, expected, part(number, old))):
                     return False
             before = whole
         return True
@@ -270,6 +268,15 @@ class _Trial:
             type(optimizer).step(optimizer)  # a scheduler may have replaced the instance's own
             found.append([param.detach().clone() for param in params])
         return found
+
+
+def _differ_by_rounding(found: Tensor, expected: Tensor, before: Tensor) -> bool:
+    """Whether two results of a step from ``before`` are equal but for how they were rounded."""
+    # NaN in both is no difference; in one of them it is, and fails the comparison.
+    difference = (found - expected).masked_fill(found.isnan() & expected.isnan(), 0.0)
+    step = (expected - before).nan_to_num(0.0)
+    noise = 64 * torch.finfo(before.dtype).eps * before.double().norm()
+    return bool(difference.double().norm() <= TOLERANCE * step.double().norm() + noise)
 
 
 def _seed(device: torch.device) -> None:
