@@ -19,7 +19,7 @@ from shardlab.comm.events import Pending
 from shardlab.engines.base import Engine
 from shardlab.engines.buckets import Bucket, build_buckets
 from shardlab.engines.checks import second_gradient
-from shardlab.engines.holdings import Division, Held
+from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.reduction_queue import ReductionQueue
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
@@ -137,6 +137,6 @@ class Bucketed(Engine):
         return [Division(bucket.layout, self.comm, bucket.params[0].element_size()) for bucket in self.buckets]
 
     @override
-    def _held_gradients(self) -> Iterator[Held]:
-        yield from super()._held_gradients()
-        yield from (Held(Role.GRADIENT, bucket.buffer) for bucket in self.buckets if bucket.buffer is not None)
+    def _gradient_holdings(self) -> Iterator[Holding]:
+        yield from super()._gradient_holdings()
+        yield from (Holding(Role.GRADIENT, bucket.buffer) for bucket in self.buckets if bucket.buffer is not None)

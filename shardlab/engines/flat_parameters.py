@@ -2,6 +2,10 @@
 
 Each bucket's parameters are moved into one flat buffer (the module's tensors become views of it), so that the piece a
 rank steps is a slice of that buffer, and one all-gather per bucket puts all pieces back in place without a copy.
+
+Users and optimizers also change values past this, in three ways, with a word for each: what is *written* was changed in
+place, a parameter is *replaced* by ``param.data = ...``, and a piece is *assigned* by ``piece.data = ...``, as some
+optimizers do. A bucket in which something was replaced or assigned is *renewed*: it moves to a new buffer.
 """
 
 import contextlib
@@ -13,7 +17,7 @@ from torch.autograd.graph import increment_version
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending, wait_all
 from shardlab.engines.buckets import Bucket
-from shardlab.engines.holdings import Held
+from shardlab.engines.holdings import Holding
 from shardlab.engines.hooks import in_plain_mode
 from shardlab.engines.placeholder import check_replaced
 from shardlab.engines.step_tensors import EmptyPieces, StepTensors
@@ -97,7 +101,7 @@ class FlatParameters:
 
     @property
     def are_written(self) -> bool:
-        """Whether this rank's pieces were written to, or replaced, since all pieces were gathered."""
+        """Whether this rank's pieces were written to, or assigned, since all pieces were gathered."""
         return any(map(self._is_written, self.buckets))
 
     def check_gathered(self) -> None:
@@ -132,7 +136,7 @@ class FlatParameters:
             raise
 
     def _is_written(self, bucket: Bucket) -> bool:
-        if self._is_moved(bucket):
+        if self._is_assigned(bucket):
             return True
         # One process alone writes into the parameters themselves, unless these are rounded copies.
         is_in_place = self.comm.num_ranks == 1 and self._master_chunk(bucket) is None
@@ -165,7 +169,7 @@ class FlatParameters:
 
     def take_assigned(self) -> None:
         """Take over what an optimizer has put in the place of a piece's data."""
-        for bucket in filter(self._is_moved, self.buckets):
+        for bucket in filter(self._is_assigned, self.buckets):
             values = {name: self.tensors.by_name(name).data for name in bucket.own}
             self._renew_stepped(bucket)
             for name, value in values.items():
@@ -173,9 +177,9 @@ class FlatParameters:
             # On a rank without values too: all ranks must count the bucket as written.
             increment_version([self.tensors.by_name(name) for name in bucket.names])
 
-    def _is_moved(self, bucket: Bucket) -> bool:
+    def _is_assigned(self, bucket: Bucket) -> bool:
         """Whether a piece of this rank has other data than its place in the buffer, or its empty one."""
-        if self._empty[bucket.index].are_replaced:
+        if self._empty[bucket.index].are_assigned:
             return True
         buffer, first = self._stepped(bucket)
         itemsize = buffer.element_size()
@@ -236,11 +240,11 @@ class FlatParameters:
         """The buffer that the parameters of a bucket are views of now."""
         return self.flat[index]
 
-    def held(self) -> Iterator[Held]:
+    def holdings(self) -> Iterator[Holding]:
         """The whole parameters, and the flat buffers with their padding."""
-        yield from (Held(Role.PARAMETER, flat) for flat in self.flat)
+        yield from (Holding(Role.PARAMETER, flat) for flat in self.flat)
         for name, param in self.params.items():
-            yield Held(Role.PARAMETER, param, name, (0, param.numel()))
+            yield Holding(Role.PARAMETER, param, name, (0, param.numel()))
 
     def _piece_tensor(self, name: str) -> Tensor:
         param = self.params[name]

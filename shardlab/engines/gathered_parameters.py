@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending
-from shardlab.engines.holdings import Division, Held
+from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.hooks import in_plain_mode
 from shardlab.engines.placeholder import ParameterSites
 from shardlab.engines.precision import Precision
@@ -160,13 +160,13 @@ class GatheredParameters:
         # One without elements has a place too. (Not ``nbytes``, which torch.compile cannot trace.)
         return names[found] if place - begins[found] < max(1, full.numel()) * full.element_size() else None
 
-    def held_parameters(self) -> Iterator[Held]:
+    def parameter_holdings(self) -> Iterator[Holding]:
         """The shard, and the full parameters while they are gathered."""
-        yield Held(Role.PARAMETER, self.shard)
+        yield Holding(Role.PARAMETER, self.shard)
         for name, piece in self._tensors.own.items():
-            yield Held(Role.PARAMETER, self.pieces[name], name, (piece.param_start, piece.param_stop))
+            yield Holding(Role.PARAMETER, self.pieces[name], name, (piece.param_start, piece.param_stop))
         gathered = [*self.full.values(), *([self._gathering[0]] if self._gathering is not None else [])]
-        yield from (Held(Role.GATHERED_PARAMETER, tensor) for tensor in gathered)
+        yield from (Holding(Role.GATHERED_PARAMETER, tensor) for tensor in gathered)
 
     @cached_property
     def _stubs(self) -> dict[str, Tensor]:
@@ -210,7 +210,7 @@ class GatheredParameters:
         return self.shard
 
     def _home(self) -> Tensor:
-        """What the pieces are parts of now, [chunk]."""
+        """What the pieces are parts of now, [chunk]: with offload this is elsewhere during a step."""
         return self.shard
 
     def _move_home(self, home: Tensor) -> None:

@@ -53,7 +53,7 @@ class HeldParameters(GatheredParameters):
 
     @property
     def is_held(self) -> bool:
-        """Whether the user holds the full parameters."""
+        """Whether the user holds the full parameters, so that nothing reshards them."""
         return self.held_by_hand or self.num_holders > 0
 
     @property
@@ -168,7 +168,7 @@ class HeldParameters(GatheredParameters):
             self._empty = EmptyPieces(self.pieces)
         home = self._home()
         start, itemsize = home.data_ptr(), home.element_size()
-        if self._empty.are_replaced or any(
+        if self._empty.are_assigned or any(
             self.pieces[name].data_ptr() != start + place.start * itemsize
             for name, place in self._tensors.places.items()
         ):
@@ -202,15 +202,15 @@ class HeldParameters(GatheredParameters):
         self._piece_versions = self._versions_of_pieces()
 
     def is_current(self, name: str) -> bool:
-        """Whether a parameter is gathered, and its piece was neither written to nor replaced since."""
+        """Whether a parameter is gathered, and its piece was neither written to nor assigned since."""
         if self.state is not BucketState.UNSHARDED or self._empty is None:
             return False
         piece, place, home = self.pieces[name], self._tensors.places.get(name), self._home()
-        is_replaced = (
-            self._empty.is_replaced(name) if place is None
+        is_assigned = (
+            self._empty.is_assigned(name) if place is None
             else piece.data_ptr() != home.data_ptr() + place.start * home.element_size()
         )  # fmt: skip
-        return not is_replaced and piece._version == self._piece_versions.get(name, 0)
+        return not is_assigned and piece._version == self._piece_versions.get(name, 0)
 
     @override
     def _shown_shard(self) -> Tensor:
@@ -275,7 +275,7 @@ class HeldParameters(GatheredParameters):
         return [name for name, version in self._versions_of_pieces().items() if version != known.get(name, 0)]
 
     def _places_and_versions(self) -> list[tuple[int, int]] | None:
-        if self._empty is None or self._empty.are_replaced:
+        if self._empty is None or self._empty.are_assigned:
             return None
         return [(piece.data_ptr(), piece._version) for piece in self.pieces.values()]
 

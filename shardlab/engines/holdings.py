@@ -1,6 +1,6 @@
 """What a rank holds of the model: one list, and everything that is derived from it.
 
-A strategy answers two questions: which tensors does this rank hold (``held()``), and how are the parameters divided
+A strategy answers two questions: which tensors does this rank hold (``holdings()``), and how are the parameters divided
 over ranks (``divisions()``, empty without buckets; a replicated bucket is a layout of one rank)? Ownership, padding,
 the shard map and the live tensors by role are derived from the answers here, in the same way for every strategy.
 """
@@ -22,7 +22,7 @@ from shardlab.vocabulary import Role
 _ALWAYS = (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE, Role.OTHER)
 
 
-class Held(NamedTuple):
+class Holding(NamedTuple):
     """A tensor that this rank holds.
 
     Attributes:
@@ -86,13 +86,13 @@ class Holdings:
     optimizer: torch.optim.Optimizer
     _step_tensors: StepTensors
 
-    def held(self) -> Iterator[Held]:
+    def holdings(self) -> Iterator[Holding]:
         """Every long-lived tensor of the engine; a storage that comes in several roles counts in the first."""
         # Parameters first: what follows may be a view of one, and must not count as a second copy.
-        yield from self._held_parameters()
-        yield from self._held_gradients()
-        yield from self._held_state()
-        yield from (Held(Role.OTHER, buffer) for buffer in self.module.buffers())
+        yield from self._parameter_holdings()
+        yield from self._gradient_holdings()
+        yield from self._state_holdings()
+        yield from (Holding(Role.OTHER, buffer) for buffer in self.module.buffers())
 
     def divisions(self) -> list[Division]:
         """How the parameters are divided, bucket by bucket; empty without buckets, where they are all whole."""
@@ -142,10 +142,10 @@ class Holdings:
     def shard_map(self) -> list[ShardRow]:
         """Every piece of a parameter, gradient or optimizer state that this rank holds, bucket by bucket."""
         bytes_of: dict[tuple[str, Role, tuple[int, int]], int] = {}
-        for held in self.held():
-            if held.name and (held.role is not Role.OPTIMIZER_STATE or held.tensor.nbytes):
-                key = (held.name, held.role, held.span)
-                bytes_of[key] = bytes_of.get(key, 0) + held.tensor.nbytes
+        for holding in self.holdings():
+            if holding.name and (holding.role is not Role.OPTIMIZER_STATE or holding.tensor.nbytes):
+                key = (holding.name, holding.role, holding.span)
+                bytes_of[key] = bytes_of.get(key, 0) + holding.tensor.nbytes
         buckets = {name: number for number, one in enumerate(self.divisions()) for name in one.layout.names}
         shapes = {name: tuple(param.shape) for name, param in self.params.items()}
         rows = [
@@ -162,8 +162,8 @@ class Holdings:
         what the formulas count.
         """
         live: dict[Role, list[Tensor]] = {}
-        for held in self.held():
-            live.setdefault(held.role, []).append(held.tensor)
+        for holding in self.holdings():
+            live.setdefault(holding.role, []).append(holding.tensor)
         return live | {role: [] for role in _ALWAYS if role not in live}
 
     @cached_property
@@ -178,16 +178,16 @@ class Holdings:
         """Whether what is loaded and handed back are the stepped pieces, and not whole parameters."""
         return False
 
-    def _held_parameters(self) -> Iterator[Held]:
+    def _parameter_holdings(self) -> Iterator[Holding]:
         for name, param in self.params.items():
-            yield Held(Role.PARAMETER, param, name, (0, param.numel()))
+            yield Holding(Role.PARAMETER, param, name, (0, param.numel()))
 
-    def _held_gradients(self) -> Iterator[Held]:
+    def _gradient_holdings(self) -> Iterator[Holding]:
         for name, param in self.params.items():
             if param.grad is not None:
-                yield Held(Role.GRADIENT, param.grad, name, (0, param.numel()))
+                yield Holding(Role.GRADIENT, param.grad, name, (0, param.numel()))
 
-    def _held_state(self) -> Iterator[Held]:
+    def _state_holdings(self) -> Iterator[Holding]:
         spans = self.owned()
         for name, tensor in self.step_tensors().items():
             for key, value in self.optimizer.state.get(tensor, {}).items():
@@ -215,9 +215,9 @@ def owned_in(divisions: Iterable[Division], names: Iterable[str]) -> dict[str, t
     return {name: spans[name] for name in names if name in spans}
 
 
-def of_state(key: str, value: Tensor, name: str, span: tuple[int, int]) -> Held:
+def of_state(key: str, value: Tensor, name: str, span: tuple[int, int]) -> Holding:
     """What an optimizer keeps under ``key`` for a parameter; no formula counts a step counter as optimizer state."""
-    return Held(Role.OTHER, value) if key == "step" else Held(Role.OPTIMIZER_STATE, value, name, span)
+    return Holding(Role.OTHER, value) if key == "step" else Holding(Role.OPTIMIZER_STATE, value, name, span)
 
 
 def in_whole_parameters(rows: Iterable[ShardRow], slices: Mapping[str, TensorSlice]) -> list[ShardRow]:

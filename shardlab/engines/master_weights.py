@@ -16,7 +16,7 @@ from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import wait_all
 from shardlab.engines.buckets import Bucket
 from shardlab.engines.flat_parameters import FlatParameters
-from shardlab.engines.holdings import Held
+from shardlab.engines.holdings import Holding
 from shardlab.engines.hooks import in_plain_mode
 from shardlab.engines.precision import Precision
 from shardlab.vocabulary import Role
@@ -52,17 +52,17 @@ class MasterWeights(FlatParameters):
         return self._num_holders > 0
 
     @override
-    def held(self) -> Iterator[Held]:
+    def holdings(self) -> Iterator[Holding]:
         """As the base, with this rank's chunks of the master weights; while all are held, they count as gathered."""
         # Before the base, since the parameters are views of them meanwhile, and a storage counts in its first role.
-        yield from (Held(Role.GATHERED_PARAMETER, stored) for stored in self._stored.values())
-        yield from super().held()
+        yield from (Holding(Role.GATHERED_PARAMETER, stored) for stored in self._stored.values())
+        yield from super().holdings()
         for bucket, master in zip(self.buckets, self._masters, strict=True):
             if master is not None:
-                yield Held(Role.MASTER_WEIGHT, master)
+                yield Holding(Role.MASTER_WEIGHT, master)
                 for name, piece in bucket.own.items():
                     span = (piece.param_start, piece.param_stop)
-                    yield Held(Role.MASTER_WEIGHT, self.tensors.by_name(name), name, span)
+                    yield Holding(Role.MASTER_WEIGHT, self.tensors.by_name(name), name, span)
 
     @override
     def gather(self, is_due: Callable[[nn.Parameter], bool]) -> None:

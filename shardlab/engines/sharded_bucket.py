@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardlab.comm.events import Pending
 from shardlab.engines.held_parameters import HeldParameters
-from shardlab.engines.holdings import Held
+from shardlab.engines.holdings import Holding
 from shardlab.engines.placeholder import PlaceholderGradient
 from shardlab.engines.unused_params import mark_all_used, nobody_used
 from shardlab.partition.chunks import first_elements
@@ -65,16 +65,16 @@ class ShardedBucket(HeldParameters):
         for piece in self.pieces.values():
             piece.grad = None
 
-    def held_gradients(self) -> Iterator[Held]:
+    def gradient_holdings(self) -> Iterator[Holding]:
         """Everything that holds gradients at this moment."""
         found = (param.grad for param in self.params.values())
         whole = [gradient for gradient in found if not isinstance(gradient, PlaceholderGradient | None)]
         chunk = [self.gradient_shard] if self.gradient_shard is not None else []
         in_flight = self._reducing[:2] if self._reducing is not None else ()
-        yield from (Held(Role.GRADIENT, tensor) for tensor in (*whole, *chunk, *in_flight))
+        yield from (Holding(Role.GRADIENT, tensor) for tensor in (*whole, *chunk, *in_flight))
         for name, piece in self._tensors.own.items():
             if (gradient := self.pieces[name].grad) is not None:
-                yield Held(Role.GRADIENT, gradient, name, (piece.param_start, piece.param_stop))
+                yield Holding(Role.GRADIENT, gradient, name, (piece.param_start, piece.param_stop))
 
     # Steps that FSDP's buckets override, and helpers.
 

@@ -14,7 +14,7 @@ from typing_extensions import override
 from shardlab.engines.casts import MixedPrecision
 from shardlab.engines.checks import check_not_scripted
 from shardlab.engines.held_parameters import reshard_all
-from shardlab.engines.holdings import Division, Held
+from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.placeholder import PlaceholderGradients
 from shardlab.engines.sharded_bucket import ShardedBucket
 from shardlab.engines.state import Stateful
@@ -233,12 +233,12 @@ class ShardedEngine(MixedPrecision):
         return StepTensors({name: pieces[name] for name in self.params}, are_parts=are_parts)
 
     @override
-    def _held_parameters(self) -> Iterator[Held]:
-        return chain.from_iterable(bucket.held_parameters() for bucket in self.buckets)
+    def _parameter_holdings(self) -> Iterator[Holding]:
+        return chain.from_iterable(bucket.parameter_holdings() for bucket in self.buckets)
 
     @override
-    def _held_gradients(self) -> Iterator[Held]:
-        return chain.from_iterable(bucket.held_gradients() for bucket in self.buckets)
+    def _gradient_holdings(self) -> Iterator[Holding]:
+        return chain.from_iterable(bucket.gradient_holdings() for bucket in self.buckets)
 
     @override
     def close(self) -> None:

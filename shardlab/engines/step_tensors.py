@@ -228,11 +228,11 @@ class EmptyPieces:
         }
 
     @property
-    def are_replaced(self) -> bool:
+    def are_assigned(self) -> bool:
         """Whether that has happened since this was made."""
-        return any(map(self.is_replaced, self._known))
+        return any(map(self.is_assigned, self._known))
 
-    def is_replaced(self, name: str) -> bool:
+    def is_assigned(self, name: str) -> bool:
         """Whether it has happened to one of them; False for a piece with elements."""
         tensor, known = self._known.get(name, (None, None))
         return tensor is not None and known is not None and tensor.untyped_storage()._cdata != known._cdata

@@ -19,7 +19,7 @@ from typing_extensions import override
 from shardlab.engines.buckets import Bucket
 from shardlab.engines.casts import MixedPrecision
 from shardlab.engines.flat_parameters import FlatParameters
-from shardlab.engines.holdings import Held
+from shardlab.engines.holdings import Holding
 from shardlab.engines.master_weights import MasterWeights
 from shardlab.engines.placeholder import PlaceholderGradient, PlaceholderGradients
 from shardlab.engines.state import Stateful
@@ -208,26 +208,26 @@ class SteppedInPieces(MixedPrecision):
         self._placeholders.take_away()
 
     @override
-    def _held_parameters(self) -> Iterator[Held]:
-        return self.flat_params.held()
+    def _parameter_holdings(self) -> Iterator[Holding]:
+        return self.flat_params.holdings()
 
     @override
-    def _held_gradients(self) -> Iterator[Held]:
+    def _gradient_holdings(self) -> Iterator[Holding]:
         for bucket in self.buckets:
             yield from self._gradients_of(bucket)
             if bucket.buffer is not None:
-                yield Held(Role.GRADIENT, bucket.buffer)
+                yield Holding(Role.GRADIENT, bucket.buffer)
         others = (tensor.grad for tensor in (*self.params.values(), *self.step_tensors()))
         yield from (
-            Held(Role.GRADIENT, gradient)
+            Holding(Role.GRADIENT, gradient)
             for gradient in others if gradient is not None and not isinstance(gradient, PlaceholderGradient)
         )  # fmt: skip
 
-    def _gradients_of(self, bucket: Bucket) -> Iterator[Held]:
+    def _gradients_of(self, bucket: Bucket) -> Iterator[Holding]:
         """What this rank holds of the gradients of a bucket, by parameter."""
         if bucket.buffer is not None:
             for name, view in zip(bucket.names, bucket.views, strict=True):
-                yield Held(Role.GRADIENT, view, name, (0, view.numel()))
+                yield Holding(Role.GRADIENT, view, name, (0, view.numel()))
 
     @property
     @override

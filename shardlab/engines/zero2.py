@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from shardlab.engines.buckets import Bucket
-from shardlab.engines.holdings import Held
+from shardlab.engines.holdings import Holding
 from shardlab.engines.zero1 import ZeRO1
 from shardlab.vocabulary import Role
 
@@ -57,8 +57,8 @@ class ZeRO2(ZeRO1):
             bucket.free()
 
     @override
-    def _gradients_of(self, bucket: Bucket) -> Iterator[Held]:
+    def _gradients_of(self, bucket: Bucket) -> Iterator[Holding]:
         if bucket.chunk is not None:
-            yield Held(Role.GRADIENT, bucket.chunk)
+            yield Holding(Role.GRADIENT, bucket.chunk)
             for name, place in bucket.places_in_chunk.items():
-                yield Held(Role.GRADIENT, bucket.chunk[place], name, self.owned()[name])
+                yield Holding(Role.GRADIENT, bucket.chunk[place], name, self.owned()[name])

@@ -94,7 +94,7 @@ def gathered_table(samples: list[GatheredSample]) -> pd.DataFrame:
 
 
 def _gathered(unit: Unit) -> list[Tensor]:
-    held = (held for bucket in unit.buckets for held in bucket.held_parameters())
+    held = (held for bucket in unit.buckets for held in bucket.parameter_holdings())
     return [tensor for role, tensor, *_ in held if role is Role.GATHERED_PARAMETER]
 
 

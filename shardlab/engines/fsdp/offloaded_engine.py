@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from shardlab.engines.agreement import all_or_none
 from shardlab.engines.fsdp.unit import UnitBucket
-from shardlab.engines.holdings import Held
+from shardlab.engines.holdings import Holding
 from shardlab.engines.offload import OFFLOADS, check_host_memory, wait_for_copies
 from shardlab.engines.sharded_engine import ShardedEngine
 from shardlab.engines.state import Stateful
@@ -84,8 +84,8 @@ class OffloadedEngine(ShardedEngine):
         return super().load(directory, **objects)
 
     @override
-    def _held_state(self) -> Iterator[Held]:
-        for held in super()._held_state():
-            if held.role is Role.OPTIMIZER_STATE and OFFLOADS[self.offload].gradients_and_state:
-                yield Held(Role.OFFLOADED, held.tensor)
-            yield held
+    def _state_holdings(self) -> Iterator[Holding]:
+        for holding in super()._state_holdings():
+            if holding.role is Role.OPTIMIZER_STATE and OFFLOADS[self.offload].gradients_and_state:
+                yield Holding(Role.OFFLOADED, holding.tensor)
+            yield holding

@@ -18,7 +18,7 @@ from shardlab.comm.events import Pending
 from shardlab.comm.transports.base import MismatchError
 from shardlab.engines.gathered_parameters import BucketState
 from shardlab.engines.held_parameters import reshard_all
-from shardlab.engines.holdings import Held
+from shardlab.engines.holdings import Holding
 from shardlab.engines.offload import Offload, copy_to_host, in_host_memory
 from shardlab.engines.placeholder import ParameterSites
 from shardlab.engines.precision import Precision
@@ -195,22 +195,22 @@ class UnitBucket(ShardedBucket):
             self._visiting = home
 
     @override
-    def held_parameters(self) -> Iterator[Held]:
+    def parameter_holdings(self) -> Iterator[Holding]:
         """As the base; a shard in host memory is ``Role.OFFLOADED``, which comes first and so counts."""
         if self._offload.parameters:
-            yield Held(Role.OFFLOADED, self.shard)
-        yield from super().held_parameters()
+            yield Holding(Role.OFFLOADED, self.shard)
+        yield from super().parameter_holdings()
         if self._visiting is not None:
-            yield Held(Role.PARAMETER, self._visiting)
+            yield Holding(Role.PARAMETER, self._visiting)
 
     @override
-    def held_gradients(self) -> Iterator[Held]:
+    def gradient_holdings(self) -> Iterator[Holding]:
         """As the base; means in host memory are ``Role.OFFLOADED``."""
         if self._offload.gradients_and_state and self.gradient_shard is not None:
-            yield Held(Role.OFFLOADED, self.gradient_shard)
+            yield Holding(Role.OFFLOADED, self.gradient_shard)
         if self._arriving is not None:
-            yield Held(Role.OFFLOADED, self._arriving[0])
-        yield from super().held_gradients()
+            yield Holding(Role.OFFLOADED, self._arriving[0])
+        yield from super().gradient_holdings()
 
     @override
     def _chunk_to_gather(self) -> Tensor:

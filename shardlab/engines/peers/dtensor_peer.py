@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 from typing_extensions import override
 
-from shardlab.engines.holdings import Held
+from shardlab.engines.holdings import Holding
 from shardlab.engines.peers.base import STATE_IS_TORCHS, Peer
 from shardlab.vocabulary import Role
 
@@ -78,32 +78,32 @@ class DTensorPeer(Peer):
         raise NotImplementedError(f"{method}: a piece of strategy {self.name!r} may be many ranges; use shard_map()")
 
     @override
-    def _held_parameters(self) -> Iterator[Held]:
+    def _parameter_holdings(self) -> Iterator[Holding]:
         for name, param in self.params.items():
             yield from _pieces(Role.PARAMETER, param, param, name)
 
     @override
-    def _held_gradients(self) -> Iterator[Held]:
+    def _gradient_holdings(self) -> Iterator[Holding]:
         for name, param in self.params.items():
             if param.grad is not None:
                 yield from _pieces(Role.GRADIENT, param.grad, param, name)
 
     @override
-    def _held_state(self) -> Iterator[Held]:
+    def _state_holdings(self) -> Iterator[Holding]:
         for name, param in self.params.items():
             for key, value in self.optimizer.state.get(param, {}).items():
                 if isinstance(value, Tensor):
                     yield from _pieces(Role.OTHER if key == "step" else Role.OPTIMIZER_STATE, value, param, name)
 
 
-def _pieces(role: Role, tensor: Tensor, param: Tensor, name: str) -> Iterator[Held]:
+def _pieces(role: Role, tensor: Tensor, param: Tensor, name: str) -> Iterator[Holding]:
     """What this rank has of a tensor that is distributed like its parameter: one piece for each range of elements."""
     from shardlab.engines.peers.dtensors import local, ranges
 
     held = local(tensor)
     if role is Role.OTHER or held.shape != local(param).shape:
-        yield Held(role, held)
+        yield Holding(role, held)
         return
     spans = ranges(param)
     for span, part in zip(spans, held.reshape(-1).chunk(len(spans)) if spans else (), strict=True):
-        yield Held(role, part, name, span)
+        yield Holding(role, part, name, span)

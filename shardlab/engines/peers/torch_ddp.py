@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from shardlab.comm import BaseMesh
-from shardlab.engines.holdings import Held
+from shardlab.engines.holdings import Holding
 from shardlab.engines.peers.base import Peer
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
@@ -82,11 +82,11 @@ class TorchDDP(Peer):
             yield
 
     @override
-    def held(self) -> Iterator[Held]:
+    def holdings(self) -> Iterator[Holding]:
         """As the base, and DDP's buckets while no gradient is in them; known from the first backward on."""
         # After the gradients: a bucket that has some is their storage, and counts as theirs.
-        yield from super().held()
-        yield from (Held(Role.COMMUNICATION_BUFFER, _bytes_of(storage)) for storage in self._buckets)
+        yield from super().holdings()
+        yield from (Holding(Role.COMMUNICATION_BUFFER, _bytes_of(storage)) for storage in self._buckets)
 
     @override
     def close(self) -> None:

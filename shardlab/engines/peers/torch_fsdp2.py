@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from shardlab.comm import BaseMesh
-from shardlab.engines.holdings import Held
+from shardlab.engines.holdings import Holding
 from shardlab.engines.peers.dtensor_peer import DTensorPeer
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors
 from shardlab.units.policy import AUTO, WrapPolicy, wrapped_modules
@@ -95,10 +95,10 @@ class TorchFSDP2(DTensorPeer):
                 unit.reshard()  # type: ignore[operator]
 
     @override
-    def held(self) -> Iterator[Held]:
+    def holdings(self) -> Iterator[Holding]:
         """As in ``Engine``, and the gathered parameters: torch keeps their tensors and frees the storages."""
-        yield from super().held()
-        yield from (Held(Role.GATHERED_PARAMETER, tensor) for tensor in self._gathered)
+        yield from super().holdings()
+        yield from (Holding(Role.GATHERED_PARAMETER, tensor) for tensor in self._gathered)
 
     @override
     def close(self) -> None:

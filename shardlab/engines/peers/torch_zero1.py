@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from shardlab.comm import BaseMesh
-from shardlab.engines.holdings import Held, of_state
+from shardlab.engines.holdings import Holding, of_state
 from shardlab.engines.peers.base import STATE_IS_TORCHS
 from shardlab.engines.peers.torch_ddp import TorchDDP
 from shardlab.engines.step_tensors import OptimizerFn
@@ -73,7 +73,7 @@ class TorchZeRO1(TorchDDP):
         return {name: (0, self.params[name].numel()) for name in mine}
 
     @override
-    def _held_state(self) -> Iterator[Held]:
+    def _state_holdings(self) -> Iterator[Holding]:
         """The state of the optimizer inside torch's."""
         for name, param in self.params.items():
             for key, value in self._state().get(param, {}).items():
