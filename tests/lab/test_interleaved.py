@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
+import torch
 
 from shardlab.experiment import CompareConfig
 from shardlab.lab import sweeps
@@ -98,6 +99,14 @@ def test_variants_that_cannot_take_turns_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         run_interleaved(variants, pools(2))
+
+
+def test_a_variant_on_another_device_than_the_pool_s_is_refused(pools: Pools, monkeypatch) -> None:
+    ranks = pools(2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    with pytest.raises(ValueError, match=r"its ranks are on cpu, but variants\['a'\]\.device is 'cuda'"):
+        run_interleaved({"a": replace(BASE, device="cuda")}, ranks)
 
 
 @pytest.mark.parametrize(("sizes", "steps", "field"), [([], 2, "bucket_bytes"), ([5, 5], 2, "bucket_bytes"),
