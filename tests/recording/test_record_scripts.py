@@ -117,16 +117,16 @@ def test_every_collective_has_its_times_in_order(recorded):
 
 def test_units_are_timed_forward_and_backward(recorded):
     name, *_, records, _ = recorded
-    spans = records.spans[(records.spans["rank"] == 0) & (records.spans["step"] == 3)]
+    # On a busy machine a short unit, all of whose time was off the CPU, is missing in a step; never in every step.
+    spans = records.spans
     units = {
         "ddp": {"net1", "relu", "net2"},
         "fsdp2": {"tok_embeddings", "pos_embeddings", "layers.0", "layers.1", "layers.2", "norm", "output"},
         "zero": set("012345"),
         "tensor_parallel": {"in_proj", "relu", "out_proj"},
     }[name]
-    # A short one may have been off the CPU for all its time, and that is then what stands there: not in every step.
-    assert units <= set(spans.loc[spans["kind"].isin(["forward", "off_cpu"]), "unit"])
-    whole = records.spans[records.spans["unit"] == "model"]
+    assert units <= set(spans.loc[spans["kind"] == "forward", "unit"])
+    whole = spans[spans["unit"] == "model"]
     assert {"forward", "backward", "optimizer"} == set(whole["kind"]) - {"off_cpu"}
 
 
