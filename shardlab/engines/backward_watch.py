@@ -286,7 +286,7 @@ class _Graph:
 
 
 def nodes_below(node: Any) -> set[Any]:
-    """The node and all that a backward reaches from it; none without one, or if it is a parameter's own."""
+    """The node and all that a backward reaches from it; nothing without a node, or if it is a parameter's own."""
     seen: set[Any] = set()
     ahead = [node] if node is not None and node.next_functions else []
     while ahead:

@@ -3,9 +3,10 @@
 Each bucket's parameters are moved into one flat buffer (the module's tensors become views of it), so that the piece a
 rank steps is a slice of that buffer, and one all-gather per bucket puts all pieces back in place without a copy.
 
-Users and optimizers also change values past this, in three ways, with a word for each: what is *written* was changed in
-place, a parameter is *replaced* by ``param.data = ...``, and a piece is *assigned* by ``piece.data = ...``, as some
-optimizers do. A bucket in which something was replaced or assigned is *renewed*: it moves to a new buffer.
+Users and optimizers also change values without this class's knowledge, in three ways, with a word for each: what is
+*written* was changed in place, a parameter is *replaced* by ``param.data = ...``, and a piece is *assigned* by
+``piece.data = ...``, as some optimizers do. Where something was replaced or assigned, the memory is *renewed*: values
+move to a new buffer, or to a new chunk of master weights.
 """
 
 import contextlib
@@ -119,7 +120,7 @@ class FlatParameters:
             )
 
     @contextlib.contextmanager
-    def replacing_all(self) -> Iterator[None]:
+    def loading_all(self) -> Iterator[None]:
         """Inside, every parameter gets another value, so that what was written or put in its place counts no more.
 
         After an error it counts as before.
@@ -205,9 +206,9 @@ class FlatParameters:
         for view, param in zip(bucket.slots_of(flat), bucket.params, strict=True):
             view.copy_(param.detach())
         bucket.show(flat)
-        self._replace_shown(bucket, flat)
+        self._swap_shown(bucket, flat)
 
-    def _replace_shown(self, bucket: Bucket, flat: Tensor) -> None:
+    def _swap_shown(self, bucket: Bucket, flat: Tensor) -> None:
         self.flat[bucket.index] = flat
         self._point_pieces(bucket)
 

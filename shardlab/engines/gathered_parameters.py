@@ -27,6 +27,7 @@ from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.hooks import in_plain_mode
 from shardlab.engines.placeholder import ParameterSites
 from shardlab.engines.precision import Precision
+from shardlab.engines.step_tensors import EmptyPieces
 from shardlab.engines.unused_params import write_unused
 from shardlab.partition.chunks import Layout, Piece, has_whole_rows, stretches_in_buffer
 from shardlab.vocabulary import Role
@@ -71,7 +72,7 @@ class GatheredParameters:
         self.full: dict[str, Tensor] = {}  # gathered parameters, while UNSHARDED
         self.addresses: set[int] = set()  # of their storages
         self._places: tuple[list[int], list[str]] = [], []  # where in memory each begins, ascending
-        self._versions: dict[str, int] = {}  # of the parameters, when they were gathered
+        self._versions: dict[str, int] = {}  # of the parameters, when they were last gathered or resharded
         self._gathering: tuple[Tensor, Pending] | None = None
         self._tensors = LayoutOfTensors(layout, comm.rank, {key: tuple(param.shape) for key, param in params.items()})
         self.shard = self._keep_shard(self._tensors.cut(self.params))
@@ -82,6 +83,7 @@ class GatheredParameters:
             key: self._tensors.piece_of(key, self.shard).data.requires_grad_(param.requires_grad)
             for key, param in params.items()
         }
+        self._empty = EmptyPieces(self.pieces)
         self.free()  # the full parameters that the model came with
 
     @property
@@ -114,12 +116,14 @@ class GatheredParameters:
 
         Args:
             as_stored: in the shard's dtype, not the compute dtype.
-            checked: raise if the user has put another parameter into the module; if False, leave that one there.
+            checked: raise if the user has put another parameter into the module, or has written into one that is
+                resharded; if False, leave the former there, and the latter is lost.
         """
         if checked and self.state is not BucketState.UNSHARDED:
             # Before anything of this bucket is gathered, or a refusal would leave a part of it.
             for site in map(self.sites.__getitem__, self.params):
                 site.check()
+            self._check_stubs()
         self.start_unshard(as_stored=as_stored)
         if self.state is BucketState.GATHERING:
             assert self._gathering is not None
@@ -141,13 +145,13 @@ class GatheredParameters:
             self._gathering[1].wait()  # a transport may still write into the buffer
             self._gathering = None
         if self.state is BucketState.UNSHARDED:
-            for element in self._stub_elements:
-                element.fill_(self._stub_value)  # again: torch lets zero_() and fill_() write into what is repeated
+            self._stub_elements.fill_(self._stub_value)  # again: the user may have written into them
             for name, param in self.params.items():
                 self.sites[name].put_placeholder()
                 param.data = self._stubs[name]
             # Our last references: from here on only a view that the user has kept can hold the memory.
             self._show({})
+            self._versions = self._versions_now()
         self.state = BucketState.SHARDED
 
     def name_at(self, place: int) -> str | None:
@@ -157,8 +161,8 @@ class GatheredParameters:
         if found < 0:
             return None
         full = self.full[names[found]]
-        # One without elements has a place too. (Not ``nbytes``, which torch.compile cannot trace.)
-        return names[found] if place - begins[found] < max(1, full.numel()) * full.element_size() else None
+        # Not ``nbytes``, which torch.compile cannot trace.
+        return names[found] if place - begins[found] < full.numel() * full.element_size() else None
 
     def parameter_holdings(self) -> Iterator[Holding]:
         """The shard, and the full parameters while they are gathered."""
@@ -173,23 +177,36 @@ class GatheredParameters:
         """What a freed parameter has as its data, since autograd may ask for the shape.
 
         It has the dtype of what is gathered: with another dtype a parameter gets a new node for its gradients in
-        autograd. One element serves the whole bucket, as each tensor costs a launch on a device. NaN, so that code
-        which kept the parameter from before the engine does not compute with zeros.
+        autograd. One element serves all parameters that have several, since torch refuses most writes into many that
+        are one. NaN, so that code which kept a parameter from before the engine does not compute with numbers.
         """
-        shared, *others = self._stub_elements
-        # Most operations refuse to write into many elements that are one. A single one is written to: it has its own.
+        shared, *others = self._stub_elements.unbind()
+        # A single element can be written to, so each has its own.
         own = {name: others.pop() if prod(site.shape) == 1 else shared for name, site in self.sites.items()}
         return {name: own[name].expand(site.shape) for name, site in self.sites.items()}
 
     @cached_property
-    def _stub_elements(self) -> list[Tensor]:
-        """What stubs repeat, [] each: one for all parameters, and one for each that has a single element."""
+    def _stub_elements(self) -> Tensor:
+        """What stubs repeat: an element for all parameters, and one for each that has a single element."""
         num_single = sum(prod(site.shape) == 1 for site in self.sites.values())
-        return [torch.empty((), dtype=self.compute_dtype, device=self.device) for _ in range(1 + num_single)]
+        return torch.empty(1 + num_single, dtype=self.compute_dtype, device=self.device)
 
     @property
     def _stub_value(self) -> float:
         return nan if self.compute_dtype.is_floating_point else 0
+
+    def _check_stubs(self) -> None:
+        """Refuse what was written into a parameter that someone has kept from before the engine.
+
+        Raises:
+            RuntimeError: it was written to while it was resharded. The next call does not say so again.
+        """
+        known, self._versions = self._versions, self._versions_now()
+        if written := [name for name, version in self._versions.items() if version != known[name]]:
+            raise RuntimeError(
+                f"parameter {written[0]!r}: it was written to while it was sharded, which does not change the shards; "
+                "write inside 'with engine.full_params(keep_changes=True):'"
+            )
 
     # Steps that FSDP's buckets override, and helpers.
 
@@ -220,17 +237,18 @@ class GatheredParameters:
         # By ``.data``: the optimizer finds its state by these very tensor objects.
         for name, piece in self.pieces.items():
             piece.data = self._tensors.piece_of(name, shard)
+        self._empty = EmptyPieces(self.pieces)
 
     def _show(self, full: dict[str, Tensor]) -> None:
         """Note what is gathered and where; nothing if it has been freed."""
         for address in self.addresses:
             if _GATHERED.get(address) is self:  # another bucket may be there, if the user has moved this one's memory
                 del _GATHERED[address]
-        self.full, self.addresses = full, {tensor.untyped_storage().data_ptr() for tensor in full.values()}
+        own = {name: tensor for name, tensor in full.items() if tensor.numel()}  # the others have no place
+        self.full, self.addresses = full, {tensor.untyped_storage().data_ptr() for tensor in own.values()}
         _GATHERED.update(dict.fromkeys(self.addresses, self))
-        # One without elements begins where the buffer does, and must not hide the parameter that lies there.
-        begins = sorted((place_of(tensor), tensor.numel() > 0, name) for name, tensor in full.items())
-        self._places = [begin for begin, *_ in begins], [name for *_, name in begins]
+        begins = sorted((place_of(tensor), name) for name, tensor in own.items())
+        self._places = [begin for begin, _ in begins], [name for _, name in begins]
 
     def _versions_now(self) -> dict[str, int]:
         """Autograd's counters of writes in place, which a change of ``.data`` leaves as they are."""
@@ -282,6 +300,8 @@ class LayoutOfTensors:
 
     def read(self, name: str, buffer: Tensor) -> Tensor:
         """A full parameter read from the buffer."""
+        if not prod(self._shapes[name]):
+            return buffer.new_empty(self._shapes[name])  # a view would begin where another parameter does
         if not self._are_copied:
             # A view, which keeps the whole buffer in memory while any parameter of it is used.
             return self._fulls_at[name].of(buffer)

@@ -77,6 +77,7 @@ class Gradients:
         self._began_in_sync: bool | None = None
         self._are_means = False  # the gradients, over the data axes
         self._has_failed = False  # a backward outside no_sync() raised, and zero_grad() has not been called since
+        self._trained: set[nn.Parameter] = set()  # when the last backward began, or was refused
         self._were_trainable: set[nn.Parameter] = set()  # in a backward since zero_grad(); may be frozen by now
         # Gradients that the user may not change in place, and their versions: what no_sync() has left, means of slices.
         self._guarded: dict[nn.Parameter, tuple[TensorWeakRef, int]] = {}
@@ -191,6 +192,8 @@ class Gradients:
             self._guarded.pop(first_param, None)
         # If the previous backward raised, what is overwritten here still says whether it was inside no_sync().
         self._notice_failure()
+        # Noted even if this rank refuses: the others have begun, and they send what trains now.
+        self._trained = {param for param in self.params.values() if param.requires_grad}
         self._began_in_sync = None
         self._begin_backward()  # may refuse
         self._began_in_sync = self._sync
@@ -206,7 +209,7 @@ class Gradients:
         were_means = self._are_means and bool(self._were_trainable)
         self._pieces_have_means |= were_means and any(map(self._mean_is_at_piece, self.params))
         # Noted on every rank: a parameter frozen before the reduction still has a gradient to send, here or elsewhere.
-        self._were_trainable.update(param for param in self.params.values() if param.requires_grad)
+        self._were_trainable.update(self._trained)
         self._are_means = False
 
     def _enter_backward(self) -> None:
@@ -310,6 +313,25 @@ class Gradients:
 
         This rank sends NaN for all that it has not sent, so that no other rank takes a sum without its part for a mean.
         """
+        with self._training(self._trained):
+            self._send_fillers()
+        # Else ``finish_gradients()``, which ``zero_grad(set_to_none=False)`` calls next, would refuse, or send again.
+        self._are_means, self._has_failed = True, False
+        self._forget_guarded()
+
+    @contextlib.contextmanager
+    def _training(self, trained: set[nn.Parameter]) -> Iterator[None]:
+        """Inside, these parameters are trainable, and no others."""
+        changed = [param for param in self.params.values() if param.requires_grad is not (param in trained)]
+        for param in changed:
+            param.requires_grad_(param in trained)
+        try:
+            yield
+        finally:
+            for param in changed:
+                param.requires_grad_(param not in trained)
+
+    def _send_fillers(self) -> None:
         fillers = {name: self._filler(name) for name, param in self.params.items() if param.requires_grad}
         for name, filler in fillers.items():
             self.params[name].grad = filler
@@ -319,9 +341,6 @@ class Gradients:
             # Where means go elsewhere, a filler that is still here was not sent: its bucket had been sent before.
             if self._mean_is_at_piece(name) and param.grad is filler:
                 param.grad = None
-        # Else ``finish_gradients()``, which ``zero_grad(set_to_none=False)`` calls next, would refuse, or send again.
-        self._are_means, self._has_failed = True, False
-        self._forget_guarded()
 
     def _filler(self, name: str) -> Tensor:
         """A gradient of NaN; where it is only read, of one element for all, since memory may be what has run out."""

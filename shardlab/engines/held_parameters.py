@@ -4,7 +4,7 @@ What the user holds is not resharded. What the user writes into it goes into the
 written into the pieces makes whatever is gathered old.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
@@ -16,7 +16,6 @@ from typing_extensions import override
 from shardlab.engines.gathered_parameters import BucketState, GatheredParameters
 from shardlab.engines.hooks import in_plain_mode
 from shardlab.engines.placeholder import check_replaced, is_at
-from shardlab.engines.step_tensors import EmptyPieces
 
 
 class Resharded(Protocol):
@@ -30,10 +29,19 @@ def reshard_all(members: Iterable[Resharded]) -> None:
 
     Otherwise this rank alone would keep the rest gathered, and skip the next gather of it while the others wait there.
     """
+    _of_all(member.reshard for member in members)
+
+
+def let_go_all(buckets: "Iterable[HeldParameters]") -> None:
+    """End a ``hold`` of all, and only then raise what the first of them refused."""
+    _of_all(bucket.let_go for bucket in buckets)
+
+
+def _of_all(calls: Iterable[Callable[[], None]]) -> None:
     refusal = None
-    for member in members:
+    for call in calls:
         try:
-            member.reshard()
+            call()
         except RuntimeError as error:
             refusal = refusal or error
     if refusal is not None:
@@ -47,7 +55,6 @@ class HeldParameters(GatheredParameters):
     held_by_hand = False  # gathered by the user, who will reshard it
     num_holders = 0  # open full_params(), which show parameters in their stored dtype
     _piece_versions: Mapping[str, int] = MappingProxyType({})  # of the pieces, when their values were last known
-    _empty: EmptyPieces | None = None  # among the pieces
     _seen: list[tuple[int, int]] | None = None  # of the pieces, when nothing was left to follow
     _shows_copy = False  # of a whole shard, in a full_params() whose changes are lost
 
@@ -102,7 +109,11 @@ class HeldParameters(GatheredParameters):
         else:
             self.free()  # what is held by hand too: in the compute dtype it may have fewer bits
             self._shows_copy = as_copy
-            self.unshard(as_stored=True)
+            try:
+                self.unshard(as_stored=True)
+            except BaseException:
+                self._shows_copy = False  # or what is gathered to compute with would be a copy too
+                raise
         self.num_holders += 1
 
     def let_go(self) -> None:
@@ -164,14 +175,7 @@ class HeldParameters(GatheredParameters):
 
     def take_assigned(self) -> None:
         """Take over what an optimizer, or the user, has put in the place of a piece's data."""
-        if self._empty is None:
-            self._empty = EmptyPieces(self.pieces)
-        home = self._home()
-        start, itemsize = home.data_ptr(), home.element_size()
-        if self._empty.are_assigned or any(
-            self.pieces[name].data_ptr() != start + place.start * itemsize
-            for name, place in self._tensors.places.items()
-        ):
+        if any(map(self._is_assigned, self.pieces)):
             self._renew_shard()
             self.count_as_written()
 
@@ -203,23 +207,18 @@ class HeldParameters(GatheredParameters):
 
     def is_current(self, name: str) -> bool:
         """Whether a parameter is gathered, and its piece was neither written to nor assigned since."""
-        if self.state is not BucketState.UNSHARDED or self._empty is None:
-            return False
-        piece, place, home = self.pieces[name], self._tensors.places.get(name), self._home()
-        is_assigned = (
-            self._empty.is_assigned(name) if place is None
-            else piece.data_ptr() != home.data_ptr() + place.start * home.element_size()
-        )  # fmt: skip
-        return not is_assigned and piece._version == self._piece_versions.get(name, 0)
+        is_known = self.pieces[name]._version == self._piece_versions.get(name, 0)
+        return self.state is BucketState.UNSHARDED and is_known and not self._is_assigned(name)
+
+    def _is_assigned(self, name: str) -> bool:
+        if (place := self._tensors.places.get(name)) is None:
+            return self._empty.is_assigned(name)
+        home = self._home()
+        return self.pieces[name].data_ptr() != home.data_ptr() + place.start * home.element_size()
 
     @override
     def _shown_shard(self) -> Tensor:
         return self.shard.clone() if self._shows_copy else self.shard
-
-    @override
-    def _point_pieces_at(self, shard: Tensor) -> None:
-        super()._point_pieces_at(shard)
-        self._empty = None
 
     @in_plain_mode
     def _renew_shard(self) -> None:
@@ -267,7 +266,7 @@ class HeldParameters(GatheredParameters):
     def _is_in_place(self) -> bool:
         """Whether the full parameters are the shard itself."""
         address = self.shard.untyped_storage().data_ptr()
-        return address != 0 and address in self.addresses  # 0: a rank without elements, a parameter without elements
+        return address in self.addresses
 
     def _written_pieces(self) -> list[str]:
         """Parameters whose pieces were written to, on this rank, since their values were last known."""
@@ -275,7 +274,7 @@ class HeldParameters(GatheredParameters):
         return [name for name, version in self._versions_of_pieces().items() if version != known.get(name, 0)]
 
     def _places_and_versions(self) -> list[tuple[int, int]] | None:
-        if self._empty is None or self._empty.are_assigned:
+        if self._empty.are_assigned:
             return None
         return [(piece.data_ptr(), piece._version) for piece in self.pieces.values()]
 

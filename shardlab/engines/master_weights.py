@@ -132,11 +132,11 @@ class MasterWeights(FlatParameters):
 
     @contextlib.contextmanager
     @override
-    def replacing_all(self) -> Iterator[None]:
+    def loading_all(self) -> Iterator[None]:
         """As the base, of rounded parameters too."""
         before = self._versions
         try:
-            with super().replacing_all():
+            with super().loading_all():
                 self._note_versions()
                 yield
         except BaseException:
@@ -145,20 +145,21 @@ class MasterWeights(FlatParameters):
 
     @in_plain_mode
     def _gather_masters(self) -> None:
-        pending = []
+        pending, stored = [], dict(self._stored)
         for index, master in enumerate(self._masters):
             if master is None:
                 continue
             bucket = self.buckets[index]
             # While held, the same buffers are filled again: the user's parameters are views of them.
-            if index not in self._stored:
-                self._stored[index] = torch.empty(bucket.layout.padded_numel, dtype=master.dtype, device=master.device)
+            if index not in stored:
+                stored[index] = torch.empty(bucket.layout.padded_numel, dtype=master.dtype, device=master.device)
             tag, bounds = f"parameters of bucket {index}", bucket.layout.bounds
-            pending.append(self.comm.all_gather(self._stored[index], master, bounds=bounds, tag=tag))
+            pending.append(self.comm.all_gather(stored[index], master, bounds=bounds, tag=tag))
         wait_all(pending)
         # Only when all have arrived: a gather that raises leaves the module what it has.
-        for index, stored in self._stored.items():
-            self.buckets[index].show(stored)
+        self._stored = stored
+        for index, values in stored.items():
+            self.buckets[index].show(values)
 
     def _show_rounded(self) -> None:
         for index in self._stored:
@@ -179,11 +180,11 @@ class MasterWeights(FlatParameters):
         return self._stored.get(index, self.flat[index])
 
     @override
-    def _replace_shown(self, bucket: Bucket, flat: Tensor) -> None:
+    def _swap_shown(self, bucket: Bucket, flat: Tensor) -> None:
         if bucket.index in self._stored:
             self._stored[bucket.index] = flat
         else:
-            super()._replace_shown(bucket, flat)
+            super()._swap_shown(bucket, flat)
 
     @override
     def _renew_stepped(self, bucket: Bucket) -> None:

@@ -237,7 +237,7 @@ class _Trial:
         for whole, parts in zip(self._whole, after, strict=True):
             for number, (old, new, own) in enumerate(zip(before, whole, parts, strict=True)):
                 expected = part(number, new)
-                # Equal bits first, as a rule: it takes a tenth of the time.
+                # First whether they are equal, which they are as a rule: that takes a tenth of the time.
                 if not (torch.equal(own, expected) or _differ_by_rounding(own, expected, part(number, old))):
                     return False
             before = whole
@@ -272,11 +272,11 @@ class _Trial:
 
 def _differ_by_rounding(found: Tensor, expected: Tensor, before: Tensor) -> bool:
     """Whether two results of a step from ``before`` are equal but for how they were rounded."""
-    # NaN in both is no difference; in one of them it is, and fails the comparison.
-    difference = (found - expected).masked_fill(found.isnan() & expected.isnan(), 0.0)
-    step = (expected - before).nan_to_num(0.0)
-    noise = 64 * torch.finfo(before.dtype).eps * before.double().norm()
-    return bool(difference.double().norm() <= TOLERANCE * step.double().norm() + noise)
+    # NaN or the same infinity in both is no difference; in one of them it is, and fails the comparison.
+    is_same = (found == expected) | (found.isnan() & expected.isnan())
+    difference = (found - expected).masked_fill(is_same, 0.0).double().norm()
+    step, start = (tensor.nan_to_num(0.0, 0.0, 0.0).double().norm() for tensor in (expected - before, before))
+    return bool(difference <= TOLERANCE * step + 64 * torch.finfo(before.dtype).eps * start)
 
 
 def _seed(device: torch.device) -> None:

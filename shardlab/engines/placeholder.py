@@ -29,7 +29,7 @@ _OF_PARAMETER = frozenset(
 )
 # Answered as of the gathered parameter. Of the placeholder itself the device is meta, and what a user makes there is
 # silently computed with as memory without values: torch multiplies by it, and indexes with it.
-_AS_GATHERED = (Tensor.device, Tensor.is_cpu, Tensor.is_cuda, Tensor.is_meta, Tensor.dtype)
+_AS_GATHERED = (Tensor.device, Tensor.is_cpu, Tensor.is_cuda, Tensor.is_meta, Tensor.dtype, Tensor.requires_grad)
 _FREEZES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]  # a bool in torch's stubs
 _OF_GRADIENT = frozenset({"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "untyped_storage"})
 _VIEWS = (Tensor.T, Tensor.mT, Tensor.H, Tensor.mH)
@@ -143,8 +143,8 @@ class ParameterSites:
         self._sites = [
             (owner, attribute)
             for owner in module.modules()
-            for attribute, held in owner._parameters.items()
-            if held is param
+            for attribute, found in owner._parameters.items()
+            if found is param
         ]
         self._placeholder = PlaceholderParameter.of(name, param)
 
@@ -170,10 +170,6 @@ class ParameterSites:
 
     def put_placeholder(self) -> None:
         """Put the placeholder into the module."""
-        with torch._C.DisableTorchFunctionSubclass():  # or the question would go through the placeholder's refusals
-            trains = self._placeholder.requires_grad
-        if trains is not self._param.requires_grad:  # the user has changed it meanwhile
-            self._placeholder.requires_grad_(not trains)
         self._put(self._placeholder)
 
     def _put(self, value: nn.Parameter) -> None:

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from shardlab.engines.casts import MixedPrecision
 from shardlab.engines.checks import check_not_scripted
-from shardlab.engines.held_parameters import reshard_all
+from shardlab.engines.held_parameters import let_go_all, reshard_all
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.placeholder import PlaceholderGradients
 from shardlab.engines.sharded_bucket import ShardedBucket
@@ -157,9 +157,9 @@ class ShardedEngine(MixedPrecision):
 
         Args:
             keep_changes: copy changes in place back into the shards when the block ends without an error; otherwise
-                they are lost. Where a rank keeps whole parameters (no_shard, one rank, ``replicate_below``), the block
-                sees these themselves with ``keep_changes``, so that an error takes nothing back, and copies without
-                it. Every rank must write the same values; nothing checks that.
+                they are lost. Where a rank keeps whole parameters on its device (no_shard, one rank,
+                ``replicate_below``), the block sees copies, or with ``keep_changes`` the parameters themselves, so that
+                an error takes nothing back. Every rank must write the same values; nothing checks that.
         """
         with self._full(keep_changes=keep_changes, as_copies=not keep_changes) as module:
             yield module
@@ -181,8 +181,7 @@ class ShardedEngine(MixedPrecision):
                 self._keep_changes()
         finally:
             self._num_keeping -= keep_changes
-            for bucket in held:
-                bucket.let_go()
+            let_go_all(held)
             self._put_placeholders()
 
     def _keep_changes(self) -> None:

@@ -71,12 +71,12 @@ class SteppedInPieces(MixedPrecision):
         return bool(self._ungathered_by) or self.flat_params.are_written
 
     @contextlib.contextmanager
-    def _replacing_all(self) -> Iterator[None]:
+    def _loading_all(self) -> Iterator[None]:
         """Inside, every parameter gets another value, so that what others have stepped or written counts no more."""
         self._take_assigned()  # or what is loaded would not reach the pieces
         before, self._ungathered_by = self._ungathered_by, ""
         try:
-            with self.flat_params.replacing_all():
+            with self.flat_params.loading_all():
                 yield
         except BaseException:
             self._ungathered_by = before
@@ -118,7 +118,7 @@ class SteppedInPieces(MixedPrecision):
     @override
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """As the base; each rank keeps its part of the master weights. Collective if there are any."""
-        with self._replacing_all(), self.full_params(keep_changes=True):
+        with self._loading_all(), self.full_params(keep_changes=True):
             super().load_full_state_dict(state)
 
     @override
@@ -137,7 +137,7 @@ class SteppedInPieces(MixedPrecision):
         """
         if self._masters is not None and self._masters.is_held:
             raise ValueError("load: leave 'with engine.full_params():' first; what it holds would be stale")
-        with self._replacing_all():
+        with self._loading_all():
             extra = super().load(directory, **objects)
         if self._masters is not None:
             # Each rank has read only its own chunks. All buckets, since frozen parameters were loaded too.

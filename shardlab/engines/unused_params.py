@@ -63,8 +63,8 @@ def nobody_used(reduced: Mapping[Key, Tensor]) -> set[Key]:
 
     On a GPU this waits for the device, so it is asked once for many, and only about what this rank did not use.
     """
-    held = {key: tensor for key, tensor in reduced.items() if tensor.numel()}
-    firsts = {key: tensor[(slice(0, 1),) * tensor.dim()].reshape(1) for key, tensor in held.items()}
+    filled = {key: tensor for key, tensor in reduced.items() if tensor.numel()}
+    firsts = {key: tensor[(slice(0, 1),) * tensor.dim()].reshape(1) for key, tensor in filled.items()}
     if not firsts:
         return set()
     values = torch.cat(list(firsts.values())).tolist()

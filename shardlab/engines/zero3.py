@@ -141,10 +141,10 @@ class ZeRO3(ShardedEngine):
 
     @contextlib.contextmanager
     def _gathered(self, *, in_forward: bool = False) -> Iterator[None]:
-        """Inside, the parameters are gathered; at the end they are resharded, unless what is around goes on with them.
+        """Inside, the parameters are gathered; at the end they are resharded, unless an outer call still needs them.
 
-        Around may be a backward, for a forward that checkpointing computes again, or a forward, for a backward that it
-        runs itself.
+        That may be a backward, in which checkpointing computes this forward again, or a forward that runs this backward
+        itself.
         """
         was_in_forward = self._in_forward
         is_outermost = not (was_in_forward or self._backward_watch.is_inside)

@@ -63,6 +63,62 @@ def test_they_are_those_of_one_process(pools, key, num_ranks):
             assert_states([after for _, after in results], model.state_dict())
 
 
+def memory_runs_out(rank, key):
+    """full_params() whose second allocation fails on all ranks; then they train on. The losses."""
+    options = {"precision": "bf16", "bucket_bytes": 100}
+    with engine_of(key, 2, cases.build("MLP").float(), "sgd", **options) as engine, pytest.MonkeyPatch.context() as patch:
+        empty, made = torch.empty, []
+
+        def fails_once(*args, **kwargs):
+            made.append(args)
+            if len(made) == 2:
+                raise torch.OutOfMemoryError("no memory")
+            return empty(*args, **kwargs)
+
+        patch.setattr(torch, "empty", fails_once)
+        with pytest.raises(torch.OutOfMemoryError), engine.full_params():
+            pass
+        patch.undo()
+        x, y = (cases.own_rows(part.float(), rank) for part in cases.rows("MLP", 0, 0, 2))
+        losses = []
+        for _ in range(2):
+            losses.append(float(loss := cases.loss_of(engine(x).float(), y)))
+            engine.backward(loss)
+            engine.step()
+            engine.zero_grad()
+        return losses
+
+
+@pytest.mark.parametrize("key", ["zero1", "zero2", "zero3"])
+def test_training_goes_on_where_memory_ran_out_in_full_params(pools, key):
+    for first, second in pools(2).run(memory_runs_out, key):
+        assert second < first
+
+
+def refused_and_put_back(rank, options):
+    """An attribute is replaced, before full_params() and inside it, and put back; what is held."""
+    model = cases.build("MLP")
+    with engine_of("fsdp", 2, model, "sgd", **options) as engine:
+        owner, name = next((owner, name) for owner in model.modules() for name in owner._parameters)
+        own, other = owner._parameters[name], torch.nn.Parameter(torch.zeros(owner._parameters[name].shape).double())
+        owner._parameters[name] = other
+        with pytest.raises(RuntimeError, match="was replaced"), engine.full_params():
+            pass
+        owner._parameters[name] = own
+        engine.unshard("0")
+        with pytest.raises(RuntimeError, match="was replaced"), engine.full_params():
+            own, owner._parameters[name] = owner._parameters[name], other
+        owner._parameters[name] = own
+        engine.reshard("0")
+        return [(bucket.num_holders, bucket._shows_copy, bucket.state.name) for bucket in engine.buckets]
+
+
+@pytest.mark.parametrize("options", [{}, {"sharding": "no_shard"}, {"replicate_below": 10**6}])
+def test_a_refusal_of_full_params_leaves_nothing_held(pools, options):
+    for held in pools(2).run(refused_and_put_back, options):
+        assert set(held) == {(0, False, "SHARDED")}
+
+
 def not_kept(rank, key):
     with engine_of(key, 2, cases.build("MLP"), "sgd") as engine:
         before = engine.full_state_dict()

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from torch import nn
 
 from shardlab.comm import Pending
 from shardlab.comm.mesh import Mesh
@@ -330,14 +331,31 @@ def test_a_step_makes_no_stub_for_what_it_reshards(monkeypatch):
         assert made == []
 
 
-@pytest.mark.parametrize("setup", [("zero3", {}), ("fsdp", {"sharding": "no_shard"})])
-def test_what_is_written_into_a_resharded_parameter_does_not_stay(setup):
-    """Torch lets fill_() write into the one element that stands for all parameters of a bucket."""
+class Scaled(nn.Module):
+    """With a single element, as CLIP's ``logit_scale``: one that can be written to where others cannot."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(7, 5), nn.Parameter(torch.tensor(5.0))
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+@pytest.mark.parametrize("write", [torch.zero_, lambda param: param.clamp_(max=4.5)])
+@pytest.mark.parametrize("setup", [("zero3", {}), ("fsdp", {}), ("fsdp", {"sharding": "no_shard"})])
+def test_what_is_written_into_a_resharded_parameter_is_refused_and_does_not_stay(setup, write):
+    """Of a parameter that was kept from before the engine; the write would be lost without a word."""
     strategy, options = setup
-    model = build()
-    kept = list(model.parameters())
+    model = Scaled().double()
+    kept, x = dict(model.named_parameters()), torch.ones(2, 7, dtype=torch.float64)
     with build_engine(strategy, model, adamw, **options) as engine:
+        engine.backward(engine(x).sum())
+        engine.step()
         with torch.no_grad():
-            kept[0].zero_()
-        engine.backward(engine(torch.ones(2, 7, dtype=torch.float64)).sum())
-        assert all(param.isnan().all() for param in kept)
+            write(kept["scale"])
+        with pytest.raises(RuntimeError, match="parameter 'scale': it was written to while it was sharded"):
+            engine(x)
+        engine.zero_grad()
+        engine.backward(engine(x).sum())
+        assert all(param.isnan().all() for param in kept.values())

@@ -640,11 +640,49 @@ def test_what_is_frozen_after_a_backward_that_raised_is_cleared_too(pools, setup
             torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
 
 
+def turned_while_others_send(rank, setup, trained):
+    """Rank 0's backward raises; all ranks freeze or thaw a block; what rank 1 has for it, and the end."""
+    strategy, options = SETUPS[setup]
+    model = build(FailsSomewhere)
+    model.blocks[0].requires_grad_(trained)
+    with Mesh({"data": 2}) as mesh, build_engine(strategy, model, sgd, mesh, **options) as engine:
+        x = rows(0, 2)[2 * rank : 2 * rank + 2]
+        loss = loss_of(engine(x, fail_at=1 if rank == 0 else None))
+        with pytest.raises(ArithmeticError) if rank == 0 else contextlib.nullcontext():
+            engine.backward(loss)
+        gradients = [piece.grad for piece in engine.step_tensors().where(lambda name: name.startswith("blocks.0"))]
+        engine.module.blocks[0].requires_grad_(not trained)
+        engine.zero_grad()
+        engine.backward(loss_of(engine(x)))
+        engine.step()
+        return [bool(gradient.isnan().any()) for gradient in gradients if gradient is not None], engine.full_state_dict()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("setup", ["ddp", "bucketed", "zero1", "zero2", "zero3", "shard_grad_op", "no_shard"])
+def test_what_a_failed_backward_owes_is_that_of_its_beginning(pools, setup, trained):
+    """A schedule may freeze or thaw before it clears gradients; the other ranks have sent what trained before."""
+    model = build(FailsSomewhere)
+    model.blocks[0].requires_grad_(not trained)
+    optimizer = sgd(list(model.parameters()))
+    loss_of(model(rows(0, 2))).backward()
+    optimizer.step()
+    (_, first), (are_nan, second) = pools(2).run(turned_while_others_send, setup, trained)
+    assert all(are_nan)
+    assert any(are_nan) is trained
+    for state in (first, second):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+
+
 def frozen_and_thawed(rank, setup):
     """What the module says of a weight that is frozen and thawed at rest and inside full_params(), by turns."""
     strategy, options = SETUPS[setup]
-    with Mesh({"data": 2}) as mesh, build_engine(strategy, build(), sgd, mesh, **options) as engine:
-        said = []
+    model = build()
+    kept = model.leave.weight
+    with Mesh({"data": 2}) as mesh, build_engine(strategy, model, sgd, mesh, **options) as engine:
+        kept.requires_grad_(False)  # by a reference from before the engine
+        said = [not engine.module.leave.weight.requires_grad]
         for at_rest, inside in ((False, True), (True, False), (True, False), (False, True)):
             engine.module.leave.weight.requires_grad_(at_rest)
             with engine.full_params() as module:
@@ -657,7 +695,7 @@ def frozen_and_thawed(rank, setup):
 @pytest.mark.parametrize("setup", ["ddp", "zero3", "full_shard", "shard_grad_op", "no_shard"])
 def test_a_parameter_says_whether_it_trains_wherever_that_was_changed(pools, setup):
     for said in pools(2).run(frozen_and_thawed, setup):
-        assert said == [True] * 8
+        assert said == [True] * 9
 
 
 def held_over_a_step(rank, num_ranks, strategy, keep_changes):

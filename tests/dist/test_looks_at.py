@@ -48,6 +48,7 @@ ELEMENTWISE = {
     "scheduled": lambda t: scheduled(optim.SGD(t, lr=0.1)),
     "own": own.Plain,
     "careful": own.Careful,
+    "multiplicative": own.Multiplicative,
     "lookahead": lambda t: own.Lookahead(optim.Adam(t)),
 }
 

@@ -586,6 +586,28 @@ def test_a_parameter_without_elements_hides_no_other(pools, setup):
         assert num_kept == 0
 
 
+class OnlyThePrompt(EmptyAmongOthers):
+    def forward(self, x):
+        return torch.cat([self.enter(x), x @ self.prompt.t()], dim=1)
+
+
+def first_is_changed(rank, setup):
+    strategy, options = SETUPS[setup]
+    with Mesh({"data": 2}) as mesh, build_engine(strategy, build(OnlyThePrompt), sgd, mesh, **options) as engine:
+        loss = engine(torch.ones(2, 7, dtype=torch.float64, requires_grad=True)).sum()
+        with torch.no_grad():
+            engine.step_tensors().by_name("first").mul_(3)
+        engine.backward(loss)
+        return engine.full_gradients()["enter.bias"]
+
+
+@pytest.mark.parametrize("setup", BY_REFERENCE)
+def test_a_parameter_without_elements_is_not_taken_for_another(pools, setup):
+    """It began where the first of its unit does: a change of that, which the backward does not need, was refused."""
+    for gradient in pools(2).run(first_is_changed, setup):
+        assert torch.equal(gradient, torch.full((9,), 2.0, dtype=torch.float64))
+
+
 def moved(rank, setup):
     """Gradients through tensors that lie where gathered parameters did, and what they are, as numbers."""
     strategy, options = SETUPS[setup]

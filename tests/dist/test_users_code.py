@@ -869,6 +869,22 @@ class AdversarialByTheEngine(Adversarial):
     """The same with ``engine.backward``."""
 
 
+class Nested(nn.Module):
+    """Its forward runs its own forward on other rows, once without a graph and once with."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 7)), nn.Linear(7, 5)
+        vars(self)["again"] = self  # and not as a module of its own
+
+    def forward(self, x, is_inner=False):
+        if is_inner:
+            return self.head(x)
+        with torch.no_grad():
+            target = self.again(x + 1, True)
+        return self.again(x + self.body(x), True) * (1 + target)
+
+
 class Tangent(nn.Module):
     def __init__(self):
         super().__init__()
@@ -888,6 +904,8 @@ def differentiating(rank, key, kind, wraps):
     with engine_of(key, current().world_size, made(kind), optimizer_fn=sgd, **options) as engine:
         if kind is AdversarialByTheEngine:
             engine.module.go_back = engine.backward
+        if kind is Nested:
+            vars(engine.module)["again"] = engine
         for step in range(2):
             x, y = (cases.own_rows(part, engine.data_rank) for part in cases.rows("MLP", step, 0, current().world_size))
             engine.backward(nn.functional.mse_loss(engine(x), y))
@@ -897,7 +915,7 @@ def differentiating(rank, key, kind, wraps):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-@pytest.mark.parametrize("kind", [Adversarial, AdversarialByTheEngine, Tangent])
+@pytest.mark.parametrize("kind", [Adversarial, AdversarialByTheEngine, Nested, Tangent])
 @pytest.mark.parametrize(
     ("key", "wraps"), [*((key, None) for key in ENGINES), *(("fsdp", wraps) for wraps in ("root", [nn.Linear]))]
 )

@@ -29,6 +29,13 @@ class Careful(Plain):
         return param.grad
 
 
+class Multiplicative(Plain):
+    """Multiplies each weight by a power of e, which is infinite at large gradients."""
+
+    def update(self, param, state):
+        return -param * torch.exp(-param.grad)
+
+
 class Normalised(Plain):
     """Each gradient divided by its norm."""
 

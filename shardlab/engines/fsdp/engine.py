@@ -113,6 +113,8 @@ class FSDP(OffloadedEngine):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; units are gathered as it reaches them."""
         self._before_forward()
+        if self._schedule.is_in_forward:  # by the module's own forward, whose pass goes on behind this call
+            return super().__call__(*args, **kwargs)
         self._schedule.begin_pass()
         try:
             with saved_by_reference(self.buckets):

@@ -61,6 +61,11 @@ class Schedule:
         """Put the hooks on the units' modules."""
         return [hook for unit in self._units for hook in self._watch(unit)]
 
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward of the whole model is under way, and not in a backward that it runs itself."""
+        return self._in_pass and not self._in_backward
+
     def begin_pass(self) -> None:
         """A forward of the whole model begins."""
         # Checkpointing computes it again, in the order of backward.

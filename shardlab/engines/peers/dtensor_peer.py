@@ -100,10 +100,10 @@ def _pieces(role: Role, tensor: Tensor, param: Tensor, name: str) -> Iterator[Ho
     """What this rank has of a tensor that is distributed like its parameter: one piece for each range of elements."""
     from shardlab.engines.peers.dtensors import local, ranges
 
-    held = local(tensor)
-    if role is Role.OTHER or held.shape != local(param).shape:
-        yield Holding(role, held)
+    own = local(tensor)
+    if role is Role.OTHER or own.shape != local(param).shape:
+        yield Holding(role, own)
         return
     spans = ranges(param)
-    for span, part in zip(spans, held.reshape(-1).chunk(len(spans)) if spans else (), strict=True):
+    for span, part in zip(spans, own.reshape(-1).chunk(len(spans)) if spans else (), strict=True):
         yield Holding(role, part, name, span)
