@@ -7,15 +7,14 @@ does by default. The pair "itself" is one engine against the same: how far its r
 here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from shardlab.comm.torch_engine_groups import check_torch_engines
-from shardlab.comm.transports.choice import check_transport
 from shardlab.engines import engine_options
-from shardlab.launch import place
+from shardlab.field_types import check_types
+from shardlab.launch.checks import check_ranks
 from shardlab.models import MODELS, GPTConfig
 
 QUICK_ROUNDS, FULL_ROUNDS = 6, 42  # three engines have six orders: one session, or seven
@@ -163,6 +162,7 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         """Check every field."""
+        check_types(self, besides=("workloads", "pairs"))
         for name, least in (("ranks", 1), ("rounds", 2)):
             if (number := getattr(self, name)) < least:
                 raise ValueError(f"{name}: {number} is below {least}")
@@ -172,10 +172,7 @@ class BenchConfig:
                 raise ValueError(f"{name}: {', '.join(names) or 'none'}; at least one is needed, and each only once")
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s: {self.timeout_s} is not above 0")
-        placement = place(self.ranks, self.device)
-        check_transport(placement.backend, self.transport, link=None)
-        if any(pair.theirs.strategy.startswith("torch_") for pair in self.pairs):
-            check_torch_engines(placement.device_type, placement.backend)
+        check_ranks(self.ranks, self.device, [pair.theirs.strategy for pair in self.pairs], self.transport)
         for workload in self.workloads:
             for pair in self.pairs:
                 pair.check(workload.model, self.ranks)
@@ -186,13 +183,12 @@ class BenchConfig:
         return len(self.pairs) * sum(self.rounds * workload.round_factor for workload in self.workloads)
 
 
-def chosen(field_name: str, text: str, known: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The entries of a table that a comma-separated text names.
+def chosen(field_name: str, names: Sequence[str], known: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The named entries of a table.
 
     Raises:
         ValueError: a name is unknown; the message lists the known ones.
     """
-    names = [name.strip() for name in text.split(",") if name.strip()]
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"{field_name}: {unknown[0]!r} is not one of {', '.join(known)}")
     return tuple(known[name] for name in names)

@@ -7,6 +7,7 @@ from statistics import median, quantiles
 from shardlab.bench.config import BenchConfig, Pair, Workload
 from shardlab.bench.rounds import FLOOR, OURS, THEIRS, RankTimes, RoundDone, time_pair
 from shardlab.launch import RankPool
+from shardlab.launch.checks import check_pool
 
 PRELOAD = ("shardlab.bench.rounds", "torch._dynamo")
 OnProgress = Callable[[RoundDone], None]
@@ -71,7 +72,7 @@ def bench(
         RankError: a rank failed; see ``launch``.
     """
     if pool is not None:
-        pool.check_asked(config.ranks, config.device)
+        check_pool(pool, config.ranks, config.device)
         yield from _bench(config, pool, on_progress)
         return
     with RankPool(config.ranks, device=config.device, timeout_s=config.timeout_s, preload=PRELOAD) as own:

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from shardlab.cli.console import count
+from shardlab.cli.console import count, names_in, progress_bar
 from shardlab.vocabulary import HostTransport
 
 if TYPE_CHECKING:
@@ -64,8 +63,8 @@ def bench(
     config = BenchConfig(
         ranks=ranks,
         rounds=rounds if rounds is not None else QUICK_ROUNDS if quick else FULL_ROUNDS,
-        workloads=chosen("workloads", workloads, WORKLOADS),
-        pairs=chosen("pairs", pairs, PAIRS),
+        workloads=chosen("workloads", names_in(workloads), WORKLOADS),
+        pairs=chosen("pairs", names_in(pairs), PAIRS),
         device=device,
         transport=transport,
     )
@@ -89,15 +88,8 @@ def _check_file(path: Path | None) -> None:
 def _with_progress(config: "BenchConfig") -> list["BenchRow"]:
     from shardlab.bench import bench as run_bench
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("starting the ranks", total=config.num_rounds)
-        return list(
-            run_bench(
-                config,
-                on_progress=lambda done: progress.update(task, advance=1, description=f"{done.workload}: {done.pair}"),
-            )
-        )
+    with progress_bar(config.num_rounds) as advance:
+        return list(run_bench(config, on_progress=lambda done: advance(f"{done.workload}: {done.pair}")))
 
 
 def _table(workload: "Workload", rows: Sequence["BenchRow"]) -> Table:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.text import Text
 
-from shardlab.cli.console import bad_input, count
+from shardlab.cli.console import bad_input, count, names_in
 from shardlab.cli.records import print_result
 from shardlab.experiment.options import CompareOptions
 
@@ -72,7 +72,7 @@ def compare(out: Out = None, overwrite: Overwrite = False, **chosen: Any) -> Non
 
     directory = out or experiment.new_directory()
     with bad_input():
-        chosen["strategies"] = tuple(name.strip() for name in chosen["strategies"].split(",") if name.strip())
+        chosen["strategies"] = names_in(chosen["strategies"])
         config = experiment.CompareConfig(**chosen)
         experiment.prepare(config, directory, overwrite=overwrite)
     comparison = _with_progress(config, directory)

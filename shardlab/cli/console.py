@@ -1,11 +1,12 @@
-"""Shared by the commands: errors in one line, and numbers with their noun."""
+"""Shared by the commands: errors in one line, names in a list, a progress bar, and numbers with their noun."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import floor, log10
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 BAD_INPUT = 2  # an exit code
@@ -29,6 +30,20 @@ def complain(text: str) -> None:
     """One red line on stderr; nothing for an empty text."""
     if text:
         Console(stderr=True, highlight=False, soft_wrap=True).print("[bold red]error:[/]", Text(text))
+
+
+def names_in(text: str) -> tuple[str, ...]:
+    """The names in a comma-separated text."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+@contextlib.contextmanager
+def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr while ranks work; calling what it yields advances it by one and says what was done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("starting the ranks", total=total)
+        yield lambda done: progress.update(task, advance=1, description=done)
 
 
 def count(number: int, noun: str) -> str:

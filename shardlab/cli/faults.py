@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from shardlab.cli.console import count
+from shardlab.cli.console import count, names_in, progress_bar
 
 if TYPE_CHECKING:
     from shardlab.faults.matrix import MatrixConfig, Row
@@ -29,7 +28,7 @@ def faults(
     strategies: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated, torch's own too; by default ours, with --quick bucketed and fsdp.",
+            help="Comma-separated, torch_ddp, torch_zero1, torch_fsdp2 too; by default ours, with --quick two of them.",
             show_default=False,
         ),
     ] = None,
@@ -43,7 +42,7 @@ def faults(
     """Break training on purpose, in every way under every strategy: what is the user told, and what is left behind?"""
     from shardlab.faults.matrix import QUICK_STRATEGIES, STRATEGIES, MatrixConfig
 
-    names = tuple(strategies.split(",")) if strategies is not None else QUICK_STRATEGIES if quick else STRATEGIES
+    names = names_in(strategies) if strategies is not None else QUICK_STRATEGIES if quick else STRATEGIES
     config = MatrixConfig(strategies=names, ranks=ranks, transport=transport, quick=quick, device=device)
     rows = _with_progress(config)
     if json:
@@ -62,12 +61,8 @@ def faults(
 def _with_progress(config: "MatrixConfig") -> list["Row"]:
     from shardlab.faults.matrix import matrix
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("starting the ranks", total=len(config.cases))
-        return matrix(
-            config, on_row=lambda row: progress.update(task, advance=1, description=f"{row.strategy}: {row.fault}")
-        )
+    with progress_bar(len(config.cases)) as advance:
+        return matrix(config, on_row=lambda row: advance(f"{row.strategy}: {row.fault}"))
 
 
 def _matrix(rows: Sequence["Row"]) -> Table:

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from shardlab.cli.console import decimals_of, unit_of
+from shardlab.cli.console import decimals_of, names_in, unit_of
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.planner.model_states import ModelStates, model_states, precision_named
 
@@ -79,7 +79,7 @@ def _plan_workload(place: str, ranks: int, strategies: str, options: dict[str, A
     from shardlab.lab.fit import RunPlan
     from shardlab.planner.setup import STRATEGIES
 
-    names = tuple(name.strip() for name in strategies.split(",") if name.strip())
+    names = names_in(strategies)
     workload, layers = workload_at(place), None
     if options["tp"] > 1:
         workload, layers = shown_plan(workload, options["tp"])

@@ -145,9 +145,8 @@ def _report_recorded(directory: Path, json: bool) -> None:
 
 def _diff_recorded(first: Path, second: Path, json: bool) -> None:
     """Print the numbers of two runs of which a script has made one or both: their losses are not comparable."""
-    from shardlab.analysis.difference import differences, pairs_of
     from shardlab.experiment import load_saved
-    from shardlab.experiment.difference import readable
+    from shardlab.experiment.difference import differences, pairs_of, readable
     from shardlab.recording.report import is_recorded, load_recorded
 
     one, other = (

@@ -51,9 +51,8 @@ class CollectiveEvent:
         ranks: the global ranks of the group.
         device_times: events at begin and end, where a stream ran it: whoever records resolves them after the step.
         device_issue: event of the stream that computed, where it came to the issue.
-        device_wait: where a stream waited. The last of these events ends the wait; the latest of the others begins it:
-            the stream had come there, and the collective (where that is among them) had begun. The host's own wait says
-            nothing of it.
+        device_wait: where a stream waited: (its arrival, its going on), or (the collective's start, its arrival, its
+            going on). The wait begins at the later of the first ones. The host's own wait says nothing of it.
     """
 
     seq: int

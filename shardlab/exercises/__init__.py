@@ -21,7 +21,6 @@ a ``VirtualClock`` are scored too. ``shardlab exercises --grade FOLDER --with FI
 file as well. At the ladder's end ``shardlab.exercises.assembled`` trains with engines made of the learner's functions.
 """
 
-from shardlab.exercises.check import check, find, hint, task
 from shardlab.exercises.exercise import (
     Case,
     Exercise,
@@ -32,6 +31,7 @@ from shardlab.exercises.exercise import (
     call_in_place,
     call_without_ranks,
 )
+from shardlab.exercises.in_a_cell import check, find, hint, task
 from shardlab.exercises.judge import Report, Verdict
 from shardlab.exercises.ladder import LADDER
 from shardlab.exercises.prediction import Prediction, predict

@@ -28,7 +28,7 @@ def builtin(options: CompareOptions, rows: int) -> Workload:
     plan = tensor_plan(options)
     return Workload(
         model=partial(build_model, options.model, options.seq_len, getattr(torch, options.dtype), options.seed),
-        data=partial(_sequences, options.text, options.seq_len, rows, options.accumulation),
+        data=partial(sequences, options.text, options.seq_len, rows, options.accumulation),
         loss=next_token,
         optimizer=partial(torch.optim.AdamW, lr=options.learning_rate),
         tp_plan=SUGGESTED if plan is None else plan,
@@ -52,7 +52,7 @@ def tensor_plan(options: CompareOptions) -> Plan | None:
     return gpt_plan(sizes, sequence_parallel=options.sequence_parallel, gather_logits=False)
 
 
-def _sequences(
+def sequences(
     text: str, seq_len: int, rows: int, accumulation: int, rank: int, ranks: int, seed: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's rows of each micro-batch of ``rows`` sequences."""

@@ -35,6 +35,7 @@ from shardlab.experiment.trained import check_same_model, description, outline
 from shardlab.experiment.workload import Workload
 from shardlab.installed import __version__
 from shardlab.launch import RankError, RankHang, RankPool, place
+from shardlab.launch.checks import check_pool
 from shardlab.launch.placement import torchrun_env
 from shardlab.trace.clock import Reading, origins_of
 from shardlab.trace.store import Records, load_runs, write_manifest
@@ -91,8 +92,8 @@ def compare(
         options: fields of ``CompareConfig``; none beside a configuration.
 
     Raises:
-        ValueError: ``directory`` is not empty (see ``directory.claim``), ``pool`` and ``config`` have different numbers
-            of ranks, or an option has an invalid value.
+        ValueError: ``directory`` is not empty (see ``directory.claim``), ``pool`` has another number of ranks or
+            another device than asked for, or an option has an invalid value.
         TypeError: an unknown option, or an argument of the wrong type.
         RankError: a rank failed; see ``launch``. The records so far stay on disk.
     """
@@ -169,7 +170,7 @@ def _for_ranks_of(pool: RankPool | None, config: CompareConfig) -> CompareConfig
     """
     if pool is None:
         return config
-    pool.check_asked(config.ranks, config.device)
+    check_pool(pool, config.ranks, config.device)
     return replace(config, device=pool.placement.device_type) if _means_another(pool, config.device) else config
 
 

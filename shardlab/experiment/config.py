@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardlab.comm.torch_engine_groups import check_torch_engines
-from shardlab.comm.transports.choice import check_transport
 from shardlab.data_sets import load_text
 from shardlab.engines import STRATEGIES, engine_options
 from shardlab.engines.fsdp import LAYOUTS, SHARDINGS
@@ -20,14 +18,13 @@ from shardlab.engines.optimizer_fit import parse_partition
 from shardlab.engines.peers import TorchFSDP2
 from shardlab.engines.precision import parse_precision
 from shardlab.experiment.builtin import builtin
-from shardlab.experiment.field_types import check_types
 from shardlab.experiment.named_workload import workload_at
 from shardlab.experiment.options import CompareOptions
 from shardlab.experiment.resume import check_resume
 from shardlab.experiment.tensor import TORCH_TP, with_plan
 from shardlab.experiment.workload import Workload
-from shardlab.launch import place
-from shardlab.launch.placement import torchrun_env
+from shardlab.field_types import check_types
+from shardlab.launch.checks import check_ranks
 from shardlab.models import MODELS, GPTConfig
 from shardlab.partition.ring_cost import Link
 from shardlab.units import AUTO, WrapPolicy, parse_wrap, wrap_text, wrapped_modules
@@ -58,7 +55,9 @@ class CompareConfig(CompareOptions):
     def __post_init__(self) -> None:
         """Check every field."""
         # First: the other checks compare and divide, and would say less of a wrong type.
-        check_types(self)
+        check_types(self, besides=("strategies", "workload", "wrap"))  # these are checked where they are parsed
+        if not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed: {self.seed} was given; it must be a whole number of 64 bits")
         self._check_strategies()
         if self.workload is None:
             _one_of("model", self.model, MODELS)
@@ -81,16 +80,7 @@ class CompareConfig(CompareOptions):
             Link.parse(self.link)
         self._check_peers()
         check_resume(self, self.resumed_rows)
-        env = torchrun_env()
-        if env is not None and env.world_size != self.ranks:
-            raise ValueError(
-                f"ranks: {self.ranks}, but torchrun started {env.world_size} processes; the numbers must be equal"
-            )
-        placement = place(self.ranks, self.device)
-        check_transport(placement.backend, self.transport, self.link)
-        # Under torchrun a process may see its own GPU alone; there the engines themselves refuse.
-        if env is None and self._torch_engines:
-            check_torch_engines(placement.device_type, placement.backend)
+        check_ranks(self.ranks, self.device, self.strategies, self.transport, self.link)
         if self.workload is None:
             load_text(self.text, self.seq_len)
 

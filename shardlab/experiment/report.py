@@ -50,7 +50,7 @@ ALLOCATOR = (
 PATH = (
     "What one step consists of, from its beginning on the first rank to its end on the last: the longest chain of "
     "causes over all ranks, and how much shorter it would be if communication took no time. The step has the median "
-    "length on the first rank. Of runs on the CPU: on a GPU streams wait, not ranks."
+    "length on the first rank. Runs in which streams wait, and not ranks, are left out."
 )
 
 

@@ -187,7 +187,7 @@ def run_strategy(
         if alone:
             # Those of all ranks, but no more than cores: threads that share one wait for each other in every layer.
             stack.enter_context(_threads(min(torch.get_num_threads() * config.ranks, num_cores())))
-        mesh = stack.enter_context(_mesh(config, strategy))
+        mesh = stack.enter_context(mesh_of(config, strategy))
         stack.enter_context(seeded(f"{config.seed}/{rank}"))  # dropout, for example, draws the same in every run
         writer = RunWriter(directory, rank, strategy, source_of(mesh))
         run = stack.enter_context(recorded_run(config, strategy, mesh, writer, own_origin_ns(origins)))
@@ -218,7 +218,8 @@ def now_ns() -> int:
     return perf_counter_ns()
 
 
-def _mesh(config: CompareConfig, strategy: str) -> BaseMesh:
+def mesh_of(config: CompareConfig, strategy: str) -> BaseMesh:
+    """The mesh that a strategy trains on; made by all ranks together."""
     device = current().device
     if strategy == "single":
         return Mesh.alone(device)

@@ -216,11 +216,12 @@ def transport_verdict(comparison: Comparison) -> str:
 def unseen_verdict(comparison: Comparison) -> str:
     """One sentence if nobody saw a stream wait for what a strategy sent, so that times are not known; else empty."""
     summary = comparison.summary
-    unseen = summary[summary["exposed_comm_ms"].isna() & (summary["wire_bytes_per_step"] > 0)]["strategy"]
+    is_unseen = summary[["exposed_comm_ms", "overlap"]].isna().any(axis=1)
+    unseen = summary[is_unseen & (summary["wire_bytes_per_step"] > 0)]["strategy"]
     if not len(unseen):
         return ""
     return (
-        f"How much communication was exposed or hidden is not known of {', '.join(unseen)}: streams ran it, and the "
+        f"How much communication was exposed or hidden is not known for {', '.join(unseen)}: streams ran it, and the "
         "stream that computes was not seen to wait for it."
     )
 

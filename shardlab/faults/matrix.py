@@ -20,9 +20,7 @@ from time import monotonic, perf_counter_ns, sleep
 
 import psutil
 
-from shardlab.comm.torch_engine_groups import check_torch_engines
-from shardlab.comm.transports.choice import check_transport
-from shardlab.engines import engine_options
+from shardlab import engines
 from shardlab.experiment import compare
 from shardlab.experiment.comparison import PRELOAD
 from shardlab.experiment.verdicts import verdicts
@@ -42,12 +40,18 @@ from shardlab.faults.kinds import (
     Straggler,
 )
 from shardlab.faults.program import STEPS, train, workload
-from shardlab.launch import RankError, RankHang, RankPool, place
+from shardlab.field_types import check_types
+from shardlab.launch import RankError, RankHang, RankPool
+from shardlab.launch.checks import check_ranks
 from shardlab.launch.placement import torchrun_env
 from shardlab.vocabulary import Collective, Phase
 
 STRATEGIES = ("ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
 QUICK_STRATEGIES = ("bucketed", "fsdp")
+UNFIT = {
+    "single": "has one process, of which nothing is distributed",
+    "torch_tp": "needs a tensor axis, and there is none here",
+}
 KINDS = (
     Straggler, SlowLink, LossyLink, DeadRank, StoppedRank, OutOfMemory, SkippedCall, SkippedCollective,
     MismatchedCollective, NaN,
@@ -74,7 +78,7 @@ class MatrixConfig:
     """What to run.
 
     Attributes:
-        strategies: names from ``engines.STRATEGIES``, without single.
+        strategies: names from ``engines.STRATEGIES``, without those of ``UNFIT``.
         ranks: number of ranks, at least 3: of two that differ nobody can say which is wrong.
         transport: see ``Mesh``.
         quick: only faults in the backward.
@@ -94,12 +98,13 @@ class MatrixConfig:
 
     def __post_init__(self) -> None:
         """Check before a rank starts."""
+        check_types(self, besides=("strategies",))
         for strategy in self.strategies:
-            engine_options(strategy)
-            if strategy == "single":
-                raise ValueError("strategies: 'single' has one process, of which nothing is distributed; leave it out")
-            if strategy == "torch_tp":
-                raise ValueError("strategies: 'torch_tp' needs a tensor axis, and there is none here; leave it out")
+            if strategy in UNFIT:
+                raise ValueError(f"strategies: {strategy!r} {UNFIT[strategy]}; leave it out")
+            if strategy not in engines.STRATEGIES:
+                allowed = ", ".join(name for name in engines.STRATEGIES if name not in UNFIT)
+                raise ValueError(f"strategies: {strategy!r} is not one of {allowed}")
         if len(set(self.strategies)) != len(self.strategies) or not self.strategies:
             given = ", ".join(self.strategies) or "none"
             raise ValueError(f"strategies: {given}; at least one is needed, and each only once")
@@ -107,10 +112,7 @@ class MatrixConfig:
             raise ValueError("ranks: torchrun has started them, and it ends them all once one is killed; run it alone")
         if self.ranks < 3:
             raise ValueError(f"ranks: {self.ranks} is below 3; of two ranks that differ nobody can say which is wrong")
-        placement = place(self.ranks, self.device)
-        check_transport(placement.backend, self.transport, link=None)
-        if any(strategy.startswith("torch_") for strategy in self.strategies):
-            check_torch_engines(placement.device_type, placement.backend)
+        check_ranks(self.ranks, self.device, self.strategies, self.transport)
 
     @property
     def cases(self) -> list[tuple[str, Fault]]:

@@ -10,11 +10,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from shardlab.comm.mesh import Mesh
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.run import RankRun, now_ns, recorded_run, source_of
-from shardlab.launch import RankPool, current
-from shardlab.partition.ring_cost import Link
+from shardlab.experiment.run import RankRun, mesh_of, now_ns, recorded_run, source_of
+from shardlab.launch import RankPool
+from shardlab.launch.checks import check_pool
 from shardlab.trace.store import Records, RunWriter, load_runs, write_manifest
 
 
@@ -24,8 +23,8 @@ def run_interleaved(variants: Mapping[str, CompareConfig], pool: RankPool, direc
     The first step allocates and warms up, so leave it out of timings. Memory is sampled at rest only.
 
     Args:
-        variants: configurations by the name of their run in the tables. Each has one strategy (not 'single'); all have
-            the same number of steps, and the pool's number of ranks.
+        variants: configurations by the name of their run in the tables. Each has one strategy (not 'single') and the
+            pool's ranks and device, and neither resumes nor saves; all have the same number of steps.
         pool: the ranks.
         directory: where the records stay; None uses a temporary directory.
 
@@ -58,9 +57,8 @@ def _train_interleaved(rank: int, variants: dict[str, CompareConfig], directory:
 
 @contextmanager
 def _turn(name: str, config: CompareConfig, directory: Path, rank: int, origin_ns: int) -> Iterator[RankRun]:
-    link = None if config.link is None else Link.parse(config.link)
     # Each variant has its own mesh, so that its recorder sees its collectives only.
-    with Mesh({"data": config.ranks}, device=current().device, link=link, transport=config.transport) as mesh:
+    with mesh_of(config, config.strategies[0]) as mesh:
         writer = RunWriter(directory, rank, name, source_of(mesh))
         with recorded_run(config, config.strategies[0], mesh, writer, origin_ns) as run:
             yield run
@@ -72,6 +70,9 @@ def _check(variants: Mapping[str, CompareConfig], pool: RankPool) -> None:
     for name, config in variants.items():
         if len(config.strategies) != 1 or config.strategies == ("single",):
             raise ValueError(f"variants: {name!r} needs one strategy that runs on all ranks, not {config.strategies}")
-        pool.check_asked(config.ranks, config.device, by=f"variants[{name!r}]")
+        for field in ("resume", "save_every"):
+            if (given := getattr(config, field)) is not None:
+                raise ValueError(f"variants: {name!r} has {field}={given!r}, but here are no checkpoints; leave it out")
+        check_pool(pool, config.ranks, config.device, by=f"variants[{name!r}]")
     if len({config.steps for config in variants.values()}) > 1:
         raise ValueError("variants: different numbers of steps; all need the same, since they are interleaved")

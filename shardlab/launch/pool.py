@@ -100,23 +100,6 @@ class RankPool:
         self._interrupted = threading.Event()
         self._is_announced = False
 
-    def check_asked(self, ranks: int, device: str, *, by: str = "config") -> None:
-        """Check that a configuration asks for the ranks that this pool has.
-
-        Args:
-            ranks: their number.
-            device: ``auto``, which these ranks are, ``cpu`` or ``cuda``.
-            by: the configuration, for the message.
-
-        Raises:
-            ValueError: it asks for others.
-        """
-        if self.world_size != ranks:
-            raise ValueError(f"pool: {self.world_size} ranks, but {by}.ranks is {ranks}")
-        own = self.placement.device_type
-        if device not in ("auto", own):
-            raise ValueError(f"pool: its ranks are on {own}, but {by}.device is {device!r}; leave device out")
-
     def run(
         self,
         fn: Callable[..., T],

@@ -36,22 +36,22 @@ from shardlab.vocabulary import Offload, Phase, Role
 
 
 @dataclass(frozen=True)
-class Holding:
-    """What a rank holds of a group: chunks or all of it; gradients in one buffer, or one tensor per used parameter."""
+class ShardedRoles:
+    """Of which roles a rank has chunks of a group only; and whether gradients are in one buffer, or each on its own."""
 
     parameter_chunks: bool
     gradient_chunks: bool
     gradient_buffer: bool = True
 
 
-HOLDINGS = {
-    "single": Holding(False, False, gradient_buffer=False),
-    "ddp": Holding(False, False, gradient_buffer=False),
-    "bucketed": Holding(False, False),
-    "zero1": Holding(False, False),
-    "zero2": Holding(False, True),
-    "zero3": Holding(True, True),
-    "fsdp": Holding(True, True),  # no_shard is one chunk
+SHARDED_ROLES = {
+    "single": ShardedRoles(False, False, gradient_buffer=False),
+    "ddp": ShardedRoles(False, False, gradient_buffer=False),
+    "bucketed": ShardedRoles(False, False),
+    "zero1": ShardedRoles(False, False),
+    "zero2": ShardedRoles(False, True),
+    "zero3": ShardedRoles(True, True),
+    "fsdp": ShardedRoles(True, True),  # no_shard is one chunk
 }
 
 OFFLOADED = {
@@ -95,7 +95,7 @@ def bytes_at_rest(groups: Sequence[Group], setup: Setup, rank: int) -> Counter[R
 
 
 def _of_group(group: Group, setup: Setup, shard: int) -> dict[Role, int]:
-    holding, precision = HOLDINGS[setup.strategy], setup.precision
+    holding, precision = SHARDED_ROLES[setup.strategy], setup.precision
     stepped_numel = sum(piece.numel for piece in group.stepped(shard))
     gradient_itemsize = group.itemsize if precision is None else precision.gradient
     has_gradient = group.trainable if holding.gradient_buffer else group.used

@@ -25,24 +25,24 @@ from typing_extensions import override
 
 from shardlab.engines.claims import engine_of
 from shardlab.engines.hooks import nothing
-from shardlab.recording.holdings import Holdings
 from shardlab.recording.loop import Loop, scalars
+from shardlab.recording.script_tensors import ScriptTensors
 from shardlab.trace.units import SpanSink, watch_module, watched_modules
 
 _UNSCALED = "_shardlab_unscaled"  # on a scaled loss: the loss itself
 
 
 class Hooks:
-    """Tells ``loop`` what the script does, and ``holdings`` which modules and optimizers it has.
+    """Tells ``loop`` what the script does, and ``tensors`` which modules and optimizers it has.
 
     Args:
         loop: of this rank.
-        holdings: gets them.
+        tensors: gets them.
         sink: gets the spans of the units.
     """
 
-    def __init__(self, loop: Loop, holdings: Holdings, sink: SpanSink) -> None:
-        self._loop, self._holdings, self._sink = loop, holdings, sink
+    def __init__(self, loop: Loop, tensors: ScriptTensors, sink: SpanSink) -> None:
+        self._loop, self._tensors, self._sink = loop, tensors, sink
         self._stack = contextlib.ExitStack()
         self._outermost: nn.Module | None = None
         self._call: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # of the outermost module
@@ -99,7 +99,7 @@ class Hooks:
         # First: inside torch.compile the hook is traced, and must leave nothing behind.
         if torch.compiler.is_compiling() or self._outermost is not None or not torch.is_grad_enabled():
             return
-        if module in self._holdings.roots or not any(param.requires_grad for param in module.parameters()):
+        if module in self._tensors.roots or not any(param.requires_grad for param in module.parameters()):
             return
         if (engine := engine_of(module)) is not None:
             raise ValueError(
@@ -110,7 +110,7 @@ class Hooks:
         self._before_forward(module, args)  # torch has listed the hooks of this call already
 
     def _watch(self, root: nn.Module) -> None:
-        self._holdings.roots.add(root)
+        self._tensors.roots.add(root)
         # In front of the hooks that are there: what they send, FSDP2's gathers for example, belongs to the forward.
         hooks = (
             root.register_forward_pre_hook(self._before_forward, prepend=True),
@@ -143,8 +143,8 @@ class Hooks:
         self._stepping.append(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._saw_new_optimizer |= optimizer not in self._holdings.optimizers
-        self._holdings.optimizers.add(optimizer)
+        self._saw_new_optimizer |= optimizer not in self._tensors.optimizers
+        self._tensors.optimizers.add(optimizer)
         while self._stepping and self._stepping.pop() is not optimizer:
             pass  # drop optimizers stepped inside this one whose step raised
         if not self._stepping:

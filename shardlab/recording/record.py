@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode  # no public
 from shardlab.comm import CollectiveEvent
 from shardlab.comm.script_collectives import TorchCalls
 from shardlab.installed import __version__
-from shardlab.recording.holdings import Holdings
 from shardlab.recording.hooks import Hooks
 from shardlab.recording.loop import Loop
 from shardlab.recording.place import Place, claim, origin_ns
+from shardlab.recording.script_tensors import ScriptTensors
 from shardlab.recording.tags import BUCKET, Tags
 from shardlab.trace.clock import Clock, clock_for
 from shardlab.trace.recorder import ALWAYS_AT_REST, Recorder
@@ -119,10 +119,10 @@ class Recording:
     def __init__(self, directory: Path, place: Place, trace_memory: int | None, watch_every: int) -> None:
         self._directory, self._place = directory, place
         self._trace_memory, self._watch_every = trace_memory, watch_every
-        self._holdings = Holdings()
+        self._tensors = ScriptTensors()
         self._loop = Loop(self)
-        self._hooks = Hooks(self._loop, self._holdings, self._loop)
-        self._tags = Tags(self._loop, self._holdings)
+        self._hooks = Hooks(self._loop, self._tensors, self._loop)
+        self._tags = Tags(self._loop, self._tensors)
         self._calls: TorchCalls | None = None  # while collectives are watched
         self._axes: dict[str, int] = {}
         self._backends: set[str] = set()
@@ -168,7 +168,7 @@ class Recording:
         """Record a collective."""
         began_ns = perf_counter_ns()
         if event.tag.startswith(BUCKET):
-            self._holdings.buckets.add(event.storage)
+            self._tensors.buckets.add(event.storage)
         self._loop.issued(event)
         self._loop.spent(began_ns)
 
@@ -187,10 +187,10 @@ class Recording:
 
     def open(self) -> tuple[Recorder, Clock]:
         """Called at the first step, when it is known on which device the script computes."""
-        self._device = self._holdings.device
+        self._device = self._tensors.device
         clock = clock_for(self._device)
         self._recorder = Recorder(self._writer, clock, self._origin_ns, device=self._device, samples=samples_at_rest)
-        self._recorder.live_tensors = self._holdings.live_tensors
+        self._recorder.live_tensors = self._tensors.live_tensors
         return self._recorder, clock
 
     def traces(self, step: int) -> bool:

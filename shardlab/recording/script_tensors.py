@@ -16,7 +16,7 @@ from shardlab.trace.known_tensors import PLAIN, has_storage, known_tensors
 from shardlab.vocabulary import Role
 
 
-class Holdings:
+class ScriptTensors:
     """The modules and optimizers of a script, seen so far; none of them is kept alive."""
 
     def __init__(self) -> None:

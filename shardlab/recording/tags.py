@@ -3,8 +3,8 @@
 from collections import Counter
 
 from shardlab.comm.torch_names import Caller
-from shardlab.recording.holdings import Holdings
 from shardlab.recording.loop import Loop
+from shardlab.recording.script_tensors import ScriptTensors
 from shardlab.vocabulary import Collective
 
 BUCKET = "gradients of bucket"
@@ -23,8 +23,8 @@ PARTS = {"ddp": "DDP", "fsdp": "FSDP", "zero": "ZeroRedundancyOptimizer", "dtens
 class Tags:
     """What a collective is for, as far as its caller tells, with its number in the step."""
 
-    def __init__(self, loop: Loop, holdings: Holdings) -> None:
-        self._loop, self._holdings = loop, holdings
+    def __init__(self, loop: Loop, tensors: ScriptTensors) -> None:
+        self._loop, self._tensors = loop, tensors
         self._counts: Counter[str] = Counter()
         self._step = loop.step
 
@@ -34,8 +34,8 @@ class Tags:
             self._step = self._loop.step
             self._counts.clear()
             # Of the step before: DDP may have freed them since, and other storages may have their identities.
-            self._holdings.buckets.clear()
-        name = "ddp" if caller.name == "autograd" and self._holdings.has_ddp else caller.name
+            self._tensors.buckets.clear()
+        name = "ddp" if caller.name == "autograd" and self._tensors.has_ddp else caller.name
         words = WORDS.get((name, op)) or f"{op} of {PARTS.get(name, 'the script')}"
         number, self._counts[words] = self._counts[words], self._counts[words] + 1
         return f"{words} {number}"

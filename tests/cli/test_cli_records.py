@@ -11,11 +11,10 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
-from shardlab.analysis.difference import QUANTITIES
 from shardlab.cli import app
 from shardlab.cli.modules import _print as print_modules
 from shardlab.experiment import CompareConfig, compare
-from shardlab.experiment.difference import NAMES
+from shardlab.experiment.difference import NAMES, QUANTITIES
 from shardlab.experiment.summary import COLUMNS
 from shardlab.installed import __version__
 from shardlab.trace.store import FORMAT, RunWriter, load_run, write_manifest

@@ -82,8 +82,9 @@ def test_all_cases_are_those_that_can_happen():
     [
         (["--strategies", "single"], "strategies: 'single' has one process"),
         (["--strategies", "torch_tp"], "strategies: 'torch_tp' needs a tensor axis"),
+        (["--strategies", "ddp, zero1", "--ranks", "2"], "ranks: 2 is below 3"),
         (["--strategies", "ddp,ddp"], "strategies: ddp, ddp; at least one is needed, and each only once"),
-        (["--strategies", "ddp,zero4"], "strategy: 'zero4' is not one of"),
+        (["--strategies", "ddp,zero4"], "strategies: 'zero4' is not one of ddp, bucketed"),
         (["--ranks", "2"], "ranks: 2 is below 3"),
     ],
 )

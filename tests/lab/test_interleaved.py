@@ -45,6 +45,16 @@ def test_a_variant_records_its_own_collectives_alone(pools: Pools) -> None:
     assert set(gradients["bytes"]) == {PARAMETER_BYTES}
 
 
+def test_each_variant_has_the_mesh_of_its_strategy(pools: Pools) -> None:
+    variants = {
+        "divided": replace(BASE, tp=2),
+        "hybrid": replace(BASE, strategies=("fsdp",), sharding="hybrid_shard", shard_group=1, bucket_mib=1.0),
+        "flat": BASE,
+    }
+    losses = run_interleaved(variants, pools(2)).steps.pivot(index=["step", "rank"], columns="run", values="loss")
+    assert losses.sub(losses["flat"], axis=0).abs().to_numpy().max() < 1e-10
+
+
 def test_the_records_stay_where_they_are_wanted(pools: Pools, tmp_path: Path) -> None:
     run_interleaved({"flat": replace(BASE, steps=1)}, pools(2), tmp_path)
     assert (tmp_path / "flat" / "manifest.json").is_file()
@@ -89,6 +99,7 @@ def test_a_link_that_was_found_can_be_emulated(pools: Pools) -> None:
 @pytest.mark.parametrize(
     ("variants", "words"),
     [({}, "at least one"),
+     ({"a": replace(BASE, save_every=2)}, "'a' has save_every=2, but here are no checkpoints; leave it out"),
      ({"a": replace(BASE, strategies=("single",), bucket_mib=1.0)}, "'a' needs one strategy"),
      ({"a": replace(BASE, strategies=("ddp", "bucketed"))}, "'a' needs one strategy"),
      ({"a": replace(BASE, ranks=1)}, r"variants\['a'\]\.ranks is 1"),

@@ -15,11 +15,11 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import shardlab
-from shardlab.recording.holdings import Holdings
 from shardlab.recording.loop import Loop
 from shardlab.recording.place import Place, claim
 from shardlab.recording.record import ALWAYS_WATCHED
 from shardlab.recording.report import load_recorded
+from shardlab.recording.script_tensors import ScriptTensors
 from shardlab.trace.clock import HostClock
 from shardlab.trace.store import load_run
 from shardlab.vocabulary import Phase, SpanKind
@@ -443,12 +443,12 @@ def test_a_forked_child_records_nothing(tmp_path):
     assert load_run(tmp_path / "run").steps["step"].tolist() == [0, 1, 2]
 
 
-def test_holdings_do_not_keep_a_model_alive():
-    holdings, model = Holdings(), Net()
-    holdings.roots.add(model)
+def test_tensors_do_not_keep_a_model_alive():
+    tensors, model = ScriptTensors(), Net()
+    tensors.roots.add(model)
     del model
     gc.collect()
-    assert not list(holdings.roots)
+    assert not list(tensors.roots)
 
 
 def test_what_belongs_to_nothing_that_trains_is_unattributed(tmp_path):

@@ -4,7 +4,7 @@
 ranks                         transport
 ============================  ==============================================================
 each with a GPU of its own    NCCL
-sharing a GPU, NCCL's switch  NCCL (``launch.placement`` says which)
+sharing a GPU, NCCL's switch  NCCL (the switch is in ``launch.placement``)
 on one Linux host             shared memory; gloo if asked for
 others                        gloo
 ============================  ==============================================================

@@ -46,7 +46,7 @@ def assemble(*functions: Function, steps: int = 3, ranks: int = 2, pool: RankPoo
 
     Raises:
         ValueError: a function has not the name of an exercise, the ranks do not divide the rows, or the pool has
-            another number of them.
+            another number of them, or GPUs.
     """
     parts = named_parts(functions)
     if ranks not in (1, 2, ROWS):
@@ -56,6 +56,8 @@ def assemble(*functions: Function, steps: int = 3, ranks: int = 2, pool: RankPoo
             return _assemble(parts, steps, own_pool)
     if pool.world_size != ranks:
         raise ValueError(f"pool: {pool.world_size} ranks, but ranks is {ranks}; give the same number")
+    if pool.placement.device_type != "cpu":
+        raise ValueError("pool: its ranks are on GPUs; the parts train on the CPU, so make it with device='cpu'")
     return _assemble(parts, steps, pool)
 
 

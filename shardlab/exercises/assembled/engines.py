@@ -15,7 +15,7 @@ from typing_extensions import override
 from shardlab.comm import Communicator
 from shardlab.exercises.assembled.pieces import Pieces
 from shardlab.exercises.exercise import Function
-from shardlab.models import next_token_loss
+from shardlab.models import next_token
 
 Parts = Mapping[str, Function]
 Batch = tuple[Tensor, Tensor]
@@ -97,7 +97,7 @@ class HookedDataParallel(Whole):
         self.optimizer.zero_grad()
         replica = copy.deepcopy(self.model)
         finish = self.parts["data_parallel_hooks"](self.comm, replica, 1)
-        loss = loss_of(replica, batch)
+        loss = next_token(replica, batch)
         loss.backward()
         finish()
         for param, copied in zip(self.model.parameters(), replica.parameters(), strict=True):
@@ -114,7 +114,7 @@ class BucketedDataParallel(Whole):
     def backward(self, batch: Batch) -> float:
         """Bucket by bucket, in the order in which backward fills them."""
         self.optimizer.zero_grad()
-        loss = loss_of(self.model, batch)
+        loss = next_token(self.model, batch)
         loss.backward()
         params = list(self.model.parameters())
         for bucket in self.parts["buckets_assign"]([param.nbytes for param in params], BUCKET_BYTES):
@@ -152,7 +152,7 @@ class ZeRO1OfParts(Assembled):
     def backward(self, batch: Batch) -> float:
         """Gradients are made whole, and each rank keeps the mean of its own ranges."""
         self.model.zero_grad()
-        loss = loss_of(self.model, batch)
+        loss = next_token(self.model, batch)
         loss.backward()
         means = self.pieces.reduce({name: gradient_of(param) for name, param in self.params.items()})
         for name, (start, stop) in self.pieces.own_ranges.items():
@@ -173,12 +173,6 @@ class ZeRO1OfParts(Assembled):
         for name, param in self.params.items():
             param.detach().view(-1).copy_(gathered[name])
         return loss
-
-
-def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    """The mean loss of the next token."""
-    tokens, targets = batch
-    return next_token_loss(model(tokens), targets)
 
 
 def with_gradients(tensors: Iterable[Tensor]) -> list[Tensor]:

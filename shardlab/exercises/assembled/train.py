@@ -1,15 +1,12 @@
 """The small GPT, its rows, and one strategy of the learner's that trains it on one rank."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardlab.comm.mesh import Mesh
-from shardlab.data_sets import batch, load_text
 from shardlab.exercises.assembled.engines import (
     Assembled,
     BucketedDataParallel,
@@ -20,6 +17,7 @@ from shardlab.exercises.assembled.engines import (
 from shardlab.exercises.assembled.units import FSDPOfParts, ZeRO3OfParts
 from shardlab.exercises.judge import MessageLog
 from shardlab.experiment import Workload
+from shardlab.experiment.builtin import sequences
 from shardlab.models import GPT, GPTConfig, next_token
 
 ENGINES: dict[str, type[Assembled]] = {
@@ -36,16 +34,8 @@ def make_model() -> nn.Module:
     return GPT(SIZES).double()
 
 
-def sequences(rank: int, ranks: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's rows of each step."""
-    text, own = load_text("grammar", SEQ_LEN), ROWS // ranks
-    for step in count():
-        yield batch(text, step, 0, range(rank * own, (rank + 1) * own), ROWS, SEQ_LEN, seed)
-
-
-SMALL_GPT = Workload(
-    make_model, sequences, next_token, partial(torch.optim.AdamW, lr=1e-2), tp_plan=None, name="small GPT"
-)
+DATA = partial(sequences, "grammar", SEQ_LEN, ROWS, 1)  # each step has one micro-batch
+SMALL_GPT = Workload(make_model, DATA, next_token, partial(torch.optim.AdamW, lr=1e-2), tp_plan=None, name="small GPT")
 
 
 @dataclass(frozen=True)
@@ -64,7 +54,7 @@ def train_on_rank(rank: int, name: str, parts: Parts, ranks: int, steps: int) ->
     with Mesh({"data": ranks}, device="cpu") as mesh:
         engine = ENGINES[name](parts, mesh.data, SMALL_GPT.build(SEED))
         engine.start(SMALL_GPT.optimizer)
-        for own_rows, _ in zip(sequences(rank, ranks, SEED), range(steps), strict=False):
+        for own_rows, _ in zip(DATA(rank, ranks, SEED), range(steps), strict=False):
             log = MessageLog()  # the messages of the last step are told
             with mesh.observed_by(log):
                 losses.append(engine.step(own_rows))
