@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "tables": {"vocabulary"},
     "partition": {"vocabulary"},
     "comm": NUMBERS,
+    "field_types": set(),
     "meta_device": set(),
     "units": set(),
     "engines": {"comm", "meta_device", "partition", "units", "vocabulary"},
