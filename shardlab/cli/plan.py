@@ -62,7 +62,11 @@ def plan(
         raise ValueError(
             f"{', '.join(given)}: only for --workload; with --params leave {'it' if len(given) == 1 else 'them'} out"
         )
-    number, precision = _number_of_params(params), precision or "mixed"
+    _plan_params(params, ranks, precision or "mixed", json)
+
+
+def _plan_params(params: str, ranks: int, precision: str, json: bool) -> None:
+    number = _number_of_params(params)
     rows = model_states(number, ranks, precision)
     if json:
         typer.echo(json_text.dumps([asdict(row) for row in rows], indent=2))

@@ -56,20 +56,13 @@ class CompareConfig(CompareOptions):
         """Check every field."""
         # First: the other checks compare and divide, and would say less of a wrong type.
         check_types(self, besides=("strategies", "workload", "wrap"))  # these are checked where they are parsed
-        if not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"seed: {self.seed} was given; it must be a whole number of 64 bits")
         self._check_strategies()
         if self.workload is None:
             _one_of("model", self.model, MODELS)
             _one_of("dtype", self.dtype, DTYPES)
         else:
             self._check_workload()
-        for field in ("ranks", "steps", "batch", "seq_len", "accumulation", "shard_group", "tp", "save_every"):
-            if (number := getattr(self, field)) is not None and number < 1:
-                raise ValueError(f"{field}: {number} is below 1")
-        for field in ("learning_rate", "bucket_mib", "timeout_s", "clip"):
-            if (value := getattr(self, field)) is not None and not 0 < value < math.inf:
-                raise ValueError(f"{field}: {value} is not a finite number above 0")
+        self._check_numbers()
         self._check_batch()
         # After the batch has been checked: a built-in workload is made from its rows.
         self.__dict__["trained"] = with_plan(self, self.trained)  # in the place of the cached property
@@ -83,6 +76,19 @@ class CompareConfig(CompareOptions):
         check_ranks(self.ranks, self.device, self.strategies, self.transport, self.link)
         if self.workload is None:
             load_text(self.text, self.seq_len)
+
+    def _check_numbers(self) -> None:
+        for field in ("ranks", "steps", "batch", "seq_len", "accumulation", "shard_group", "tp", "save_every"):
+            if (number := getattr(self, field)) is not None and number < 1:
+                raise ValueError(f"{field}: {number} is below 1")
+        for field in ("prefetch", "replicate_below"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"{field}: {getattr(self, field)} is below 0")
+        for field in ("learning_rate", "bucket_mib", "timeout_s", "clip"):
+            if (value := getattr(self, field)) is not None and not 0 < value < math.inf:
+                raise ValueError(f"{field}: {value} is not a finite number above 0")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed: {self.seed} was given; it must be a whole number of 64 bits")
 
     def _check_strategies(self) -> None:
         given: Any = self.strategies
@@ -141,9 +147,6 @@ class CompareConfig(CompareOptions):
         if self.wrap_policy != AUTO:
             wrapped_modules(self.on_meta, self.wrap_policy)  # here, since on a rank it would be too late
         parse_precision(self.precision)
-        for field in ("prefetch", "replicate_below"):
-            if getattr(self, field) < 0:
-                raise ValueError(f"{field}: {getattr(self, field)} is below 0")
         if self.replicate_below and self.sharding == "no_shard":
             raise ValueError("replicate_below: with sharding=no_shard every parameter is replicated; leave it out")
         if self.partition != "elements" and "fsdp" in self.strategies:
@@ -154,14 +157,19 @@ class CompareConfig(CompareOptions):
                     f"partition: {self.partition!r} gives ranks whole parameters, and layout=dim0 cuts each into rows; "
                     "use layout=flat, or partition=elements"
                 )
-        if self.shard_group is not None and self.sharding != "hybrid_shard":
+        if self.sharding == "hybrid_shard":
+            self._check_groups()
+        elif self.shard_group is not None:
             raise ValueError("shard_group: only sharding=hybrid_shard has groups; add it, or leave shard_group out")
-        if self.sharding == "hybrid_shard" and self.shard_group is None and self.shards == 1:
+
+    def _check_groups(self) -> None:
+        """The shard groups of hybrid_shard."""
+        if self.shard_group is None and self.shards == 1:
             raise ValueError(
                 f"sharding: hybrid_shard needs a group size above 1 that divides the data ranks, and "
                 f"{self.data_ranks} has none; use full_shard, or another number of ranks"
             )
-        if self.sharding == "hybrid_shard" and self.data_ranks % self.shards != 0:
+        if self.data_ranks % self.shards != 0:
             raise ValueError(
                 f"shard_group: groups of {self.shards} do not divide {self.data_ranks} data ranks; take a divisor"
             )

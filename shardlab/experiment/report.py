@@ -110,49 +110,75 @@ def _tables(comparison: Comparison) -> dict[str, pd.DataFrame]:
         tables["Planned without running, and measured: bytes at rest and bytes sent in a step, maxima over ranks."] = (
             readable_summary(planned, PLANNED)
         )
-    records, timed = comparison.records, timed_steps(comparison.records.steps)
-    if (records.memory["where"] == "peak").any():
-        tables[PEAK] = peak_table(records)
-    if len(held := allocator_table(records)):
-        tables[ALLOCATOR] = held
-    path = path_table(records, {str(run): _middle_step(own) for run, own in timed.groupby("run", sort=False)})
-    if len(path):
-        tables[PATH] = path
-    return tables
+    timed = timed_steps(comparison.records.steps)
+    steps = {str(run): middle_step(own) for run, own in timed.groupby("run", sort=False)}
+    return tables | explaining_tables(comparison.records, steps)
+
+
+def explaining_tables(records: Records, steps: dict[str, int]) -> dict[str, pd.DataFrame]:
+    """Why memory is so high and a step so long: the peak, the allocator and the critical path, without empty ones.
+
+    Args:
+        records: of one run or several.
+        steps: the step of each run whose path is told.
+    """
+    has_peak = (records.memory["where"] == "peak").any()
+    tables = {PEAK: peak_table(records)} if has_peak else {}
+    tables |= {ALLOCATOR: allocator_table(records), PATH: path_table(records, steps)}
+    return {caption: table for caption, table in tables.items() if len(table)}
 
 
 def _figures(comparison: Comparison) -> dict[str, go.Figure]:
     records = comparison.records
     traffic = records.collectives[records.collectives["phase"] != Phase.METRICS]
-    timed = timed_steps(records.steps)
+    timed, runs = timed_steps(records.steps), list(comparison.summary["strategy"])
     figures = {"Every strategy trains on the same rows.": loss_curves(records.steps)}
     reference = reference_of(records)
     if reference is not None and records.steps["run"].nunique() > 1:
         # What losses that are not equal mean, the verdicts say above.
         why = "Only the order of summation differs." if comparison.losses_equal else "More than rounding differs."
         figures[why] = loss_difference(records.steps, reference)
-    figures["What each rank holds between two steps."] = memory_by_role(records.memory)
-    if (records.memory["where"] == "peak").any():
-        figures["The peak of a step, on the rank where it is highest."] = memory_by_role(records.memory, where="peak")
+    figures |= memory_figures(records)
     if (records.memory["where"] == "process").any():
         figures["All that a rank's process holds: tensors, and what torch does not own."] = held_by_process(
             records.memory
         )
-    for run in (run for run in comparison.summary["strategy"] if run in set(traffic["run"])):
+    for run in (run for run in runs if run in set(traffic["run"])):
         figures[f"When {run} computes and when it communicates."] = collective_timeline(
-            traffic, records.spans, run=run, step=_middle_step(timed[timed["run"] == run])
+            traffic, records.spans, run=run, step=middle_step(timed[timed["run"] == run])
         )
-    figures[HIDDEN] = overlap_bars(overlap(*in_timed_steps(records.collectives, records.spans, records.steps)))
-    figures["Bytes sent by one rank in one step, by the ring formula."] = wire_volume(
-        traffic, runs=list(comparison.summary["strategy"])
-    )
-    figures["Without the first step, which allocates, and without memory-traced steps."] = step_times(timed)
+    return figures | time_figures(records, traffic, runs)
+
+
+def memory_figures(records: Records) -> dict[str, go.Figure]:
+    """What each rank holds between two steps, and at the peak."""
+    figures = {"What each rank holds between two steps.": memory_by_role(records.memory)}
+    if (records.memory["where"] == "peak").any():
+        figures["The peak of a step, on the rank where it is highest."] = memory_by_role(records.memory, where="peak")
     return figures
 
 
-def _middle_step(steps: pd.DataFrame) -> int:
-    """The step of median length on the first rank, so neither a lucky nor an unlucky one."""
-    own = steps[steps["rank"] == steps["rank"].min()].sort_values("step_us", kind="stable")
+def time_figures(records: Records, traffic: pd.DataFrame, runs: list[str] | None = None) -> dict[str, go.Figure]:
+    """What is hidden, what is sent, and how long steps take.
+
+    Args:
+        records: of one run or several.
+        traffic: their collectives, without those that report the loss.
+        runs: in this order; None for one run.
+    """
+    return {
+        HIDDEN: overlap_bars(overlap(*in_timed_steps(records.collectives, records.spans, records.steps))),
+        "Bytes sent by one rank in one step, by the ring formula.": wire_volume(traffic, runs=runs),
+        "Without the first step, which allocates, and without memory-traced steps.": step_times(
+            timed_steps(records.steps)
+        ),
+    }
+
+
+def middle_step(steps: pd.DataFrame) -> int:
+    """The step of median length on the first rank, of those that were watched: neither a lucky nor an unlucky one."""
+    watched = steps.dropna(subset="wire_bytes")
+    own = watched[watched["rank"] == watched["rank"].min()].sort_values("step_us", kind="stable")
     return int(own["step"].iloc[len(own) // 2])
 
 

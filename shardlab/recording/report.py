@@ -9,20 +9,11 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shardlab.analysis.memory import at_rest
-from shardlab.analysis.overlap import overlap
-from shardlab.analysis.timed import in_timed_steps, timed_steps
-from shardlab.experiment.report import ALLOCATOR, HIDDEN, PATH, PEAK, allocator_table, path_table, peak_table
+from shardlab.analysis.timed import timed_steps
+from shardlab.experiment.report import explaining_tables, memory_figures, middle_step, time_figures
 from shardlab.experiment.summary import COLUMNS as COMPARED
 from shardlab.experiment.summary import MB, readable_summary, summarise
-from shardlab.plots import (
-    collective_timeline,
-    loss_curves,
-    memory_by_role,
-    overlap_bars,
-    report_page,
-    step_times,
-    wire_volume,
-)
+from shardlab.plots import collective_timeline, loss_curves, report_page
 from shardlab.trace.store import Records, load_run, whole_steps
 from shardlab.vocabulary import Phase, Role
 
@@ -143,35 +134,17 @@ def _bytes(records: Records) -> dict[str, Any]:
 def _tables(recorded: Recorded) -> dict[str, pd.DataFrame]:
     records = recorded.records
     (name, manifest), *_ = records.manifests.items()
-    tables = {caption(recorded): readable_summary(recorded.summary, COLUMNS)}
-    if (records.memory["where"] == "peak").any():
-        tables[PEAK] = peak_table(records)
-    if len(held := allocator_table(records)):
-        tables[ALLOCATOR] = held
-    if manifest["mesh"] is not None:
-        path = path_table(records, {name: _middle_step(timed_steps(records.steps))})
-        tables |= {PATH: path} if len(path) else {}
-    return tables
+    summary = {caption(recorded): readable_summary(recorded.summary, COLUMNS)}
+    steps = {} if manifest["mesh"] is None else {name: middle_step(timed_steps(records.steps))}
+    return summary | explaining_tables(records, steps)
 
 
 def _figures(recorded: Recorded) -> dict[str, go.Figure]:
-    records, timed = recorded.records, timed_steps(recorded.records.steps)
+    records = recorded.records
     traffic = records.collectives[records.collectives["phase"] != Phase.METRICS]
     figures = {"The scalar that backward was called on.": loss_curves(records.steps)}
-    figures["What each rank holds between two steps."] = memory_by_role(records.memory)
-    if (records.memory["where"] == "peak").any():
-        figures["The peak of a step, on the rank where it is highest."] = memory_by_role(records.memory, where="peak")
+    figures |= memory_figures(records)
     figures["When it computes and when it communicates."] = collective_timeline(
-        traffic, records.spans, step=_middle_step(timed)
+        traffic, records.spans, step=middle_step(timed_steps(records.steps))
     )
-    figures[HIDDEN] = overlap_bars(overlap(*in_timed_steps(records.collectives, records.spans, records.steps)))
-    figures["Bytes sent by one rank in one step, by the ring formula."] = wire_volume(traffic)
-    figures["Without the first step, which allocates, and without memory-traced steps."] = step_times(timed)
-    return figures
-
-
-def _middle_step(steps: pd.DataFrame) -> int:
-    """The step of median length on the first rank, of those that were watched."""
-    watched = steps.dropna(subset="wire_bytes")
-    own = watched[watched["rank"] == watched["rank"].min()].sort_values("step_us", kind="stable")
-    return int(own["step"].iloc[len(own) // 2])
+    return figures | time_figures(records, traffic)
