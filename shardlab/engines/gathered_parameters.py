@@ -28,8 +28,8 @@ from shardlab.engines.hooks import in_plain_mode
 from shardlab.engines.placeholder import ParameterSites
 from shardlab.engines.precision import Precision
 from shardlab.engines.step_tensors import EmptyPieces
-from shardlab.engines.unused_params import write_unused
-from shardlab.partition.chunks import Layout, Piece, has_whole_rows, stretches_in_buffer
+from shardlab.engines.tensor_layout import TensorLayout
+from shardlab.partition.chunks import Layout
 from shardlab.vocabulary import Role
 
 # By the address of a storage: the bucket whose gathered parameters are there. It keeps no bucket in memory.
@@ -74,7 +74,7 @@ class GatheredParameters:
         self._places: tuple[list[int], list[str]] = [], []  # where in memory each begins, ascending
         self._versions: dict[str, int] = {}  # of the parameters, when they were last gathered or resharded
         self._gathering: tuple[Tensor, Pending] | None = None
-        self._tensors = LayoutOfTensors(layout, comm.rank, {key: tuple(param.shape) for key, param in params.items()})
+        self._tensors = TensorLayout(layout, comm.rank, {key: tuple(param.shape) for key, param in params.items()})
         self.shard = self._keep_shard(self._tensors.cut(self.params))
         self.compute_dtype = precision.compute_dtype_of(self.shard)
         self.pieces = {
@@ -255,95 +255,6 @@ class GatheredParameters:
         return {name: param._version for name, param in self.params.items()}
 
 
-class LayoutOfTensors:
-    """Where the parameters of one bucket are, on one rank.
-
-    Args:
-        layout: which elements which rank holds.
-        rank: this one.
-        shapes: of the parameters, by name.
-    """
-
-    def __init__(self, layout: Layout, rank: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._shapes, self._stretches = shapes, stretches_in_buffer(layout)
-        # All or none: a view of one row beside copies of the others would keep the buffer in memory too.
-        self._are_copied = any(len(stretches) > 1 for stretches in self._stretches.values())
-        self._first, self._stop = layout.chunk(rank)
-        self.own = {piece.name: piece for piece in layout.pieces(rank)}
-        self.places = {  # in the chunk
-            name: slice(piece.flat_start - self._first, piece.flat_stop - self._first)
-            for name, piece in self.own.items()
-        }
-        self._pieces_at = {  # in the chunk
-            name: _At(self.places[name].start, _shape_of(piece, shapes[name])) for name, piece in self.own.items()
-        }
-        self._fulls_at = {  # in the buffer, of parameters that lie there in one stretch
-            name: _At(stretches[0][0] if stretches else 0, shapes[name])
-            for name, stretches in self._stretches.items() if len(stretches) <= 1
-        }  # fmt: skip
-
-    def cut(self, params: Mapping[str, Tensor]) -> Tensor:
-        """This rank's chunk of full parameters, [chunk], padded with zeros."""
-        first = next(iter(params.values()))
-        # A copy: a view would keep the full parameters in memory.
-        shard = torch.zeros(self._stop - self._first, dtype=first.dtype, device=first.device)
-        for name, piece in self.own.items():
-            flat = params[name].detach().reshape(-1)
-            shard[self.places[name]].copy_(flat[piece.param_start : piece.param_stop])
-        return shard
-
-    def piece_of(self, name: str, shard: Tensor) -> Tensor:
-        """A parameter's part of a tensor of the chunk's size, a view: whole rows in their shape, anything else flat."""
-        if name not in self.own:
-            return shard.new_empty((0, *(self._shapes[name] or (1,))[1:]))
-        return self._pieces_at[name].of(shard)
-
-    def read(self, name: str, buffer: Tensor) -> Tensor:
-        """A full parameter read from the buffer."""
-        if not prod(self._shapes[name]):
-            return buffer.new_empty(self._shapes[name])  # a view would begin where another parameter does
-        if not self._are_copied:
-            # A view, which keeps the whole buffer in memory while any parameter of it is used.
-            return self._fulls_at[name].of(buffer)
-        # A copy: the buffer can go as soon as all parameters are read.
-        full = buffer.new_empty(self._shapes[name])
-        for start, stop, offset in self._stretches[name]:
-            full.view(-1)[offset : offset + stop - start].copy_(buffer[start:stop])
-        return full
-
-    def write(self, gradients: Mapping[str, Tensor | None], buffer: Tensor) -> None:
-        """Put gradients into their places in the buffer; None means that this rank did not use the parameter."""
-        places, values = [], []
-        for name, gradient in gradients.items():
-            if gradient is not None and name in self._fulls_at:
-                places.append(self._fulls_at[name].of(buffer))
-                values.append(gradient.detach())
-                continue
-            for start, stop, offset in self._stretches[name]:
-                if gradient is None:
-                    write_unused(buffer[start:stop])
-                else:
-                    buffer[start:stop].copy_(gradient.detach().reshape(-1)[offset : offset + stop - start])
-        if places:
-            torch._foreach_copy_(places, values)  # one launch on a device
-
-
-class _At:
-    """A tensor of some shape in a flat one, as a view of it; one call of torch where slice and view are two.
-
-    Args:
-        start: in elements.
-        shape: of it.
-    """
-
-    def __init__(self, start: int, shape: tuple[int, ...]) -> None:
-        self._start, self._shape = start, shape
-        self._strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-    def of(self, flat: Tensor) -> Tensor:
-        return flat.as_strided(self._shape, self._strides, int(flat.storage_offset()) + self._start)
-
-
 def place_of(tensor: Tensor) -> int:
     """The address of its first element, also of a tensor without elements."""
     return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.element_size()
@@ -352,10 +263,3 @@ def place_of(tensor: Tensor) -> int:
 def gathered_at(address: int) -> GatheredParameters | None:
     """The bucket whose gathered parameters are in the storage that begins at an address."""
     return _GATHERED.get(address) if address else None
-
-
-def _shape_of(piece: Piece, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """In which a rank has its piece of a parameter."""
-    if piece.whole:
-        return shape
-    return (piece.numel // prod(shape[1:]), *shape[1:]) if has_whole_rows(piece, shape) else (piece.numel,)
