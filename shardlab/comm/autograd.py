@@ -146,18 +146,18 @@ def _own_part(tensor: Tensor, comm: Communicator, dim: int, tag: str) -> Tensor:
 
 
 def _gathered(tensor: Tensor, comm: Communicator, dim: int, tag: str) -> Tensor:
-    buffer = tensor.new_empty(comm.num_ranks * tensor.numel())
-    comm.all_gather(buffer, tensor.reshape(-1), tag=tag).wait()
-    parts = buffer.view(comm.num_ranks, *tensor.shape)
-    # Rank-major is already the order of dim 0; any other dim needs a copy.
-    return parts.flatten(0, 1) if dim in (0, -tensor.dim()) else torch.cat(parts.unbind(), dim)
+    # Rank-major is already the order of dim 0; any other dim needs a copy. No view is returned: torch refuses writes in
+    # place into a view that an autograd function has made.
+    whole = tensor.new_empty((comm.num_ranks * tensor.shape[0], *tensor.shape[1:]))
+    comm.all_gather(whole.view(-1), tensor.reshape(-1), tag=tag).wait()
+    return whole if dim in (0, -tensor.dim()) else torch.cat(whole.chunk(comm.num_ranks), dim)
 
 
 def _summed_part(tensor: Tensor, comm: Communicator, dim: int, tag: str) -> Tensor:
     require_divisible(f"dim {dim} of {tag or 'the tensor'}", tensor.shape[dim], comm.num_ranks)
     parts = torch.stack(tensor.chunk(comm.num_ranks, dim)) if dim not in (0, -tensor.dim()) else tensor.contiguous()
-    output = tensor.new_empty(tensor.numel() // comm.num_ranks)
-    comm.reduce_scatter(parts.view(-1), output, tag=tag).wait()
     shape = list(tensor.shape)
     shape[dim] //= comm.num_ranks
-    return output.view(shape)
+    output = tensor.new_empty(shape)
+    comm.reduce_scatter(parts.view(-1), output.view(-1), tag=tag).wait()
+    return output

@@ -83,6 +83,7 @@ class Engine(Stepping, EngineState):
             [tensor for tensor in (*self.params.values(), *model.buffers()) if not tensor.is_meta],
             "parameters and buffers from rank 0",
         )
+        self._equalise_over_tensor_ranks()
         self._given_params = dict(self.params)
         self._step_tensors = self._prepare()
         self.optimizer = self._make_optimizer(optimizer_fn)
@@ -182,6 +183,13 @@ class Engine(Stepping, EngineState):
         # Inner axis first, on all ranks: then the first rank of an outer axis sends on what it has just received.
         for comm in reversed(self.data_comms):
             broadcast_coalesced(comm, tensors, tag=tag)
+
+    def _equalise_over_tensor_ranks(self) -> None:
+        """Make what is no slice that of the first tensor rank, where only parts of the model were parallelized."""
+        if self.tensor_comm is not None:
+            whole = [param for name, param in self.params.items() if name not in self.slices]
+            tensors = [tensor for tensor in (*whole, *self.module.buffers()) if not tensor.is_meta]
+            broadcast_coalesced(self.tensor_comm, tensors, tag="whole parameters and buffers from tensor rank 0")
 
     def _prepare(self) -> StepTensors:
         """Lay out what the strategy needs, and return what this rank will step."""

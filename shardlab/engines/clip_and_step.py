@@ -27,7 +27,7 @@ from shardlab.engines.checks import check_optimizer, check_others_step
 from shardlab.engines.claims import Claim
 from shardlab.engines.gradients import Gradients
 from shardlab.engines.holdings import Holdings
-from shardlab.engines.optimizer_fit import Cut, check_sliced, fitting_optimizer, without_values
+from shardlab.engines.optimizer_fit import Cut, check_choice_of_slices, check_sliced, fitting_optimizer, without_values
 from shardlab.engines.optimizer_trial import Stepped
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors, guard_groups
 from shardlab.vocabulary import Partition
@@ -148,6 +148,8 @@ class Stepping(Holdings, Gradients):
         cut = Cut(self.partition, num_ranks, by_rows=self._pieces_are_rows)
 
         def make() -> torch.optim.Optimizer:
+            # First: what the user's function keeps is to be of the optimizer that it makes last.
+            check_choice_of_slices(optimizer_fn, self._stepped(), self.slices)
             optimizer = fitting_optimizer(optimizer_fn, self._stepped(), cut)
             check_sliced(optimizer, self._stepped(), self.slices)
             return optimizer

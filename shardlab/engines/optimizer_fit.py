@@ -172,6 +172,37 @@ def check_sliced(optimizer: torch.optim.Optimizer, stepped: Stepped, slices: Map
         )
 
 
+def check_choice_of_slices(make: OptimizerFn, stepped: Stepped, slices: Mapping[str, TensorSlice]) -> None:
+    """Refuse a function that groups tensors by sizes which slices do not share with the whole parameters.
+
+    Raises:
+        ValueError: it makes other groups of tensors of the parameters' full shapes than of the slices' shapes.
+    """
+    if not any(known.num_ranks > 1 for known in slices.values()):
+        return
+    whole = {name: known.full_shape for name, known in slices.items()}
+    groups: list[list[Group]] = []
+    for shapes in (stepped.shapes, {**stepped.shapes, **whole}):
+        tensors = _whole(replace(stepped, shapes=shapes), stepped.device)
+        found: list[Group] = []
+        # The second is ended with its last group: no state is made in the shapes of whole parameters.
+        at_most = len(groups[0]) if groups else None
+        with generators_kept(stepped.device, generator_states(stepped.device)):
+            try:
+                with noting_groups(tensors, found, at_most):
+                    make(tensors)
+            except TrialEnds:
+                pass
+            except Exception:  # it chooses by identity, class or attributes, which slices share with the parameters
+                return
+        groups.append(found)
+    if groups[0] != groups[1]:
+        raise ValueError(
+            "optimizer_fn: it groups tensors by their size, and the model's parameters are slices over the tensor "
+            "axis, which are smaller than the whole ones; choose by name with tensors.where(lambda name: ...)"
+        )
+
+
 def _check_choice(
     make: OptimizerFn, stepped: Stepped, cut: Cut, groups: list[Group], at_most: int | None, states: tuple[Any, ...]
 ) -> None:

@@ -2,6 +2,8 @@
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -88,6 +90,9 @@ class Places:
             for key, child in owner._modules.items():
                 if child is old:
                     owner._modules[key] = new
+        # A closure or an object of the user's may still hold the plain layer, and go on to call it untrained.
+        old.forward = partial(_refuse_replaced, type(old).__name__)
+        old._parameters = dict.fromkeys(old._parameters)
 
     def put(self, old: nn.Parameter, new: nn.Parameter) -> None:
         """Put the parameter ``new`` wherever ``old``, on the meta device, was."""
@@ -127,6 +132,13 @@ class Places:
                         "the same slices"
                     )
                 other._parameters[key] = module._parameters[first_key]
+
+
+def _refuse_replaced(kind: str, *_: object, **__: object) -> NoReturn:
+    raise RuntimeError(
+        f"a plain {kind} was called that parallelize_module has replaced; something that torch does not search for "
+        "modules still holds it (a closure, a functools.partial, an object of your own): read it from the model there"
+    )
 
 
 def _never_calls(attention: nn.MultiheadAttention, key: str) -> bool:
