@@ -25,7 +25,7 @@ from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.hooks import in_plain_mode
-from shardlab.engines.placeholder import ParameterSites
+from shardlab.engines.placeholder import ParameterSites, is_at
 from shardlab.engines.precision import Precision
 from shardlab.engines.step_tensors import EmptyPieces
 from shardlab.engines.tensor_layout import TensorLayout
@@ -199,14 +199,17 @@ class GatheredParameters:
         """Refuse what was written into a parameter that someone has kept from before the engine.
 
         Raises:
-            RuntimeError: it was written to while it was resharded. The next call does not say so again.
+            RuntimeError: it was written to or replaced while it was resharded. The next call does not say so again.
         """
         known, self._versions = self._versions, self._versions_now()
-        if written := [name for name, version in self._versions.items() if version != known[name]]:
-            raise RuntimeError(
-                f"parameter {written[0]!r}: it was written to while it was sharded, which does not change the shards; "
-                "write inside 'with engine.full_params(keep_changes=True):'"
-            )
+        for name, param in self.params.items():
+            is_replaced = not is_at(param, self._stubs[name])
+            if is_replaced or self._versions[name] != known[name]:
+                param.data = self._stubs[name]
+                raise RuntimeError(
+                    f"parameter {name!r}: it was written to or replaced while it was sharded, which does not change "
+                    "the shards; write inside 'with engine.full_params(keep_changes=True):'"
+                )
 
     # Steps that FSDP's buckets override, and helpers.
 

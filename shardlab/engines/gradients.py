@@ -192,8 +192,10 @@ class Gradients:
             self._guarded.pop(first_param, None)
         # If the previous backward raised, what is overwritten here still says whether it was inside no_sync().
         self._notice_failure()
-        # Noted even if this rank refuses: the others have begun, and they send what trains now.
-        self._trained = {param for param in self.params.values() if param.requires_grad}
+        # Noted even if this rank refuses: the others have begun, and they send what trains now. But after a backward
+        # that failed here they are still in that one.
+        if not self._has_failed:
+            self._trained = {param for param in self.params.values() if param.requires_grad}
         self._began_in_sync = None
         self._begin_backward()  # may refuse
         self._began_in_sync = self._sync

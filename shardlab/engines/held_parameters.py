@@ -251,8 +251,9 @@ class HeldParameters(GatheredParameters):
 
     def values_changed(self, names: Iterable[str]) -> None:
         """Refuse backwards that need the former values of parameters, see ``saved_tensors.py``."""
-        increment_version([self.params[name] for name in names])
-        self._versions = self._versions_now()
+        for name in names:
+            increment_version(self.params[name])
+            self._versions[name] += 1  # and not what it is now: the user may have written too, which is to be refused
 
     def _written_to(self) -> list[str]:
         """Gathered parameters that were written to or replaced since; writing is fine if they are the shard itself."""

@@ -548,6 +548,40 @@ def test_a_rank_that_cannot_write_fails_all(pools, tmp_path):
     assert pools(2).run(fails_to_write, tmp_path) == [(message, True)] * 2
 
 
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("turn", torch.ones(4, dtype=torch.complex128))
+
+
+def refused_to_save(rank, directory, setup, what):
+    strategy, options = SETUPS[setup]
+    objects = {}
+    with Mesh({"data": 2}) as mesh, build_engine(strategy, Complex(), ADAMW, mesh, **options) as engine:
+        if what == "optimizer":
+            engine.module.turn = None
+            objects["second"] = torch.optim.SGD(engine.step_tensors().where(lambda name: name == "linear.weight"))
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            engine.save(directory, **objects)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("setup", "what", "words"),
+    [
+        ("zero1", "optimizer", "objects: 'second' is an optimizer over pieces of the parameters"),
+        ("fsdp", "optimizer", "objects: 'second' is an optimizer over pieces of the parameters"),
+        ("ddp", "buffer", "'turn' is complex128, which the files cannot hold"),
+        ("fsdp", "buffer", "'turn' is complex128, which the files cannot hold"),
+    ],
+)
+def test_what_cannot_be_saved_is_named_on_all_ranks_and_leaves_nothing(pools, tmp_path, setup, what, words):
+    for said in pools(2).run(refused_to_save, tmp_path / "c", setup, what):
+        assert words in said
+    assert not (tmp_path / "c").exists() or not list((tmp_path / "c").iterdir())
+
+
 def errors(rank, directory, setup, kind, optimizer_fn, dtype, objects):
     cases.MODELS["OtherShape"] = OtherShape
     with Mesh({"data": 2}) as mesh:

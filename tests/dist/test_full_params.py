@@ -95,6 +95,51 @@ def test_training_goes_on_where_memory_ran_out_in_full_params(pools, key):
         assert second < first
 
 
+class Renamed(torch.nn.Module):
+    """Takes states with an old name, and states of its first version, whose weight was the other way round."""
+
+    _version = 2
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.norm = torch.nn.Parameter(torch.randn(6, 6)), torch.nn.BatchNorm1d(6)
+
+    def _load_from_state_dict(self, state, prefix, metadata, *rest):
+        if f"{prefix}old" in state:
+            state[f"{prefix}weight"] = state.pop(f"{prefix}old")
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"].t()
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def old_states(rank, key, states):
+    """What is there after each state is loaded."""
+    found = []
+    with engine_of(key, 2, Renamed().double(), "sgd") as engine:
+        for state in states:
+            engine.load_full_state_dict(state)
+            found.append(engine.full_state_dict())
+    return found
+
+
+@pytest.mark.parametrize("key", ["ddp", "zero1", "zero3", "fsdp"])
+def test_what_plain_torch_loads_of_an_older_module_is_loaded(pools, key):
+    model, states, expected = Renamed().double(), [], []
+    for change in ("none", "renamed", "version 1"):
+        state = Renamed().double().state_dict()
+        if change == "renamed":
+            state["old"] = state.pop("weight")
+        if change == "version 1":
+            del state["norm.num_batches_tracked"]  # which BatchNorm's first version had not
+        states.append(dict(state) if change == "version 1" else state)
+        model.load_state_dict(states[-1])
+        expected.append({name: value.clone() for name, value in model.state_dict().items()})
+    for found in pools(2).run(old_states, key, states):
+        for own, wanted in zip(found, expected, strict=True):
+            assert_states([own], wanted)
+            assert own._metadata[""] == {"version": 2}
+
+
 def refused_and_put_back(rank, options):
     """An attribute is replaced, before full_params() and inside it, and put back; what is held."""
     model = cases.build("MLP")

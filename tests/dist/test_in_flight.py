@@ -342,7 +342,11 @@ class Scaled(nn.Module):
         return self.linear(x) * self.scale
 
 
-@pytest.mark.parametrize("write", [torch.zero_, lambda param: param.clamp_(max=4.5)])
+def assign(param):
+    param.data = torch.ones_like(param)
+
+
+@pytest.mark.parametrize("write", [torch.zero_, lambda param: param.clamp_(max=4.5), assign])
 @pytest.mark.parametrize("setup", [("zero3", {}), ("fsdp", {}), ("fsdp", {"sharding": "no_shard"})])
 def test_what_is_written_into_a_resharded_parameter_is_refused_and_does_not_stay(setup, write):
     """Of a parameter that was kept from before the engine; the write would be lost without a word."""
@@ -354,7 +358,14 @@ def test_what_is_written_into_a_resharded_parameter_is_refused_and_does_not_stay
         engine.step()
         with torch.no_grad():
             write(kept["scale"])
-        with pytest.raises(RuntimeError, match="parameter 'scale': it was written to while it was sharded"):
+        with pytest.raises(RuntimeError, match="parameter 'scale': it was written to or replaced while it was sharded"):
+            engine(x)
+        engine.zero_grad()
+        engine.backward(engine(x).sum())
+        with torch.no_grad():
+            write(kept["scale"])
+        engine.step()  # changes the values of all, which must not hide the write
+        with pytest.raises(RuntimeError, match="parameter 'scale': it was written to or replaced while it was sharded"):
             engine(x)
         engine.zero_grad()
         engine.backward(engine(x).sum())

@@ -640,7 +640,7 @@ def test_what_is_frozen_after_a_backward_that_raised_is_cleared_too(pools, setup
             torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
 
 
-def turned_while_others_send(rank, setup, trained):
+def turned_while_others_send(rank, setup, trained, tries_again):
     """Rank 0's backward raises; all ranks freeze or thaw a block; what rank 1 has for it, and the end."""
     strategy, options = SETUPS[setup]
     model = build(FailsSomewhere)
@@ -652,6 +652,9 @@ def turned_while_others_send(rank, setup, trained):
             engine.backward(loss)
         gradients = [piece.grad for piece in engine.step_tensors().where(lambda name: name.startswith("blocks.0"))]
         engine.module.blocks[0].requires_grad_(not trained)
+        if rank == 0 and tries_again:
+            with pytest.raises(RuntimeError, match="the last backward raised an exception"):
+                engine.backward(loss_of(engine(x)))
         engine.zero_grad()
         engine.backward(loss_of(engine(x)))
         engine.step()
@@ -667,7 +670,7 @@ def test_what_a_failed_backward_owes_is_that_of_its_beginning(pools, setup, trai
     optimizer = sgd(list(model.parameters()))
     loss_of(model(rows(0, 2))).backward()
     optimizer.step()
-    (_, first), (are_nan, second) = pools(2).run(turned_while_others_send, setup, trained)
+    (_, first), (are_nan, second) = pools(2).run(turned_while_others_send, setup, trained, setup in ("ddp", "zero2"))
     assert all(are_nan)
     assert any(are_nan) is trained
     for state in (first, second):

@@ -1,6 +1,7 @@
 """What users write around a training step, done with an engine on ranks and with plain torch in one process."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -885,6 +886,10 @@ class Nested(nn.Module):
         return self.again(x + self.body(x), True) * (1 + target)
 
 
+class NestedCall(Nested):
+    """The same by ``engine.call``."""
+
+
 class Tangent(nn.Module):
     def __init__(self):
         super().__init__()
@@ -906,6 +911,8 @@ def differentiating(rank, key, kind, wraps):
             engine.module.go_back = engine.backward
         if kind is Nested:
             vars(engine.module)["again"] = engine
+        if kind is NestedCall:
+            vars(engine.module)["again"] = functools.partial(engine.call, engine.module.forward)
         for step in range(2):
             x, y = (cases.own_rows(part, engine.data_rank) for part in cases.rows("MLP", step, 0, current().world_size))
             engine.backward(nn.functional.mse_loss(engine(x), y))
@@ -915,7 +922,7 @@ def differentiating(rank, key, kind, wraps):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-@pytest.mark.parametrize("kind", [Adversarial, AdversarialByTheEngine, Nested, Tangent])
+@pytest.mark.parametrize("kind", [Adversarial, AdversarialByTheEngine, Nested, NestedCall, Tangent])
 @pytest.mark.parametrize(
     ("key", "wraps"), [*((key, None) for key in ENGINES), *(("fsdp", wraps) for wraps in ("root", [nn.Linear]))]
 )

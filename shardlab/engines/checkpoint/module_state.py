@@ -4,12 +4,14 @@ Parameters are equal on all ranks. Buffers and extra state need not be, so the f
 """
 
 import base64
+import contextlib
 import io
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardlab.comm.coalesced import broadcast_coalesced
 from shardlab.comm.communicator import Communicator
@@ -24,21 +26,34 @@ def full_state_dict(engine: Checkpointed) -> dict[str, Any]:
     """See ``Engine.full_state_dict``; the module must have its full parameters, or its slices of them."""
     state = engine.module.state_dict()
     if engine.tensor_comm is not None:
-        return first_ranks_own(engine, merge_state(state, engine.slices, engine.tensor_comm))
-    # Copies: the module's own tensors change with the next step, and the broadcast would write to them.
-    copies = {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in state.items()}
-    return first_ranks_own(engine, copies)
+        whole = merge_state(state, engine.slices, engine.tensor_comm)
+    else:
+        # Copies: the module's own tensors change with the next step, and the broadcast would write to them.
+        whole = {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+    return _like(state, first_ranks_own(engine, whole))
 
 
 def load_full_state_dict(engine: Checkpointed, state: Mapping[str, Any]) -> None:
     """See ``Engine.load_full_state_dict``; the module must have full parameters, or its slices of them."""
-    given = cut_state(state, engine.slices)
+    given = _like(state, cut_state(state, engine.slices))
     own = engine.module.state_dict()
-    misfits = {name for name in own.keys() | given.keys() if not _fits(own.get(name), given.get(name))}
-    if misfits:
-        # Torch copies what fits before it refuses the rest, so what fits becomes what is already there.
-        given = {name: value if name in misfits else own[name] for name, value in given.items()}
-    engine.module.load_state_dict(given, strict=True)
+    all_fits = all(_fits(own.get(name), given.get(name)) for name in own.keys() | given.keys())
+    # Torch copies what fits before it refuses the rest; or it accepts the rest, as modules may rename or add keys.
+    with contextlib.nullcontext() if all_fits else _restored_after_an_error(engine.module, own):
+        engine.module.load_state_dict(given, strict=True)
+
+
+@contextlib.contextmanager
+def _restored_after_an_error(module: nn.Module, own: Mapping[str, Any]) -> Iterator[None]:
+    tensors = {name: (value, value.clone()) for name, value in own.items() if isinstance(value, Tensor)}
+    try:
+        yield
+    except Exception:
+        for value, before in tensors.values():
+            value.copy_(before)
+        for name in own.keys() - tensors.keys():  # extra state
+            module.get_submodule(name.rpartition(".")[0]).set_extra_state(own[name])
+        raise
 
 
 def first_ranks_own(engine: Checkpointed, state: dict[str, Any]) -> dict[str, Any]:
@@ -62,6 +77,14 @@ def first_ranks_own(engine: Checkpointed, state: dict[str, Any]) -> dict[str, An
     if not extra:
         return state
     return state | _of_first(engine.data_comms, engine.mesh.device, {name: state[name] for name in sorted(extra)})
+
+
+def _like(state: Mapping[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """``values`` with the versions of modules that torch has noted at ``state``: some modules convert old states."""
+    made = OrderedDict(values)
+    if (metadata := getattr(state, "_metadata", None)) is not None:
+        made._metadata = metadata  # type: ignore[attr-defined]
+    return made
 
 
 def _fits(own: Any, given: Any) -> bool:

@@ -14,6 +14,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shardlab.engines.agreement import all_or_none, number_among, share_json, share_texts
 from shardlab.engines.checkpoint.directory import (
     MANIFEST,
@@ -42,6 +44,7 @@ from shardlab.engines.checkpoint.shards import (
     with_extra_state,
 )
 from shardlab.engines.state import Checkpointed, Stateful
+from shardlab.engines.step_tensors import tensors_of
 
 
 def save_checkpoint(engine: Checkpointed, directory: Path, extra: Any, objects: Mapping[str, Stateful]) -> None:
@@ -73,6 +76,7 @@ def _head(engine: Checkpointed, extra: Any, objects: Mapping[str, Stateful]) -> 
     """The encoded manifest, without what each rank adds."""
     check_mesh(engine)
     tensors = engine.step_tensors()
+    _check_objects(engine, objects)
     parameters = {name: described(whole_shape_of(engine, name), tensors.by_name(name)) for name in engine.params}
     buffers = {name: described(value.shape, value) for name, value in persistent_buffers(engine.module).items()}
     return Manifest(
@@ -93,6 +97,19 @@ def _head(engine: Checkpointed, extra: Any, objects: Mapping[str, Stateful]) -> 
     ).to_json()
 
 
+def _check_objects(engine: Checkpointed, objects: Mapping[str, Stateful]) -> None:
+    """Refuse another optimizer over pieces: each rank has the state of its own, and only the first rank's is saved."""
+    whole = set(map(id, engine.params.values()))
+    pieces = {id(tensor) for tensor in engine.step_tensors()} - whole
+    several = engine.sharded_over is not None and engine.sharded_over.num_ranks > 1
+    for name, thing in objects.items():
+        if isinstance(thing, torch.optim.Optimizer) and several and pieces & tensors_of(thing):
+            raise ValueError(
+                f"objects: {name!r} is an optimizer over pieces of the parameters, of which each rank has its own; "
+                "a checkpoint has the state of engine.optimizer; write state_dict() of others yourself, on every rank"
+            )
+
+
 def _own_shards(engine: Checkpointed) -> list[TensorShard]:
     """What this rank writes: its part of what several ranks hold, and on the first rank the buffers."""
     spread = engine.spread_over()
@@ -101,7 +118,14 @@ def _own_shards(engine: Checkpointed) -> list[TensorShard]:
     held = [*parameter_shards(engine), *state_shards(engine)]
     parts = [part for shard in held if (part := shard.part(*copies[shard.name])) is not None]
     buffers = buffer_shards(engine.module) if number_among(engine.comms)[0] == 0 else ()
-    return parts + [shard for shard in buffers if shard.stop > shard.start]
+    shards = parts + [shard for shard in buffers if shard.stop > shard.start]
+    for shard in shards:
+        if shard.tensor.dtype == torch.complex128:
+            raise ValueError(
+                f"{shard.kind}: {shard.key or shard.name!r} of {shard.name!r} is complex128, which the files cannot "
+                "hold; keep it as complex64, or as torch.view_as_real() of it"
+            )
+    return shards
 
 
 def _write_part(engine: Checkpointed, folder: Path, shards: list[TensorShard]) -> dict[str, Any]:

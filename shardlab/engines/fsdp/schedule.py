@@ -196,13 +196,13 @@ class Schedule:
     @contextlib.contextmanager
     def holding_root(self) -> Iterator[None]:
         """Inside, no forward reshards the root; at the end it is resharded as after a forward."""
-        self._root_stays = True
+        before, self._root_stays = self._root_stays, True
         try:
             yield
         finally:
-            self._root_stays = False
-            if self._root is not None and self._reshard_in_this_pass and not self._in_backward:
-                self._root.reshard()
+            self._root_stays = before  # the module's own forward may call this, or what this runs
+            if self._root is not None and self._reshard_in_this_pass and not (before or self._in_backward):
+                self._reshard(self._root)
 
     def _watch(self, unit: Unit) -> list[RemovableHandle]:
         return [
