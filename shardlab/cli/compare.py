@@ -72,6 +72,8 @@ def compare(out: Out = None, overwrite: Overwrite = False, **chosen: Any) -> Non
 
     directory = out or experiment.new_directory()
     with bad_input():
+        if overwrite and out is None:
+            raise ValueError("overwrite: only with --out; name the directory to replace there")
         chosen["strategies"] = names_in(chosen["strategies"])
         config = experiment.CompareConfig(**chosen)
         experiment.prepare(config, directory, overwrite=overwrite)
@@ -136,5 +138,7 @@ def _with_progress(config: "CompareConfig", directory: Path) -> "Comparison":
         console.print(f"interrupted: the ranks have ended; the records so far are in {directory}", soft_wrap=True)
         raise typer.Exit(INTERRUPTED) from None
     except (RankError, RankHang):
-        console.print(f"the ranks have failed; 'shardlab report {directory}' shows what was finished", soft_wrap=True)
+        console.print(
+            f"the ranks have failed; if steps were finished, 'shardlab report {directory}' shows them", soft_wrap=True
+        )
         raise

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from shardlab.cli.console import decimals_of, names_in, unit_of
+from shardlab.cli.console import count, decimals_of, names_in, unit_of
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.planner.model_states import ModelStates, model_states, precision_named
 
@@ -22,7 +22,7 @@ BUCKET_MIB = DEFAULT_BUCKET_BYTES / 2**20
 
 
 def plan(
-    ranks: Annotated[int, typer.Option(help="Number of ranks; with --tp, by default as many.")] = 0,
+    ranks: Annotated[int, typer.Option(help="Number of ranks; by default that of --tp.", show_default=False)] = 0,
     params: Annotated[str, typer.Option(help="Parameters of the model, for example 7.5B, 350M or 7.5e9.")] = "",
     workload: Annotated[str, typer.Option(help="Instead: FILE.py:NAME or PACKAGE.MODULE:NAME.")] = "",
     precision: Annotated[
@@ -39,7 +39,7 @@ def plan(
         float, typer.Option(help="Of --workload: capacity of a bucket; the engines' own. compare takes 1 by default.")
     ] = BUCKET_MIB,
     gpu: Annotated[
-        str, typer.Option(help="Memory, bandwidth and latency, such as 24GB,32GB/s,10us: what is left, what fits.")
+        str, typer.Option(help="Of --workload: memory, bandwidth and latency, as 24GB,32GB/s,10us; says what is left.")
     ] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
@@ -72,7 +72,7 @@ def _plan_params(params: str, ranks: int, precision: str, json: bool) -> None:
         typer.echo(json_text.dumps([asdict(row) for row in rows], indent=2))
         return
     console = Console(highlight=False)
-    console.print(_table(rows, f"{number:,.0f} parameters, {ranks} ranks, {precision} precision, Adam"))
+    console.print(_table(rows, f"{number:,.0f} parameters, {count(ranks, 'rank')}, {precision} precision, Adam"))
     console.print(_note(precision, rows[0]))
 
 
@@ -98,7 +98,7 @@ def _plan_workload(place: str, ranks: int, strategies: str, options: dict[str, A
     console = Console(highlight=False)
     if layers is not None:
         console.print(_table_of_layers(layers, f"{place}, layers over {options['tp']} ranks"))
-    console.print(_table_of(rows, f"{place}, {ranks} ranks"))
+    console.print(_table_of(rows, f"{place}, {count(ranks, 'rank')}"))
     console.print(
         "Per rank, the largest of all ranks; at rest, between two steps. Sent: bytes and messages of one step. Units "
         "are decimal: 1 MB is 1,000,000 bytes. "
@@ -160,7 +160,11 @@ def _table_on(rows: "pd.DataFrame", title: str) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for _, row in rows.iterrows():
         sizes = (row["gathered_bytes"] / 1e6, row["left_bytes"] / 1e6, row["row_bytes"] / 1e6)
-        words = (*(f"{size:,.2f}" for size in sizes), f"{row['rows_that_fit']:,}", f"{row['sending_ms']:,.2f}")
+        words = (
+            *(f"{size:,.2f}" if size >= 1 else f"{size:.3g}" for size in sizes),
+            f"{row['rows_that_fit']:,}",
+            f"{row['sending_ms']:,.2f}",
+        )
         table.add_row(row["strategy"], *words)
     return table
 

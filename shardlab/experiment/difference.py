@@ -162,9 +162,15 @@ class Difference:
 
     @property
     def settings(self) -> list[str]:
-        """One line for each field of the configuration that differs."""
+        """One line for strategies that only one has, and for each field of the configuration that differs."""
         one, other = self.first[1], self.second[1]
-        return [
+        paired = {name for pair in self.pairs for name in pair}
+        alone = [
+            f"strategies: {', '.join(names)} only in the {which}, so not compared"
+            for which, saved in (("first", self.first), ("second", self.second))
+            if (names := [name for name in saved[0].summary["strategy"] if name not in paired])
+        ]
+        return alone + [
             f"{field.name}: {getattr(one, field.name)} in the first, {getattr(other, field.name)} in the second"
             for field in fields(CompareConfig)
             if field.name not in WITHOUT_EFFECT and getattr(one, field.name) != getattr(other, field.name)

@@ -38,7 +38,7 @@ class CompareOptions:
         wrap: what a unit is, for FSDP and in every timeline: 'auto' (the repeated blocks), 'root' (one unit), a number
             of parameters, or patterns of names: 'encoder.*,decoder.*'.
         prefetch: FSDP: units that are gathered ahead.
-        layout: FSDP: 'flat' or 'dim0'.
+        layout: how FSDP cuts a unit: 'flat' (end to end) or 'dim0' (each parameter by rows, as FSDP2).
         precision: ZeRO and FSDP: 'full', 'bf16', or 'fp16' with a gradient scaler.
         offload: FSDP: what lies in host memory: 'none', 'parameters' or 'all'.
         replicate_below: FSDP: parameters with fewer elements stay replicated.

@@ -165,7 +165,8 @@ def first_forward(config: CompareConfig, module: nn.Module) -> FirstForward:
         module: the model; it may be on the meta device.
 
     Raises:
-        ValueError: the batch cannot be read here, see also ``batches_of``.
+        ValueError: the batch cannot be read here, see also ``batches_of``; or what the model uses depends on values,
+            and the batch leaves out parameters that another may use.
     """
     if config.workload is None:
         return FirstForward()
@@ -185,9 +186,15 @@ def first_forward(config: CompareConfig, module: nn.Module) -> FirstForward:
         return _tried(config, module.to("meta"), map_tensors(lambda tensor: tensor.to("meta"), batch))
     except Exception:  # what it computes depends on values: which expert a row takes, for example
         try:
-            return _tried(config, workload.made(workload.build(config.seed), torch.device("cpu"), config.seed), batch)
+            found = _tried(config, workload.made(workload.build(config.seed), torch.device("cpu"), config.seed), batch)
         except Exception:
             return FirstForward()  # the ranks will raise the same, with the rank and the line
+    if found.unused:
+        raise ValueError(
+            f"model: what it uses depends on values, and the first batch leaves out {len(found.unused)} parameters, "
+            f"such as {found.unused[0]!r}; nothing tells which batch uses them, so plan with a batch that uses all"
+        )
+    return found
 
 
 def _tried(config: CompareConfig, module: nn.Module, batch: Any) -> FirstForward:

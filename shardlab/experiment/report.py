@@ -41,7 +41,8 @@ HIDDEN = "Exposed communication lengthens the step; hidden communication slows c
 PEAK = (
     "Where the peak of the traced step was: the rank with the highest peak, the unit that computed, and the live bytes "
     "at that moment by role. In flight: the most bytes of collectives under way at once in this step, and in an "
-    "ordinary one, where compute is faster; where the two differ, so may the peak of an ordinary step."
+    "ordinary one, where compute is faster; where the two differ, so may the peak of an ordinary step. Other: "
+    "temporaries, gradients of activations, and with ZeRO-3 and FSDP whole gradients that are not yet reduced."
 )
 ALLOCATOR = (
     "What torch's CUDA allocator holds after the last step, on the rank that holds the most: the items add up to its "
@@ -50,7 +51,8 @@ ALLOCATOR = (
 PATH = (
     "What one step consists of, from its beginning on the first rank to its end on the last: the longest chain of "
     "causes over all ranks, and how much shorter it would be if communication took no time. The step has the median "
-    "length on the first rank. Runs in which streams wait, and not ranks, are left out."
+    "length on the first rank (of two in the middle, it is the shorter). Runs in which streams wait, and not ranks, "
+    "are left out."
 )
 
 
@@ -66,10 +68,16 @@ def write_report(comparison: Comparison, config: CompareConfig | None = None) ->
 def _lead(comparison: Comparison, config: CompareConfig) -> str:
     manifest = next(iter(comparison.records.manifests.values()))
     return (
-        f"{config.steps} steps on {_data_of(config, manifest)}, "
+        f"{_steps_of(comparison)} on {_data_of(config, manifest)}, "
         f"{config.dtype} on {manifest['devices'][0]}{_sent_by(comparison, config.link)}, "
         f"torch {manifest['versions']['torch']}{_chosen(config)}. " + " ".join(verdicts(comparison))
     )
+
+
+def _steps_of(comparison: Comparison) -> str:
+    """How many there are: fewer than asked for if the run was cut off, or goes on from a checkpoint."""
+    first, count = int(comparison.records.steps["step"].min()), int(comparison.summary["steps"].max())
+    return f"{count} {'step' if count == 1 else 'steps'}{f' from step {first} on' if first else ''}"
 
 
 def _data_of(config: CompareConfig, manifest: Mapping[str, Any]) -> str:
@@ -101,8 +109,9 @@ def _chosen(config: CompareConfig) -> str:
 
 def _tables(comparison: Comparison) -> dict[str, pd.DataFrame]:
     caption = (
-        "Times are medians over steps and ranks, without the first step; exposed and hidden refer to communication. "
-        "Bytes are maxima over ranks, at rest; the peak is that of one traced step. 1 MB is 1,000,000 bytes."
+        f"Times are medians over steps and ranks, {_which(comparison.records.steps)}; exposed and hidden refer to "
+        "communication. Bytes are maxima over ranks, at rest; the peak is that of one traced step. 1 MB is 1,000,000 "
+        "bytes."
     )
     tables = {caption: readable_summary(comparison.summary)}
     planned = comparison.summary.dropna(subset="as_planned")
@@ -169,17 +178,22 @@ def time_figures(records: Records, traffic: pd.DataFrame, runs: list[str] | None
     return {
         HIDDEN: overlap_bars(overlap(*in_timed_steps(records.collectives, records.spans, records.steps))),
         "Bytes sent by one rank in one step, by the ring formula.": wire_volume(traffic, runs=runs),
-        "Without the first step, which allocates, and without memory-traced steps.": step_times(
-            timed_steps(records.steps)
-        ),
+        f"How long a step takes, {_which(records.steps)}.": step_times(timed_steps(records.steps)),
     }
 
 
+def _which(steps: pd.DataFrame) -> str:
+    """Which steps count for times, see ``timed_steps``."""
+    if len(timed_steps(steps)) < len(steps):
+        return "without the first step, which allocates, and the one whose memory is traced"
+    return "the first step and the one whose memory is traced among them: there are no others"
+
+
 def middle_step(steps: pd.DataFrame) -> int:
-    """The step of median length on the first rank, of those that were watched: neither a lucky nor an unlucky one."""
+    """The step of median length on the first rank, of those that were watched; of two in the middle, the shorter."""
     watched = steps.dropna(subset="wire_bytes")
     own = watched[watched["rank"] == watched["rank"].min()].sort_values("step_us", kind="stable")
-    return int(own["step"].iloc[len(own) // 2])
+    return int(own["step"].iloc[(len(own) - 1) // 2])
 
 
 def peak_table(records: Records) -> pd.DataFrame:

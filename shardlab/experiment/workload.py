@@ -202,7 +202,8 @@ def _check_data(data: Any) -> None:
 
 def _require_function(field: str, function: Any, what: str, num_args: int) -> None:
     if not callable(function):
-        raise TypeError(f"{field}: {function!r:.80} was given; it must be a function {what}")
+        given = " ".join(repr(function).split())  # that of an optimizer has several lines
+        raise TypeError(f"{field}: {given:.80} was given; it must be a function {what}")
     try:
         inspect.signature(function).bind(*range(num_args))
     except TypeError:

@@ -170,7 +170,7 @@ def _kept(workload: Workload, batches: Mapping[int, Any], precision: str) -> dic
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ValueError(
                 "model: what it computes depends on values, so its activations cannot be counted without running it; "
-                "plan(workload, ranks) has everything else"
+                "plan(workload, ranks) has what else is known"
             ) from error
 
 

@@ -150,13 +150,15 @@ def bucket_verdict(sweep: pd.DataFrame) -> str:
     why = {
         None: "It lies in between: smaller buckets pay latency, larger ones start late.",
         "the smallest": "It is the smallest: here latency cost less than a late start of the first bucket.",
-        "the largest": "It is the largest, which hides nothing: here further messages cost more than overlap saved.",
+        "the largest": "It is the largest: here further messages cost more than overlap saved.",
     }[where]
     near = {smallest: "the smallest", largest: "the largest"}[min(smallest, largest, key=lambda size: steps[size])]
     if where is None and min(steps.iloc[0], steps.iloc[-1]) <= ALIKE * steps[best]:
         why = f"It lies in between, but {near} is within a tenth of it."
     if max(steps.iloc[0], steps.iloc[-1]) <= ALIKE * steps[best]:
         why = "Both ends are within a tenth of it: here the size hardly matters."
+    if len(steps) == 1:
+        return f"Buckets of {_size(best)} took {format_us(steps[best])} a step; no other size was tried."
     return f"Buckets of {_size(best)} were best, {format_us(steps[best])} a step; {', '.join(ends)}. {why}"
 
 

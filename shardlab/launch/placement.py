@@ -58,7 +58,7 @@ def place(world_size: int, device: str = "auto") -> Placement:
     """
     check_world_size(world_size)
     if device not in DEVICES:
-        raise ValueError(f"device: {device!r} is unknown; allowed values are {', '.join(DEVICES)}")
+        raise ValueError(f"device: {device!r} is not one of {', '.join(DEVICES)}")
     # device_count asks the driver's management library; it leaves this process free of a CUDA context.
     num_gpus = 0 if device == "cpu" else torch.cuda.device_count()
     if device == "cuda" and num_gpus == 0:

@@ -117,10 +117,16 @@ class CpuReadings:
         """Take no more readings: the thread may end, and the clock of an ended thread must not be read."""
         self._cpu_time = None
 
-    def until(self, end_ns: int) -> list[tuple[int, int]]:
-        """(``time.perf_counter_ns``, CPU time in ns) of the readings up to ``end_ns``, in order of time."""
+    def between(self, begin_ns: int, end_ns: int) -> list[tuple[int, int]]:
+        """(``time.perf_counter_ns``, CPU time in ns) of the readings from ``begin_ns`` to ``end_ns``, in order of time.
+
+        The last reading before ``begin_ns`` counts as of that moment: the thread may lose the CPU between the reading
+        and the mark that a step begins with, and that time is not of the step.
+        """
         # Threads of the queues read too, so a later reading may have been noted before an earlier one.
-        return sorted(row for row in self._rows if row[0] <= end_ns)
+        rows = sorted(row for row in self._rows if row[0] <= end_ns)
+        before = [cpu_ns for time_ns, cpu_ns in rows if time_ns <= begin_ns][-1:]
+        return [(begin_ns, cpu_ns) for cpu_ns in before] + [row for row in rows if row[0] > begin_ns]
 
 
 class Clock(Protocol):

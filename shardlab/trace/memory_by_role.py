@@ -1,4 +1,4 @@
-"""Bytes by role: what is held at rest, and the exact peak inside one traced step.
+"""Bytes by role: what is held at rest, and the peak inside one traced step.
 
 At rest the engine says which tensors it holds and why; each storage counts once, in the first role that names it.
 
@@ -6,7 +6,10 @@ Inside a traced step a dispatch mode sees every storage an operation makes and, 
 freed. The log of these events is replayed after the step, when the role of each storage is known: a storage that ends
 up as a gradient counts as a gradient from its first byte. Of the rest, what forward makes is activation, also when
 backward runs that forward again (checkpointing; recognised by enabled gradients, which backward itself disables). What
-backward and the optimizer make is other: temporaries, and gradients of activations. The log leaves out storages that
+backward and the optimizer make is other: temporaries, gradients of activations, and gradients of parameters that are
+gone by the end of the step, as the whole ones are that ZeRO-3 and FSDP reduce. Exact to the byte is what operations
+return; scratch memory inside an operation, and the states of random generators that checkpointing keeps, come on top.
+The log leaves out storages that
 existed before the step and have no role; at rest they are unattributed (``known_tensors.py``). The communicator's
 events give the scratch memory of the transports. Every entry names the unit that was running, so that the peak has a
 place in the model and memory can be drawn over the step. Tracing makes a step about three times slower, so its times

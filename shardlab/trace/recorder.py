@@ -230,7 +230,7 @@ class Recorder:
         tables = {
             COLLECTIVES.name: self._collectives(),
             SPANS.name: span_columns(self._spans, self._clock, self._origin_ns),
-            CPU: cpu_columns(self._cpu.until(end_ns), self._origin_ns),
+            CPU: cpu_columns(self._cpu.between(begin_ns, end_ns), self._origin_ns),
             MEMORY.name: columns_of(self._memory.rows),
             STEPS.name: columns_of([step]),
         }

@@ -148,7 +148,7 @@ def run_directories(directory: Path | str) -> list[Path]:
     if not found:
         raise ValueError(
             f"directory: {directory} holds no manifest.json and no records/*/manifest.json, so it is neither a run nor "
-            "a comparison"
+            "a comparison; give the directory that compare or record has written"
         )
     return found
 

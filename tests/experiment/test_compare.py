@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from shardlab.analysis.timed import timed_steps
 from shardlab.engines.agreement_check import Did
-from shardlab.experiment import CompareConfig, Workload, claim, compare, load_comparison, prepare, write_report
+from shardlab.experiment import CompareConfig, Workload, claim, compare, load_comparison, prepare, report, write_report
 from shardlab.experiment import directory as directory_module
 from shardlab.experiment.comparison import _disagreement
 from shardlab.experiment.report import peak_table
@@ -432,6 +433,17 @@ def test_ranks_that_drift_apart_are_told(comparison):
     manifests["ddp"] = {**manifests["ddp"], "disagreement": words}
     wrong = replace(result, records=replace(result.records, manifests=manifests))
     assert verdicts(wrong)[0].startswith("Ranks DISAGREE, so the numbers are of no one run: in ddp after step 1, ranks")
+
+
+def test_the_middle_step_of_two_is_the_shorter_and_what_times_are_of_is_said(comparison):
+    _, result, _ = comparison
+    steps = result.records.steps
+    assert report._which(steps).startswith("without the first step")
+    assert report._which(steps[steps["step"] == 0]).endswith("there are no others")
+    two = timed_steps(steps[steps["run"] == "ddp"])
+    two = two[two["step"].isin(sorted(two["step"].unique())[:2])]
+    own = two[two["rank"] == 0].sort_values("step_us")
+    assert report.middle_step(two) == own["step"].iloc[0]
 
 
 def test_what_no_stream_was_seen_to_wait_for_is_said_to_be_unknown(comparison):

@@ -38,6 +38,28 @@ def test_a_run_is_as_planned(pools: Pools, tmp_path, options) -> None:
     assert "are those of the plan" in plan_verdict(result)
 
 
+class ByValue(nn.Module):
+    """Two experts, of which each row takes one."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        return torch.stack([self.experts[int(row[0] > 0)](row) for row in x])
+
+
+@pytest.mark.parametrize(("signs", "is_planned"), [((1.0, -1.0), True), ((1.0, 1.0), False)])
+def test_what_depends_on_values_is_planned_only_where_all_is_used(signs, is_planned) -> None:
+    rows = torch.tensor(signs)[:, None] * torch.ones(2, 4)
+    workload = Workload(ByValue, [rows], lambda model, batch: model(batch).square().mean())
+    if is_planned:
+        assert plan(workload, ranks=2)["gradient_bytes"].notna().any()
+    else:
+        with pytest.raises(ValueError, match=r"model: what it uses depends on values.* 2 .*'experts\.0\.weight'"):
+            plan(workload, ranks=2)
+
+
 def test_losses_in_16_bits_are_judged_as_rounded(pools: Pools, tmp_path) -> None:
     config = CompareConfig(**BASE, strategies=("single", "zero2", "zero3"), precision="bf16")
     result = compare(config, tmp_path / "run", pool=pools(2))

@@ -18,6 +18,7 @@ from shardlab.experiment.batches import batches_of, divide, rows_of
 from shardlab.experiment.difference import Difference
 from shardlab.experiment.planned import plan_runs
 from shardlab.experiment.planned_workload import optimizer_of
+from shardlab.experiment.report import write_report
 from shardlab.experiment.saved import load_saved
 from shardlab.experiment.summary import summarise
 from shardlab.experiment.verdicts import alone_verdict, plan_verdict, verdict
@@ -362,6 +363,9 @@ def test_a_run_that_goes_on_after_the_judged_steps_is_judged_from_its_own_first(
     assert "Losses are equal" in verdict(rest)
     saved = load_saved(tmp_path / "rest")
     assert Difference(saved, saved).losses_equal
+    alone = replace(saved[0], summary=saved[0].summary.iloc[:1])
+    assert Difference((alone, saved[1]), saved).settings == ["strategies: zero1 only in the second, so not compared"]
+    assert "3 steps from step 12 on" in write_report(*saved).read_text()
     assert Difference(saved, saved).verdicts[0].startswith("Losses of single are equal: in 3 steps")
     # Its first step allocates, as step 0 does, and the traced one is slow.
     assert set(timed_steps(rest.records.steps)["step"]) == {13}

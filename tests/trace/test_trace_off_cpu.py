@@ -39,9 +39,24 @@ def test_moments_that_follow_one_another_share_a_reading():
     readings.read()
     readings.read()
     readings.read(always=True)
-    rows = readings.until(perf_counter_ns())
+    rows = readings.between(0, perf_counter_ns())
     assert [cpu for _, cpu in rows] == [0, 1]
-    assert readings.until(rows[0][0]) == rows[:1]
+    assert readings.between(0, rows[0][0]) == rows[:1]
+
+
+def test_what_was_lost_before_a_step_is_not_of_the_step():
+    """The thread reads its CPU time, loses the CPU for some milliseconds, and only then marks the beginning."""
+    used = iter((100, 150))
+    readings = CpuReadings(lambda: next(used))
+    readings.read(always=True)
+    begin_ns = perf_counter_ns() + 5_000_000
+    while perf_counter_ns() < begin_ns + 1000:
+        pass
+    readings.read(always=True)
+    (first, second) = readings.between(begin_ns, perf_counter_ns())
+    assert first == (begin_ns, 100)
+    assert second[0] > begin_ns
+    assert second[1] == 150
 
 
 def test_another_thread_may_ask():
