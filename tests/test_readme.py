@@ -63,7 +63,7 @@ def test_the_script_runs_alone_and_under_torchrun(tmp_path, start):
     assert "[1, 1]" in done.stdout
 
 
-def test_commands_are_those_that_exist():
+def test_commands_are_those_that_exist(tmp_path, monkeypatch):
     """The two commands install, which a test cannot; what they start is there, with every option the text names."""
     assert ".venv/bin/shardlab compare" in SHELL[0]
     assert ".venv/bin/pytest" in SHELL[1]
@@ -88,6 +88,8 @@ def test_commands_are_those_that_exist():
     assert named
     assert {option for option in named if option not in helped} == set()
     assert set(re.findall(r"`shardlab (\w+)", prose)) == set(commands)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(CliRunner().invoke(app, ["template"]).stdout)
     for command in re.findall(r"`shardlab ((?:plan|doctor)[^`]*)`", prose):
         done = CliRunner().invoke(app, shlex.split(command))
         assert done.exit_code == 0, (command, done.output)
