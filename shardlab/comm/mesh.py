@@ -152,14 +152,15 @@ def _check(axes: dict[str, int], ranks: tuple[int, ...], world_size: int) -> Non
         raise ValueError(f"axes: {axes} is given; each axis needs a whole number of ranks, at least 1")
     if len(set(ranks)) != len(ranks) or any(not 0 <= rank < world_size for rank in ranks):
         raise ValueError(f"ranks: {list(ranks)} is given; distinct ranks from 0 to {world_size - 1} are needed")
-    if prod(axes.values()) > world_size:
-        where = "in the function that a RankPool runs, and under torchrun" if world_size == 1 else "with a larger pool"
+    if (needed := prod(axes.values())) > world_size:
+        inside = "make the mesh in the function that these run" if world_size == 1 else "start as many"
         raise ValueError(
-            f"axes: {axes} hold {prod(axes.values())} ranks, but there are {world_size}; a larger mesh is made {where}"
+            f"axes: {axes} hold {needed} ranks, but there are {world_size}; {inside}: RankPool({needed}), or torchrun "
+            f"--nproc-per-node {needed}"
         )
-    if prod(axes.values()) != len(ranks):
+    if needed != len(ranks):
         raise ValueError(
-            f"axes: {axes} hold {prod(axes.values())} ranks, but there are {len(ranks)}; a mesh over some of the "
+            f"axes: {axes} hold {needed} ranks, but there are {len(ranks)}; a mesh over some of the "
             "ranks names them, ranks=[0, 1]"
         )
     for axis in axes:

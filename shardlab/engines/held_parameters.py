@@ -251,9 +251,10 @@ class HeldParameters(GatheredParameters):
 
     def values_changed(self, names: Iterable[str]) -> None:
         """Refuse backwards that need the former values of parameters, see ``saved_tensors.py``."""
-        for name in names:
-            increment_version(self.params[name])
-            self._versions[name] += 1  # and not what it is now: the user may have written too, which is to be refused
+        changed = list(names)
+        increment_version([self.params[name] for name in changed])
+        for name in changed:  # by one, and not to what it is now: the user may have written too, which is to be refused
+            self._versions[name] += 1
 
     def _written_to(self) -> list[str]:
         """Gathered parameters that were written to or replaced since; writing is fine if they are the shard itself."""

@@ -111,7 +111,7 @@ def bad_mesh(rank):
 
 
 def test_a_hybrid_group_that_does_not_divide_the_ranks(pools):
-    with pytest.raises(RankError, match=r"axes: .*'shard': 2.* hold 4 ranks, but there are 3; a larger mesh"):
+    with pytest.raises(RankError, match=r"axes: .*'shard': 2.* hold 4 ranks, but there are 3; start as many: RankPool"):
         pools(3).run(bad_mesh)
     assert pools(4).run(bad_mesh) == [0, 1, 2, 3]
 
