@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from shardlab.engines.casts import MixedPrecision
 from shardlab.engines.checks import check_not_scripted
 from shardlab.engines.held_parameters import let_go_all, reshard_all
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.placeholder import PlaceholderGradients
+from shardlab.engines.precision import MixedPrecision
 from shardlab.engines.sharded_bucket import ShardedBucket
 from shardlab.engines.state import Stateful
 from shardlab.engines.step_tensors import StepTensors, tensors_of

@@ -17,11 +17,11 @@ from torch.autograd.graph import increment_version
 from typing_extensions import override
 
 from shardlab.engines.buckets import Bucket
-from shardlab.engines.casts import MixedPrecision
 from shardlab.engines.flat_parameters import FlatParameters
 from shardlab.engines.holdings import Holding
 from shardlab.engines.master_weights import MasterWeights
 from shardlab.engines.placeholder import PlaceholderGradient, PlaceholderGradients
+from shardlab.engines.precision import MixedPrecision
 from shardlab.engines.state import Stateful
 from shardlab.engines.step_tensors import StepTensors, tensors_of
 from shardlab.vocabulary import Role
