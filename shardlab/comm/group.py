@@ -208,27 +208,9 @@ def leave_group() -> None:
 
 
 def make_patient_group() -> None:
-    """Make the group for ``all_gather_object(..., patiently=True)``; collective over the default group, once."""
+    """Make a group of all ranks in which one may wait for another for days; collective over the default group, once."""
     if Process.patient is None:
         Process.patient = dist.new_group(backend="gloo", timeout=timedelta(days=30))
-
-
-def all_gather_object(value: object, *, patiently: bool = False) -> list[object]:
-    """Every rank's ``value``, in rank order, on every rank of the default group.
-
-    The objects are pickled: on NCCL they travel through the current CUDA device, on gloo through host memory. Every
-    rank has to call it. Communicates about (N - 1) times the largest pickled object per rank.
-
-    Args:
-        value: anything that pickles.
-        patiently: wait for the last rank however long it takes, past the timeout of the default group.
-
-    Returns:
-        ``world_size`` objects; element ``r`` is what rank ``r`` gave.
-    """
-    values: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, Process.patient if patiently else None)
-    return values
 
 
 def _line_of_caller() -> str:

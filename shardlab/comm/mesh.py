@@ -10,11 +10,12 @@ of more than one rank is collective: every rank of the default group builds one 
 if it is on none, the one of the others.
 """
 
+import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,9 @@ import torch.distributed as dist
 from shardlab.comm.base_mesh import BaseMesh, groups_along
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Failures
-from shardlab.comm.group import Process, all_gather_object, retire
+from shardlab.comm.group import Process, retire
 from shardlab.comm.queues import StreamQueue, ThreadQueue
+from shardlab.comm.signed import all_gather_bytes
 from shardlab.comm.streams import mark_of
 from shardlab.comm.transports.base import Queue, Transport
 from shardlab.comm.transports.choice import check_transport, transport_of
@@ -104,6 +106,17 @@ class _Asked(NamedTuple):
     link: Link | None
     transport: str | None
 
+    def as_json(self) -> bytes:
+        """As it is sent to the other ranks."""
+        axes, ranks = [(str(axis), int(size)) for axis, size in self.axes], [int(rank) for rank in self.ranks]
+        return json.dumps([axes, ranks, self.link and str(self.link), self.transport and str(self.transport)]).encode()
+
+    @classmethod
+    def parse(cls, told: bytes) -> "_Asked":
+        """What another rank has sent."""
+        axes, ranks, link, transport = json.loads(told)
+        return cls(tuple((axis, size) for axis, size in axes), tuple(ranks), link and Link.parse(link), transport)
+
     def __str__(self) -> str:
         options = "".join(f", {key}={getattr(self, key)!r}" for key in ("link", "transport") if getattr(self, key))
         return f"Mesh({dict(self.axes)}, ranks={list(self.ranks)}{options})"
@@ -117,7 +130,7 @@ def _asked_by_all(own: _Asked) -> list[_Asked]:
     """
     if len(own.ranks) == 1:
         return [own]
-    asked = cast(list[_Asked], all_gather_object(own))
+    asked = [_Asked.parse(told) for told in all_gather_bytes(own.as_json())]
     for rank, wanted in enumerate(asked):
         for member in wanted.ranks:
             if asked[member] != wanted:

@@ -22,7 +22,7 @@ import pandas as pd
 import torch
 from torch import nn
 
-from shardlab.comm.group import all_gather_object
+from shardlab.comm.signed import all_gather_bytes
 from shardlab.engines.agreement_check import disagreement
 from shardlab.experiment.batches import fewest_rows
 from shardlab.experiment.config import CompareConfig
@@ -249,9 +249,9 @@ def _naming_the_field(config: CompareConfig) -> Iterator[None]:
         raise
 
 
-def _agree(rank: int, directory: Path) -> tuple[Path, Reading]:
+def _agree(rank: int, directory: Path) -> tuple[Path, Reading]:  # noqa: ARG001
     """This rank's directory, and its clock when all ranks have come here."""
-    all_gather_object(rank)
+    all_gather_bytes(b"")
     return directory, Reading.now()
 
 

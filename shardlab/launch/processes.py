@@ -5,6 +5,7 @@ processes where these have ended.
 """
 
 import os
+import secrets
 import shutil
 import signal
 import tempfile
@@ -18,6 +19,7 @@ from time import monotonic
 
 import psutil
 
+from shardlab.comm.signed import SECRET
 from shardlab.launch import forkserver, worker
 from shardlab.launch.hang_board import Board
 from shardlab.launch.messages import Stop, Task
@@ -80,6 +82,8 @@ class RankProcesses:
 
     def __init__(self, config: StartOptions) -> None:
         self._owner_pid = os.getpid()
+        # The ranks' own, in their environment, which other users cannot read; unless the user has set one.
+        self._environ = {SECRET: secrets.token_hex(), **os.environ}
         self._ended = False
         # If this process is killed, the forkserver removes the folders named after its pid (``left_folders``).
         self.directory = Path(tempfile.mkdtemp(prefix=f"shardlab-{os.getpid()}-"))
@@ -176,7 +180,7 @@ class RankProcesses:
             directory=self.directory,
             group_timeout_s=config.group_timeout_s,
             num_threads=config.num_threads,
-            environ=dict(os.environ),
+            environ=self._environ,
             control=rank_control,
             output=rank_output,
             life=rank_life,

@@ -94,7 +94,7 @@ def _call_of(frames: Iterable[Frame]) -> SeenCall:
             source_line = f"{file}:{line}"
             break
         if _is_collective_file(file):
-            op = _name_of(frame)  # the outermost: all_gather_object, not the all_gather inside it
+            op = _name_of(frame)  # the outermost: all_gather_bytes, not the all_gather inside it
     return SeenCall(op, source_line, perf_counter_ns())
 
 

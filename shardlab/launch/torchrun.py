@@ -3,17 +3,19 @@
 import atexit
 import faulthandler
 import importlib
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from shardlab.comm import become_rank, leave_group
-from shardlab.comm.group import Process, all_gather_object, make_patient_group
+from shardlab.comm.group import Process, make_patient_group
+from shardlab.comm.signed import all_gather_bytes
 from shardlab.launch.context import enter, no_emit, torchrun_context
 from shardlab.launch.messages import Payload, pack, unpack
 from shardlab.launch.placement import Placement, TorchrunEnv, agreed
@@ -181,11 +183,12 @@ def _ends_of_all(own: _End) -> list[_End]:
     _Process.may_go_on = False  # nor if this is interrupted, when the others may have met
     _require_group()
     # The others may have nothing to do for long, while rank 0 trains alone for example.
-    ends = cast(list[_End], all_gather_object(own, patiently=True))
+    told = all_gather_bytes(pickle.dumps(own), Process.patient)
+    ends: list[_End] = [pickle.loads(end) for end in told]  # what ranks of this user have signed
     if len({str(end) for end in ends}) > 1:
-        told = ", ".join(f"rank {rank} {end}" for rank, end in enumerate(ends))
+        unlike = ", ".join(f"rank {rank} {end}" for rank, end in enumerate(ends))
         raise RuntimeError(
-            f"RankPool: {told} of run; all ranks must make the same calls, in the same order, and after an exception "
+            f"RankPool: {unlike} of run; all ranks must make the same calls, in the same order, and after an exception "
             "go on only where it has come on all; let this one end the process, so that torchrun ends the job"
         )
     _Process.failed, _Process.may_go_on = None, True

@@ -6,7 +6,6 @@ import os
 import socket
 import warnings
 from collections import Counter
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab.comm.mesh import Mesh
+from shardlab.comm.signed import SECRET
 from shardlab.comm.transports import rendezvous
 from shardlab.comm.transports.base import MismatchError
 from shardlab.comm.transports.gloo import GlooTransport
@@ -182,7 +182,7 @@ def cloned(rank, transports):
 
     def elsewhere():
         listener, endpoint = plain()
-        return listener, replace(endpoint, address=endpoint.address + "-there")
+        return listener, endpoint._replace(address=endpoint.address + "-there")
 
     rendezvous._listen = plain if rank else elsewhere
     try:
@@ -221,13 +221,14 @@ def test_who_does_not_know_the_secret_gets_no_memory(pools):
 
 
 def test_another_user_gets_no_memory(monkeypatch):
-    secret = bytes(32)
+    monkeypatch.setenv(SECRET, "of these ranks")
+    own = rendezvous._Endpoint("host", "address")
     for user, expected in ((os.geteuid(), 1), (os.geteuid() + 1, None)):
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with here, there:
-            there.send(rendezvous._HELLO.pack(1, secret))
+            there.send(own.hello(1))
             monkeypatch.setattr(os, "geteuid", lambda user=user: user)
-            assert rendezvous._rank_of(here, secret) == expected
+            assert rendezvous._rank_of(here, own) == expected
 
 
 @pytest.mark.parametrize("somewhere", [apart, without, cloned])

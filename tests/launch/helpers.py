@@ -7,6 +7,8 @@ from pathlib import Path
 
 import psutil
 
+from shardlab.comm.signed import SECRET
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -16,7 +18,8 @@ def scaled(rank: int) -> int:
 
 def script_env() -> dict[str, str]:
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    # The secret, so that torchrun's ranks make no file for it in the home directory.
+    return {SECRET: "of the tests", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def descendants(pid: int) -> list[psutil.Process]:

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardlab.comm.group import all_gather_object
 from shardlab.comm.mesh import Mesh
+from shardlab.comm.signed import all_gather_bytes
 from shardlab.engines import build_engine
 from shardlab.launch import RankError, RankPool, current, launch
 from tests.launch.helpers import scaled
@@ -79,8 +79,8 @@ def test_ranks_are_in_one_group(pools):
         assert (group_rank, world_size) == (rank, 3)
 
 
-def test_all_gather_object(pools):
-    assert pools(3).run(lambda rank: all_gather_object({"rank": rank})) == [[{"rank": r} for r in range(3)]] * 3
+def test_all_gather_bytes(pools):
+    assert pools(3).run(lambda rank: all_gather_bytes(b"x" * rank)) == [[b"", b"x", b"xx"]] * 3
 
 
 def test_ranks_stay_warm_and_restart_on_demand():

@@ -2,8 +2,8 @@
 
 The memory has no name (``memfd_create``), and the Unix sockets are in the kernel's abstract namespace: whatever ends a
 process, nothing stays behind. Any process of the host may connect to such a socket. So a rank takes a connection only
-from a process of its own user, by the kernel's word (``SO_PEERCRED``), that knows the listener's secret; the ranks tell
-each other their secrets over their group.
+from a process of its own user, by the kernel's word (``SO_PEERCRED``), that signs its hello with the ranks' secret
+(``comm.signed``). What the ranks tell each other over their group, where another user may listen, is no secret.
 
 Two hosts may look like one: a cloned virtual machine has the same boot id. Then a rank cannot be reached under its
 address, and all ranks of the group use gloo instead.
@@ -11,36 +11,39 @@ address, and all ranks of the group use gloo instead.
 
 import contextlib
 import hmac
+import json
 import mmap
 import os
-import secrets
 import socket
 import struct
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from shardlab.comm.signed import all_gather_bytes, signature
 from shardlab.comm.transports.shared_buffers import SharedBuffers
 
 HALF_BYTES = 2 * 1024**2  # of a buffer: smaller ones synchronise more often, larger ones leave the cache
-_HELLO = struct.Struct("=I32s")  # rank in the group, the listener's secret
+_HELLO = struct.Struct("=I32s")  # rank in the group, its signature for this listener
 _CREDENTIALS = struct.Struct("=iII")  # process, user and group, as the kernel gives them
 _BACKLOG = 128  # of connections: room for some that do not belong here
 _HELLO_S = 5.0  # a stranger may connect and say nothing
 
 
-@dataclass(frozen=True)
-class _Endpoint:
+class _Endpoint(NamedTuple):
     """Where a rank can be reached, and by whom: only processes of the same ``host`` can share memory with it."""
 
     host: str
     address: str
-    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+
+    def hello(self, rank: int) -> bytes:
+        """What the rank of the group that connects here says first."""
+        return _HELLO.pack(rank, signature(f"rank {rank} connects to {self.address}"))
 
 
 def share_buffers(group: dist.ProcessGroup, timeout: timedelta, half_bytes: int = HALF_BYTES) -> SharedBuffers | None:
@@ -59,9 +62,8 @@ def share_buffers(group: dist.ProcessGroup, timeout: timedelta, half_bytes: int 
         listener, own = _listen()
         if listener is not None:
             stack.enter_context(listener)
-        endpoints: list[_Endpoint] = [own] * num_ranks
         # Also by a rank without shared memory: the others wait for its answer, and all must decide alike.
-        dist.all_gather_object(endpoints, own, group=group)
+        endpoints = [_Endpoint(*json.loads(told)) for told in all_gather_bytes(json.dumps(own).encode(), group)]
         if listener is None or len({endpoint.host for endpoint in endpoints}) > 1:
             return None
         sockets = _connected(rank, endpoints)
@@ -105,7 +107,7 @@ def _connected(rank: int, endpoints: list[_Endpoint]) -> dict[int, socket.socket
             peer.connect(endpoints[other].address)
             if not _is_own_user(peer):
                 raise PermissionError(f"rank {other} belongs to another user")
-            peer.send(_HELLO.pack(rank, endpoints[other].secret))
+            peer.send(endpoints[other].hello(rank))
         except OSError:
             _close(sockets)
             return None
@@ -123,7 +125,7 @@ def _accepted(rank: int, listener: socket.socket, own: _Endpoint, num_ranks: int
     sockets: dict[int, socket.socket] = {}
     while len(sockets) < num_ranks - 1 - rank:
         peer, _ = listener.accept()
-        other = _rank_of(peer, own.secret)
+        other = _rank_of(peer, own)
         if other is None:
             peer.close()
         else:
@@ -131,7 +133,7 @@ def _accepted(rank: int, listener: socket.socket, own: _Endpoint, num_ranks: int
     return sockets
 
 
-def _rank_of(peer: socket.socket, secret: bytes) -> int | None:
+def _rank_of(peer: socket.socket, own: _Endpoint) -> int | None:
     """The rank that has connected; None for anybody else."""
     if not _is_own_user(peer):
         return None
@@ -142,8 +144,8 @@ def _rank_of(peer: socket.socket, secret: bytes) -> int | None:
         return None
     if len(hello) != _HELLO.size:
         return None
-    other, told = _HELLO.unpack(hello)
-    return int(other) if hmac.compare_digest(told, secret) else None
+    other = int(_HELLO.unpack(hello)[0])
+    return other if hmac.compare_digest(hello, own.hello(other)) else None
 
 
 def _is_own_user(peer: socket.socket) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardlab.comm.coalesced import broadcast_coalesced
 from shardlab.comm.communicator import Communicator
+from shardlab.comm.signed import checked, signed
 from shardlab.comm.slices import cut_state, merge_state
 from shardlab.engines.agreement import all_or_none, share_texts
 from shardlab.engines.state import Checkpointed
@@ -106,9 +107,9 @@ def _of_first(comms: Sequence[Communicator], device: torch.device, values: dict[
 def _pickled(values: dict[str, Any]) -> str:
     file = io.BytesIO()
     torch.save(values, file)
-    return base64.b64encode(file.getvalue()).decode()
+    return base64.b64encode(signed(_EXTRA_STATE, file.getvalue())).decode()
 
 
 def _unpickled(text: str) -> Any:
-    # It may hold any class of the user's. A rank of this very run wrote it, so it can be trusted.
-    return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=False)
+    # It may hold any class of the user's; its signature says that a rank wrote it.
+    return torch.load(io.BytesIO(checked(_EXTRA_STATE, base64.b64decode(text))), weights_only=False)
