@@ -239,7 +239,8 @@ class EngineState(Checkpointed, ABC):
     def load(self, directory: str | Path, **objects: Stateful) -> Any:
         """Continue from a checkpoint; collective. Each rank reads what it holds. Gradients are cleared.
 
-        Each rank restores the random generators of the rank with its number; if there was none, it keeps its own.
+        Each rank restores the random generators of the rank with its number; if there was none, they are seeded with
+        that number and the state of the first rank, so that each rank draws numbers of its own.
         The ranks first read all files to compare their checksums, each rank its share of them.
 
         Args:

@@ -21,12 +21,11 @@ from torch import nn
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
-from shardlab.engines.checkpoint import save as save_module
 from shardlab.engines.checkpoint import directory as directory_module
 from shardlab.engines.checkpoint import gather as gather_module
-from shardlab.engines.checkpoint.manifest import decode, encode
+from shardlab.engines.checkpoint import save as save_module
+from shardlab.engines.checkpoint.manifest import decode, encode, read_manifest
 from shardlab.engines.checkpoint.shard_files import ShardFiles
-from shardlab.engines.checkpoint.manifest import read_manifest
 from shardlab.engines.grad_scaler import GradScaler
 from shardlab.launch.errors import RankDied
 from tests.comm.test_communicator import Log
@@ -365,6 +364,27 @@ def test_random_generators_go_on_rank_by_rank(pools, tmp_path):
     assert results[0][2] != results[1][2]
 
 
+def draws_on_more_ranks(rank, directory, num_ranks):
+    """After a load by ranks that were all seeded alike, as scripts do."""
+    torch.manual_seed(rank)
+    with Mesh({"data": num_ranks}) as mesh, build("fsdp", "MLP", mesh) as engine:
+        if num_ranks == 2:
+            return engine.save(directory)
+        for generator in (torch.manual_seed, random.seed, np.random.seed):
+            generator(99)
+        engine.load(directory)
+        return draws()
+
+
+def test_on_more_ranks_each_draws_numbers_of_its_own(pools, tmp_path):
+    pools(2).run(draws_on_more_ranks, tmp_path, 2)
+    for num_ranks in (3, 4):
+        first, again = (pools(num_ranks).run(draws_on_more_ranks, tmp_path, num_ranks) for _ in range(2))
+        assert first == again
+        for drawn in zip(*first, strict=True):
+            assert len(set(map(str, drawn))) == num_ranks, drawn
+
+
 class WithExtraState(Batched):
     """Buffers of two dtypes, one that no state dict has, and state of its own."""
 
@@ -497,10 +517,12 @@ def saved_twice(rank, directory, kill=None):
         engine.save(directory)
 
 
-def loaded(rank, directory):
+def loaded(rank, directory, *, dies=False):
     with Mesh({"data": 2}) as mesh, build("zero3", "MLP", mesh, seed=9) as engine:
         engine.load(directory)
         state, num_steps = engine.full_state_dict(), engine.num_steps
+        if dies and rank == 0:
+            directory_module.shutil.rmtree = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
         engine.save(directory)
         return state, num_steps
 
@@ -511,12 +533,14 @@ def test_a_kill_leaves_a_whole_checkpoint(pools, tmp_path, point):
         pools(2).run(saved_twice, tmp_path, KILLS[point])
     steps = KILLS[point][3]
     model, _ = plain("MLP", steps=range(steps))
+    if point == "latest, old one not yet removed":  # as the run that goes on from it is
+        with pytest.raises(RankDied):
+            pools(2).run(loaded, tmp_path, dies=True)
+        assert len(list(tmp_path.iterdir())) == 4
     for state, num_steps in pools(2).run(loaded, tmp_path):
         assert num_steps == steps
         assert_same_model(state, model)
-    # The next save clears away what was left, but no complete version that its engine has neither written nor loaded.
-    is_complete = point in ("renamed, not yet latest", "latest, old one not yet removed")
-    assert len(list(tmp_path.iterdir())) == 2 + is_complete, "'latest' and one version"
+    assert len(list(tmp_path.iterdir())) == 2, "the next save clears away all but 'latest' and one version"
 
 
 def fails_to_write(rank, directory):
@@ -546,6 +570,7 @@ def fails_to_write(rank, directory):
 def test_a_rank_that_cannot_write_fails_all(pools, tmp_path):
     message = "OSError: [Errno 28] No space left on device (on rank 1)"
     assert pools(2).run(fails_to_write, tmp_path) == [(message, True)] * 2
+    assert len(list(tmp_path.iterdir())) == 2, "nothing of what failed stays"
 
 
 class Complex(nn.Module):
@@ -747,7 +772,7 @@ def test_two_writers_at_once_lose_nothing(tmp_path):
     assert directory_module.latest(tmp_path).name in left
 
 
-def goes_on_from_the_others(rank, directory):  # noqa: ARG001
+def goes_on_from_the_others(rank, directory):
     """A run on this rank alone, which replaces whatever version it has loaded, its own or another's."""
     with build_engine("single", torch.nn.Linear(3, 3), lambda params: torch.optim.SGD(params, lr=0.1)) as engine:
         for _ in range(40):

@@ -2,12 +2,13 @@
 
     directory/
       latest                       one line, the name of the current version
-      version-000002/              manifest.json, rank-00000.safetensors, rank-00001.safetensors, ...
+      version-000002/              manifest.json, rank-00000.safetensors, rank-00001.safetensors, ..., replaces
       version-000003.partial/      being written, or left by a run that was killed
 
 A rename is atomic, writing a folder of files is not. So a version is written under another name, synced to disk and
 renamed; only then is ``latest``, one small file that is replaced atomically, set to its name. Wherever a run is killed,
-``latest`` names a complete version; the next save removes what was left.
+``latest`` names a complete version; the next save removes what was left. A version also says which ones it replaces:
+if its run is killed before it removes them, the run that goes on from it does.
 
 Several runs may write into one directory, by mistake or not. Each then has its own versions, and ``latest`` names the
 one that was completed last. A run replaces only versions that it wrote or loaded. Whoever uses a version holds a lock
@@ -32,6 +33,7 @@ from torch import Tensor
 
 LATEST = "latest"
 MANIFEST = "manifest.json"
+_REPLACES = "replaces"
 _PARTIAL = ".partial"
 _SEAL = ',\n"checksum": '  # of all that stands before it in a JSON file
 _CHUNK_BYTES = 1 << 20
@@ -41,6 +43,8 @@ _VERSION = re.compile(r"version-(\d+)(\.partial)?")
 @contextlib.contextmanager
 def begun(directory: Path) -> Iterator[str]:
     """Make the folder of a new version, and remove versions that were never finished; inside, the version is locked.
+
+    After an error inside, nothing of it stays.
 
     Yields:
         The new version's name.
@@ -55,16 +59,19 @@ def begun(directory: Path) -> Iterator[str]:
     for entry in directory.iterdir():
         if found := _VERSION.fullmatch(entry.name):
             numbers.append(int(found[1]))
-            if found[2]:
-                # Where the file system has no locks it stays: another run may be writing it at this moment.
-                _remove_unless_used(entry, if_unknown=False)
+            if _is_left(entry):
+                _remove_unless_used(entry, only_left=True)
     with contextlib.ExitStack() as stack:
         version = ""
         # Two runs may count to the same number: the one whose ``mkdir`` comes first has it, the other counts on.
         while not version:
             numbers.append(max(numbers) + 1)
             version = _claimed(directory, f"version-{numbers[-1]:06d}", stack)
-        yield version
+        try:
+            yield version
+        except BaseException:
+            shutil.rmtree(partial_folder(directory, version), ignore_errors=True)
+            raise
 
 
 def partial_folder(directory: Path, version: str) -> Path:
@@ -80,7 +87,8 @@ def publish(directory: Path, version: str, replaced: Iterable[Path] = ()) -> Non
         version: what ``begun`` gave.
         replaced: folders of versions; one that is read at this moment, or is in another directory, stays.
     """
-    partial = partial_folder(directory, version)
+    partial, replaced = partial_folder(directory, version), list(replaced)
+    _write_text(partial / _REPLACES, "".join(f"{_line(folder)}\n" for folder in replaced))
     note = partial / LATEST  # in a folder of its own until it is renamed: another run may publish at the same time
     _write_text(note, version + "\n")
     # A rename may reach the disk before the data it names, so each rename comes after a sync of that data.
@@ -92,7 +100,7 @@ def publish(directory: Path, version: str, replaced: Iterable[Path] = ()) -> Non
     # Only now, when ``latest`` on the disk no longer names an older version.
     for folder in replaced:
         if folder.parent == directory.resolve() and folder.name != version and folder.is_dir():
-            _remove_unless_used(folder, if_unknown=True)
+            _remove_unless_used(folder, only_left=False)
 
 
 def latest(directory: Path) -> Path:
@@ -114,6 +122,14 @@ def latest(directory: Path) -> Path:
     if not (directory / name).is_dir():
         raise ValueError(f"directory: {directory / name}, which '{LATEST}' names, does not exist")
     return directory / name
+
+
+def replaced_by(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Versions that this one replaces and that its run has not removed, with what identifies them."""
+    note = folder / _REPLACES
+    lines = note.read_text(errors="replace").splitlines() if note.is_file() else []
+    older = {path: identity(path) for path in folder.resolve().parent.iterdir() if _VERSION.fullmatch(path.name)}
+    return {path: known for path, known in older.items() if known is not None and _line(path) in lines}
 
 
 @contextlib.contextmanager
@@ -142,9 +158,14 @@ def identity(folder: Path) -> tuple[int, int] | None:
     """
     try:
         status = (folder / MANIFEST).stat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return status.st_ino, status.st_mtime_ns
+
+
+def _line(folder: Path) -> str:
+    """A version as those say it that replace it; it tells another version of this name."""
+    return f"{folder.name} {identity(folder)}"
 
 
 def _claimed(directory: Path, version: str, stack: contextlib.ExitStack) -> str:
@@ -165,16 +186,22 @@ def _claimed(directory: Path, version: str, stack: contextlib.ExitStack) -> str:
     return version
 
 
-def _remove_unless_used(folder: Path, *, if_unknown: bool) -> None:
+def _is_left(folder: Path) -> bool:
+    """Whether a version was not finished, or finished and not published: then it has the note that makes it current."""
+    return folder.name.endswith(_PARTIAL) or (folder / LATEST).is_file()
+
+
+def _remove_unless_used(folder: Path, *, only_left: bool) -> None:
     """Remove the folder of a version unless somebody writes or reads it.
 
     Args:
         folder: of the version.
-        if_unknown: remove it also where the file system has no locks.
+        only_left: keep one that is published by now, and all where the file system has no locks: another run may be
+            writing it at this moment.
     """
     with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
         is_free = _locked(folder, fcntl.LOCK_EX, stack)
-        if is_free or (is_free is None and if_unknown):
+        if (is_free and _is_left(folder)) if only_left else is_free is not False:
             # Under the lock, so that nobody begins to read it while it goes.
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardlab.engines.agreement import all_or_none, number_among, share_texts
-from shardlab.engines.checkpoint.directory import identity, reading
+from shardlab.engines.checkpoint.directory import identity, reading, replaced_by
 from shardlab.engines.checkpoint.manifest import Manifest, read_manifest
 from shardlab.engines.checkpoint.optimizer_state import (
     check_state_shape,
@@ -26,7 +26,7 @@ from shardlab.engines.checkpoint.optimizer_state import (
     install_state,
     named_groups,
 )
-from shardlab.engines.checkpoint.rng import check_rng_state, set_rng_state
+from shardlab.engines.checkpoint.rng import check_rng_states, restore_rng
 from shardlab.engines.checkpoint.save import check_mesh
 from shardlab.engines.checkpoint.shard_files import ShardFiles
 from shardlab.engines.checkpoint.shards import Kind, described, persistent_buffers, whole_shape_of, with_extra_state
@@ -61,8 +61,7 @@ def _fitting(engine: Checkpointed, folder: Path, objects: Mapping[str, Stateful]
     check_present(folder, manifest)
     _check_optimizer(engine, manifest)
     _check_objects(objects, manifest)
-    if engine.data_rank < len(manifest.rng):
-        check_rng_state(manifest.rng[engine.data_rank])
+    check_rng_states(manifest.rng)
     return manifest
 
 
@@ -88,10 +87,9 @@ def _restore(engine: Checkpointed, folder: Path, manifest: Manifest) -> None:
     engine.num_steps = manifest.num_steps
     # Only a version that was loaded to the end counts as this engine's, which its next save may replace.
     if (loaded := identity(folder)) is not None:
-        engine.own_checkpoints[folder.resolve()] = loaded
+        engine.own_checkpoints.update({**replaced_by(folder), folder.resolve(): loaded})
     # Last: the load_state_dict() of a user's optimizer may draw numbers, which would advance the generators.
-    if engine.data_rank < len(manifest.rng):
-        set_rng_state(manifest.rng[engine.data_rank], engine.mesh.device)
+    restore_rng(manifest.rng, engine.data_rank, engine.mesh.device)
 
 
 def _restore_optimizer(engine: Checkpointed, files: ShardFiles, manifest: Manifest) -> None:

@@ -1,6 +1,8 @@
 """The random generators a training run draws from: torch's on the CPU and on this rank's GPU, Python's, numpy's."""
 
+import hashlib
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,23 +22,35 @@ def rng_state(device: torch.device) -> dict[str, Any]:
     return state
 
 
-def check_rng_state(state: dict[str, Any]) -> None:
-    """Refuse what ``set_rng_state`` could not set; no generator changes.
+def check_rng_states(states: Sequence[dict[str, Any]]) -> None:
+    """Refuse what ``restore_rng`` could not set; no generator changes.
 
     Raises:
-        ValueError: it is no state of these generators.
+        ValueError: they are no states of these generators.
     """
     try:
-        torch.Generator().set_state(state["torch"])
-        random.Random().setstate(state["python"])
-        kind, keys, place, has_gauss, cached = state["numpy"]
-        np.random.RandomState().set_state((kind, keys.numpy().astype(np.uint32), place, has_gauss, cached))
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"rng: the states of the random generators are damaged: {error}") from None
+        for state in (states[0], *states):  # there is at least one
+            torch.Generator().set_state(state["torch"])
+            random.Random().setstate(state["python"])
+            kind, keys, place, has_gauss, cached = state["numpy"]
+            np.random.RandomState().set_state((kind, keys.numpy().astype(np.uint32), place, has_gauss, cached))
+    except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"rng: the states of the random generators are damaged: {error!r}") from None
 
 
-def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Set every generator to what ``rng_state`` gave; a generator that is not in it keeps its state."""
+def restore_rng(states: Sequence[dict[str, Any]], rank: int, device: torch.device) -> None:
+    """Set every generator to what ``rng_state`` gave on the rank of this number.
+
+    A rank that the checkpoint does not have is seeded with its number and the first rank's state: else new ranks that
+    were all seeded alike, as is usual, would draw the same numbers. A generator that a state lacks keeps its own.
+    """
+    if rank >= len(states):
+        drawn = hashlib.sha256(f"{rank} ".encode() + states[0]["torch"].numpy().tobytes()).digest()
+        torch.manual_seed(int.from_bytes(drawn[:7]))  # CUDA's generators too
+        random.seed(drawn)
+        np.random.seed(np.frombuffer(drawn, dtype=np.uint32))
+        return
+    state = states[rank]
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     kind, keys, place, has_gauss, cached = state["numpy"]
