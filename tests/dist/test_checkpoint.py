@@ -639,6 +639,16 @@ def edit_rows(folder, **changes):
     edit_manifest(folder, rows=[{**row, **changes} if row["kind"] == "state" else row for row in rows])
 
 
+def edit_group(folder, **changes):
+    (group,) = directory_module.read_json(folder / "manifest.json")["groups"]
+    edit_manifest(folder, groups=[{**group, **changes}])
+
+
+def nested(folder):
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"extra": ', '"extra": ' + "[" * 100_000 + "]" * 100_000 + ', "x": ', 1))
+
+
 def flip(path, place):
     raw = bytearray(path.read_bytes())
     raw[place] ^= 1
@@ -679,6 +689,20 @@ SPOILED = {
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), {}, r"manifest: .*manifest\.json is missing"),
     "damaged manifest": (lambda folder: truncate(folder / "manifest.json"), {}, "manifest: .* is damaged"),
     "unknown field": (lambda folder: edit_manifest(folder, colour=1), {}, "manifest: .* is damaged: .*colour"),
+    "text for a rate": (
+        lambda folder: edit_group(folder, lr="0.1"),
+        {},
+        "param_groups: 'lr' of group 0 is '0.1' .* 0.01",
+    ),
+    "three betas": (
+        lambda folder: edit_group(folder, betas=[0.9, 0.9, 0.9]),
+        {},
+        r"param_groups: 'betas' .*\(0.9, 0.9",
+    ),
+    "no names": (lambda folder: edit_group(folder, params=None), {}, "manifest: .* is damaged: TypeError"),
+    "no dict": (lambda folder: edit_manifest(folder, parameters={"0.weight": 3}), {}, "parameters: .*|is damaged"),
+    "no shape": (lambda folder: edit_rows(folder, shape=None), {}, "manifest: .* is damaged: TypeError"),
+    "deep": (nested, {}, "manifest: .* is damaged: maximum recursion"),
     "newer format": (lambda folder: edit_manifest(folder, format=4), {}, "manifest: .* has format 4"),
     "flipped digit": (flip_digit_of_steps, {}, "manifest: .* is damaged: its checksum"),
     "flipped bit": (lambda folder: flip(folder / "rank-00001.safetensors", -3), {}, "file: .*00001.* checksum"),
@@ -714,6 +738,7 @@ def test_what_cannot_be_loaded_is_named_on_all_ranks_and_changes_nothing(pools, 
         assert (first, unchanged) == second
         assert unchanged
         assert re.search(words, first), f"{name}: {first}"
+        assert str(directory) in first or str(directory.parent) in first, f"{name}: {first}"
 
 
 def test_a_version_of_a_format_without_checksums_is_read(pools, tmp_path):

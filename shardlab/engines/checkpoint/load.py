@@ -8,8 +8,8 @@ Bytes read per rank for P fp32 parameters with Adam: ZeRO-3 and FSDP 12P/N, ZeRO
 before that 12P/N for the checksums. The wire carries only a few words.
 """
 
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardlab.engines.agreement import all_or_none, number_among, share_texts
-from shardlab.engines.checkpoint.directory import identity, reading, replaced_by
+from shardlab.engines.checkpoint.directory import MANIFEST, identity, reading, replaced_by
 from shardlab.engines.checkpoint.manifest import Manifest, read_manifest
 from shardlab.engines.checkpoint.optimizer_state import (
     check_state_shape,
@@ -47,7 +47,7 @@ def load_checkpoint(engine: Checkpointed, directory: Path, objects: Mapping[str,
         # Every rank has checked everything before the first tensor changes on any rank. The user's own code comes
         # before the tensors, since nobody else can tell what it refuses.
         all_or_none(comms, device, lambda: check_files(folder, manifest, number, num_ranks))
-        all_or_none(comms, device, lambda: _restore_objects(engine, manifest, objects))
+        all_or_none(comms, device, lambda: _restore_objects(engine, folder, manifest, objects))
         all_or_none(comms, device, lambda: _restore(engine, folder, manifest))
     return manifest.extra
 
@@ -56,20 +56,35 @@ def _fitting(engine: Checkpointed, folder: Path, objects: Mapping[str, Stateful]
     """The manifest, if this engine can load it."""
     check_mesh(engine)
     manifest = read_manifest(folder)
-    _check_model(engine, manifest)
-    check_manifest(manifest)
-    check_present(folder, manifest)
-    _check_optimizer(engine, manifest)
-    _check_objects(objects, manifest)
-    check_rng_states(manifest.rng)
+    with _naming(folder):
+        _check_model(engine, manifest)
+        check_manifest(manifest)
+        check_present(folder, manifest)
+        _check_optimizer(engine, manifest)
+        _check_objects(objects, manifest)
+        check_rng_states(manifest.rng)
     return manifest
 
 
-def _restore_objects(engine: Checkpointed, manifest: Manifest, objects: Mapping[str, Stateful]) -> None:
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Have errors inside say which version they are about; of what no save has written, any error may come."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(str(error) if str(folder) in str(error) else f"{error} (in {folder / MANIFEST})") from error
+    except Exception as error:
+        raise ValueError(f"manifest: {folder / MANIFEST} is damaged: {error!r}") from error
+
+
+def _restore_objects(engine: Checkpointed, folder: Path, manifest: Manifest, objects: Mapping[str, Stateful]) -> None:
     for name, module in with_extra_state(engine.module).items():
         module.set_extra_state(manifest.module_state[name])
     for name, thing in objects.items():
-        thing.load_state_dict(manifest.objects[name])
+        try:
+            thing.load_state_dict(manifest.objects[name])
+        except Exception as error:
+            raise RuntimeError(f"objects: {name!r} cannot load what {folder / MANIFEST} has: {error!r}") from error
 
 
 def _restore(engine: Checkpointed, folder: Path, manifest: Manifest) -> None:
@@ -104,8 +119,8 @@ def _restore_optimizer(engine: Checkpointed, files: ShardFiles, manifest: Manife
         return state
 
     own = named_groups(engine)
-    # The order within a group is this model's, the options are the checkpoint's.
-    groups = [{**saved, "params": group["params"]} for saved, group in zip(manifest.groups, own, strict=True)]
+    # The order within a group is this model's, the options are the checkpoint's, as far as it has them.
+    groups = [{**group, **saved, "params": group["params"]} for saved, group in zip(manifest.groups, own, strict=True)]
     install_state(engine, groups, state_of)
 
 
@@ -139,11 +154,28 @@ def _check_optimizer(engine: Checkpointed, manifest: Manifest) -> None:
                 f"param_groups: group {number} of the checkpoint and of the engine's optimizer differ in "
                 f"{_listed(sorted(differing))}"
             )
+        for key in saved.keys() & own.keys():
+            if not _is_alike(saved[key], own[key]):
+                raise ValueError(
+                    f"param_groups: {key!r} of group {number} is {saved[key]!r:.60} in the checkpoint, and "
+                    f"{own[key]!r:.60} in the engine's optimizer"
+                )
     for name in engine.params:
         for key, rows in manifest.tensors_of(Kind.STATE, name).items():
             check_state_shape(engine, name, key, tuple(rows[0].shape))
         for key, value in manifest.values.get(name, {}).items():
             check_state_value(engine, name, key, value)
+
+
+def _is_alike(saved: Any, own: Any) -> bool:
+    """Whether an option can stand for the optimizer's own: a number for a number, two betas for two."""
+    if isinstance(own, bool):
+        return saved is None or isinstance(saved, bool)  # None: torch decides, as it does of ``foreach``
+    if isinstance(own, tuple):
+        return isinstance(saved, tuple | list) and len(saved) == len(own) and all(map(_is_alike, saved, own))
+    if isinstance(own, int | float | Tensor):
+        return isinstance(saved, int | float | Tensor) and not isinstance(saved, bool)
+    return True
 
 
 def _check_objects(wanted: Iterable[str], manifest: Manifest) -> None:

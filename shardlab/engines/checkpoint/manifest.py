@@ -144,7 +144,7 @@ def read_manifest(folder: Path) -> Manifest:
         if format_number < FORMAT:
             written["checksums"] = {row.file: "" for row in rows}
         return Manifest(**{key: decode(value) for key, value in written.items()}, rows=rows)
-    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:  # RecursionError is the last's
         raise ValueError(f"manifest: {path} is damaged: {error}") from None
 
 
