@@ -79,7 +79,9 @@ def compare(out: Out = None, overwrite: Overwrite = False, **chosen: Any) -> Non
         experiment.prepare(config, directory, overwrite=overwrite)
     comparison = _with_progress(config, directory)
     if experiment.is_reporter():
-        print_result(comparison, config, experiment.write_report(comparison, config))
+        with bad_input():
+            page = experiment.write_report(comparison, config)
+        print_result(comparison, config, page)
     if not comparison.losses_equal:
         raise typer.Exit(1)
 

@@ -136,11 +136,15 @@ def exercises_in(path: Path | str) -> list[Exercise]:
     """The exercises that a teacher's file holds under names of its own.
 
     Raises:
-        ValueError: there is no such file, or no exercise in it.
+        ValueError: there is no such file, it is no Python, or there is no exercise in it.
     """
-    if not Path(path).is_file():
-        raise ValueError(f"with: there is no file {path}; name a .py file that holds exercises")
-    found = [value for value in vars(import_file(str(Path(path).resolve()))).values() if isinstance(value, Exercise)]
+    if not Path(path).is_file() or Path(path).suffix != ".py":
+        raise ValueError(f"with: there is no file {path} of Python; name a .py file that holds exercises")
+    try:
+        module = import_file(str(Path(path).resolve()))
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"with: {path} cannot be imported: {type(error).__name__}: {error}") from error
+    found = [value for value in vars(module).values() if isinstance(value, Exercise)]
     if not found:
         raise ValueError(f"with: {path} holds no exercise; give one a name in it, as MINE = Exercise(...)")
     return found

@@ -63,6 +63,7 @@ class CompareConfig(CompareOptions):
         else:
             self._check_workload()
         self._check_numbers()
+        check_ranks(self.ranks, self.device, self.strategies, self.transport, self.link)
         self._check_batch()
         # After the batch has been checked: a built-in workload is made from its rows.
         self.__dict__["trained"] = with_plan(self, self.trained)  # in the place of the cached property
@@ -73,7 +74,6 @@ class CompareConfig(CompareOptions):
             Link.parse(self.link)
         self._check_peers()
         check_resume(self, self.resumed_rows)
-        check_ranks(self.ranks, self.device, self.strategies, self.transport, self.link)
         if self.workload is None:
             load_text(self.text, self.seq_len)
 

@@ -20,6 +20,7 @@ from shardlab.analysis.overlap import COMPUTE_KINDS, overlap
 from shardlab.analysis.timed import in_timed_steps, timed_steps
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.directory import write_page
 from shardlab.experiment.saved import config_of
 from shardlab.experiment.summary import PLANNED, readable_summary, reference_of
 from shardlab.experiment.verdicts import transports_of, verdicts
@@ -59,10 +60,9 @@ PATH = (
 def write_report(comparison: Comparison, config: CompareConfig | None = None) -> Path:
     """Write ``report.html`` beside the records and return its path; without ``config`` the records say it."""
     config = config_of(comparison.records) if config is None else config
-    path = comparison.directory / "report.html"
     title = f"{config.title} on {config.ranks} {'rank' if config.ranks == 1 else 'ranks'}"
-    path.write_text(report_page(title, _lead(comparison, config), _tables(comparison), _figures(comparison)))
-    return path
+    page = report_page(title, _lead(comparison, config), _tables(comparison), _figures(comparison))
+    return write_page(comparison.directory / "report.html", page)
 
 
 def _lead(comparison: Comparison, config: CompareConfig) -> str:

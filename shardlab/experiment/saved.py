@@ -13,9 +13,10 @@ from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import run_directory
 from shardlab.experiment.planned import against_plan
 from shardlab.experiment.summary import COLUMNS, summarise
+from shardlab.field_types import check_types
 from shardlab.trace.store import Records, load_runs, run_directories, whole_steps
 
-NEEDED = ("config", "versions", "devices", "backend")
+NEEDED = ("config", "versions", "devices", "backend", "ranks", "mesh", "padding_bytes", "recorder_share")
 
 
 def load_comparison(directory: Path | str) -> Comparison:
@@ -36,7 +37,7 @@ def load_comparison(directory: Path | str) -> Comparison:
 def _summary(path: Path) -> pd.DataFrame:
     try:
         rows = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         rows, why = None, f"it is no JSON: {error}"
     else:
         why = "it is no list of rows with a strategy each"
@@ -67,14 +68,29 @@ def load_saved(directory: Path | str) -> tuple[Comparison, CompareConfig]:
                 f"run: {directory / 'summary.json'} has no {', '.join(missing)}: an older shardlab wrote it; remove "
                 "the file, and the summary is computed again from the records"
             )
+        check_steps(comparison.records, directory)
         return comparison, config_of(comparison.records)
     records = whole_steps(load_runs(run_directories(directory)))
     config = config_of(records)
+    check_steps(records, directory)
+    rows = [row | against_plan(row["strategy"], records, None) for row in summarise(records, config.dtype)]
+    rows.sort(key=lambda row: [*config.strategies, row["strategy"]].index(row["strategy"]))
+    return Comparison(pd.DataFrame(rows), records, directory), config
+
+
+def check_steps(records: Records, directory: Path) -> None:
+    """Raise ValueError unless a step was finished."""
     if not len(records.steps):
         raise ValueError(f"run: in {directory} no rank has finished a step, so there is nothing to report")
-    rows = [row | against_plan(row["strategy"], records, None) for row in summarise(records, config.dtype)]
-    rows.sort(key=lambda row: config.strategies.index(row["strategy"]))
-    return Comparison(pd.DataFrame(rows), records, directory), config
+
+
+def check_complete(records: Records, by: str) -> None:
+    """Raise ValueError unless the manifests have what the report of a command needs."""
+    for run, manifest in records.manifests.items():
+        if missing := [name for name in NEEDED if name not in manifest]:
+            raise ValueError(
+                f"run: the manifest of {run} has no {', '.join(missing)}, so {by!r} did not write it; load_run reads it"
+            )
 
 
 def config_of(records: Records) -> CompareConfig:
@@ -83,19 +99,20 @@ def config_of(records: Records) -> CompareConfig:
     Raises:
         ValueError: ``compare`` did not write a manifest.
     """
+    check_complete(records, "compare")
     known: dict[str, Any] = {}
     for run, manifest in records.manifests.items():
-        missing = [name for name in NEEDED if name not in manifest]
-        if missing:
-            raise ValueError(
-                f"run: the manifest of {run} has no {', '.join(missing)}, so 'compare' did not write it; "
-                "load_run reads it"
-            )
+        if not manifest["config"].get("strategies"):
+            raise ValueError(f"run: the configuration in the manifest of {run} is damaged: it names no strategies")
         known |= fields_of(manifest)
     config = object.__new__(CompareConfig)
     for field in fields(CompareConfig):
         value = known.get(field.name, field.default)
         object.__setattr__(config, field.name, tuple(value) if isinstance(value, list) else value)
+    try:
+        check_types(config, besides=("strategies", "workload", "wrap"))  # these are checked with the manifest
+    except ValueError as error:
+        raise ValueError(f"run: the configuration in the manifests is damaged: {error}") from None
     return config
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from shardlab.comm.torch_engine_groups import check_torch_engines
 from shardlab.comm.transports.choice import check_transport
-from shardlab.launch.placement import place, torchrun_env
+from shardlab.launch.placement import MOST_RANKS, place, torchrun_env
 from shardlab.launch.pool import RankPool
 
 
@@ -26,6 +26,8 @@ def check_ranks(
     env = torchrun_env()
     if env is not None and env.world_size != ranks:
         raise ValueError(f"ranks: {ranks}, but torchrun started {env.world_size} processes; the numbers must be equal")
+    if env is None and ranks > MOST_RANKS:
+        raise ValueError(f"ranks: {ranks} was given; one machine starts at most {MOST_RANKS}")
     placement = place(ranks, device)
     check_transport(placement.backend, transport, link)
     # Under torchrun a process may see its own GPU alone; there the engines themselves refuse.

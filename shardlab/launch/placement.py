@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+MOST_RANKS = 1024  # that one machine starts: each is a process with a torch of its own
 DEVICES = ("auto", "cpu", "cuda")
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"  # NCCL's own switch, in the environment; an NCCL before 2.30 refuses the ranks
 _GPU_OF = "shardlab/gpu of rank {}"
@@ -54,9 +55,11 @@ def place(world_size: int, device: str = "auto") -> Placement:
         device: ``auto`` (GPUs where there are any), ``cpu`` or ``cuda``.
 
     Raises:
-        ValueError: ``world_size`` below 1, an unknown ``device``, or ``cuda`` on a machine without a GPU.
+        ValueError: ``world_size`` below 1 or too large, an unknown ``device``, or ``cuda`` on a machine without a GPU.
     """
     check_world_size(world_size)
+    if world_size > MOST_RANKS:
+        raise ValueError(f"world_size: {world_size} is given; one machine starts at most {MOST_RANKS} ranks")
     if device not in DEVICES:
         raise ValueError(f"device: {device!r} is not one of {', '.join(DEVICES)}")
     # device_count asks the driver's management library; it leaves this process free of a CUDA context.

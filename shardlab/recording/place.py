@@ -1,7 +1,6 @@
 """What a rank knows of a record without asking the others: its number, the directory, the origin of time."""
 
 import os
-import re
 import time
 from datetime import datetime
 from pathlib import Path
@@ -10,13 +9,10 @@ from typing import NamedTuple
 import psutil
 import torch.distributed as dist
 
-from shardlab.experiment.directory import another, made
+from shardlab.experiment.directory import OF_A_RANK, OF_FIRST, another, made
 from shardlab.launch.placement import torchrun_env
-from shardlab.tables import TABLES
 
-_OF_A_RANK = re.compile(rf"(?:(?:{'|'.join(TABLES)})\.)?rank(\d+)\.(?:journal|parquet)")
 _MANIFEST, _PART = "manifest.json", "manifest.json.part"
-_OF_FIRST = {_MANIFEST, _PART, "report.html"}
 
 
 class Place(NamedTuple):
@@ -46,9 +42,9 @@ def claim(directory: Path, place: Place, *, overwrite: bool = False) -> None:
         ValueError: it holds anything else, is a file, or cannot be made. Then nothing was removed.
     """
     names = made(directory)
-    owners = {name: int(found[1]) for name in names if (found := _OF_A_RANK.fullmatch(name))}
+    owners = {name: int(found[1]) for name in names if (found := OF_A_RANK.fullmatch(name))}
     others = {name for name, rank in owners.items() if rank != place.rank}
-    if overwrite and (foreign := sorted(names - owners.keys() - _OF_FIRST)):
+    if overwrite and (foreign := sorted(names - owners.keys() - OF_FIRST)):
         raise ValueError(
             f"overwrite: {directory} also holds {', '.join(foreign[:3])}, which no record has; name another directory"
         )
@@ -57,7 +53,7 @@ def claim(directory: Path, place: Place, *, overwrite: bool = False) -> None:
         raise ValueError(f"out: {directory} holds {another(directory)}")
     if overwrite:
         of_none = {name for name, rank in owners.items() if rank >= place.num_ranks}
-        for name in (owners.keys() - others) | (of_none | (_OF_FIRST & names) if place.rank == 0 else set()):
+        for name in (owners.keys() - others) | (of_none | (OF_FIRST & names) if place.rank == 0 else set()):
             (directory / name).unlink(missing_ok=True)
 
 

@@ -10,7 +10,9 @@ import plotly.graph_objects as go
 
 from shardlab.analysis.memory import at_rest
 from shardlab.analysis.timed import timed_steps
+from shardlab.experiment.directory import write_page
 from shardlab.experiment.report import explaining_tables, memory_figures, middle_step, time_figures
+from shardlab.experiment.saved import check_complete, check_steps
 from shardlab.experiment.summary import COLUMNS as COMPARED
 from shardlab.experiment.summary import MB, readable_summary, summarise
 from shardlab.plots import collective_timeline, loss_curves, report_page
@@ -65,7 +67,7 @@ def is_recorded(directory: Path) -> bool:
     """Whether ``record`` wrote the directory."""
     try:
         return "recorded" in json.loads((directory / "manifest.json").read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return False
 
 
@@ -76,8 +78,8 @@ def load_recorded(directory: Path) -> Recorded:
         ValueError: a record is damaged, or no step was finished.
     """
     records = whole_steps(load_run(directory))
-    if not len(records.steps):
-        raise ValueError(f"run: in {directory} no rank has finished a step, so there is nothing to report")
+    check_complete(records, "record")
+    check_steps(records, directory)
     mean = records.steps.groupby("step")["loss"].transform("mean")
     records = Records(**{**vars(records), "steps": records.steps.assign(loss=mean)})
     (row,) = summarise(records, "float32")
@@ -87,11 +89,10 @@ def load_recorded(directory: Path) -> Recorded:
 
 def write_report(recorded: Recorded) -> Path:
     """Write ``report.html`` beside the records and return its path."""
-    path = recorded.directory / "report.html"
     ranks = int(recorded.summary["ranks"].iloc[0])
     title = f"{_name(recorded)} on {ranks} {'rank' if ranks == 1 else 'ranks'}"
-    path.write_text(report_page(title, lead(recorded), _tables(recorded), _figures(recorded)))
-    return path
+    page = report_page(title, lead(recorded), _tables(recorded), _figures(recorded))
+    return write_page(recorded.directory / "report.html", page)
 
 
 def _name(recorded: Recorded) -> str:

@@ -28,6 +28,17 @@ from shardlab.trace.journal import Journal
 
 FORMAT = 3  # 1 knew less of the CUDA allocator; 2 had lines of JSON for entries
 STEPS_AT_ONCE = 256  # entries turned into Parquet together: a long run is not held in memory to be finished
+# What a manifest may have under these names, for readers that compute with it: a type, several, [a type] for a list
+# that is not empty, {a key: a type}; ... stands for every key.
+_FIELDS: dict[str, Any] = {
+    "run": str, "ranks": int, "mesh": ({...: int}, None), "devices": [str], "backend": str, "recorded": [str],
+    "versions": {"torch": str, ...: str},
+    "config": {"strategies": ([str], None), "workload": (str, None), "wrap": (str, None)},
+    "workload": {"module": str, "parameters": int, "data": str, "dtypes": ([str], []), "differs_by_rank": ([str], [])},
+    "padding_bytes": int, "recorder_share": (float, int, None), "unwatched_recorder_share": (float, int, None),
+    "not_finite": {...: {...: int}}, "disagreement": str, "drew_random_numbers": bool,
+    "always_watched": int, "watch_every": int,
+}  # fmt: skip
 _ARROW = {"string": pa.string(), "Int64": pa.int64(), "float64": pa.float64(), "boolean": pa.bool_()}
 
 
@@ -118,7 +129,13 @@ def load_run(directory: Path | str) -> Records:
     directory = Path(directory)
     manifest = _manifest(directory)
     tables = _load_tables(directory)
-    return Records(**tables, manifests={manifest.get("run", directory.name): manifest})
+    name = manifest.get("run", directory.name)
+    if "run" in manifest and (others := {run for table in tables.values() for run in table["run"].unique()} - {name}):
+        raise ValueError(
+            f"run: {directory} holds tables of {', '.join(sorted(others))}, and the manifest of {name}; copy all files "
+            "of a run together"
+        )
+    return Records(**tables, manifests={name: manifest})
 
 
 def load_runs(directories: Iterable[Path | str]) -> Records:
@@ -175,14 +192,32 @@ def _manifest(directory: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text())
         version = int(manifest["format"])
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"run: {path} is damaged, or not a manifest of shardlab ({error!r})") from error
     if version != FORMAT:
         age = "a newer" if version > FORMAT else "an older"
         raise ValueError(
             f"directory: {directory} was written in format {version} by {age} shardlab; this one reads format {FORMAT}"
         )
+    for name in manifest.keys() & _FIELDS.keys():
+        if not _fits(manifest[name], _FIELDS[name]):
+            raise ValueError(f"run: {path} is damaged: {name!r} is {manifest[name]!r:.60}, which no run writes there")
     return dict(manifest)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of a kind of ``_FIELDS``."""
+    if isinstance(kind, tuple):
+        return any(_fits(value, each) for each in kind)
+    if isinstance(kind, list):
+        return isinstance(value, list) and bool(value) == bool(kind) and all(_fits(each, kind[0]) for each in value)
+    if isinstance(kind, dict):
+        inside = value if isinstance(value, dict) else {}
+        own = {name: each for name, each in kind.items() if name is not ...}
+        rest = [inside[name] for name in inside.keys() - own.keys()] if ... in kind else []
+        fit = all(_fits(inside.get(name), each) for name, each in own.items())
+        return isinstance(value, dict) and fit and all(_fits(each, kind[...]) for each in rest)
+    return value is None if kind is None else isinstance(value, kind)
 
 
 def _load_tables(directory: Path) -> dict[str, pd.DataFrame]:
@@ -217,14 +252,19 @@ def _check_whole(directory: Path, without: Container[str]) -> None:
 
 def _finished(directory: Path, name: str, without: Container[str]) -> list[pa.Table]:
     paths = sorted(directory.glob(f"{name}.rank*.parquet"))
-    return [_read_parquet(path, _SCHEMAS[name]) for path in paths if path.name.split(".")[1] not in without]
+    return [_read_parquet(path, name) for path in paths if path.name.split(".")[1] not in without]
 
 
-def _read_parquet(path: Path, schema: pa.Schema) -> pa.Table:
+def _read_parquet(path: Path, name: str) -> pa.Table:
     try:
-        return pq.read_table(path, schema=schema)
-    except (pa.ArrowException, OSError) as error:
+        # Before it is read by the schema, which would fill up the columns that another table lacks.
+        TABLES[name].check(pd.DataFrame(columns=pq.read_schema(path).names))
+        table = pq.read_table(path, schema=_SCHEMAS[name])
+    except (ValueError, pa.ArrowException, OSError) as error:
         raise ValueError(f"run: {path} cannot be read: {error}") from error
+    if ranks := {f"rank{rank}" for rank in table["rank"].unique().to_pylist()} - {path.name.split(".")[1]}:
+        raise ValueError(f"run: {path} holds rows of {', '.join(sorted(ranks))}; copy all files of a run together")
+    return table
 
 
 def _batches(path: Path) -> Iterator[dict[str, pa.Table]]:

@@ -45,6 +45,11 @@ CASES = {
     "unknown device": (["--device", "tpu"], ["device", "'tpu'", "auto", "cpu", "cuda"]),
     "no such link": (["--link", "fast"], ["link", "'fast'", "10Gbps,50us"]),
     "no ranks": (["--ranks", "0"], ["ranks", "0 is below 1"]),
+    "many ranks": (["--ranks", "99999999999"], ["ranks", "99999999999", "at most 1024"]),
+    "many ranks in groups": (
+        ["--ranks", "99999999999", "--strategies", "fsdp", "--sharding", "hybrid_shard"],
+        ["ranks: 99999999999 was"],
+    ),
     "no steps": (["--steps", "0"], ["steps", "0 is below 1"]),
     "no accumulation": (["--accumulation", "0"], ["accumulation", "0 is below 1"]),
     "no batch": (["--batch", "0"], ["batch", "0 is below 1"]),

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -143,7 +144,7 @@ def test_a_strategy_that_was_cut_off_before_its_first_step_is_left_out(mine):
     run.mkdir()
     manifest = json.loads((mine / "records" / "zero1" / "manifest.json").read_text()) | {"run": "zero2"}
     (run / "manifest.json").write_text(json.dumps(manifest))
-    rows = load_run(mine / "records" / "bucketed").collectives
+    rows = load_run(mine / "records" / "bucketed").collectives.assign(run="zero2")
     writer = RunWriter(run, 0, "zero2", "measured")
     writer.append(-1, {"collectives": heard(rows_of(rows, 0, -1))})
     writer._journal.close()
@@ -247,6 +248,79 @@ def spoil_parquet(mine):
 def spoil_manifest(mine):
     (mine / "records" / "zero1" / "manifest.json").write_text('{"format": 1, "run')
     return mine
+
+
+def edit_manifest(mine, **changes):
+    path = mine / "records" / "zero1" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def of_another(table, rank):
+    """``memory.rank1.parquet`` replaced by another table, or by that of another rank."""
+
+    def spoil(mine):
+        run = mine / "records" / "zero1"
+        shutil.copy(run / f"{table}.rank{rank}.parquet", run / "memory.rank1.parquet")
+
+    return spoil
+
+
+def without_steps(mine):
+    for path in mine.glob("records/*/steps.*"):
+        pd.read_parquet(path).iloc[:0].to_parquet(path)
+
+
+def test_a_report_is_written_through_no_link_and_stays_where_there_is_no_room(mine, monkeypatch):
+    (mine.parent / "theirs.html").write_text("theirs")
+    for name in ("report.html", "report.html.part"):
+        (mine / name).symlink_to(mine.parent / "theirs.html")
+    assert shardlab("report", mine).exit_code == 0
+    assert (mine.parent / "theirs.html").read_text() == "theirs"
+    assert not (mine / "report.html").is_symlink()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    page = (mine / "report.html").read_bytes()
+    monkeypatch.setattr(Path, "replace", full)
+    done = shardlab("report", mine)
+    assert (done.exit_code, len(done.stderr.splitlines())) == (2, 1)
+    assert "report.html cannot be written: No space left on device" in done.stderr
+    assert (mine / "report.html").read_bytes() == page
+    assert not (mine / "report.html.part").exists()
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda mine: edit_manifest(mine, devices=3), "manifest.json is damaged: 'devices' is 3, which no run writes"),
+        (lambda mine: edit_manifest(mine, mesh={"data": "2"}), "is damaged: 'mesh' is {'data': '2'}, which no run"),
+        (lambda mine: edit_manifest(mine, versions={}), "manifest.json is damaged: 'versions' is {}, which no run"),
+        (lambda mine: edit_manifest(mine, not_finite={"loss": -1}), "manifest.json is damaged: 'not_finite'"),
+        (lambda mine: edit_manifest(mine, config={}), "zero1 is damaged: it names no strategies"),
+        (
+            lambda mine: edit_manifest(mine, config={"strategies": ["zero1"], "steps": "4"}),
+            "configuration in the manifests is damaged: steps: '4' was given; it must be a whole number",
+        ),
+        (lambda mine: edit_manifest(mine, run="zero2"), "holds tables of zero1, and the manifest of zero2"),
+        (
+            lambda mine: (mine / "records" / "zero1" / "manifest.json").write_text("[" * 100_000),
+            "manifest.json is damaged",
+        ),
+        (of_another("steps", 1), "memory.rank1.parquet cannot be read: table 'memory': missing columns"),
+        (of_another("memory", 0), "memory.rank1.parquet holds rows of rank0"),
+        (without_steps, "no rank has finished a step, so there is nothing to report"),
+    ],
+)  # fmt: skip
+def test_a_report_of_records_that_were_changed_is_one_line(mine, is_finished, spoil, words):
+    spoil(mine)
+    if not is_finished:
+        (mine / "summary.json").unlink()
+    done = shardlab("report", mine)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert words in " ".join(done.stderr.split())
+    assert len(done.stderr.splitlines()) == 1
 
 
 def other_run(mine):

@@ -107,11 +107,16 @@ def test_the_list_names_every_exercise_with_its_solutions() -> None:
         (["--grade", "nowhere"], "grade: nowhere is no folder"),
         (["--grade", "empty"], "grade: empty holds no submission"),
         (["--with", "nowhere.py"], "with: there is no file nowhere.py"),
+        (["--with", "notes.txt"], "with: there is no file notes.txt of Python"),
+        (["--with", "broken.py"], "with: broken.py cannot be imported: SyntaxError"),
+        (["--with", "ends.py"], "with: ends.py cannot be imported: SystemExit: 3"),
     ],
 )
 def test_bad_input_is_said_in_a_line(tmp_path: Path, monkeypatch, options: list[str], words: str) -> None:
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
+    for name, text in (("notes.txt", "no code"), ("broken.py", "no code"), ("ends.py", "raise SystemExit(3)")):
+        Path(name).write_text(text)
     done = CliRunner().invoke(app, ["exercises", *options])
     assert done.exit_code == 2
     assert words in done.stderr

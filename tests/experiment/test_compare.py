@@ -219,6 +219,20 @@ def test_overwrite_removes_a_run_whatever_became_of_it_and_nothing_else(pools, t
         prepare(config, tmp_path, overwrite=True)
     assert (tmp_path / "records" / "fsdp").is_dir()
     (tmp_path / "notes.txt").unlink()
+    for place in ("records/notes.txt", "records/fsdp/notes.txt", "records/fsdp/a/manifest.json", "checkpoints/a/b"):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text("mine")
+        with pytest.raises(ValueError, match=rf"overwrite: .*{place} is no file of a comparison"):
+            prepare(config, tmp_path, overwrite=True)
+        (tmp_path / place).unlink()
+    (tmp_path / "records" / "fsdp" / "manifest.json").symlink_to(tmp_path)
+    with pytest.raises(ValueError, match=r"overwrite: .*manifest\.json is no file of a comparison"):
+        prepare(config, tmp_path, overwrite=True)
+    (tmp_path / "records" / "fsdp" / "manifest.json").unlink()
+    for place in ("records/fsdp/manifest.json", "records/fsdp/steps.rank0.parquet", "records/fsdp/rank1.journal",
+                  "checkpoints/a/latest", "checkpoints/a/version-000001/rank-00000.safetensors"):  # fmt: skip
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text("ours")
     with pytest.raises(ValueError, match=r"overwrite: .* holds the checkpoints to resume from"):
         claim(tmp_path, overwrite=True, resume=str(tmp_path))
     prepare(config, tmp_path, overwrite=True)
