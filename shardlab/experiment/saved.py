@@ -1,7 +1,7 @@
 """Loading what ``compare`` has written: a finished comparison, one that was cut off, or one run of it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from shardlab.field_types import check_types
 from shardlab.trace.store import Records, load_runs, run_directories, whole_steps
 
 NEEDED = ("config", "versions", "devices", "backend", "ranks", "mesh", "padding_bytes", "recorder_share")
+
+_TEXTS = {"strategy", "loss_reference", "source", "not_planned"}  # in a summary; the rest are numbers
 
 
 def load_comparison(directory: Path | str) -> Comparison:
@@ -40,13 +42,20 @@ def _summary(path: Path) -> pd.DataFrame:
     except (ValueError, RecursionError) as error:
         rows, why = None, f"it is no JSON: {error}"
     else:
-        why = "it is no list of rows with a strategy each"
-    if not (isinstance(rows, list) and rows and all(isinstance(row, dict) and "strategy" in row for row in rows)):
+        why = "it is no list of rows with a strategy, texts and numbers"
+    if not (isinstance(rows, list) and rows and all(isinstance(row, dict) and _is_row(row) for row in rows)):
         raise ValueError(
             f"run: {path} is damaged: {why}; remove the file, and 'shardlab report' computes the summary again from "
             "the records"
         )
     return pd.DataFrame(rows)
+
+
+def _is_row(row: Mapping[str, Any]) -> bool:
+    known = {name: value for name, value in row.items() if value is not None}
+    return "strategy" in known and all(
+        isinstance(value, str if name in _TEXTS else int | float) for name, value in known.items()
+    )
 
 
 def load_saved(directory: Path | str) -> tuple[Comparison, CompareConfig]:
@@ -68,7 +77,7 @@ def load_saved(directory: Path | str) -> tuple[Comparison, CompareConfig]:
                 f"run: {directory / 'summary.json'} has no {', '.join(missing)}: an older shardlab wrote it; remove "
                 "the file, and the summary is computed again from the records"
             )
-        check_steps(comparison.records, directory)
+        check_steps(comparison.records, directory, comparison.summary["strategy"])
         return comparison, config_of(comparison.records)
     records = whole_steps(load_runs(run_directories(directory)))
     config = config_of(records)
@@ -78,10 +87,12 @@ def load_saved(directory: Path | str) -> tuple[Comparison, CompareConfig]:
     return Comparison(pd.DataFrame(rows), records, directory), config
 
 
-def check_steps(records: Records, directory: Path) -> None:
-    """Raise ValueError unless a step was finished."""
-    if not len(records.steps):
-        raise ValueError(f"run: in {directory} no rank has finished a step, so there is nothing to report")
+def check_steps(records: Records, directory: Path, runs: Iterable[str] = ()) -> None:
+    """Raise ValueError unless a step was finished, and one of each of ``runs``."""
+    missing = sorted(set(runs) - set(records.steps["run"]))
+    if missing or not len(records.steps):
+        where = f"{directory}{', in the records of ' if missing else ''}{', '.join(missing)}"
+        raise ValueError(f"run: in {where} no rank has finished a step, so there is nothing to report")
 
 
 def check_complete(records: Records, by: str) -> None:
