@@ -174,7 +174,10 @@ def test_another_format(tmp_path, apart, age):
         load_run(tmp_path)
 
 
-@pytest.mark.parametrize("text", ['{"format": 1, "run', "", "[]", '{"run": "ddp"}', '{"format": "x"}', "null"])
+DAMAGED = ['{"format": 1, "run', "", "[]", '{"run": "ddp"}', '{"format": "x"}', "null"]
+
+
+@pytest.mark.parametrize("text", [*DAMAGED, pytest.param("[" * 100_000, id="deep")])
 def test_damaged_manifest(tmp_path, text):
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(ValueError, match=r"manifest\.json is damaged, or not a manifest"):
@@ -193,6 +196,21 @@ def test_damaged_files_are_named(tmp_path):
     write(tmp_path, steps=2).close()
     (tmp_path / "steps.rank0.parquet").write_bytes(b"no parquet")
     with pytest.raises(ValueError, match=r"steps\.rank0\.parquet cannot be read"):
+        load_run(tmp_path)
+
+
+def test_files_of_another_table_or_rank_are_named(tmp_path):
+    for rank in range(2):
+        write(tmp_path, steps=2, rank=rank).close()
+    path = tmp_path / "collectives.rank1.parquet"
+    whole = path.read_bytes()
+    for other, words in (("steps.rank1", "table 'collectives': missing columns"), ("collectives.rank0", "of rank0")):
+        path.write_bytes((tmp_path / f"{other}.parquet").read_bytes())
+        with pytest.raises(ValueError, match=rf"collectives\.rank1\.parquet .*{words}"):
+            load_run(tmp_path)
+    path.write_bytes(whole)
+    write_manifest(tmp_path, {"run": "zero1"})
+    with pytest.raises(ValueError, match="holds tables of ddp, and the manifest of zero1"):
         load_run(tmp_path)
 
 
