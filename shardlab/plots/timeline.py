@@ -175,7 +175,7 @@ def _summary(
     head += _longest_off_cpu(worked)
     if not len(moved):
         return f"{head} No communication."
-    sent = moved.groupby("rank")["wire_bytes"].sum().mean()
+    sent = moved["wire_bytes"].sum(skipna=False) / moved["rank"].nunique()
     count = len(moved) / moved["rank"].nunique()
     verb = "collective a rank sends" if count == 1 else "collectives a rank send"
     middle = measures[["overlap", "exposed_us"]].median()

@@ -83,7 +83,8 @@ def test_what_cannot_be_true_is_refused_by_name(comm, work, message):
 
 
 @pytest.mark.parametrize(
-    ("op", "factor"), [("all_reduce", 1.5), ("reduce_scatter", 0.75), ("all_gather", 0.75), ("broadcast", 1.0)]
+    ("op", "factor"),
+    [("all_reduce", 1.5), ("reduce_scatter", 0.75), ("all_gather", 0.75), ("broadcast", 1.0), ("gather", 0.75)],
 )
 def test_bandwidth_by_hand(op, factor):
     row = bandwidth(collectives((0, 2), op=op, bytes=8_000_000)).iloc[0]
