@@ -1,7 +1,8 @@
 """Importing traces of torch.profiler into our tables, so that every figure and the overlap work on them too.
 
 A trace has collectives and compute, but no waits, memory by role, shards or losses: those stay empty. The overlap of a
-GPU trace equals that of Holistic Trace Analysis; on a CPU, compute is what operators do.
+GPU trace is defined as in Holistic Trace Analysis, but counts more: HTA leaves out the last step, and all communication
+whose kernels are not named ``nccl...Kernel``. On a CPU, compute is what operators do.
 """
 
 import warnings
