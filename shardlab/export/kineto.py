@@ -209,9 +209,9 @@ def function_of(kernel: str) -> str:
     return re.split(r"[<(]", kernel, maxsplit=1)[0].strip()
 
 
-def communicates(kernel: str) -> bool:
-    """Whether a kernel or a copy of the device moves data between ranks, by its name."""
-    return _COMMUNICATES.match(function_of(kernel)) is not None
+def communicates(kernel: Slice) -> bool:
+    """Whether a kernel or a copy of the device moves data between ranks, by its name or its arguments."""
+    return "Collective name" in kernel.args or _COMMUNICATES.match(function_of(kernel.name)) is not None
 
 
 def dtype_of(name: str) -> tuple[str, int | None]:

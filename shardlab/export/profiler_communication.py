@@ -56,7 +56,7 @@ def communication(trace: RankTrace) -> list[Moved]:
 
 def _of_device(trace: RankTrace) -> Iterator[Moved]:
     kinds, launches = Kinds(trace), Launches(trace)
-    for kernel in (one for one in trace.of(KERNEL, COPY) if communicates(one.name)):
+    for kernel in (one for one in trace.of(KERNEL, COPY) if communicates(one)):
         called, name = str(kernel.args.get("Collective name", "")), function_of(kernel.name)
         op = collective_of(called) or collective_of(name) or Collective.UNKNOWN
         tag = str(kernel.args.get("Tag") or (called if op is not Collective.UNKNOWN else "") or name)

@@ -75,7 +75,7 @@ def compute(trace: RankTrace) -> Iterator[Work]:
     kinds, kernels = Kinds(trace), trace.of(KERNEL)
     if kernels:
         launches = Launches(trace)
-        pairs = [(one, launches.of(one)) for one in kernels if not communicates(one.name)]
+        pairs = [(one, launches.of(one)) for one in kernels if not communicates(one)]
     else:
         pairs = [(one, one) for one in _operators(trace)]
     for one, asked in pairs:

@@ -230,6 +230,7 @@ def renamed(kernel, category="kernel", **args):
         ("<unnamed>::two_shot_all_reduce_kernel_inplace<float, (int)16>(float*)", {}, "all_reduce", "device"),
         ("void vllm::cross_device_reduce_2stage<__nv_bfloat16, 8>(vllm::RankData*)", {}, "all_reduce", "device"),
         ("kuserbuffers_pushrecv(int, int, int, int, int*)", {}, "recv", "device"),
+        ("another_vendors_kernel", {"Collective name": "_allgather_base"}, "all_gather", "device"),
     ],
 )  # fmt: skip
 def test_whoever_communicates_by_a_name_that_tells_how(tmp_path, kernel, args, op, transport):
