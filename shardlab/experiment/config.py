@@ -54,10 +54,11 @@ class CompareConfig(CompareOptions):
 
     def __post_init__(self) -> None:
         """Check every field."""
-        if callable(self.model):
-            given = "a class" if isinstance(self.model, type) else class_of(self.model)
+        given: Any = self.model
+        if callable(given):
+            what = "a class" if isinstance(given, type) else class_of(given)
             raise ValueError(
-                f"model: {given} was given, where a built-in model's name belongs; train your own with "
+                f"model: {what} was given, where a built-in model's name belongs; train your own with "
                 "workload=Workload(model=lambda: Net(), data=..., loss=...)"
             )
         # First: the other checks compare and divide, and would say less of a wrong type.
@@ -247,9 +248,13 @@ class CompareConfig(CompareOptions):
             return {"replica": self.data_ranks // self.shards, "shard": self.shards, **tensor}
         return {"data": self.data_ranks, **tensor}
 
+    def precision_of(self, strategy: str) -> str:
+        """In which a strategy computes; 'full' if it takes none."""
+        return self.precision if takes("precision")(strategy) else "full"
+
     def scales_loss(self, strategy: str) -> bool:
         """Whether a strategy computes in float16 and so needs a gradient scaler."""
-        return self.precision == "fp16" and takes("precision")(strategy)
+        return self.precision_of(strategy) == "fp16"
 
     @property
     def global_batch(self) -> int:
