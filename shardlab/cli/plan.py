@@ -116,8 +116,8 @@ def _plan_workload(place: str, ranks: int, strategies: str, options: dict[str, A
     if gpu:
         console.print(_table_on(rows, f"on a GPU of {gpu}"))
         console.print(
-            "Left: memory without what is at rest and what is gathered at once; libraries and the allocator take some "
-            f"too. {_about_rows(rows)}{' Sending: all messages, one by one.' if rows['sending_ms'].any() else ''}"
+            f"Left: memory without what is at rest and what is gathered at once. {_about_rows(rows)}; libraries and "
+            f"the allocator take some too.{' Sending: all messages, one by one.' if rows['sending_ms'].any() else ''}"
         )
 
 
@@ -129,8 +129,8 @@ def _by_rows(rows: "pd.DataFrame") -> str:
 
 def _about_rows(rows: "pd.DataFrame") -> str:
     if rows["rows_that_fit"].isna().any():
-        return "What a row keeps is not known where layers are divided, or depend on values."
-    return "Rows: of a micro-batch, by what autograd keeps for each."
+        return "What a row keeps is not known where layers are divided, or depend on values"
+    return "Rows: of a micro-batch, by what autograd keeps for each"
 
 
 def _buckets(names: tuple[str, ...], options: dict[str, Any]) -> str:

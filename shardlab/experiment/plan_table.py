@@ -38,7 +38,6 @@ def plan(
         strategies: names of ours; those of torch are not planned.
         options: other fields of ``CompareConfig``; buckets have the engines' 25 MiB unless ``bucket_mib`` is given.
 
-    Raises:
     Returns:
         Sizes in bytes; where messages depend on the rows (see ``Plan``) they and the bytes sent are missing. With a
         ``precision`` it has a column of that name: 'full' for strategies that take none.

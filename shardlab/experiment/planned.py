@@ -31,7 +31,7 @@ from shardlab.trace.store import Records
 from shardlab.units import units_of
 from shardlab.vocabulary import MeshAxis, Phase, Role, dtype_name
 
-_BY_ROWS = "rows choose what is used, so bytes at rest and messages may be other ones than the plan's"
+_BY_ROWS = "what is used or sent depends on the rows, so bytes and messages may differ from the plan's"
 MESSAGE = ["op", "axis", "tag", "dtype", "numel", "bytes", "wire_bytes", "group_size"]
 
 

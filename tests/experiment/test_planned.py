@@ -70,7 +70,7 @@ def test_experts_that_rows_choose_are_planned_and_messages_that_rows_decide_are_
     else:
         assert found.summary["as_planned"].tolist() == [None] * 6
         assert plan_verdict(found).endswith(
-            "rows choose what is used, so bytes at rest and messages may be other ones than the plan's."
+            "what is used or sent depends on the rows, so bytes and messages may differ from the plan's."
         )
 
 

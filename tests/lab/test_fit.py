@@ -340,7 +340,7 @@ def test_the_command_line_says_what_is_left() -> None:
     assert "*" not in text
     text = said(*train, "--gpu", "h100", "--tp", "2", "--strategies", "zero1")
     assert "on a GPU of 80GiB,450GB/s,5us" in text
-    assert "What a row keeps is not known where layers are divided" in text
+    assert "What a row keeps is not known where layers are divided, or depend on values; libraries" in text
 
 
 def test_the_command_line_says_what_a_number_of_parameters_leaves() -> None:
