@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.transports.base import Transport
+from shardlab.installed import is_standard_library
 from shardlab.vocabulary import Collective, dtype_name
 
 _LIBRARY = (
@@ -29,7 +30,6 @@ _LIBRARY = (
         str(Path(__file__).parent.parent / room)
         for room in ("comm", "engines", "faults/inject.py", "faults/kinds.py", "recording", "tensor_parallel", "trace")
     ),
-    contextlib.__file__,  # an engine's gather in a ``with`` block enters through it
     str(Path(torch.__file__).parent),
 )
 
@@ -235,8 +235,10 @@ def _line_of_caller() -> str:
     """``file:line`` of the first frame outside the rooms that only pass calls on: the line a person can look at."""
     line = ""
     for frame in callers(sys._getframe().f_back):
-        line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        if not _is_library(frame.f_code.co_filename):
+        file = frame.f_code.co_filename
+        if not is_standard_library(file):
+            line = f"{file}:{frame.f_lineno}"
+        if not is_library(file):
             break
     return line
 
@@ -268,5 +270,6 @@ def _waiting_in_backward() -> FrameType | None:
 
 
 @cache
-def _is_library(path: str) -> bool:
-    return path.startswith(_LIBRARY)
+def is_library(path: str) -> bool:
+    """Whether a frame of this file only passes calls on: one of torch, of Python, or of the rooms that send."""
+    return path.startswith(_LIBRARY) or is_standard_library(path)
