@@ -6,9 +6,9 @@
 A step ends with ``optimizer.step()``. Several optimizers that step one after another end one step together; that is
 known only when the next forward (or backward) comes, so a step is written then. Several backwards before it are
 gradient accumulation. If a GradScaler skips the optimizer, the step ends with ``scaler.update()``.
-The next step begins where the last has ended, so fetching data and logging count; an evaluation in between does not:
-after it the step begins anew, and so it does after a step whose memory was read. An evaluation is a forward, without
-gradients, of a module that trains. Collectives between two steps have the phase 'metrics' if there was an evaluation,
+The next step begins where the last has ended, so fetching data and logging count; an evaluation in between does not,
+nor what follows it: then the step begins with its forward, and so it does after a step whose memory was read. An
+evaluation is a forward, without gradients, of a module that trains. Collectives between two steps have the phase 'metrics' if there was an evaluation,
 else 'data'; those between backward and the optimizer 'clip'.
 
 The loss of a step is the sum of the scalars on this rank whose backward was called: what was differentiated.
@@ -111,7 +111,7 @@ class Loop:
             if not self._stepped:  # before training, or inside a step
                 self._enter(before)
             else:  # what follows gathers its results, until the next step begins
-                self._since = self._clock.mark()
+                self._since = None
                 self._late = [(event, Phase.METRICS) for event, _ in self._late]
 
     @contextlib.contextmanager

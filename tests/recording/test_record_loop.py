@@ -150,23 +150,38 @@ def test_two_models_in_turn_are_steps_of_their_own(tmp_path):
     assert {"forward", "backward", "optimizer"} <= set(kinds(records, 4))
 
 
-def test_an_evaluation_belongs_to_no_step(tmp_path):
+class Wrapper(nn.Module):
+    """As DistributedDataParallel: what trains is inside."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: Wrapper(Wrapper(model))])
+def test_an_evaluation_belongs_to_no_step(tmp_path, wrap):
     model = Net()
+    trained = wrap(model)
 
     def evaluate():
         with torch.no_grad():
-            loss_of(model)
+            loss_of(model)  # the inner one, as the Trainer of transformers does
             time.sleep(0.05)
             loss_of(model)
+            time.sleep(0.05)  # metrics
 
-    records = recorded(tmp_path, lambda: train(model, sgd(model), 5, evaluate), trace_memory=None)
+    records = recorded(tmp_path, lambda: train(trained, sgd(model), 5, evaluate), trace_memory=None)
     spans = records.spans
     ends = spans[spans["kind"] == "optimizer"].set_index("step")["end_us"]
     for step in range(5):
         assert kinds(records, step) == ["forward", "forward", "backward", "optimizer"]
     for step in range(1, 5):  # what passes from one optimizer step to the next is the evaluation and the step
-        assert records.steps.set_index("step").loc[step, "step_us"] <= ends[step] - ends[step - 1] - 50_000
-    assert (spans[spans["kind"] == "forward"].groupby("step")["unit"].value_counts().unstack()["up"] == 1).all()
+        assert records.steps.set_index("step").loc[step, "step_us"] <= ends[step] - ends[step - 1] - 100_000
+    ups = spans[(spans["kind"] == "forward") & spans["unit"].str.endswith("up")]
+    assert ups["step"].tolist() == [0, 1, 2, 3, 4]
 
 
 class Told:
