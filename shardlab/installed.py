@@ -1,26 +1,14 @@
-"""What is installed: the version of the package, its folder, its data files, and Python's own library."""
+"""What is installed: the version of the package, its folder, and its data files."""
 
-import sysconfig
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent
-_STANDARD_LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 
 try:
     __version__ = version("shardlab")
 except PackageNotFoundError:  # a source tree on the path, not installed
     __version__ = "0+source"
-
-
-@cache
-def is_standard_library(path: str) -> bool:
-    """Whether a frame of this file belongs to Python itself, so that its line is never the user's."""
-    # Other packages are installed in a folder of the standard library, except in a virtual environment.
-    if "/site-packages/" in path or "/dist-packages/" in path:
-        return False
-    return path.startswith((*_STANDARD_LIBRARY, "<frozen "))
 
 
 def data_path(name: str) -> Path:

@@ -35,6 +35,7 @@ from shardlab.vocabulary import WHOLE_MODEL, Phase, SpanKind
 COMPUTE_KINDS = (SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.RECOMPUTE, SpanKind.OPTIMIZER)
 PARTS = ("compute_us", "moving_us", "waiting_us", "off_cpu_us", "other_us")
 NONE: Intervals = np.empty((0, 2))
+_EVER = (-np.inf, np.inf)
 
 
 def compute_spans(spans: pd.DataFrame) -> pd.DataFrame:
@@ -66,27 +67,38 @@ def overlap(collectives: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
     """
     COLLECTIVES.check(collectives)
     SPANS.check(spans)
-    communication = _by_step(collectives, bounds(collectives, "start_us", "end_us", "collectives"))
+    return _overlap(collectives, spans, _by_step(collectives, bounds(collectives, "start_us", "end_us", "collectives")))
+
+
+def _overlap(collectives: pd.DataFrame, spans: pd.DataFrame, communication: Mapping[Key, Intervals]) -> pd.DataFrame:
     compute = computing(collectives, spans)
+    of_rank = _by_rank(compute)
     keys = dict.fromkeys([*positions(spans), *communication])
     order = {name: place for place, name in enumerate(dict.fromkeys(key[:2] for key in keys))}
     unseen = collectives[on_streams(collectives) & collectives["wait_start_us"].isna()]
     # (A profiler's trace has kernels in place of the model's spans, and in a kernel nobody waits.)
     unknown = set(positions(unseen)) & set(positions(spans[spans["unit"] == WHOLE_MODEL]))
     rows = [
-        (*key, *_measure(communication.get(key, NONE), compute.get(key, NONE), is_known=key not in unknown))
+        (*key, *_measure(
+            communication.get(key, NONE), compute.get(key, NONE), of_rank.get(key[:3], NONE),
+            is_known=key not in unknown,
+        ))
         for key in sorted(keys, key=lambda key: (order[key[:2]], key))
-    ]
+    ]  # fmt: skip
     columns = [*KEYS, "comm_us", "compute_us", "both_us", "overlap", "exposed_us"]
     return pd.DataFrame(rows, columns=columns)
 
 
 def _measure(
-    communication: Intervals, compute: Intervals, *, is_known: bool
+    communication: Intervals, compute: Intervals, of_rank: Intervals, *, is_known: bool
 ) -> tuple[float, float, float, float, float]:
-    """(comm, compute, both, overlap, exposed) of one rank's step; both arguments in microseconds."""
+    """(comm, compute, both, overlap, exposed) of one rank's step; all in microseconds.
+
+    ``of_rank`` is the rank's compute in all steps, merged: that of the next step hides what this one has sent, too.
+    """
     merged = merge(communication)
-    comm_us, both_us = total(merged), total(intersect(merged, compute)) if is_known else float("nan")
+    beside = _cut(of_rank, merged[0, 0], merged[-1, 1]) if len(merged) else NONE
+    comm_us, both_us = total(merged), total(intersect(merged, beside)) if is_known else float("nan")
     return comm_us, total(compute), both_us, both_us / comm_us if comm_us else float("nan"), comm_us - both_us
 
 
@@ -96,6 +108,20 @@ def computing(collectives: pd.DataFrame, spans: pd.DataFrame) -> dict[Key, Inter
     waits = _by_step(waited, bounds(waited, "wait_start_us", "wait_end_us", "collectives"))
     times = _by_step(worked, bounds(worked, "start_us", "end_us", "spans"))
     return {key: subtract(own, waits.get(key, NONE)) for key, own in times.items()}
+
+
+def _by_rank(of_steps: Mapping[Key, Intervals]) -> dict[tuple[str, str, int], Intervals]:
+    """The intervals of all steps of a rank, merged."""
+    found: dict[tuple[str, str, int], list[Intervals]] = {}
+    for (run, source, rank, _), times in of_steps.items():
+        found.setdefault((run, source, rank), []).append(times)
+    return {rank: merge(np.concatenate(parts)) for rank, parts in found.items()}
+
+
+def _cut(merged: Intervals, begin: float, end: float) -> Intervals:
+    """What lies between two times."""
+    near = merged[np.searchsorted(merged[:, 1], begin, "right") : np.searchsorted(merged[:, 0], end)]
+    return near.clip(begin, end)
 
 
 def _by_step(frame: pd.DataFrame, times: Intervals) -> dict[Key, Intervals]:
@@ -126,9 +152,10 @@ def step_split(
     SPANS.check(spans)
     STEPS.check(steps)
     own = collectives[collectives["phase"] != str(Phase.METRICS)]
-    table = steps[[*KEYS, "step_us"]].merge(overlap(own, spans), on=KEYS, how="left")
-    waiting = _waiting(own, spans, axes)
-    moved = _by_step(own, bounds(own, "start_us", "end_us", "collectives"))
+    lasted = _times_of(steps)
+    moved = _in_steps(_by_step(own, bounds(own, "start_us", "end_us", "collectives")), lasted)
+    table = steps[[*KEYS, "step_us"]].merge(_overlap(own, spans, moved), on=KEYS, how="left")
+    waiting = _waiting(own, spans, axes, lasted)
     away = {key: total(subtract(times, moved.get(key, NONE))) for key, times in off_cpu(spans).items()}
     keys = [(str(run), str(source), int(rank), int(step)) for run, source, rank, step in table[KEYS].to_numpy()]
     table["waiting_us"] = [waiting.get(key, 0.0) for key in keys]
@@ -138,7 +165,29 @@ def step_split(
     return table[[*KEYS, "step_us", *PARTS]]
 
 
-def _waiting(collectives: pd.DataFrame, spans: pd.DataFrame, axes: Mapping[str, int] | None) -> dict[Key, float]:
+def _times_of(steps: pd.DataFrame) -> dict[Key, tuple[float, float]]:
+    """From when until when each step lasted; without those of older records, which do not say when steps began."""
+    if "start_us" not in steps:
+        return {}
+    begins, lengths = numbers(steps, "start_us"), numbers(steps, "step_us")
+    return {
+        key: (begins[row], begins[row] + lengths[row])
+        for key, (row, *_) in positions(steps).items() if not np.isnan(begins[row])
+    }  # fmt: skip
+
+
+def _in_steps(moved: Mapping[Key, Intervals], lasted: Mapping[Key, tuple[float, float]]) -> dict[Key, Intervals]:
+    """Communication in the step in whose time it lies, whichever step has sent it."""
+    of_rank = _by_rank(moved)
+    return {**moved, **{key: _cut(of_rank.get(key[:3], NONE), *times) for key, times in lasted.items()}}
+
+
+def _waiting(
+    collectives: pd.DataFrame,
+    spans: pd.DataFrame,
+    axes: Mapping[str, int] | None,
+    lasted: Mapping[Key, tuple[float, float]],
+) -> dict[Key, float]:
     """Exposed time before the last rank joined, while nothing else was moving either."""
     if not len(collectives):
         return {}
@@ -148,6 +197,6 @@ def _waiting(collectives: pd.DataFrame, spans: pd.DataFrame, axes: Mapping[str, 
     early, moving = np.column_stack((times[:, 0], joined)), np.column_stack((joined, times[:, 1]))
     compute = computing(collectives, spans)
     return {
-        key: total(subtract(subtract(early[here], moving[here]), compute.get(key, NONE)))
+        key: total(_cut(subtract(subtract(early[here], moving[here]), compute.get(key, NONE)), *lasted.get(key, _EVER)))
         for key, here in positions(rows).items()
     }

@@ -7,6 +7,7 @@ observes every mesh, also one made in a notebook cell that knows nothing of it. 
 import contextlib
 import gc
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -22,7 +23,6 @@ from typing_extensions import override
 
 from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.transports.base import Transport
-from shardlab.installed import is_standard_library
 from shardlab.vocabulary import Collective, dtype_name
 
 _LIBRARY = (
@@ -32,7 +32,7 @@ _LIBRARY = (
     ),
     str(Path(torch.__file__).parent),
 )
-
+_STANDARD_LIBRARY = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}, "<frozen ")
 _AUTOGRAD = torch.autograd.graph.__file__
 
 
@@ -236,7 +236,7 @@ def _line_of_caller() -> str:
     line = ""
     for frame in callers(sys._getframe().f_back):
         file = frame.f_code.co_filename
-        if not is_standard_library(file):
+        if not _is_standard_library(file):
             line = f"{file}:{frame.f_lineno}"
         if not is_library(file):
             break
@@ -270,6 +270,13 @@ def _waiting_in_backward() -> FrameType | None:
 
 
 @cache
+def _is_standard_library(path: str) -> bool:
+    # Except in a virtual environment, other packages are installed in a folder of the standard library.
+    is_installed = "/site-packages/" in path or "/dist-packages/" in path
+    return path.startswith(_STANDARD_LIBRARY) and not is_installed
+
+
+@cache
 def is_library(path: str) -> bool:
     """Whether a frame of this file only passes calls on: one of torch, of Python, or of the rooms that send."""
-    return path.startswith(_LIBRARY) or is_standard_library(path)
+    return path.startswith(_LIBRARY) or _is_standard_library(path)

@@ -8,8 +8,8 @@ known only when the next forward (or backward) comes, so a step is written then.
 gradient accumulation. If a GradScaler skips the optimizer, the step ends with ``scaler.update()``.
 The next step begins where the last has ended, so fetching data and logging count; an evaluation in between does not,
 nor what follows it: then the step begins with its forward, and so it does after a step whose memory was read. An
-evaluation is a forward, without gradients, of a module that trains. Collectives between two steps have the phase 'metrics' if there was an evaluation,
-else 'data'; those between backward and the optimizer 'clip'.
+evaluation is a forward, without gradients, of a module that trains. Collectives between two steps have the phase
+'metrics' if there was an evaluation, else 'data'; those between backward and the optimizer 'clip'.
 
 The loss of a step is the sum of the scalars on this rank whose backward was called: what was differentiated.
 

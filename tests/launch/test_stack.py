@@ -77,11 +77,10 @@ def test_thread_outside_any_collective():
 )
 def test_a_line_of_the_standard_library_is_never_named(files, named):
     """``files``: of the frames that call the collective, outermost first."""
-    lines, scope = [], {}
-    look = "lines.append(_call_of(walk_stack(sys._getframe())).source_line); lines.append(_line_of_caller())"
-    text = f"def call(): {look}"
+    lines, scope = [], {"frame": sys._getframe, "walk": walk_stack, "seen": _call_of, "of_event": _line_of_caller}
+    text = "def call(): lines.append(seen(walk(frame())).source_line); lines.append(of_event())"
     for file in (*files, distributed_c10d.__file__)[::-1]:
-        scope = {**globals(), "lines": lines, "inner": scope.get("call")}
+        scope = {**scope, "lines": lines, "inner": scope.get("call")}
         exec(compile(text, file, "exec"), scope)
         text = "def call(): inner()"
     thread = threading.Thread(target=scope["call"])  # below which there is no line of this file
