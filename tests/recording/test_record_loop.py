@@ -184,6 +184,12 @@ def test_an_evaluation_belongs_to_no_step(tmp_path, wrap):
     assert ups["step"].tolist() == [0, 1, 2, 3, 4]
 
 
+class Sent(str):
+    """In place of a collective: its name."""
+
+    op = "all_reduce"
+
+
 class Told:
     """In place of a recorder: notes the phase of each collective that it is told of, by step."""
 
@@ -230,22 +236,22 @@ class Watching:
 def test_a_collective_belongs_to_the_step_and_phase_it_is_sent_in():
     record = Watching()
     told, loop = record.told, Loop(record)
-    loop.issued("setup")
+    loop.issued(Sent("setup"))
     for step in range(2):
         with loop.forward():
-            loop.issued(f"forward {step}")
-        loop.issued(f"loss {step}")
+            loop.issued(Sent(f"forward {step}"))
+        loop.issued(Sent(f"loss {step}"))
         with loop.backward([]):
-            loop.issued(f"backward {step}")
-        loop.issued(f"clip {step}")
+            loop.issued(Sent(f"backward {step}"))
+        loop.issued(Sent(f"clip {step}"))
         loop.optimizer_begins(0.1, trains=False)
-        loop.issued(f"optimizer {step}")
+        loop.issued(Sent(f"optimizer {step}"))
         loop.optimizer_ends()
-        loop.issued(f"logging {step}")
+        loop.issued(Sent(f"logging {step}"))
         if step == 1:
             with loop.evaluation():
-                loop.issued("evaluation")
-            loop.issued("results")
+                loop.issued(Sent("evaluation"))
+            loop.issued(Sent("results"))
     with loop.forward():
         pass
     names = ["setup", *[f"{name} {step}" for step in range(2) for name in NAMES], "evaluation", "results"]
@@ -265,16 +271,16 @@ def test_what_is_sent_before_a_watched_step_is_heard_and_nothing_of_the_others()
     loop, listened = Loop(record), []
     for step in range(4):
         with loop.forward():
-            loop.issued(f"forward {step}")
+            loop.issued(Sent(f"forward {step}"))
             listened.append(record.listens)
         with loop.backward([]):
             loop.begin_span("unit", SpanKind.BACKWARD)
         loop.optimizer_begins(0.1, trains=False)
         loop.optimizer_ends()
-        loop.issued(f"between two optimizers {step}")
+        loop.issued(Sent(f"between two optimizers {step}"))
         loop.optimizer_begins(0.1, trains=False)
         loop.optimizer_ends()
-        loop.issued(f"logging {step}")
+        loop.issued(Sent(f"logging {step}"))
     assert [(event, step) for event, step, _ in record.told.heard] == [
         ("logging 0", 1), ("forward 1", 1), ("between two optimizers 1", 1)
     ]  # fmt: skip
