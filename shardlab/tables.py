@@ -146,6 +146,7 @@ STEPS = Table(
         Column("loss", "float64", "mean over ranks and micro-batches"),
         Column("grad_norm", "float64", "global norm before clipping; NaN where it was not computed"),
         Column("learning_rate", "float64", "of the first parameter group"),
+        Column("start_us", "float64", "when the step began on this rank; NaN in older records", optional=True),
         Column("step_us", "float64", "time of the step on this rank"),
         Column("exposed_comm_us", "float64", "communication with no compute at the same time; NaN without any"),
         Column("overlap", "float64", "share of communication hidden by compute, 0 to 1; NaN without any"),

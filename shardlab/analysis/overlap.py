@@ -39,6 +39,7 @@ from shardlab.vocabulary import WHOLE_MODEL, Phase, SpanKind
 COMPUTE_KINDS = (SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.RECOMPUTE, SpanKind.OPTIMIZER)
 PARTS = ("compute_us", "moving_us", "waiting_us", "off_cpu_us", "other_us")
 NONE: Intervals = np.empty((0, 2))
+_EVER = (-np.inf, np.inf)
 
 
 def compute_spans(spans: pd.DataFrame) -> pd.DataFrame:
@@ -70,7 +71,10 @@ def overlap(collectives: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
     """
     COLLECTIVES.check(collectives)
     SPANS.check(spans)
-    communication = _by_step(collectives, bounds(collectives, "start_us", "end_us", "collectives"))
+    return _overlap(collectives, spans, _by_step(collectives, bounds(collectives, "start_us", "end_us", "collectives")))
+
+
+def _overlap(collectives: pd.DataFrame, spans: pd.DataFrame, communication: Mapping[Key, Intervals]) -> pd.DataFrame:
     compute = computing(collectives, spans)
     of_ranks = _of_ranks(compute)
     keys = dict.fromkeys([*positions(spans), *communication])
@@ -175,9 +179,10 @@ def step_split(
     SPANS.check(spans)
     STEPS.check(steps)
     own = collectives[collectives["phase"] != str(Phase.METRICS)]
-    table = steps[[*KEYS, "step_us"]].merge(overlap(own, spans), on=KEYS, how="left")
-    waiting = _waiting(own, spans, axes)
-    moved = _by_step(own, bounds(own, "start_us", "end_us", "collectives"))
+    lasted = _times_of(steps)
+    moved = _in_steps(_by_step(own, bounds(own, "start_us", "end_us", "collectives")), lasted)
+    table = steps[[*KEYS, "step_us"]].merge(_overlap(own, spans, moved), on=KEYS, how="left")
+    waiting = _waiting(own, spans, axes, lasted)
     away = {key: total(subtract(times, moved.get(key, NONE))) for key, times in off_cpu(spans).items()}
     keys = [(str(run), str(source), int(rank), int(step)) for run, source, rank, step in table[KEYS].to_numpy()]
     table["waiting_us"] = [waiting.get(key, 0.0) for key in keys]
@@ -187,7 +192,34 @@ def step_split(
     return table[[*KEYS, "step_us", *PARTS]]
 
 
-def _waiting(collectives: pd.DataFrame, spans: pd.DataFrame, axes: Mapping[str, int] | None) -> dict[Key, float]:
+def _times_of(steps: pd.DataFrame) -> dict[Key, tuple[float, float]]:
+    """From when until when each step lasted; without those of older records, which do not say when steps began."""
+    if "start_us" not in steps:
+        return {}
+    begins, lengths = numbers(steps, "start_us"), numbers(steps, "step_us")
+    return {
+        key: (begins[row], begins[row] + lengths[row])
+        for key, (row, *_) in positions(steps).items() if not np.isnan(begins[row])
+    }  # fmt: skip
+
+
+def _in_steps(moved: Mapping[Key, Intervals], lasted: Mapping[Key, tuple[float, float]]) -> dict[Key, Intervals]:
+    """Communication in the step in whose time it lies, whichever step has sent it."""
+    of_ranks = _of_ranks(moved)
+    return {**moved, **{key: _cut(of_ranks.get(key[:3], NONE), *times) for key, times in lasted.items()}}
+
+
+def _cut(merged: Intervals, begin: float, end: float) -> Intervals:
+    """What lies between two times."""
+    return _near(merged, np.array([[begin, end]])).clip(begin, end)
+
+
+def _waiting(
+    collectives: pd.DataFrame,
+    spans: pd.DataFrame,
+    axes: Mapping[str, int] | None,
+    lasted: Mapping[Key, tuple[float, float]],
+) -> dict[Key, float]:
     """Exposed time before the last rank joined, while nothing else was moving either."""
     if not len(collectives):
         return {}
@@ -196,5 +228,7 @@ def _waiting(collectives: pd.DataFrame, spans: pd.DataFrame, axes: Mapping[str, 
     joined = np.clip(numbers(rows, "last_us"), times[:, 0], times[:, 1])
     early, moving = np.column_stack((times[:, 0], joined)), np.column_stack((joined, times[:, 1]))
     compute = _of_ranks(computing(collectives, spans))
-    waiting = {key: subtract(early[here], moving[here]) for key, here in positions(rows).items()}
+    waiting = {
+        key: _cut(subtract(early[here], moving[here]), *lasted.get(key, _EVER)) for key, here in positions(rows).items()
+    }
     return {key: total(subtract(own, _near(compute.get(key[:3], NONE), own))) for key, own in waiting.items()}

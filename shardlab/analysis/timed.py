@@ -1,5 +1,6 @@
 """Which steps count where a run is judged by its times, and the share of communication that compute hid in them."""
 
+import numpy as np
 import pandas as pd
 
 from shardlab.analysis.overlap import hidden_by_rank, overlap
@@ -31,10 +32,17 @@ def in_steps(table: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
 def in_timed_steps(
     collectives: pd.DataFrame, spans: pd.DataFrame, steps: pd.DataFrame
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Collectives and spans of the steps whose times count, without what a training step sends to report its loss."""
+    """Collectives and spans of the steps whose times count, without what a training step sends to report its loss.
+
+    Nor is there what was sent before its step began: the time in between is that of a recorder.
+    """
     timed = timed_steps(steps)
-    training = collectives[collectives["phase"] != str(Phase.METRICS)]
-    return in_steps(training, timed), in_steps(spans, timed)
+    training = in_steps(collectives[collectives["phase"] != str(Phase.METRICS)], timed)
+    if "start_us" in timed:
+        began = training[KEYS].merge(timed[[*KEYS, "start_us"]], on=KEYS, how="left")["start_us"].to_numpy()
+        later = training.assign(start_us=np.fmax(training["start_us"], began))
+        training = later[~(training["end_us"] <= began)]
+    return training, in_steps(spans, timed)
 
 
 def hidden_share(collectives: pd.DataFrame, spans: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:

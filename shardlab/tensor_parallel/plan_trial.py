@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from shardlab.comm import Communicator
+from shardlab.comm.group import is_library
 from shardlab.comm.slices import cut
 from shardlab.comm.trees import tensors_in
 from shardlab.comm.without_ranks import SilentCommunicator, on_threads
@@ -46,7 +47,7 @@ MAX_NUMEL = 150_000_000
 # Differences by rounding, relative; a layer that is cut wrong is off by its own size.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _HALF_TOLERANCE = 0.05
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_PACKAGE = str(Path(__file__).parents[1])
 
 
 def has_room(module: nn.Module, num_ranks: int) -> bool:
@@ -174,7 +175,8 @@ def _no_memory() -> Iterator[None]:
 
 def said(error: Exception) -> str:
     """An error in a line: where in the user's code it was raised, and the message."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_LIBRARIES)]
+    trace = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in trace if not frame.filename.startswith(_PACKAGE) and not is_library(frame.filename)]
     message = str(error).strip().split("\n")[0] or type(error).__name__
     if "is invalid for input of size" in message:
         message += ": it reshapes by a fixed number of heads or features; write -1 for that"
