@@ -98,6 +98,7 @@ class Engine(Holdings, EngineState):
         check_model(
             model, self.mesh.device, self.num_data_ranks, may_be_meta=strategy.allocates, moves_params=strategy.steps_pieces
         )
+        self._ask("model")
         self._equalise_all()
         given = Given(model, self.params, self.data_comms, self.mesh.device, self._is_due, self._wake, self._equalise)
         laid_out = strategy.lay_out(given)
@@ -268,6 +269,10 @@ class Engine(Holdings, EngineState):
         self._ask("stepped")
         return extra
 
+    def guard_slices(self) -> None:
+        """Whoever may change the means calls this after it."""
+        self._ask("means")
+
     def close(self) -> None:
         """Give the module back, so that it trains alone again. A second call does nothing.
 
@@ -368,10 +373,9 @@ class Engine(Holdings, EngineState):
             self._open.close()
         finally:
             self._running = False
+        self._ask("local")
         if self._sync:
             self.finish_gradients()
-        else:
-            self._ask("local")
 
     def _fail(self, error: BaseException) -> None:
         """The backward that runs has raised here: join what the other ranks wait in, and tell them."""
@@ -425,7 +429,7 @@ class Engine(Holdings, EngineState):
             try:
                 self._guards.ask(moment, self)
             except (RuntimeError, ValueError) as refusal:
-                if self.num_data_ranks == 1:
+                if self.num_data_ranks == 1 or moment in ("model", "built"):
                     raise
                 self._refusal = self._refusal or refusal
 

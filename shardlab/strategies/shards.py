@@ -97,9 +97,9 @@ class Shards:
         self.shard = in_host_memory(shard) if ways.offload.parameters else shard
         self.compute_dtype = ways.precision.compute_dtype_of(shard)
         self.sum_dtype = ways.precision.reduce_dtype_of(shard)
-        # Detached, so that a piece is no view: its version is raised by its own writes alone.
+        # By ``.data``, so that a piece has a version of its own.
         self.pieces = {
-            key: self._tensors.piece_of(key, self.shard).detach().requires_grad_(param.requires_grad)
+            key: self._tensors.piece_of(key, self.shard).data.requires_grad_(param.requires_grad)
             for key, param in params.items()
         }
         self.full: dict[str, Tensor] = {}  # while gathered
@@ -114,6 +114,7 @@ class Shards:
         self._looked_at = first_elements(layout)
         stub = torch.full((), nan if self.compute_dtype.is_floating_point else 0, dtype=self.compute_dtype, device=self.device)
         self._stubs = {key: stub.expand(param.shape) for key, param in params.items()}
+        self.watchers: list[Callable[[bool], None]] = []  # told when the parameters are shown, and hidden
         self.hide()
 
     @property
@@ -158,6 +159,8 @@ class Shards:
             self._at[tensor.untyped_storage().data_ptr()] = self, key
         for name, full in self.full.items():
             self.params[name].data = full
+        for tell in self.watchers:
+            tell(True)
 
     @in_plain_mode
     def hide(self) -> None:
@@ -170,6 +173,8 @@ class Shards:
         self.full, self.storages = {}, {}
         for name, param in self.params.items():
             param.data = self._stubs[name]
+        for tell in self.watchers:
+            tell(False)
 
     def keep(self) -> None:
         """Copy what was written into the full parameters into the shard."""

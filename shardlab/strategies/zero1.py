@@ -76,8 +76,8 @@ class ZeRO1(Bucketed):
         self.flat.append(stored.to(dtype) if is_rounded else stored)
         self._show(bucket, self.flat[-1])
         for name, param in zip(bucket.layout.names, bucket.params, strict=True):
-            # Detached, so that a piece is no view: its version is raised by its own writes alone.
-            self._pieces[name] = self._piece(bucket, name).detach().requires_grad_(param.requires_grad)
+            # By ``.data``, so that a piece has a version of its own.
+            self._pieces[name] = self._piece(bucket, name).data.requires_grad_(param.requires_grad)
 
     def _piece(self, bucket: Bucket, name: str) -> Tensor:
         """What this rank steps of a parameter: a view of the buffer, so that a step needs no copy, or of the master."""
