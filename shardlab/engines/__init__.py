@@ -88,9 +88,4 @@ def build_engine(
     allowed = engine_options(name)
     if unknown := sorted(set(options) - set(allowed)):
         raise ValueError(f"options: {name!r} takes {', '.join(allowed) or 'none'}, not {', '.join(unknown)}")
-    if name.startswith("torch_"):
-        return STRATEGIES[name](model, optimizer_fn, mesh, **options)
-    from shardlab import strategies
-
-    kind = getattr(strategies, STRATEGIES[name].__name__)
-    return strategies.Engine(model, optimizer_fn, mesh, kind(**options))
+    return STRATEGIES[name](model, optimizer_fn, mesh, **options)

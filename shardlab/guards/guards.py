@@ -10,7 +10,7 @@ from torch import nn
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.checks import check_not_scripted, check_optimizer, check_others_step
 from shardlab.engines.claims import Claim, check_free
-from shardlab.engines.placeholder import PlaceholderGradient, ParameterSites, sites_of
+from shardlab.engines.placeholder import ParameterSites, PlaceholderGradient, sites_of
 from shardlab.engines.step_tensors import guard_groups
 from shardlab.guards.optimizers import check_optimizer_fits
 from shardlab.guards.rules import RULES, Rule, Where
@@ -58,7 +58,7 @@ class Guards:
         if moment in _CHANGED:
             self._remember(moment, engine)
         if moment == "closed":
-            self._release(engine)
+            self._release()
         if refusal is not None:
             raise refusal
 
@@ -100,7 +100,11 @@ class Guards:
                 tensors = dict(engine.step_tensors().items()) if rule.of == "piece" else engine.params
                 for name, tensor in tensors.items():
                     before = self._marks[rule.of].get(name)
-                    if before is not None and before.changed(rule.change, mark(tensor)) and self._is_sliced(rule, name, engine):
+                    if (
+                        before is not None
+                        and before.changed(rule.change, mark(tensor))
+                        and self._is_sliced(rule, name, engine)
+                    ):
                         return RuntimeError(rule.text.format(name=name))
         return None
 
@@ -111,7 +115,9 @@ class Guards:
             return False  # one process alone may change its sums, which are the means
         if rule.where is Where.PIECES:
             # One process alone writes into the parameters themselves, unless these are others.
-            return engine.strategy.steps_pieces and (rule.of, rule.change) != ("piece", "version") or self._is_spread(engine)
+            return (engine.strategy.steps_pieces and (rule.of, rule.change) != ("piece", "version")) or self._is_spread(
+                engine
+            )
         return rule.where is not Where.NOT_IN_PLACE or self._is_rounded
 
     def _is_spread(self, engine: Engine) -> bool:
@@ -154,7 +160,7 @@ class Guards:
                 now = mark(tensor)
                 known[name] = known.get(name, now)._replace(**{field: getattr(now, field) for field in fields})
 
-    def _release(self, engine: Engine) -> None:
+    def _release(self) -> None:
         if self._claim is not None:
             self._claim.release()
             self._claim = None

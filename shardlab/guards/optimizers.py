@@ -58,7 +58,9 @@ def looks_at(optimizer: torch.optim.Optimizer) -> LooksAt | None:
     return LooksAt(declared)
 
 
-def check_optimizer_fits(optimizer: torch.optim.Optimizer, partition: Partition, *, is_cut: bool, is_sliced: bool) -> None:
+def check_optimizer_fits(
+    optimizer: torch.optim.Optimizer, partition: Partition, *, is_cut: bool, is_sliced: bool
+) -> None:
     """Refuse an optimizer whose step would depend on what other ranks have.
 
     Args:
@@ -78,12 +80,14 @@ def check_optimizer_fits(optimizer: torch.optim.Optimizer, partition: Partition,
         raise ValueError(f"optimizer: {kind} looks at the whole model, so it cannot be sharded; use bucketed or ddp")
     if found is LooksAt.TENSOR and is_sliced:
         raise ValueError(
-            f"optimizer: {kind} looks at more than one element at a time, and the model's parameters are slices over the "
-            "tensor axis; use an optimizer that steps element by element, such as AdamW"
+            f"optimizer: {kind} looks at more than one element at a time, and the model's parameters are slices over "
+            "the tensor axis; use an optimizer that steps element by element, such as AdamW"
         )
     if found is LooksAt.TENSOR and goes_through:
         allowed = ", ".join(other for other in Partition if other is not Partition.ELEMENTS)
-        raise ValueError(f"partition: {kind} looks at whole tensors, and 'elements' cuts through them; use one of {allowed}")
+        raise ValueError(
+            f"partition: {kind} looks at whole tensors, and 'elements' cuts through them; use one of {allowed}"
+        )
     if found is None and goes_through:
         raise ValueError(
             f"optimizer: {kind} is none of torch's own, and this rank steps pieces of the parameters; say in its class "

@@ -1,7 +1,8 @@
 """What users may not do to the tensors that an engine owns: one table.
 
 A change that no rule names is allowed: the engine goes on with what it finds. Each rule says at which of the engine's
-verbs a change is looked for, where it counts, and what to write instead. The README's table of habits has the same rows.
+verbs a change is looked for, where it counts, and what to write instead. The README's table of habits has the same
+rows.
 """
 
 from enum import Enum
@@ -55,8 +56,8 @@ RULES = (
     ),
     Rule(
         "piece", "place", _VERBS, Where.PIECES,
-        "engine.step_tensors(): the data of the piece of {name!r} was replaced by .data =; write into it in place, before "
-        "engine.step()",
+        "engine.step_tensors(): the data of the piece of {name!r} was replaced by .data =; write into it in place, "
+        "before engine.step()",
     ),
     Rule(
         "piece", "trains", frozenset({"step"}), Where.PIECES,
@@ -65,31 +66,31 @@ RULES = (
     ),
     Rule(
         "parameter", "place", _VERBS, Where.PIECES,
-        "parameter {name!r}: its data was replaced by .data =, by module.to() or the like, and the engine keeps what was "
-        "there; " + _KEEP + ", or convert the module before the engine is built",
+        "parameter {name!r}: its data was replaced by .data =, by module.to() or the like, and the engine keeps what "
+        "was there; " + _KEEP + ", or convert the module before the engine is built",
     ),
     Rule(
         "parameter", "version", _VERBS | {"forwarded"}, Where.NOT_IN_PLACE,
-        "parameter {name!r}: it was written to, which does not reach what this rank keeps of it; " + _KEEP + ", or use a "
-        "buffer for what forward changes",
+        "parameter {name!r}: it was written to, which does not reach what this rank keeps of it; " + _KEEP + ", or use "
+        "a buffer for what forward changes",
     ),
     Rule(
         "parameter", "gradient_version", frozenset({"backward", "reduce", "step"}), Where.ALL,
-        "gradient of {name!r}: it was changed in place after a backward inside no_sync(), when it was this rank's own sum "
-        "and not yet the mean; " + _CLIP + ", or engine.finish_gradients() before what changes gradients",
+        "gradient of {name!r}: it was changed in place after a backward inside no_sync(), when it was this rank's own "
+        "sum and not yet the mean; " + _CLIP + ", or engine.finish_gradients() before what changes gradients",
         gradients=_LOCAL, clears=True,
     ),
     Rule(
         "parameter", "gradient_version", frozenset({"backward", "step"}), Where.SLICED,
         "gradient of {name!r}: it was changed in place, and it is a slice: torch's clip_grad_norm_ would scale it by "
-        "another norm on each tensor rank; " + _CLIP + ", or assign a new tensor where each element is changed by itself, "
-        "as in param.grad = param.grad.clamp(-1, 1)",
+        "another norm on each tensor rank; " + _CLIP + ", or assign a new tensor where each element is changed by "
+        "itself, as in param.grad = param.grad.clamp(-1, 1)",
         gradients=frozenset({Gradients.MEANS}), clears=True,
     ),
     Rule(
         "parameter", "gradient", frozenset({"backward", "step"}), Where.PIECES,
-        "gradient of {name!r}: it was set or cleared at the parameter (by a submodule's zero_grad() or by '.grad ='), but "
-        "the mean is in engine.step_tensors(); write engine.zero_grad()",
+        "gradient of {name!r}: it was set or cleared at the parameter (by a submodule's zero_grad() or by '.grad ='), "
+        "but the mean is in engine.step_tensors(); write engine.zero_grad()",
         gradients=frozenset({Gradients.MEANS}), clears=True,
     ),
 )  # fmt: skip

@@ -80,7 +80,7 @@ class Engine(Holdings, EngineState):
         check_types(model, mesh)
         check_optimizer_fn(optimizer_fn)
         self.module, self.mesh = model, BaseMesh.alone() if mesh is None else mesh
-        self.strategy, self.name, self._guards = strategy, strategy.name, guards  # type: ignore[misc]
+        self.strategy, self.name, self._guards = strategy, strategy.name, guards
         self.data_comms = strategy.axes(self.mesh)
         self.comm = self.data_comms[-1]
         self.slices = slices_of(model)
@@ -96,7 +96,11 @@ class Engine(Holdings, EngineState):
         self._running = False  # a backward
         self._open = contextlib.ExitStack()  # the strategy's part of it
         check_model(
-            model, self.mesh.device, self.num_data_ranks, may_be_meta=strategy.allocates, moves_params=strategy.steps_pieces
+            model,
+            self.mesh.device,
+            self.num_data_ranks,
+            may_be_meta=strategy.allocates,
+            moves_params=strategy.steps_pieces,
         )
         self._ask("model")
         self._equalise_all()
@@ -303,8 +307,8 @@ class Engine(Holdings, EngineState):
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "Engine: an engine is not copied or pickled, since its hooks and communicators belong to this process; copy "
-            "engine.full_state_dict() or, inside 'with engine.full_params():', the module"
+            "Engine: an engine is not copied or pickled, since its hooks and communicators belong to this process; "
+            "copy engine.full_state_dict() or, inside 'with engine.full_params():', the module"
         )
 
     # What a backward is, and who raises.

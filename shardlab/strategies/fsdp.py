@@ -5,11 +5,11 @@ resharded after it, gathered again before its backward, and reduce-scattered and
 The next ``prefetch`` units are gathered during the compute of this one. So, where units are resharded after forward,
 the full parameters in memory at any time are those of the root, of one unit and of the prefetched ones.
 
-One program of messages: forward writes a tape (a unit begins, ends); backward's messages are the tape reversed. ``ends``
-gathers the unit, and starts the gathers of the next ones; ``begins``, at the first use of the unit, reshards it and sends
-its gradients. The program is made when backward begins, and so is the same on all ranks, whatever each of them uses;
-hooks only move a cursor in it. That is right because autograd runs nodes in the reverse order of their creation: when it
-has come to an output, all that is younger is done, and a gradient that has not come by then will not come.
+One program of messages: forward writes a tape (a unit begins, ends); backward's messages are the tape reversed.
+``ends`` gathers the unit, and starts the gathers of the next ones; ``begins``, at the first use of the unit, reshards it
+and sends its gradients. The program is made when backward begins, and so is the same on all ranks, whatever each of them
+uses; hooks only move a cursor in it. That is right because autograd runs nodes in the reverse order of their creation:
+when it has come to an output, all that is younger is done, and a gradient that has not come by then will not come.
 
 Per rank for P fp32 parameters with Adam, S ranks in the shard group: at rest 4P/S parameters, 4P/S gradients, 8P/S
 state (P with padding); another 4 x (root + (1 + prefetch) units) during a step, and in backward the whole gradients of
@@ -33,7 +33,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
@@ -46,8 +46,8 @@ from shardlab.engines.optimizer_fit import parse_partition
 from shardlab.meta_device import InitFn, reset_parameters
 from shardlab.strategies.precision import Precision, cast_floating, parse_precision
 from shardlab.strategies.sharded import Sharded
-from shardlab.strategies.shards import State, Unit
 from shardlab.strategies.sharding import ShardingOptions, build_units
+from shardlab.strategies.shards import State, Unit
 from shardlab.strategies.strategy import Given, LaidOut
 from shardlab.units.policy import AUTO, ROOT, WrapPolicy
 from shardlab.vocabulary import Partition
@@ -308,8 +308,8 @@ class FSDP(Sharded):
         unit = self._unit_of[param]
         if unit in self._sent:
             raise RuntimeError(
-                f"gradient of a parameter of unit {unit.name!r}: it comes in parts, and the first part has already been "
-                "sent; with reentrant activation checkpointing, write checkpoint(..., use_reentrant=False)"
+                f"gradient of a parameter of unit {unit.name!r}: it comes in parts, and the first part has already "
+                "been sent; with reentrant activation checkpointing, write checkpoint(..., use_reentrant=False)"
             )
         self._missing[unit].discard(param)
         for one in self._running:

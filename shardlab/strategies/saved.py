@@ -51,8 +51,11 @@ def saved_by_reference(at: Mapping[int, tuple[Shards, str]], gather: Callable[[S
             # runs backward would keep its activations for ever. A detached tensor shares the version.
             return _Kept(saved.detach(), saved._version)
         start_bytes = int(saved.storage_offset()) * saved.element_size()
-        layout = saved.dtype, saved.size(), saved.stride(), start_bytes, saved.is_conj(), saved.is_neg()
-        return _Reference(*found, found[0].version, *layout)
+        shards, storage = found
+        return _Reference(
+            shards, storage, shards.version, saved.dtype, saved.size(), saved.stride(), start_bytes, saved.is_conj(),
+            saved.is_neg(),
+        )  # fmt: skip
 
     def unpack(packed: _Kept | _Reference) -> Tensor:
         if isinstance(packed, _Kept):

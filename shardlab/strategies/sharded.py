@@ -47,7 +47,9 @@ class Sharded(Strategy):
     def stepping(self) -> Iterator[None]:
         """As the base; no gather, since each rank steps what it keeps."""
         if any(unit.num_holders for unit in self.units):
-            raise RuntimeError("step: what full_params() or unshard() holds would be stale; leave it, or reshard(), first")
+            raise RuntimeError(
+                "step: what full_params() or unshard() holds would be stale; leave it, or reshard(), first"
+            )
         for unit in self.units:
             unit.reshard()  # what was kept for a backward that did not come, or left by torch.autograd.grad
         if self.offload.gradients_and_state:

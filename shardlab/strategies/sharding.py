@@ -163,9 +163,7 @@ def _shards(
     return made
 
 
-def _axes(
-    param: nn.Parameter, given: Given, options: ShardingOptions
-) -> tuple[Communicator, Sequence[Communicator]]:
+def _axes(param: nn.Parameter, given: Given, options: ShardingOptions) -> tuple[Communicator, Sequence[Communicator]]:
     """The ranks a parameter is divided over, and the axes its shards are replicated over."""
     if options.is_sharded(param):
         return given.comms[-1], given.comms[:-1]

@@ -77,7 +77,7 @@ class Shards:
         layout: which rank has which elements.
         comm: the ranks of the layout.
         ways: how they are stored and moved.
-        at: by the address of a storage, whose gathered parameters are there, and which of ``storages``; kept up to date.
+        at: by the address of a storage, whose gathered parameters are there, and which of ``storages``.
     """
 
     def __init__(
@@ -89,7 +89,14 @@ class Shards:
         ways: Ways,
         at: "dict[int, tuple[Shards, str]]",
     ) -> None:
-        self.name, self.params, self.layout, self.comm, self._ways, self._at = name, dict(params), layout, comm, ways, at
+        self.name, self.params, self.layout, self.comm, self._ways, self._at = (
+            name,
+            dict(params),
+            layout,
+            comm,
+            ways,
+            at,
+        )
         self.device = next(iter(self.params.values())).device
         self.version = 0  # of the values, which a graph may have saved
         self._tensors = TensorLayout(layout, comm.rank, {key: tuple(param.shape) for key, param in params.items()})
@@ -112,7 +119,9 @@ class Shards:
         self._visiting: Tensor | None = None  # the shard, on the device for a step
         self._unused: set[str] = set()
         self._looked_at = first_elements(layout)
-        stub = torch.full((), nan if self.compute_dtype.is_floating_point else 0, dtype=self.compute_dtype, device=self.device)
+        stub = torch.full(
+            (), nan if self.compute_dtype.is_floating_point else 0, dtype=self.compute_dtype, device=self.device
+        )
         self._stubs = {key: stub.expand(param.shape) for key, param in params.items()}
         self.watchers: list[Callable[[bool], None]] = []  # told when the parameters are shown, and hidden
         self.hide()
@@ -134,7 +143,10 @@ class Shards:
         """Begin to gather; ``as_stored``: in the shard's dtype."""
         dtype = self.shard.dtype if as_stored else self.compute_dtype
         if self.is_whole and not as_stored and dtype == self.shard.dtype and not self._ways.offload.parameters:
-            self._gathering = self.shard, Pending()  # no copy: what the user holds as stored is one, or writes would stay
+            self._gathering = (
+                self.shard,
+                Pending(),
+            )  # no copy: what the user holds as stored is one, or writes would stay
             return
         buffer = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
         # On the device before it is rounded: the host would round into memory that is not pinned, and wait.
@@ -350,12 +362,16 @@ class Unit:
 
     def advance(self) -> None:
         """Wait for what is being reduced, and begin the sum over the next axis, if there is one."""
-        if not any([one.advance() for one in self.shards]) and self.state is State.REDUCING:
+        if not self._advance_all() and self.state is State.REDUCING:
             self.state = State.SHARDED
+
+    def _advance_all(self) -> bool:
+        left = [one.advance() for one in self.shards]  # of all, before it is asked whether any goes on
+        return any(left)
 
     def finish(self) -> None:
         """Wait for the means."""
-        while any([one.advance() for one in self.shards]):
+        while self._advance_all():
             pass
         if self.state is State.REDUCING:
             self.state = State.SHARDED
@@ -373,4 +389,3 @@ def _set_gradient(piece: Tensor, gradient: Tensor) -> None:
     home, piece.data = piece.data, gradient
     piece.grad = gradient
     piece.data = home
-

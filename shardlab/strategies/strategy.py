@@ -1,7 +1,7 @@
-"""What a strategy is: a part of an engine that says where parameters, gradients and optimizer state are, and what is sent.
+"""What a strategy is: the part of an engine that says where parameters, gradients and state are, and what is sent.
 
 An ``Engine`` has the user's verbs and the state of the gradients; its strategy has the idea. A strategy never calls its
-engine and knows nothing of users: it lays the model out, and is then told what happens. All nine methods have a default,
+engine and knows nothing of users: it lays the model out, and is then told what happens. All methods have a default,
 which is that of replicated parameters; a strategy of your own overrides the few in which its idea is:
 
     class OneMessage(Strategy):
@@ -9,9 +9,14 @@ which is that of replicated parameters; a strategy of your own overrides the few
 
         def reduce_rest(self):
             due = [param for param in self.params.values() if self.is_due(param)]
-            flat = torch.cat([grad_of(param).flatten() for param in due])
+            grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in due]
+            flat = torch.cat([grad.flatten() for grad in grads])
             self.comm.all_reduce(flat, tag="all gradients").wait()
-            ...
+            means = (flat / self.num_ranks).split([param.numel() for param in due])
+            for param, mean in zip(due, means):
+                param.grad = mean.view_as(param)
+
+(It takes a parameter that no rank used for one whose gradient is 0; ``ddp`` shows how to tell these apart.)
 
 Messages must be the same on all ranks, in number, order and size. So they may depend on what all ranks know (which
 parameters train, what forward ran), and never on what this rank's rows have used; ``is_due`` is the question to ask.
@@ -44,8 +49,8 @@ class Given:
         comms: the axes of ``Strategy.axes``, in their order.
         device: of the mesh.
         is_due: whether any rank may have a gradient of a parameter; the same answer on all ranks.
-        wake: to be called by a hook of the strategy's that autograd runs, before it does anything: this may be the first
-            sign of a plain ``loss.backward()``. Returns whether a backward runs that accumulates gradients.
+        wake: to be called by a hook of the strategy's that autograd runs, before it does anything: this may be the
+            first sign of a plain ``loss.backward()``. Returns whether a backward runs that accumulates gradients.
         equalise: makes tensors those of the first rank; for parameters that the strategy itself has allocated.
     """
 
@@ -99,7 +104,7 @@ class Strategy:
         """Inside, the module's forward runs."""
         return contextlib.nullcontext()
 
-    def backward(self, *, sends: bool) -> AbstractContextManager[None]:
+    def backward(self, *, sends: bool) -> AbstractContextManager[None]:  # noqa: ARG002
         """Inside, a backward runs; ``sends`` is False inside ``no_sync()``. Left after an error too."""
         return contextlib.nullcontext()
 
@@ -116,7 +121,7 @@ class Strategy:
     def drop(self) -> None:
         """The gradients are cleared: forget them, wherever they are."""
 
-    def full(self, *, keep_changes: bool) -> AbstractContextManager[None]:
+    def full(self, *, keep_changes: bool) -> AbstractContextManager[None]:  # noqa: ARG002
         """Inside, the module has its full parameters, as they are stored; with ``keep_changes`` writes stay."""
         return contextlib.nullcontext()
 
@@ -127,7 +132,7 @@ class Strategy:
         """Remove what was put on the module."""
 
     def holdings(self) -> Iterator[Holding]:
-        """Every long-lived tensor of parameters and gradients; a storage that comes in two roles counts in the first."""
+        """Every long-lived tensor of parameters and gradients; a storage with two roles counts in the first."""
         for name, param in self.params.items():
             yield Holding(Role.PARAMETER, param, name, (0, param.numel()))
         for name, param in self.params.items():

@@ -169,7 +169,11 @@ class ZeRO1(Bucketed):
     @override
     def full(self, *, keep_changes: bool) -> Iterator[None]:
         """As the base; where parameters are rounded, the master weights of all ranks are shown in their place."""
-        shown = [bucket for bucket in self.buckets if self.masters[bucket.index] is not None and self._whole[bucket.index] is None]
+        shown = [
+            bucket
+            for bucket in self.buckets
+            if self.masters[bucket.index] is not None and self._whole[bucket.index] is None
+        ]
         for bucket in shown:
             self._show_masters(bucket)
         try:
@@ -239,4 +243,4 @@ def _parts(bucket: Bucket, chunk: Tensor, names: Mapping[str, object] | set[str]
 
 
 def _share(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from shardlab.comm.events import Pending
 from shardlab.engines.holdings import Holding
 from shardlab.strategies.bucket import Bucket
 from shardlab.strategies.zero1 import ZeRO1
@@ -32,7 +33,7 @@ class ZeRO2(ZeRO1):
     name = "zero2"
 
     @override
-    def reduce(self, bucket: Bucket):  # noqa: ANN201
+    def reduce(self, bucket: Bucket) -> Pending:
         """As the base."""
         # A bound that does not depend on timing: behind a slow link all of the gradients would pile up.
         for earlier in self.buckets[: max(0, bucket.index - BUCKETS_IN_FLIGHT + 1)]:

@@ -59,7 +59,10 @@ class Trained:
 
 
 def check_strategy(
-    make: Callable[[], Strategy], ranks: Sequence[int] = (2, 3), models: Sequence[str] = tuple(MODELS), tolerance: float = 1e-10
+    make: Callable[[], Strategy],
+    ranks: Sequence[int] = (2, 3),
+    models: Sequence[str] = tuple(MODELS),
+    tolerance: float = 1e-10,
 ) -> str:
     """Train nasty models under a strategy and in one process.
 
@@ -99,10 +102,12 @@ def _train(rank: int, make: Callable[[], Strategy], model: str, loop: Loop) -> T
             for step in range(STEPS):
                 total = torch.zeros((), dtype=torch.float64)
                 for number in range(loop.micro_batches):
-                    x, y = (part[rank * ROWS_PER_RANK :][:ROWS_PER_RANK] for part in _rows(model, step, number, num_ranks))
+                    x, y = (
+                        part[rank * ROWS_PER_RANK :][:ROWS_PER_RANK] for part in _rows(model, step, number, num_ranks)
+                    )
                     with contextlib.nullcontext() if number == loop.micro_batches - 1 else engine.no_sync():
                         loss = _loss(engine(x), y) / loop.micro_batches
-                        loss.backward() if loop.is_plain else engine.backward(loss)  # type: ignore[no-untyped-call]
+                        loss.backward() if loop.is_plain else engine.backward(loss)
                     total += loss.detach()
                 if loop.clip is not None:
                     trained.norms.append(float(engine.clip_grad_norm_(loop.clip)))
@@ -125,7 +130,7 @@ def _alone(model: str, loop: Loop, num_ranks: int) -> Trained:
         for number in range(loop.micro_batches):
             x, y = _rows(model, step, number, num_ranks)
             loss = _loss(module(x), y) / loop.micro_batches
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total += float(loss.detach())
         trained.losses.append(total)
         if loop.clip is not None:

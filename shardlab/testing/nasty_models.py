@@ -19,7 +19,9 @@ class Uneven(nn.Module):
         self.last = nn.Linear(13, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(x)) * self.scale)
+        """From [B, 7] to [B, 5]."""
+        output: Tensor = self.last(torch.tanh(self.first(x)) * self.scale)
+        return output
 
 
 class Tied(nn.Module):
@@ -33,7 +35,9 @@ class Tied(nn.Module):
         self.head = nn.Linear(7, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.decoder(torch.tanh(self.encoder(x))))
+        """From [B, 7] to [B, 5]."""
+        output: Tensor = self.head(self.decoder(torch.tanh(self.encoder(x))))
+        return output
 
 
 class Frozen(nn.Module):
@@ -47,7 +51,9 @@ class Frozen(nn.Module):
         self.register_buffer("shift", torch.arange(9.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(x) + self.shift))
+        """From [B, 7] to [B, 5]."""
+        output: Tensor = self.last(torch.tanh(self.first(x) + self.shift))
+        return output
 
 
 class Unused(nn.Module):
@@ -61,6 +67,7 @@ class Unused(nn.Module):
         self.last = nn.Linear(9, 5)
 
     def forward(self, x: Tensor) -> Tensor:
+        """From [B, 7] to [B, 5]."""
         hidden = torch.tanh(self.first(x))
         out = self.last(hidden)
         chosen = x[:, 0] > 0
@@ -78,7 +85,9 @@ class NonContiguous(nn.Module):
         self.bias = nn.Parameter(torch.zeros(5))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
+        """From [B, 7] to [B, 5]."""
+        output: Tensor = x @ self.weight + self.bias
+        return output
 
 
 class MLP(nn.Sequential):
@@ -104,6 +113,7 @@ class FewElements(nn.Module):
         self.b = nn.Parameter(torch.tensor([2.0]))
 
     def forward(self, x: Tensor) -> Tensor:
+        """From [B, 7] to [B, 5]."""
         return (x * self.a + self.b)[:, :5]
 
 

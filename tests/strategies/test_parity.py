@@ -1,15 +1,16 @@
-"""Every strategy equals one process on the concatenated batch, in float64 to 1e-10, at 2, 3 and 4 ranks."""
+"""Every strategy equals one process, in float64 to 1e-10, at 2, 3 and 4 ranks, with and without guards."""
 
 import contextlib
-import itertools
 
 import pytest
 import torch
 
 from shardlab import strategies
 from shardlab.comm.mesh import Mesh
+from shardlab.engines import build_engine
+from shardlab.guards import Guards
 from shardlab.strategies import Engine
-from tests.dist import cases
+from tests.dist import cases, every_engine, nasty
 
 SMALL = {"bucket_bytes": 256}
 STRATEGIES = {
@@ -51,11 +52,7 @@ def strategy_of(key, kind):
 
 
 def guards_of(guarded):
-    if not guarded:
-        return None
-    from shardlab.guards import Guards
-
-    return Guards()
+    return Guards() if guarded else None
 
 
 def train(rank, key, kind, loop, guarded):
@@ -104,11 +101,50 @@ def assert_equal(results, expected):
             torch.testing.assert_close(result.state[name], value, atol=1e-10, rtol=0, msg=lambda m: f"{name}: {m}")  # noqa: B023
 
 
-@pytest.mark.parametrize("guarded", [False, True])
 @pytest.mark.parametrize("key", STRATEGIES)
-def test_equals_one_process(pools, key, guarded):
-    sizes = (4,) if "hybrid" in key else (2, 3)
-    for num_ranks, kind, loop in itertools.product(sizes, cases.MODELS, LOOPS):
-        optimizer, micro_batches, clip, *_ = loop
-        expected = cases.reference(kind, optimizer, num_ranks, 4, micro_batches, clip)
-        assert_equal(pools(num_ranks).run(train, key, kind, loop, guarded), expected)
+def test_equals_one_process(pools, key):
+    """Each model by two of the loops, one of them with guards and one without."""
+    num_ranks = 4 if "hybrid" in key else 3
+    for place, kind in enumerate(cases.MODELS):
+        for guarded, loop in enumerate((LOOPS[place % len(LOOPS)], LOOPS[(place + 2) % len(LOOPS)])):
+            optimizer, micro_batches, clip, *_ = loop
+            expected = cases.reference(kind, optimizer, num_ranks, 4, micro_batches, clip)
+            assert_equal(pools(num_ranks).run(train, key, kind, loop, bool(guarded)), expected)
+
+
+def train_nasty(rank, key, name, guarded):
+    case = nasty.CASES[name]
+    with Mesh({"data": torch.distributed.get_world_size()}) as mesh:
+        strategy = strategy_of(key, "Unused" if name == "unused" else "")
+        return nasty.train(case, Engine(case.build(seed=rank), nasty.optimizer, mesh, strategy, guards_of(guarded)))
+
+
+@pytest.mark.parametrize("key", ["bucketed", "zero1", "zero2", "zero3", "fsdp", "fsdp-dim0", "fsdp-shard_grad_op"])
+def test_nasty_cases_equal_one_process(pools, key):
+    for place, name in enumerate(nasty.CASES):
+        results = pools(2).run(train_nasty, key, name, bool(place % 2))
+        every_engine.assert_states(results, nasty.reference(name, 2))
+
+
+def losses_in_16_bits(rank, which):
+    torch.manual_seed(0)
+    model, losses = cases.MLP(), []
+    with Mesh({"data": 2}) as mesh:
+        if which == "engines":
+            engine = build_engine("zero2", model, cases.OPTIMIZERS["adamw"], mesh, precision="bf16")
+        else:
+            strategy = getattr(strategies, which)(precision="bf16")
+            engine = Engine(model, cases.OPTIMIZERS["adamw"], mesh, strategy, guards_of(True))
+        for step in range(4):
+            x, y = (cases.own_rows(part, rank).float() for part in cases.rows("MLP", step, 0, 2))
+            loss = cases.loss_of(engine(x), y)
+            engine.backward(loss)
+            engine.step()
+            engine.zero_grad()
+            losses.append(float(loss))
+        return losses, {str(tensor.dtype) for tensor in engine.full_state_dict().values()}
+
+
+@pytest.mark.parametrize("which", ["ZeRO1", "ZeRO2", "ZeRO3", "FSDP"])
+def test_mixed_precision_computes_what_the_engines_compute(pools, which):
+    assert pools(2).run(losses_in_16_bits, which) == pools(2).run(losses_in_16_bits, "engines")

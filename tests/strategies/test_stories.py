@@ -58,7 +58,9 @@ def _freezes_piece(engine, step):
 
 
 STORIES = {
-    "torch's clipping inside no_sync": Story(WHOLE + PIECES + SHARDED, "changed in place after a backward", _torch_clip_of_sums),
+    "torch's clipping inside no_sync": Story(
+        WHOLE + PIECES + SHARDED, "changed in place after a backward", _torch_clip_of_sums
+    ),
     "data replaced": Story(PIECES + SHARDED, "its data was replaced", _replaces_data),
     "piece written": Story(PIECES, "was written to, and nobody has gathered it", _writes_piece),
     "gradient cleared": Story(PIECES + SHARDED, "set or cleared at the parameter", _clears_gradient),
