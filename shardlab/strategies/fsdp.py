@@ -6,10 +6,10 @@ The next ``prefetch`` units are gathered during the compute of this one. So, whe
 the full parameters in memory at any time are those of the root, of one unit and of the prefetched ones.
 
 One program of messages: forward writes a tape (a unit begins, ends); backward's messages are the tape reversed.
-``ends`` gathers the unit, and starts the gathers of the next ones; ``begins``, at the first use of the unit, reshards it
-and sends its gradients. The program is made when backward begins, and so is the same on all ranks, whatever each of them
-uses; hooks only move a cursor in it. That is right because autograd runs nodes in the reverse order of their creation:
-when it has come to an output, all that is younger is done, and a gradient that has not come by then will not come.
+``ends`` gathers the unit, and starts the gathers of the next ones; ``begins``, at the first use of the unit, reshards
+it and sends its gradients. The program is made when backward begins, and so is the same on all ranks, whatever each of
+them uses; hooks only move a cursor in it. That is right because autograd runs nodes in the reverse order of their
+creation: when it has come to an output, all that is younger is done, and a gradient that has not come by then will not.
 
 Per rank for P fp32 parameters with Adam, S ranks in the shard group: at rest 4P/S parameters, 4P/S gradients, 8P/S
 state (P with padding); another 4 x (root + (1 + prefetch) units) during a step, and in backward the whole gradients of

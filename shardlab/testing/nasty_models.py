@@ -69,7 +69,7 @@ class Unused(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """From [B, 7] to [B, 5]."""
         hidden = torch.tanh(self.first(x))
-        out = self.last(hidden)
+        out: Tensor = self.last(hidden)
         chosen = x[:, 0] > 0
         if bool(chosen.any()):
             out = out + torch.where(chosen[:, None], self.sometimes(hidden), torch.zeros_like(out))
