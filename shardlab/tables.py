@@ -88,7 +88,7 @@ COLLECTIVES = Table(
             "moved_bytes", "float64", "bytes that this rank's transport sends for it; NaN if not known", optional=True
         ),
         Column("group_size", "Int64", "ranks that take part"),
-        Column("transport", "string", "shared_memory, gloo, nccl, staged, or one of them with an emulated link"),
+        Column("transport", "string", "shared_memory, gloo, nccl, staged, device, or one with an emulated link"),
         Column("issue_us", "float64", "the caller issued it"),
         Column("start_us", "float64", "the transport began it"),
         Column("end_us", "float64", "its result was there"),

@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from shardlab.analysis.overlap import overlap
+from shardlab.analysis.overlap import hidden_by_rank, overlap
 from shardlab.analysis.rows import KEYS
 from shardlab.vocabulary import Phase
 
@@ -38,19 +38,19 @@ def in_timed_steps(
 
 
 def hidden_share(collectives: pd.DataFrame, spans: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """The overlap of each rank over all its timed steps together: hidden time over time in communication.
+    """``hidden_by_rank`` over the steps whose times count, taken as one: a moment in which two communicate counts once.
 
-    Holistic Trace Analysis finds the same in the files of ``export.export_hta``. A long step weighs more here than in a
-    median of the steps, and what is sent in one step and hidden by compute of the next counts as hidden.
+    Holistic Trace Analysis finds the same in the files of ``export.export_hta``, to their whole microseconds: they hold
+    these steps and an empty last one, because it leaves out the last step of a trace.
 
     Args:
         collectives, spans, steps: the tables.
 
     Returns:
-        ``run``, ``source``, ``rank``, ``overlap``: 0 to 1, NaN without communication.
+        ``run``, ``source``, ``rank``, ``overlap``: 0 to 1, NaN without communication or where it is not known.
 
     Raises:
         ValueError: see ``overlap``.
     """
     together = (table.assign(step=0) for table in in_timed_steps(collectives, spans, steps))
-    return overlap(*together)[["run", "source", "rank", "overlap"]]
+    return hidden_by_rank(overlap(*together))

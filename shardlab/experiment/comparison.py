@@ -228,7 +228,7 @@ def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress
     # After the runs, not before: planning reads data, which may change what a data loader yields next.
     plans, why = plans_or_why(config)
     summary = [
-        {**row, **against_plan(row["strategy"], records, plans[row["strategy"]]), "not_planned": why}
+        {**row, "not_planned": why, **against_plan(row["strategy"], records, plans[row["strategy"]])}
         for row in summarise(records, config.dtype)
     ]
     # The last file: a directory that has it counts as a finished comparison.

@@ -29,7 +29,7 @@ from shardlab.models import MODELS, GPTConfig
 from shardlab.partition.ring_cost import Link
 from shardlab.strategies import Strategy
 from shardlab.units import AUTO, WrapPolicy, parse_wrap, wrap_text, wrapped_modules
-from shardlab.vocabulary import dtype_name
+from shardlab.vocabulary import class_of, dtype_name
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 SEQUENCES_PER_RANK = 4
@@ -55,6 +55,13 @@ class CompareConfig(CompareOptions):
 
     def __post_init__(self) -> None:
         """Check every field."""
+        given: Any = self.model
+        if callable(given):
+            what = "a class" if isinstance(given, type) else class_of(given)
+            raise ValueError(
+                f"model: {what} was given, where a built-in model's name belongs; train your own with "
+                "workload=Workload(model=lambda: Net(), data=..., loss=...)"
+            )
         # First: the other checks compare and divide, and would say less of a wrong type.
         check_types(self, besides=("strategies", "workload", "wrap"))  # these are checked where they are parsed
         self._check_strategies()
@@ -123,8 +130,10 @@ class CompareConfig(CompareOptions):
                 raise ValueError(f"{field}: only for the built-in models; {self.workload} says it itself; leave it out")
         dtypes = [dtype_name(param.dtype) for param in self.on_meta.parameters() if param.is_floating_point()]
         if self.dtype not in (_default("dtype"), dtypes[0]):
+            _one_of("dtype", self.dtype, DTYPES)
             raise ValueError(
-                f"dtype: {self.dtype!r}, but the parameters of {self.workload} are {dtypes[0]}; leave it out"
+                f"dtype: {self.dtype!r}, but the parameters of {self.workload} are {dtypes[0]}; make the model double "
+                "in the workload, as with lambda: Net().double(), and its data too; or leave dtype out"
             )
         object.__setattr__(self, "dtype", dtypes[0])
         if self.batch is not None and not self.workload.is_dataset:
@@ -254,9 +263,13 @@ class CompareConfig(CompareOptions):
             return {"replica": self.data_ranks // self.shards, "shard": self.shards, **tensor}
         return {"data": self.data_ranks, **tensor}
 
+    def precision_of(self, strategy: str) -> str:
+        """In which a strategy computes; 'full' if it takes none."""
+        return self.precision if takes("precision")(strategy) else "full"
+
     def scales_loss(self, strategy: str) -> bool:
         """Whether a strategy computes in float16 and so needs a gradient scaler."""
-        return self.precision == "fp16" and takes("precision")(strategy)
+        return self.precision_of(strategy) == "fp16"
 
     @property
     def global_batch(self) -> int:
