@@ -64,8 +64,8 @@ def test_compare_takes_it_beside_ours(tmp_path):
     assert rows.losses_equal["bucketed"]
     assert 0 < rows.max_loss_difference["sixteen_bits"] < 0.1
     assert rows.gradient_bytes["sixteen_bits"] == rows.gradient_bytes["bucketed"]
-    # Half the bytes, and the flag by which ranks raise together.
-    assert rows.wire_bytes_per_step["sixteen_bits"] == rows.wire_bytes_per_step["bucketed"] / 2 + 4
+    # Half the bytes, and the two flags by which ranks raise together, at the end of backward and before the step.
+    assert rows.wire_bytes_per_step["sixteen_bits"] == rows.wire_bytes_per_step["bucketed"] / 2 + 8
     sent = comparison.records.collectives.query("run == 'sixteen_bits' and step == 2")
     assert set(sent["dtype"]) >= {"bfloat16"}
 
