@@ -171,7 +171,12 @@ def _for_ranks_of(pool: RankPool | None, config: CompareConfig) -> CompareConfig
     if pool is None:
         return config
     check_pool(pool, config.ranks, config.device)
-    return replace(config, device=pool.placement.device_type) if _means_another(pool, config.device) else config
+    given: Any = tuple(config.own_strategies.get(name, name) for name in config.strategies)
+    return (
+        replace(config, device=pool.placement.device_type, strategies=given)
+        if _means_another(pool, config.device)
+        else config
+    )
 
 
 def _means_another(pool: RankPool, device: str) -> bool:

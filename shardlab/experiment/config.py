@@ -27,6 +27,7 @@ from shardlab.field_types import check_types
 from shardlab.launch.checks import check_ranks
 from shardlab.models import MODELS, GPTConfig
 from shardlab.partition.ring_cost import Link
+from shardlab.strategies import Strategy
 from shardlab.units import AUTO, WrapPolicy, parse_wrap, wrap_text, wrapped_modules
 from shardlab.vocabulary import class_of, dtype_name
 
@@ -99,13 +100,22 @@ class CompareConfig(CompareOptions):
 
     def _check_strategies(self) -> None:
         given: Any = self.strategies
-        if not isinstance(given, str | list | tuple | NoneType):
+        if not isinstance(given, str | list | tuple | Strategy | NoneType):
             raise ValueError(f"strategies: {given!r:.60} was given; give one or several of {', '.join(STRATEGIES)}")
-        object.__setattr__(self, "strategies", (given,) if isinstance(given, str) else tuple(given or ()))
+        all_given = (given,) if isinstance(given, str | Strategy) else tuple(given or ())
+        own = {one.name: one for one in all_given if isinstance(one, Strategy)}
+        if taken := sorted(own.keys() & STRATEGIES.keys()):
+            raise ValueError(
+                f"strategies: a strategy of your own is named {taken[0]!r}, as one of ours; name it otherwise"
+            )
+        self.__dict__["own_strategies"] = own
+        object.__setattr__(
+            self, "strategies", tuple(one.name if isinstance(one, Strategy) else one for one in all_given)
+        )
         if not self.strategies:
             raise ValueError(f"strategies: none given; at least one is needed of {', '.join(STRATEGIES)}")
         for strategy in self.strategies:
-            _one_of("strategies", strategy, STRATEGIES)
+            _one_of("strategies", strategy, (*STRATEGIES, *self.own_strategies))
         if len(set(self.strategies)) != len(self.strategies):
             raise ValueError(f"strategies: {', '.join(self.strategies)} repeats one; name each once")
 
@@ -204,6 +214,11 @@ class CompareConfig(CompareOptions):
         return [name for name in self.strategies if name.startswith("torch_")]
 
     @cached_property
+    def own_strategies(self) -> dict[str, Strategy]:
+        """Strategies of the reader's own among ``strategies``, by name; set by the check of these."""
+        return {}
+
+    @cached_property
     def trained(self) -> Workload:
         """What is trained: the workload, or that of the built-in model."""
         return self.workload or builtin(self, self.global_batch // self.accumulation)
@@ -292,7 +307,7 @@ class CompareConfig(CompareOptions):
 
 def takes(option: str) -> Callable[[str], bool]:
     """Whether a strategy takes an engine option."""
-    return lambda strategy: option in engine_options(strategy)
+    return lambda strategy: strategy in STRATEGIES and option in engine_options(strategy)
 
 
 def _default(name: str) -> Any:

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from shardlab import strategies
 from shardlab.comm import BaseMesh
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.trees import map_tensors
@@ -23,6 +24,7 @@ from shardlab.experiment.resume import checkpoint_directory, said_of
 from shardlab.experiment.step import StepResult, TrainStep
 from shardlab.experiment.tensor import divided, loss_of
 from shardlab.experiment.workload import seeded
+from shardlab.guards import Guards
 from shardlab.launch import current
 from shardlab.launch.pool import num_cores
 from shardlab.partition.ring_cost import Link
@@ -228,6 +230,11 @@ def mesh_of(config: CompareConfig, strategy: str) -> BaseMesh:
 
 
 def _engine(config: CompareConfig, strategy: str, mesh: BaseMesh) -> Engine:
+    if strategy in config.own_strategies:
+        model = config.trained.made(config.trained.build(config.seed), mesh.device, config.seed)
+        own = config.own_strategies[strategy]
+        # The same interface in another class, until all strategies are parts of this one.
+        return cast(Engine, strategies.Engine(model, config.trained.optimizer, mesh, own, Guards()))
     workload, options = config.trained, config.engine_options(engine_options(strategy))
     model = workload.build(config.seed)
     if "init_fn" in engine_options(strategy) and config.tp == 1:
