@@ -8,6 +8,7 @@ import pandas as pd
 from shardlab.analysis.timed import in_timed_steps, timed_steps
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.finite import GRADIENTS, LOSS
+from shardlab.experiment.same_data import ADVICE, accumulation_of, others_than
 from shardlab.experiment.summary import (
     FULL,
     JUDGED_STEPS,
@@ -30,7 +31,7 @@ def verdicts(comparison: Comparison) -> list[str]:
     """What a comparison shows, in sentences."""
     # The worst first: where ranks disagree or strategies are missing, what follows says little.
     kinds = (
-        agreement_verdict, unfinished_verdict, verdict, gradients_verdict, alone_verdict, plan_verdict,
+        agreement_verdict, unfinished_verdict, resumed_verdict, verdict, gradients_verdict, alone_verdict, plan_verdict,
         traffic_verdict, transport_verdict, unseen_verdict, busy_verdict,
     )  # fmt: skip
     said = (kind(comparison) for kind in kinds)
@@ -56,6 +57,8 @@ def verdict(comparison: Comparison) -> str:
     if rounded and comparison.losses_equal:
         equal = f"equal, those of {', '.join(rounded)} within the rounding of {next(iter(rounded.values()))}"
     steps, largest = int(comparison.summary["steps"].max()), comparison.summary["max_loss_difference"].max()
+    if not comparison.losses_equal and (sentence := _other_data(comparison)):
+        return sentence
     why = ""
     if not comparison.losses_equal and reference == REFERENCE:
         if sums := _looks_like_sums(comparison):
@@ -66,6 +69,31 @@ def verdict(comparison: Comparison) -> str:
     return (
         f"Losses are {equal}: the largest difference from {origin} in the first {JUDGED_STEPS} steps is "
         f"{judged:.1e}; over all {steps} steps, in which training amplifies every rounding, it is {largest:.1e}.{why}"
+    )
+
+
+def _other_data(comparison: Comparison) -> str:
+    """One sentence if strategies were given different rows; else empty."""
+    manifests = comparison.records.manifests
+    first = REFERENCE if REFERENCE in manifests else next(iter(manifests))
+    if not (others := others_than(first, manifests)):
+        return ""
+    return (
+        f"The DATA differ, so losses are not compared: from step {min(others.values())} on {', '.join(others)} trained "
+        f"on other rows than {first}; {ADVICE}."
+    )
+
+
+def resumed_verdict(comparison: Comparison) -> str:
+    """One sentence if a run went on from a checkpoint that was trained on other rows; else empty."""
+    manifests = comparison.records.manifests.items()
+    known = {run: (known.get("other_batch"), accumulation_of(known)) for run, known in manifests}
+    others = {run: batch // accumulation for run, (batch, accumulation) in known.items() if batch is not None}
+    if not others:
+        return ""
+    return (
+        f"The DATA differ from those that were trained on before the checkpoint, from step {min(others.values())} on, "
+        f"so {', '.join(others)} is not the rest of one long run; {ADVICE}."
     )
 
 
