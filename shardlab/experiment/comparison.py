@@ -28,6 +28,7 @@ from shardlab.experiment.batches import fewest_rows
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import claim, new_directory, run_directory
 from shardlab.experiment.finite import GRADIENTS, LOSS
+from shardlab.experiment.own_buffers import first_that_differ
 from shardlab.experiment.planned import against_plan, plans_or_why
 from shardlab.experiment.run import Progress, RankReport, run_strategy
 from shardlab.experiment.same_data import of_all_ranks
@@ -282,8 +283,6 @@ def _manifest(config: CompareConfig, strategy: str, pool: RankPool) -> dict[str,
         "not_finite": {},
         "disagreement": "",
         "drew_random_numbers": False,
-        "batches": [],
-        "other_batch": None,
     }  # fmt: skip
 
 
@@ -300,10 +299,9 @@ def _found(reports: list[RankReport], mesh: dict[str, int], config: CompareConfi
         },
         "disagreement": _disagreement(reports, num_tensor_ranks),
         "drew_random_numbers": any(report.drew for report in reports),
-        "batches": of_all_ranks(
-            [report.batches for report in reports[::num_tensor_ranks]], config.trained.divides_rows
-        ),
+        "batches": of_all_ranks([each.batches for each in reports[::num_tensor_ranks]], config.trained.divides_rows),
         "other_batch": reports[0].other_batch,
+        "own_buffers": first_that_differ([report.buffers for report in reports], num_tensor_ranks),
     }
 
 

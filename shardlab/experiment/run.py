@@ -18,8 +18,9 @@ from shardlab.engines.agreement_check import Did, did
 from shardlab.experiment.batches import Share, batches_of, size_of
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.finite import FiniteCheck
+from shardlab.experiment.own_buffers import sums_of
 from shardlab.experiment.resume import checkpoint_directory, said_of
-from shardlab.experiment.same_data import first_other
+from shardlab.experiment.same_data import NUM_BATCHES, first_other
 from shardlab.experiment.step import StepResult, TrainStep
 from shardlab.experiment.tensor import divided, loss_of
 from shardlab.experiment.workload import seeded
@@ -57,6 +58,7 @@ class RankReport:
         drew: whether a step drew random numbers, as dropout does.
         batches: checksums of the first ones, see ``same_data``.
         other_batch: the first of them that is not what the checkpoint it went on from was trained on; None if all are.
+        buffers: checksums after the first steps, and after some of the later ones, see ``own_buffers``.
     """
 
     recorder_share: float
@@ -66,6 +68,7 @@ class RankReport:
     drew: bool
     batches: list[int] = field(default_factory=list)
     other_batch: int | None = None
+    buffers: dict[int, dict[str, int]] = field(default_factory=dict)
 
 
 class RankRun:
@@ -83,8 +86,7 @@ class RankRun:
         """Who held what when memory was last read: after a step, while gradients were still there."""
         self.drew = False
         """Whether a step drew random numbers. Data do not count: they draw apart from training, see ``batches``."""
-        self.batches: list[int] = []
-        """Checksums of the first batches, also of those that were passed over."""
+        self.batches: list[int] = []  # those that were passed over too
         self.other_batch: int | None = None
         self._config, workload = config, config.trained
         self._batches = batches_of(
@@ -216,20 +218,20 @@ def run_strategy(
         first = run.resume(checkpoint_directory(Path(str(config.resume)), strategy)) if resumed else 0
         # Not the first step or two, in which optimizer state is still being allocated.
         traced = min(first + 2, config.steps - 1)
-        known: dict[int, Did] = {}
+        known, buffers = dict[int, Did](), dict[int, dict[str, int]]()
         for step in range(first, config.steps):
             result = run.step(step, trace_memory=step == traced)
             if sampled_at_rest(step) or step == config.steps - 1:
                 known[step] = did(run.engine)
+            if step in known or step - first < NUM_BATCHES:
+                buffers[step] = sums_of(run.engine.module)
             if rank == 0:
                 current().emit(Progress(strategy, step, result.loss))
             if config.save_every and ((step + 1) % config.save_every == 0 or step + 1 == config.steps):
                 run.save(checkpoint_directory(directory.parents[1], strategy))
         run.recorder.write_shards(run.shards)
-        return RankReport(
-            run.recorder.cost_share, run.engine.padding_bytes, run.finite.lost, known, run.drew, run.batches,
-            run.other_batch,
-        )  # fmt: skip
+        share, padding_bytes, lost = run.recorder.cost_share, run.engine.padding_bytes, run.finite.lost
+        return RankReport(share, padding_bytes, lost, known, run.drew, run.batches, run.other_batch, buffers)
 
 
 def source_of(mesh: BaseMesh) -> str:

@@ -14,7 +14,8 @@ from torch import Tensor
 from shardlab.comm.trees import tensors_in
 
 NUM_BATCHES = 10  # that are looked at: what is drawn without a seed differs from the first one on
-ADVICE = "compare seeds Python's, NumPy's and torch's generators; seed any other, as in np.random.default_rng(0)"
+Manifests = Mapping[str, Mapping[str, Any]]
+_ADVICE = "compare seeds Python's, NumPy's and torch's generators; seed any other, as in np.random.default_rng(0)"
 
 
 def checksum(batch: Any) -> int:
@@ -39,16 +40,39 @@ def first_other(one: Sequence[int], other: Sequence[int]) -> int | None:
     return next((place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
 
 
-def others_than(reference: str, manifests: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+def others_than(reference: str, manifests: Manifests) -> dict[str, int]:
     """The runs that trained on other rows than ``reference``, and from which step on."""
     known = {run: manifest.get("batches", []) for run, manifest in manifests.items()}
     found = {run: first_other(known[reference], batches) for run, batches in known.items()}
-    return {run: place // accumulation_of(manifests[run]) for run, place in found.items() if place is not None}
+    return {run: _step(place, manifests[run]) for run, place in found.items() if place is not None}
 
 
-def accumulation_of(manifest: Mapping[str, Any]) -> int:
-    """Batches of a step."""
-    return int(manifest["config"].get("accumulation", 1))
+def trained_on_others(manifests: Manifests, reference: str) -> str:
+    """One sentence if runs trained on other rows than ``reference``, or than the first one without it; else empty."""
+    first = reference if reference in manifests else next(iter(manifests))
+    others = others_than(first, manifests)
+    if not others:
+        return ""
+    return (
+        f"The DATA differ, so losses are not compared: from step {min(others.values())} on {', '.join(others)} trained "
+        f"on other rows than {first}; {_ADVICE}."
+    )
+
+
+def resumed_on_others(manifests: Manifests) -> str:
+    """One sentence if runs went on from a checkpoint that was trained on other rows; else empty."""
+    known = {run: manifest.get("other_batch") for run, manifest in manifests.items()}
+    others = {run: _step(place, manifests[run]) for run, place in known.items() if place is not None}
+    if not others:
+        return ""
+    return (
+        f"The DATA differ from those that were trained on before the checkpoint, from step {min(others.values())} on, "
+        f"so {', '.join(others)} did not go on as one long run would; {_ADVICE}."
+    )
+
+
+def _step(batch: int, manifest: Mapping[str, Any]) -> int:
+    return batch // int(manifest["config"].get("accumulation", 1))
 
 
 def _has_rows(tensor: Tensor) -> bool:

@@ -8,7 +8,8 @@ import pandas as pd
 from shardlab.analysis.timed import in_timed_steps, timed_steps
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.finite import GRADIENTS, LOSS
-from shardlab.experiment.same_data import ADVICE, accumulation_of, others_than
+from shardlab.experiment.own_buffers import said_of
+from shardlab.experiment.same_data import resumed_on_others, trained_on_others
 from shardlab.experiment.summary import (
     FULL,
     JUDGED_STEPS,
@@ -57,13 +58,13 @@ def verdict(comparison: Comparison) -> str:
     if rounded and comparison.losses_equal:
         equal = f"equal, those of {', '.join(rounded)} within the rounding of {next(iter(rounded.values()))}"
     steps, largest = int(comparison.summary["steps"].max()), comparison.summary["max_loss_difference"].max()
-    if not comparison.losses_equal and (sentence := _other_data(comparison)):
+    if not comparison.losses_equal and (sentence := trained_on_others(comparison.records.manifests, REFERENCE)):
         return sentence
-    why = ""
+    why = "" if comparison.losses_equal else _own_buffers(comparison)
     if not comparison.losses_equal and reference == REFERENCE:
         if sums := _looks_like_sums(comparison):
             return sums
-        why = _divides_rows_badly(comparison)
+        why += _divides_rows_badly(comparison)
     if steps <= JUDGED_STEPS:
         return f"Losses are {equal}: the largest difference from {origin} is {judged:.1e}.{why}"
     return (
@@ -72,29 +73,16 @@ def verdict(comparison: Comparison) -> str:
     )
 
 
-def _other_data(comparison: Comparison) -> str:
-    """One sentence if strategies were given different rows; else empty."""
-    manifests = comparison.records.manifests
-    first = REFERENCE if REFERENCE in manifests else next(iter(manifests))
-    if not (others := others_than(first, manifests)):
-        return ""
-    return (
-        f"The DATA differ, so losses are not compared: from step {min(others.values())} on {', '.join(others)} trained "
-        f"on other rows than {first}; {ADVICE}."
-    )
+def _own_buffers(comparison: Comparison) -> str:
+    """A sentence if ranks have buffers of their own, of which torch's DDP keeps only rank 0's."""
+    said = said_of(comparison.records.manifests.values())
+    others = " torch_ddp goes on from those of rank 0." if "torch_ddp" in comparison.records.manifests else ""
+    return f" What differs first: {said}.{others}" if said else ""
 
 
 def resumed_verdict(comparison: Comparison) -> str:
     """One sentence if a run went on from a checkpoint that was trained on other rows; else empty."""
-    manifests = comparison.records.manifests.items()
-    known = {run: (known.get("other_batch"), accumulation_of(known)) for run, known in manifests}
-    others = {run: batch // accumulation for run, (batch, accumulation) in known.items() if batch is not None}
-    if not others:
-        return ""
-    return (
-        f"The DATA differ from those that were trained on before the checkpoint, from step {min(others.values())} on, "
-        f"so {', '.join(others)} is not the rest of one long run; {ADVICE}."
-    )
+    return resumed_on_others(comparison.records.manifests)
 
 
 def _began(comparison: Comparison, runs: Iterable[str]) -> str:

@@ -276,6 +276,48 @@ def test_local_statistics_are_said_and_not_called_a_difference(pools, tmp_path):
     assert found.losses_equal
 
 
+class Centred(nn.Module):
+    """Rows minus a running mean of this rank's own, from a call on; ``is_used``: forward uses it."""
+
+    def __init__(self, from_call, is_used):
+        super().__init__()
+        self.leave = nn.Sequential(nn.Linear(6, 3))
+        self.from_call, self.is_used = from_call, is_used
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.leave.register_buffer("mean", torch.zeros(6))
+        self.double()
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > self.from_call:
+            self.leave.mean += 0.5 * (x.detach().mean(0) - self.leave.mean)
+        return self.leave(x - self.leave.mean if self.is_used else x)
+
+
+@pytest.mark.parametrize(("ranks", "from_call"), [(2, 0), (3, 2)])
+def test_a_buffer_of_a_ranks_own_rows_is_named_with_its_step_and_not_called_a_difference(
+    pools, tmp_path, ranks, from_call
+):
+    trained = Workload(partial(Centred, from_call, True), Labelled(), labelled_loss)
+    options = {"ranks": ranks, "steps": 4, "pool": pools(ranks)}
+    found = compare(trained, tmp_path / "run", strategies=("single", "ddp", "zero2", "fsdp", "torch_ddp"), **options)
+    said = f"buffer leave.mean differs between ranks after step {from_call}"
+    assert f"which rightly differs: {said}" in alone_verdict(found)
+    by_strategy = found.summary.set_index("strategy")
+    assert by_strategy["losses_equal"].tolist() == [None, True, True, True, False]
+    assert f"What differs first: {said}" in verdict(found)
+    assert "torch_ddp goes on from those of rank 0" in verdict(found)
+
+
+def test_a_buffer_that_no_loss_depends_on_leaves_the_single_process_to_compare_with(pools, tmp_path):
+    trained = Workload(partial(Centred, 0, False), Labelled(), labelled_loss)
+    strategies = ("single", "ddp", "zero3")
+    found = compare(trained, tmp_path / "run", strategies=strategies, ranks=2, steps=3, pool=pools(2))
+    assert found.records.manifests["ddp"]["own_buffers"]
+    assert found.summary["loss_reference"].tolist() == ["single"] * 3
+    assert (alone_verdict(found), found.losses_equal) == ("", True)
+
+
 class Dropping(nn.Module):
     """Dropout that no module ``nn.Dropout`` does: that of a recurrent layer, and the function's."""
 
