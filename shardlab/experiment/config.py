@@ -301,6 +301,9 @@ class CompareConfig(CompareOptions):
         if self.workload is not None:
             ignored |= set(BUILTIN_FIELDS)
         known = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ignored}
+        known["batch"] = self.resumed_rows  # as decided, here and below: a default may depend on the number of ranks
+        if "replica" in self.mesh_axes(strategy):
+            known["shard_group"] = self.shards
         wrap = wrap_text(self.wrap_policy)  # the workload's, if it was not chosen here
         return {**known, "wrap": wrap, "workload": None if self.workload is None else str(self.workload)}
 
