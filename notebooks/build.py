@@ -15,7 +15,8 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
-from tqdm import tqdm
+from rich.console import Console
+from rich.progress import Progress
 
 FOLDER = Path(__file__).resolve().parent
 MAX_BYTES = 500_000
@@ -44,10 +45,11 @@ def main() -> int:
 def build(path: Path) -> str | None:
     """Execute and save one notebook; what is wrong with it, or None."""
     notebook = nbformat.read(path, as_version=4)
-    with tqdm(total=len(notebook.cells), desc=path.name, unit="cell") as progress:
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task(path.name, total=len(notebook.cells))
         client = NotebookClient(
             notebook, timeout=CELL_TIMEOUT_S, kernel_name=KERNELSPEC["name"], record_timing=False,
-            resources={"metadata": {"path": str(path.parent)}}, on_cell_complete=lambda **_: progress.update(),
+            resources={"metadata": {"path": str(path.parent)}}, on_cell_complete=lambda **_: progress.advance(task),
         )  # fmt: skip
         try:
             client.execute()

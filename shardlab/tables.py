@@ -88,7 +88,7 @@ COLLECTIVES = Table(
             "moved_bytes", "float64", "bytes that this rank's transport sends for it; NaN if not known", optional=True
         ),
         Column("group_size", "Int64", "ranks that take part"),
-        Column("transport", "string", "shared_memory, gloo, nccl, staged, or one of them with an emulated link"),
+        Column("transport", "string", "shared_memory, gloo, nccl, staged, device, or one with an emulated link"),
         Column("issue_us", "float64", "the caller issued it"),
         Column("start_us", "float64", "the transport began it"),
         Column("end_us", "float64", "its result was there"),
@@ -146,6 +146,7 @@ STEPS = Table(
         Column("loss", "float64", "mean over ranks and micro-batches"),
         Column("grad_norm", "float64", "global norm before clipping; NaN where it was not computed"),
         Column("learning_rate", "float64", "of the first parameter group"),
+        Column("start_us", "float64", "when the step began on this rank; NaN in older records", optional=True),
         Column("step_us", "float64", "time of the step on this rank"),
         Column("exposed_comm_us", "float64", "communication with no compute at the same time; NaN without any"),
         Column("overlap", "float64", "share of communication hidden by compute, 0 to 1; NaN without any"),

@@ -8,7 +8,10 @@ from functools import cache
 
 
 class Collective(StrEnum):
-    """A verb of the communicator, or (reduce, gather, scatter) one that only recorded scripts use."""
+    """A verb of the communicator, or (reduce, gather, scatter) one that only recorded scripts use.
+
+    ``UNKNOWN`` moved data between ranks, but the imported trace does not say by which verb.
+    """
 
     ALL_REDUCE = "all_reduce"
     REDUCE_SCATTER = "reduce_scatter"
@@ -21,6 +24,7 @@ class Collective(StrEnum):
     GATHER = "gather"
     SCATTER = "scatter"
     BARRIER = "barrier"
+    UNKNOWN = "unknown communication"
 
 
 class Phase(StrEnum):
@@ -125,8 +129,11 @@ class HostTransport(StrEnum):
     GLOO = "gloo"
 
 
-STREAM_TRANSPORTS = ("nccl", "staged")
-"""How the names of transports on a GPU begin, where a stream waits for what the host has issued ahead of it."""
+STREAM_TRANSPORTS = ("nccl", "staged", "device")
+"""How the names of transports on a GPU begin, where a stream waits for what the host has issued ahead of it.
+
+``device`` is whatever else moved data in an imported trace: symmetric memory, DeepEP, a copy between two devices.
+"""
 
 
 @cache  # every collective asks

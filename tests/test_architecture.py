@@ -25,6 +25,9 @@ MAY_IMPORT = {
     "meta_device": set(),
     "units": set(),
     "engines": {"comm", "meta_device", "partition", "units", "vocabulary"},
+    # Of ``engines`` only what stands for itself: it moves there, until ``engines`` is gone.
+    "strategies": {"comm", "engines", "meta_device", "partition", "units", "vocabulary"},
+    "guards": {"comm", "engines", "strategies", "vocabulary"},
     "tensor_parallel": {"comm", "meta_device", "partition", "vocabulary"},
     "models": NUMBERS,
     "data_sets": NUMBERS,
@@ -34,6 +37,7 @@ MAY_IMPORT = {
     "trace": {"analysis", "comm", "units", *NUMBERS},
     "export": {"analysis", "trace", *NUMBERS},
     "launch": {"comm", *NUMBERS},
+    "testing": {"comm", "guards", "launch", "models", "strategies"},
 }
 LOWER = set(MAY_IMPORT)
 MAY_IMPORT["experiment"] = LOWER
@@ -215,6 +219,28 @@ def test_pictures_and_arithmetic_import_no_torch() -> None:
 def test_a_saved_run_is_read_without_torch(statement: str) -> None:
     code = f"import sys; {statement}; assert 'torch' not in sys.modules, 'torch was imported'"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)
+
+
+# JupyterLab and what comes with it, and what nothing needs: each is absent where its entry is None.
+OF_NOTEBOOKS = ("jupyterlab", "jupyter_server", "jupyter_client", "jupyter_core", "notebook", "nbformat", "nbclient")
+OF_NOTEBOOKS += ("nbconvert", "ipykernel", "IPython", "ipywidgets", "tqdm")
+
+
+def test_scripts_and_the_command_line_need_no_jupyter(tmp_path: Path) -> None:
+    # A module that every process imports, so the ranks too.
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules |= dict.fromkeys({OF_NOTEBOOKS})\n")
+    names = [name.removesuffix(".__init__") for name in modules() if room(name) not in ("widgets", "__main__")]
+    code = f"""
+import importlib, shardlab
+[importlib.import_module(name) for name in {names}]
+[getattr(shardlab, name) for name in shardlab.__all__]
+from shardlab.cli import app
+app("compare --strategies ddp --ranks 1 --steps 1 --text grammar --device cpu --out run".split(), standalone_mode=False)
+app(["report", "run"], standalone_mode=False)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])}
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment)
+    assert (tmp_path / "run" / "report.html").exists()
 
 
 def test_only_comm_calls_collectives() -> None:

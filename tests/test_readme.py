@@ -28,7 +28,7 @@ CELLS = [block for block in PYTHON if not block.startswith("# ")]
 
 def test_every_block_is_of_a_kind_that_is_tested():
     assert README.count("```") == 2 * (len(PYTHON) + len(SHELL))
-    assert (len(CELLS), list(SCRIPTS)) == (7, ["train.py"])
+    assert (len(CELLS), list(SCRIPTS)) == (8, ["train.py"])
 
 
 def test_the_cells_run_one_after_another(tmp_path, monkeypatch, capsys):

@@ -3,8 +3,8 @@
 Bandwidths follow nccl-tests. With S the bytes of the whole buffer, t the time from start to end and N the group size:
 
     algorithm bandwidth = S / t
-    bus bandwidth       = S / t x 2(N-1)/N for all-reduce, x (N-1)/N for reduce-scatter, all-gather and all-to-all,
-                          x 1 for broadcast, send and receive
+    bus bandwidth       = S / t x 2(N-1)/N for all-reduce, x (N-1)/N for reduce-scatter, all-gather, all-to-all,
+                          gather and scatter, x 1 for broadcast, reduce, send and receive
 
 The bus bandwidth can be compared with the speed of the link whatever N is. Units are decimal: 1 GB/s = 1e9 bytes/s.
 
@@ -23,7 +23,13 @@ from shardlab.analysis.rows import KEYS, bounds, numbers, require_columns
 from shardlab.tables import COLLECTIVES
 from shardlab.vocabulary import Collective
 
-HALF_OF_ALL_REDUCE = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.ALL_TO_ALL)
+HALF_OF_ALL_REDUCE = (
+    Collective.REDUCE_SCATTER,
+    Collective.ALL_GATHER,
+    Collective.ALL_TO_ALL,
+    Collective.GATHER,
+    Collective.SCATTER,
+)
 MESSAGE_COLUMNS = ("op", "bytes", "time_us")
 
 

@@ -1,8 +1,9 @@
 """Which steps count where a run is judged by its times, and the share of communication that compute hid in them."""
 
+import numpy as np
 import pandas as pd
 
-from shardlab.analysis.overlap import overlap
+from shardlab.analysis.overlap import hidden_by_rank, overlap
 from shardlab.analysis.rows import KEYS
 from shardlab.vocabulary import Phase
 
@@ -31,26 +32,33 @@ def in_steps(table: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
 def in_timed_steps(
     collectives: pd.DataFrame, spans: pd.DataFrame, steps: pd.DataFrame
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Collectives and spans of the steps whose times count, without what a training step sends to report its loss."""
+    """Collectives and spans of the steps whose times count, without what a training step sends to report its loss.
+
+    Nor is there what was sent before its step began: the time in between is that of a recorder.
+    """
     timed = timed_steps(steps)
-    training = collectives[collectives["phase"] != str(Phase.METRICS)]
-    return in_steps(training, timed), in_steps(spans, timed)
+    training = in_steps(collectives[collectives["phase"] != str(Phase.METRICS)], timed)
+    if "start_us" in timed:
+        began = training[KEYS].merge(timed[[*KEYS, "start_us"]], on=KEYS, how="left")["start_us"].to_numpy()
+        later = training.assign(start_us=np.fmax(training["start_us"], began))
+        training = later[~(training["end_us"] <= began)]
+    return training, in_steps(spans, timed)
 
 
 def hidden_share(collectives: pd.DataFrame, spans: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """The overlap of each rank over all its timed steps together: hidden time over time in communication.
+    """``hidden_by_rank`` over the steps whose times count, taken as one: a moment in which two communicate counts once.
 
-    Holistic Trace Analysis finds the same in the files of ``export.export_hta``. A long step weighs more here than in a
-    median of the steps, and what is sent in one step and hidden by compute of the next counts as hidden.
+    Holistic Trace Analysis finds the same in the files of ``export.export_hta``, to their whole microseconds: they hold
+    these steps and an empty last one, because it leaves out the last step of a trace.
 
     Args:
         collectives, spans, steps: the tables.
 
     Returns:
-        ``run``, ``source``, ``rank``, ``overlap``: 0 to 1, NaN without communication.
+        ``run``, ``source``, ``rank``, ``overlap``: 0 to 1, NaN without communication or where it is not known.
 
     Raises:
         ValueError: see ``overlap``.
     """
     together = (table.assign(step=0) for table in in_timed_steps(collectives, spans, steps))
-    return overlap(*together)[["run", "source", "rank", "overlap"]]
+    return hidden_by_rank(overlap(*together))

@@ -37,13 +37,18 @@ def faults(
         str | None, typer.Option(help="shared_memory or gloo; by default the first that works.", show_default=False)
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
+    timeout_s: Annotated[
+        float, typer.Option(help="Seconds in one collective until a hang is told; give more on a busy machine.")
+    ] = 2.0,
     json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> int:
     """Break training on purpose, in every way under every strategy: what is the user told, and what is left behind?"""
     from shardlab.faults.matrix import QUICK_STRATEGIES, STRATEGIES, MatrixConfig
 
     names = names_in(strategies) if strategies is not None else QUICK_STRATEGIES if quick else STRATEGIES
-    config = MatrixConfig(strategies=names, ranks=ranks, transport=transport, quick=quick, device=device)
+    config = MatrixConfig(
+        strategies=names, ranks=ranks, transport=transport, quick=quick, device=device, timeout_s=timeout_s
+    )
     rows = _with_progress(config)
     if json:
         typer.echo(json_text.dumps([asdict(row) for row in rows], indent=2))

@@ -3,6 +3,7 @@
 import json as json_text
 from dataclasses import asdict
 from decimal import Decimal, InvalidOperation
+from math import isnan
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from shardlab.cli.console import count, decimals_of, names_in, unit_of
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
+from shardlab.planner.fit import CARDS, Gpu
 from shardlab.planner.model_states import ModelStates, model_states, precision_named
 
 if TYPE_CHECKING:
@@ -39,7 +41,10 @@ def plan(
         float, typer.Option(help="Of --workload: capacity of a bucket; the engines' own. compare takes 1 by default.")
     ] = BUCKET_MIB,
     gpu: Annotated[
-        str, typer.Option(help="Of --workload: memory, bandwidth and latency, as 24GB,32GB/s,10us; says what is left.")
+        str,
+        typer.Option(
+            help="A card (h100, 4090), its memory (24GB), or with a link: 24GB,32GB/s,10us; says what is left."
+        ),
     ] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
@@ -49,6 +54,8 @@ def plan(
     ranks = ranks or (tp if tp > 1 else 0)
     if ranks < 1:
         raise ValueError(f"ranks: {ranks} was given; give 1 or more, for example --ranks 8")
+    gpu = CARDS.get(gpu.strip().lower(), gpu)
+    on = Gpu.parse(gpu) if gpu else None  # before the work: it may be misspelled
     if workload:
         chosen: dict[str, Any] = {"sharding": sharding, "precision": precision or "full", "tp": tp}
         chosen |= ({"wrap": wrap} if wrap else {}) | ({"bucket_mib": bucket_mib} if bucket_mib != BUCKET_MIB else {})
@@ -56,24 +63,25 @@ def plan(
         return
     of_workload = {
         "strategies": strategies, "tp": tp != 1, "sharding": sharding != "full_shard", "wrap": wrap,
-        "bucket_mib": bucket_mib != BUCKET_MIB, "gpu": gpu,
+        "bucket_mib": bucket_mib != BUCKET_MIB,
     }  # fmt: skip
     if given := [name for name, is_given in of_workload.items() if is_given]:
         raise ValueError(
             f"{', '.join(given)}: only for --workload; with --params leave {'it' if len(given) == 1 else 'them'} out"
         )
-    _plan_params(params, ranks, precision or "mixed", json)
+    _plan_params(params, ranks, precision or "mixed", on, json)
 
 
-def _plan_params(params: str, ranks: int, precision: str, json: bool) -> None:
+def _plan_params(params: str, ranks: int, precision: str, gpu: Gpu | None, json: bool) -> None:
     number = _number_of_params(params)
     rows = model_states(number, ranks, precision)
     if json:
-        typer.echo(json_text.dumps([asdict(row) for row in rows], indent=2))
+        left = [{} if gpu is None else {"left_bytes": gpu.memory_bytes - row.total_bytes} for row in rows]
+        typer.echo(json_text.dumps([asdict(row) | more for row, more in zip(rows, left, strict=True)], indent=2))
         return
     console = Console(highlight=False)
-    console.print(_table(rows, f"{number:,.0f} parameters, {count(ranks, 'rank')}, {precision} precision, Adam"))
-    console.print(_note(precision, rows[0]))
+    console.print(_table(rows, f"{number:,.0f} parameters, {count(ranks, 'rank')}, {precision} precision, Adam", gpu))
+    console.print(_note(precision, rows[0], gpu))
 
 
 def _plan_workload(place: str, ranks: int, strategies: str, options: dict[str, Any], gpu: str, json: bool) -> None:
@@ -102,14 +110,27 @@ def _plan_workload(place: str, ranks: int, strategies: str, options: dict[str, A
     console.print(
         "Per rank, the largest of all ranks; at rest, between two steps. Sent: bytes and messages of one step. Units "
         "are decimal: 1 MB is 1,000,000 bytes. "
-        f"Activations and temporaries come on top.{_buckets(names, options)}"
+        f"Activations and temporaries come on top.{_buckets(names, options)}{_by_rows(rows)}"
+        f"{' * takes no precision, and keeps the dtype of the model.' if 'precision' in rows else ''}"
     )
     if gpu:
         console.print(_table_on(rows, f"on a GPU of {gpu}"))
         console.print(
-            "Left: memory without what is at rest and what is gathered at once. Rows: of a micro-batch, by what "
-            "autograd keeps for each; libraries and the allocator take some too. Sending: all messages, one by one."
+            f"Left: memory without what is at rest and what is gathered at once. {_about_rows(rows)}; libraries and "
+            f"the allocator take some too.{' Sending: all messages, one by one.' if rows['sending_ms'].any() else ''}"
         )
+
+
+def _by_rows(rows: "pd.DataFrame") -> str:
+    """Why messages are not told; empty if all are."""
+    unknown = ", ".join(rows.loc[rows["messages_per_step"].isna(), "strategy"])
+    return f" What {unknown} sends depends on the rows." if unknown else ""
+
+
+def _about_rows(rows: "pd.DataFrame") -> str:
+    if rows["rows_that_fit"].isna().any():
+        return "What a row keeps is not known where layers are divided, or depend on values"
+    return "Rows: of a micro-batch, by what autograd keeps for each"
 
 
 def _buckets(names: tuple[str, ...], options: dict[str, Any]) -> str:
@@ -137,36 +158,49 @@ def _table_of(rows: "pd.DataFrame", title: str) -> Table:
         "parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer",
         "offloaded_bytes": "host", "rest_bytes": "at rest", "wire_bytes_per_step": "sent",
     }  # fmt: skip
-    shown = [name for name in names if rows[name].any()]
-    largest = float(rows[shown].to_numpy().max())
+    shown = [name for name in names if rows[name].fillna(0).any()]
+    largest = float(rows[shown].max().max())
     unit, exponent = unit_of(largest)
     one, decimals = 10**exponent, decimals_of(largest / 10**exponent)
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
-    per = {"wire_bytes_per_step": "/step"}
+    per, rows = {"wire_bytes_per_step": "/step"}, rows.astype({"messages_per_step": float})
     for name in (*(f"{names[name]}\n{unit}{per.get(name, '')}" for name in shown), "messages\n/step"):
         table.add_column(name, justify="right", no_wrap=True)
     for _, row in rows.iterrows():
-        scaled = [f"{row[name] / one:,.{decimals}f}" for name in shown]
-        table.add_row(row["strategy"], *scaled, str(row["messages_per_step"]))
+        scaled = [_number(row[name] / one, decimals) for name in shown]
+        mark = " *" if row.get("precision") == "full" else ""
+        table.add_row(row["strategy"] + mark, *scaled, _number(row["messages_per_step"]))
     return table
+
+
+def _number(value: float, decimals: int = 0) -> str:
+    """With its thousands apart; a word where it is missing."""
+    return "by rows" if isnan(value) else f"{value:,.{decimals}f}"
 
 
 def _table_on(rows: "pd.DataFrame", title: str) -> Table:
     """What is left of a GPU's memory."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
-    for name in ("gathered\nMB", "left\nMB", "a row keeps\nMB", "rows\nthat fit", "sending\nms/step"):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = {
+        "gathered_bytes": ("gathered\nMB", _megabytes), "left_bytes": ("left\nMB", _megabytes),
+        "row_bytes": ("a row keeps\nMB", _megabytes), "rows_that_fit": ("rows\nthat fit", "{:,.0f}".format),
+        "sending_ms": ("sending\nms/step", "{:,.2f}".format),
+    }  # fmt: skip
+    shown = {name: column for name, column in columns.items() if rows[name].notna().any()}
+    for title, _ in shown.values():
+        table.add_column(title, justify="right", no_wrap=True)
+    rows = rows.astype(dict.fromkeys(shown, float))
     for _, row in rows.iterrows():
-        sizes = (row["gathered_bytes"] / 1e6, row["left_bytes"] / 1e6, row["row_bytes"] / 1e6)
-        words = (
-            *(f"{size:,.2f}" if size >= 1 else f"{size:.3g}" for size in sizes),
-            f"{row['rows_that_fit']:,}",
-            f"{row['sending_ms']:,.2f}",
-        )
+        words = ["-" if isnan(row[name]) else written(row[name]) for name, (_, written) in shown.items()]
         table.add_row(row["strategy"], *words)
     return table
+
+
+def _megabytes(num_bytes: float) -> str:
+    size = num_bytes / 1e6
+    return f"{size:,.2f}" if abs(size) >= 1 else f"{size:.3g}"
 
 
 def _number_of_params(text: str) -> float:
@@ -183,29 +217,31 @@ def _number_of_params(text: str) -> float:
         raise ValueError(f"params: {text!r} is not a number, optionally followed by {', '.join(FACTORS)}") from None
 
 
-def _table(rows: tuple[ModelStates, ...], title: str) -> Table:
+def _table(rows: tuple[ModelStates, ...], title: str, gpu: Gpu | None) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
     unit, exponent = unit_of(rows[0].total_bytes)
-    for name in (*(f"{held}\n{unit}" for held in ("parameters", "gradients", "optimizer", "total")), "saving",
-                 f"sent\n10^{exponent}"):  # fmt: skip
+    for name in (*(f"{held}\n{unit}" for held in ("parameters", "gradients", "optimizer", "total")),
+                 "saving" if gpu is None else f"left\n{unit}", f"sent\n10^{exponent}"):  # fmt: skip
         table.add_column(name, justify="right", no_wrap=True)
     whole, one = rows[0].total_bytes, 10**exponent
     decimals = decimals_of(whole / one)
     for row in rows:
         held = (row.parameter_bytes, row.gradient_bytes, row.optimizer_bytes, row.total_bytes)
+        left = 0.0 if gpu is None else gpu.memory_bytes - row.total_bytes
+        *scaled, last, sent = [f"{value / one:,.{decimals}f}" for value in (*held, left, row.wire_elements)]
         saving = f"{100 * (1 - row.total_bytes / whole):.1f} %"
-        scaled = [f"{value / one:,.{decimals}f}" for value in (*held, row.wire_elements)]
-        table.add_row(row.strategy, *scaled[:-1], saving, scaled[-1])
+        table.add_row(row.strategy, *scaled, saving if gpu is None else last, sent)
     return table
 
 
-def _note(precision: str, largest: ModelStates) -> str:
+def _note(precision: str, largest: ModelStates, gpu: Gpu | None) -> str:
     each = precision_named(precision)
     unit, power = unit_of(largest.total_bytes)
+    words = "saving against ddp" if gpu is None else "left: memory of the GPU without the total"
     return (
-        f"Per rank, in {unit} of 10^{power} bytes; saving against ddp; sent: elements per step. FSDP's full_shard "
-        f"takes what zero3 takes. Bytes of a parameter {each.parameter}, of a gradient {each.gradient}, of its "
-        f"optimizer state {each.optimizer}. Activations, temporaries and padding come on top. Formulas: ZeRO, arXiv "
-        "1910.02054, sections 5 and 7."
+        f"Per rank, in {unit} of 10^{power} bytes; {words}; sent: elements per step. FSDP's full_shard takes what "
+        f"zero3 takes. Bytes of a parameter {each.parameter}, of a gradient {each.gradient}, of its optimizer state "
+        f"{each.optimizer}. Activations, temporaries and padding come on top. Formulas: ZeRO, arXiv 1910.02054, "
+        "sections 5 and 7."
     )

@@ -6,12 +6,13 @@ for this event. Both are methods of ``torch.cuda.Stream``; ``listen`` replaces t
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from shardlab.comm.events import CollectiveEvent, DeviceEvent
 from shardlab.comm.streams import DeviceStream, Streams
+
+_BEHIND = "_shardlab_behind"  # attribute of a device's event: the collectives before it, by who has seen them
 
 
 class EventWaits:
@@ -24,7 +25,6 @@ class EventWaits:
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._left: dict[DeviceStream, list[CollectiveEvent]] = {}  # by stream, those whose wait was not seen
-        self._behind: WeakKeyDictionary[DeviceEvent, list[CollectiveEvent]] = WeakKeyDictionary()
 
     def issued(self, stream: DeviceStream, event: CollectiveEvent) -> None:
         """A stream beside the one that computes runs a collective, or has waited for another that does."""
@@ -33,11 +33,12 @@ class EventWaits:
     def recorded(self, stream: DeviceStream, marker: DeviceEvent) -> None:
         """A stream has recorded an event behind all that it runs."""
         if stream in self._left:
-            self._behind[marker] = self._left[stream]
+            # At the marker itself, with which it goes: torch 2.11 frees events without telling weak references to them.
+            vars(marker).setdefault(_BEHIND, {})[self] = self._left[stream]
 
     def waits(self, stream: DeviceStream, marker: DeviceEvent) -> None:
         """A stream is about to wait for an event."""
-        behind = [event for event in self._behind.get(marker, ()) if event.device_wait is None]
+        behind = [event for event in vars(marker).get(_BEHIND, {}).get(self, ()) if event.device_wait is None]
         if not behind:
             return
         if stream != self._streams.default_stream():

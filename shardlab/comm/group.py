@@ -7,6 +7,7 @@ observes every mesh, also one made in a notebook cell that knows nothing of it. 
 import contextlib
 import gc
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -29,10 +30,9 @@ _LIBRARY = (
         str(Path(__file__).parent.parent / room)
         for room in ("comm", "engines", "faults/inject.py", "faults/kinds.py", "recording", "tensor_parallel", "trace")
     ),
-    contextlib.__file__,  # an engine's gather in a ``with`` block enters through it
     str(Path(torch.__file__).parent),
 )
-
+_STANDARD_LIBRARY = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}, "<frozen ")
 _AUTOGRAD = torch.autograd.graph.__file__
 
 
@@ -217,8 +217,10 @@ def _line_of_caller() -> str:
     """``file:line`` of the first frame outside the rooms that only pass calls on: the line a person can look at."""
     line = ""
     for frame in callers(sys._getframe().f_back):
-        line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        if not _is_library(frame.f_code.co_filename):
+        file = frame.f_code.co_filename
+        if not _is_standard_library(file):
+            line = f"{file}:{frame.f_lineno}"
+        if not is_library(file):
             break
     return line
 
@@ -250,5 +252,13 @@ def _waiting_in_backward() -> FrameType | None:
 
 
 @cache
-def _is_library(path: str) -> bool:
-    return path.startswith(_LIBRARY)
+def _is_standard_library(path: str) -> bool:
+    # Except in a virtual environment, other packages are installed in a folder of the standard library.
+    is_installed = "/site-packages/" in path or "/dist-packages/" in path
+    return path.startswith(_STANDARD_LIBRARY) and not is_installed
+
+
+@cache
+def is_library(path: str) -> bool:
+    """Whether a frame of this file only passes calls on: one of torch, of Python, or of the rooms that send."""
+    return path.startswith(_LIBRARY) or _is_standard_library(path)

@@ -31,7 +31,7 @@ from shardlab.vocabulary import Collective
 
 # Private: there is no public way to see the calls that DDP makes from C++.
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-TagOf = Callable[[Collective, Caller], str]
+TagOf = Callable[[Collective, Caller, Sequence[torch.Tensor]], str]
 T = TypeVar("T")
 
 
@@ -157,7 +157,7 @@ class TorchCalls:
             tensors = list(tensors_in(args[verb.place]))
             group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
             caller = caller_of(sys._getframe().f_back)
-            sender = self._sender(dist.ProcessGroup.unbox(group), tensors, caller)
+            sender = self._sender(dist.ProcessGroup.unbox(group), tensors, caller, verb.op)
             if sender is None:
                 return op.redispatch(keys & _BELOW, *args, **kwargs)
             # A barrier has a tensor only so that torch can tell the device.
@@ -189,13 +189,15 @@ class TorchCalls:
         scratch_bytes = sum(tensor.nbytes for tensor in tensors) if verb.gloo_copies and sender.backend == "gloo" else 0
         parts = sender.group.num_ranks if verb.of_parts else 1
         kept = bytes_kept(tensors, sizes, sender.group) if verb.op is Collective.ALL_TO_ALL else None
-        tag = self._tag_of(verb.op, caller)
+        tag = self._tag_of(verb.op, caller, tensors)
         return sender.group.announce(
             verb.op, tensors, tag, own_chunk_bytes=kept, scratch_bytes=scratch_bytes, transport=sender.backend,
             parts=parts,
         )  # fmt: skip
 
-    def _sender(self, group: dist.ProcessGroup, tensors: list[torch.Tensor], caller: Caller) -> _Sender | None:
+    def _sender(
+        self, group: dist.ProcessGroup, tensors: list[torch.Tensor], caller: Caller, op: Collective
+    ) -> _Sender | None:
         """How events name the group; None for a group of one, and for tensors without data."""
         device = tensors[0].device if tensors else torch.device("cpu")
         if group.size() == 1 or device.type == "meta":
@@ -203,7 +205,7 @@ class TorchCalls:
         key = (group.group_name, device.type)
         if key not in self._senders:
             ranks = tuple(dist.get_process_group_ranks(group))
-            observed = ObservedGroup(cast(Transport, _Torchs()), ranks, group.rank(), axis_of(group, caller))
+            observed = ObservedGroup(cast(Transport, _Torchs()), ranks, group.rank(), axis_of(group, caller, op))
             self._stack.enter_context(observed.observed_by(self._observer))
             times: Times = FutureTimes() if device.type == "cuda" else HostTimes(GLOO_THREADS)
             self._stack.callback(times.close)

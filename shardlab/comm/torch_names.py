@@ -10,17 +10,20 @@ import torch
 import torch.distributed as dist
 
 from shardlab.comm.group import callers
-from shardlab.vocabulary import MeshAxis
+from shardlab.vocabulary import Collective, MeshAxis
 
 _TORCH, _SHARDLAB = str(torch.__path__[0]), str(Path(__file__).parent.parent)
 # Frames of torch between C++ and a dispatch mode that traces memory.
 _DISPATCHER = ("/_ops.py", "/_dynamo/eval_frame.py", "/_compile.py")
 _NAMED_MESH = "mesh_"  # begins the description of a group that a DeviceMesh has made for one of its named dimensions
+_PIPELINE = "pipeline"
+POINT_TO_POINT = (Collective.SEND, Collective.RECV)
 _WORDS = {
     MeshAxis.DATA: ("data", "dp", "ddp", "batch"),
     MeshAxis.SHARD: ("shard", "fsdp", "dp_shard"),
     MeshAxis.REPLICA: ("replica", "replicate", "ddp_replicate", "dp_replicate"),
     MeshAxis.TENSOR: ("tensor", "tp", "mp", "model"),
+    _PIPELINE: ("pp", "pipe", "stage"),
 }
 _AXIS_OF = {word: axis for axis, words in _WORDS.items() for word in words}
 
@@ -29,8 +32,8 @@ class Caller(NamedTuple):
     """Which part of torch sent a collective.
 
     Attributes:
-        name: 'ddp', 'fsdp', 'zero', 'dtensor', 'autograd' (C++ in a backward: DDP, or a part of DTensor), or '' for the
-            script itself.
+        name: 'ddp', 'ddp_buckets' (where DDP rebuilds its buckets), 'fsdp', 'zero', 'dtensor', 'pipeline', 'autograd'
+            (C++ in a backward: DDP, or a part of DTensor), or '' for the script itself.
         waits_in_cpp: it waits where Python cannot see it.
     """
 
@@ -39,12 +42,15 @@ class Caller(NamedTuple):
 
 
 SCRIPT, AUTOGRAD = Caller(""), Caller("autograd", waits_in_cpp=True)
+_DDP, _DDP_BUCKETS = Caller("ddp", waits_in_cpp=True), Caller("ddp_buckets", waits_in_cpp=True)
+_REBUILDS = "_pre_forward"  # private: the method of DDP in which C++ sends the order of the new buckets
 _CALLERS = {
     "/distributed/fsdp/": Caller("fsdp"),
     "/distributed/optim/zero_redundancy_optimizer.py": Caller("zero"),
     "/distributed/tensor/": Caller("dtensor"),
-    "/nn/parallel/distributed.py": Caller("ddp", waits_in_cpp=True),
-    "/distributed/algorithms/ddp_comm_hooks/": Caller("ddp", waits_in_cpp=True),
+    "/distributed/pipelining/": Caller("pipeline"),
+    "/nn/parallel/distributed.py": _DDP,
+    "/distributed/algorithms/ddp_comm_hooks/": _DDP,
 }
 
 
@@ -58,6 +64,8 @@ def caller_of(frame: FrameType | None) -> Caller:
     is_first = True
     for above in callers(frame):
         part = _part_of(above.f_code.co_filename)
+        if part is _DDP and is_first and above.f_code.co_name == _REBUILDS:
+            return _DDP_BUCKETS
         if isinstance(part, Caller) and (is_first or part is not AUTOGRAD):
             return part
         is_first = is_first and part is _Frame.BETWEEN
@@ -83,17 +91,19 @@ def _part_of(path: str) -> Caller | _Frame:
     return found[0] if found else _Frame.BETWEEN if place in _DISPATCHER else _Frame.OF_TORCH
 
 
-def axis_of(group: dist.ProcessGroup, caller: Caller) -> str:
+def axis_of(group: dist.ProcessGroup, caller: Caller, op: Collective) -> str:
     """The axis of a group: its dimension's name in a DeviceMesh, in our words where we have one.
 
-    A group without a name over all ranks is the data axis, unless DTensor is the first to use it: then it divides
-    tensors. Any other is named after its ranks.
+    A group without a name over all ranks is the data axis, unless DTensor is the first to use it, which divides
+    tensors, or two ranks send to each other first, as the stages of a pipeline do. Any other is named after its ranks.
     """
     word = group.group_desc
     if word.startswith(_NAMED_MESH) and not word.startswith("mesh_dim"):
         word = word.removeprefix(_NAMED_MESH)
         return _AXIS_OF.get(word, word)
     if group.size() == dist.get_world_size():
+        if op in POINT_TO_POINT:
+            return _PIPELINE
         return MeshAxis.TENSOR if caller.name == "dtensor" else MeshAxis.DATA
     return f"ranks {','.join(map(str, dist.get_process_group_ranks(group)))}"
 

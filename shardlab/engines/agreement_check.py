@@ -9,14 +9,14 @@ its parameters; between ranks that should be equal these are equal.
 
 Tensor ranks that are given different rows drift apart too, or where a parameter inside a divided region has no style,
 or where the loss has a norm of parameters, of which each rank sees its slices. So they are compared by each parameter
-that all of them hold whole; by its size, since each has computed its gradient by itself, and kernels may round
-differently. What is next to 0 beside the other parameters may be all rounding, such as a bias before a norm, whose
-gradient is 0: it is compared on their scale. (Not under Adam, which makes steps of full size of any gradient: there
-ranks whose kernels round differently do drift apart in it.)
+that the tensor axis does not divide, or by the same piece of it; by its size, since each has computed its gradient by
+itself, and kernels may round differently. What is next to 0 beside the other parameters may be all rounding, such as a
+bias before a norm, whose gradient is 0: it is compared on their scale. (Not under Adam, which makes steps of full size
+of any gradient: there ranks whose kernels round differently do drift apart in it.)
 
 Cost: one read of the parameters, and with ``check_agreement`` a message of a few hundred bytes a rank; with a tensor
-axis about 60 more for each whole parameter. Sharded parameters differ by rank, so where each rank keeps only pieces
-there is no sum.
+axis about 60 more for each whole parameter. Sharded parameters differ by data rank, so where each rank keeps only
+pieces there is no sum.
 """
 
 import math
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from shardlab.engines.agreement import share_json
 from shardlab.engines.base import Engine
+from shardlab.engines.precision import MixedPrecision
 
 _CALLS = "call backward, step and zero_grad equally often on all ranks"
 _OPTIONS = "give the optimizer the same options on all ranks, for example by equal schedulers"
@@ -51,8 +52,8 @@ class Did:
         num_steps: steps taken.
         checksum: the sum of the bits of the parameters, modulo 2**64; None where ranks keep different pieces of them.
         options: of the optimizer's groups, as text: "group 0's lr" -> "0.1".
-        whole: for each parameter that all tensor ranks hold whole, the sum of its absolute values, and by how much this
-            may differ; empty without a tensor axis, or as above.
+        whole: for each parameter that the tensor axis does not divide, the sum of the absolute values of what this rank
+            steps of it, and by how much this may differ; empty without a tensor axis.
     """
 
     num_backwards: int
@@ -72,8 +73,8 @@ def did(engine: Engine) -> Did:
     checksum, whole = None, {}
     if _has_equal_tensors(engine):
         checksum = sum(map(_sum_of_bits, _equal_tensors(engine))) % 2**64
-        if engine.tensor_comm is not None and not engine._keeps_pieces:
-            whole = _sizes_of_whole(engine)
+    if engine.tensor_comm is not None and not _is_torchs(engine):
+        whole = _sizes_of_whole(engine)
     options = {
         f"group {number}'s {option}": _text(value)
         for number, group in enumerate(engine.optimizer.param_groups)
@@ -149,11 +150,9 @@ def _named(ranks: Sequence[int]) -> str:
 def _drifted(tensor_ranks: Sequence[Did]) -> list[str]:
     """The whole parameters that differ between the tensor ranks of one data rank by more than rounding."""
     drifted = []
-    # Those that know: a rank whose pieces were written to, and are not gathered yet, has no whole ones.
-    known = [each.whole for each in tensor_ranks if each.whole]
-    for name, (size, tolerance) in known[0].items() if known else ():
+    for name, (size, tolerance) in tensor_ranks[0].whole.items():
         # One by one: beside a large embedding, the drift of a norm would be rounding.
-        sizes = [whole[name][0] for whole in known]
+        sizes = [each.whole[name][0] for each in tensor_ranks]
         are_close = all(math.isclose(other, size, rel_tol=0.0, abs_tol=tolerance) for other in sizes)
         if not are_close and not all(map(math.isnan, sizes)):
             drifted.append(name)
@@ -177,10 +176,13 @@ def _usual(values: Sequence[Any]) -> tuple[Any, int, dict[int, Any]]:
     return usual, len(values) - len(others), others
 
 
+def _is_torchs(engine: Engine) -> bool:
+    """Whether each rank's pieces are inside of the parameters, as torch's FSDP keeps them."""
+    return any(hasattr(param, "to_local") for param in engine.params.values())
+
+
 def _has_equal_tensors(engine: Engine) -> bool:
-    # (Torch's FSDP keeps a rank's pieces inside of its parameters.)
-    is_torchs = any(hasattr(param, "to_local") for param in engine.params.values())
-    return not is_torchs and (engine.sharded_over is None or not engine._keeps_pieces)
+    return not _is_torchs(engine) and (engine.sharded_over is None or not engine._keeps_pieces)
 
 
 def _equal_tensors(engine: Engine) -> list[Tensor]:
@@ -189,25 +191,29 @@ def _equal_tensors(engine: Engine) -> list[Tensor]:
 
 
 def _sizes_of_whole(engine: Engine) -> dict[str, tuple[float, float]]:
-    """Size and tolerance, by name."""
-    whole = {
-        name: param
-        for name, param in engine.params.items()
+    """Size and tolerance of what is stepped, by name: of pieces, the same ones on all tensor ranks of a data rank."""
+    stepped = {
+        name: tensor.detach()
+        for name, tensor in engine.step_tensors().items()
         # Others, such as masks, are not trained.
-        if name not in engine.slices and (param.is_floating_point() or param.is_complex())
+        if tensor.is_floating_point() or tensor.is_complex()
     }
-    sizes = {name: float(param.detach().abs().sum(dtype=torch.float64)) for name, param in whole.items()}
-    means = [size / whole[name].numel() for name, size in sizes.items() if size > 0]
+    if engine.sharded_over is None:  # else a rank may have only pieces of whole ones that are next to 0
+        stepped = {name: tensor for name, tensor in stepped.items() if name not in engine.slices}
+    sizes = {name: float(tensor.abs().sum(dtype=torch.float64)) for name, tensor in stepped.items()}
+    means = [size / stepped[name].numel() for name, size in sizes.items() if size > 0]
     # At most 1: beside one that is much larger, such as a temperature, the drift of a norm would be rounding.
     scale = min(1.0, max(filter(math.isfinite, means), default=0.0))
+    compute = engine.precision.compute if isinstance(engine, MixedPrecision) else None
     return {
-        name: (size, _share(param) * (max(size, scale * param.numel()) if math.isfinite(size) else 0.0))
-        for (name, param), size in zip(whole.items(), sizes.values(), strict=True)
+        name: (size, _share(tensor, compute) * (max(size, scale * tensor.numel()) if math.isfinite(size) else 0.0))
+        for (name, tensor), size in zip(stepped.items(), sizes.values(), strict=True)
+        if name not in engine.slices
     }
 
 
-def _share(param: Tensor) -> float:
-    return max(_ROUNDING, torch.finfo(param.dtype).eps)
+def _share(tensor: Tensor, compute: torch.dtype | None) -> float:
+    return max(_ROUNDING, *(torch.finfo(dtype).eps for dtype in (tensor.dtype, compute) if dtype is not None))
 
 
 def _text(option: Any) -> str:

@@ -17,7 +17,7 @@ from shardlab.engines.unused_params import mark_all_used, nobody_used, write_unu
 from shardlab.partition.buckets import plan_buckets
 from shardlab.partition.chunks import first_elements
 from shardlab.partition.flat import FlatLayout, ParamSpec
-from shardlab.vocabulary import Partition
+from shardlab.vocabulary import Partition, dtype_name
 
 
 class Bucket:
@@ -164,10 +164,19 @@ class Bucket:
         self._sealed.clear()
 
     def hand_out(self) -> None:
-        """Give every used parameter its mean, the view of its slot."""
+        """Give every used parameter its mean, the view of its slot.
+
+        Raises:
+            RuntimeError: a parameter has got another dtype since the engine was built.
+        """
         # No copy: the gradients share the buffer, which the next backward fills again.
         unused = nobody_used({slot: self.views[slot] for slot in self.unused})
         for slot, param in enumerate(self.params):
+            if param.dtype != self.gradient_dtype:
+                raise RuntimeError(
+                    f"parameter {self.names[slot]!r}: it was {dtype_name(self.gradient_dtype)} when the engine was "
+                    f"built and is {dtype_name(param.dtype)} now; convert the module before the engine is built"
+                )
             if slot not in unused:
                 # Another tensor object each time: module.to() gives the one at ``.grad`` other memory.
                 param.grad = self.views[slot].detach()

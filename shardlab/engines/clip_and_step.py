@@ -220,7 +220,8 @@ def clip_(tensors: Mapping[Axes, Iterable[Tensor]], max_norm: float, norm_type: 
         raise ValueError(f"max_norm: {max_norm} is not greater than 0")
     everything = [tensor for some in tensors.values() for tensor in some]
     norms = {
-        axes: get_total_norm([tensor.grad for tensor in some if tensor.grad is not None], norm_type)
+        # Nothing is in an empty one, of which torch refuses the largest value.
+        axes: get_total_norm([tensor.grad for tensor in some if tensor.grad is not None and tensor.numel()], norm_type)
         for axes, some in tensors.items()
     }
     norm = norms[()] if set(norms) == {()} else _over_axes(norms, norm_type, device)

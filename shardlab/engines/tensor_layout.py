@@ -25,7 +25,7 @@ class TensorLayout:
     def __init__(self, layout: Layout, rank: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._shapes, self._stretches = shapes, stretches_in_buffer(layout)
         # All or none: a view of one row beside copies of the others would keep the buffer in memory too.
-        self._are_copied = any(len(stretches) > 1 for stretches in self._stretches.values())
+        self.are_copied = any(len(stretches) > 1 for stretches in self._stretches.values())
         self._first, self._stop = layout.chunk(rank)
         self.own = {piece.name: piece for piece in layout.pieces(rank)}
         self.places = {  # in the chunk
@@ -60,7 +60,7 @@ class TensorLayout:
         """A full parameter read from the buffer."""
         if not prod(self._shapes[name]):
             return buffer.new_empty(self._shapes[name])  # a view would begin where another parameter does
-        if not self._are_copied:
+        if not self.are_copied:
             # A view, which keeps the whole buffer in memory while any parameter of it is used.
             return self._fulls_at[name].of(buffer)
         # A copy: the buffer can go as soon as all parameters are read.

@@ -84,6 +84,16 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Done:
+    """What one rank came to."""
+
+    result: object
+    messages: tuple[Message, ...]
+    peak_bytes: float = 0
+    time_us: float = 0
+
+
+@dataclass(frozen=True)
 class Case:
     """One run of the learner's function on as many ranks as there are inputs.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 from shardlab.exercises.exercise import Exercise
-from shardlab.exercises.judge import LIMIT_S, TIMEOUT_S, Verdict, examine, pool_for
+from shardlab.exercises.judge import LIMIT_S, TIMEOUT_S, Verdict, examine, pool_for, why_not_ready
 from shardlab.launch import RankDied, RankError, RankHang, RankPool
 
 
@@ -40,10 +40,15 @@ class Mark:
 
 @dataclass(frozen=True)
 class FromFile:
-    """A function of a file, imported where it is called: in a rank."""
+    """A function of a file, imported where it is unpickled: in a rank."""
 
     path: str
     name: str
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        """Import it in the rank, before the time in a collective counts."""
+        self.__dict__.update(state)
+        import_file(self.path)
 
     def __call__(self, *inputs: object) -> object:
         """Call it."""
@@ -114,6 +119,9 @@ def _marks(student: str, files: list[str], exercises: Sequence[Exercise], pool: 
     defined: dict[str, str] = {}
     troubles = []
     for file in files:
+        if why := why_not_ready(pool):
+            yield from (Mark(student, exercise.name, Verdict.BLOCKED, why) for exercise in exercises)
+            return
         try:
             names = pool.run(functions_of, file)[0]
         except RankDied:

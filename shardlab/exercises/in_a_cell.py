@@ -4,8 +4,6 @@ import sys
 from pathlib import Path
 
 import pandas as pd
-from IPython.core.getipython import get_ipython
-from IPython.display import display
 
 from shardlab.exercises.exercise import Case, Exercise, Function
 from shardlab.exercises.judge import LIMIT_S, TIMEOUT_S, Report, Verdict, examine, pool_for
@@ -13,7 +11,7 @@ from shardlab.exercises.ladder import LADDER
 from shardlab.exercises.picture import differ, held, held_table, moved, moved_table
 from shardlab.exercises.progress import Progress
 from shardlab.exercises.values import plain
-from shardlab.plots.show import show
+from shardlab.plots.show import is_in_a_cell, show
 
 Named = str | Exercise
 MOST_OF_INPUTS = 300  # characters of a line
@@ -130,7 +128,9 @@ def inputs_of(exercise: Exercise, case: Case) -> str:
 
 
 def _show_table(table: pd.DataFrame) -> None:
-    if get_ipython() is None:
+    if not is_in_a_cell():
         sys.stdout.write(table.to_string(index=False) + "\n")
-    else:
-        display(table)  # type: ignore[no-untyped-call]
+        return
+    from IPython.display import display
+
+    display(table)  # type: ignore[no-untyped-call]  # IPython leaves it untyped

@@ -4,7 +4,7 @@ The function runs in ranks only, never in the caller's process: it may raise, ha
 counted by an observer of the communicator, not by asking it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import zip_longest
@@ -13,32 +13,24 @@ from pathlib import Path
 
 from shardlab.comm import CollectiveEvent
 from shardlab.comm.mesh import Mesh
-from shardlab.exercises.exercise import Attempt, Case, Exercise, Function, Measured, Message, Traffic
-from shardlab.exercises.values import differences, plain
-from shardlab.launch import RankDied, RankError, RankHang, RankPool
+from shardlab.exercises.exercise import Attempt, Case, Done, Exercise, Function, Measured, Message
+from shardlab.exercises.traffic import wrong_traffic
+from shardlab.exercises.values import differences, plain, told_apart
+from shardlab.launch import RankDied, RankError, RankHang, RankPool, current
 from shardlab.trace.observed import wire_bytes
 
 TIMEOUT_S = 5.0  # in one collective
 LIMIT_S = 20.0  # of one case
+_BEGUN = "begun"  # what a rank says just before it calls the learner's function
 OWN_FOLDER = str(Path(__file__).parent)
 
 
 class Verdict(StrEnum):
-    """How a check ended; blocked: this machine lacks something, and nothing is said of the solution."""
+    """How a check ended; blocked: this machine lacks something, or is too busy, and nothing is said of the solution."""
 
     PASSED = "passed"
     FAILED = "failed"
     BLOCKED = "blocked"
-
-
-@dataclass(frozen=True)
-class Done:
-    """What one rank came to."""
-
-    result: object
-    messages: tuple[Message, ...]
-    peak_bytes: float = 0
-    time_us: float = 0
 
 
 @dataclass(frozen=True)
@@ -137,6 +129,10 @@ class MessageLog:
         """Its times are in the event."""
 
 
+class _NotBegunError(RuntimeError):
+    """Ranks have not come to the learner's function."""
+
+
 def on_rank(
     rank: int,
     attempt: Attempt,
@@ -149,6 +145,7 @@ def on_rank(
     with Mesh(dict(axes or {"data": num_ranks}), ranks=range(num_ranks), device="cpu") as mesh:
         if not mesh.is_member:
             return None
+        current().emit(_BEGUN)
         with mesh.observed_by(log):
             result = attempt(function, mesh if axes else mesh.data, *inputs[rank])
         found = result if isinstance(result, Measured) else Measured(result)
@@ -158,21 +155,39 @@ def on_rank(
 def pool_for(cases: Sequence[Case], timeout_s: float = TIMEOUT_S, limit_s: float = LIMIT_S) -> RankPool:
     """Ranks for all of the cases, on the CPU, so that the verdict is the same on every machine."""
     num_ranks = max(len(case.inputs) for case in cases)
-    return RankPool(num_ranks, device="cpu", timeout_s=timeout_s, limit_s=limit_s, notice_s=None)
+    preload = (__name__,)  # imported once, and not by every rank while another one already waits for it
+    return RankPool(num_ranks, device="cpu", timeout_s=timeout_s, limit_s=limit_s, notice_s=None, preload=preload)
+
+
+def why_not_ready(pool: RankPool) -> str:
+    """Why ranks do not start here; empty once they are up and have imported what they need to run a function.
+
+    The time in which a rank imports must not count as another one's time in a collective.
+    """
+    try:
+        pool.start()
+        pool.run(_imported)
+    except (OSError, RuntimeError, ValueError) as error:
+        return f"ranks do not start here: {str(error).partition(chr(10))[0]}"
+    return ""
+
+
+def _imported(rank: int) -> None:
+    """Do nothing: to be called it had to be imported."""
 
 
 def examine(exercise: Exercise, function: Function, pool: RankPool) -> Report:
     """Run all cases; the first that fails decides."""
     if lack := exercise.lacks():
         return Report(exercise.name, Verdict.BLOCKED, f"this machine lacks {lack}")
-    try:
-        pool.start()
-    except (OSError, RuntimeError, ValueError) as error:
-        # No line of the learner's has run.
-        return Report(exercise.name, Verdict.BLOCKED, f"ranks do not start here: {error}")
+    if why := why_not_ready(pool):
+        return Report(exercise.name, Verdict.BLOCKED, why)
     score = Score()
     for case in exercise.cases():
-        done, reason = _run(exercise, function, case, pool)
+        try:
+            done, reason = _run(exercise, function, case, pool)
+        except _NotBegunError as error:
+            return Report(exercise.name, Verdict.BLOCKED, f"{case.words}: {error}")
         reason = reason or _wrong(case, done, exercise.result_words)
         if reason:
             first, _, rest = f"{case.words}: {reason}".partition("\n")
@@ -182,12 +197,24 @@ def examine(exercise: Exercise, function: Function, pool: RankPool) -> Report:
 
 
 def _run(exercise: Exercise, function: Function, case: Case, pool: RankPool) -> tuple[tuple[Done, ...], str]:
-    """What each rank came to, and why they did not come to an end."""
+    """What each rank came to, and why they did not come to an end.
+
+    Raises:
+        _NotBegunError: that is not the function's doing, as ranks had not called it.
+    """
+    begun = set[int]()
     try:
-        done = pool.run(on_rank, exercise.attempt, function, case.inputs, case.axes)
+        done = pool.run(
+            on_rank, exercise.attempt, function, case.inputs, case.axes, on_message=lambda rank, _: begun.add(rank)
+        )
     except RankDied as error:
+        if error.rank not in begun:
+            raise _NotBegunError(f"the process of rank {error.rank} ended before it called your function") from None
         return (), f"the process of rank {error.rank} ended"
     except (RankError, RankHang, TypeError) as error:
+        if isinstance(error, RankHang) and (late := set(range(len(case.inputs))) - begun):
+            named = ", ".join(map(str, sorted(late)))
+            raise _NotBegunError(f"rank {named} had no time to call your function; run it again") from None
         # A TypeError is of the function itself: it holds what cannot be sent to a rank.
         return (), str(error).strip()
     return tuple(of_rank for of_rank in done if of_rank is not None), ""
@@ -195,16 +222,18 @@ def _run(exercise: Exercise, function: Function, case: Case, pool: RankPool) -> 
 
 def _wrong(case: Case, done: Sequence[Done], result_words: str) -> str:
     """What is wrong; the result is checked first, because the cost of a wrong result does not matter."""
-    in_traffic = _wrong_traffic(case.traffic, done) if case.traffic is not None else ""
+    in_traffic = wrong_traffic(case.traffic, done) if case.traffic is not None else ""
     return _wrong_result(case, done, result_words) or _too_high(case, done) or in_traffic
 
 
 def _too_high(case: Case, done: Sequence[Done]) -> str:
     for rank, of_rank in enumerate(done):
         if of_rank.peak_bytes > case.most_peak_bytes:
-            return f"rank {rank} held {of_rank.peak_bytes:g} B at once, and {case.most_peak_bytes:g} B are allowed"
+            held, allowed = told_apart(of_rank.peak_bytes, case.most_peak_bytes)
+            return f"rank {rank} held {held} B at once, and {allowed} B are allowed"
         if of_rank.time_us > case.most_time_us:
-            return f"rank {rank} took {of_rank.time_us:g} us on the virtual clock, and {case.most_time_us:g} are enough"
+            took, enough = told_apart(of_rank.time_us, case.most_time_us)
+            return f"rank {rank} took {took} us on the virtual clock, and {enough} are enough"
     return ""
 
 
@@ -217,68 +246,3 @@ def _wrong_result(case: Case, done: Sequence[Done], result_words: str) -> str:
             if words:
                 return f"rank {rank}, {words}"
     return ""
-
-
-def _wrong_traffic(traffic: Traffic, done: Sequence[Done]) -> str:
-    for rank, of_rank in enumerate(done):
-        checks: tuple[Callable[[int, Done, Traffic], str], ...] = (_wrong_verb, _too_many, _too_large)
-        for check in checks:
-            if words := check(rank, of_rank, traffic):
-                return words
-    total = sum(message.sent_bytes for of_rank in done for message in of_rank.messages)
-    if total < traffic.least_bytes:
-        return (
-            f"all ranks together sent {total:g} B, and {traffic.least_bytes:g} B are needed: "
-            "send through the communicator that your function gets"
-        )
-    return _not_waited_for(done)
-
-
-def _not_waited_for(done: Sequence[Done]) -> str:
-    """Last: the result was right all the same, this time."""
-    for rank, of_rank in enumerate(done):
-        for number, message in enumerate(of_rank.messages):
-            if not message.is_waited_for:
-                return (
-                    f"rank {rank} never waited for message {number}, {_words(message)}; until then the tensor may "
-                    "still be read or written, so the result was right by chance"
-                )
-    return ""
-
-
-def _wrong_verb(rank: int, done: Done, traffic: Traffic) -> str:
-    for number, message in enumerate(done.messages):
-        if message.op not in traffic.ops:
-            allowed = " and ".join(traffic.ops) or "no message"
-            return f"rank {rank}, message {number} is {_words(message)}; allowed: {allowed}"
-    return ""
-
-
-def _too_many(rank: int, done: Done, traffic: Traffic) -> str:
-    sent = [message for message in done.messages if message.is_sent]
-    if len(sent) <= traffic.most_messages:
-        return ""
-    first, enough = sent[traffic.most_messages], traffic.most_messages
-    return (
-        f"rank {rank} sent {len(sent)} messages where {enough} {'is' if enough == 1 else 'are'} enough; "
-        f"message {done.messages.index(first)} is the first too many: {_words(first)}"
-    )
-
-
-def _too_large(rank: int, done: Done, traffic: Traffic) -> str:
-    sent = [message for message in done.messages if message.is_sent]
-    total = sum(message.sent_bytes for message in sent)
-    if total <= traffic.most_bytes:
-        return ""
-    largest = max((message.num_bytes for messages in traffic.wanted for message in messages), default=0)
-    first = next((message for message in sent if message.num_bytes > largest), sent[-1])
-    return (
-        f"rank {rank} sent {total:g} B where {traffic.most_bytes:g} B are enough; "
-        f"message {done.messages.index(first)} is {_words(first)}, and {largest} B is the largest needed"
-    )
-
-
-def _words(message: Message) -> str:
-    place = f" (at {message.line})" if message.line else ""
-    axis = f" over {message.axis}" if message.axis else ""
-    return f"{message.op} of {message.num_bytes} B{axis}{place}"

@@ -4,6 +4,8 @@ import sys
 from dataclasses import dataclass
 from math import isfinite
 
+import numpy as np
+
 CLOSE = 0.1  # up to here a difference is said in percent, beyond it as a factor
 
 
@@ -40,7 +42,8 @@ def predict(what: str, value: float | None = None, unit: str = "") -> Prediction
     Raises:
         ValueError: ``value`` is no finite number.
     """
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value)):
+    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if value is not None and not (is_number and isfinite(value)):
         raise ValueError(f"value: {value!r} was given; give a finite number{f' of {unit}' if unit else ''}, or None")
     prediction = Prediction(what, None if value is None else float(value), unit)
     if value is None:
@@ -53,8 +56,9 @@ def distance(predicted: float, found: float) -> str:
     """How far a prediction is from what was found, in words."""
     if predicted == found:
         return "exactly"
-    if found and abs(predicted / found - 1) <= CLOSE:
-        return f"{abs(predicted / found - 1):.1%} too {'high' if predicted > found else 'low'}"
+    if found and (share := abs(predicted / found - 1)) <= CLOSE:
+        percent = f"{share:.1%}" if share >= 0.0005 else f"{100 * share:.1g}%"  # never 0.0%, which would be exact
+        return f"{percent} too {'high' if predicted > found else 'low'}"
     if found * predicted > 0:
         larger, smaller = sorted((abs(predicted), abs(found)), reverse=True)
         return f"too {'high' if predicted > found else 'low'} by a factor of {larger / smaller:.2g}"

@@ -1,8 +1,9 @@
 """Results as values: plain ones that travel from a rank, the numbers in them, and the first place where two differ."""
 
 from collections.abc import Mapping, Sequence
-from math import isclose
+from math import isclose, isnan
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,21 +18,37 @@ def plain(value: object) -> object:
     """``value`` with tensors detached and copied, so that nothing of the learner's own classes leaves the rank.
 
     Raises:
-        TypeError: it holds something else than tensors, numbers, text, lists, tuples, dicts and None.
+        TypeError: it holds something else than tensors, numbers, text, lists, tuples, dicts and None, or NumPy's.
     """
+    if isinstance(value, np.generic):
+        return plain(value.item())
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.copy())
     if isinstance(value, Tensor):
         return value.detach().as_subclass(Tensor).cpu().clone()
     if isinstance(value, Mapping):
         return {plain(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | range):
         return [plain(item) for item in value]
-    if isinstance(value, range):
-        return list(value)
     if type(value) in PLAIN:
         return value
     raise TypeError(
         f"the result holds {class_of(value)}; return tensors, numbers, text, None, and lists and dicts of them"
     )
+
+
+def whole_number(value: object) -> int | None:
+    """The whole number that ``value`` is, be it an int, a float, a tensor's or NumPy's; None if it is none."""
+    number = plain(value)
+    if isinstance(number, Tensor) and number.numel() == 1:
+        number = number.item()
+    return int(number) if isinstance(number, int | float) and float(number).is_integer() else None
+
+
+def told_apart(one: float, other: float) -> tuple[str, str]:
+    """Both numbers with as few digits as tell them apart, but at least six."""
+    digits = next((digits for digits in range(6, 17) if f"{one:.{digits}g}" != f"{other:.{digits}g}"), 17)
+    return f"{one:.{digits}g}", f"{other:.{digits}g}"
 
 
 def numbers_in(value: object) -> list[float]:
@@ -49,14 +66,15 @@ def difference(wanted: object, found: object, place: str = "result") -> str:
     """The first place where ``found`` differs from ``wanted``, in words; empty if they are equal."""
     if isinstance(wanted, Tensor):
         return _of_tensors(wanted, found, place)
-    if isinstance(found, Tensor) and found.numel() == 1:
-        found = found.item()
+    if isinstance(found, Tensor):
+        found = found.tolist() if isinstance(wanted, list | tuple) else found.item() if found.numel() == 1 else found
     if isinstance(wanted, Mapping):
         return _of_mappings(wanted, found, place)
     if isinstance(wanted, list | tuple):
         return _of_sequences(wanted, found, place)
-    is_number = isinstance(wanted, int | float) and isinstance(found, int | float)
-    equal = isclose(wanted, found, rel_tol=1e-9) if is_number and isinstance(wanted, float) else wanted == found  # type: ignore[arg-type]
+    equal = not isinstance(found, Tensor) and wanted == found
+    if isinstance(wanted, float) and isinstance(found, int | float):
+        equal = isclose(wanted, found, rel_tol=1e-9) or (isnan(wanted) and isnan(found))
     return "" if equal else f"{place}: {wanted!r} is wanted, {shortened(found)} was found"
 
 
@@ -85,16 +103,17 @@ def _of_tensors(wanted: Tensor, found: object, place: str) -> str:
     if not wrong:
         return ""
     element, size = wrong[0], wanted.element_size()
+    is_wanted, was_found = told_apart(wanted.flatten()[element].item(), found.flatten()[element].item())
     return (
         f"{place}, element {element} (bytes {element * size} to {(element + 1) * size - 1}): "
-        f"{wanted.flatten()[element].item():g} is wanted, {found.flatten()[element].item():g} was found; "
-        f"{len(wrong)} of {wanted.numel()} elements differ"
+        f"{is_wanted} is wanted, {was_found} was found; {len(wrong)} of {wanted.numel()} elements differ"
     )
 
 
 def wrong_elements(wanted: Tensor, found: Tensor) -> Tensor:
     """Where two tensors of one shape and dtype differ by more than rounding."""
-    return ~torch.isclose(found, wanted, rtol=RELATIVE.get(wanted.dtype, RELATIVE_OF_OTHERS), atol=1e-12)
+    relative = RELATIVE.get(wanted.dtype, RELATIVE_OF_OTHERS)
+    return ~torch.isclose(found, wanted, rtol=relative, atol=1e-12, equal_nan=True)
 
 
 def _of_mappings(wanted: Mapping[object, object], found: object, place: str) -> str:

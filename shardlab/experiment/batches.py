@@ -7,16 +7,17 @@ so that the mean over ranks stays the mean over rows.
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from shardlab.comm.trees import map_tensors, tensors_in
+from shardlab.experiment.same_data import NUM_BATCHES, checksum
 from shardlab.experiment.workload import Workload, seeded
+from shardlab.tensor_parallel.rng import generator_states, set_generator_states
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,13 @@ class Share:
     Attributes:
         batch: its rows, in the nest that the data came in.
         weight: of its mean loss in the mean over ranks: 1, unless ranks have different numbers of rows.
+        checksum: of the rows of the whole batch, or of a rank's own where a function divides them; None after the
+            first batches.
     """
 
     batch: Any
     weight: float = 1.0
+    checksum: int | None = None
 
 
 def batches_of(workload: Workload, rank: int, ranks: int, seed: int, rows: int) -> Iterator[Share]:
@@ -47,9 +51,9 @@ def batches_of(workload: Workload, rank: int, ranks: int, seed: int, rows: int) 
     """
     data: Any = workload.data
     if not workload.divides_rows:
-        return (Share(batch) for batch in _apart(lambda: iter(data(rank, ranks, seed)), seed))
+        return _checked(Share, _apart(lambda: iter(data(rank, ranks, seed)), seed))
     source = _batches_of_samples(data, rows, seed) if isinstance(data, Dataset) else _repeated(data)
-    return (divide(batch, rank, ranks) for batch in _apart(lambda: source, seed))
+    return _checked(partial(divide, rank=rank, ranks=ranks), _apart(lambda: source, seed))
 
 
 def divide(batch: Any, rank: int, ranks: int) -> Share:
@@ -119,6 +123,11 @@ def size_of(batch: Any) -> int:
     return first.numel() if is_tokens else first.shape[0]
 
 
+def _checked(share_of: Callable[[Any], Share], batches: Iterator[Any]) -> Iterator[Share]:
+    for number, batch in enumerate(batches):
+        yield replace(share_of(batch), checksum=checksum(batch) if number < NUM_BATCHES else None)
+
+
 def _cut(batch: Any, own: slice, rows: int) -> Any:
     if isinstance(batch, list) and len(batch) == rows and not any(True for _ in tensors_in(batch)):
         return batch[own]
@@ -163,20 +172,15 @@ def _apart(source: Callable[[], Iterator[Any]], seed: int) -> Iterator[Any]:
     so that all ranks and strategies see the same batches.
     """
     with seeded(seed):
-        batches, states, number = source(), _random_states(), 0
+        batches, states, number = source(), generator_states(), 0
     while True:
         with seeded(0):
-            torch.set_rng_state(states[0])
-            random.setstate(states[1])
+            set_generator_states(states)
             try:
                 batch = next(batches)
             except StopIteration:
                 break
-            states, number = _random_states(), number + 1
+            states, number = generator_states(), number + 1
         # Outside of the seed: training goes on from here, with its own random numbers.
         yield batch
     raise ValueError(f"data: it ended after {number} batches; yield more of them, or take fewer steps")
-
-
-def _random_states() -> tuple[Tensor, Any]:
-    return torch.get_rng_state(), random.getstate()

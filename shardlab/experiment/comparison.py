@@ -28,8 +28,10 @@ from shardlab.experiment.batches import fewest_rows
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import claim, new_directory, run_directory
 from shardlab.experiment.finite import GRADIENTS, LOSS
+from shardlab.experiment.own_buffers import first_that_differ
 from shardlab.experiment.planned import against_plan, plans_or_why
 from shardlab.experiment.run import Progress, RankReport, run_strategy
+from shardlab.experiment.same_data import of_all_ranks
 from shardlab.experiment.summary import summarise
 from shardlab.experiment.trained import check_same_model, description, outline
 from shardlab.experiment.workload import Workload
@@ -171,7 +173,12 @@ def _for_ranks_of(pool: RankPool | None, config: CompareConfig) -> CompareConfig
     if pool is None:
         return config
     check_pool(pool, config.ranks, config.device)
-    return replace(config, device=pool.placement.device_type) if _means_another(pool, config.device) else config
+    given: Any = tuple(config.own_strategies.get(name, name) for name in config.strategies)
+    return (
+        replace(config, device=pool.placement.device_type, strategies=given)
+        if _means_another(pool, config.device)
+        else config
+    )
 
 
 def _means_another(pool: RankPool, device: str) -> bool:
@@ -217,13 +224,13 @@ def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress
             error.args = (f"{strategy}: {error}",)
             raise
         present = [report for report in reports if report is not None]
-        _write_manifest(where, {**manifest, **_found(present, manifest["mesh"])})
+        _write_manifest(where, {**manifest, **_found(present, manifest["mesh"], config)})
     pool.run(_meet)  # under torchrun the others may read only what rank 0 has finished writing
     records = load_runs(run_directory(directory, strategy) for strategy in config.strategies)
     # After the runs, not before: planning reads data, which may change what a data loader yields next.
     plans, why = plans_or_why(config)
     summary = [
-        {**row, **against_plan(row["strategy"], records, plans[row["strategy"]]), "not_planned": why}
+        {**row, "not_planned": why, **against_plan(row["strategy"], records, plans[row["strategy"]])}
         for row in summarise(records, config.dtype)
     ]
     # The last file: a directory that has it counts as a finished comparison.
@@ -284,8 +291,8 @@ def _manifest(config: CompareConfig, strategy: str, pool: RankPool) -> dict[str,
     }  # fmt: skip
 
 
-def _found(reports: list[RankReport], mesh: dict[str, int]) -> dict[str, Any]:
-    shares = [report.recorder_share for report in reports]
+def _found(reports: list[RankReport], mesh: dict[str, int], config: CompareConfig) -> dict[str, Any]:
+    shares, num_tensor_ranks = [report.recorder_share for report in reports], mesh.get(MeshAxis.TENSOR, 1)
     return {
         "padding_bytes": max(report.padding_bytes for report in reports),
         "recorder_share": None
@@ -295,8 +302,11 @@ def _found(reports: list[RankReport], mesh: dict[str, int]) -> dict[str, Any]:
             what: {rank: report.not_finite[what] for rank, report in enumerate(reports) if what in report.not_finite}
             for what in (LOSS, GRADIENTS)
         },
-        "disagreement": _disagreement(reports, mesh.get(MeshAxis.TENSOR, 1)),
+        "disagreement": _disagreement(reports, num_tensor_ranks),
         "drew_random_numbers": any(report.drew for report in reports),
+        "batches": of_all_ranks([each.batches for each in reports[::num_tensor_ranks]], config.trained.divides_rows),
+        "other_batch": reports[0].other_batch,
+        "own_buffers": first_that_differ([report.buffers for report in reports], num_tensor_ranks),
     }
 
 

@@ -27,8 +27,9 @@ from shardlab.field_types import check_types
 from shardlab.launch.checks import check_ranks
 from shardlab.models import MODELS, GPTConfig
 from shardlab.partition.ring_cost import Link
+from shardlab.strategies import Strategy
 from shardlab.units import AUTO, WrapPolicy, parse_wrap, wrap_text, wrapped_modules
-from shardlab.vocabulary import dtype_name
+from shardlab.vocabulary import class_of, dtype_name
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 SEQUENCES_PER_RANK = 4
@@ -54,6 +55,13 @@ class CompareConfig(CompareOptions):
 
     def __post_init__(self) -> None:
         """Check every field."""
+        given: Any = self.model
+        if callable(given):
+            what = "a class" if isinstance(given, type) else class_of(given)
+            raise ValueError(
+                f"model: {what} was given, where a built-in model's name belongs; train your own with "
+                "workload=Workload(model=lambda: Net(), data=..., loss=...)"
+            )
         # First: the other checks compare and divide, and would say less of a wrong type.
         check_types(self, besides=("strategies", "workload", "wrap"))  # these are checked where they are parsed
         self._check_strategies()
@@ -92,13 +100,22 @@ class CompareConfig(CompareOptions):
 
     def _check_strategies(self) -> None:
         given: Any = self.strategies
-        if not isinstance(given, str | list | tuple | NoneType):
+        if not isinstance(given, str | list | tuple | Strategy | NoneType):
             raise ValueError(f"strategies: {given!r:.60} was given; give one or several of {', '.join(STRATEGIES)}")
-        object.__setattr__(self, "strategies", (given,) if isinstance(given, str) else tuple(given or ()))
+        all_given = (given,) if isinstance(given, str | Strategy) else tuple(given or ())
+        own = {one.name: one for one in all_given if isinstance(one, Strategy)}
+        if taken := sorted(own.keys() & STRATEGIES.keys()):
+            raise ValueError(
+                f"strategies: a strategy of your own is named {taken[0]!r}, as one of ours; name it otherwise"
+            )
+        self.__dict__["own_strategies"] = own
+        object.__setattr__(
+            self, "strategies", tuple(one.name if isinstance(one, Strategy) else one for one in all_given)
+        )
         if not self.strategies:
             raise ValueError(f"strategies: none given; at least one is needed of {', '.join(STRATEGIES)}")
         for strategy in self.strategies:
-            _one_of("strategies", strategy, STRATEGIES)
+            _one_of("strategies", strategy, (*STRATEGIES, *self.own_strategies))
         if len(set(self.strategies)) != len(self.strategies):
             raise ValueError(f"strategies: {', '.join(self.strategies)} repeats one; name each once")
 
@@ -113,8 +130,10 @@ class CompareConfig(CompareOptions):
                 raise ValueError(f"{field}: only for the built-in models; {self.workload} says it itself; leave it out")
         dtypes = [dtype_name(param.dtype) for param in self.on_meta.parameters() if param.is_floating_point()]
         if self.dtype not in (_default("dtype"), dtypes[0]):
+            _one_of("dtype", self.dtype, DTYPES)
             raise ValueError(
-                f"dtype: {self.dtype!r}, but the parameters of {self.workload} are {dtypes[0]}; leave it out"
+                f"dtype: {self.dtype!r}, but the parameters of {self.workload} are {dtypes[0]}; make the model double "
+                "in the workload, as with lambda: Net().double(), and its data too; or leave dtype out"
             )
         object.__setattr__(self, "dtype", dtypes[0])
         if self.batch is not None and not self.workload.is_dataset:
@@ -195,6 +214,11 @@ class CompareConfig(CompareOptions):
         return [name for name in self.strategies if name.startswith("torch_")]
 
     @cached_property
+    def own_strategies(self) -> dict[str, Strategy]:
+        """Strategies of the reader's own among ``strategies``, by name; set by the check of these."""
+        return {}
+
+    @cached_property
     def trained(self) -> Workload:
         """What is trained: the workload, or that of the built-in model."""
         return self.workload or builtin(self, self.global_batch // self.accumulation)
@@ -239,9 +263,13 @@ class CompareConfig(CompareOptions):
             return {"replica": self.data_ranks // self.shards, "shard": self.shards, **tensor}
         return {"data": self.data_ranks, **tensor}
 
+    def precision_of(self, strategy: str) -> str:
+        """In which a strategy computes; 'full' if it takes none."""
+        return self.precision if takes("precision")(strategy) else "full"
+
     def scales_loss(self, strategy: str) -> bool:
         """Whether a strategy computes in float16 and so needs a gradient scaler."""
-        return self.precision == "fp16" and takes("precision")(strategy)
+        return self.precision_of(strategy) == "fp16"
 
     @property
     def global_batch(self) -> int:
@@ -273,13 +301,16 @@ class CompareConfig(CompareOptions):
         if self.workload is not None:
             ignored |= set(BUILTIN_FIELDS)
         known = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ignored}
+        known["batch"] = self.resumed_rows  # as decided, here and below: a default may depend on the number of ranks
+        if "replica" in self.mesh_axes(strategy):
+            known["shard_group"] = self.shards
         wrap = wrap_text(self.wrap_policy)  # the workload's, if it was not chosen here
         return {**known, "wrap": wrap, "workload": None if self.workload is None else str(self.workload)}
 
 
 def takes(option: str) -> Callable[[str], bool]:
     """Whether a strategy takes an engine option."""
-    return lambda strategy: option in engine_options(strategy)
+    return lambda strategy: strategy in STRATEGIES and option in engine_options(strategy)
 
 
 def _default(name: str) -> Any:

@@ -9,6 +9,7 @@ import pandas as pd
 
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.same_data import others_than
 from shardlab.experiment.summary import COLUMNS, judged, not_finite, tolerance_of_run
 
 QUANTITIES = (
@@ -190,7 +191,14 @@ class Difference:
             return f"Losses of {name} are NOT equal: {' and '.join(wrong)}."
         largest = float(found.max())
         equal = "equal" if largest <= self.tolerance(pair) else "NOT equal"
-        return f"Losses of {name} are {equal}: in {len(found)} steps they differ by at most {largest:.1e}."
+        said = f"Losses of {name} are {equal}: in {len(found)} steps they differ by at most {largest:.1e}."
+        return said if equal == "equal" else said + self._other_data(pair)
+
+    def _other_data(self, pair: Pair) -> str:
+        """A sentence if the two runs of a pair trained on other rows; else empty."""
+        saved = zip(("first", "second"), pair, (self.first, self.second), strict=True)
+        others = others_than("first", {which: saved[0].records.manifests[run] for which, run, saved in saved})
+        return f" Their data differ from step {others['second']} on." if others else ""
 
     def _judged(self, pair: Pair) -> "pd.Series[float]":
         """By step, how far the losses of a pair differ, in the steps that are judged."""

@@ -12,7 +12,8 @@ class CompareOptions:
 
     Attributes:
         strategies: names of strategies, in the order in which they run: single, ddp, bucketed, zero1, zero2, zero3,
-            fsdp, and torch's own: torch_ddp, torch_zero1, torch_fsdp2, torch_tp.
+            fsdp, and torch's own: torch_ddp, torch_zero1, torch_fsdp2, torch_tp; in Python also a ``Strategy`` of your
+            own.
         ranks: number of ranks.
         steps: number of optimizer steps.
         workload: your own model and data: a ``Workload``, or where one is: FILE.py:NAME or PACKAGE.MODULE:NAME. Then

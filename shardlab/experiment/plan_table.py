@@ -38,12 +38,16 @@ def plan(
         strategies: names of ours; those of torch are not planned.
         options: other fields of ``CompareConfig``; buckets have the engines' 25 MiB unless ``bucket_mib`` is given.
 
+    Returns:
+        Sizes in bytes; where messages depend on the rows (see ``Plan``) they and the bytes sent are missing. With a
+        ``precision`` it has a column of that name: 'full' for strategies that take none.
+
     Raises:
         ValueError: an option has an invalid value, a strategy cannot be planned, or the data's first batch cannot be
             read here.
     """
     plans = plans_of(workload, ranks, strategies, **options)
-    return pd.DataFrame([row_of(strategy, found) for strategy, found in plans.items()])
+    return table_of([row_of(strategy, found) for strategy, found in plans.items()])
 
 
 def plans_of(
@@ -63,24 +67,35 @@ def _planned(strategy: str, planned: Plan | None) -> Plan:
     if planned is None:
         raise ValueError(
             f"strategies: {strategy!r} cannot be planned here: the optimizer's state has other shapes than the "
-            "parameters or grows after its first step, messages of divided layers depend on values, a loss calls "
-            "the model not exactly once (zero3) or an FSDP unit twice (a reentrant checkpoint calls it again), no "
-            "forward can be tried to see whether a backward reaches a frozen FSDP unit, or one that backward gathers "
-            "again is inside another (wrap one of them, or take sharding shard_grad_op or no_shard)"
+            "parameters or grows after its first step, a loss calls the model not exactly once (zero3) or an FSDP unit "
+            "twice (a reentrant checkpoint calls it again), no forward can be tried to see whether a backward reaches "
+            "a frozen FSDP unit, or one that backward gathers again is inside another (wrap one of them, or take "
+            "sharding shard_grad_op or no_shard)"
         )
     return planned
 
 
 def row_of(strategy: str, planned: Plan) -> dict[str, Any]:
     """A row of ``plan``'s table."""
-    held, sent = planned.memory.groupby(["role", "rank"])["bytes"].sum(), planned.collectives.groupby("rank")
+    held, sent = planned.memory.groupby(["role", "rank"])["bytes"].sum(), planned.collectives
+    num_bytes, messages = (None, None) if sent is None else (0.0, 0)
+    if sent is not None and len(sent):
+        by_rank = sent.groupby("rank")
+        num_bytes, messages = float(by_rank["wire_bytes"].sum().max()), int(by_rank.size().max())
     return {
         "strategy": strategy,
+        "precision": planned.precision,
         **{name: _largest(held[held.index.isin(roles, level="role")]) for name, roles in _ROLES.items()},
         "rest_bytes": _largest(held),
-        "wire_bytes_per_step": float(sent["wire_bytes"].sum().max()) if len(sent) else 0.0,
-        "messages_per_step": int(sent.size().max()) if len(sent) else 0,
+        "wire_bytes_per_step": num_bytes,
+        "messages_per_step": messages,
     }
+
+
+def table_of(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """The rows as a table of numbers, some of which may be missing; without ``precision`` where it is full in all."""
+    table = pd.DataFrame(rows).astype({"wire_bytes_per_step": float, "messages_per_step": "Int64"})
+    return table.drop(columns="precision") if (table["precision"] == "full").all() else table
 
 
 def _largest(held: "pd.Series[int]") -> int:

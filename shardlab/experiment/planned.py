@@ -17,13 +17,21 @@ from shardlab.experiment.planned_tensor import PlannedTensorAxis
 from shardlab.experiment.planned_workload import FirstForward, PlannedWorkload
 from shardlab.launch import place
 from shardlab.models import MODELS, GPTConfig
-from shardlab.planner import Setup, described, gathered_at_once, predicted_collectives, predicted_memory
+from shardlab.planner import (
+    PlannedModel,
+    Setup,
+    described,
+    gathered_at_once,
+    predicted_collectives,
+    predicted_memory,
+)
 from shardlab.planner.setup import STRATEGIES, Optimizer
 from shardlab.planner.tensor import TensorSetup, divided, on_tensor_ranks, predicted_tensor_collectives
 from shardlab.trace.store import Records
 from shardlab.units import units_of
 from shardlab.vocabulary import MeshAxis, Phase, Role, dtype_name
 
+_BY_ROWS = "what is used or sent depends on the rows, so bytes and messages may differ from the plan's"
 MESSAGE = ["op", "axis", "tag", "dtype", "numel", "bytes", "wire_bytes", "group_size"]
 
 
@@ -32,12 +40,22 @@ class Plan:
     """Tables ``memory`` and ``collectives`` of one step, ``source='predicted'``.
 
     ``collectives`` has the messages of each axis in order. How those of the tensor axis interleave with those of the
-    data axes is not planned. ``gathered_bytes`` are the most gathered parameters that a rank has at one moment.
+    data axes is not planned.
+
+    Attributes:
+        memory: at rest; where rows choose which parameters are used, of ranks whose rows have used all.
+        collectives: None where they depend on the rows: of FSDP, if rows choose which units are called, and of divided
+            layers, if what they send depends on values.
+        gathered_bytes: the most gathered parameters that a rank has at one moment.
+        precision: 'full' of a strategy that takes none.
+        by_rows: whether rows choose which parameters are used.
     """
 
     memory: pd.DataFrame
-    collectives: pd.DataFrame
+    collectives: pd.DataFrame | None
     gathered_bytes: int
+    precision: str
+    by_rows: bool = False
 
 
 def plan_runs(config: CompareConfig) -> dict[str, Plan | None]:
@@ -46,10 +64,9 @@ def plan_runs(config: CompareConfig) -> dict[str, Plan | None]:
     Of nested FSDP units it does not know the order of messages, see ``Setup.nested_unit``.
 
     It knows nothing of torch's own strategies, of optimizers whose state is not made of counters and of tensors of the
-    parameter's shape or grows after the first step, of the messages of a tensor axis if what is computed depends on
-    values, of the messages of ZeRO-3 where the loss calls the model not exactly once, and of those of FSDP where a unit
-    is called more than once, in forward or again by a reentrant checkpoint in backward, or where one is frozen and no
-    forward could be tried to see whether backward reaches it.
+    parameter's shape or grows after the first step, of the messages of ZeRO-3 where the loss calls the model not
+    exactly once, and of those of FSDP where a unit is called more than once, in forward or again by a reentrant
+    checkpoint in backward, or where one is frozen and no forward could be tried to see whether backward reaches it.
 
     Raises:
         ValueError: the optimizer raises an error where its state is planned, or the data's first batch cannot be read.
@@ -80,27 +97,31 @@ def _plan_run(
 ) -> Plan | None:
     if strategy not in STRATEGIES or known.optimizer is None or not _gathers_once(strategy, known.forward):
         return None
-    if config.tp == 1 or strategy == "single":
-        setup = setup_of(config, strategy, known.module, known.optimizer, known.forward)
-        if not _order_is_known(setup, known):
-            return None
-        memory, sent = predicted_memory(known.model, setup), predicted_collectives(known.model, setup)
-        return Plan(memory, sent, gathered_at_once(known.model, setup))
-    over_tensor: pd.DataFrame | None
-    if axis is None:
-        module, model = known.module, divided(known.model, config.tp)
-        over_tensor = predicted_tensor_collectives(tensor_setup_of(config, strategy))
-    else:
+    module, model, over_tensor = known.module, known.model, None
+    is_divided = config.tp > 1 and strategy != "single"
+    if is_divided and axis is None:
+        model, over_tensor = divided(model, config.tp), predicted_tensor_collectives(tensor_setup_of(config, strategy))
+    elif is_divided and axis is not None:
         module, model = axis.module, described(axis.module, unused=known.forward.unused)
         over_tensor = axis.collectives(strategy)
-    if over_tensor is None:
-        return None
     setup = setup_of(config, strategy, module, known.optimizer, known.forward)
     if not _order_is_known(setup, known):
         return None
-    over_data = on_tensor_ranks(predicted_collectives(model, setup), config.tp)  # the norm, on both axes, comes last
-    memory = on_tensor_ranks(predicted_memory(model, setup), config.tp)
-    return Plan(memory, pd.concat([over_tensor, over_data]), gathered_at_once(model, setup))
+    memory, sent = predicted_memory(model, setup), _sent(model, setup, known.forward)
+    if is_divided:
+        memory = on_tensor_ranks(memory, config.tp)
+        # The norm, on both axes, comes last.
+        over_both = [] if over_tensor is None or sent is None else [over_tensor, on_tensor_ranks(sent, config.tp)]
+        sent = pd.concat(over_both) if over_both else None
+    gathered = gathered_at_once(model, setup)
+    return Plan(memory, sent, gathered, config.precision_of(strategy), by_rows=known.forward.by_rows)
+
+
+def _sent(model: PlannedModel, setup: Setup, forward: FirstForward) -> pd.DataFrame | None:
+    """The messages over the data axes; None if rows choose which units FSDP gathers."""
+    if setup.strategy == "fsdp" and setup.num_ranks > 1 and forward.by_rows and forward.units is None:
+        return None
+    return predicted_collectives(model, setup)
 
 
 def _gathers_once(strategy: str, forward: FirstForward) -> bool:
@@ -176,7 +197,7 @@ def tensor_setup_of(config: CompareConfig, strategy: str) -> TensorSetup:
     """The planner's description of the tensor axis as ``compare`` divides a GPT over it."""
     sizes = MODELS[config.model]
     assert isinstance(sizes, GPTConfig)
-    precision = parse_precision(config.precision if takes("precision")(strategy) else "full")
+    precision = parse_precision(config.precision_of(strategy))
     return TensorSetup(
         config.tp, sizes.hidden, sizes.num_layers, sizes.vocab_size, config.seq_len,
         config.global_batch // config.accumulation // config.data_ranks, config.accumulation,
@@ -190,23 +211,24 @@ def against_plan(run: str, records: Records, plan: Plan | None) -> dict[str, Any
 
     ``rest_bytes`` is measured. It, ``planned_rest_bytes`` and ``planned_wire_bytes`` are maxima over ranks.
     ``as_planned`` says whether the bytes at rest of every role on every rank, and every message of the last step in
-    order, equal the plan.
+    order, equal the plan; null, with the reason, where they may differ because of the rows.
     """
     rest = _last(records.memory, run, records.memory["where"] == "rest")
-    measured = {"rest_bytes": _most(rest)}
+    measured: dict[str, Any] = {"rest_bytes": _most(rest)}
     if plan is None:
         return {**measured, "planned_rest_bytes": None, "planned_wire_bytes": None, "as_planned": None}
+    measured["planned_rest_bytes"] = _most(plan.memory)
+    if plan.collectives is None:
+        return {**measured, "planned_wire_bytes": None, "as_planned": None, "not_planned": _BY_ROWS}
     sent = plan.collectives.groupby("rank")["wire_bytes"].sum()
     held = _held(plan.memory) == _held(rest)
     own = records.collectives["phase"] != Phase.METRICS
     recorded = _last(records.collectives, run, own, like=records.steps).sort_values(["rank", "seq"])
     said = _said(plan.collectives) == _said(recorded)
-    return {
-        **measured,
-        "planned_rest_bytes": _most(plan.memory),
-        "planned_wire_bytes": float(sent.max()) if len(sent) else 0.0,
-        "as_planned": held and said,
-    }
+    measured["planned_wire_bytes"] = float(sent.max()) if len(sent) else 0.0
+    if plan.by_rows and not (held and said):
+        return {**measured, "as_planned": None, "not_planned": _BY_ROWS}
+    return {**measured, "as_planned": held and said}
 
 
 def _last(table: pd.DataFrame, run: str, chosen: pd.Series, like: pd.DataFrame | None = None) -> pd.DataFrame:

@@ -17,7 +17,7 @@ from shardlab.comm.events import CollectiveEvent
 from shardlab.comm.trees import tensors_in
 from shardlab.engines.precision import Precision, cast_floating, parse_precision
 from shardlab.experiment.batches import batches_of, divide
-from shardlab.experiment.config import CompareConfig, takes
+from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.workload import Workload
 from shardlab.tables import COLLECTIVES
 from shardlab.tensor_parallel.dry_run import DryRunRank
@@ -50,7 +50,7 @@ class PlannedTensorAxis:
         Raises:
             Exception: what the data raises.
         """
-        precision = parse_precision(self._config.precision if takes("precision")(strategy) else "full")
+        precision = parse_precision(self._config.precision_of(strategy))
         self._batches = self._batches or [list(step) for step in _last_steps(self._config)]
         # Strategies differ only in where they cast, so they mostly share what was found.
         casts = (precision, strategy == "fsdp" and precision.compute is not None)

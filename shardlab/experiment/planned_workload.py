@@ -20,11 +20,12 @@ from shardlab.engines.backward_watch import may_nest, nodes_below
 from shardlab.engines.holdings import of_state
 from shardlab.engines.optimizer_fit import without_values
 from shardlab.engines.step_tensors import StepTensors, groups_of
-from shardlab.experiment.batches import batches_of
+from shardlab.experiment.batches import batches_of, divide, rows_of
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.workload import Workload, seeded
 from shardlab.planner import PlannedModel, described
 from shardlab.planner.setup import SGD, Optimizer
+from shardlab.tensor_parallel.plan_trial import MAX_NUMEL
 from shardlab.units import units_of, wrapped_modules
 from shardlab.vocabulary import Role
 
@@ -38,15 +39,18 @@ class FirstForward:
     Attributes:
         unused: names of trainable parameters that it does not depend on.
         units: names of the units in the order of their calls; a unit called twice, or again by a reentrant
-            checkpoint in backward, is listed twice. None if unknown.
+            checkpoint in backward, is listed twice. None if unknown, or if other rows may call others.
         unreached: names of units that are frozen, and whose outputs need no gradient.
         calls: how often the loss calls the model or a method of it. None if unknown.
+        by_rows: which parameters it depends on is decided by its rows; then ``unused`` is empty, for what one batch
+            leaves out another may use.
     """
 
     unused: tuple[str, ...] = ()
     units: tuple[str, ...] | None = None
     unreached: tuple[str, ...] = ()
     calls: int | None = None
+    by_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,8 +169,7 @@ def first_forward(config: CompareConfig, module: nn.Module) -> FirstForward:
         module: the model; it may be on the meta device.
 
     Raises:
-        ValueError: the batch cannot be read here, see also ``batches_of``; or what the model uses depends on values,
-            and the batch leaves out parameters that another may use.
+        ValueError: the batch cannot be read here, see also ``batches_of``.
     """
     if config.workload is None:
         return FirstForward()
@@ -185,16 +188,27 @@ def first_forward(config: CompareConfig, module: nn.Module) -> FirstForward:
     try:
         return _tried(config, module.to("meta"), map_tensors(lambda tensor: tensor.to("meta"), batch))
     except Exception:  # what it computes depends on values: which expert a row takes, for example
-        try:
-            found = _tried(config, workload.made(workload.build(config.seed), torch.device("cpu"), config.seed), batch)
-        except Exception:
-            return FirstForward()  # the ranks will raise the same, with the rank and the line
-    if found.unused:
-        raise ValueError(
-            f"model: what it uses depends on values, and the first batch leaves out {len(found.unused)} parameters, "
-            f"such as {found.unused[0]!r}; nothing tells which batch uses them, so plan with a batch that uses all"
-        )
-    return found
+        return _tried_with_values(config, module, batch)
+
+
+def _tried_with_values(config: CompareConfig, module: nn.Module, batch: Any) -> FirstForward:
+    """Try a loss that depends on values: with the first batch, and with one row of it, which may use less."""
+    if sum(param.numel() for param in module.parameters()) > MAX_NUMEL:
+        return FirstForward(by_rows=True)  # there may be no memory for its values
+    workload = config.trained
+    try:
+        values = workload.made(workload.build(config.seed), torch.device("cpu"), config.seed)
+        found = _tried(config, values, batch)
+    except Exception:
+        return FirstForward()  # the ranks will raise the same, with the rank and the line
+    try:
+        alone = _tried(config, values, divide(batch, 0, rows_of(batch)).batch)
+    except Exception:  # a function's batches may be of any kind, and a batch norm wants several rows
+        alone = found
+    if not found.unused and (alone.unused, alone.units) == ((), found.units):
+        return found  # which rows there are makes no difference
+    is_known = found.units == alone.units and set(found.units or ()) == set(wrapped_modules(values, config.wrap_policy))
+    return FirstForward((), found.units if is_known else None, found.unreached, found.calls, by_rows=True)
 
 
 def _tried(config: CompareConfig, module: nn.Module, batch: Any) -> FirstForward:

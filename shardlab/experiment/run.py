@@ -1,31 +1,35 @@
 """One strategy on the ranks: what each rank trains, and what it records."""
 
 import contextlib
-import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from shardlab import strategies
 from shardlab.comm import BaseMesh
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.trees import map_tensors
 from shardlab.engines import Engine, GradScaler, build_engine, engine_options
 from shardlab.engines.agreement_check import Did, did
-from shardlab.experiment.batches import batches_of, size_of
+from shardlab.experiment.batches import Share, batches_of, size_of
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.finite import FiniteCheck
+from shardlab.experiment.own_buffers import sums_of
 from shardlab.experiment.resume import checkpoint_directory, said_of
+from shardlab.experiment.same_data import NUM_BATCHES, first_other
 from shardlab.experiment.step import StepResult, TrainStep
 from shardlab.experiment.tensor import divided, loss_of
 from shardlab.experiment.workload import seeded
+from shardlab.guards import Guards
 from shardlab.launch import current
 from shardlab.launch.pool import num_cores
 from shardlab.partition.ring_cost import Link
+from shardlab.tensor_parallel.rng import generator_states
 from shardlab.trace.clock import Origins, clock_for, own_origin_ns
 from shardlab.trace.memory_by_role import LiveTensors
 from shardlab.trace.observed import Row
@@ -54,6 +58,9 @@ class RankReport:
         not_finite: the first step in which a number of this rank's own rows was inf or NaN, by what it was.
         did: what the rank had called, and its parameters' checksum, after some of the steps.
         drew: whether a step drew random numbers, as dropout does.
+        batches: checksums of the first ones, see ``same_data``.
+        other_batch: the first of them that is not what the checkpoint it went on from was trained on; None if all are.
+        buffers: checksums after the first steps, and after some of the later ones, see ``own_buffers``.
     """
 
     recorder_share: float
@@ -61,6 +68,9 @@ class RankReport:
     not_finite: dict[str, int]
     did: dict[int, Did]
     drew: bool
+    batches: list[int] = field(default_factory=list)
+    other_batch: int | None = None
+    buffers: dict[int, dict[str, int]] = field(default_factory=dict)
 
 
 class RankRun:
@@ -78,6 +88,8 @@ class RankRun:
         """Who held what when memory was last read: after a step, while gradients were still there."""
         self.drew = False
         """Whether a step drew random numbers. Data do not count: they draw apart from training, see ``batches``."""
+        self.batches: list[int] = []  # those that were passed over too
+        self.other_batch: int | None = None
         self._config, workload = config, config.trained
         self._batches = batches_of(
             workload, engine.data_rank, engine.num_data_ranks, config.seed, config.global_batch // config.accumulation
@@ -102,7 +114,7 @@ class RankRun:
     def save(self, directory: Path) -> None:
         """Write a checkpoint; collective."""
         extra = said_of(self._config, self._config.resumed_rows)
-        self.engine.save(directory, extra=extra, **self._objects)
+        self.engine.save(directory, extra={**extra, self._whose_batches: self.batches}, **self._objects)
 
     def resume(self, directory: Path) -> int:
         """Resume from a checkpoint and skip the batches that it was trained on; collective.
@@ -111,10 +123,23 @@ class RankRun:
             Number of the next step.
         """
         # Before the batches are passed over: only the checkpoint says how many there were.
-        self.engine.load(directory, **self._objects)
+        extra = self.engine.load(directory, **self._objects)
         for _ in range(self.engine.num_steps * self._config.accumulation):
-            next(self._batches)
+            self._next_share()
+        # Of rank 0, which has written them; another rank may have had other rows.
+        if self.engine.data_rank == 0:
+            self.other_batch = first_other(extra.get(self._whose_batches, []), self.batches)
         return self.engine.num_steps
+
+    @property
+    def _whose_batches(self) -> str:
+        """What a checkpoint calls the checksums: those of a rank's own rows are none for another number of ranks."""
+        return "batches" if self._config.trained.divides_rows else f"batches of rank 0 of {self.engine.num_data_ranks}"
+
+    def _next_share(self) -> Share:
+        share = next(self._batches)
+        self.batches += [] if share.checksum is None else [share.checksum]
+        return share
 
     @property
     def _objects(self) -> dict[str, Any]:
@@ -136,7 +161,7 @@ class RankRun:
         result, num_tokens = None, 0
         for _ in range(self._config.accumulation):
             with self.recorder.phase(Phase.DATA, SpanKind.DATA):
-                share = next(self._batches)
+                share = self._next_share()
                 batch = map_tensors(lambda tensor: _on_device(tensor, self.engine.mesh.device), share.batch)
                 num_tokens += size_of(batch)
             result = self._train_step(batch, share.weight)
@@ -195,17 +220,20 @@ def run_strategy(
         first = run.resume(checkpoint_directory(Path(str(config.resume)), strategy)) if resumed else 0
         # Not the first step or two, in which optimizer state is still being allocated.
         traced = min(first + 2, config.steps - 1)
-        known: dict[int, Did] = {}
+        known, buffers = dict[int, Did](), dict[int, dict[str, int]]()
         for step in range(first, config.steps):
             result = run.step(step, trace_memory=step == traced)
             if sampled_at_rest(step) or step == config.steps - 1:
                 known[step] = did(run.engine)
+            if step in known or step - first < NUM_BATCHES:
+                buffers[step] = sums_of(run.engine.module)
             if rank == 0:
                 current().emit(Progress(strategy, step, result.loss))
             if config.save_every and ((step + 1) % config.save_every == 0 or step + 1 == config.steps):
                 run.save(checkpoint_directory(directory.parents[1], strategy))
         run.recorder.write_shards(run.shards)
-        return RankReport(run.recorder.cost_share, run.engine.padding_bytes, run.finite.lost, known, run.drew)
+        share, padding_bytes, lost = run.recorder.cost_share, run.engine.padding_bytes, run.finite.lost
+        return RankReport(share, padding_bytes, lost, known, run.drew, run.batches, run.other_batch, buffers)
 
 
 def source_of(mesh: BaseMesh) -> str:
@@ -228,6 +256,11 @@ def mesh_of(config: CompareConfig, strategy: str) -> BaseMesh:
 
 
 def _engine(config: CompareConfig, strategy: str, mesh: BaseMesh) -> Engine:
+    if strategy in config.own_strategies:
+        model = config.trained.made(config.trained.build(config.seed), mesh.device, config.seed)
+        own = config.own_strategies[strategy]
+        # The same interface in another class, until all strategies are parts of this one.
+        return cast(Engine, strategies.Engine(model, config.trained.optimizer, mesh, own, Guards()))
     workload, options = config.trained, config.engine_options(engine_options(strategy))
     model = workload.build(config.seed)
     if "init_fn" in engine_options(strategy) and config.tp == 1:
@@ -252,11 +285,11 @@ def shard_rows(engine: Engine) -> list[Row]:
 
 
 def _random_states(device: torch.device) -> tuple[object, ...]:
-    """Of Python's generator and torch's, as values that can be compared."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))  # of numbers in host memory: nothing waits for the device
-    return random.getstate(), *(state.numpy().tobytes() for state in states)
+    """Of Python's, NumPy's and torch's generators, as values that can be compared."""
+    if device.type != "cuda":
+        return (generator_states(),)
+    # Of numbers in host memory: nothing waits for the device.
+    return generator_states(), torch.cuda.get_rng_state(device).numpy().tobytes()
 
 
 def _on_device(tensor: Tensor, device: torch.device) -> Tensor:

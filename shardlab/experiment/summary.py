@@ -10,6 +10,7 @@ import pandas as pd
 from shardlab.analysis.in_flight import traced_and_ordinary
 from shardlab.analysis.memory import at_rest
 from shardlab.analysis.timed import hidden_share, timed_steps
+from shardlab.experiment.own_buffers import said_of
 from shardlab.trace.store import Records
 from shardlab.vocabulary import Phase, Role
 
@@ -114,7 +115,16 @@ def differs_by_rank(records: Records) -> list[str]:
     manifests: list[Mapping[str, Any]] = list(records.manifests.values())
     layers = ((manifest.get("workload") or {}).get("differs_by_rank", []) for manifest in manifests)
     drew = any(manifest.get("drew_random_numbers") for manifest in manifests)
-    return [*next(layers, []), *([DRAWS] if drew else [])]
+    buffers = "" if _as_single(records) else said_of(manifests)
+    return [*next(layers, []), *([DRAWS] if drew else []), *([buffers] if buffers else [])]
+
+
+def _as_single(records: Records) -> bool:
+    """Whether the losses of all runs are the single process's: then buffers that differ by rank are no reason."""
+    losses = {str(run): own.groupby("step")["loss"].first() for run, own in records.steps.groupby("run", sort=False)}
+    single = losses.get(REFERENCE, pd.Series(dtype="float64"))
+    differences = {run: judged((own - single).abs().dropna()).max() for run, own in losses.items()}
+    return all(not far > tolerance_of_run(run, records, "float32") for run, far in differences.items())
 
 
 def not_finite(steps: pd.DataFrame) -> dict[str, int]:

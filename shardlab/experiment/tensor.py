@@ -23,8 +23,8 @@ def with_plan(options: CompareOptions, workload: Workload) -> Workload:
     """The workload with the plan by which its layers are divided, suggested if none was given; checked.
 
     Raises:
-        ValueError: ``tp`` does not divide the ranks, heads or vocabulary; nothing can be divided; or a strategy can
-            train only a whole model. The message names the field.
+        ValueError: ``tp`` does not divide the ranks, heads or vocabulary; nothing can be divided; a plan that was given
+            fails where it is tried; or a strategy can train only a whole model. The message names the field.
     """
     if options.sequence_parallel and options.tp == 1:
         raise ValueError(
@@ -41,6 +41,8 @@ def with_plan(options: CompareOptions, workload: Workload) -> Workload:
         )
     if isinstance(workload.tp_plan, Mapping):
         _check_plan(workload.tp_plan, workload.on_meta(), options.tp)
+        if options.workload is not None:
+            tried_plan(workload, options.tp, options.seed)  # that of a built-in model is known to be right
         return workload
     found = tried_plan(workload, options.tp, options.seed)
     if not found.plan:

@@ -5,7 +5,7 @@
 What is shown is what ``compare(workload, tp=2)`` trains.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +39,7 @@ def show_tp_plan(workload: Workload | str, tp: int = 2, *, seed: int = 0) -> pd.
         every rank has all of it) and ``why``.
 
     Raises:
-        ValueError: ``tp`` is below 2, a plan that was given does not hold, or the loss cannot be computed.
+        ValueError: ``tp`` is below 2, a plan that was given does not hold, or none was and the loss cannot be computed.
     """
     return shown_plan(workload, tp, seed)[1]
 
@@ -65,11 +65,16 @@ def tried_plan(workload: Workload, tp: int, seed: int) -> Suggestion:
         raise ValueError(f"tp: {workload} has tp_plan=None, which says that it must not be divided; leave that out")
     module = _module(workload, tp, seed)
     if isinstance(workload.tp_plan, Mapping):
-        # ``tp_loss`` takes a divided output and the tensor axis, which does not exist here: check only the sizes.
-        run = None if workload.tp_loss is not None else _run(workload, seed)
-        return check_tp_plan(module, workload.tp_plan, tp, run)
+        try:
+            few = _few_rows(workload, seed)
+        except Exception:  # data that only ranks can read: the sizes are checked all the same
+            return check_tp_plan(module, workload.tp_plan, tp, None)
+        of_parts = workload.tp_loss
+        divided = None if of_parts is None else lambda axis: lambda model: of_parts(model, few, axis)
+        return check_tp_plan(module, workload.tp_plan, tp, lambda model: workload.loss(model, few), divided)
     try:
-        return suggest_tp_plan(module, tp, _run(workload, seed))
+        few = _few_rows(workload, seed)
+        return suggest_tp_plan(module, tp, lambda model: workload.loss(model, few))
     except ValueError as error:
         raise ValueError(f"tp: no plan can be suggested for {workload}: {error}") from error
 
@@ -82,10 +87,9 @@ def _module(workload: Workload, tp: int, seed: int) -> nn.Module:
     return workload.made(workload.build(seed), torch.device("cpu"), seed)
 
 
-def _run(workload: Workload, seed: int) -> Callable[[Any], Any]:
+def _few_rows(workload: Workload, seed: int) -> Any:
     batch = next(batches_of(workload, 0, 1, seed, ROWS)).batch
     try:
-        few = divide(batch, 0, max(1, rows_of(batch) // 2)).batch
+        return divide(batch, 0, max(1, rows_of(batch) // 2)).batch
     except ValueError:  # a function's batches may be of any kind
-        few = batch
-    return lambda model: workload.loss(model, few)
+        return batch

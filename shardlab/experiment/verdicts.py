@@ -8,6 +8,8 @@ import pandas as pd
 from shardlab.analysis.timed import in_timed_steps, timed_steps
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.finite import GRADIENTS, LOSS
+from shardlab.experiment.own_buffers import said_of
+from shardlab.experiment.same_data import resumed_on_others, trained_on_others
 from shardlab.experiment.summary import (
     FULL,
     JUDGED_STEPS,
@@ -30,7 +32,7 @@ def verdicts(comparison: Comparison) -> list[str]:
     """What a comparison shows, in sentences."""
     # The worst first: where ranks disagree or strategies are missing, what follows says little.
     kinds = (
-        agreement_verdict, unfinished_verdict, verdict, gradients_verdict, alone_verdict, plan_verdict,
+        agreement_verdict, unfinished_verdict, resumed_verdict, verdict, gradients_verdict, alone_verdict, plan_verdict,
         traffic_verdict, transport_verdict, unseen_verdict, busy_verdict,
     )  # fmt: skip
     said = (kind(comparison) for kind in kinds)
@@ -56,17 +58,31 @@ def verdict(comparison: Comparison) -> str:
     if rounded and comparison.losses_equal:
         equal = f"equal, those of {', '.join(rounded)} within the rounding of {next(iter(rounded.values()))}"
     steps, largest = int(comparison.summary["steps"].max()), comparison.summary["max_loss_difference"].max()
-    why = ""
+    if not comparison.losses_equal and (sentence := trained_on_others(comparison.records.manifests, REFERENCE)):
+        return sentence
+    why = "" if comparison.losses_equal else _own_buffers(comparison)
     if not comparison.losses_equal and reference == REFERENCE:
         if sums := _looks_like_sums(comparison):
             return sums
-        why = _divides_rows_badly(comparison)
+        why += _divides_rows_badly(comparison)
     if steps <= JUDGED_STEPS:
         return f"Losses are {equal}: the largest difference from {origin} is {judged:.1e}.{why}"
     return (
         f"Losses are {equal}: the largest difference from {origin} in the first {JUDGED_STEPS} steps is "
         f"{judged:.1e}; over all {steps} steps, in which training amplifies every rounding, it is {largest:.1e}.{why}"
     )
+
+
+def _own_buffers(comparison: Comparison) -> str:
+    """A sentence if ranks have buffers of their own, of which torch's DDP keeps only rank 0's."""
+    said = said_of(comparison.records.manifests.values())
+    others = " torch_ddp goes on from those of rank 0." if "torch_ddp" in comparison.records.manifests else ""
+    return f" What differs first: {said}.{others}" if said else ""
+
+
+def resumed_verdict(comparison: Comparison) -> str:
+    """One sentence if a run went on from a checkpoint that was trained on other rows; else empty."""
+    return resumed_on_others(comparison.records.manifests)
 
 
 def _began(comparison: Comparison, runs: Iterable[str]) -> str:

@@ -27,6 +27,7 @@ from torch.utils.data import Dataset
 from shardlab.comm.communicator import Communicator
 from shardlab.meta_device import InitFn, materialize, reset_parameters
 from shardlab.tensor_parallel import Plan
+from shardlab.tensor_parallel.rng import generators_seeded
 from shardlab.units import AUTO, WrapPolicy
 from shardlab.vocabulary import class_of
 
@@ -158,17 +159,9 @@ class Workload:
 
 @contextmanager
 def seeded(seed: int | str) -> Iterator[None]:
-    """Inside, torch and ``random`` draw from ``seed``; outside they go on as if nothing had been drawn."""
-    number = seed if isinstance(seed, int) else random.Random(seed).getrandbits(63)
-    before = random.getstate()
-    with torch.random.fork_rng(devices=[]):
-        # Not torch.manual_seed: that seeds CUDA too, which fork_rng(devices=[]) does not restore.
-        torch.default_generator.manual_seed(number)
-        random.seed(number)
-        try:
-            yield
-        finally:
-            random.setstate(before)
+    """Inside, torch, NumPy and ``random`` draw from ``seed``; outside they go on as if nothing had been drawn."""
+    with generators_seeded(seed if isinstance(seed, int) else random.Random(seed).getrandbits(63)):
+        yield
 
 
 @contextmanager

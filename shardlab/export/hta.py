@@ -34,8 +34,8 @@ def export_hta(records: Records, directory: Path | str, run: str | None = None) 
 
     The files hold the steps whose times count: neither the first nor those in which memory was traced, unless there are
     no others, and nothing that was sent to report the loss. ``TraceAnalysis(trace_dir=directory)
-    .get_comm_comp_overlap()`` then gives for each rank what ``analysis.timed.hidden_share`` gives; their median is the
-    column "hidden" of a comparison.
+    .get_comm_comp_overlap()`` then gives for each rank what ``analysis.timed.hidden_share`` gives, but for the
+    rounding to whole microseconds; their median is the column "hidden" of a comparison.
 
     Args:
         records: of one run or of several.

@@ -1,14 +1,19 @@
 """Reading the files of torch.profiler (Kineto): what ran on which thread or stream of a rank, and its names.
 
 A collective has one of four names: the operation that the caller issued (``c10d::allreduce_``), the task of gloo's
-thread (``gloo:all_reduce``), NCCL's kernel (``ncclDevKernel_AllReduce_Sum_bf16_RING_LL(...)``), or the name in the
-arguments of that kernel (``allreduce``).
+thread (``gloo:all_reduce``), the kernel (``ncclDevKernel_AllReduce_Sum_bf16_RING_LL(...)``), or the name in the
+arguments of that kernel (``allreduce``). Whether a kernel communicates does not depend on that: what NCCL or another
+library for communication runs does, and where no name tells the collective it is ``Collective.UNKNOWN``.
 """
 
 import gzip
 import json
+import re
+import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +27,34 @@ NCCL_NAMES = {
     Collective.ALL_TO_ALL: "AllToAll",
     Collective.SEND: "Send",
     Collective.RECV: "Recv",
+    Collective.REDUCE: "Reduce",
+    Collective.GATHER: "Gather",
+    Collective.SCATTER: "Scatter",
     Collective.BARRIER: "Barrier",
+    Collective.UNKNOWN: "Generic",
 }
-# Beginnings of names, without case, underscores and wrappers.
-_BEGINNINGS = {
+# Parts of names, without case and underscores; the first that a name has.
+_WORDS = {
     "reducescatter": Collective.REDUCE_SCATTER,
     "allreduce": Collective.ALL_REDUCE,
+    "crossdevicereduce": Collective.ALL_REDUCE,  # of vLLM
     "allgather": Collective.ALL_GATHER,
     "alltoall": Collective.ALL_TO_ALL,
     "broadcast": Collective.BROADCAST,
     "barrier": Collective.BARRIER,
     "send": Collective.SEND,  # also NCCL's kernel SendRecv, if its arguments do not say which it was
     "recv": Collective.RECV,
+    "reduce": Collective.REDUCE,
+    "gather": Collective.GATHER,
+    "scatter": Collective.SCATTER,
 }
+# NCCL's kernels and those of torch's symmetric memory, Transformer Engine's user buffers, NVSHMEM, DeepEP and others;
+# and copies between two devices. What inductor has fused (triton_...) is named after its neighbours, and computes.
+_COMMUNICATES = re.compile(
+    r"(?!triton_).*(nccl|rccl|msccl|nvshmem|userbuffers|symmetric_memory|deep_ep::(?!layout)|cross_?device_?reduce"
+    r"|all_?reduce|reduce_?scatter|all_?gather|all_?to_?all)|memcpy ptop",
+    re.IGNORECASE,
+)
 _TYPES = {
     "float": ("float32", 4), "float32": ("float32", 4), "double": ("float64", 8), "float64": ("float64", 8),
     "half": ("float16", 2), "float16": ("float16", 2), "bfloat16": ("bfloat16", 2), "int": ("int32", 4),
@@ -42,6 +62,9 @@ _TYPES = {
     "unsignedchar": ("uint8", 1), "byte": ("uint8", 1), "uint8": ("uint8", 1), "signedchar": ("int8", 1),
     "char": ("int8", 1), "int8": ("int8", 1),
 }  # fmt: skip
+
+
+MAX_COUNT = 2**53  # above, JSON's readers do not agree
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +84,7 @@ class RankTrace:
     """The trace of one rank.
 
     Attributes:
+        path: of the file.
         rank: from the file; 0 if it does not say.
         num_ranks: from the file; 1 if it does not say.
         group_sizes: sizes of all process groups in the file.
@@ -68,6 +92,7 @@ class RankTrace:
         communication_threads: threads of gloo, whose operations are not compute.
     """
 
+    path: Path
     rank: int
     num_ranks: int
     group_sizes: frozenset[int]
@@ -104,37 +129,65 @@ def _read(path: Path) -> RankTrace:
         content = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
     except OSError as error:
         raise ValueError(f"trace: {path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, RecursionError, zlib.error) as error:
         raise ValueError(f"trace: {path} is damaged or not JSON ({error})") from error
     if not isinstance(content, dict) or not isinstance(content.get("traceEvents"), list):
         raise ValueError(f"trace: {path} is not a trace of torch.profiler: it has no list 'traceEvents'")
-    about = content.get("distributedInfo") or {}
-    groups = [int(group["pg_size"]) for group in about.get("pg_config") or [] if "pg_size" in group]
-    events = content["traceEvents"]
-    base_us = float(content.get("baseTimeNanoseconds", 0)) / 1e3
-    return RankTrace(
-        rank=int(about.get("rank", 0)),
-        num_ranks=int(about.get("world_size", 1)),
-        group_sizes=frozenset(groups),
-        slices=tuple(sorted(_slices(events, base_us, path), key=lambda one: (one.start_us, -one.end_us))),
-        communication_threads=frozenset(
-            _thread(event)
-            for event in events
-            if event.get("name") == "thread_name" and "gloo" in str(event.get("args", {}).get("name"))
-        ),
-    )
+    with of_file(path):
+        about, events = content.get("distributedInfo") or {}, _objects(content["traceEvents"])
+        groups = [count(group["pg_size"], "pg_size") for group in about.get("pg_config") or [] if "pg_size" in group]
+        base_us = float(content.get("baseTimeNanoseconds", 0)) / 1e3
+        return RankTrace(
+            path=path,
+            rank=count(about.get("rank", 0), "rank"),
+            num_ranks=count(about.get("world_size", 1), "world_size"),
+            group_sizes=frozenset(groups),
+            slices=tuple(sorted(_slices(events, base_us), key=lambda one: (one.start_us, -one.end_us))),
+            communication_threads=frozenset(
+                _thread(event)
+                for event in events
+                if event.get("name") == "thread_name" and "gloo" in str((event.get("args") or {}).get("name"))
+            ),
+        )
 
 
-def _slices(events: list[dict[str, Any]], base_us: float, path: Path) -> Iterator[Slice]:
+@contextmanager
+def of_file(path: Path) -> Iterator[None]:
+    """Inside, a value that torch.profiler does not write is a ValueError that names the file."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"trace: {path}: {error}") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"trace: {path} is not as torch.profiler writes it: {error!r}") from error
+
+
+def count(value: Any, name: str) -> int:
+    """A count of the file; ValueError if it is none."""
+    if not str(value).isdecimal() or int(value) >= MAX_COUNT:
+        raise ValueError(f"{name} is {value!r:.40}; it must be a whole number below {MAX_COUNT}")
+    return int(value)
+
+
+def _objects(events: list[Any]) -> list[dict[str, Any]]:
+    for place, event in enumerate(events):
+        if not isinstance(event, dict) or not isinstance(event.get("args") or {}, dict):
+            raise ValueError(f"event {place} of 'traceEvents' or its 'args' is not an object")
+    return events
+
+
+def _slices(events: list[dict[str, Any]], base_us: float) -> Iterator[Slice]:
     for event in events:
         if event.get("ph") == "X" and event.get("cat") != "Trace":  # 'Trace' is a slice around the whole file
             try:
-                start, duration = float(event["ts"]), float(event["dur"])
+                start, duration = float(event["ts"]) + base_us, float(event["dur"])
             except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"trace: {path}: {event.get('name')!r} has no times: {error!r}") from error
-            if not duration >= 0:
-                raise ValueError(f"trace: {path}: {event.get('name')!r} lasts {duration} us; the clock ran backwards")
-            start += base_us
+                raise ValueError(f"{event.get('name')!r} has no times: {error!r}") from error
+            if not isfinite(start) or not 0 <= duration < float("inf"):
+                raise ValueError(
+                    f"{event.get('name')!r} begins at {start} us and lasts {duration} us; the clock ran backwards, "
+                    "or the file is damaged"
+                )
             category, args = str(event.get("cat", "")), event.get("args") or {}
             yield Slice(str(event.get("name", "")), category, _thread(event), start, start + duration, args)
 
@@ -144,10 +197,21 @@ def _thread(event: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def collective_of(name: str) -> Collective | None:
-    """The collective of an operation, gloo task, NCCL kernel or its argument, by name; None for other names."""
-    plain = name.rsplit("::", 1)[-1].removeprefix("gloo:").removeprefix("ncclDevKernel_").removeprefix("ncclKernel_")
-    plain = plain.replace("_", "").lower()
-    return next((op for begin, op in _BEGINNINGS.items() if plain.startswith(begin)), None)
+    """The collective of an operation, gloo task, communicating kernel or its argument; None if the name has none."""
+    plain = function_of(name).rsplit("::", 1)[-1].replace("_", "").lower()
+    return next((op for word, op in _WORDS.items() if word in plain), None)
+
+
+def function_of(kernel: str) -> str:
+    """The name of a kernel without its return type, template arguments and parameters."""
+    for of_no_name in ("void ", "(anonymous namespace)::", "<unnamed>::"):
+        kernel = kernel.replace(of_no_name, "")
+    return re.split(r"[<(]", kernel, maxsplit=1)[0].strip()
+
+
+def communicates(kernel: Slice) -> bool:
+    """Whether a kernel or a copy of the device moves data between ranks, by its name or its arguments."""
+    return "Collective name" in kernel.args or _COMMUNICATES.match(function_of(kernel.name)) is not None
 
 
 def dtype_of(name: str) -> tuple[str, int | None]:

@@ -1,9 +1,11 @@
 """Importing traces of torch.profiler into our tables, so that every figure and the overlap work on them too.
 
 A trace has collectives and compute, but no waits, memory by role, shards or losses: those stay empty. The overlap of a
-GPU trace equals that of Holistic Trace Analysis; on a CPU, compute is what operators do.
+GPU trace is defined as in Holistic Trace Analysis, but counts more: HTA leaves out the last step, and all communication
+whose kernels are not named ``nccl...Kernel``. On a CPU, compute is what operators do.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +15,16 @@ import numpy as np
 import pandas as pd
 
 from shardlab.analysis.overlap import overlap
-from shardlab.export.kineto import RankTrace, read_traces
+from shardlab.export.kineto import RankTrace, count, of_file, read_traces
 from shardlab.export.profiler_communication import Moved, communication
-from shardlab.export.profiler_compute import PHASES, Work, compute
+from shardlab.export.profiler_compute import PHASES, Work, compute, issues
 from shardlab.tables import COLLECTIVES, MEMORY, SHARDS, SPANS, STEPS
 from shardlab.trace.store import Records
+from shardlab.vocabulary import Collective
 
 STEP_MARK = "ProfilerStep#"
 OUTSIDE = -1
+NAMED = 5
 Row = dict[str, Any]
 
 
@@ -52,18 +56,24 @@ def import_profiler_trace(path: Path | str, run: str = "profiler") -> Records:
     Raises:
         ValueError: there is no such file, no trace in it, one is damaged, two have the same rank, or a clock ran
             backwards.
+
+    Warns:
+        UserWarning: kernels communicate, and no name says which collective they are: they are rows with
+            ``op="unknown communication"`` and without a size. Or a rank issued collectives, and none of them ran in
+            the trace.
     """
     traces = read_traces(path)
     origin_us = min((one.start_us for trace in traces for one in trace.slices), default=0.0)
     spans, collectives, steps = [], [], []
     for trace in traces:
-        marks = _steps(trace, origin_us)
-        keys = {"run": run, "source": "measured", "rank": trace.rank}
-        spans += [keys | _span(work, origin_us, marks) for work in compute(trace)]
-        moved = enumerate(communication(trace))
-        collectives += [keys | _collective(seq, one, origin_us, marks) for seq, one in moved]
-        steps += [keys | {"step": step, "step_us": end - start} for step, (start, end) in marks.times.items()]
+        with of_file(trace.path):
+            marks, moved = _steps(trace, origin_us), enumerate(communication(trace))
+            keys = {"run": run, "source": "measured", "rank": trace.rank}
+            spans += [keys | _span(work, origin_us, marks) for work in compute(trace)]
+            collectives += [keys | _collective(seq, one, origin_us, marks) for seq, one in moved]
+            steps += [keys | {"step": step, "step_us": end - start} for step, (start, end) in marks.times.items()]
     tables = {"collectives": COLLECTIVES.frame(collectives), "spans": SPANS.frame(spans)}
+    _say_what_is_not_known(tables["collectives"], traces)
     manifest = {"run": run, "ranks": max(trace.num_ranks for trace in traces), "imported_from": Path(path).name}
     return Records(
         **tables,
@@ -77,8 +87,31 @@ def import_profiler_trace(path: Path | str, run: str = "profiler") -> Records:
 def _steps(trace: RankTrace, origin_us: float) -> _Steps:
     """The steps that ``profile.step()`` marked. (An empty mark is no step: our export to HTA ends with one.)"""
     marks = [one for one in trace.of("user_annotation") if one.name.startswith(STEP_MARK) and one.end_us > one.start_us]
-    times = {int(one.name.removeprefix(STEP_MARK)): (one.start_us - origin_us, one.end_us - origin_us) for one in marks}
-    return _Steps(times)
+    return _Steps(
+        {
+            count(one.name.removeprefix(STEP_MARK), STEP_MARK): (one.start_us - origin_us, one.end_us - origin_us)
+            for one in marks
+        }
+    )
+
+
+def _say_what_is_not_known(collectives: pd.DataFrame, traces: Sequence[RankTrace]) -> None:
+    moving = set(collectives["rank"])
+    if silent := [trace.rank for trace in traces if trace.rank not in moving and issues(trace)]:
+        warnings.warn(
+            f"trace: ranks {silent} issued collectives, but the trace does not say when they ran, so their "
+            "communication is missing; profile with ProfilerActivity.CUDA too",
+            stacklevel=3,
+        )
+    tags = collectives.loc[collectives["op"] == Collective.UNKNOWN, "tag"].value_counts()
+    if len(tags):
+        names = ", ".join(f"{tag} ({number})" for tag, number in tags.head(NAMED).items())
+        more = f" and {len(tags) - NAMED} others" if len(tags) > NAMED else ""
+        warnings.warn(
+            f"trace: no name says which collective these kernels are, so they count as {Collective.UNKNOWN}, and their "
+            f"bytes as not known: {names}{more}",
+            stacklevel=3,
+        )
 
 
 def _span(work: Work, origin_us: float, steps: _Steps) -> Row:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardlab.analysis.intervals import Intervals, merge
-from shardlab.export.kineto import RankTrace, Slice, collective_of
+from shardlab.export.kineto import RankTrace, Slice, collective_of, communicates
 from shardlab.vocabulary import Phase, SpanKind
 
 KERNEL = "kernel"
@@ -75,7 +75,7 @@ def compute(trace: RankTrace) -> Iterator[Work]:
     kinds, kernels = Kinds(trace), trace.of(KERNEL)
     if kernels:
         launches = Launches(trace)
-        pairs = [(one, launches.of(one)) for one in kernels if not one.name.startswith("nccl")]
+        pairs = [(one, launches.of(one)) for one in kernels if not communicates(one)]
     else:
         pairs = [(one, one) for one in _operators(trace)]
     for one, asked in pairs:

@@ -82,7 +82,8 @@ class MatrixConfig:
         ranks: number of ranks, at least 3: of two that differ nobody can say which is wrong.
         transport: see ``Mesh``.
         quick: only faults in the backward.
-        timeout_s: of the pool; a hang takes so long until it is told.
+        timeout_s: of the pool; a hang takes so long until it is told. More than ranks wait for each other without a
+            fault, on a machine that has other work too.
         device: see ``RankPool``.
 
     Raises:
@@ -110,6 +111,8 @@ class MatrixConfig:
             raise ValueError(f"strategies: {given}; at least one is needed, and each only once")
         if torchrun_env() is not None:
             raise ValueError("ranks: torchrun has started them, and it ends them all once one is killed; run it alone")
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s: {self.timeout_s} is not above 0")
         if self.ranks < 3:
             raise ValueError(f"ranks: {self.ranks} is below 3; of two ranks that differ nobody can say which is wrong")
         check_ranks(self.ranks, self.device, self.strategies, self.transport)
@@ -173,8 +176,8 @@ def matrix(config: MatrixConfig, on_row: Callable[[Row], None] | None = None) ->
     """
     rows = []
     with RankPool(
-        config.ranks, device=config.device, timeout_s=config.timeout_s, limit_s=_LIMIT_S, notice_s=None,
-        threads_per_rank=1, preload=PRELOAD,
+        config.ranks, device=config.device, timeout_s=config.timeout_s, limit_s=_LIMIT_S + config.timeout_s,
+        notice_s=None, threads_per_rank=1, preload=PRELOAD,
     ) as pool:  # fmt: skip
         runs = {strategy: _Runs(strategy, config.transport, pool) for strategy in config.strategies}
         for strategy, fault in config.cases:
@@ -208,7 +211,7 @@ class _Runs:
     right: list[list[float]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.right = self.pool.run(train, self.strategy, self.transport, ())
+        self.right = self._without_fault()
         self._compare(())  # what it imports, and the files that stays open for, belong to no fault
 
     def row(self, fault: Fault) -> Row:
@@ -218,7 +221,7 @@ class _Runs:
         with contextlib.redirect_stdout(io.StringIO()):
             heard = self._compare((fault,)) if isinstance(fault, NaN) else self._train(fault)
         # Before what is left is counted: the pool has its ranks again, so one that was left is one too many.
-        usable = self.pool.run(train, self.strategy, self.transport, ()) == self.right
+        usable = self._without_fault() == self.right
         return Row(
             fault=type(fault).__name__, phase=str(fault.phase), rank=fault.rank, strategy=self.strategy,
             outcome=self._outcome(fault, heard), error=heard.error,
@@ -226,6 +229,16 @@ class _Runs:
             names_line=_LINES.search(heard.said) is not None,
             told_s=heard.told_s, usable=usable, left=_left(before), said=heard.said,
         )  # fmt: skip
+
+    def _without_fault(self) -> list[list[float]]:
+        try:
+            return self.pool.run(train, self.strategy, self.transport, ())
+        except RankHang as error:
+            waited = str(error).partition("\n")[0]
+            raise ValueError(
+                f"timeout_s: {self.pool.timeout_s:g} is too short for this machine, as busy as it is; give more. Under "
+                f"{self.strategy} without a fault, {waited}"
+            ) from error
 
     def _outcome(self, fault: Fault, heard: _Heard) -> Outcome:
         if not heard.said:

@@ -25,9 +25,8 @@ from torch._subclasses.fake_tensor import (
 from shardlab.comm.trees import map_tensors
 from shardlab.engines.precision import Precision, cast_floating, parse_precision
 from shardlab.experiment.batches import batches_of, divide, rows_of
-from shardlab.experiment.config import takes
 from shardlab.experiment.named_workload import workload_at
-from shardlab.experiment.plan_table import plans_of, row_of
+from shardlab.experiment.plan_table import plans_of, row_of, table_of
 from shardlab.experiment.planned import Plan
 from shardlab.experiment.workload import Workload, seeded
 from shardlab.lab.memory import saved_for_backward
@@ -43,6 +42,10 @@ READABLE = {
 }  # fmt: skip
 
 
+class DependsOnValuesError(ValueError):
+    """What a model computes cannot be followed without values."""
+
+
 @dataclass(frozen=True)
 class RunPlan:
     """The plan of each strategy, and what autograd keeps; what it means depends on the GPU.
@@ -50,12 +53,13 @@ class RunPlan:
     Attributes:
         ranks: number of ranks, a GPU each.
         plans: by strategy.
-        kept: by strategy, bytes that autograd keeps for backward, by number of rows.
+        kept: by strategy, bytes that autograd keeps for backward, by number of rows; None where it is not counted:
+            of divided layers, and if what the model computes depends on values.
     """
 
     ranks: int
     plans: Mapping[str, Plan]
-    kept: Mapping[str, Mapping[int, int]]
+    kept: Mapping[str, Mapping[int, int] | None]
 
     @classmethod
     def of(
@@ -70,44 +74,43 @@ class RunPlan:
             options: other fields of ``CompareConfig``.
 
         Raises:
-            ValueError: an option has an invalid value, a strategy cannot be planned, or layers are divided (``tp``).
+            ValueError: an option has an invalid value, or a strategy cannot be planned.
         """
-        if options.get("tp", 1) != 1:
-            raise ValueError(
-                f"tp: {options['tp']} was given; activations are counted for whole layers only, leave it out"
-            )
         known = workload_at(workload) if isinstance(workload, str) else workload
         plans = plans_of(known, ranks, strategies, **options)
-        precisions = {name: options.get("precision", "full") if takes("precision")(name) else "full" for name in plans}
-        kept = {precision: _kept(known, _counted(known), precision) for precision in dict.fromkeys(precisions.values())}
-        return cls(ranks, plans, {name: kept[precision] for name, precision in precisions.items()})
+        whole = {name: plan.precision for name, plan in plans.items() if options.get("tp", 1) == 1 or name == "single"}
+        kept = {precision: _kept_if_known(known, precision) for precision in dict.fromkeys(whole.values())}
+        return cls(ranks, plans, {name: kept[whole[name]] if name in whole else None for name in plans})
 
     def on(self, gpu: Gpu | str) -> pd.DataFrame:
         """The table of ``plan``, and what it means for a GPU.
 
         Args:
-            gpu: its memory and its link, for example '24GB,32GB/s,10us'.
+            gpu: a card such as 'h100', or its memory and perhaps its link: '24GB', '24GB,32GB/s,10us'.
 
         Returns:
             The columns of ``plan`` and, per rank: ``gathered_bytes`` (at one moment of a step, on top of what is at
             rest), ``left_bytes`` (of the GPU's memory, where nothing is that is offloaded; below zero where the model
             states do not fit), ``row_bytes`` (that autograd keeps for a further row), ``rows_that_fit`` (in a
-            micro-batch) and ``sending_ms`` (all messages of a step, one after another).
+            micro-batch), both missing where ``kept`` is None, and ``sending_ms`` (all messages of a step, one after
+            another), missing without a link.
 
         Raises:
             ValueError: the GPU is not understood.
         """
         gpu = Gpu.parse(gpu) if isinstance(gpu, str) else gpu
-        return pd.DataFrame([self._row(strategy, gpu) for strategy in self.plans])
+        table = table_of([self._row(strategy, gpu) for strategy in self.plans])
+        return table.astype({"row_bytes": "Int64", "rows_that_fit": "Int64", "sending_ms": float})
 
     def _row(self, strategy: str, gpu: Gpu) -> dict[str, Any]:
         planned, kept = self.plans[strategy], self.kept[strategy]
         left = gpu.memory_bytes - _rest_on_gpu(planned.memory) - planned.gathered_bytes
-        (fewer, less), (several, more) = sorted(kept.items())
+        sent, link = planned.collectives, gpu.link
         return {
             **row_of(strategy, planned), "gathered_bytes": planned.gathered_bytes, "left_bytes": int(left),
-            "row_bytes": (more - less) // (several - fewer),
-            "rows_that_fit": rows_that_fit(left, kept), "sending_ms": sending_us(planned.collectives, gpu.link) / 1e3,
+            "row_bytes": None if kept is None else _bytes_of_a_row(kept),
+            "rows_that_fit": None if kept is None else rows_that_fit(left, kept),
+            "sending_ms": None if sent is None or link is None else sending_us(sent, link) / 1e3,
         }  # fmt: skip
 
 
@@ -133,6 +136,18 @@ def kept_for_backward(workload: Workload, rows: int, precision: str = "full") ->
     if rows < 1:
         raise ValueError(f"rows: {rows} is given; it must be 1 or more")
     return _kept(workload, {rows: _batch(workload, rows)}, precision)[rows]
+
+
+def _bytes_of_a_row(kept: Mapping[int, int]) -> int:
+    (fewer, less), (several, more) = sorted(kept.items())
+    return (more - less) // (several - fewer)
+
+
+def _kept_if_known(workload: Workload, precision: str) -> dict[int, int] | None:
+    try:
+        return _kept(workload, _counted(workload), precision)
+    except DependsOnValuesError:
+        return None
 
 
 def _counted(workload: Workload) -> dict[int, Any]:
@@ -168,7 +183,7 @@ def _kept(workload: Workload, batches: Mapping[int, Any], precision: str) -> dic
                 for rows, batch in batches.items()
             }
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise ValueError(
+            raise DependsOnValuesError(
                 "model: what it computes depends on values, so its activations cannot be counted without running it; "
                 "plan(workload, ranks) has what else is known"
             ) from error
@@ -203,7 +218,7 @@ def readable_fit(table: pd.DataFrame) -> pd.DataFrame:
     """A table of ``RunPlan.on`` for people: one row per strategy, in GB of 10^9 bytes."""
     shown = {label: table[name] / divisor for name, (label, divisor) in READABLE.items()}
     readable = pd.DataFrame(shown).set_index(table["strategy"]).round(2)
-    return readable.astype({"rows that fit": int})
+    return readable.astype({"rows that fit": "Int64"})
 
 
 def fit_of(strategy: str, tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:

@@ -13,6 +13,7 @@ import pandas as pd
 import psutil
 
 from shardlab.analysis import attribution, what_if_free
+from shardlab.analysis.overlap import hidden_by_run
 from shardlab.analysis.rows import require_columns
 from shardlab.plots.text import format_bytes, format_percent, format_us, listing, tick
 
@@ -200,11 +201,11 @@ def hidden_verdict(overlap: pd.DataFrame, runs: Sequence[str]) -> str:
     """How much of the communication each run hides, and what the next one changes.
 
     Args:
-        overlap: of ``analysis.overlap``: columns ``run``, ``overlap``, ``exposed_us``; medians are compared.
+        overlap: of ``analysis.overlap``; the numbers of ``analysis.overlap.hidden_by_run`` are compared.
         runs: names, in the order to compare them in.
     """
-    medians = overlap.groupby("run")[["overlap", "exposed_us"]].median()
-    share, exposed = (medians[column].astype(float).to_dict() for column in ("overlap", "exposed_us"))
+    by_run = hidden_by_run(overlap)
+    share, exposed = (by_run[column].astype(float).to_dict() for column in ("overlap", "exposed_us"))
     hidden = {name: f"{format_percent(share[name])} ({format_us(exposed[name])} exposed)" for name in runs}
     said = [f"{runs[0]} hides {hidden[runs[0]]}"]
     for before, name in pairwise(runs):

@@ -15,7 +15,7 @@ class RankOutput:
     def __init__(self, rank: int, pipe: Connection) -> None:
         self._prefix = f"[rank {rank}] "
         self._pipe = pipe
-        self._rest = b""
+        self._unended: list[bytes] = []  # of the last line, whose end has not come
         self.num_bytes = 0  # that have come
         self.is_open = True
         os.set_blocking(pipe.fileno(), False)
@@ -28,20 +28,28 @@ class RankOutput:
         """Print every whole line that has come; returns at once."""
         if not self.is_open:
             return
-        *lines, self._rest = (self._rest + self._read()).split(b"\n")
-        self._print(lines)
+        *lines, rest = self._read().split(b"\n")
+        if lines:
+            lines[0] = self._take_unended() + lines[0]
+            self._print(lines)
+        if rest:
+            # Joined only when its end has come: at every read it would be copied whole.
+            self._unended.append(rest)
 
     def finish(self) -> None:
         """Print all that has come, also a last line without a newline."""
         self.pump()
-        if self._rest:
-            self._print([self._rest])
-            self._rest = b""
+        if self._unended:
+            self._print([self._take_unended()])
 
     def close(self) -> None:
         """Close the pipe."""
         self.is_open = False
         self._pipe.close()
+
+    def _take_unended(self) -> bytes:
+        parts, self._unended = self._unended, []
+        return b"".join(parts)
 
     def _read(self) -> bytes:
         chunks: list[bytes] = []
@@ -61,6 +69,5 @@ class RankOutput:
         texts = [line.decode(errors="replace").rstrip("\r") for line in lines]
         # A progress bar redraws its line after a carriage return: its last state is the line.
         shown = [f"{self._prefix}{text.rpartition(chr(13))[2]}\n" for text in texts]
-        if shown:
-            sys.stdout.write("".join(shown))
-            sys.stdout.flush()
+        sys.stdout.write("".join(shown))
+        sys.stdout.flush()

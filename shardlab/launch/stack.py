@@ -12,21 +12,20 @@ import sys
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter_ns
 from traceback import walk_stack, walk_tb
 from types import FrameType, TracebackType
 
-import torch
 from torch.distributed import distributed_c10d
 
+from shardlab.comm.group import is_library
 from shardlab.installed import PACKAGE
 
 _COLLECTIVES_FILE = str(distributed_c10d.__file__)
 _COMM_FOLDER = str(PACKAGE / "comm")
 # A communicator that waits for its thread is, innermost, in one of these.
 _WAIT_FILES = (str(threading.__file__), str(queue.__file__), str(concurrent.futures._base.__file__))
-_LIBRARIES = (str(Path(str(torch.__file__)).parent), str(PACKAGE))
+_PACKAGE = str(PACKAGE)
 
 Frame = tuple[FrameType, int | None]
 
@@ -86,16 +85,18 @@ def _is_collective_file(file: str) -> bool:
 
 def _call_of(frames: Iterable[Frame]) -> SeenCall:
     """``frames``: innermost first."""
-    op = ""
-    source_line = ""
+    op = of_package = of_user = ""
     for frame, line in frames:
         file = frame.f_code.co_filename
-        if not file.startswith(_LIBRARIES) and file not in _WAIT_FILES:
-            source_line = f"{file}:{line}"
+        if is_library(file):
+            if _is_collective_file(file):
+                op = _name_of(frame)  # the outermost: all_gather_bytes, not the all_gather inside it
+        elif file.startswith(_PACKAGE):
+            of_package = of_package or f"{file}:{line}"
+        else:
+            of_user = f"{file}:{line}"
             break
-        if _is_collective_file(file):
-            op = _name_of(frame)  # the outermost: all_gather_bytes, not the all_gather inside it
-    return SeenCall(op, source_line, perf_counter_ns())
+    return SeenCall(op, of_user or of_package, perf_counter_ns())
 
 
 def _name_of(frame: FrameType) -> str:

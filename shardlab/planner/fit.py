@@ -33,28 +33,39 @@ from shardlab.planner.model import ITEMSIZES, PlannedModel
 from shardlab.planner.setup import Setup
 from shardlab.vocabulary import Offload, Sharding
 
-PREFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_MEMORY = re.compile(r"([0-9]*\.?[0-9]+)\s*([kmgtKMGT])B")  # a small b would be bits
+POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+_MEMORY = re.compile(r"([0-9]*\.?[0-9]+)\s*([kmgtKMGT])(i?)B")  # a small b would be bits
+# Memory, and the link to the other cards of a host, in one direction: NVLink where the card has it, else PCIe.
+CARDS = {
+    "t4": "16GiB,16GB/s,10us", "l4": "24GiB,32GB/s,10us", "l40s": "48GiB,32GB/s,10us", "a10": "24GiB,32GB/s,10us",
+    "3090": "24GiB,32GB/s,10us", "4090": "24GiB,32GB/s,10us", "5090": "32GiB,64GB/s,10us",
+    "v100-16": "16GiB,150GB/s,5us", "v100-32": "32GiB,150GB/s,5us", "a100-40": "40GiB,300GB/s,5us",
+    "a100-80": "80GiB,300GB/s,5us", "h100": "80GiB,450GB/s,5us", "h200": "141GiB,450GB/s,5us",
+    "b200": "180GiB,900GB/s,5us",
+}  # fmt: skip
 
 
 def memory_bytes(text: str) -> float:
-    """Bytes of a text such as '24GB'; units are powers of ten.
+    """Bytes of a text such as '24GB' (powers of ten) or '24GiB' (powers of 1024).
 
     Raises:
         ValueError: the text is no positive number with a unit.
     """
     found = _MEMORY.fullmatch(text.strip())
     if found is None or float(found[1]) <= 0:
-        raise ValueError(f"memory: {text!r} is not understood; write a number and kB, MB, GB or TB, such as 24GB")
-    return float(found[1]) * PREFIXES[found[2].lower()]
+        raise ValueError(
+            f"memory: {text!r} is not understood; write a number and kB, MB, GB or TB, or KiB, MiB, GiB or TiB, such "
+            "as 24GB"
+        )
+    return float(found[1]) * float((1024 if found[3] else 1000) ** POWERS[found[2].lower()])
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a plan asks of a GPU: its memory, and the link over which its rank sends."""
+    """What a plan asks of a GPU: its memory, and the link over which its rank sends; None if that is not known."""
 
     memory_bytes: float
-    link: Link
+    link: Link | None = None
 
     def __post_init__(self) -> None:
         """Memory must be above 0."""
@@ -63,17 +74,20 @@ class Gpu:
 
     @classmethod
     def parse(cls, text: str) -> "Gpu":
-        """A GPU from text such as ``24GB,32GB/s,10us``: memory, then bandwidth and latency of the link.
+        """A GPU from the name of a card (``CARDS``), or from its memory, with bandwidth and latency of its link or not.
+
+        For example ``h100``, ``24GB`` or ``24GB,32GB/s,10us``.
 
         Raises:
             ValueError: a part is not understood; the message names it.
         """
-        memory, comma, link = text.partition(",")
-        if not comma:
+        memory, comma, link = CARDS.get(text.strip().lower(), text).partition(",")
+        if not comma and not _MEMORY.fullmatch(memory.strip()):
             raise ValueError(
-                f"gpu: {text!r} is not understood; write memory,bandwidth,latency such as 24GB,32GB/s,10us"
+                f"gpu: {text!r} is not understood; write a card ({', '.join(CARDS)}), a memory such as 24GB, or "
+                "memory, bandwidth and latency such as 24GB,32GB/s,10us"
             )
-        return cls(memory_bytes(memory), Link.parse(link))
+        return cls(memory_bytes(memory), Link.parse(link) if comma else None)
 
 
 def gathered_at_once(model: PlannedModel, setup: Setup) -> int:

@@ -62,6 +62,7 @@ COLLECTIVE_COLOURS = {
     Collective.GATHER: "#8904fb",
     Collective.SCATTER: "#a0705a",
     Collective.BARRIER: GREY,
+    Collective.UNKNOWN: "#4c6088",
 }
 
 AXIS_COLOURS = {

@@ -12,13 +12,14 @@ from shardlab.plots.thinning import thinned, thinning_note
 from shardlab.tables import STEPS
 
 
-def loss_curves(steps: pd.DataFrame) -> go.Figure:
+def loss_curves(steps: pd.DataFrame, unlike: str = "") -> go.Figure:
     """Loss of each run against the step.
 
     Equal losses coincide, so the first run is drawn wide and each later one thinner: all of them stay visible.
 
     Args:
         steps: table ``steps``.
+        unlike: what may keep losses from being equal, in words; by default nothing does.
     """
     STEPS.check(steps)
     losses = _losses(steps)
@@ -27,8 +28,8 @@ def loss_curves(steps: pd.DataFrame) -> go.Figure:
     labels = labels_of(losses)
     given, losses = losses, _thinned(losses, "loss")
     note = thinning_note(len(given), len(losses), "steps: the extremes of each stretch,")
-    words = note or "mean over ranks; equal losses coincide"
-    figure = new_figure("Loss by step", subtitle(steps, words))
+    words = [note or "mean over ranks", unlike or ("" if note else "equal losses coincide")]
+    figure = new_figure("Loss by step", subtitle(steps, "; ".join(filter(None, words))))
     colours = run_colours(labels)
     for index, label in enumerate(labels):
         rows = losses[losses["label"] == label].sort_values("step", kind="stable")

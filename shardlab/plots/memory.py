@@ -112,9 +112,12 @@ def memory_on_gpu(plans: pd.DataFrame, memory_bytes: float, rows: int = 1) -> go
         rows: of a micro-batch.
 
     Raises:
-        ValueError: a column is missing, or a number is not above zero.
+        ValueError: a column or a number is missing, or a number is not above zero.
     """
     require_columns(plans, ("strategy", *ON_GPU_COLUMNS), "plans")
+    if (unknown := plans["row_bytes"].isna()).any():
+        names = ", ".join(plans.loc[unknown, "strategy"])
+        raise ValueError(f"plans: what a row takes is not known of {names}, so the memory of rows cannot be drawn")
     if memory_bytes <= 0 or rows < 1:
         raise ValueError(f"memory_bytes, rows: {memory_bytes:g} and {rows} were given; both must be above 0")
     held = plans.assign(row_bytes=rows * plans["row_bytes"]).rename(columns=ON_GPU_COLUMNS)

@@ -16,8 +16,6 @@ from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
-from IPython.core.getipython import get_ipython
-from IPython.display import display
 
 from shardlab.plots.theme import HEIGHT, summary_of
 
@@ -54,12 +52,23 @@ def _rounded(value: float) -> float | int | None:
     return int(rounded) if rounded.is_integer() and abs(rounded) < 2**53 else rounded
 
 
+def is_in_a_cell() -> bool:
+    """Whether this runs in IPython, which has been imported then; scripts and the command line do without it."""
+    if sys.modules.get("IPython") is None:
+        return False
+    from IPython.core.getipython import get_ipython
+
+    return get_ipython() is not None
+
+
 def show(figure: go.Figure) -> None:
     """Display ``figure`` in the current cell; outside a notebook, print its summary."""
-    if get_ipython() is None:
+    if not is_in_a_cell():
         sys.stdout.write(summary_of(figure) + "\n")
-    else:
-        display(mime_bundle(figure), raw=True)  # type: ignore[no-untyped-call]  # IPython leaves it untyped
+        return
+    from IPython.display import display
+
+    display(mime_bundle(figure), raw=True)  # type: ignore[no-untyped-call]  # IPython leaves it untyped
 
 
 def mime_bundle(figure: go.Figure, *, with_png: bool = True) -> dict[str, Any]:

@@ -18,8 +18,8 @@ SOURCE_NOTES = {
 }
 
 
-def format_bytes(num_bytes: float) -> str:
-    """Decimal bytes: 12_345_678 is '12.3 MB'; a missing value is a dash."""
+def format_bytes(num_bytes: float | None) -> str:
+    """Decimal bytes: 12_345_678 is '12.3 MB'; a missing value (None, NA, NaN) is a dash."""
     return _format(num_bytes, BYTE_UNITS)
 
 
@@ -69,8 +69,8 @@ def significant(value: float, digits: int = 3) -> str:
     return f"{value:.{max(digits - 1 - exponent, 0)}f}"
 
 
-def _format(value: float, units: Units) -> str:
-    if math.isnan(value):
+def _format(value: float | None, units: Units) -> str:
+    if value is None or pd.isna(value):
         return NONE
     # 999.96 kB rounds to 1000 kB: choose the unit after rounding, so that it reads 1.00 MB
     rounded = float(f"{value:.2e}")

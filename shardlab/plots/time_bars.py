@@ -5,7 +5,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
-from shardlab.analysis.overlap import PARTS
+from shardlab.analysis.overlap import PARTS, hidden_by_run
 from shardlab.analysis.rows import labelled, labels_of, require_columns
 from shardlab.plots.bars import GAP, end_with
 from shardlab.plots.colours import EXPOSED, HIDDEN, SAND, SPAN_COLOURS, run_colours
@@ -156,9 +156,8 @@ def _parts_summary(means: pd.DataFrame) -> str:
 def overlap_bars(overlap_table: pd.DataFrame) -> go.Figure:
     """Exposed and hidden communication of each run, with the overlap in percent at the end of the bar.
 
-    Each is a median over ranks and steps (without the setup, step -1), so the two need not add up to the median of
-    their sum. The overlap is that of a rank's steps together, as in a summary and in Holistic Trace Analysis: the
-    median over ranks.
+    The numbers are those of ``analysis.overlap.hidden_by_run``: medians over ranks and steps (without the setup, step
+    -1), and the overlap of a rank's steps together, as in a summary.
 
     Args:
         overlap_table: the result of ``analysis.overlap``.
@@ -170,27 +169,26 @@ def overlap_bars(overlap_table: pd.DataFrame) -> go.Figure:
     rows = labelled(overlap_table[overlap_table["step"] >= 0])
     if rows.empty:
         return nothing(OVERLAP_TITLE, "no steps recorded")
-    medians = rows.groupby("label", sort=False)[["exposed_us", "both_us"]].median()
-    sums = rows.groupby(["label", "rank"])[["both_us", "comm_us"]].sum()
-    medians["overlap"] = (sums["both_us"] / sums["comm_us"]).groupby("label").median()  # (0 / 0 is NaN)
+    medians = hidden_by_run(overlap_table)
     figure = new_figure(OVERLAP_TITLE, subtitle(rows, f"{averaged(rows, 'median')}; overlap at the end of the bar"))
     _bar(figure, "exposed", EXPOSED, medians["exposed_us"])
     _bar(figure, "hidden behind compute", HIDDEN, medians["both_us"])
-    words = [_hidden(share) for share in medians["overlap"]]
+    words = [_hidden(row["overlap"], row["comm_us"]) for row in medians.to_dict("records")]
     ends_ms = (medians["exposed_us"] + medians["both_us"]) / 1e3
     end_with(figure, ends_ms, words, labels_of(rows), "time per rank and step (ms)")
     return finish(figure, _overlap_summary(medians))
 
 
-def _hidden(share: float) -> str:
-    return "no communication" if np.isnan(share) else f"{format_percent(share)} hidden"
+def _hidden(share: float, comm_us: float) -> str:
+    if np.isnan(share):
+        return "not known" if comm_us > 0 else "no communication"
+    return f"{format_percent(share)} hidden"
 
 
 def _overlap_summary(medians: pd.DataFrame) -> str:
     parts = [
-        f"{label} no communication"
-        if np.isnan(row["overlap"])
-        else f"{label} {format_percent(row['overlap'])} hidden with {format_us(row['exposed_us'])} exposed"
+        f"{label} {_hidden(row['overlap'], row['comm_us'])}"
+        + ("" if np.isnan(row["overlap"]) else f" with {format_us(row['exposed_us'])} exposed")
         for label, row in medians.iterrows()
     ]
     return f"Communication per rank and step (medians): {listing(parts)}."

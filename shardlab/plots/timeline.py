@@ -12,6 +12,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shardlab.analysis import bandwidth, overlap
+from shardlab.analysis.overlap import hidden_by_rank
 from shardlab.analysis.rows import one_step_of_run
 from shardlab.plots.colours import COLLECTIVE_COLOURS, EXPOSED, GREY, GRID, SPAN_COLOURS
 from shardlab.plots.text import format_bytes, format_percent, format_us, subtitle
@@ -175,12 +176,12 @@ def _summary(
     head += _longest_off_cpu(worked)
     if not len(moved):
         return f"{head} No communication."
-    sent = moved.groupby("rank")["wire_bytes"].sum().mean()
+    sent = moved["wire_bytes"].sum(skipna=False) / moved["rank"].nunique()
     count = len(moved) / moved["rank"].nunique()
     verb = "collective a rank sends" if count == 1 else "collectives a rank send"
-    middle = measures[["overlap", "exposed_us"]].median()
+    hidden, exposed_us = hidden_by_rank(measures)["overlap"].median(), measures["exposed_us"].median()
     return (
         f"{head} {count:g} {verb} {format_bytes(float(sent))};"
-        f" {format_percent(middle['overlap'])} of communication is hidden by compute,"
-        f" {format_us(middle['exposed_us'])} exposed (medians over ranks)."
+        f" {format_percent(hidden)} of communication is hidden by compute,"
+        f" {format_us(exposed_us)} exposed (medians over ranks)."
     )

@@ -181,9 +181,10 @@ def describe_collective(row: Row) -> str:
     """Hover text of a collective: bytes, times, bandwidth, and whether the rank waited for it."""
     speed = float(row["bus_gb_per_s"])
     waited = all(pd.notna(row[name]) for name in ("wait_start_us", "wait_end_us"))
+    group: str = f" of {row['group_size']}" if pd.notna(row["group_size"]) else ""
     lines = [
-        f"<b>{row['op']}</b>: {row['tag']}, rank {row['rank']} of {row['group_size']} on {row['axis']}",
-        f"{format_bytes(float(row['bytes']))} {row['dtype']}, {_sent(row)}",
+        f"<b>{row['op']}</b>: {row['tag']}, rank {row['rank']}{group} on {row['axis']}",
+        f"{format_bytes(row['bytes'])} {row['dtype']}, {_sent(row)}",
         f"took {_length(row, 'start_us', 'end_us')}" + ("" if np.isnan(speed) else f", bus {speed:.3g} GB/s"),
         f"queued {_length(row, 'issue_us', 'start_us')}",
         f"the rank waited {_length(row, 'wait_start_us', 'wait_end_us')}" if waited else "the rank never waited for it",

@@ -29,7 +29,8 @@ SILENT = (Collective.RECV, Collective.BARRIER)
 def wire_volume(collectives: pd.DataFrame, runs: Sequence[str] | None = None) -> go.Figure:
     """Bytes that a rank sends in a step, by collective, one bar per run: the mean over ranks and steps.
 
-    Collectives of the setup (step -1) are left out.
+    Collectives of the setup (step -1) are left out; so are those whose bytes an imported trace does not contain, which
+    the figure says.
 
     Args:
         collectives: table ``collectives``.
@@ -44,10 +45,12 @@ def wire_volume(collectives: pd.DataFrame, runs: Sequence[str] | None = None) ->
         return nothing(VOLUME, "no communication recorded")
     silent = pd.DataFrame({"label": order, "op": "", "bytes": 0.0})
     bars = pd.concat([silent, sent], ignore_index=True) if len(sent) else silent
-    words = (averaged(rows, "mean"), "by the ring formula")
+    unknown = int(rows["wire_bytes"].isna().sum())
+    left_out = f"without {unknown} whose bytes are not known" if unknown else ""
+    words = (averaged(rows, "mean"), "by the ring formula", left_out)
     figure = new_figure(VOLUME, subtitle(rows, ", ".join(part for part in words if part)))
     stacked_bars(figure, bars, "op", {str(op): colour for op, colour in COLLECTIVE_COLOURS.items()}, "bytes sent")
-    return finish(figure, _volume_summary(bars))
+    return finish(figure, _volume_summary(bars, left_out))
 
 
 def _per_rank_and_step(rows: pd.DataFrame) -> pd.DataFrame:
@@ -62,10 +65,11 @@ def _per_rank_and_step(rows: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def _volume_summary(bars: pd.DataFrame) -> str:
+def _volume_summary(bars: pd.DataFrame, left_out: str) -> str:
     totals = bars.groupby("label", sort=False)["bytes"].sum()
     parts = [f"{label} {format_bytes(value)}" for label, value in totals.items()]
-    return f"{VOLUME}: {listing(parts)}."
+    head = f"{VOLUME} ({left_out})" if left_out else VOLUME
+    return f"{head}: {listing(parts)}."
 
 
 def traffic_matrix(

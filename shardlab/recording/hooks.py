@@ -1,6 +1,7 @@
 """How a script is observed: by torch's global hooks, and by replacing three torch functions while it is recorded.
 
-Modules: the outermost module that is called under gradients and has trainable parameters is a root. To find roots,
+Modules: the outermost module that is called under gradients and has trainable parameters is a root; what a root wraps,
+as DistributedDataParallel does, counts as the root when it is called by itself (in an evaluation). To find roots,
 a global hook sees every call of a module (``register_module_forward_pre_hook``), but only until a step has shown no new
 optimizer: from then on only the roots' own hooks remain, since the global one costs microseconds at every call.
 Units: they have hooks in watched steps only.
@@ -44,6 +45,7 @@ class Hooks:
     def __init__(self, loop: Loop, tensors: ScriptTensors, sink: SpanSink) -> None:
         self._loop, self._tensors, self._sink = loop, tensors, sink
         self._stack = contextlib.ExitStack()
+        self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the roots, and what is inside a wrapper
         self._outermost: nn.Module | None = None
         self._call: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # of the outermost module
         self._stepping: list[torch.optim.Optimizer] = []
@@ -99,7 +101,7 @@ class Hooks:
         # First: inside torch.compile the hook is traced, and must leave nothing behind.
         if torch.compiler.is_compiling() or self._outermost is not None or not torch.is_grad_enabled():
             return
-        if module in self._tensors.roots or not any(param.requires_grad for param in module.parameters()):
+        if module in self._watched or not any(param.requires_grad for param in module.parameters()):
             return
         if (engine := engine_of(module)) is not None:
             raise ValueError(
@@ -111,12 +113,16 @@ class Hooks:
 
     def _watch(self, root: nn.Module) -> None:
         self._tensors.roots.add(root)
-        # In front of the hooks that are there: what they send, FSDP2's gathers for example, belongs to the forward.
-        hooks = (
-            root.register_forward_pre_hook(self._before_forward, prepend=True),
-            root.register_forward_hook(self._after_forward, always_call=True),
-        )
-        _own(hooks, self._stack)
+        for module in _wrapped(root):
+            if module in self._watched:
+                continue
+            self._watched.add(module)
+            # In front of the hooks that are there: what they send, FSDP2's gathers for example, belongs to the forward.
+            hooks = (
+                module.register_forward_pre_hook(self._before_forward, prepend=True),
+                module.register_forward_hook(self._after_forward, always_call=True),
+            )
+            _own(hooks, self._stack)
         if not any(_is_compiled(module) for module in root.modules()):
             units = {unit: name for name, unit in watched_modules(_inside(root)).items()}
             self._units.update(units)
@@ -218,6 +224,17 @@ def _inside(root: nn.Module) -> nn.Module:
     while isinstance(root, nn.parallel.DistributedDataParallel | nn.DataParallel):
         root = root.module
     return root
+
+
+def _wrapped(root: nn.Module) -> Iterator[nn.Module]:
+    """The root and what it wraps: each module inside has all that trains, as DDP's ``module``, and may be evaluated."""
+    module: nn.Module | None = root
+    while module is not None:
+        yield module
+        trained = {id(param) for param in module.parameters() if param.requires_grad}
+        # Not inside a compiled one: a hook there would cut its graph.
+        children = () if _is_compiled(module) else module.children()
+        module = next((child for child in children if trained <= set(map(id, child.parameters()))), None)
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -6,10 +6,11 @@
 A step ends with ``optimizer.step()``. Several optimizers that step one after another end one step together; that is
 known only when the next forward (or backward) comes, so a step is written then. Several backwards before it are
 gradient accumulation. If a GradScaler skips the optimizer, the step ends with ``scaler.update()``.
-The next step begins where the last has ended, so fetching data and logging count; an evaluation in between does not:
-after it the step begins anew, and so it does after a step whose memory was read. An evaluation is a forward, without
-gradients, of a module that trains. Collectives between two steps have the phase 'metrics' if there was an evaluation,
-else 'data'; those between backward and the optimizer 'clip'.
+The next step begins where the last has ended, so fetching data and logging count; an evaluation in between does not,
+nor what follows it: then the step begins with its forward, and so it does after a step whose memory was read. An
+evaluation is a forward, without gradients, of a module that trains. Collectives between two steps have the phase
+'metrics' if there was an evaluation, else 'data'; those between backward and the optimizer 'clip', except what one rank
+sends to another: that is 'backward'.
 
 The loss of a step is the sum of the scalars on this rank whose backward was called: what was differentiated.
 
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from shardlab.comm import CollectiveEvent
+from shardlab.comm.torch_names import POINT_TO_POINT
 from shardlab.trace.clock import Clock, Mark
 from shardlab.trace.recorder import BEFORE_TRAINING, Recorder
 from shardlab.vocabulary import WHOLE_MODEL, Phase, SpanKind
@@ -111,7 +113,7 @@ class Loop:
             if not self._stepped:  # before training, or inside a step
                 self._enter(before)
             else:  # what follows gathers its results, until the next step begins
-                self._since = self._clock.mark()
+                self._since = None
                 self._late = [(event, Phase.METRICS) for event, _ in self._late]
 
     @contextlib.contextmanager
@@ -159,7 +161,10 @@ class Loop:
         if self._stepped or not self._is_open:
             self._late.append((event, self._phase))
         elif self._is_watched:
-            self._recorder.issued(event)
+            # Between two backwards stages of a pipeline send to each other; no norm is found in that way.
+            in_pipeline = self._phase is Phase.CLIP and event.op in POINT_TO_POINT
+            with self._recorder.phase(Phase.BACKWARD if in_pipeline else self._phase):
+                self._recorder.issued(event)
 
     def begin_span(self, unit: str, kind: SpanKind) -> None:
         """A unit starts to compute; it is recorded while the module trains."""

@@ -71,13 +71,13 @@ def record(
         watch_every: after the first 16 steps, collectives and units are recorded in one step in so many; 1 for all.
 
     Yields:
-        The directory.
+        The directory, absolute.
 
     Raises:
         ValueError: ``directory`` is not empty, this process records already, or (from the forward) a module belongs to
             one of shardlab's engines.
     """
-    directory = Path(directory)
+    directory = Path(directory).absolute()  # the script may change its own
     place = Place.here()
     if _Process.directory is not None:
         raise ValueError(f"record: this process records into {_Process.directory} already; leave that block first")

@@ -1,10 +1,12 @@
 """A Python script, run as ``python SCRIPT ARGS`` would run it, inside ``record``."""
 
-import runpy
+import builtins
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 
 from shardlab.recording.place import Place, claim
 from shardlab.recording.record import TRACED_STEP, check_steps, record
@@ -42,5 +44,10 @@ class Script:
         """Run it as ``__main__``. What it raises, also ``SystemExit``, leaves as it is."""
         sys.argv = [str(self.path), *self.arguments]
         sys.path[0] = str(self.path.resolve().parent)  # where ``python SCRIPT`` finds the script's own modules
+        # Not by runpy, which makes ``sys.argv[0]`` what ``__file__`` is; Python makes only the latter absolute.
+        main, file = ModuleType("__main__"), str(self.path.absolute())
+        loader = SourceFileLoader("__main__", file)
+        vars(main).update(__file__=file, __loader__=loader, __builtins__=builtins, __cached__=None)
+        sys.modules["__main__"] = main  # for good: at exit too, scripts pickle what is theirs
         with record(self.directory, watch_every=self.watch_every, overwrite=self.overwrite):
-            runpy.run_path(str(self.path), run_name="__main__")
+            exec(loader.source_to_code(loader.get_data(file), file), vars(main))

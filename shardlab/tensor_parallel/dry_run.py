@@ -47,7 +47,7 @@ class DryRunRank:
             }
             memo |= {id(buffer): _without_memory(buffer, buffer_dtype) for buffer in module.buffers()}
             self.module = copy.deepcopy(module, memo)
-            divide(self.module, checked(plan, module, num_ranks), self.comm, _leave, torch.device("cpu"))
+            divide(self.module, checked(plan, module, num_ranks), self.comm, leave_as_is, torch.device("cpu"))
 
     def messages(self, loss: Callable[[], Tensor]) -> list[CollectiveEvent]:
         """What a forward and a backward send over the tensor axis, in order.
@@ -84,5 +84,5 @@ def _without_memory(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return torch.empty_like(tensor, device="cpu", dtype=dtype if tensor.is_floating_point() else None)
 
 
-def _leave(name: str, module: nn.Module) -> None:
-    """Nothing is to be initialised: there is no memory."""
+def leave_as_is(name: str, module: nn.Module) -> None:
+    """An ``init_fn`` where nothing is to be initialised."""

@@ -31,20 +31,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from shardlab.comm import Communicator
+from shardlab.comm.group import is_library
 from shardlab.comm.slices import cut
 from shardlab.comm.trees import tensors_in
 from shardlab.comm.without_ranks import SilentCommunicator, on_threads
 from shardlab.partition.slices import TensorSlice, slices_of
+from shardlab.tensor_parallel.dry_run import leave_as_is
 from shardlab.tensor_parallel.flow import Flow, Run, flow_of, summed, with_gradients
 from shardlab.tensor_parallel.plan import Plan, checked, divide
 from shardlab.tensor_parallel.rng import generator_states
 from shardlab.vocabulary import MeshAxis
 
+RunDivided = Callable[[Communicator], Run]
 MAX_NUMEL = 150_000_000
 # Differences by rounding, relative; a layer that is cut wrong is off by its own size.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _HALF_TOLERANCE = 0.05
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_PACKAGE = str(Path(__file__).parents[1])
 
 
 def has_room(module: nn.Module, num_ranks: int) -> bool:
@@ -63,17 +66,19 @@ class PlanTrial:
         module: on any device; one on the meta device is tried with shapes only.
         num_ranks: of the tensor axis.
         run: calls a copy of the module, on the CPU, as training does.
+        run_divided: of a tensor axis, what calls a divided copy; None for ``run``.
     """
 
-    def __init__(self, module: nn.Module, num_ranks: int, run: Run) -> None:
+    def __init__(self, module: nn.Module, num_ranks: int, run: Run, run_divided: RunDivided | None = None) -> None:
         self._module, self.num_ranks, self._run = module, num_ranks, run
+        self._run_divided = run_divided or (lambda _: run)
         tensors = [*module.parameters(), *module.buffers()]
         self.why_no_values = ""
         if any(tensor.is_meta for tensor in tensors):
             self.why_no_values = "it is on the meta device"
         elif not has_room(module, num_ranks):
             self.why_no_values = f"{_numel(module):,} parameters are too many"
-        self.why_no_shapes = self.why_no_training = ""
+        self.why_no_shapes = self.why_no_training = self.why_unsure = ""
         self._references: list[_Reference] = []
 
     @property
@@ -103,19 +108,18 @@ class PlanTrial:
         try:
             with _no_memory():
                 comm = SilentCommunicator(self.num_ranks, 0, MeshAxis.TENSOR)
-                _pass(self._copy(_without_memory).eval(), plan, self._run, comm)
+                _pass(self._copy(_without_memory).eval(), plan, self._run_divided(comm), comm)
         except Exception as error:
             return said(error)
         return ""
 
     def values(self, plan: Plan) -> str:
-        """Why a plan fails when it is tried with values; empty if it does not."""
+        """Why a plan fails when it is tried with values; empty if it does not. ``why_unsure``: another may be right."""
         self._references = self._references or self._made_references()
         for reference in self._references:
             try:
-                whys = on_threads(
-                    self.num_ranks, partial(_differs, reference=reference, plan=plan, run=self._run), MeshAxis.TENSOR
-                )
+                differs = partial(_differs, reference=reference, plan=plan, run_divided=self._run_divided)
+                whys = on_threads(self.num_ranks, differs, MeshAxis.TENSOR)
             except Exception as error:
                 whys = [said(error)]
             if why_not := next(filter(None, whys), ""):
@@ -125,7 +129,12 @@ class PlanTrial:
     def _made_references(self) -> "list[_Reference]":
         """What the whole module gives in evaluation, and in training if it can be tried in that."""
         whole = self._copy(_random)
+        before = generator_states()
         references = [_evaluated(copy.deepcopy(whole).eval(), self._run)]
+        if generator_states() != before:
+            self.why_unsure = "it draws random numbers"
+        elif not all(bool(gradient.isfinite().all()) for gradient in references[0].passed.gradients.values()):
+            self.why_unsure = "with random parameters it is not finite"
         if any(module.training for module in whole.modules()):
             before = generator_states()
             try:
@@ -166,7 +175,8 @@ def _no_memory() -> Iterator[None]:
 
 def said(error: Exception) -> str:
     """An error in a line: where in the user's code it was raised, and the message."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_LIBRARIES)]
+    trace = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in trace if not frame.filename.startswith(_PACKAGE) and not is_library(frame.filename)]
     message = str(error).strip().split("\n")[0] or type(error).__name__
     if "is invalid for input of size" in message:
         message += ": it reshapes by a fixed number of heads or features; write -1 for that"
@@ -215,9 +225,9 @@ def _evaluated(whole: nn.Module, run: Run) -> _Reference:
     return _Reference(whole, passed, quiet)
 
 
-def _differs(comm: Communicator, reference: _Reference, plan: Plan, run: Run) -> str:
+def _differs(comm: Communicator, reference: _Reference, plan: Plan, run_divided: RunDivided) -> str:
     """How this rank's results or gradients differ from the whole module's; empty if only by rounding."""
-    module = copy.deepcopy(reference.whole)
+    module, run = copy.deepcopy(reference.whole), run_divided(comm)
     why_not = _difference(_pass(module, plan, run, comm), reference.passed)
     if reference.quiet is None:
         return why_not
@@ -241,7 +251,7 @@ class _MeanOfDropout(TorchDispatchMode):  # private, but nothing public reaches 
 def _pass(module: nn.Module, plan: Plan, run: Run, comm: Communicator | None) -> _Passed:
     """One pass of a module, which is divided if there is a communicator."""
     if comm is not None:
-        divide(module, checked(plan, module, comm.num_ranks), comm, _leave, torch.device("cpu"))
+        divide(module, checked(plan, module, comm.num_ranks), comm, leave_as_is, torch.device("cpu"))
     with _MeanOfDropout():  # type: ignore[no-untyped-call]
         tensors = list(tensors_in(run(module)))
         which = with_gradients(tensors)
@@ -290,7 +300,3 @@ def _random(tensor: Tensor) -> Tensor:
         return tensor.clone()
     noise = torch.randn(tensor.shape, dtype=torch.float32).to(tensor.dtype)
     return noise / prod(tensor.shape[1:]) ** 0.5 if tensor.dim() > 1 else tensor + 0.1 * noise
-
-
-def _leave(name: str, module: nn.Module) -> None:
-    """Nothing is to be initialised: the copies have all their values."""

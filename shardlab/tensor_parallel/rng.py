@@ -60,24 +60,30 @@ def differing_by_rank(comm: Communicator, device: torch.device | None = None) ->
 
 
 @contextlib.contextmanager
-def generators_seeded() -> Iterator[None]:
-    """Inside, Python, NumPy and torch (CPU) draw as if seeded with 0; afterwards they go on as if nobody had drawn."""
+def generators_seeded(seed: int = 0) -> Iterator[None]:
+    """Inside, Python, NumPy and torch (CPU) draw from ``seed``; afterwards they go on as if nobody had drawn."""
     before = generator_states()
-    random.seed(0)
-    np.random.seed(0)
-    torch.default_generator.manual_seed(0)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    # Not torch.manual_seed, which seeds CUDA too.
+    torch.default_generator.manual_seed(seed)
     try:
         yield
     finally:
-        in_torch, in_python, in_numpy = pickle.loads(before)
-        torch.set_rng_state(torch.from_numpy(in_torch))
-        random.setstate(in_python)
-        np.random.set_state(in_numpy)
+        set_generator_states(before)
 
 
 def generator_states() -> bytes:
     """The states of the generators on the CPU from which a module may draw, to compare or to put back."""
     return pickle.dumps((torch.get_rng_state().numpy(), random.getstate(), np.random.get_state()))
+
+
+def set_generator_states(states: bytes) -> None:
+    """Put them back."""
+    in_torch, in_python, in_numpy = pickle.loads(states)
+    torch.set_rng_state(torch.from_numpy(in_torch))
+    random.setstate(in_python)
+    np.random.set_state(in_numpy)
 
 
 class PartDropout(nn.Dropout):

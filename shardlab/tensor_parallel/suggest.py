@@ -20,7 +20,7 @@ from shardlab.tensor_parallel.flow import DROPOUTS, END, Flow, Run, is_layer
 from shardlab.tensor_parallel.form_choice import decide, kinds_of, own_dropouts, without_numbers
 from shardlab.tensor_parallel.own_plan import own_plan
 from shardlab.tensor_parallel.plan import Plan, checked, matched, matched_names
-from shardlab.tensor_parallel.plan_trial import PlanTrial, said
+from shardlab.tensor_parallel.plan_trial import PlanTrial, RunDivided, said
 from shardlab.tensor_parallel.regions import Form, own_regions, regions_of
 from shardlab.tensor_parallel.rng import generators_seeded
 from shardlab.tensor_parallel.styles import Style
@@ -107,29 +107,44 @@ def suggest_tp_plan(module: nn.Module, num_ranks: int, run: Run) -> Suggestion:
     return Suggestion(plan, tuple(_rows(module, flow, plan, whys, has_own=own is not None)))
 
 
-def check_tp_plan(module: nn.Module, plan: Plan, num_ranks: int, run: Run | None) -> Suggestion:
-    """Try a plan that was given, without ranks.
+def check_tp_plan(
+    module: nn.Module, plan: Plan, num_ranks: int, run: Run | None, run_divided: RunDivided | None = None
+) -> Suggestion:
+    """Try a plan that was given, without ranks; where it cannot be tried, the reasons say so.
 
     Args:
         module: is not changed.
         plan: as ``parallelize_module`` takes it.
         num_ranks: of the tensor axis.
         run: as for ``suggest_tp_plan``; None checks sizes only.
+        run_divided: of a tensor axis, what calls the divided module; None for ``run``.
 
     Raises:
         ValueError: the plan does not fit the module, or the divided module does not compute what the whole one does.
     """
     checked(plan, module, num_ranks)
-    why = "given, sizes fit"
+    why = "sizes fit"
     if run is not None:
         with generators_seeded():
-            trial = PlanTrial(module, num_ranks, run)
-            why_not = trial.shapes(plan) or (trial.values(plan) if trial.has_values else "")
-        if why_not:
-            raise ValueError(f"tp_plan: tried in one process, it fails: {why_not}")
-        why = f"given, {_tried(trial)}"
-    whys = dict.fromkeys(matched(plan, module), why)
+            why = _given(PlanTrial(module, num_ranks, run, run_divided), plan)
+    whys = dict.fromkeys(matched(plan, module), f"given, {why}")
     return Suggestion(dict(plan), tuple(_rows(module, None, plan, whys, has_own=True)))
+
+
+def _given(trial: PlanTrial, plan: Plan) -> str:
+    """How a plan was tried that the user gives, which is refused only if it fails where the whole module does not."""
+    try:
+        trial.flow()  # finds whether shapes say anything: they do not if the forward depends on values
+        why_not = trial.shapes(plan)
+        if not why_not and trial.has_values:
+            why_not = trial.values(plan)
+    except Exception as error:
+        return f"sizes fit (not tried, for the whole module fails here: {said(error)})"
+    if why_not and trial.why_unsure:
+        return f"sizes fit (not tried: {trial.why_unsure})"
+    if why_not:
+        raise ValueError(f"tp_plan: tried in one process, it fails: {why_not}")
+    return _tried(trial)
 
 
 def _tried(trial: PlanTrial) -> str:

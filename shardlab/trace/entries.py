@@ -14,7 +14,7 @@ microseconds a call would be most of reading one.
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import compress, pairwise
-from math import isnan, nan
+from math import inf, isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,11 @@ Span = tuple[str, str, Interval]
 """Unit, kind and times."""
 CPU = "cpu"
 """Readings of the computing thread's CPU time; an entry of compute on a stream has none."""
+CARRIED = "carried"
+"""Times of collectives that earlier steps issued and that were under way in this one; their rows are in those steps."""
 CHUNK_BYTES = 2**20
 SEEN_US = 20.0  # less time off the CPU than this between two readings is not told from their own inaccuracy
+_WAIT = ("wait_start_us", "wait_end_us")
 _UNKNOWN_TRAFFIC = {name: [nan] for name in ("exposed_comm_us", "overlap", "wire_bytes")}
 
 
@@ -107,13 +110,16 @@ def _column_in_us(name: str, values: Sequence[Any]) -> tuple[str, Sequence[Any]]
 def _tables(entry: Entry) -> dict[str, Columns]:
     tables = {name: in_us(entry[name]) for name in TABLES if entry.get(name)}
     collectives = tables.get(COLLECTIVES.name, {})
+    carried = in_us(entry.get(CARRIED) or {})
     if SPANS.name in tables or entry.get(CPU):
         readings = in_us(entry.get(CPU) or {})
-        tables[SPANS.name] = _cut(tables.get(SPANS.name, {}), collectives, readings)
-    if STEPS.name in tables:
-        is_watched = all(tables[STEPS.name].get("watched", ()))  # a record from outside leaves some steps out
-        traffic = _traffic(collectives, tables.get(SPANS.name, {})) if is_watched else _UNKNOWN_TRAFFIC
-        tables[STEPS.name] = {**tables[STEPS.name], **traffic}
+        waits = [*_intervals(collectives, *_WAIT), *_intervals(carried, *_WAIT)]
+        tables[SPANS.name] = _cut(tables.get(SPANS.name, {}), waits, readings)
+    if (steps := tables.get(STEPS.name)) is not None:
+        is_watched = all(steps.get("watched", ()))  # a record from outside leaves some steps out
+        spans = tables.get(SPANS.name, {})
+        traffic = _traffic(collectives, carried, spans, _time_of(steps)) if is_watched else _UNKNOWN_TRAFFIC
+        tables[STEPS.name] = {**steps, **traffic}
     keys = {column.name: entry[column.name] for column in KEYS}
     return {name: _whole(TABLES[name], columns, keys) for name, columns in tables.items() if columns}
 
@@ -125,16 +131,20 @@ def _whole(table: Table, columns: Columns, keys: Mapping[str, Any]) -> Columns:
     return {name: columns[name] for name in table.column_names}
 
 
-def _cut(spans: Columns, collectives: Columns, readings: Columns) -> Columns:
+def _time_of(steps: Columns) -> Interval:
+    """From when until when the step lasted; for ever where an older entry does not say when it began."""
+    (start_us,) = steps.get("start_us", (-inf,))
+    return start_us, start_us + steps["step_us"][0] if start_us > -inf else inf
+
+
+def _cut(spans: Columns, waited: Iterable[Interval], readings: Columns) -> Columns:
     """The spans without the time in which the rank waited or was off the CPU; one row for each remaining piece.
 
     A stretch off the CPU becomes a row of its own, with the innermost unit. Not while data is loaded: who waits for a
     disk or another process there is told by that span.
     """
     # A collective that nobody waited for has NaN there, and no comparison with NaN is true.
-    waits = merged(
-        (start, end) for start, end in _intervals(collectives, "wait_start_us", "wait_end_us") if end > start
-    )
+    waits = merged((start, end) for start, end in waited if end > start)
     marked: list[Span] = list(zip(spans.get("unit", ()), spans.get("kind", ()), _intervals(spans), strict=True))
     loading = merged(times for _, kind, times in marked if kind == SpanKind.DATA)
     away = [piece for found in off_cpu(_intervals(readings, "time_us", "cpu_us"), waits)
@@ -179,14 +189,19 @@ def _unit_at(moment: float, spans: Iterable[Span]) -> str:
     return max(around, default=(0.0, 0.0, WHOLE_MODEL))[2]
 
 
-def _traffic(collectives: Columns, spans: Columns) -> Columns:
-    """The communication columns of table ``steps``, without what the training step sends to report its loss."""
+def _traffic(collectives: Columns, carried: Columns, spans: Columns, time: Interval) -> Columns:
+    """The communication columns of table ``steps``, without what the training step sends to report its loss.
+
+    What travels outside of the step's ``time`` counts in the next step, or in none while a recorder works in between.
+    """
     own = [phase != Phase.METRICS for phase in collectives.get("phase", ())]
     compute = [
         unit == WHOLE_MODEL and kind in COMPUTE_KINDS
         for unit, kind in zip(spans.get("unit", ()), spans.get("kind", ()), strict=True)
     ]
-    exposed, overlap = exposure(compress(_intervals(collectives), own), compress(_intervals(spans), compute))
+    sent = (*compress(_intervals(collectives), own), *_intervals(carried))
+    here = ((max(start, time[0]), min(end, time[1])) for start, end in sent)
+    exposed, overlap = exposure(here, compress(_intervals(spans), compute))
     if any(compress(_unseen(collectives), own)):
         exposed = overlap = nan
     wire_bytes = sum(map(float, compress(collectives.get("wire_bytes", ()), own)))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from math import nan
+from math import isnan, nan
 from operator import attrgetter
 from typing import Any
 
@@ -53,6 +53,14 @@ def collective_columns(
         "wire_bytes": list(map(wire_bytes, heard)), "moved_bytes": list(map(moved_bytes, heard)),
         **dict(facts), **{name: _since(origin_ns, column) for name, column in times},
     }  # fmt: skip
+
+
+def carried_columns(events: Sequence[CollectiveEvent], end_ns: int, origin_ns: int) -> Columns:
+    """When collectives of earlier steps were under way and waited for, until a step's end; not a table."""
+    times = {name: [getattr(event, name) for event in events] for name in _TIMES}
+    for name in ("start_ns", "end_ns"):
+        times[name] = [end_ns if isnan(time_ns) else time_ns for time_ns in times[name]]
+    return {name: _since(origin_ns, column) for name, column in times.items()} if events else {}
 
 
 def wire_bytes(event: CollectiveEvent) -> float:

@@ -11,20 +11,20 @@ two readings, and no such interval overlaps a collective only in part.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from math import nan
+from math import inf, nan
 from time import perf_counter_ns
 
 import torch
 
 from shardlab.comm import CollectiveEvent
-from shardlab.tables import COLLECTIVES, MEMORY, SHARDS, SPANS, STEPS
+from shardlab.tables import MEMORY, SHARDS, SPANS, STEPS
 from shardlab.trace.clock import Clock, CpuReadings, Mark
-from shardlab.trace.entries import CPU, Columns
+from shardlab.trace.entries import CARRIED, CPU
+from shardlab.trace.held_steps import HeldSteps
 from shardlab.trace.memory_by_role import LiveTensors, MemoryLedger, on_device
 from shardlab.trace.observed import (
     Row,
     Span,
-    collective_columns,
     columns_of,
     cpu_columns,
     span_columns,
@@ -80,7 +80,7 @@ class Recorder:
         self._memory = MemorySamples(device, origin_ns)
         self._phase = Phase.SETUP
         self._step = self._first_step = BEFORE_TRAINING
-        self._seq = 0
+        self._steps = HeldSteps(writer, clock, origin_ns)
         self._events: list[tuple[CollectiveEvent, Phase]] = []
         self._spans: list[Span] = []
         self._open: dict[tuple[str, SpanKind], tuple[SpanKind, Mark]] = {}
@@ -223,19 +223,20 @@ class Recorder:
         begin_ns, end_ns = self._clock.resolve((self._begin, self._end))
         # Before the tables: asking for the peak adds its rows to those of the memory.
         step: Row = {
-            "loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate, "step_ns": end_ns - begin_ns,
+            "loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate,
+            "start_ns": begin_ns - self._origin_ns, "step_ns": end_ns - begin_ns,
             "peak_bytes": self._memory.peak(self._ledger), "num_tokens": num_tokens,
             "traced_memory": self._ledger is not None, "watched": self._watched,
         }  # fmt: skip
         tables = {
-            COLLECTIVES.name: self._collectives(),
             SPANS.name: span_columns(self._spans, self._clock, self._origin_ns),
+            CARRIED: self._steps.carried(end_ns),
             CPU: cpu_columns(self._cpu.between(begin_ns, end_ns), self._origin_ns),
             MEMORY.name: columns_of(self._memory.rows),
             STEPS.name: columns_of([step]),
         }
         self._cpu.stop()
-        self._writer.append(self._step, tables)
+        self._steps.add(self._step, self._events, tables, end_ns)
         self.spent(began_ns)
         if self._ledger is None and self._step > self._first_step:
             of_recording_and_of_steps = self._costs_ns[self._watched]
@@ -267,12 +268,7 @@ class Recorder:
 
     def _write_setup(self) -> None:
         self._clock.settle()
-        self._writer.append(BEFORE_TRAINING, {COLLECTIVES.name: self._collectives()})
-
-    def _collectives(self) -> Columns:
-        first = self._seq
-        self._seq += len(self._events)
-        return collective_columns(self._events, first, self._clock, self._origin_ns)
+        self._steps.add(BEFORE_TRAINING, self._events, {}, inf)
 
     def _live(self) -> LiveTensors:
         live = self.live_tensors()

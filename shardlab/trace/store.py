@@ -10,7 +10,7 @@ Arrow batch per table more. Reading needs no torch.
 """
 
 import json
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -79,6 +79,8 @@ class RunWriter:
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / f"rank{rank}.journal"
         self._journal: Journal | None = Journal(self._path)
+        self.before_close: Callable[[], None] = lambda: None
+        """Appends what whoever writes still holds."""
         self._pack = msgpack.Packer().pack  # one buffer for all: a new one a call would cost more than packing does
 
     def append(self, step: int, tables: Mapping[str, Columns]) -> None:
@@ -95,6 +97,7 @@ class RunWriter:
         """Turn the entries into Parquet files."""
         if self._journal is None:
             return
+        self.before_close()
         self._journal.close()
         self._journal = None  # closed for good, even if writing the Parquet files fails
         with ExitStack() as stack:

@@ -1,7 +1,8 @@
 """The controls of the workbench: one for each option that the course changes, and which of them count when.
 
 A control counts if the chosen strategy takes its option and the chosen model leaves it open; the others are disabled,
-and their options have their defaults.
+and their options have their defaults. The batch is a number from the start, so that it stays what it was when ranks
+change; only an empty control leaves it to their number.
 """
 
 from collections.abc import Callable, Mapping
@@ -166,7 +167,7 @@ def _inputs(config: CompareConfig) -> dict[str, ValueWidget]:
     }  # fmt: skip
     placeholders = {"clip": "none", "link": "real; or 10Gbps,50us", "wrap": "auto; root; blocks.*; 100000"}
     first = {"strategies": config.strategies[0], "model": config.workload or config.model,
-             "wrap": wrap_text(config.wrap_policy)}  # fmt: skip
+             "wrap": wrap_text(config.wrap_policy), "batch": config.resumed_rows}  # fmt: skip
     controls: dict[str, ValueWidget] = {}
     for name in (name for column in COLUMNS.values() for name in column):
         value, words = first.get(name, getattr(config, name)), WORDS.get(name, name)

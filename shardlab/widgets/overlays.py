@@ -1,6 +1,6 @@
 """The figures of a workbench: all runs of a history together, or one of them in detail."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -23,6 +23,7 @@ from shardlab.plots.theme import nothing
 from shardlab.trace.store import Records
 from shardlab.vocabulary import Phase
 from shardlab.widgets.history import RunHistory
+from shardlab.widgets.runs_table import unlike
 
 Draw = Callable[[RunHistory, str], go.Figure]
 
@@ -48,7 +49,13 @@ def overlay(history: RunHistory, view: str, label: str) -> go.Figure:
 
 
 def _loss(history: RunHistory, _: str) -> go.Figure:
-    return loss_curves(history.records().steps)
+    return loss_curves(history.records().steps, _unlike(history, history.labels()))
+
+
+def _unlike(history: RunHistory, labels: Sequence[str]) -> str:
+    """In what runs differ beside their strategies."""
+    parts = {label: label.partition(" ") for label in labels}
+    return unlike({label: (history.runs[int(number)], strategy) for label, (number, _, strategy) in parts.items()})
 
 
 def _times(history: RunHistory, _: str) -> go.Figure:
@@ -81,7 +88,9 @@ def _change(history: RunHistory, label: str) -> go.Figure:
     before = labels[place - 1]
     strategy = label.partition(" ")[2]
     rows = [_cost_of(history, name).assign(strategy=strategy) for name in (before, label)]
-    return run_difference(rows[0], rows[1], (before, label))
+    figure = run_difference(rows[0], rows[1], (before, label))
+    said = [figure.layout.title.subtitle.text, _unlike(history, (before, label))]
+    return figure.update_layout(title_subtitle_text="; ".join(filter(None, said)))
 
 
 def _cost_of(history: RunHistory, label: str) -> pd.DataFrame:

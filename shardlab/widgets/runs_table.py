@@ -7,8 +7,10 @@ from typing import Any
 import pandas as pd
 
 from shardlab.experiment.options import CompareOptions
+from shardlab.experiment.same_data import others_than
 from shardlab.experiment.saved import fields_of
 from shardlab.experiment.summary import COLUMNS, readable_summary
+from shardlab.vocabulary import MeshAxis
 from shardlab.widgets.past_run import PastRun, State
 
 COSTS = (
@@ -84,9 +86,33 @@ def settings_of(run: PastRun, strategy: str) -> dict[str, Any]:
     rates = None if run.comparison is None else run.comparison.records.steps.query("run == @strategy")["learning_rate"]
     if options.get("learning_rate") is None and rates is not None and len(rates):  # the workload's own optimizer
         options["learning_rate"] = float(rates.iloc[0])
+    if options.get("batch") is None and run.comparison is not None:  # the data's own
+        options["rows or tokens"] = _trained_in_first_step(run.comparison.records.steps, manifest, strategy)
     devices = {"ran on": ", ".join(sorted(set(manifest.get("devices", ())))), "backend": manifest.get("backend")}
     described = {name: trained.get(name) for name in TRAINED}
     return {**options, **named, **described, **manifest.get("versions", {}), **devices}
+
+
+def _trained_in_first_step(steps: pd.DataFrame, manifest: Mapping[str, Any], strategy: str) -> int:
+    """On all data ranks together."""
+    own = steps[steps["run"] == strategy]
+    first = own[own["step"] == own["step"].min()]
+    return int(first["num_tokens"].sum()) // int(manifest["mesh"].get(MeshAxis.TENSOR, 1))
+
+
+def unlike(runs: Mapping[str, tuple[PastRun, str]]) -> str:
+    """In what runs differ beside their strategies, in words; empty if in nothing.
+
+    Args:
+        runs: a run and its strategy, by label.
+    """
+    settings = [settings_of(run, strategy) for run, strategy in runs.values()]
+    names = ["ranks"] if len({one.get("ranks") for one in settings}) > 1 else []
+    names += [WORDS.get(name, name) for name in differing(settings)]
+    manifests = {label: run.manifest(strategy) for label, (run, strategy) in runs.items()}
+    if others_than(next(iter(manifests)), manifests):
+        names.append("the rows they trained on")
+    return f"the runs differ in {', '.join(names)}" if names else ""
 
 
 def differing(settings: Iterable[Mapping[str, Any]]) -> list[str]:

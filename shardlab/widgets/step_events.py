@@ -199,9 +199,9 @@ def _pause(row: Mapping[Hashable, Any]) -> Iterator[Row]:
 
 def _communication(collectives: pd.DataFrame) -> Iterator[Row]:
     for row in collectives.to_dict("records"):
-        tag, size = str(row["tag"]), format_bytes(float(row["bytes"]))
+        tag, size = str(row["tag"]), format_bytes(row["bytes"])
         op, sent = str(row["op"]).replace("_", "-"), format_bytes(float(row["wire_bytes"]))
-        common = {"rank": int(row["rank"]), "what": tag, "bytes": int(row["bytes"])}
+        common = {"rank": int(row["rank"]), "what": tag, "bytes": row["bytes"]}
         issued = f"issues an {op} of {tag}: {size}, of which it sends {sent}"
         yield {**common, "time_us": row["issue_us"], "event": ISSUE.get(row["op"], StepEvent.SENDS), "words": issued}
         yield {**common, "time_us": row["end_us"], "event": StepEvent.ARRIVES, "words": f"has {tag} ({op}, {size})"}

@@ -2,7 +2,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from shardlab.analysis import bandwidth, overlap, wire_bytes
+from shardlab.analysis import bandwidth, overlap, step_split, wire_bytes
+from shardlab.analysis.overlap import hidden_by_rank, hidden_by_run
 from shardlab.analysis.timed import timed_steps
 from shardlab.tables import COLLECTIVES, SPANS
 from tests.analysis.test_analysis_in_flight import steps
@@ -47,6 +48,27 @@ def test_waiting_inside_a_span_hides_nothing():
     assert overlap(half, spans((0, 20))).iloc[0]["overlap"] == 0.5
 
 
+def test_what_travels_behind_the_next_step_is_hidden_and_who_waits_there_does_not_compute():
+    work = pd.concat([spans((0, 100)), spans((100, 200), step=1), spans((500, 600), step=2)])
+    sent = collectives((90, 130), wait_start_us=120.0, wait_end_us=130.0)
+    first, second, _ = overlap(sent, work).to_dict("records")
+    assert (first["comm_us"], first["both_us"], first["exposed_us"], first["compute_us"]) == (40, 30, 10, 100)
+    assert second["compute_us"] == 90
+    table = steps(False, False, False).assign(step_us=100.0)
+    split = step_split(sent.assign(group_size=1), work, table)
+    assert split["moving_us"].fillna(0.0).tolist() == [10, 0, 0]
+
+
+def test_the_share_of_several_steps_is_that_of_their_sums():
+    hidden, exposed = collectives((0, 10)), collectives((100, 190), step=1)
+    work = pd.concat([spans((0, 10)), spans((100, 109), step=1), spans((0, 5), rank=1)])
+    table = overlap(pd.concat([hidden, exposed]), work)
+    assert hidden_by_rank(table)["overlap"].tolist() == pytest.approx([0.19, NAN], nan_ok=True)
+    assert hidden_by_run(table).loc["a", ["overlap", "exposed_us"]].tolist() == pytest.approx([0.19, 0])
+    not_seen = table.assign(both_us=table["both_us"].where(table["step"] == 0))
+    assert hidden_by_rank(not_seen)["overlap"].isna().all()
+
+
 def test_data_loading_is_not_compute():
     assert overlap(collectives((0, 10)), spans((0, 10), kind="data")).iloc[0]["overlap"] == 0
 
@@ -83,7 +105,8 @@ def test_what_cannot_be_true_is_refused_by_name(comm, work, message):
 
 
 @pytest.mark.parametrize(
-    ("op", "factor"), [("all_reduce", 1.5), ("reduce_scatter", 0.75), ("all_gather", 0.75), ("broadcast", 1.0)]
+    ("op", "factor"),
+    [("all_reduce", 1.5), ("reduce_scatter", 0.75), ("all_gather", 0.75), ("broadcast", 1.0), ("gather", 0.75)],
 )
 def test_bandwidth_by_hand(op, factor):
     row = bandwidth(collectives((0, 2), op=op, bytes=8_000_000)).iloc[0]

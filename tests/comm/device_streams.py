@@ -11,6 +11,8 @@ import numpy as np
 
 
 class Event:
+    __slots__ = ("__dict__",)  # no weak references: torch 2.11 frees CUDA's events without clearing them
+
     def __init__(self, device):
         self._device, self.time = device, None
 

@@ -96,17 +96,31 @@ DRIFTED = {
 }
 
 
-def on_tensor_ranks(rank, wrong):
+SETUPS = {
+    "ddp": {},
+    "zero1": {},
+    "zero3": {},
+    "fsdp": {"wrap": "root"},
+    "fsdp-dim0": {"layout": "dim0", "offload": "all"},
+    "fsdp-hybrid": {"sharding": "hybrid_shard"},
+}
+
+
+def on_tensor_ranks(rank, wrong, setup):
     torch.manual_seed(0)
     between, plan = APART[wrong]
     x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1)).double()
-    with Mesh({"data": 2, "tensor": 2}) as mesh:
+    data = {"replica": 1, "shard": 2} if "hybrid" in setup else {"data": 2}
+    with Mesh({**data, "tensor": 2}) as mesh:
         model = parallelize_module(Divided(between).double(), plan, mesh["tensor"])
-        with build_engine("ddp", model, lambda tensors: torch.optim.SGD(tensors, lr=0.1), mesh) as engine:
+        strategy, options = setup.partition("-")[0], SETUPS[setup]
+        with build_engine(strategy, model, lambda tensors: torch.optim.SGD(tensors, lr=0.1), mesh, **options) as engine:
             for _ in range(3):
                 y = engine(x[rank % 2 :: 2] if wrong == "other rows" and rank < 2 else x)
-                norm = torch.cat([param.flatten() for param in model.parameters()]).norm()
-                engine.backward(y.square().mean() + (norm if wrong == "norm in the loss" else 0))
+                loss = y.square().mean()
+                if wrong == "norm in the loss":
+                    loss = loss + torch.cat([param.flatten() for param in model.parameters()]).norm()
+                engine.backward(loss)
                 engine.step()
                 engine.zero_grad()
             try:
@@ -116,9 +130,20 @@ def on_tensor_ranks(rank, wrong):
             return ""
 
 
+@pytest.mark.parametrize("setup", [setup for setup in SETUPS if setup != "ddp"])
+def test_tensor_ranks_that_drift_apart_are_named_where_parameters_are_sharded(pools, setup):
+    for wrong in [wrong for wrong in APART if wrong != "norm in the loss"]:  # which sharded parameters refuse
+        first, *others = pools(4).run(on_tensor_ranks, wrong, setup)
+        assert others == [first] * 3
+        drifted = set(re.findall(r"\w+\.(?:weight|bias)", DRIFTED.get(wrong, "")))
+        named = set(re.findall(r"\w+\.(?:weight|bias)", first))
+        assert named >= drifted if wrong != "other rows" else named
+        assert bool(first) == bool(named) == (wrong != "nothing")
+
+
 @pytest.mark.parametrize("wrong", APART)
 def test_tensor_ranks_that_drift_apart_are_named(pools, wrong):
-    first, *others = pools(4).run(on_tensor_ranks, wrong)
+    first, *others = pools(4).run(on_tensor_ranks, wrong, "ddp")
     assert others == [first] * 3
     if wrong == "nothing":
         assert first == ""
@@ -197,8 +222,6 @@ def test_sentences():
     other = Did(4, 2, 18)
     assert "bits (ranks 0, 2)" in disagreement([same, same, other, same], num_tensor_ranks=2)
     assert "bits (rank 4 against 2 equal ones)" in disagreement([same, same, same, same, other, same], 2)
-    ungathered = Did(4, 2, 17, whole={"w": [1.0, 1e-5]})
-    assert disagreement([ungathered, same], num_tensor_ranks=2) == disagreement([same, ungathered], 2) == ""
     assert disagreement([same, Did(3, 2, 17)], ranks=[5, 3]).endswith("3 on rank 3)")
     sizes = [Did(4, 2, 17, whole={"norm": (size, 1e-5)}) for size in (1.0, 1.0 + 1e-9, 1.0, float("nan"))]
     assert disagreement(sizes, 2).endswith("parameters that no rank divides (ranks 2, 3: norm)")

@@ -125,6 +125,31 @@ def test_norm_types(pools, engine):
         assert_equal(results, expected)
 
 
+class WithoutElements(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(3, 2)
+        self.nothing = torch.nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x):
+        return super().forward(x) + self.nothing.sum()
+
+
+def largest_beside_nothing(rank):
+    norms = []
+    with Mesh({"data": 2}) as mesh:
+        for strategy, options in [*MAIN.values(), ("torch_ddp", {}), ("torch_zero1", {})]:
+            torch.manual_seed(0)
+            with build_engine(strategy, WithoutElements(), torch.optim.Adam, mesh, **options) as engine:
+                engine.backward(engine(torch.ones(2, 3)).square().mean())
+                norms.append(float(engine.clip_grad_norm_(1.0, inf)))
+    return norms
+
+
+def test_the_largest_gradient_beside_a_parameter_without_elements_is_equal(pools):
+    for norms in pools(2).run(largest_beside_nothing):
+        assert norms == pytest.approx([norms[0]] * len(norms))
+
+
 @pytest.mark.parametrize("engine", ["single", *ENGINES])
 def test_one_rank_is_plain_torch_bit_for_bit(engine):
     strategy, options = ENGINES.get(engine, (engine, {}))

@@ -112,6 +112,25 @@ def test_another_dtype_is_refused(pools, setup):
     assert all(pools(2).run(other_dtype, setup))
 
 
+def other_dtype_of_gradients(rank, dtype):
+    with trained_by("bucketed") as engine:
+        engine.module.to(dtype)
+        said = (
+            f"parameter '.*': it was float64 .* is {str(dtype).removeprefix('torch.')} now; convert the module before"
+        )
+        x, y = (part.to(dtype) for part in own("MLP", 0, 0, engine))
+        with pytest.raises(RuntimeError, match=said):
+            engine.backward(cases.loss_of(engine(x), y))
+            engine.step()
+    return True
+
+
+@pytest.mark.parametrize("num_ranks", WORLD_SIZES)
+def test_another_dtype_of_bucketed_gradients_is_refused(pools, num_ranks):
+    for dtype in (torch.float32, torch.bfloat16):
+        assert all(pools(num_ranks).run(other_dtype_of_gradients, dtype))
+
+
 def rounded(rank, setup, inside):
     strategy, options = SETUPS[setup]
     model = cases.build("MLP").float()
@@ -171,7 +190,9 @@ def attribute(rank, setup, way, inside):
     with trained_by(setup) as engine:
         backward(engine, 0)
         engine.step()
-        with pytest.raises(RuntimeError, match="being replaced, and the engine|was replaced, and the engine|is sharded"):
+        with pytest.raises(
+            RuntimeError, match="being replaced, and the engine|was replaced, and the engine|is sharded"
+        ):
             with engine.full_params(keep_changes=True) if inside else contextlib.nullcontext():
                 ATTRIBUTES[way](engine.module)
             backward(engine, 1)

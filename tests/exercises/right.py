@@ -2,6 +2,7 @@
 
 from itertools import combinations, pairwise
 
+import numpy as np
 import torch
 
 
@@ -87,6 +88,36 @@ def right_hooks(comm, model, num_micro_batches, *, sends_rest=True):
     return finish
 
 
+def right_flat_hooks(comm, model, num_micro_batches):
+    """One message for all, when the layer that is last in backward is done; by the names that the task gives."""
+    state, last = {"forwards": 0}, set(model.trunk.parameters())
+
+    def on_forward(*_):
+        state["forwards"] += 1
+        state["missing"] = set(last)
+
+    def hook(param):
+        state["missing"].discard(param)
+        if state["forwards"] == num_micro_batches and not state["missing"]:
+            gradients = (torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters())
+            state["flat"] = torch.cat([gradient.flatten() for gradient in gradients])
+            state["pending"] = comm.all_reduce(state["flat"])
+
+    model.register_forward_hook(on_forward)
+    for param in last:
+        param.register_post_accumulate_grad_hook(hook)
+
+    def finish():
+        state["pending"].wait()
+        means = state["flat"] / comm.num_ranks
+        for param, mean in zip(
+            model.parameters(), means.split([each.numel() for each in model.parameters()]), strict=True
+        ):
+            param.grad = mean.view_as(param)
+
+    return finish
+
+
 def right_forward(units, x, *, last_free=True):
     for unit in units[:1]:
         unit.gather()
@@ -119,6 +150,17 @@ def right_overlap(messages, compute, waits):
         if sends:
             times[0 if computes and not idles else 1] += end - start
     return tuple(times)
+
+
+def right_overlap_of_arrays(messages, compute, waits):
+    """NumPy's numbers: int64 where all bounds are whole."""
+    bounds = np.unique([bound for intervals in (messages, compute, waits) for pair in intervals for bound in pair])
+    moments, lengths = (bounds[1:] + bounds[:-1]) / 2, np.diff(bounds)
+    sends, computes, idles = (
+        np.array([any(a <= moment < b for a, b in each) for moment in moments], bool)
+        for each in (messages, compute, waits)
+    )
+    return lengths[sends & computes & ~idles].sum(), lengths[sends & ~(computes & ~idles)].sum()
 
 
 def right_link(layers, latency_us, bytes_per_us):
@@ -201,8 +243,8 @@ def right_unscale(comm, shards, scale, *, is_right=lambda shard: shard.isfinite(
 RIGHT = {
     "collectives.ring_all_reduce": [right_ring],
     "buckets.assign": [right_buckets],
-    "data_parallel.hooks": [right_hooks],
-    "overlap.exposed": [right_overlap],
+    "data_parallel.hooks": [right_hooks, right_flat_hooks],
+    "overlap.exposed": [right_overlap, right_overlap_of_arrays],
     "link.smallest_bucket": [right_link],
     "zero1.owners": [right_owners],
     "clip.global_norm": [right_norm],

@@ -21,7 +21,7 @@ def as_parts(**functions: Callable[..., object]) -> list[Callable[..., object]]:
 
 @pytest.fixture(scope="module")
 def table(pools: Pools) -> pd.DataFrame:
-    parts = {name.replace(".", "_"): copied(right) for name, (right, *_) in RIGHT.items()}
+    parts = {name.replace(".", "_"): copied(right) for name, (*_, right) in RIGHT.items()}
     return assemble(*as_parts(**parts), steps=2, pool=pools(2)).set_index(["strategy", "whose"])
 
 

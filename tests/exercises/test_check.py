@@ -6,15 +6,20 @@ import re
 import sys
 import time
 from dataclasses import replace
+from math import nan
 
+import numpy as np
 import pytest
+import torch
 
 import shardlab.exercises
 from shardlab.exercises import LADDER, Case, Exercise, Measured, Verdict, check, find, hint, task
 from shardlab.exercises.judge import Score, examine, on_rank
 from shardlab.exercises.picture import held, held_table, moved, moved_table
 from shardlab.exercises.progress import progress_path
+from shardlab.exercises.values import difference, plain
 from shardlab.exercises.virtual_clock import VirtualClock
+from shardlab.launch import RankPool, current
 from tests.conftest import Pools
 from tests.exercises.right import right_buckets
 from tests.exercises.wrong import half_a_ring
@@ -130,6 +135,57 @@ def test_a_function_that_does_not_come_to_an_end_fails(progress, function, words
     assert re.search(words, report.reason), report.reason
 
 
+class SlowToArrive:
+    """Rank 1 comes to it only after the others have waited for longer than they may, or never."""
+
+    def __init__(self, delay):
+        self.delay = delay
+
+    def __call__(self, comm, value):
+        return value
+
+    def __setstate__(self, state):
+        self.__dict__ |= state
+        if current().rank == 1:
+            self.delay()
+
+
+@pytest.mark.parametrize(
+    ("delay", "words"),
+    [
+        (lambda: time.sleep(60), "two: rank 0, 1 had no time to call your function; run it again"),
+        (lambda: os._exit(3), "two: the process of rank 1 ended before it called your function"),
+    ],
+)
+def test_a_function_that_never_ran_has_not_failed(delay, words):
+    exercise = Exercise("class.two", "", "", lambda: [Case("two", ((0,), (0,)), (0, 0))])
+    with RankPool(2, device="cpu", timeout_s=1.0) as pool:
+        report = examine(exercise, SlowToArrive(delay), pool)
+    assert (report.verdict, report.reason) == (Verdict.BLOCKED, words)
+
+
+def as_float64(value):
+    return torch.tensor([value], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found", "words"),
+    [
+        (as_float64(0.1419359999), as_float64(0.1419361002), "0.141936 is wanted, 0.1419361 was found"),
+        (torch.tensor([1.0, nan]), torch.tensor([1.0, nan]), ""),
+        (nan, nan, ""),
+        (0.1, np.float32(0.1), "result: 0.1 is wanted, 0.10000000149011612 was found"),
+        ([1.5, 2.0], np.array([1.5, 2]), ""),
+        ([1, 2], torch.tensor([1, 2]), ""),
+        (3, torch.tensor([1, 2]), "result: 3 is wanted, tensor([1, 2]) was found"),
+        (True, np.bool_(True), ""),
+    ],
+)
+def test_what_differs_is_told_apart_and_what_is_equal_passes(wanted, found, words):
+    assert words in difference(wanted, plain(found))
+    assert bool(words) == bool(difference(wanted, plain(found)))
+
+
 def test_what_cannot_be_sent_to_a_rank_or_back_fails(pools: Pools):
     lock = __import__("threading").Lock()
     report = examine(find("buckets.assign"), lambda sizes, capacity: lock, pools(2))
@@ -155,6 +211,7 @@ def test_what_is_held_and_the_virtual_clock_are_limits_and_scores(pools: Pools):
     assert str(report.score) == "At most 16 B were held at once. All cases together took 10 us on the virtual clock."
     for limit, words in (
         ({"most_peak_bytes": 15}, "two: rank 1 held 16 B at once, and 15 B are allowed"),
+        ({"most_time_us": 5 - 1e-8}, "two: rank 1 took 5 us on the virtual clock, and 4.99999999 are enough"),
         ({"most_time_us": 4.5}, "two: rank 1 took 5 us on the virtual clock, and 4.5 are enough"),
     ):
         strict = [replace(case, **limit)]
@@ -207,8 +264,6 @@ def test_a_teachers_own_exercise_as_the_room_shows_it(progress, capsys):
     assert "class.mean: failed. 3 ranks: rank 0, result: 1.0 is wanted, 0.0 was found" in capsys.readouterr().out
 
     def solution(comm, value):
-        import torch
-
         total = torch.tensor([value])
         comm.all_reduce(total).wait()
         return total / comm.num_ranks

@@ -1,5 +1,6 @@
 """A prediction is kept and compared; without one the cell asks, and the notebook goes on."""
 
+import numpy as np
 import pytest
 
 from shardlab.exercises import predict
@@ -10,6 +11,8 @@ from shardlab.exercises import predict
     [
         (4, 4, "messages: 4; you predicted 4, exactly\n"),
         (4_000_000, 4_130_304, "messages: 4,130,304; you predicted 4,000,000, 3.2% too low\n"),
+        (1000.04, 1000, "messages: 1,000; you predicted 1,000, 0.004% too high\n"),
+        (np.int64(4), np.int64(4), "messages: 4; you predicted 4, exactly\n"),
         (1, 2.5, "messages: 2.5; you predicted 1, too low by a factor of 2.5\n"),
         (30, 10, "messages: 10; you predicted 30, too high by a factor of 3\n"),
         (3, 0, "messages: 0; you predicted 3, too high by 3\n"),

@@ -132,6 +132,8 @@ def test_torchrun_must_have_started_as_many(monkeypatch):
     ("field", "value", "said"),
     [
         ("strategies", 3, "strategies: 3 was given; give one or several of"),
+        ("model", nn.Linear(2, 3), "own with workload=Workload(model=lambda: Net(), data=..., loss=...)"),
+        ("model", nn.Linear, "model: a class was given, where a built-in model's name belongs"),
         ("ranks", "2", "ranks: '2' was given; it must be a whole number"),
         ("ranks", 2.5, "ranks: 2.5 was given; it must be a whole number"),
         ("steps", True, "steps: True was given; it must be a whole number"),

@@ -39,25 +39,66 @@ def test_a_run_is_as_planned(pools: Pools, tmp_path, options) -> None:
 
 
 class ByValue(nn.Module):
-    """Two experts, of which each row takes one."""
+    """Experts, of which each row takes one."""
 
-    def __init__(self):
+    def __init__(self, number=2):
         super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(number))
 
     def forward(self, x):
-        return torch.stack([self.experts[int(row[0] > 0)](row) for row in x])
+        return torch.stack([self.experts[int(3 * row[0]) // 2 % len(self.experts)](row) for row in x])
 
 
-@pytest.mark.parametrize(("signs", "is_planned"), [((1.0, -1.0), True), ((1.0, 1.0), False)])
-def test_what_depends_on_values_is_planned_only_where_all_is_used(signs, is_planned) -> None:
-    rows = torch.tensor(signs)[:, None] * torch.ones(2, 4)
-    workload = Workload(ByValue, [rows], lambda model, batch: model(batch).square().mean())
-    if is_planned:
-        assert plan(workload, ranks=2)["gradient_bytes"].notna().any()
+def mean_square(model, batch):
+    return model(batch).square().mean()
+
+
+@pytest.mark.parametrize("signs", [(1.0, 1.0, 1.0), (1.0, -1.0, 1.0)], ids=["one is used", "both are used"])
+def test_experts_that_rows_choose_are_planned_and_messages_that_rows_decide_are_marked(pools, tmp_path, signs) -> None:
+    workload = Workload(ByValue, [torch.tensor(signs)[:, None] * torch.ones(3, 4)], mean_square)
+    planned = plan(workload, ranks=3).set_index("strategy")
+    numel = 2 * (4 * 4 + 4)  # of both experts
+    assert planned.loc["ddp", ["parameter_bytes", "gradient_bytes", "optimizer_bytes"]].tolist() == [
+        4 * numel, 4 * numel, 8 * numel
+    ]  # fmt: skip
+    assert planned.index[planned["messages_per_step"].isna()].tolist() == ["fsdp"]  # each expert is a unit
+    assert planned.index[planned["wire_bytes_per_step"].isna()].tolist() == ["fsdp"]
+    found = compare(workload, tmp_path / "run", strategies=OURS[:-1], ranks=3, steps=2, pool=pools(3))
+    assert found.summary["wire_bytes_per_step"].tolist() == pytest.approx(planned["wire_bytes_per_step"].tolist()[:-1])
+    if -1.0 in signs:
+        assert found.summary["as_planned"].tolist() == [True] * 6
     else:
-        with pytest.raises(ValueError, match=r"model: what it uses depends on values.* 2 .*'experts\.0\.weight'"):
-            plan(workload, ranks=2)
+        assert found.summary["as_planned"].tolist() == [None] * 6
+        assert plan_verdict(found).endswith(
+            "what is used or sent depends on the rows, so bytes and messages may differ from the plan's."
+        )
+
+
+def test_experts_inside_of_units_leave_the_messages_of_fsdp_known(pools: Pools, tmp_path) -> None:
+    batches = list(torch.randn(6, 4, 4, generator=torch.Generator().manual_seed(0)))
+    workload = Workload(lambda: nn.Sequential(ByValue(8), ByValue(8)), batches, mean_square)
+    planned = plan(workload, 2, OURS, bucket_mib=1.0)
+    found = compare(workload, tmp_path / "run", strategies=OURS, ranks=2, steps=2, pool=pools(2)).summary
+    assert found["wire_bytes_per_step"].tolist() == planned["wire_bytes_per_step"].tolist()
+    assert (found["rest_bytes"] < planned["rest_bytes"]).all()  # some experts have not been used yet
+    assert found["as_planned"].isna().all()
+
+
+def test_a_model_by_rows_that_is_too_large_to_be_tried_is_planned(monkeypatch) -> None:
+    monkeypatch.setattr("shardlab.experiment.planned_workload.MAX_NUMEL", 39)
+    workload = Workload(ByValue, [torch.ones(2, 4)], mean_square)
+    planned = plan(workload, 64).set_index("strategy")
+    assert planned["rest_bytes"].notna().all()
+    assert planned.index[planned["messages_per_step"].isna()].tolist() == ["fsdp"]
+
+
+def test_a_forward_of_values_in_which_no_rows_choose_is_compared_as_ever(pools: Pools, tmp_path) -> None:
+    def scaled(model, batch):
+        return mean_square(model, batch) * batch.sum().item()
+
+    workload = Workload(lambda: nn.Linear(4, 4), [torch.ones(2, 4)], scaled)
+    found = compare(workload, tmp_path / "run", strategies=OURS, ranks=2, steps=2, pool=pools(2)).summary
+    assert found["as_planned"].tolist() == [True] * 7
 
 
 def test_losses_in_16_bits_are_judged_as_rounded(pools: Pools, tmp_path) -> None:

@@ -1,5 +1,6 @@
 """``compare`` over a tensor axis: the same losses, and a refusal of what the axis cannot divide, before ranks start."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from shardlab.experiment import CompareConfig, Workload, compare, show_tp_plan
 from shardlab.experiment.planned import plan_runs
 from shardlab.experiment.planned_tensor import PlannedTensorAxis
+from shardlab.experiment.tensor_plan import shown_plan
+from shardlab.tensor_parallel import Column, Row
 from tests.conftest import Pools
 from tests.tensor_parallel import strangers
 
@@ -111,6 +114,80 @@ def test_the_plan_of_layers_is_shown_without_ranks() -> None:
     assert "write -1" in found.loc["blocks.*.a.q", "why"]
     with pytest.raises(ValueError, match="tp: 1 ranks divide nothing"):
         show_tp_plan(own(), 1)
+
+
+def without(name):
+    return lambda plan: {pattern: style for pattern, style in plan.items() if not pattern.endswith(name)}
+
+
+def twice(model, batch, axis):
+    return 2 * strangers.next_word(model, batch)
+
+
+WRONG_PLANS = {
+    "a norm of heads without a style": ({}, without("q_norm"), {}, "gradient of .blocks.0.a.q_norm.weight. differs"),
+    "a fused projection cut as it does not lie": (
+        {"mlp": strangers.FusedGate}, lambda plan: {**plan, "blocks.*.m.gate_up": Column()}, {}, "result is another",
+    ),
+    "columns without rows": ({}, without("m.down"), {}, "a and b must have same reduction dim"),
+    "a loss of parts": ({}, dict, {"tp_loss": twice}, "the result is another one than the whole model's"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG_PLANS)
+def test_a_plan_that_is_given_is_tried_before_ranks_start(wrong) -> None:
+    parts, change, more, said = WRONG_PLANS[wrong]
+    workload = replace(own(**parts), tp_plan=change(shown_plan(own(**parts), 2)[0].tp_plan), **more)
+    with pytest.raises(ValueError, match=f"^tp_plan: tried in one process, it fails: .*{said}"):
+        CompareConfig(workload=workload, ranks=2, tp=2, strategies="zero1")
+
+
+class Untried(torch.nn.Module):
+    """Between its two layers it does what a process without ranks may not be able to do."""
+
+    def __init__(self, what) -> None:
+        super().__init__()
+        self.up, self.down, self.what = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), what
+
+    def forward(self, x):
+        return self.down(self.what(self.up(x)))
+
+
+def fails(x):
+    raise RuntimeError("only on ranks")
+
+
+def loss_of_a_function_of_values(model, x):
+    return model(x).square().mean() * (1 + int(x.sum() > 0))
+
+
+def unreadable(rank, ranks, seed):
+    raise OSError("no such file")
+
+
+DATA = [torch.ones(4, 4)]
+SQUARE = Workload(torch.nn.Tanh, DATA, lambda model, x: model(x).square().mean())
+UNTRIED = {
+    "values": (
+        replace(SQUARE, model=lambda: Untried(torch.relu), loss=loss_of_a_function_of_values),
+        "given, tried: out",
+    ),
+    "an error": (
+        replace(SQUARE, model=lambda: Untried(fails)),
+        r"\(not tried, for the whole module fails.*only on ranks",
+    ),
+    "noise": (replace(SQUARE, model=lambda: Untried(lambda x: x + torch.rand_like(x))), "not tried: it draws random"),
+    "infinite": (replace(SQUARE, model=lambda: Untried(lambda x: x / 0)), "with random parameters it is not finite"),
+    "no data": (replace(SQUARE, model=lambda: Untried(torch.relu), data=unreadable), "given, sizes fit$"),
+}
+
+
+@pytest.mark.parametrize("what", UNTRIED)
+def test_a_plan_that_is_given_is_not_refused_where_it_cannot_be_tried(what) -> None:
+    workload, said = UNTRIED[what]
+    workload = replace(workload, tp_plan={"up": Column(), "down": Row()})
+    assert re.search(said, show_tp_plan(workload, 2).set_index("module").loc["up", "why"])
+    assert CompareConfig(workload=workload, ranks=2, tp=2, strategies="zero1").trained is workload
 
 
 @pytest.mark.parametrize("num_copies", [4, 5])

@@ -1,10 +1,12 @@
 """A model, data and loss that the project has never seen, under every strategy, against one process."""
 
+import random
 import re
 import threading
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -21,7 +23,8 @@ from shardlab.experiment.planned_workload import optimizer_of
 from shardlab.experiment.report import write_report
 from shardlab.experiment.saved import load_saved
 from shardlab.experiment.summary import summarise
-from shardlab.experiment.verdicts import alone_verdict, plan_verdict, verdict
+from shardlab.experiment.verdicts import alone_verdict, plan_verdict, resumed_verdict, verdict
+from shardlab.experiment.workload import seeded
 from shardlab.launch import current
 from shardlab.planner import Optimizer
 from shardlab.trace.store import load_run
@@ -273,6 +276,48 @@ def test_local_statistics_are_said_and_not_called_a_difference(pools, tmp_path):
     assert found.losses_equal
 
 
+class Centred(nn.Module):
+    """Rows minus a running mean of this rank's own, from a call on; ``is_used``: forward uses it."""
+
+    def __init__(self, from_call, is_used):
+        super().__init__()
+        self.leave = nn.Sequential(nn.Linear(6, 3))
+        self.from_call, self.is_used = from_call, is_used
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.leave.register_buffer("mean", torch.zeros(6))
+        self.double()
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > self.from_call:
+            self.leave.mean += 0.5 * (x.detach().mean(0) - self.leave.mean)
+        return self.leave(x - self.leave.mean if self.is_used else x)
+
+
+@pytest.mark.parametrize(("ranks", "from_call"), [(2, 0), (3, 2)])
+def test_a_buffer_of_a_ranks_own_rows_is_named_with_its_step_and_not_called_a_difference(
+    pools, tmp_path, ranks, from_call
+):
+    trained = Workload(partial(Centred, from_call, True), Labelled(), labelled_loss)
+    options = {"ranks": ranks, "steps": 4, "pool": pools(ranks)}
+    found = compare(trained, tmp_path / "run", strategies=("single", "ddp", "zero2", "fsdp", "torch_ddp"), **options)
+    said = f"buffer leave.mean differs between ranks after step {from_call}"
+    assert f"which rightly differs: {said}" in alone_verdict(found)
+    by_strategy = found.summary.set_index("strategy")
+    assert by_strategy["losses_equal"].tolist() == [None, True, True, True, False]
+    assert f"What differs first: {said}" in verdict(found)
+    assert "torch_ddp goes on from those of rank 0" in verdict(found)
+
+
+def test_a_buffer_that_no_loss_depends_on_leaves_the_single_process_to_compare_with(pools, tmp_path):
+    trained = Workload(partial(Centred, 0, False), Labelled(), labelled_loss)
+    strategies = ("single", "ddp", "zero3")
+    found = compare(trained, tmp_path / "run", strategies=strategies, ranks=2, steps=3, pool=pools(2))
+    assert found.records.manifests["ddp"]["own_buffers"]
+    assert found.summary["loss_reference"].tolist() == ["single"] * 3
+    assert (alone_verdict(found), found.losses_equal) == ("", True)
+
+
 class Dropping(nn.Module):
     """Dropout that no module ``nn.Dropout`` does: that of a recurrent layer, and the function's."""
 
@@ -375,6 +420,76 @@ def test_a_run_that_goes_on_after_the_judged_steps_is_judged_from_its_own_first(
     assert (row["max_loss_difference"], row["judged_loss_difference"], row["losses_equal"]) == (None, None, None)
 
 
+class Noisy(Labelled):
+    """Samples with noise from ``draw``."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    def __getitem__(self, place):
+        return {"x": self.x[place] + self.draw(), "y": self.y[place]}
+
+
+def drawn_by_numpy():
+    model = Residual()
+    for param in model.parameters():
+        param.data = torch.from_numpy(np.random.randn(*param.shape) * 0.3)
+    return model
+
+
+def noisy_rows(draw, rank, ranks, seed):
+    while True:
+        x = Labelled().x[:8] + torch.tensor([draw() for _ in range(8)], dtype=torch.float64)[:, None]
+        # The mask has no rows, and its size is that of no batch.
+        yield {"x": x[rank::ranks], "y": Labelled().y[:8][rank::ranks], "mask": torch.ones(3, 2)}
+
+
+def noisy(kind, draw):
+    if kind == "function":
+        return partial(noisy_rows, draw)
+    return Noisy(draw) if kind == "samples" else DataLoader(Noisy(draw), batch_size=8, shuffle=True)
+
+
+def masked_loss(model, batch):
+    return model(x=batch["x"], y=batch["y"]).loss
+
+
+@pytest.mark.parametrize("kind", ["samples", "loader", "function"])
+def test_numpys_generator_is_seeded_for_the_model_and_the_data_and_when_a_run_goes_on(pools, tmp_path, kind):
+    trained = Workload(drawn_by_numpy, noisy(kind, lambda: np.random.rand()), masked_loss)
+    options = {"strategies": ("single", "ddp", "fsdp"), "ranks": 2, "pool": pools(2)}
+    before = np.random.get_state()[1].tolist()
+    long = compare(trained, tmp_path / "long", steps=4, **options)
+    compare(trained, tmp_path / "first", steps=2, save_every=2, **options)
+    rest = compare(trained, tmp_path / "rest", steps=4, resume=str(tmp_path / "first"), **options)
+    assert long.losses_equal
+    assert rest.losses_equal
+    assert resumed_verdict(rest) == ""
+    key = ["run", "rank", "step"]
+    losses = [found.records.steps.set_index(key)["loss"] for found in (rest, long)]
+    pd.testing.assert_series_equal(losses[0], losses[1].loc[losses[0].index], rtol=0, atol=1e-12)
+    assert np.random.get_state()[1].tolist() == before
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("samples", 2), ("loader", 3), ("function", 2)])
+def test_data_that_differ_are_said_and_not_the_losses_alone(pools, tmp_path, kind, ranks):
+    trained = Workload(Residual, noisy(kind, lambda: np.random.default_rng().random()), masked_loss)
+    options = {"strategies": ("single", "zero1"), "ranks": ranks, "pool": pools(ranks), "accumulation": 2}
+    found = compare(trained, tmp_path / "first", steps=2, save_every=2, **options)
+    assert not found.losses_equal
+    assert verdict(found).startswith(
+        "The DATA differ, so losses are not compared: from step 0 on zero1 trained on other rows than single; compare "
+        "seeds Python's, NumPy's and torch's generators; seed any other"
+    )
+    rest = compare(trained, tmp_path / "rest", steps=4, resume=str(tmp_path / "first"), **options)
+    assert "The DATA differ from those that were trained on before the checkpoint, from step 0" in resumed_verdict(rest)
+    compare(trained, tmp_path / "again", steps=1, **options)
+    saved = load_saved(tmp_path / "first"), load_saved(tmp_path / "again")
+    assert verdict(saved[0][0]) == verdict(found)
+    assert all(words.endswith("Their data differ from step 0 on.") for words in Difference(*saved).verdicts)
+
+
 # Rows.
 
 
@@ -405,7 +520,9 @@ class Stream(IterableDataset):
         return iter(torch.arange(10.0).view(10, 1))
 
 
-@pytest.mark.parametrize("data", [Labelled(), Stream(), [torch.zeros(4, 1)], DataLoader(Labelled(), 8, shuffle=True)])
+@pytest.mark.parametrize(
+    "data", [Noisy(np.random.rand), Stream(), [torch.zeros(4, 1)], DataLoader(Labelled(), 8, shuffle=True)]
+)
 def test_all_ranks_see_one_order_whatever_they_draw_themselves(data):
     def first(noise):
         torch.manual_seed(noise)
@@ -413,6 +530,7 @@ def test_all_ranks_see_one_order_whatever_they_draw_themselves(data):
         seen = []
         for _ in range(12):  # more than one epoch
             torch.rand(noise)  # as dropout draws
+            np.random.rand(noise)
             seen.append(next(stream).batch)
         return seen
 
@@ -421,15 +539,18 @@ def test_all_ranks_see_one_order_whatever_they_draw_themselves(data):
 
 
 def test_reading_data_leaves_the_random_numbers_of_training_alone():
-    torch.manual_seed(0)
-    expected = torch.rand(3)
-    torch.manual_seed(0)
-    stream = batches_of(Workload(Residual, DataLoader(Labelled(), 4, shuffle=True), keyword_loss), 0, 1, 0, 4)
+    def draw():
+        return torch.rand(()).item() + np.random.rand() + random.random()
+
+    with seeded(0):
+        expected = [draw() for _ in range(3)]
+    stream = batches_of(Workload(Residual, DataLoader(Noisy(draw), 4, shuffle=True), keyword_loss), 0, 1, 0, 4)
     drawn = []
-    for _ in range(3):
-        next(stream)
-        drawn.append(torch.rand(1))
-    torch.testing.assert_close(torch.cat(drawn), expected)
+    with seeded(0):
+        for _ in range(3):
+            next(stream)
+            drawn.append(draw())
+    assert drawn == expected
 
 
 def test_data_that_ends_says_after_how_many_batches():
@@ -563,8 +684,9 @@ def test_a_wrong_field_is_named(changes, kind, said):
             {"model": lambda: Residual().float()},
             {"dtype": "float64"},
             ValueError,
-            "dtype: 'float64', but the parameters",
+            "dtype: 'float64', but the parameters of .* are float32; make the model double in the workload",
         ),
+        ({}, {"dtype": "int8"}, ValueError, "dtype: 'int8' is not one of float32, float64"),
         ({"data": [1]}, {"batch": 4}, ValueError, "batch: the data of Residual comes in batches already"),
         ({}, {"batch": 3}, ValueError, "batch: 3 sequences do not divide"),
         ({}, {"strategies": ("torch_tp",)}, ValueError, "strategies: 'torch_tp' cuts a built-in GPT"),

@@ -12,9 +12,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from shardlab.analysis import attribution, bandwidth, overlap, stragglers
-from shardlab.export import import_profiler_trace, perfetto_trace
-from shardlab.export.kineto import collective_of, dtype_of
-from shardlab.plots import collective_timeline, overlap_bars, wire_volume
+from shardlab.export import export_hta, import_profiler_trace, perfetto_trace
+from shardlab.export.kineto import NCCL_NAMES, collective_of, dtype_of
+from shardlab.plots import collective_timeline, overlap_bars, summary_of, wire_volume
 from shardlab.vocabulary import Collective
 from tests.export.trace_format import check
 
@@ -40,6 +40,10 @@ def train(rank, directory):
             dist.barrier()
             dist.all_to_all_single(torch.empty(20), whole)
             dist.reduce_scatter(torch.empty(10), [chunk, chunk])
+            dist.reduce(whole, 0)
+            dist.gather(chunk, [torch.empty(10), torch.empty(10)] if rank == 0 else None, 0)
+            dist.scatter(torch.empty(10), [chunk, chunk] if rank == 0 else None, 0)
+            dist.all_reduce(chunk.to_sparse())
             if rank == 0:
                 dist.send(chunk, 1)
             else:
@@ -59,13 +63,21 @@ def test_collectives_of_gloo_ranks(imported):
     assert set(records.collectives["step"]) == {1, 2}
     for rank in (0, 1):
         rows = records.collectives[(records.collectives["rank"] == rank) & (records.collectives["step"] == 2)]
-        found = [(row.op, row.numel, row.bytes) for row in rows.itertuples() if row.op != "broadcast"]
+        found = [
+            (row.op, row.numel, None if pd.isna(row.bytes) else row.bytes)
+            for row in rows.itertuples()
+            if row.op != "broadcast"
+        ]
         assert found == [
             (Collective.ALL_REDUCE, NUM_ELEMENTS, 4 * NUM_ELEMENTS),
             (Collective.ALL_GATHER, 20, 80),
             (Collective.BARRIER, 0, 0),
             (Collective.ALL_TO_ALL, 20, 80),
             (Collective.REDUCE_SCATTER, 20, 80),
+            (Collective.REDUCE, 20, 80),
+            (Collective.GATHER, 20, 80),
+            (Collective.SCATTER, 20, None if rank else 80),  # its task names the type of elements on the root alone
+            (Collective.ALL_REDUCE, 10, 40),  # of a sparse tensor
             (Collective.RECV if rank else Collective.SEND, 10, 40),
         ]
         assert (20, 80) in [(row.numel, row.bytes) for row in rows.itertuples() if row.op == "broadcast"]
@@ -74,7 +86,7 @@ def test_collectives_of_gloo_ranks(imported):
         assert rows["issue_us"].is_monotonic_increasing
         assert (rows["issue_us"] <= rows["start_us"]).all()
         assert (rows["start_us"] <= rows["end_us"]).all()
-        assert rows[rows["op"] == "all_reduce"]["phase"].tolist() == ["backward"]
+        assert rows[rows["op"] == "all_reduce"]["phase"].tolist() == ["backward", "forward"]
 
 
 def test_compute_is_that_of_the_operators(imported):
@@ -139,7 +151,7 @@ def test_a_trace_without_communication_has_no_overlap(tmp_path):
     assert np.isnan(row["exposed_comm_us"])
 
 
-KERNEL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+STEP, KERNEL = "ProfilerStep#7", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
 
 def cuda_trace(rank=0, **changes):
@@ -153,7 +165,7 @@ def cuda_trace(rank=0, **changes):
     comm = {"Collective name": "allreduce", "In msg nelems": 512, "Out msg nelems": 512, "Group size": 2}
     comm |= {"dtype": "BFloat16", "Process Group Name": "0", "Process Group Description": "default_pg"}
     events = [
-        event("ProfilerStep#7", "user_annotation", 1, 0, 100),
+        event(STEP, "user_annotation", 1, 0, 100),
         event("autograd::engine::evaluate_function: MmBackward0", "cpu_op", 2, 4, 20),
         event("Optimizer.step#AdamW.step", "user_annotation", 1, 40, 20),
         event("cudaLaunchKernel", "cuda_runtime", 1, 1, 1, correlation=1),
@@ -195,12 +207,90 @@ def test_a_cuda_trace(tmp_path):
     assert records.steps["step_us"].tolist() == [100]
 
 
-def test_kernels_without_arguments_have_no_size(tmp_path):
+def renamed(kernel, category="kernel", **args):
+    """The trace with another communicating kernel."""
     trace = cuda_trace()
     for event in trace["traceEvents"]:
         if event["name"] == KERNEL:
-            event["args"] = {"stream": 20}
-    (row,) = import_profiler_trace(written(tmp_path, "old.json", trace)).collectives.to_dict("records")
+            event |= {"name": kernel, "cat": category, "args": {"stream": 20, **args}}
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("kernel", "args", "op", "transport"),
+    [
+        ("ncclDevKernel_Reduce_Sum_f32_RING_LL(x)", {"Collective name": "reduce"}, "reduce", "nccl"),
+        ("ncclDevKernel_SendRecv(x)", {"Collective name": "gather"}, "gather", "nccl"),
+        ("ncclDevKernel_Generic_4(x)", {"Collective name": "scatter"}, "scatter", "nccl"),
+        ("ncclSymDevKernel_AllReduce_RSxLD_AGxST_sum_bf16(x)", {}, "all_reduce", "nccl"),
+        ("ncclSymkDevKernel_ReduceScatter_LDMC_sum_bf16(x)", {}, "reduce_scatter", "nccl"),
+        ("ncclAllGatherRingLLKernel_copy_i8(ncclColl)", {}, "all_gather", "nccl"),
+        ("void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*)", {}, "all_reduce",
+         "device"),
+        ("<unnamed>::two_shot_all_reduce_kernel_inplace<float, (int)16>(float*)", {}, "all_reduce", "device"),
+        ("void vllm::cross_device_reduce_2stage<__nv_bfloat16, 8>(vllm::RankData*)", {}, "all_reduce", "device"),
+        ("kuserbuffers_pushrecv(int, int, int, int, int*)", {}, "recv", "device"),
+        ("another_vendors_kernel", {"Collective name": "_allgather_base"}, "all_gather", "device"),
+    ],
+)  # fmt: skip
+def test_whoever_communicates_by_a_name_that_tells_how(tmp_path, kernel, args, op, transport):
+    records = import_profiler_trace(written(tmp_path, "trace.json", renamed(kernel, **args)))
+    (row,) = records.collectives.to_dict("records")
+    assert (row["op"], row["transport"]) == (op, transport)
+    assert records.steps["exposed_comm_us"].tolist() == [10]
+    assert len(records.spans) == 2
+
+
+@pytest.mark.parametrize(
+    ("kernel", "category"),
+    [
+        ("ncclDevKernel_Generic_4(x)", "kernel"),
+        ("ncclSomethingNew", "kernel"),
+        ("void c10d::symmetric_memory::put_signal_kernel(unsigned int**)", "kernel"),
+        ("void userbuffers_fp16_sum_inplace_gpu_rr<2>(int)", "kernel"),
+        ("void deep_ep::internode_ll::dispatch<true, 7168>(void*)", "kernel"),
+        ("Memcpy PtoP (Device -> Device)", "gpu_memcpy"),
+    ],
+)
+def test_communication_that_no_name_explains_counts_and_is_said(tmp_path, kernel, category):
+    about = {"Collective name": "coalesced", "In msg nelems": 512, "Out msg nelems": 512, "Group size": 2}
+    path = written(tmp_path, "trace.json", renamed(kernel, category, **about))
+    with pytest.warns(UserWarning, match=r"count as unknown communication, and their bytes as not known: \w.* \(1\)$"):
+        records = import_profiler_trace(path)
+    (row,) = records.collectives.to_dict("records")
+    assert row["op"] == "unknown communication"
+    assert pd.isna(row["bytes"])
+    assert records.steps["overlap"].tolist() == pytest.approx([20 / 30])
+    assert records.steps["wire_bytes"].isna().all()
+    assert "(without 1 whose bytes are not known)" in summary_of(wire_volume(records.collectives))
+    assert "1 collective a rank sends –" in summary_of(collective_timeline(records.collectives, records.spans, step=7))
+    export_hta(records, tmp_path / "hta")
+    with pytest.warns(UserWarning, match="unknown communication"):
+        assert import_profiler_trace(tmp_path / "hta").collectives["op"].tolist() == ["unknown communication"]
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    ["void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>(x)", "void deep_ep::layout::get_layout(x)",
+     "triton_poi_fused_all_gather_into_tensor_wait_tensor_3", "void indexSelectScatterGather<float>(x)"],
+)  # fmt: skip
+def test_a_kernel_of_one_device_is_compute(tmp_path, kernel):
+    records = import_profiler_trace(written(tmp_path, "trace.json", renamed(kernel)))
+    assert len(records.collectives) == 0
+    assert kernel in set(records.spans["unit"])
+
+
+def test_a_trace_that_has_calls_and_not_what_ran_says_so(tmp_path):
+    trace = cuda_trace()
+    call = {"ph": "X", "name": "c10d::allreduce_", "cat": "cpu_op", "pid": 77, "tid": 1, "ts": 6, "dur": 1, "args": {}}
+    trace["traceEvents"] = [event for event in trace["traceEvents"] if event["cat"] != "kernel"] + [call]
+    with pytest.warns(UserWarning, match=r"ranks \[0\] issued collectives.*profile with ProfilerActivity.CUDA too"):
+        records = import_profiler_trace(written(tmp_path, "trace.json", trace))
+    assert records.steps["overlap"].isna().all()
+
+
+def test_kernels_without_arguments_have_no_size(tmp_path):
+    (row,) = import_profiler_trace(written(tmp_path, "old.json", renamed(KERNEL))).collectives.to_dict("records")
     assert row["op"] == "all_reduce"
     assert row["issue_us"] == row["start_us"]
     assert np.isnan(row["wire_bytes"])
@@ -215,6 +305,12 @@ def test_kernels_without_arguments_have_no_size(tmp_path):
         ("[]", "it has no list 'traceEvents'"),
         ('{"traceEvents": [{"ph": "X", "name": "a", "ts": 1}]}', "'a' has no times"),
         ('{"traceEvents": [{"ph": "X", "name": "a", "ts": 1, "dur": -2}]}', "lasts -2.0 us; the clock ran backwards"),
+        ('{"traceEvents": [{"ph": "X", "name": "a", "ts": 1e999, "dur": 1}]}', "'a' begins at inf us"),
+        ('{"traceEvents": ' + "[" * 100_000 + "]" * 100_000 + "}", "is damaged or not JSON .*recursion"),
+        ('{"traceEvents": [3]}', "event 0 of 'traceEvents' or its 'args' is not an object"),
+        ('{"traceEvents": [{"ph": "X", "args": [1]}]}', "event 0 of 'traceEvents' or its 'args' is not an object"),
+        ('{"traceEvents": [], "distributedInfo": {"rank": "first"}}', "rank is 'first'; it must be a whole number"),
+        ('{"traceEvents": [], "distributedInfo": [1]}', r"trace\.json is not as torch\.profiler writes it: Attribute"),
     ],
 )
 def test_damaged_traces_are_named(tmp_path, content, message):
@@ -222,6 +318,28 @@ def test_damaged_traces_are_named(tmp_path, content, message):
     path.write_text(content)
     with pytest.raises(ValueError, match=message):
         import_profiler_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("step", "9" * 30, r"ProfilerStep# is '9{30}'; it must be a whole number below 9007199254740992"),
+        ("step", "warm", r"ProfilerStep# is 'warm'"),
+        ("In msg nelems", 1 << 62, r"In msg nelems is 4611686018427387904"),
+        ("Group size", 0, r"group_size"),
+        ("Group size", [2], r"Group size is \[2\]"),
+        ("correlation", {}, r"is not as torch.profiler writes it: TypeError"),
+    ],
+)
+def test_values_that_no_profiler_writes_are_named(tmp_path, name, value, message):
+    trace = cuda_trace()
+    step, kernel = (next(one for one in trace["traceEvents"] if one["name"] == what) for what in (STEP, KERNEL))
+    if name == "step":
+        step["name"] = f"ProfilerStep#{value}"
+    else:
+        kernel["args"][name] = value
+    with pytest.raises(ValueError, match=rf"trace.*trace\.json.*{message}"):
+        import_profiler_trace(written(tmp_path, "trace.json", trace))
 
 
 def test_what_is_no_trace_is_named(tmp_path):
@@ -247,10 +365,18 @@ def test_what_is_no_trace_is_named(tmp_path):
         ("gloo:all_reduce", "all_reduce"), ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(x)", "reduce_scatter"),
         ("ncclKernel_AllGather_RING_LL_Sum_int8_t", "all_gather"), ("_reduce_scatter_base", "reduce_scatter"),
         ("ncclDevKernel_SendRecv(x)", "send"), ("c10d::recv_", "recv"), ("aten::mm", None),
+        ("c10d::reduce_", "reduce"), ("gloo:gather", "gather"), ("c10d::scatter_", "scatter"),
+        ("gloo:sparse_all_reduce", "all_reduce"), ("gloo:recvAnySource", "recv"),
     ],
 )  # fmt: skip
 def test_names_of_collectives(name, op):
     assert collective_of(name) == op
+
+
+def test_every_collective_has_a_name_as_a_kernel():
+    assert {op: collective_of(f"ncclDevKernel_{name}") for op, name in NCCL_NAMES.items()} == {
+        op: None if op is Collective.UNKNOWN else op for op in Collective
+    }
 
 
 def test_names_of_types():

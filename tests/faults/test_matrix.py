@@ -1,6 +1,7 @@
 """The short fault matrix: every kind of fault is told, or the run is right, and nothing is left behind."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -9,7 +10,7 @@ from shardlab.cli import app
 from shardlab.cli.faults import _matrix, _verdict
 from shardlab.faults import SkippedCollective
 from shardlab.faults.matrix import KINDS, MatrixConfig, Outcome, Row, _Runs
-from shardlab.launch import RankPool
+from shardlab.launch import RankHang, RankPool
 from shardlab.vocabulary import Phase
 
 # What the user is told: by which exception, and whether it names the rank, a collective and a line of the loop.
@@ -28,21 +29,32 @@ TOLD = {
 
 
 def test_the_short_matrix():
-    done = CliRunner().invoke(app, ["faults", "--quick", "--strategies", "bucketed", "--json"])
+    done = CliRunner().invoke(app, ["faults", "--quick", "--strategies", "bucketed", "--timeout-s", "3", "--json"])
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)
     found = {row["fault"]: (row["outcome"], row["error"], row["names_collective"], row["names_line"]) for row in rows}
     assert found == TOLD
     assert [(row["usable"], row["left"]) for row in rows] == [(True, "")] * len(KINDS)
+    (stopped,) = (row for row in rows if row["fault"] == "StoppedRank")
+    assert "for more than timeout_s=3 s" in stopped["said"]
     for row in rows:
         assert (row["told_s"] is None) == (row["error"] == "")
 
 
 def test_what_ranks_print_as_they_die_is_no_part_of_the_matrix(capsys):
-    with RankPool(3, device="cpu", timeout_s=2.0, notice_s=None, threads_per_rank=1) as pool:
+    with RankPool(3, device="cpu", timeout_s=5.0, notice_s=None, threads_per_rank=1) as pool:
         died = _Runs("bucketed", "gloo", pool).row(SkippedCollective(1, 1, "step"))
     assert (died.error, died.is_good) == ("RankDied", True)
     assert not capsys.readouterr().out
+
+
+def test_ranks_that_wait_too_long_without_a_fault_need_a_longer_timeout():
+    def run(*_):
+        raise RankHang("ranks waited", (0, 1, 2), "table")
+
+    pool = SimpleNamespace(run=run, timeout_s=2.0)
+    with pytest.raises(ValueError, match=r"^timeout_s: 2 is too short .* Under ddp without a fault, ranks waited$"):
+        _Runs("ddp", None, pool)
 
 
 def row(outcome, **changed):
@@ -86,6 +98,7 @@ def test_all_cases_are_those_that_can_happen():
         (["--strategies", "ddp,ddp"], "strategies: ddp, ddp; at least one is needed, and each only once"),
         (["--strategies", "ddp,zero4"], "strategies: 'zero4' is not one of ddp, bucketed"),
         (["--ranks", "2"], "ranks: 2 is below 3"),
+        (["--timeout-s", "0"], "timeout_s: 0.0 is not above 0"),
     ],
 )
 def test_bad_options_are_refused_in_one_line(options, words):

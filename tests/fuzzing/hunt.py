@@ -10,7 +10,8 @@ from typing import Any
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, given, settings
-from tqdm import tqdm
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from shardlab.launch import RankPool
 from tests.fuzzing.features import ON
@@ -76,11 +77,13 @@ class Hunt:
         self._seconds: list[float] = []  # from the beginning to each find, before it was made small
         self._began = time.monotonic()
         self._until = self._began + 60 * config.minutes
-        self._bar: Any = None
+        columns = (TextColumn("{task.completed} scenarios"), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=Console(stderr=True), disable=not config.bar, redirect_stdout=False)
+        self._task = self._bar.add_task("")
 
     def run(self) -> None:
         """Until the time is up, or at the first find."""
-        with tqdm(total=None, unit=" scenarios", disable=not self.config.bar, mininterval=2) as self._bar:
+        with self._bar:
             round_ = 0
             while time.monotonic() < self._until and (self.config.keep_going or not self.finds):
                 num_ranks = self.config.ranks[round_ % len(self.config.ranks)]
@@ -112,12 +115,14 @@ class Hunt:
             self.finds.append(find)
             self._seconds.append(session.found_at - self._began)
             self._known.add(_key(*find))
-            tqdm.write(f"\n# seed {seed}, {num_ranks} ranks\n{script_of(*find)}", file=sys.stdout)
+            self._bar.stop()  # so that the script does not lie in it
+            sys.stdout.write(f"\n# seed {seed}, {num_ranks} ranks\n{script_of(*find)}\n")
+            self._bar.start()
 
     def _judge(self, scenario: Scenario) -> Verdict:
         verdict = run_scenario(self.pool_of(scenario.num_ranks), scenario)
         self.statistics.add(scenario, verdict)
-        self._bar.update(1)
+        self._bar.advance(self._task)
         return verdict
 
     def summary(self) -> str:

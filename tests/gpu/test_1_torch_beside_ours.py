@@ -9,7 +9,6 @@ import torch
 
 from shardlab.analysis import allocator_items
 from shardlab.experiment import CompareConfig, compare
-from shardlab.experiment.report import path_table
 from shardlab.launch import place
 from shardlab.trace.store import load_run
 from shardlab.vocabulary import Role
@@ -53,6 +52,9 @@ def test_what_ranks_send_to_try_nccl_is_not_left_reserved(comparison):
 
 
 def test_the_critical_path_is_left_out(comparison):
+    pytest.importorskip("plotly", reason="the report needs plotly")
+    from shardlab.experiment.report import path_table
+
     assert path_table(comparison.records, dict.fromkeys(STRATEGIES, 5)).empty
 
 

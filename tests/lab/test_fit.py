@@ -1,5 +1,7 @@
 """Whether a run fits: what is gathered and kept is counted without running, and equals what an engine has."""
 
+import json
+import re
 from typing import Any
 
 import pandas as pd
@@ -15,7 +17,7 @@ from shardlab.lab.memory import watch_gathered
 from shardlab.models import GPT, GPTConfig, next_token_loss
 from shardlab.partition.ring_cost import Link
 from shardlab.planner import Gpu, Setup, described, gathered_at_once, predicted_collectives, predicted_memory
-from shardlab.planner.fit import memory_bytes, rows_that_fit, sending_us
+from shardlab.planner.fit import CARDS, memory_bytes, rows_that_fit, sending_us
 from shardlab.plots import memory_on_gpu, summary_of
 from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.units import units_of
@@ -250,14 +252,49 @@ def test_what_depends_on_values_is_refused() -> None:
     def by_value(model: Any, batch: torch.Tensor) -> torch.Tensor:
         return loss(model, batch) * batch.sum().item()
 
+    workload = Workload(gpt, Tokens(), by_value)
     with pytest.raises(ValueError, match="model: what it computes depends on values"):
-        kept_for_backward(Workload(gpt, Tokens(), by_value), 1)
+        kept_for_backward(workload, 1)
+    table = RunPlan.of(workload, 2).on("1MB,1GB/s,10us")
+    assert_only_rows_are_missing(table, list(table["strategy"]))
+
+
+def assert_only_rows_are_missing(table: pd.DataFrame, of: list[str]) -> None:
+    for name in ("row_bytes", "rows_that_fit"):
+        assert table.loc[table[name].isna(), "strategy"].tolist() == of
+    assert (table["left_bytes"] == 1_000_000 - table["rest_bytes"] - table["gathered_bytes"]).all()
+    assert table["sending_ms"].notna().all()
+    with pytest.raises(ValueError, match=f"plans: what a row takes is not known of {', '.join(of)}, so"):
+        memory_on_gpu(table, 1e6)
+    assert readable_fit(table)["rows that fit"].isna().sum() == len(of)
+
+
+def test_of_divided_layers_it_says_what_is_left() -> None:
+    table = RunPlan.of(WORKLOADS["uneven"], 4, ("single", "zero1", "fsdp"), tp=2).on("1MB,1GB/s,10us")
+    assert_only_rows_are_missing(table, ["zero1", "fsdp"])
+
+
+@pytest.mark.parametrize("card", [*CARDS, "H100", " 4090 "])
+def test_the_name_of_a_card_says_all_three(card: str) -> None:
+    gpu = Gpu.parse(card)
+    assert gpu == Gpu.parse(CARDS[card.strip().lower()])
+    assert gpu.memory_bytes > 1e10
+    assert gpu.link is not None
+
+
+def test_memory_alone_says_what_fits() -> None:
+    planned = RunPlan.of(WORKLOADS["gpt"], 2, ("ddp", "fsdp"))
+    alone, linked = planned.on("1MB"), planned.on("1MB,1GB/s,10us")
+    assert alone.drop(columns="sending_ms").equals(linked.drop(columns="sending_ms"))
+    assert alone["sending_ms"].isna().all()
+    assert (memory_bytes("24GiB"), memory_bytes("1.5 KiB"), memory_bytes("2GB")) == (24 * 2**30, 1536, 2e9)
 
 
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: Gpu.parse("24GB"), "gpu: '24GB' is not understood"),
+        (lambda: Gpu.parse("h900"), "gpu: 'h900' is not understood; write a card (t4, "),
+        (lambda: Gpu.parse("24Gb"), "gpu: '24Gb' is not understood"),
         (lambda: Gpu.parse("24,32GB/s,1us"), "memory: '24' is not understood"),
         (lambda: Gpu.parse("24GB,fast,1us"), "link: 'fast,1us' is not understood"),
         (lambda: Gpu(0, Link(1, 1)), "memory: 0 is given"),
@@ -267,7 +304,6 @@ def test_what_depends_on_values_is_refused() -> None:
         (lambda: rows_that_fit(10, {1: 2}), "kept: 1 numbers of rows"),
         (lambda: rows_that_fit(10, {1: 2, 3: 2}), "kept: 3 rows keep 2 bytes"),
         (lambda: kept_for_backward(WORKLOADS["gpt"], 0), "rows: 0 is given"),
-        (lambda: RunPlan.of(WORKLOADS["gpt"], 2, tp=2), "tp: 2 was given"),
     ],
 )
 def test_bad_input_is_named(call: Any, said: str) -> None:
@@ -286,10 +322,29 @@ def test_the_terminal_prints_the_command_and_its_answer(tmp_path, capsys) -> Non
         terminal("exit 3", tmp_path)
 
 
-def test_the_command_line_says_what_is_left() -> None:
-    train = "data/train.py:workload"
-    done = CliRunner().invoke(app, ["plan", "--workload", train, "--ranks", "8", "--gpu", "24GB,32GB/s,10us"])
+def said(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["plan", "--ranks", "8", *arguments])
     assert done.exit_code == 0, done.output
-    assert "that fit" in done.output
-    done = CliRunner().invoke(app, ["plan", "--params", "7B", "--ranks", "8", "--gpu", "24GB,32GB/s,10us"])
-    assert done.output == "error: gpu: only for --workload; with --params leave it out\n"
+    return " ".join(done.output.split())
+
+
+def test_the_command_line_says_what_is_left() -> None:
+    train = ("--workload", "data/train.py:workload")
+    text = said(*train, "--gpu", "24GB,32GB/s,10us", "--precision", "bf16")
+    assert "rows sending strategy" in text
+    assert "* takes no precision" in text
+    assert re.findall(r"(\w+) \* ", text) == ["single", "ddp", "bucketed"]
+    text = said(*train, "--gpu", "24GB")
+    assert "that fit" in text
+    assert "sending" not in text.lower()
+    assert "*" not in text
+    text = said(*train, "--gpu", "h100", "--tp", "2", "--strategies", "zero1")
+    assert "on a GPU of 80GiB,450GB/s,5us" in text
+    assert "What a row keeps is not known where layers are divided, or depend on values; libraries" in text
+
+
+def test_the_command_line_says_what_a_number_of_parameters_leaves() -> None:
+    text = said("--params", "7B", "--gpu", "80GB")
+    assert re.search(r"ddp 14\.00 14\.00 84\.00 112\.00 -32\.00 ", text)
+    rows = json.loads(said("--params", "7B", "--gpu", "80GB", "--json"))
+    assert [row["left_bytes"] for row in rows] == [80e9 - row["total_bytes"] for row in rows]

@@ -27,6 +27,7 @@ from shardlab.lab.verdicts import (
     pay_off_verdict,
     prediction_verdict,
 )
+from shardlab.plots import overlap_bars, summary_of
 from tests.analysis.hand_made import collective, collectives, span, spans
 
 SEEDS = range(12)
@@ -167,6 +168,17 @@ def test_hidden_and_exposed_are_compared_as_they_are() -> None:
             assert f", {kind} exposed" in sentence
             assert sentence.endswith(f" {before}")
         assert words(hidden_verdict(slowed(table), ["a", "b", "c"])) == words(said)
+
+
+def test_a_figure_and_a_sentence_say_the_same_share() -> None:
+    for seed in SEEDS:
+        runs = [(name, step, overlap(*one_step(seed + 10 * step, slow=1 + step)))
+                for name in "ab" for step in range(3 if name == "a" else 1)]  # fmt: skip
+        table = pd.concat([measures.assign(run=name, step=step) for name, step, measures in runs])
+        drawn = re.findall(r"([ab]) ([\d.]+ %) hidden with ([\d.]+ .?s) exposed", summary_of(overlap_bars(table)))
+        said = re.findall(r"\b([ab])(?: hides)? ([\d.]+ %) \(([\d.]+ .?s) exposed\)", hidden_verdict(table, ["a", "b"]))
+        assert drawn == said
+        assert len(said) == 2
 
 
 def speeds(seed: int | None) -> pd.DataFrame:

@@ -68,15 +68,15 @@ def test_a_real_browser_makes_a_png_of_the_size_asked_for(figure):
 
 
 def test_a_script_gets_the_summary(figure, monkeypatch, capsys):
-    monkeypatch.setattr(show_module, "get_ipython", lambda: None)
+    monkeypatch.setattr(show_module, "is_in_a_cell", lambda: False)
     plots.show(figure)
     assert capsys.readouterr().out == plots.summary_of(figure) + "\n"
 
 
 def test_show_displays_one_bundle(figure, monkeypatch):
     shown = []
-    monkeypatch.setattr(show_module, "get_ipython", lambda: "a kernel")
-    monkeypatch.setattr(show_module, "display", lambda bundle, raw: shown.append((bundle, raw)))
+    monkeypatch.setattr(show_module, "is_in_a_cell", lambda: True)
+    monkeypatch.setattr("IPython.display.display", lambda bundle, raw: shown.append((bundle, raw)))
     plots.show(figure)
     assert len(shown) == 1
     assert shown[0][1] is True

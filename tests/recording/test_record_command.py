@@ -14,7 +14,8 @@ from shardlab.trace.store import load_run
 from tests.launch.helpers import script_env
 
 TRAIN = """
-import sys, torch, helper
+import os, sys, torch, helper
+os.chdir("/")
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(3):
@@ -22,7 +23,10 @@ for step in range(3):
     optimizer.step()
 """
 SAY = """
+import atexit, pickle
 class Own: pass
+atexit.register(lambda: print(pickle.loads(pickle.dumps(Own)) is Own))
+print(__file__, __spec__, type(__loader__), sys.modules["__main__"].__file__)
 print(__name__, sys.argv, sys.path[0], helper.WORD, sys.modules["__main__"].Own is Own)
 """
 
@@ -97,6 +101,7 @@ def test_a_killed_script_leaves_its_finished_steps(script, tmp_path):
 
 def test_a_directory_that_nobody_named_is_said(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     done = CliRunner().invoke(app, ["record", str(script(""))])
     (directory,) = (tmp_path / "runs").iterdir()
     assert done.stderr == f"records go to runs/{directory.name}; then: shardlab report runs/{directory.name}\n"

@@ -150,23 +150,44 @@ def test_two_models_in_turn_are_steps_of_their_own(tmp_path):
     assert {"forward", "backward", "optimizer"} <= set(kinds(records, 4))
 
 
-def test_an_evaluation_belongs_to_no_step(tmp_path):
+class Wrapper(nn.Module):
+    """As DistributedDataParallel: what trains is inside."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: Wrapper(Wrapper(model))])
+def test_an_evaluation_belongs_to_no_step(tmp_path, wrap):
     model = Net()
+    trained = wrap(model)
 
     def evaluate():
         with torch.no_grad():
-            loss_of(model)
+            loss_of(model)  # the inner one, as the Trainer of transformers does
             time.sleep(0.05)
             loss_of(model)
+            time.sleep(0.05)  # metrics
 
-    records = recorded(tmp_path, lambda: train(model, sgd(model), 5, evaluate), trace_memory=None)
+    records = recorded(tmp_path, lambda: train(trained, sgd(model), 5, evaluate), trace_memory=None)
     spans = records.spans
     ends = spans[spans["kind"] == "optimizer"].set_index("step")["end_us"]
     for step in range(5):
         assert kinds(records, step) == ["forward", "forward", "backward", "optimizer"]
     for step in range(1, 5):  # what passes from one optimizer step to the next is the evaluation and the step
-        assert records.steps.set_index("step").loc[step, "step_us"] <= ends[step] - ends[step - 1] - 50_000
-    assert (spans[spans["kind"] == "forward"].groupby("step")["unit"].value_counts().unstack()["up"] == 1).all()
+        assert records.steps.set_index("step").loc[step, "step_us"] <= ends[step] - ends[step - 1] - 100_000
+    ups = spans[(spans["kind"] == "forward") & spans["unit"].str.endswith("up")]
+    assert ups["step"].tolist() == [0, 1, 2, 3, 4]
+
+
+class Sent(str):
+    """In place of a collective: its name."""
+
+    op = "all_reduce"
 
 
 class Told:
@@ -215,22 +236,22 @@ class Watching:
 def test_a_collective_belongs_to_the_step_and_phase_it_is_sent_in():
     record = Watching()
     told, loop = record.told, Loop(record)
-    loop.issued("setup")
+    loop.issued(Sent("setup"))
     for step in range(2):
         with loop.forward():
-            loop.issued(f"forward {step}")
-        loop.issued(f"loss {step}")
+            loop.issued(Sent(f"forward {step}"))
+        loop.issued(Sent(f"loss {step}"))
         with loop.backward([]):
-            loop.issued(f"backward {step}")
-        loop.issued(f"clip {step}")
+            loop.issued(Sent(f"backward {step}"))
+        loop.issued(Sent(f"clip {step}"))
         loop.optimizer_begins(0.1, trains=False)
-        loop.issued(f"optimizer {step}")
+        loop.issued(Sent(f"optimizer {step}"))
         loop.optimizer_ends()
-        loop.issued(f"logging {step}")
+        loop.issued(Sent(f"logging {step}"))
         if step == 1:
             with loop.evaluation():
-                loop.issued("evaluation")
-            loop.issued("results")
+                loop.issued(Sent("evaluation"))
+            loop.issued(Sent("results"))
     with loop.forward():
         pass
     names = ["setup", *[f"{name} {step}" for step in range(2) for name in NAMES], "evaluation", "results"]
@@ -250,16 +271,16 @@ def test_what_is_sent_before_a_watched_step_is_heard_and_nothing_of_the_others()
     loop, listened = Loop(record), []
     for step in range(4):
         with loop.forward():
-            loop.issued(f"forward {step}")
+            loop.issued(Sent(f"forward {step}"))
             listened.append(record.listens)
         with loop.backward([]):
             loop.begin_span("unit", SpanKind.BACKWARD)
         loop.optimizer_begins(0.1, trains=False)
         loop.optimizer_ends()
-        loop.issued(f"between two optimizers {step}")
+        loop.issued(Sent(f"between two optimizers {step}"))
         loop.optimizer_begins(0.1, trains=False)
         loop.optimizer_ends()
-        loop.issued(f"logging {step}")
+        loop.issued(Sent(f"logging {step}"))
     assert [(event, step) for event, step, _ in record.told.heard] == [
         ("logging 0", 1), ("forward 1", 1), ("between two optimizers 1", 1)
     ]  # fmt: skip

@@ -7,9 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 from typer.testing import CliRunner
 
 from shardlab.cli import app
+from shardlab.recording import record
 from shardlab.trace.store import load_run
 from tests.export.trace_format import check
 from tests.launch.helpers import script_env
@@ -155,6 +159,65 @@ def test_the_traced_step_has_a_peak_by_role(recorded):
     assert set(peak["step"]) == {2}
     total = peak.groupby("rank")["bytes"].sum()
     assert (total == records.steps[records.steps["step"] == 2].set_index("rank")["peak_bytes"]).all()
+
+
+def train_ddp(rank, directory):
+    used, unused = nn.Linear(4, 4), nn.Linear(4, 4)
+    used.unused = unused
+    used.register_buffer("counts", torch.zeros(3, dtype=torch.int32))  # a buffer of whole numbers is still a buffer
+    first = nn.parallel.DistributedDataParallel(used, find_unused_parameters=True)
+    second = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD([*used.parameters(), *second.parameters()], lr=0.1)
+    with record(directory, trace_memory=None):
+        for _ in range(3):
+            second(first(torch.ones(2, 4))).sum().backward()
+            optimizer.step()
+
+
+def train_pipeline(rank, directory):
+    """Two micro-batches, as 1F1B sends them at the first of two stages and at the last."""
+    group, stage = dist.new_group([0, 1]), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+    with record(directory, trace_memory=None):
+        for _ in range(3):
+            got = torch.empty(2, 4)
+            for _ in range(2):
+                if rank == 1:
+                    dist.recv(got, 0, group=group)
+                given = got.clone().requires_grad_()
+                result = stage(given)
+                if rank == 0:
+                    dist.send(result.detach(), 1, group=group)
+                    dist.recv(got, 1, group=group)
+                result.backward(got)
+                if rank == 1:
+                    dist.send(given.grad, 0, group=group)
+            optimizer.step()
+
+
+def labels(records, rank):
+    """(tag without number, axis, phase) of each collective of steps 1 and 2, in order."""
+    rows = records.collectives[(records.collectives["rank"] == rank) & (records.collectives["step"] > 0)]
+    tags = rows["tag"].str.rpartition(" ")[0]
+    return list(zip(tags, rows["axis"], rows["phase"], strict=True))
+
+
+def test_what_ddp_sends_beside_gradients_and_buffers_has_names_of_its_own(pools, tmp_path):
+    pools(2).run(train_ddp, tmp_path)
+    for rank in range(2):
+        tags = [tag for tag, *_ in labels(load_run(tmp_path), rank)]
+        gradients = [*["gradients of bucket"] * 2, "map of used parameters"]
+        assert sorted(tags) == sorted([*["order of the new buckets"] * 2, *["parameters or buffers", *gradients] * 2])
+
+
+def test_what_stages_of_a_pipeline_send_each_other_is_not_clipping(pools, tmp_path):
+    pools(2).run(train_pipeline, tmp_path)
+    records = load_run(tmp_path)
+    sent, got = ("send of the script", "pipeline"), ("recv of the script", "pipeline")
+    first = [(*sent, "forward"), (*got, "forward"), (*sent, "forward"), (*got, "forward")]
+    last = [(*got, "data"), (*sent, "backward"), (*got, "backward"), (*sent, "backward")]
+    assert [labels(records, rank) for rank in range(2)] == [first * 2, last * 2]
+    assert next(iter(records.manifests.values()))["mesh"] == {"pipeline": 2}
 
 
 def test_report_trace_and_diff_read_it(recorded, tmp_path):

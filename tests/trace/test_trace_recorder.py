@@ -15,16 +15,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardlab.analysis import overlap
+from shardlab.analysis import overlap, step_split
+from shardlab.analysis.timed import in_timed_steps
+from shardlab.comm import CollectiveEvent
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.transports.shared_buffers import SharedBuffers
 from shardlab.engines import build_engine
 from shardlab.experiment import TrainStep
 from shardlab.partition.ring_cost import ring_wire_bytes
-from shardlab.trace.clock import clock_for
+from shardlab.trace.clock import HostClock, clock_for
+from shardlab.trace.held_steps import MOST_HELD
 from shardlab.trace.recorder import Recorder
 from shardlab.trace.store import RunWriter, load_run, write_manifest
-from shardlab.vocabulary import Collective, HostTransport, Phase, Role
+from shardlab.vocabulary import Collective, HostTransport, Phase, Role, SpanKind
 from tests.trace.training import CPU, MLP, Setting, adamw, mse, train
 
 STRATEGIES = ("ddp", "bucketed", "zero1")
@@ -309,6 +312,90 @@ def test_the_steps_table_says_what_analysis_says(pools, tmp_path):
     assert steps["overlap"].tolist() == pytest.approx(expected["overlap"].tolist())
     assert steps["exposed_comm_us"].tolist() == pytest.approx(expected["exposed_us"].tolist())
     assert steps["step_us"].min() > 0
+
+
+class Told(HostClock):
+    """Says the time that it was told, and no CPU time."""
+
+    now_us = 0
+
+    def mark(self):
+        return 1000 * self.now_us
+
+    def cpu_time(self):
+        return None
+
+
+def sent(recorder, op=Collective.ALL_REDUCE, **times_us):
+    event = CollectiveEvent(0, op, "data", "", "float32", 8, 32, 1, "gloo", False, "")
+    recorder.issued(event)
+    told(event, **times_us)
+    return event
+
+
+def told(event, **times_us):
+    for name, time_us in times_us.items():
+        setattr(event, f"{name}_ns", 1000.0 * time_us)
+
+
+def test_a_collective_counts_in_the_steps_in_whose_time_it_travels(tmp_path):
+    write_manifest(tmp_path, {"run": "run"})
+    clock = Told()
+    with closing(RunWriter(tmp_path, 0, "run", "measured")) as writer:
+        recorder = Recorder(writer, clock, 0, device=CPU)
+
+        def step(number, begin, end, inside=lambda: None):
+            """Computes from its begin to 10 us before its end."""
+            clock.now_us = begin
+            with recorder.step(number):
+                inside()
+                with recorder.phase(Phase.BACKWARD, SpanKind.BACKWARD):
+                    clock.now_us = end - 10
+                clock.now_us = end
+                recorder.at_rest()
+            recorder.finish_step(0.0, 0.0, 0.0, 1)
+
+        events = []
+        step(0, 0, 100, lambda: events.append(sent(recorder, start=80)))
+        # It ends in the next step, which waits for it; that one also sends what travels on while the recorder works.
+        step(1, 100, 200, lambda: (
+            told(events[0], end=150, wait_start=140, wait_end=150),
+            events.append(sent(recorder, start=195, end=230)),
+        ))  # fmt: skip
+        step(2, 300, 400, lambda: events.append(sent(recorder, start=240, end=290)))  # before it began
+        step(3, 400, 500, lambda: events.append(sent(recorder)))  # never begins, as far as is known
+        assert load_run(tmp_path).steps["step"].tolist() == [0, 1, 2]
+    records = load_run(tmp_path)
+    rows = records.collectives
+    assert rows["step"].tolist() == rows["seq"].tolist() == [0, 1, 2, 3]
+    assert rows["end_us"].tolist()[:3] == [150, 230, 290]
+    assert rows[["start_us", "end_us"]].notna().all(axis=None)
+    steps = records.steps
+    assert steps["start_us"].tolist() == [0, 100, 300, 400]
+    assert steps["exposed_comm_us"].tolist()[:2] == [10, 10 + 5]  # until 100; the wait until 150, and from 195
+    assert steps["overlap"].tolist()[:2] == [0.5, pytest.approx(40 / 55)]
+    assert steps["exposed_comm_us"].isna().tolist() == [False, False, True, True]
+    split = step_split(rows, records.spans, steps).drop(columns=["run", "source"])
+    assert split["moving_us"].tolist() == [10, 15, 0, 0]
+    assert split["compute_us"].tolist() == [90, 80, 90, 90]
+    assert split["other_us"].tolist() == [0, 5, 10, 10]
+    counted, _ = in_timed_steps(rows, records.spans, steps)
+    assert counted["seq"].tolist() == [1, 3]  # not the first step's, nor what was sent before its step
+    # Tables alone: what compute of the next step covers is hidden too.
+    assert overlap(rows, records.spans)["both_us"].tolist()[:2] == [10 + 40, 0]
+
+
+def test_a_collective_that_never_ends_does_not_keep_steps_from_the_disk_for_ever(tmp_path):
+    write_manifest(tmp_path, {"run": "run"})
+    with closing(RunWriter(tmp_path, 0, "run", "measured")) as writer:
+        recorder = Recorder(writer, HostClock(), 0, device=CPU)
+        for step in range(MOST_HELD + 5):
+            with recorder.step(step):
+                if step == 2:
+                    sent(recorder, Collective.RECV)
+                recorder.at_rest()
+            recorder.finish_step(0.0, 0.0, 0.0, 1)
+        assert load_run(tmp_path).steps["step"].tolist() == list(range(MOST_HELD + 5))
 
 
 def test_one_rank_communicates_nothing(tmp_path):

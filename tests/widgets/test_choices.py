@@ -113,13 +113,38 @@ def differently(field, config):
 
 @pytest.mark.parametrize("field", [field.name for field in fields(CompareOptions)])
 def test_the_table_has_a_column_for_every_option_in_which_two_runs_differ(field):
-    config = CompareConfig(strategies="zero1" if field == "bucket_mib" else "fsdp", ranks=2, device="cpu")
+    config = CompareConfig(strategies="zero1" if field == "bucket_mib" else "fsdp", ranks=2, batch=12, device="cpu")
     runs = {
         number: PastRun(State.STOPPED, None, one) for number, one in enumerate((config, differently(field, config)))
     }
     table = runs_table(runs)
     differing = [name for name in table.columns if name != "run" and table[name].astype(str).nunique() > 1]
     assert differing == ["model" if field == "workload" else WORDS.get(field, field)]
+
+
+@pytest.mark.parametrize("changes", [{"ranks": 3}, {"tp": 2}, {"accumulation": 2}])
+def test_a_batch_that_goes_with_the_ranks_is_shown_and_stays_in_the_workbench(changes):
+    config = CompareConfig(strategies="fsdp", ranks=2, text="grammar", device="cpu")
+    other = replace(config, **changes)
+    table = runs_table({1: PastRun(State.STOPPED, None, config), 2: PastRun(State.STOPPED, None, other)})
+    assert table["batch"].tolist() == [str(other.global_batch), "8"]
+    choices = Choices(config)
+    choices.choose(changes)
+    if "ranks" in changes:
+        with pytest.raises(
+            ValueError, match="batch: 8 sequences do not divide among 3 ranks x 1 micro-batches; a mult"
+        ):
+            choices.config()
+    else:
+        assert choices.config().global_batch == 8
+    choices.choose({"batch": None})
+    assert choices.config().global_batch == other.global_batch
+
+
+def test_the_shard_group_that_goes_with_the_ranks_is_shown():
+    config = CompareConfig(strategies="fsdp", sharding="hybrid_shard", ranks=4, batch=12, device="cpu")
+    runs = {1: PastRun(State.STOPPED, None, config), 2: PastRun(State.STOPPED, None, replace(config, ranks=6))}
+    assert runs_table(runs)["shard_group"].tolist() == ["3", "2"]
 
 
 def test_runs_that_do_not_differ_have_no_such_columns():

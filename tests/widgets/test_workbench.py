@@ -2,12 +2,15 @@ import re
 import threading
 
 import pytest
+import torch
 
-from shardlab.experiment import CompareConfig
+from shardlab.experiment import CompareConfig, Workload, compare
 from shardlab.plots import summary_of
 from shardlab.widgets import RunHistory, workbench
 from shardlab.widgets.overlays import VIEWS, overlay
+from shardlab.widgets.past_run import finished
 from tests.widgets.runs import SMALL
+from tests.widgets.test_choices import loss, make_model
 
 QUICK = CompareConfig(
     strategies=("zero1",), ranks=2, steps=3, model="gpt-1m", text="grammar", seq_len=16, batch=2, device="cpu"
@@ -42,6 +45,33 @@ def test_every_picture_can_be_chosen(bench, view):
     if not view.startswith("one run"):
         assert "bucketed" in summary
         assert "1 zero1" in summary
+
+
+def test_what_differs_between_runs_stands_in_the_figure_that_compares_them(bench):
+    bench.view.value, bench.about.value = "loss", "1 zero1"
+    assert bench.upper.content.layout.title.subtitle.text.endswith("mean over ranks; the runs differ in bucket (MiB)")
+    bench.view.value, bench.about.value = "change from the run before", "2 bucketed"
+    assert bench.upper.content.layout.title.subtitle.text.endswith("; the runs differ in bucket (MiB)")
+
+
+def test_runs_on_other_rows_are_not_said_to_coincide(pools, tmp_path):
+    def loader(rows):
+        return Workload(make_model, torch.utils.data.DataLoader(drawn(), rows), loss, name="own")
+
+    history = RunHistory(tmp_path)
+    for number, what in enumerate((loader(4), loader(8), Workload(make_model, drawn(), loss, name="own")), 1):
+        config = CompareConfig(workload=what, strategies="ddp", ranks=2, steps=2, device="cpu")
+        comparison = compare(config, tmp_path / f"run-{number:03}", pool=pools(2))
+        history.runs[number] = finished(comparison, config)
+    said = overlay(history, "loss", "1 ddp").layout.title.subtitle.text
+    assert "the runs differ in batch, rows or tokens, data, the rows they trained on" in said
+    assert "coincide" not in said
+    assert history.table()["rows or tokens"].tolist() == ["–", "8", "4"]
+
+
+def drawn():
+    generator = torch.Generator().manual_seed(0)
+    return torch.utils.data.TensorDataset(torch.randn(64, 4, generator=generator), torch.ones(64))
 
 
 def test_one_run_is_shown_with_its_plan(bench):

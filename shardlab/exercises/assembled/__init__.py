@@ -15,8 +15,9 @@ import pandas as pd
 from shardlab.exercises.assembled.engines import BUCKET_BYTES, MAX_NORM, Assembled, Parts
 from shardlab.exercises.assembled.train import ENGINES, ROWS, SEED, SMALL_GPT, Trained, train_on_rank
 from shardlab.exercises.exercise import Function
-from shardlab.exercises.judge import TIMEOUT_S
+from shardlab.exercises.judge import TIMEOUT_S, why_not_ready
 from shardlab.exercises.ladder import LADDER
+from shardlab.exercises.values import told_apart
 from shardlab.experiment import CompareConfig, compare
 from shardlab.experiment.comparison import PRELOAD, Comparison
 from shardlab.experiment.summary import tolerance_of
@@ -96,6 +97,8 @@ def row_of(engine: type[Assembled], parts: Parts, pool: RankPool, wanted: list[f
     begin = (engine.name, "yours")
     if missing := [name for name in engine.needs if name not in parts]:
         return (*begin, *(None,) * 5, f"{' and '.join(missing)} missing")
+    if not_ready := why_not_ready(pool):
+        return (*begin, *(None,) * 5, not_ready)
     try:
         found: list[Trained] = pool.run(train_on_rank, engine.name, parts, pool.world_size, len(wanted))
     except RankDied as error:
@@ -104,7 +107,10 @@ def row_of(engine: type[Assembled], parts: Parts, pool: RankPool, wanted: list[f
         return (*begin, *(None,) * 5, str(error).partition("\n")[0])
     losses = [sum(of_step) / len(found) for of_step in zip(*(of_rank.losses for of_rank in found), strict=True)]
     differs = [step for step, pair in enumerate(zip(losses, wanted, strict=True)) if not _is_equal(*pair)]
-    why = f"the loss of step {differs[0]} is {losses[differs[0]]:.6f}, not {wanted[differs[0]]:.6f}" if differs else ""
+    why = ""
+    if differs:
+        found_loss, wanted_loss = told_apart(losses[differs[0]], wanted[differs[0]])
+        why = f"the loss of step {differs[0]} is {found_loss}, not {wanted_loss}"
     return (*begin, losses[-1], not differs, found[0].messages, round(found[0].sent_bytes), found[0].rest_bytes, why)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from shardlab.comm import Communicator
+from shardlab.exercises.assembled.layers import InThreeLayers
 from shardlab.exercises.assembled.pieces import Pieces
 from shardlab.exercises.exercise import Function
 from shardlab.models import next_token
@@ -96,8 +97,9 @@ class HookedDataParallel(Whole):
         """Run the learner's hooks on a copy of the model: they serve one step only, and cannot be removed."""
         self.optimizer.zero_grad()
         replica = copy.deepcopy(self.model)
-        finish = self.parts["data_parallel_hooks"](self.comm, replica, 1)
-        loss = next_token(replica, batch)
+        layers = InThreeLayers(replica)
+        finish = self.parts["data_parallel_hooks"](self.comm, layers, 1)
+        loss = next_token(layers, batch)
         loss.backward()
         finish()
         for param, copied in zip(self.model.parameters(), replica.parameters(), strict=True):

@@ -13,30 +13,12 @@ from typing_extensions import override
 
 from shardlab.comm import Communicator
 from shardlab.exercises.assembled.engines import Assembled, Batch, Parts, gradient_of, with_gradients
+from shardlab.exercises.assembled.layers import layers_of
 from shardlab.exercises.assembled.pieces import Flat, Pieces
-from shardlab.models import GPT, next_token_loss
+from shardlab.models import next_token_loss
 
 PREFETCH = 1
 BUDGET = 2.5  # times the largest layer: room for a unit of more than one
-
-
-class Embeddings(nn.Module):
-    """The first layer of a GPT."""
-
-    def __init__(self, model: GPT) -> None:
-        super().__init__()
-        self.token, self.position = model.token_embedding, model.position_embedding
-
-    @override
-    def forward(self, tokens_bs: Tensor) -> Tensor:
-        """Of shape (B, S, H) for tokens of shape (B, S)."""
-        embedded: Tensor = self.token(tokens_bs) + self.position(torch.arange(tokens_bs.shape[1]))
-        return embedded
-
-
-def layers_of(model: GPT) -> list[nn.Module]:
-    """The model as a row of layers, each of which takes what the one before it returns."""
-    return [Embeddings(model), *model.blocks, nn.Sequential(model.final_norm, model.head)]
 
 
 class Unit:
@@ -120,7 +102,6 @@ class ZeRO3OfParts(Assembled):
 
     def __init__(self, parts: Parts, comm: Communicator, model: nn.Module) -> None:
         super().__init__(parts, comm, model)
-        assert isinstance(model, GPT)
         layers = layers_of(model)
         sizes = [sum(param.nbytes for param in layer.parameters()) for layer in layers]
         self.units = [Unit(parts, comm, [layers[index] for index in unit]) for unit in self.choose(sizes)]

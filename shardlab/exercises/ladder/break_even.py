@@ -4,6 +4,7 @@ from typing import Any
 
 from shardlab.comm import Communicator
 from shardlab.exercises.exercise import Case, Exercise, Function, Measured
+from shardlab.exercises.values import whole_number
 from shardlab.exercises.virtual_clock import VirtualClock
 
 Step = tuple[float, float, list[int], float, float]  # us without rows, us a row, bytes, latency, bytes a us
@@ -70,9 +71,12 @@ def _found(rows: int, step: Step) -> Measured:
 
 
 def play(function: Function, _comm: Communicator, *step: Any) -> Measured:
-    """The step of two ranks with as many rows as the learner says."""
-    rows = function(*step)
-    return _found(rows, step) if type(rows) is int and 1 <= rows < MOST_ROWS else Measured({"rows": rows})
+    """The step of two ranks with as many rows as the learner says; what is no number of rows is compared as it is."""
+    returned = function(*step)
+    rows = whole_number(returned)
+    if rows is None or not 1 <= rows < MOST_ROWS:
+        return Measured({"rows": returned, "gain": None, "gain with a row less": None})
+    return _found(rows, step)
 
 
 def gains(result: object) -> list[float]:

@@ -22,12 +22,13 @@ USED = {  # for each rank, whether each of its micro-batches uses the right bran
 
 TASK = """data_parallel_hooks(comm, model, num_micro_batches): register hooks on the parameters of model; return finish.
 
-In the check, model has three layers: trunk, left and right. Each rank calls forward and backward num_micro_batches
-times, and finish() once. After that, every parameter's grad must be a tensor: the mean over the ranks of what the
-micro-batches have added up. One message per parameter is enough; a message after every micro-batch would be too
-many. The first messages must leave during the last backward, and nothing may be waited for before finish(). A rank
-may not use right at all, or not in the last micro-batch, while another rank does; its part is then zero, and all
-ranks must send the same parameters in the same order. param.register_post_accumulate_grad_hook(hook) calls
+In the check, model has three layers: trunk, left and right. (In assemble they are a GPT's: trunk the embeddings, left
+the blocks, right the head.) Each rank calls forward and backward num_micro_batches times, and finish() once. After
+that, every parameter's grad must be a tensor: the mean over the ranks of what the micro-batches have added up. One
+message per parameter is enough; a message after every micro-batch would be too many. Nothing may be waited for before
+finish(). Where every micro-batch uses all parameters, all messages must leave during the last backward. A rank may
+not use right at all, or not in the last micro-batch, while another rank does; its part is then zero, and all ranks
+must send the same parameters in the same order. param.register_post_accumulate_grad_hook(hook) calls
 hook(param) when its grad has been added to; comm.all_reduce(tensor) returns at once, and .wait() on what it returns
 waits for the sum."""
 
@@ -110,25 +111,29 @@ def train(
     with _counted(comm) as seen:
         finish = function(comm, model, len(used))
         for micro_batch, uses_right in enumerate(used):
-            model(_rows(rank, micro_batch), uses_right).mean().backward()
-        during_backward, waits = bool(seen.issued_events), seen.num_waits > 0
+            loss, sent_before = model(_rows(rank, micro_batch), uses_right).mean(), seen.num_bytes
+            loss.backward()
+        during_backward, waits = seen.num_bytes - sent_before, seen.num_waits > 0
     if returns_function := callable(finish):  # a return is easily forgotten
         finish()
     gradients = {name: param.grad for name, param in model.named_parameters()}
     result = {"returns a function": returns_function, "gradients": gradients, "waits during backward": waits}
     # Where a rank leaves out the parameter that is sent first, nothing can be sent before finish().
-    return result | ({"sends during backward": during_backward} if is_all_used else {})
+    if not is_all_used:
+        return result
+    num_bytes = sum(param.nbytes for param in model.parameters())
+    sends = during_backward >= num_bytes or f"{during_backward} of {num_bytes} B"
+    return result | {"sends during backward": sends}
 
 
 class _Seen:
-    """An observer: what was issued, and how often somebody waited."""
+    """An observer: how many bytes were sent, and how often somebody waited."""
 
     def __init__(self) -> None:
-        self.issued_events: list[CollectiveEvent] = []
-        self.num_waits = 0
+        self.num_bytes = self.num_waits = 0
 
     def issued(self, event: CollectiveEvent) -> None:
-        self.issued_events.append(event)
+        self.num_bytes += event.num_bytes
 
     def started(self, event: CollectiveEvent) -> None: ...
 
@@ -168,6 +173,6 @@ HOOKS = Exercise(
     shown_inputs=lambda _rank, used, _: (
         f"num_micro_batches {len(used)}; right is used in micro-batches: {_those(used)}"
     ),
-    num_references=1,
-    num_wrong=6,
+    num_references=2,
+    num_wrong=7,
 )

@@ -6,7 +6,7 @@ import torch
 
 from shardlab.comm import Communicator
 from shardlab.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic
-from shardlab.exercises.values import numbers_in
+from shardlab.exercises.values import numbers_in, whole_number
 from shardlab.exercises.virtual_clock import VirtualClock
 from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.vocabulary import Collective
@@ -71,9 +71,10 @@ def backward(
     function: Function, comm: Communicator, layers: Layers, latency_us: float, bytes_per_us: float
 ) -> Measured:
     """A backward with buckets of as many layers as the learner says: real messages, with the times of the clock."""
-    num_layers = function(list(layers), latency_us, bytes_per_us)
-    if type(num_layers) is not int or not 1 <= num_layers <= len(layers):
-        return Measured({"layers in a bucket": num_layers, "messages wait": []})
+    returned = function(list(layers), latency_us, bytes_per_us)
+    num_layers = whole_number(returned)
+    if num_layers is None or not 1 <= num_layers <= len(layers):
+        return Measured({"layers in a bucket": returned, "messages wait": []})
     clock, end_us = VirtualClock(latency_us, bytes_per_us), 0.0
     for bucket in _buckets(num_layers, layers):
         clock.compute(sum(time_us for time_us, _ in bucket))

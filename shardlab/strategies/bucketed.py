@@ -1,0 +1,147 @@
+"""Data parallel in buckets: gradients travel while backward still computes.
+
+What differs from ``ddp``: parameters are grouped in reverse order into flat buckets (25 MiB by default), a bucket is
+all-reduced as soon as its last gradient is there, and each ``param.grad`` is a view of its bucket, so no gradient is
+copied back. Bytes per rank and elements on the wire are those of ``ddp``; the messages are few, large and early.
+Source: Li et al., arXiv 2006.15704, section 3.2.
+
+Buckets are sent in the same order on every rank, whatever order their gradients arrive in: a bucket waits for the ones
+before it. A parameter that this rank did not use is sent as unused when backward has ended (``unused_params.py``).
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+from typing_extensions import override
+
+from shardlab.comm.events import Pending
+from shardlab.engines.buckets import bucket_layouts
+from shardlab.engines.holdings import Division, Holding
+from shardlab.engines.unused_params import nobody_used
+from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
+from shardlab.strategies.bucket import Bucket
+from shardlab.strategies.strategy import Given, LaidOut, Strategy
+from shardlab.vocabulary import Partition, Role
+
+
+class Bucketed(Strategy):
+    """Replicated parameters; gradients are all-reduced bucket by bucket during backward.
+
+    Args:
+        bucket_bytes: capacity of a bucket in bytes.
+    """
+
+    name = "bucketed"
+    partition = Partition.ELEMENTS
+    num_chunks = 1
+    """Into how many chunks a bucket is divided."""
+
+    def __init__(self, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
+        self.bucket_bytes = bucket_bytes
+
+    @override
+    def lay_out(self, given: Given) -> LaidOut:
+        """As the base."""
+        super().lay_out(given)
+        rank = self.comm.rank if self.num_chunks > 1 else 0
+        sums = self.precision.reduce_dtype
+        # Sums in another dtype become means when they have the master weights'.
+        self.scale = 1 / self.num_ranks if sums is None else 1.0
+        layouts = bucket_layouts(self.params, self.num_chunks, self.bucket_bytes, self.partition)
+        self.buckets = [
+            Bucket(index, layout, [self.params[name] for name in layout.names], rank, sums, is_cut=self.steps_pieces)
+            for index, layout in enumerate(layouts)
+        ]
+        self._place = {param: (bucket, slot) for bucket in self.buckets for slot, param in enumerate(bucket.params)}
+        self._begin()
+        divisions = [Division(one.layout, self.comm, one.params[0].element_size()) for one in self.buckets]
+        return LaidOut(self.params, divisions)
+
+    @contextlib.contextmanager
+    @override
+    def backward(self, *, sends: bool) -> Iterator[None]:
+        """As the base."""
+        for bucket in self.buckets:
+            bucket.begin()
+        self._begin()
+        yield
+
+    def _begin(self) -> None:
+        """Expect a gradient of all that trains now, and send from the first bucket."""
+        self._missing = {one: {param for param in one.params if param.requires_grad} for one in self.buckets}
+        self._num_sent = 0
+
+    @override
+    def took(self, param: nn.Parameter, *, sends: bool) -> None:
+        """As the base."""
+        bucket, slot = self._place[param]
+        if param.grad is None:
+            return  # a hook of the user's has dropped it: sent as unused when backward has ended
+        if not sends:
+            if bucket.adds_up:
+                bucket.fill(slot, self.scale)
+            return
+        if bucket.index < self._num_sent:
+            raise RuntimeError(
+                f"gradient of {bucket.layout.names[slot]!r}: it comes in parts, and the first part has already been "
+                "sent; with reentrant activation checkpointing, write checkpoint(..., use_reentrant=False)"
+            )
+        bucket.fill(slot, self.scale)
+        self._missing[bucket].discard(param)
+        # A complete bucket waits behind one that is not: another rank may complete them the other way round.
+        while self._num_sent < len(self.buckets) and not self._missing[self.buckets[self._num_sent]]:
+            self._send_next()
+
+    def _send_next(self) -> None:
+        bucket = self.buckets[self._num_sent]
+        self._num_sent += 1
+        # Skip only what no rank has a gradient for: what has arrived on this rank must not decide.
+        if any(map(self.is_due, bucket.params)):
+            bucket.complete(self.scale)
+            bucket.pending = self.reduce(bucket)
+
+    def reduce(self, bucket: Bucket) -> Pending:
+        """The strategy's verb."""
+        assert bucket.buffer is not None
+        return self.comm.all_reduce(bucket.buffer, tag=f"gradients of bucket {bucket.index}")
+
+    @override
+    def reduce_rest(self) -> None:
+        """As the base."""
+        # Send all before waiting for the first, so that their transfers overlap.
+        while self._num_sent < len(self.buckets):
+            self._send_next()
+        for bucket in self.buckets:
+            self.complete(bucket)
+        self._num_sent = 0  # the next backward, or a step without one, begins anew
+
+    def complete(self, bucket: Bucket) -> None:
+        """Wait for a bucket that is being reduced, and take its means."""
+        if bucket.pending is not None:
+            # Waited for, and only then dropped: the handle keeps the buffer that is being written to.
+            bucket.pending.wait()
+            bucket.pending = None
+            self.take_means(bucket)
+
+    def take_means(self, bucket: Bucket) -> None:
+        """Give every used parameter its mean, the view of its slot."""
+        assert bucket.buffer is not None
+        views = bucket.slots(bucket.buffer)
+        nobody = nobody_used({slot: views[slot] for slot in bucket.unused})
+        for slot, (param, view) in enumerate(zip(bucket.params, views, strict=True)):
+            if slot not in nobody:
+                param.grad = view
+
+    @override
+    def drop(self) -> None:
+        """As the base."""
+        for bucket in self.buckets:
+            bucket.drop()
+        self._begin()
+
+    @override
+    def holdings(self) -> Iterator[Holding]:
+        """As the base."""
+        yield from super().holdings()
+        yield from (Holding(Role.GRADIENT, bucket.buffer) for bucket in self.buckets if bucket.buffer is not None)

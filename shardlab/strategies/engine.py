@@ -1,0 +1,518 @@
+"""The engine: what a user calls, the state of the gradients, and when the strategy is told what.
+
+    engine = Engine(model, lambda tensors: torch.optim.AdamW(tensors, lr=3e-4), mesh, ZeRO1())
+    loss = engine(x, y)
+    engine.backward(loss)              # or loss.backward(), which the engine notices
+    engine.clip_grad_norm_(1.0)
+    engine.step()
+    engine.zero_grad()
+
+The module keeps its class, its parameter names and its buffers. Gradients are means over the ranks of the data axes.
+
+If a backward raises on one rank, that rank sends what is still to be sent in it, so that no other waits; then a flag of
+one number, the last message of each reduction, tells all ranks, and all raise in the same verb. So does what guards
+refuse on one rank alone: the refusal is kept until the next flag, and this rank sends until then what is due.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol, Self, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from shardlab.comm import BaseMesh
+from shardlab.comm.coalesced import broadcast_coalesced
+from shardlab.comm.communicator import Communicator
+from shardlab.comm.transports.base import MismatchError
+from shardlab.comm.trees import tensors_in
+from shardlab.engines.agreement import check_alike, number_among
+from shardlab.engines.checks import check_model, check_optimizer_fn, check_types, tensor_axis
+from shardlab.engines.clip_and_step import Axes, clip_
+from shardlab.engines.holdings import Division, Holding, Holdings
+from shardlab.engines.hooks import forward_is, untraced
+from shardlab.engines.state import EngineState, Stateful
+from shardlab.engines.step_tensors import OptimizerFn, StepTensors
+from shardlab.partition.slices import slices_of
+from shardlab.strategies.gradients import Gradients
+from shardlab.strategies.precision import cast_floating
+from shardlab.strategies.strategy import Given, Strategy
+from shardlab.vocabulary import Role
+
+_OUTSIDE = -1  # torch's answer while no backward runs
+
+
+class Watch(Protocol):
+    """What an engine asks of guards, see ``shardlab.guards``."""
+
+    def ask(self, moment: str, engine: "Engine") -> None:
+        """Raise what must not be; called at each of the engine's verbs."""
+
+
+@final
+class Engine(Holdings, EngineState):
+    """A strategy around a plain module.
+
+    Args:
+        model: an ``nn.Module`` on its device. Its parameters and buffers become those of the first data rank.
+        optimizer_fn: builds the optimizer from the tensors this rank steps (``StepTensors``).
+        mesh: gradients are averaged over its data axes; None for this process alone. A tensor-parallel model also
+            needs the axis ``tensor`` that it was parallelized over.
+        strategy: one that no engine has yet.
+        guards: what users must not do is refused; None for the bare engine, which trains right programs alike.
+
+    Raises:
+        ValueError: the module has no parameters, the mesh lacks an axis, or the optimizer does not fit.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_fn: OptimizerFn,
+        mesh: BaseMesh | None,
+        strategy: Strategy,
+        guards: Watch | None = None,
+    ) -> None:
+        check_types(model, mesh)
+        check_optimizer_fn(optimizer_fn)
+        self.module, self.mesh = model, BaseMesh.alone() if mesh is None else mesh
+        self.strategy, self.name, self._guards = strategy, strategy.name, guards
+        self.data_comms = strategy.axes(self.mesh)
+        self.comm = self.data_comms[-1]
+        self.slices = slices_of(model)
+        self.tensor_comm = tensor_axis(self.mesh, model, self.slices)
+        self.params: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self.num_steps = self.num_backwards = 0
+        self.own_checkpoints: dict[Path, tuple[int, int]] = {}
+        self.loss_is_scaled = self._is_closed = False
+        self.gradients = Gradients.NONE
+        self._sync = True  # not inside no_sync()
+        self._due: set[nn.Parameter] = set()  # trained in a backward since zero_grad(); may be frozen by now
+        self._refusal: Exception | None = None  # of a guard, until the next flag
+        self._running = False  # a backward
+        self._open = contextlib.ExitStack()  # the strategy's part of it
+        check_model(
+            model,
+            self.mesh.device,
+            self.num_data_ranks,
+            may_be_meta=strategy.allocates,
+            moves_params=strategy.steps_pieces,
+        )
+        self._ask("model")
+        self._equalise_all()
+        given = Given(model, self.params, self.data_comms, self.mesh.device, self._is_due, self._wake, self._equalise)
+        laid_out = strategy.lay_out(given)
+        self._divisions = laid_out.divisions
+        self._step_tensors = StepTensors(laid_out.stepped, are_parts=self.sharded_over is not None or bool(self.slices))
+        self.optimizer = optimizer_fn(self._step_tensors)
+        self._hooks = [hook for param in self.params.values() for hook in self._watch(param)]
+        self._ask("built")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        self._begin_verb()
+        self._ask("forward")
+        args, kwargs = cast_floating((args, kwargs), self.strategy.precision.compute)
+        with self.strategy.forward():
+            output = self.module(*args, **kwargs)
+        output = cast_floating(output, self.strategy.precision.output)
+        self._ask("forwarded")  # what the strategy has put in the place of parameters is no user's write
+        self._follow(output)
+        return output
+
+    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run ``function(*args, **kwargs)`` as if it were the module's forward: ``engine.call(model.encode, x)``.
+
+        ``function`` is a method of the module other than ``forward``, or any function that computes with the module or
+        calls it. Parameters are gathered, hooks run and ``backward`` works as with ``engine(x)``. FSDP gathers the
+        root's parameters around it, and those of any other unit only around that unit's own forward.
+
+        Raises:
+            ValueError: ``function`` cannot be called.
+        """
+        with forward_is(self.module, function):
+            return self(*args, **kwargs)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Gradients of ``loss``, averaged over the data axes unless inside ``no_sync()``.
+
+        Args:
+            loss: of this rank's rows.
+            retain_graph: keep the graph, so that another backward through it can add its gradients.
+
+        Raises:
+            RuntimeError: this backward raised on another rank, or guards refuse it; on all ranks. Or the last backward
+                failed, and ``zero_grad()`` was not called since.
+        """
+        self._begin_verb()
+        self._begin()
+        try:
+            loss.backward(retain_graph=retain_graph)
+            self._end()
+        except BaseException as error:
+            if self._running:  # else the end of the backward has raised, on all ranks
+                self._fail(error)
+            raise
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward only accumulates on this rank; the next backward outside communicates the sum."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    @override
+    def finish_gradients(self) -> None:
+        """Return when the gradients are means over the data axes; collective where some are still local sums.
+
+        Raises:
+            RuntimeError: a backward has failed on some rank, and ``zero_grad()`` was not called since.
+        """
+        self._begin_verb()
+        self._refuse_failed()
+        if self.gradients is not Gradients.MEANS:
+            self._ask("reduce")
+            self.strategy.reduce_rest()
+            self.gradients = Gradients.MEANS
+            self._agree()
+            self._ask("means")
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients so that their global norm is at most ``max_norm``.
+
+        Args:
+            max_norm: greater than 0.
+            norm_type: 1, 2 or inf.
+
+        Returns:
+            The norm before clipping, 0-d, equal on all ranks.
+        """
+        self.finish_gradients()
+        tensors: dict[Axes, list[Tensor]] = {}
+        for name, axes in self.spread_over().items():
+            tensors.setdefault(axes, []).append(self._step_tensors.by_name(name))
+        norm = clip_(tensors, max_norm, norm_type, self.mesh.device)
+        self._ask("means")
+        return norm
+
+    def step(self) -> None:
+        """One optimizer step; afterwards all ranks train on with the same model."""
+        self._begin_verb()
+        self._ask("step")
+        self.finish_gradients()
+        if self._guards is not None:
+            self._agree()
+        with self.strategy.stepping():
+            self.optimizer.step()
+        self.num_steps += 1
+        self._ask("stepped")
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients.
+
+        Args:
+            set_to_none: False keeps zeros where there were gradients, as in torch: the next step then moves these
+                parameters too, by momentum and weight decay. Pending reductions are finished first: collective.
+        """
+        self._begin_verb()
+        if not set_to_none and self.gradients is not Gradients.FAILED:
+            self.finish_gradients()
+            for tensor in self._step_tensors:
+                if tensor.grad is not None:
+                    tensor.grad.zero_()
+            return
+        self._ask("zero_grad")
+        for tensor in (*self.params.values(), *self._step_tensors):
+            tensor.grad = None
+        self.strategy.drop()
+        self._due.clear()
+        self.gradients = Gradients.NONE
+
+    @contextlib.contextmanager
+    @override
+    def full_params(self, *, keep_changes: bool = False) -> Iterator[nn.Module]:
+        """Inside, the module has its full parameters on every rank, in the dtype they are stored in; collective.
+
+        Of a tensor-parallel model these are this rank's slices; ``full_state_dict()`` has the whole ones.
+
+        Args:
+            keep_changes: where parameters are sharded or rounded, copy changes in place back when the block ends
+                without an error; otherwise they are lost. Every rank must write the same values; nothing checks that.
+        """
+        self._begin_verb()
+        self._ask("full")
+        with self.strategy.full(keep_changes=keep_changes):
+            yield self.module
+        self._ask("left full")
+
+    @override
+    def full_state_dict(self) -> dict[str, Any]:
+        """As the base; collective where parameters are sharded or rounded."""
+        with self.full_params():
+            return super().full_state_dict()
+
+    @override
+    def load_full_state_dict(self, state: Any) -> None:
+        """As the base; each rank keeps its shards of it. Collective where parameters are sharded or rounded."""
+        with self.full_params(keep_changes=True):
+            super().load_full_state_dict(state)
+
+    @override
+    def load(self, directory: str | Path, **objects: Stateful) -> Any:
+        """As the base."""
+        self._begin_verb()
+        extra = super().load(directory, **objects)
+        self.strategy.loaded()
+        self._ask("stepped")
+        return extra
+
+    def guard_slices(self) -> None:
+        """Whoever may change the means calls this after it."""
+        self._ask("means")
+
+    def close(self) -> None:
+        """Give the module back, so that it trains alone again. A second call does nothing.
+
+        The first call is collective where parameters are sharded or rounded: it gathers. Gradients are dropped.
+        """
+        if self._is_closed:
+            return
+        self.zero_grad()
+        if self.strategy.steps_pieces:
+            with self.full_params():
+                values = [param.detach().clone() for param in self.params.values()]
+            for param, value in zip(self.params.values(), values, strict=True):
+                param.data = value  # its own memory: what it was a view of may be freed
+        self._is_closed = True
+        for hook in self._hooks:
+            hook.remove()
+        self.strategy.close()
+        self._ask("closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, exc_type: object, *exc: object) -> None:
+        # No gather after an error: the other ranks may never join it.
+        if exc_type is None or not self.strategy.keeps_pieces:
+            self.close()
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "Engine: an engine is not copied or pickled, since its hooks and communicators belong to this process; "
+            "copy engine.full_state_dict() or, inside 'with engine.full_params():', the module"
+        )
+
+    # What a backward is, and who raises.
+
+    def _watch(self, param: nn.Parameter) -> list[RemovableHandle]:
+        if not param.is_floating_point():
+            return []
+        # A frozen parameter may be unfrozen later, but torch takes the hook only while requires_grad is True.
+        trains = param.requires_grad
+        hook = param.requires_grad_(True).register_post_accumulate_grad_hook(self._took)
+        param.requires_grad_(trains)
+        return [hook]
+
+    @untraced
+    def _follow(self, output: Any) -> None:
+        """Notice a plain backward through any tensor of ``output``, before it accumulates anything."""
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._came)
+
+    def _came(self, _: Tensor) -> None:
+        if not self._is_closed:
+            self._wake()
+
+    def _wake(self) -> bool:
+        """A hook runs in autograd: begin a plain backward unless one runs; whether one does."""
+        if not self._running and self._accumulates():
+            self._begin_plain()
+        return self._running
+
+    def _begin_plain(self) -> None:
+        # Private: there is no public way to be called at the end of a backward.
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self._begin()
+
+    def _accumulates(self) -> bool:
+        """Whether parameters will get gradients: ``torch.autograd.grad`` calls the same hooks and gives them none."""
+        # Private: there is no public way to ask.
+        if not torch.autograd._is_checkpoint_valid():  # inside torch.autograd.grad
+            return False
+        return any(param.requires_grad for param in self.params.values())
+
+    def _took(self, param: nn.Parameter) -> None:
+        if not param.requires_grad:  # frozen after its forward: autograd calls the hook, and has accumulated nothing
+            return
+        if not self._running:
+            self._begin_plain()
+        if param.grad is not None and param.grad.is_sparse and self.num_data_ranks > 1:
+            name = next(name for name, known in self.params.items() if known is param)
+            raise ValueError(
+                f"model: parameter {name!r} has a sparse gradient, which strategy {self.name!r} cannot average; build "
+                "the embedding with sparse=False"
+            )
+        self.strategy.took(param, sends=self._sync)
+
+    def _begin(self) -> None:
+        self._refuse_failed()
+        self._ask("backward")
+        self._due |= {param for param in self.params.values() if param.requires_grad}
+        self.num_backwards += 1
+        self.gradients, self._running = self.gradients.to_local(), True
+        self._open.enter_context(self.strategy.backward(sends=self._sync))
+
+    def _end(self) -> None:
+        try:
+            self._open.close()
+        finally:
+            self._running = False
+        self._ask("local")
+        if self._sync:
+            self.finish_gradients()
+
+    def _fail(self, error: BaseException) -> None:
+        """The backward that runs has raised here: join what the other ranks wait in, and tell them."""
+        self._running, self.gradients = False, Gradients.FAILED
+        if isinstance(error, MismatchError):  # ranks are in different collectives: nothing that is sent would match
+            return
+        self._open.__exit__(type(error), error, error.__traceback__)
+        if self._sync:
+            self.strategy.reduce_rest()
+            with contextlib.suppress(RuntimeError):
+                self._agree(RuntimeError(f"{type(error).__name__}: {error}"))
+
+    def _begin_verb(self) -> None:
+        """Find out whether a plain ``loss.backward()`` raised: it is still open, and autograd does not run."""
+        if self._is_closed:
+            raise RuntimeError(
+                f"engine: {self.name} was closed, by close() or by the end of its 'with' block, and its module is "
+                "plain; build another engine, or use the module itself"
+            )
+        if self._running and torch._C._current_graph_task_id() == _OUTSIDE:
+            self._fail(RuntimeError("loss.backward() raised"))
+
+    def _refuse_failed(self) -> None:
+        if self.gradients is Gradients.FAILED:
+            raise RuntimeError(
+                "gradients: the last backward raised, here or on another rank; call engine.zero_grad() on all ranks"
+            )
+
+    def _agree(self, raised: Exception | None = None) -> None:
+        """Raise on all ranks what one of them has to raise; one number over each data axis."""
+        raised, self._refusal = raised or self._refusal, None
+        if self.num_data_ranks > 1:
+            # The largest number of a rank that raises, from 1: so all of them can name it.
+            flag = torch.zeros(1, device=self.mesh.device)
+            if raised is not None:
+                flag.fill_(self.data_rank + 1)
+            for comm in self.data_comms:
+                comm.all_reduce(flag, reduction="max", tag="whether a rank refuses").wait()
+            number = int(flag.item())
+        else:
+            number = int(raised is not None)
+        if number:
+            self.gradients = Gradients.FAILED
+            raise raised or RuntimeError(
+                f"rank {number - 1} raised, so all do, and its own error says why; call engine.zero_grad() on all ranks"
+            )
+
+    def _ask(self, moment: str) -> None:
+        """What a guard refuses is kept, and raised where all ranks meet next."""
+        if self._guards is not None:
+            try:
+                self._guards.ask(moment, self)
+            except (RuntimeError, ValueError) as refusal:
+                if self.num_data_ranks == 1 or moment in ("model", "built"):
+                    raise
+                self._refusal = self._refusal or refusal
+
+    def _is_due(self, param: nn.Parameter) -> bool:
+        return param.requires_grad or param in self._due
+
+    # What Holdings and EngineState ask for.
+
+    @property
+    def num_data_ranks(self) -> int:
+        """The number of ranks that gradients are averaged over, each with its own rows."""
+        return prod(comm.num_ranks for comm in self.data_comms)
+
+    @property
+    @override
+    def data_rank(self) -> int:
+        """This rank's number among those that gradients are averaged over, from 0."""
+        return number_among(self.data_comms)[0]
+
+    @property
+    @override
+    def comms(self) -> tuple[Communicator, ...]:
+        """All axes whose ranks train this model together: the data axes, outer first, then the tensor axis."""
+        return self.data_comms if self.tensor_comm is None else (*self.data_comms, self.tensor_comm)
+
+    @override
+    def divisions(self) -> list[Division]:
+        """How the parameters are divided, bucket by bucket."""
+        return self._divisions
+
+    @override
+    def holdings(self) -> Iterator[Holding]:
+        """Every long-lived tensor of the engine; a storage that comes in several roles counts in the first."""
+        yield from self.strategy.holdings()
+        yield from super()._state_holdings()
+        yield from (Holding(Role.OTHER, buffer) for buffer in self.module.buffers())
+
+    @property
+    @override
+    def _keeps_pieces(self) -> bool:
+        return self.strategy.keeps_pieces
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the first parameter group; setting it sets that of all groups."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = value
+
+    @override
+    def stepping(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, ``step_tensors()`` are on the device of the optimizer's state."""
+        return contextlib.nullcontext()
+
+    @override
+    def install_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Load a state dict of the optimizer over this rank's ``step_tensors()``."""
+        self.optimizer.load_state_dict(state)
+
+    def mean_over_ranks(self, value: Tensor, *, tag: str) -> Tensor:
+        """The mean of a tensor over all data ranks, computed in place; blocking."""
+        for comm in self.data_comms:
+            comm.all_reduce(value, tag=tag).wait()
+        return value.div_(self.num_data_ranks)
+
+    def _equalise(self, tensors: list[Tensor]) -> None:
+        # Inner axis first, on all ranks: then the first rank of an outer axis sends on what it has just received.
+        for comm in reversed(self.data_comms):
+            broadcast_coalesced(comm, tensors, tag="parameters and buffers from rank 0")
+
+    def _equalise_all(self) -> None:
+        """Give all data ranks the model of the first; what is no slice, that of the first tensor rank."""
+        named = [*self.params.items(), *self.module.named_buffers()]
+        # Before anything is laid out, since all ranks must cut their shards from the same model.
+        check_alike(self.data_comms, self.mesh.device, named)
+        self._equalise([tensor for _, tensor in named if not tensor.is_meta])
+        if self.tensor_comm is not None:
+            whole = [tensor for name, tensor in named if name not in self.slices and not tensor.is_meta]
+            broadcast_coalesced(self.tensor_comm, whole, tag="whole parameters and buffers from tensor rank 0")

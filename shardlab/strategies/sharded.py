@@ -1,0 +1,125 @@
+"""What strategies with sharded parameters share: the step on shards, full parameters on demand, what is held."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from typing_extensions import override
+
+from shardlab.engines.holdings import Holding
+from shardlab.engines.offload import OFFLOADS, wait_for_copies
+from shardlab.strategies.saved import saved_by_reference
+from shardlab.strategies.shards import Shards, Unit
+from shardlab.strategies.strategy import Given, LaidOut, Strategy
+from shardlab.vocabulary import Role
+
+
+class Sharded(Strategy):
+    """Parameters, gradients and optimizer state are sharded; ``make_units`` says how."""
+
+    steps_pieces = keeps_pieces = True
+    offload = OFFLOADS["none"]
+
+    @override
+    def lay_out(self, given: Given) -> LaidOut:
+        """As the base; the full parameters are freed."""
+        super().lay_out(given)
+        self.device, self._wake, self._module = given.device, given.wake, given.module
+        self.at: dict[int, tuple[Shards, str]] = {}
+        self.units = self.make_units(given)
+        if self.offload.parameters:
+            wait_for_copies(self.device)  # the host may read its shards from here on
+        self._unit_of = {param: unit for unit in self.units for param in unit.params}
+        self._unit_of_shards = {one: unit for unit in self.units for one in unit.shards}
+        pieces = {name: piece for one in self._unit_of_shards for name, piece in one.pieces.items()}
+        return LaidOut({name: pieces[name] for name in self.params}, [one.division for one in self._unit_of_shards])
+
+    def make_units(self, given: Given) -> Sequence[Unit]:
+        """Shard the parameters; the units in the order of the module."""
+        raise NotImplementedError
+
+    def saving_by_reference(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, autograd keeps no gathered parameter in memory."""
+        # What backward asks for is not resharded here: the node that asked is about to compute with it.
+        return saved_by_reference(self.at, lambda shards: self._unit_of_shards[shards].gather())
+
+    @contextlib.contextmanager
+    @override
+    def stepping(self) -> Iterator[None]:
+        """As the base; no gather, since each rank steps what it keeps."""
+        if any(unit.num_holders for unit in self.units):
+            raise RuntimeError(
+                "step: what full_params() or unshard() holds would be stale; leave it, or reshard(), first"
+            )
+        for unit in self.units:
+            unit.reshard()  # what was kept for a backward that did not come, or left by torch.autograd.grad
+        if self.offload.gradients_and_state:
+            wait_for_copies(self.device)  # the host is about to write what a gather may still be reading
+        visiting = [one for one in self._unit_of_shards if one.visits]
+        for one in visiting:
+            one.visit()
+        try:
+            yield
+        finally:  # after an error too, or the next gather would send the host's old values
+            for one in visiting:
+                one.leave()
+            if visiting:
+                wait_for_copies(self.device)
+            self.loaded()
+
+    @override
+    def loaded(self) -> None:
+        """As the base: what a graph has saved by reference is not this any more."""
+        for one in self._unit_of_shards:
+            one.version += 1
+
+    @override
+    def reduce_rest(self) -> None:
+        """As the base; the sums of all units are taken, in one order on all ranks."""
+        for unit in self.units:
+            unit.finish()
+        if self.offload.gradients_and_state:
+            wait_for_copies(self.device)  # once, for the means of all units
+            for one in self._unit_of_shards:
+                one.arrive()
+
+    @override
+    def drop(self) -> None:
+        """As the base."""
+        for unit in self.units:
+            unit.drop()
+
+    @contextlib.contextmanager
+    @override
+    def full(self, *, keep_changes: bool) -> Iterator[None]:
+        """As the base."""
+        held: list[Unit] = []
+        try:
+            for unit in self.units:
+                if not unit.is_as_stored:
+                    unit.reshard()
+                unit.gather(as_stored=True)
+                unit.num_holders += 1
+                held.append(unit)
+            yield
+            # Not after an error: half of a change must not reach the shards.
+            if keep_changes:
+                for one in self._unit_of_shards:
+                    one.keep()
+        finally:
+            for unit in held:
+                unit.num_holders -= 1
+                unit.reshard()
+
+    def refuse_held(self) -> None:
+        """Refuse to compute with what is held in the dtype in which it is stored."""
+        if any(unit.num_holders for unit in self.units):
+            raise RuntimeError("backward: leave 'with engine.full_params():' first; inside, parameters stay gathered")
+
+    @override
+    def holdings(self) -> Iterator[Holding]:
+        """As the base."""
+        for one in self._unit_of_shards:
+            if self.offload.parameters:
+                yield Holding(Role.OFFLOADED, one.shard)
+        for one in self._unit_of_shards:
+            yield from one.holdings()

@@ -1,0 +1,102 @@
+"""ZeRO-3, explicit: parameters, gradients and optimizer state are sharded; at rest nothing is whole.
+
+What differs from ``zero2``: the parameters are sharded too, from construction on. All buckets are gathered, one after
+another, before forward computes, and resharded after it; the same again around backward. (The paper gathers layer by
+layer and frees each after use: the same bytes at rest and on the wire, but a lower peak. Gathering in parts is what
+``fsdp`` adds.) Since the gathered weights are freed after forward, autograd must not save them: it saves where in which
+bucket they lie (``saved.py``). The step works on shards and needs no gather after it. Nothing overlaps: gradients are
+reduce-scattered when backward has ended.
+
+Per rank for P fp32 parameters with Adam: at rest 4P/N parameters, 4P/N gradients, 8P/N state; P includes what
+pads each bucket to a multiple of N. In forward and backward another 4P of gathered parameters, and in backward up to
+another 4P of whole gradients, which ``no_sync()`` keeps until a backward communicates. On the wire P(N-1)/N for each
+gather and for the reduce-scatter: 3P(N-1)/N elements a step. With ``precision='bf16'`` gathered parameters and whole
+gradients have 2 bytes an element. At rest nothing changes, since the shards are the master weights: 16P/N, as in the
+paper, which counts 2 + 2 for parameters and gradients and 12 for the rest.
+Source: Rajbhandari et al., arXiv 1910.02054, section 5.3.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+from typing_extensions import override
+
+from shardlab.engines.buckets import bucket_layouts
+from shardlab.engines.optimizer_fit import parse_partition
+from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
+from shardlab.strategies.precision import Precision, parse_precision
+from shardlab.strategies.sharded import Sharded
+from shardlab.strategies.shards import Shards, Unit, Ways
+from shardlab.strategies.strategy import Given
+from shardlab.vocabulary import Partition
+
+
+class ZeRO3(Sharded):
+    """Sharded parameters, gradients and optimizer state; synchronous.
+
+    Args:
+        bucket_bytes: parameters gathered in one message, in bytes.
+        partition: 'elements', or whole parameters by 'round_robin', 'contiguous', 'balanced'.
+        precision: 'full', 'bf16', 'fp16' or a ``Precision``. The shards are the master weights; inside ``no_sync()``
+            gradients add up in the compute dtype.
+    """
+
+    name = "zero3"
+
+    def __init__(
+        self,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        partition: Partition | str = Partition.ELEMENTS,
+        precision: Precision | str = "full",
+    ) -> None:
+        self.bucket_bytes = bucket_bytes
+        self.partition, self.precision = parse_partition(partition), parse_precision(precision)
+
+    @override
+    def make_units(self, given: Given) -> list[Unit]:
+        """Bucket by bucket."""
+        layouts = bucket_layouts(self.params, self.comm.num_ranks, self.bucket_bytes, self.partition)
+        units = []
+        for index, layout in enumerate(layouts):
+            params = {name: self.params[name] for name in layout.names}
+            shards = Shards(f"bucket {index}", params, layout, self.comm, Ways(self.precision), self.at)
+            units.append(Unit(f"bucket {index}", [shards]))
+        return units
+
+    @contextlib.contextmanager
+    @override
+    def forward(self) -> Iterator[None]:
+        """As the base."""
+        with self._gathered(), self.saving_by_reference():
+            yield
+
+    @contextlib.contextmanager
+    @override
+    def backward(self, *, sends: bool) -> Iterator[None]:
+        """As the base."""
+        self.refuse_held()
+        with self._gathered():
+            yield
+
+    @contextlib.contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Inside, all parameters are gathered; at the end they are resharded, unless an outer call still needs them."""
+        for unit in self.units:
+            unit.gather()
+            unit.num_holders += 1
+        try:
+            yield
+        finally:
+            for unit in self.units:
+                unit.num_holders -= 1
+                unit.reshard()
+
+    @override
+    def reduce_rest(self) -> None:
+        """As the base."""
+        # One after another, so that only one buffer of a reduction is in memory at a time.
+        for unit in self.units:
+            unit.reduce(self.is_due)
+            unit.finish()
+        super().reduce_rest()
