@@ -89,7 +89,7 @@ def innermost(times: ArrayLike, holes: ArrayLike = ()) -> tuple[Intervals, NDArr
     cuts = np.unique(np.concatenate((spans.ravel(), gaps.ravel())))
     owners = _owners(spans, cuts)
     pieces = np.column_stack((cuts[:-1], cuts[1:]))
-    kept = (owners >= 0) & ~_inside(pieces, gaps)
+    kept = (owners >= 0) & ~_covered(pieces, gaps)
     pieces, owners = pieces[kept], owners[kept]
     if not len(pieces):
         return pieces, owners
@@ -103,9 +103,8 @@ def _owners(spans: Intervals, cuts: NDArray[np.float64]) -> NDArray[np.intp]:
     owners = np.full(max(len(cuts) - 1, 0), -1, dtype=np.intp)
     order = np.argsort(spans[:, 0], kind="stable").tolist()
     bounds, place = spans.tolist(), 0
-    active: list[
-        tuple[float, float, int]
-    ] = []  # a heap: the one that began last on top; of several, the one that ends first
+    # A heap: the one that began last on top; of several, the one that ends first.
+    active: list[tuple[float, float, int]] = []
     for piece, begin in enumerate(cuts[:-1].tolist()):
         while place < len(order) and bounds[order[place]][0] <= begin:
             start, end = bounds[order[place]]
@@ -116,11 +115,3 @@ def _owners(spans: Intervals, cuts: NDArray[np.float64]) -> NDArray[np.intp]:
         if active:
             owners[piece] = active[0][2]
     return owners
-
-
-def _inside(pieces: Intervals, gaps: Intervals) -> NDArray[np.bool_]:
-    if not len(gaps):
-        return np.zeros(len(pieces), dtype=np.bool_)
-    before = np.searchsorted(gaps[:, 0], pieces[:, 0], side="right") - 1
-    inside: NDArray[np.bool_] = (before >= 0) & (pieces[:, 0] < gaps[before, 1])
-    return inside

@@ -25,9 +25,9 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from shardlab.analysis.bandwidth import bandwidth
+from shardlab.analysis.held_bytes import PEAK
 from shardlab.analysis.intervals import Intervals, innermost
 from shardlab.analysis.matching import SAME, matched_collectives
-from shardlab.analysis.memory import PEAK
 from shardlab.analysis.rows import bounds
 from shardlab.export.events import NS_US, Event, complete, counter, flow, in_order, process, thread, write_json
 from shardlab.export.run import run_of, step_times

@@ -6,15 +6,9 @@ It also re-exports what notebooks need from other packages, so that their first 
 from shardlab.analysis import with_group
 from shardlab.data_sets import batch
 from shardlab.experiment.comparison import PRELOAD
-from shardlab.lab.event_log import EventLog, collectives_table, log_collectives
-from shardlab.lab.fit import RunPlan, fit_of, kept_for_backward, readable_fit
-from shardlab.lab.interleaved import run_interleaved
-from shardlab.lab.memory import gathered_table, saved_for_backward, unit_bytes, watch_gathered
-from shardlab.lab.modules import modules_table
-from shardlab.lab.sweeps import bucket_sweep, link_for, message_sweep
-from shardlab.lab.terminal import terminal
-from shardlab.lab.traced_step import trace_step
-from shardlab.lab.verdicts import (
+from shardlab.lab.fit import RunPlan, fit_of, kept_for_backward, readable_fit, saved_for_backward
+from shardlab.lab.model_tables import gathered_table, modules_table, unit_bytes, watch_gathered, weights_table
+from shardlab.lab.notebook_verdicts import (
     bucket_verdict,
     bus_verdict,
     busy_in_messages,
@@ -31,7 +25,9 @@ from shardlab.lab.verdicts import (
     pay_off_verdict,
     prediction_verdict,
 )
-from shardlab.lab.weights import weights_table
+from shardlab.lab.small_records import EventLog, collectives_table, log_collectives, trace_step
+from shardlab.lab.sweeps import bucket_sweep, link_for, message_sweep, run_interleaved
+from shardlab.lab.terminal import terminal
 from shardlab.launch import RankDied, RankError, RankHang, current
 from shardlab.partition.owners import Ownership
 from shardlab.partition.ring_cost import ring_wire_bytes

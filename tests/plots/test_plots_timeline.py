@@ -5,8 +5,7 @@ import pytest
 from shardlab.plots import collective_timeline, summary_of
 from shardlab.plots.colours import COLLECTIVE_COLOURS, SPAN_COLOURS
 from shardlab.plots.show import plain_json
-from shardlab.plots.thinning import drawn_levels
-from shardlab.plots.timeline_bars import concurrent_rows
+from shardlab.plots.timeline_bars import concurrent_rows, drawn_levels
 from shardlab.tables import COLLECTIVES, SPANS
 from tests.plots.sample_records import NUM_BLOCKS, NUM_RANKS
 
