@@ -10,27 +10,8 @@ from shardlab.analysis.overlap import overlap, step_split
 from shardlab.analysis.stragglers import stragglers, waits
 
 __all__ = [
-    "LatencyBandwidth",
-    "allocator_items",
-    "at_rest",
-    "attribution",
-    "bandwidth",
-    "critical_path",
-    "fit_latency_bandwidth",
-    "hidden_by",
-    "intersect",
-    "memory_over_step",
-    "merge",
-    "overlap",
-    "peak",
-    "process_items",
-    "step_split",
-    "stragglers",
-    "subtract",
-    "total",
-    "waits",
-    "what_if_free",
-    "wire_bytes",
-    "with_fit",
-    "with_group",
-]
+    "LatencyBandwidth", "allocator_items", "at_rest", "attribution", "bandwidth", "critical_path",
+    "fit_latency_bandwidth", "hidden_by", "intersect", "memory_over_step", "merge", "overlap", "peak",
+    "process_items", "step_split", "stragglers", "subtract", "total", "waits", "what_if_free", "wire_bytes",
+    "with_fit", "with_group",
+]  # fmt: skip

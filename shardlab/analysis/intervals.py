@@ -1,4 +1,4 @@
-"""Sets of half-open intervals ``[start, end)``: union, intersection, difference, length; and nested ones flattened.
+"""Sets of half-open intervals ``[start, end)``: union, intersection, difference, length; nested and concurrent ones.
 
 Arguments are arrays of shape (number, 2), in any order, overlapping or not. Results are merged: sorted, disjoint, none
 empty. The unit of time is up to the caller.
@@ -115,3 +115,22 @@ def _owners(spans: Intervals, cuts: NDArray[np.float64]) -> NDArray[np.intp]:
         if active:
             owners[piece] = active[0][2]
     return owners
+
+
+def concurrent_rows(times: ArrayLike, most: int | None = None) -> NDArray[np.intp]:
+    """The first row that is free when each interval starts, so that no two of a row overlap.
+
+    Args:
+        times: intervals.
+        most: number of rows; what finds none free shares the last.
+    """
+    spans = as_intervals(times)
+    rows, free_from = np.zeros(len(spans), dtype=np.intp), list[float]()
+    for index in np.argsort(spans[:, 0], kind="stable"):
+        start, end = spans[index].tolist()
+        row = next((row for row, free in enumerate(free_from) if free <= start), len(free_from))
+        if row == len(free_from) and row != most:
+            free_from.append(end)
+        rows[index] = row = min(row, len(free_from) - 1)
+        free_from[row] = max(free_from[row], end)
+    return rows

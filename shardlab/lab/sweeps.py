@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Any
 
 import pandas as pd
 import torch
@@ -126,12 +125,13 @@ def message_sweep(ops: Mapping[str, Op], num_bytes: Sequence[int], pool: RankPoo
     if repeats < 1:
         raise ValueError(f"repeats: {repeats} is below 1")
     times_us = torch.tensor(pool.run(_time_all, dict(ops), list(num_bytes), repeats), dtype=torch.float64)
-    slowest_rank = times_us.amax(dim=0)
-    keys = [(name, size) for name in ops for size in num_bytes]
-    table = pd.DataFrame(keys, columns=["op", "bytes"])
-    table["time_us"] = slowest_rank.amin(dim=-1).flatten().tolist()
-    table["median_us"] = slowest_rank.quantile(0.5, dim=-1).flatten().tolist()
-    return table.assign(group_size=pool.world_size)
+    slowest_rank = times_us.amax(dim=0).flatten(start_dim=1)
+    table = pd.DataFrame([(name, size) for name in ops for size in num_bytes], columns=["op", "bytes"])
+    return table.assign(
+        time_us=slowest_rank.amin(dim=0).numpy(),
+        median_us=slowest_rank.quantile(0.5, dim=0).numpy(),
+        group_size=pool.world_size,
+    )
 
 
 def link_for(config: CompareConfig, pool: RankPool, *, sends_for: float = 0.8, latency: float = 0.005) -> Link:
@@ -166,9 +166,8 @@ def _two_digits(value: float) -> float:
     return float(f"{value:.2g}")
 
 
-def _time_all(rank: int, ops: dict[str, Op], num_bytes: list[int], repeats: int) -> list[Any]:
-    """Microseconds by op, size and repetition, on this rank."""
-    del rank
+def _time_all(_: int, ops: dict[str, Op], num_bytes: list[int], repeats: int) -> list[list[list[float]]]:
+    """Microseconds by repetition, op and size, on this rank."""
     context = current()
     with Mesh({"data": context.world_size}, device=context.device) as mesh:
         tensors = [torch.zeros(size // ELEMENT_BYTES, device=mesh.device) for size in num_bytes]
@@ -176,8 +175,7 @@ def _time_all(rank: int, ops: dict[str, Op], num_bytes: list[int], repeats: int)
             for tensor in tensors:
                 for _ in range(NUM_WARM_UPS):
                     op(mesh.data, tensor)
-        rounds = [[[_time(op, mesh, tensor) for tensor in tensors] for op in ops.values()] for _ in range(repeats)]
-    return torch.tensor(rounds, dtype=torch.float64).permute(1, 2, 0).tolist()
+        return [[[_time(op, mesh, tensor) for tensor in tensors] for op in ops.values()] for _ in range(repeats)]
 
 
 def _time(op: Op, mesh: Mesh, tensor: torch.Tensor) -> float:

@@ -17,6 +17,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
+from shardlab.analysis.intervals import concurrent_rows
 from shardlab.plots.bars import gaps
 from shardlab.plots.colours import readable_on
 from shardlab.plots.text import format_bytes, format_us
@@ -72,24 +73,13 @@ def lay_out(collectives: pd.DataFrame, spans: pd.DataFrame) -> tuple[Tracks, NDA
         mine = [axis for axis in axes if (here & (collectives["axis"] == axis).to_numpy(dtype=np.bool_)).any()]
         for track in ([COMPUTE] if has_compute else []) + mine:
             where = np.flatnonzero(here & (collectives["axis"] == track).to_numpy(dtype=np.bool_))
-            rows = concurrent_rows(collectives.iloc[where]) if track != COMPUTE else np.zeros(0, dtype=np.intp)
-            count = int(rows.max()) + 1 if len(rows) else 1
+            rows = concurrent_rows(collectives[["start_us", "end_us"]].iloc[where], MAX_ROWS)
+            count = int(rows.max(initial=0)) + 1
             places[where] = y + rows
             positions[rank, track] = [y + row for row in range(count)]
             y, num_rows = y + count, num_rows + count
         y += RANK_GAP
     return Tracks(positions, num_rows), places
-
-
-def concurrent_rows(collectives: pd.DataFrame) -> NDArray[np.intp]:
-    """The first free row for each collective in order of start; beyond MAX_ROWS they share the last row."""
-    starts = collectives["start_us"].to_numpy(dtype=np.float64)
-    ends = collectives["end_us"].to_numpy(dtype=np.float64)
-    rows, free_from = np.zeros(len(starts), dtype=np.intp), [-np.inf] * MAX_ROWS
-    for index in np.argsort(starts, kind="stable"):
-        row = next((row for row in range(MAX_ROWS) if free_from[row] <= starts[index]), MAX_ROWS - 1)
-        rows[index], free_from[row] = row, max(free_from[row], ends[index])
-    return rows
 
 
 def grouped(rows: pd.DataFrame, what: str, describe: Describe, extent: tuple[float, float]) -> pd.DataFrame:
