@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from shardlab.plots.show import show
     from shardlab.recording.record import record
     from shardlab.trace.store import load_run
-    from shardlab.units.policy import show_units
+    from shardlab.units.table import show_units
 
 _ROOMS = {
     "shardlab.comm.communicator": ("Communicator",),
@@ -77,7 +77,7 @@ _ROOMS = {
     "shardlab.plots.show": ("show",),
     "shardlab.recording.record": ("record",),
     "shardlab.trace.store": ("load_run",),
-    "shardlab.units.policy": ("show_units",),
+    "shardlab.units.table": ("show_units",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 

@@ -13,14 +13,19 @@ from math import ceil
 
 from tests.test_architecture import PACKAGE, STRATEGY_FILES, closure, modules, room
 
-SLACK = 0.01  # a budget lies at most so far above what stands, but for a few lines of a small room
-FEW = 3
-# With the files of other rooms that it imports, also for the type checker; without packages' __init__ and guards.
+SLACK, FEW = 0.01, 3  # a budget lies at most one percent, or so few lines, above what stands
+# Each with the files that it imports, also for the type checker; without packages' __init__ and guards.
 CLOSURES = {
+    "single": 3140, "ddp": 3190, "bucketed": 3670, "zero1": 4570, "zero2": 4610, "zero3": 4700, "fsdp.engine": 5550,
 }  # fmt: skip
 ROOMS = {
+    "__init__": 111, "__main__": 2, "analysis": 920, "bench": 264, "cli": 910, "comm": 2580, "data_sets": 168,
+    "engines": 7300, "exercises": 2180, "experiment": 2620, "export": 710, "faults": 650, "field_types": 19,
+    "installed": 14, "lab": 660, "launch": 1720, "meta_device": 34, "models": 187, "partition": 565, "planner": 950,
+    "plots": 2120, "recording": 750, "tables": 116, "tensor_parallel": 1640, "trace": 1230, "units": 206,
+    "vocabulary": 82, "widgets": 1510,
 }  # fmt: skip
-WHOLE = 0
+WHOLE = 30_160
 
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
@@ -32,13 +37,8 @@ def code_lines(text: str) -> int:
     """Lines with code, docstrings of attributes left out too."""
     docs: set[int] = set()
     for node in ast.walk(ast.parse(text)):
-        for child in getattr(node, "body", []) if not isinstance(node, ast.Lambda | ast.IfExp) else []:
-            if (
-                isinstance(child, ast.Expr)
-                and isinstance(child.value, ast.Constant)
-                and isinstance(child.value.value, str)
-            ):
-                docs.update(range(child.lineno, child.end_lineno + 1))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docs.update(range(node.lineno, node.end_lineno + 1))
     code: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in NO_CODE:

@@ -1,7 +1,7 @@
 """Which modules of a model are units: for FSDP's gathers, for spans and for memory marks alike.
 
-``policy`` reads the argument ``wrap`` and shows the units of a module with their bytes, ``structure`` finds the modules
-that repeat.
+``policy`` reads the argument ``wrap``, ``structure`` finds the modules that repeat, ``table`` shows the units of a
+module with their bytes. No pandas here: engines import this.
 """
 
 from shardlab.units.policy import AUTO, WrapPolicy, parse_wrap, units_of, wrap_text, wrapped_modules

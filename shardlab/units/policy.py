@@ -21,14 +21,10 @@ The module itself is a unit too, ``root``, with the parameters of no other unit 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from shardlab.units.structure import Modules, called_modules, numel, repeated_modules
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 Selector = str | type[nn.Module]
 WrapPolicy = Selector | int | Sequence[Selector] | Callable[[str, nn.Module], bool]
@@ -102,38 +98,6 @@ def units_of(module: nn.Module, wrap: WrapPolicy = AUTO) -> dict[str, list[str]]
     params = dict(module.named_parameters())
     members = owners_of_parameters(module, wrapped_modules(module, wrap), params, ROOT)
     return {name: names for name, names in members.items() if name != ROOT and names}
-
-
-def show_units(module: nn.Module, wrap: WrapPolicy = AUTO) -> "pd.DataFrame":
-    """The units of a module, in its order, the root last.
-
-    Args:
-        module: any module; on the meta device it needs no memory.
-        wrap: which modules are units, see the table above.
-
-    Returns:
-        One row per unit: ``unit`` (name), ``class``, ``parameters`` (elements), ``bytes`` (as the parameters are now)
-        and ``trainable`` (share of the elements that train; NaN for none). A parameter that is used in several units,
-        such as a tied weight, counts once, in the root, so the bytes add up to those of the module. The root has a row
-        even if it has no parameters; other units without parameters of their own have none, as FSDP makes none.
-
-    Raises:
-        ValueError: nothing in the module fits ``wrap``; the message says what the module has.
-    """
-    import pandas as pd  # not above: engines import this file
-
-    params = dict(module.named_parameters())
-    wrapped = wrapped_modules(module, wrap)
-    members = owners_of_parameters(module, wrapped, params, ROOT)
-    units = {name: names for name, names in members.items() if name != ROOT and names}
-    rows = []
-    for unit, names in {**units, ROOT: members[ROOT]}.items():
-        kind = type(wrapped.get(unit, module)).__name__
-        total = sum(params[name].numel() for name in names)
-        trained = sum(params[name].numel() for name in names if params[name].requires_grad)
-        num_bytes = sum(params[name].nbytes for name in names)
-        rows.append((unit, kind, total, num_bytes, trained / total if total else float("nan")))
-    return pd.DataFrame(rows, columns=["unit", "class", "parameters", "bytes", "trainable"])
 
 
 def owners_of_parameters(
