@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shardlab import compare
-from shardlab.analysis.memory import at_rest
+from shardlab.analysis.held_bytes import at_rest
 from shardlab.cli import app
 from shardlab.experiment.config import CompareConfig
 from shardlab.vocabulary import Role

@@ -52,10 +52,7 @@ def critical_path(
         ValueError: columns or times are missing or impossible, there is no such run or step, the ranks disagree, or a
             stream waited instead of the host.
     """
-    COLLECTIVES.check(collectives)
-    SPANS.check(spans)
-    moved, worked, both = one_step_of_run(collectives, spans, run, step)
-    nodes = causal_graph(moved, worked, axes)
+    nodes, worked, both = _graph(collectives, spans, run, step, axes)
     pieces = [piece for piece in _walk(nodes, worked) if piece[4] > piece[3]]
     table = pd.DataFrame(pieces, columns=PIECE)
     for column in ("step", "source", "run"):
@@ -90,33 +87,34 @@ def what_if_free(
     Raises:
         ValueError: see ``critical_path``; or no collective of the step has this tag.
     """
-    COLLECTIVES.check(collectives)
-    SPANS.check(spans)
-    moved, worked, both = one_step_of_run(collectives, spans, run, step)
-    nodes = causal_graph(moved, worked, axes)
+    nodes, _, both = _graph(collectives, spans, run, step, axes)
     tags = [node.tag for node in nodes if node.event is Event.END]
     if tag is not None and tag not in tags:
         raise ValueError(
             f"tag: {tag!r} is not one of {', '.join(sorted(set(tags))) or 'the step, which has no collectives'}"
         )
-    begin = min(node.time_us for node in nodes)
-    end = max(node.time_us for node in nodes)
+    begin, end = (extreme(node.time_us for node in nodes) for extreme in (min, max))
     trials = {name: {name} for name in (dict.fromkeys(tags) if tag is None else [tag])}
     if tag is None and tags:
         trials[ALL] = set(tags)
+    of_step = both[[*RUN, "step"]].iloc[0]
     rows = [
-        (
-            *both[[*RUN, "step"]].iloc[0],
-            name,
-            sum(one in freed for one in tags),
-            end - begin,
-            end - _end_without(nodes, freed),
-        )
+        (*of_step, name, sum(one in freed for one in tags), end - begin, end - _end_without(nodes, freed))
         for name, freed in trials.items()
     ]
     table = pd.DataFrame(rows, columns=[*RUN, "step", "tag", "num_collectives", "step_us", "gain_us"])
     table["gain"] = table["gain_us"] / table["step_us"]
     return table.sort_values("gain_us", ascending=False, kind="stable", ignore_index=True)
+
+
+def _graph(
+    collectives: pd.DataFrame, spans: pd.DataFrame, run: str | None, step: int | None, axes: Mapping[str, int] | None
+) -> tuple[tuple[Node, ...], pd.DataFrame, pd.DataFrame]:
+    """The nodes of one step of one run, its spans, and where its rows are from."""
+    COLLECTIVES.check(collectives)
+    SPANS.check(spans)
+    moved, worked, both = one_step_of_run(collectives, spans, run, step)
+    return causal_graph(moved, worked, axes), worked, both
 
 
 def _end_without(nodes: tuple[Node, ...], free: set[str]) -> float:

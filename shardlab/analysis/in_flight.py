@@ -55,21 +55,15 @@ def traced_and_ordinary(collectives: pd.DataFrame, steps: pd.DataFrame) -> pd.Da
     STEPS.check(steps)
     steps = steps.dropna(subset="wire_bytes")  # of a recorded script, not every step's collectives are watched
     steps = steps[~steps["run"].isin(collectives.loc[on_streams(collectives), "run"])]
-    known = (
-        steps[[*KEYS, "traced_memory"]]
-        .merge(in_flight(collectives), on=KEYS, how="left")
-        .fillna({"in_flight_bytes": 0})
-    )
+    known = steps[[*KEYS, "traced_memory"]].merge(in_flight(collectives), on=KEYS, how="left")
+    known = known.fillna({"in_flight_bytes": 0})
     by_step = known.groupby(["run", "step", "traced_memory"], sort=False)["in_flight_bytes"].max().reset_index()
     traced = by_step[by_step["traced_memory"]]
     counts = timed_steps(steps)[["run", "step"]].drop_duplicates()
     ordinary = by_step[~by_step["traced_memory"]].merge(counts, on=["run", "step"])
-    return pd.DataFrame(
-        {
-            "traced_bytes": traced.groupby("run", sort=False)["in_flight_bytes"].max(),
-            "ordinary_bytes": ordinary.groupby("run", sort=False)["in_flight_bytes"].median(),
-        }
-    ).rename_axis("run")
+    most = traced.groupby("run", sort=False)["in_flight_bytes"].max()
+    usual = ordinary.groupby("run", sort=False)["in_flight_bytes"].median()
+    return pd.DataFrame({"traced_bytes": most, "ordinary_bytes": usual}).rename_axis("run")
 
 
 def _most(begins: np.ndarray, ends: np.ndarray, sizes: np.ndarray) -> float:

@@ -1,4 +1,4 @@
-"""Sets of half-open intervals ``[start, end)``: union, intersection, difference, length; and nested ones flattened.
+"""Sets of half-open intervals ``[start, end)``: union, intersection, difference, length; nested and concurrent ones.
 
 Arguments are arrays of shape (number, 2), in any order, overlapping or not. Results are merged: sorted, disjoint, none
 empty. The unit of time is up to the caller.
@@ -89,7 +89,7 @@ def innermost(times: ArrayLike, holes: ArrayLike = ()) -> tuple[Intervals, NDArr
     cuts = np.unique(np.concatenate((spans.ravel(), gaps.ravel())))
     owners = _owners(spans, cuts)
     pieces = np.column_stack((cuts[:-1], cuts[1:]))
-    kept = (owners >= 0) & ~_inside(pieces, gaps)
+    kept = (owners >= 0) & ~_covered(pieces, gaps)
     pieces, owners = pieces[kept], owners[kept]
     if not len(pieces):
         return pieces, owners
@@ -103,9 +103,8 @@ def _owners(spans: Intervals, cuts: NDArray[np.float64]) -> NDArray[np.intp]:
     owners = np.full(max(len(cuts) - 1, 0), -1, dtype=np.intp)
     order = np.argsort(spans[:, 0], kind="stable").tolist()
     bounds, place = spans.tolist(), 0
-    active: list[
-        tuple[float, float, int]
-    ] = []  # a heap: the one that began last on top; of several, the one that ends first
+    # A heap: the one that began last on top; of several, the one that ends first.
+    active: list[tuple[float, float, int]] = []
     for piece, begin in enumerate(cuts[:-1].tolist()):
         while place < len(order) and bounds[order[place]][0] <= begin:
             start, end = bounds[order[place]]
@@ -118,9 +117,20 @@ def _owners(spans: Intervals, cuts: NDArray[np.float64]) -> NDArray[np.intp]:
     return owners
 
 
-def _inside(pieces: Intervals, gaps: Intervals) -> NDArray[np.bool_]:
-    if not len(gaps):
-        return np.zeros(len(pieces), dtype=np.bool_)
-    before = np.searchsorted(gaps[:, 0], pieces[:, 0], side="right") - 1
-    inside: NDArray[np.bool_] = (before >= 0) & (pieces[:, 0] < gaps[before, 1])
-    return inside
+def concurrent_rows(times: ArrayLike, most: int | None = None) -> NDArray[np.intp]:
+    """The first row that is free when each interval starts, so that no two of a row overlap.
+
+    Args:
+        times: intervals.
+        most: number of rows; what finds none free shares the last.
+    """
+    spans = as_intervals(times)
+    rows, free_from = np.zeros(len(spans), dtype=np.intp), list[float]()
+    for index in np.argsort(spans[:, 0], kind="stable"):
+        start, end = spans[index].tolist()
+        row = next((row for row, free in enumerate(free_from) if free <= start), len(free_from))
+        if row == len(free_from) and row != most:
+            free_from.append(end)
+        rows[index] = row = min(row, len(free_from) - 1)
+        free_from[row] = max(free_from[row], end)
+    return rows

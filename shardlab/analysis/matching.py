@@ -137,17 +137,9 @@ def _whole_steps(rows: pd.DataFrame) -> pd.DataFrame:
 def _check_same(rows: pd.DataFrame) -> None:
     # In an all-to-all ranks may send different numbers of bytes, such as the rows of a mixture of experts.
     sizes = rows["bytes"].mask(rows["op"] == Collective.ALL_TO_ALL, 0)
-    found = (
-        rows.assign(sizes=sizes)
-        .groupby(SAME, sort=False)
-        .agg(
-            ops=("op", "nunique"),
-            sizes=("sizes", "nunique"),
-            ranks=("rank", "size"),
-            group_size=("group_size", "first"),
-        )
-    )
-    wrong = found[(found["ops"] > 1) | (found["sizes"] > 1) | (found["ranks"] != found["group_size"])]
+    alike = rows.assign(sizes=sizes).groupby(SAME, sort=False)
+    found = alike.agg({"op": "nunique", "sizes": "nunique", "rank": "size", "group_size": "first"})
+    wrong = found[(found["op"] > 1) | (found["sizes"] > 1) | (found["rank"] != found["group_size"])]
     if len(wrong):
         key = dict(zip(SAME, wrong.index[0], strict=True))
         differing = rows[(rows[SAME] == pd.Series(key)).all(axis=1)]

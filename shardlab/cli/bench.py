@@ -57,7 +57,7 @@ def bench(
     ] = None,
 ) -> None:
     """Time our engines against torch's own on the same ranks, step by step in turn."""
-    from shardlab.bench.config import FULL_ROUNDS, PAIRS, QUICK_ROUNDS, WORKLOADS, BenchConfig, chosen
+    from shardlab.bench import FULL_ROUNDS, PAIRS, QUICK_ROUNDS, WORKLOADS, BenchConfig, chosen
 
     _check_file(json)
     config = BenchConfig(
@@ -89,7 +89,7 @@ def _with_progress(config: "BenchConfig") -> list["BenchRow"]:
     from shardlab.bench import bench as run_bench
 
     with progress_bar(config.num_rounds) as advance:
-        return list(run_bench(config, on_progress=lambda done: advance(f"{done.workload}: {done.pair}")))
+        return list(run_bench(config, on_progress=advance))
 
 
 def _table(workload: "Workload", rows: Sequence["BenchRow"]) -> Table:

@@ -26,7 +26,7 @@ def modules(
     json: AsJson = False,
 ) -> None:
     """Print the bytes that a rank holds of each module: parameters, gradients, optimizer state."""
-    from shardlab.analysis.modules import held_at_rest, module_bytes
+    from shardlab.analysis.held_bytes import held_at_rest, module_bytes
     from shardlab.trace.store import load_runs
 
     records = load_runs([_run(directory, strategy)])

@@ -11,17 +11,14 @@ entropy of one draw, L(s) = sum_w p(w|s) bytes(w) mean length of one draw. The n
 a unifilar source (Shannon, "A mathematical theory of communication", 1948, section 7); the ratio of the two means is
 the rate per byte, since both averages are over the same draws.
 
-A model that sees windows from anywhere in the text does not know the state at first. It gets the first byte and
-predicts the S bytes after it. Not knowing its place (state, and bytes of the word so far) after that byte costs at most
-the entropy of the place given the byte, once per window. So the best mean loss on windows of S predictions lies
-between the floor and ``floor + start_entropy / S``.
+A model that sees windows from anywhere in the text does not know the state at first. That costs at most the entropy of
+its place in the grammar given the first byte, once per window.
 """
 
 import json
 import math
 import random
 from bisect import bisect
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -107,40 +104,6 @@ class Grammar:
             for name, share in self.stationary.items()
         )
         return nats_per_word / self.mean_word_bytes
-
-    @property
-    def start_entropy(self) -> float:
-        """Entropy in nats of the place in the grammar after a byte from anywhere in the text, given that byte."""
-        places: defaultdict[tuple[int, str, bytes], float] = defaultdict(float)
-        first_bytes: defaultdict[int, float] = defaultdict(float)
-        mean_word_bytes = self.mean_word_bytes
-        for name, share in self.stationary.items():
-            for draw in self.states[name]:
-                for index, byte in enumerate(draw.word):
-                    last = index == len(draw.word) - 1
-                    place = (byte, draw.next_state, b"") if last else (byte, name, draw.word[: index + 1])
-                    places[place] += share * draw.probability / mean_word_bytes
-                    first_bytes[byte] += share * draw.probability / mean_word_bytes
-        return _entropy(list(places.values())) - _entropy(list(first_bytes.values()))
-
-    def nats(self, text: bytes) -> float:
-        """Minus the log-probability of ``text``, which must start in the start state; a cut last word is left out.
-
-        Raises:
-            ValueError: the grammar cannot produce the text.
-        """
-        state, position, total = self.start, 0, 0.0
-        while position < len(text):
-            draw = next((draw for draw in self.states[state] if text.startswith(draw.word, position)), None)
-            if draw is None:
-                rest = text[position:]
-                if any(draw.word.startswith(rest) for draw in self.states[state]):
-                    break
-                raise ValueError(f"text: it is not of this grammar: no word of state {state!r} at byte {position}")
-            total -= math.log(draw.probability)
-            position += len(draw.word)
-            state = draw.next_state
-        return total
 
 
 def load_grammar(path: Path | None = None) -> Grammar:

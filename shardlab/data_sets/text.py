@@ -106,13 +106,7 @@ def _grammar_text() -> bytes:
 
 
 def batch(
-    data: TextData,
-    step: int,
-    micro_batch: int,
-    rows: range | slice,
-    batch_size: int,
-    seq_len: int,
-    seed: int = 0,
+    data: TextData, step: int, micro_batch: int, rows: range | slice, batch_size: int, seq_len: int, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of the global batch of one micro-batch.
 

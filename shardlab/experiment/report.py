@@ -14,8 +14,8 @@ import plotly.graph_objects as go
 
 from shardlab.analysis.causal_graph import NoHostWaitsError
 from shardlab.analysis.critical_path import ALL, critical_path, what_if_free
+from shardlab.analysis.held_bytes import allocator_items, peak
 from shardlab.analysis.in_flight import traced_and_ordinary
-from shardlab.analysis.memory import allocator_items, peak
 from shardlab.analysis.overlap import COMPUTE_KINDS, overlap
 from shardlab.analysis.timed import in_timed_steps, timed_steps
 from shardlab.experiment.comparison import Comparison

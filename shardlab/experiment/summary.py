@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from shardlab.analysis.held_bytes import at_rest
 from shardlab.analysis.in_flight import traced_and_ordinary
-from shardlab.analysis.memory import at_rest
 from shardlab.analysis.timed import hidden_share, timed_steps
 from shardlab.experiment.own_buffers import said_of
 from shardlab.trace.store import Records

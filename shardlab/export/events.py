@@ -1,4 +1,4 @@
-"""The trace-event format: the kinds of events that we write, and files of them.
+"""What an export writes: one run of the records, its steps, and events in the trace-event format.
 
 Times are microseconds. An event belongs to a process (``pid``) and a thread (``tid``); slices of one thread must nest.
 A flow is an arrow between two slices: its ends share a name, a category and an id, and each attaches to the slice of
@@ -11,8 +11,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
+from shardlab.analysis.rows import one_run
+from shardlab.tables import TABLES
+from shardlab.trace.store import Records
+
 Event = dict[str, Any]
 NS_US = 1e-3  # times are rounded to nanoseconds
+PLACE = ["rank", "step"]
 
 
 def complete(name: str, category: str, place: tuple[int, int], times: tuple[float, float], /, **args: Any) -> Event:
@@ -67,3 +74,32 @@ def write_json(trace: Mapping[str, Any], path: Path | str) -> Path:
 
 def _metadata(kind: str, pid: int, tid: int, /, **args: Any) -> Event:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": args}
+
+
+def run_of(records: Records, run: str | None) -> tuple[str, Records]:
+    """The name and the records of ``run``; None if there is only one.
+
+    Raises:
+        ValueError: there is no such run, there are several and none is named, or there are no spans and no collectives.
+    """
+    both = pd.concat([records.spans[["run", "source"]], records.collectives[["run", "source"]]])
+    if not len(both):
+        raise ValueError("run: these records have no spans and no collectives, so there is nothing to export")
+    name, source = one_run(both, run)[["run", "source"]].iloc[0]
+    own = {
+        table: rows[(rows["run"] == name) & (rows["source"] == source)].reset_index(drop=True)
+        for table, rows in ((table, getattr(records, table)) for table in TABLES)
+    }
+    return name, Records(**own, manifests={name: records.manifests.get(name, {})})
+
+
+def step_times(spans: pd.DataFrame, collectives: pd.DataFrame) -> dict[tuple[int, int], tuple[float, float]]:
+    """Beginning and end of each (rank, step) on the host, in microseconds; the end of a collective does not count."""
+    own = (
+        spans[[*PLACE, "start_us", "end_us"]],
+        collectives[[*PLACE, "issue_us", "issue_us"]],
+        collectives[[*PLACE, "wait_start_us", "wait_end_us"]],
+    )
+    events = pd.concat([table.set_axis([*PLACE, "begin", "end"], axis=1) for table in own])
+    found = events.groupby(PLACE).agg({"begin": "min", "end": "max"})
+    return {(int(rank), int(step)): (float(begin), float(end)) for (rank, step), begin, end in found.itertuples()}

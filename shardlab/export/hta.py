@@ -16,9 +16,8 @@ from shardlab.analysis.intervals import innermost
 from shardlab.analysis.overlap import compute_spans
 from shardlab.analysis.rows import bounds
 from shardlab.analysis.timed import in_timed_steps
-from shardlab.export.events import Event, in_order, write_json
+from shardlab.export.events import Event, complete, in_order, run_of, step_times, write_json
 from shardlab.export.kineto import NCCL_NAMES
-from shardlab.export.run import run_of, step_times
 from shardlab.trace.store import Records
 from shardlab.vocabulary import SpanKind
 
@@ -141,5 +140,4 @@ def _with_launches(events: list[Event]) -> Iterator[Event]:
 
 def _slice(name: str, category: str, place: tuple[int, int], times: tuple[float, float]) -> Event:
     start, end = np.rint(times).astype(int).tolist()
-    return {"ph": "X", "name": name, "cat": category, "pid": place[0], "tid": place[1], "ts": start,
-            "dur": end - start, "args": {}}  # fmt: skip
+    return complete(name, category, place, (start, end))

@@ -19,20 +19,8 @@ from typing import Any
 
 from shardlab.vocabulary import Collective
 
-NCCL_NAMES = {
-    Collective.ALL_REDUCE: "AllReduce",
-    Collective.REDUCE_SCATTER: "ReduceScatter",
-    Collective.ALL_GATHER: "AllGather",
-    Collective.BROADCAST: "Broadcast",
-    Collective.ALL_TO_ALL: "AllToAll",
-    Collective.SEND: "Send",
-    Collective.RECV: "Recv",
-    Collective.REDUCE: "Reduce",
-    Collective.GATHER: "Gather",
-    Collective.SCATTER: "Scatter",
-    Collective.BARRIER: "Barrier",
-    Collective.UNKNOWN: "Generic",
-}
+# AllReduce, ReduceScatter, ...
+NCCL_NAMES = {op: op.title().replace("_", "") for op in Collective} | {Collective.UNKNOWN: "Generic"}
 # Parts of names, without case and underscores; the first that a name has.
 _WORDS = {
     "reducescatter": Collective.REDUCE_SCATTER,
@@ -114,13 +102,12 @@ def read_traces(path: Path | str) -> list[RankTrace]:
     files = sorted([*path.glob("*.json"), *path.glob("*.json.gz")]) if path.is_dir() else [path]
     if not files:
         raise ValueError(f"trace: {path} has no *.json or *.json.gz")
-    found: dict[int, tuple[Path, RankTrace]] = {}
-    for file in files:
-        trace = _read(file)
+    found: dict[int, RankTrace] = {}
+    for trace in map(_read, files):
         if trace.rank in found:
-            raise ValueError(f"trace: {found[trace.rank][0]} and {file} are both of rank {trace.rank}")
-        found[trace.rank] = file, trace
-    return [trace for _, (_, trace) in sorted(found.items())]
+            raise ValueError(f"trace: {found[trace.rank].path} and {trace.path} are both of rank {trace.rank}")
+        found[trace.rank] = trace
+    return [found[rank] for rank in sorted(found)]
 
 
 def _read(path: Path) -> RankTrace:

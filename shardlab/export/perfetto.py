@@ -15,40 +15,39 @@ that joined last to all others. Counters show live bytes by role, and the reside
 """
 
 from collections.abc import Iterator, Mapping
-from heapq import heappop, heappush
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from shardlab.analysis.bandwidth import bandwidth
-from shardlab.analysis.intervals import Intervals, innermost
+from shardlab.analysis.held_bytes import PEAK
+from shardlab.analysis.intervals import concurrent_rows, innermost
 from shardlab.analysis.matching import SAME, matched_collectives
-from shardlab.analysis.memory import PEAK
 from shardlab.analysis.rows import bounds
-from shardlab.export.events import NS_US, Event, complete, counter, flow, in_order, process, thread, write_json
-from shardlab.export.run import run_of, step_times
+from shardlab.export.events import (
+    NS_US,
+    Event,
+    complete,
+    counter,
+    flow,
+    in_order,
+    process,
+    run_of,
+    step_times,
+    thread,
+    write_json,
+)
 from shardlab.trace.store import Records
 from shardlab.vocabulary import WHOLE_MODEL, Role
 
 STEPS, MODEL, UNITS, HOST, FIRST_AXIS = range(5)
 NAMES = {STEPS: "steps", MODEL: "model", UNITS: "units", HOST: "host"}
 DETAILS = (
-    "op",
-    "phase",
-    "dtype",
-    "numel",
-    "bytes",
-    "wire_bytes",
-    "moved_bytes",
-    "group_size",
-    "transport",
-    "step",
-    "seq",
-)
+    "op", "phase", "dtype", "numel", "bytes", "wire_bytes", "moved_bytes", "group_size", "transport", "step", "seq",
+)  # fmt: skip
 
 Arrow = tuple[str, tuple[int, int, float], tuple[int, int, float]]
 Rows = list[dict[Any, Any]]
@@ -102,7 +101,7 @@ def _axis_threads(collectives: pd.DataFrame) -> "pd.Series[int]":
     times, first = bounds(collectives, "start_us", "end_us", "collectives"), FIRST_AXIS
     for _, rows in collectives.groupby("axis", sort=False):
         for _, own in rows.groupby("rank", sort=False):
-            threads.loc[own.index] = first + tracks_of(times[collectives.index.get_indexer(own.index)])
+            threads.loc[own.index] = first + concurrent_rows(times[collectives.index.get_indexer(own.index)])
         first = int(threads.loc[rows.index].max()) + 1
     return threads
 
@@ -218,18 +217,3 @@ def _inside(start: float, end: float) -> float:
 def _plain(args: Mapping[str, Any]) -> dict[str, Any]:
     """numpy's numbers as Python's, which ``json`` can write."""
     return {name: value.item() if isinstance(value, np.generic) else value for name, value in args.items()}
-
-
-def tracks_of(times: Intervals) -> NDArray[np.intp]:
-    """The first track that is free when each interval starts, since slices of one thread must not overlap."""
-    found = np.zeros(len(times), dtype=np.intp)
-    busy: list[tuple[float, int]] = []
-    free: list[int] = []
-    for row in np.lexsort((times[:, 1], times[:, 0])):
-        start, end = times[row].tolist()
-        while busy and busy[0][0] <= start:
-            heappush(free, heappop(busy)[1])
-        track = heappop(free) if free else len(busy)
-        found[row] = track
-        heappush(busy, (end, track))
-    return found

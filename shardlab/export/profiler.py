@@ -16,8 +16,7 @@ import pandas as pd
 
 from shardlab.analysis.overlap import overlap
 from shardlab.export.kineto import RankTrace, count, of_file, read_traces
-from shardlab.export.profiler_communication import Moved, communication
-from shardlab.export.profiler_compute import PHASES, Work, compute, issues
+from shardlab.export.profiled_rank import PHASES, Moved, Work, communication, compute, issues
 from shardlab.tables import COLLECTIVES, MEMORY, SHARDS, SPANS, STEPS
 from shardlab.trace.store import Records
 from shardlab.vocabulary import Collective

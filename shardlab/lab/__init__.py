@@ -6,15 +6,9 @@ It also re-exports what notebooks need from other packages, so that their first 
 from shardlab.analysis import with_group
 from shardlab.data_sets import batch
 from shardlab.experiment.comparison import PRELOAD
-from shardlab.lab.event_log import EventLog, collectives_table, log_collectives
-from shardlab.lab.fit import RunPlan, fit_of, kept_for_backward, readable_fit
-from shardlab.lab.interleaved import run_interleaved
-from shardlab.lab.memory import gathered_table, saved_for_backward, unit_bytes, watch_gathered
-from shardlab.lab.modules import modules_table
-from shardlab.lab.sweeps import bucket_sweep, link_for, message_sweep
-from shardlab.lab.terminal import terminal
-from shardlab.lab.traced_step import trace_step
-from shardlab.lab.verdicts import (
+from shardlab.lab.fit import RunPlan, fit_of, kept_for_backward, readable_fit, saved_for_backward
+from shardlab.lab.model_tables import gathered_table, modules_table, unit_bytes, watch_gathered, weights_table
+from shardlab.lab.notebook_verdicts import (
     bucket_verdict,
     bus_verdict,
     busy_in_messages,
@@ -31,7 +25,9 @@ from shardlab.lab.verdicts import (
     pay_off_verdict,
     prediction_verdict,
 )
-from shardlab.lab.weights import weights_table
+from shardlab.lab.small_records import EventLog, collectives_table, log_collectives, trace_step
+from shardlab.lab.sweeps import bucket_sweep, link_for, message_sweep, run_interleaved
+from shardlab.lab.terminal import terminal
 from shardlab.launch import RankDied, RankError, RankHang, current
 from shardlab.partition.owners import Ownership
 from shardlab.partition.ring_cost import ring_wire_bytes
@@ -41,55 +37,12 @@ from shardlab.trace.memory_by_role import MemoryLedger, bytes_by_role
 from shardlab.units import units_of
 
 __all__ = [
-    "COLLECTIVES",
-    "PRELOAD",
-    "SHARDS",
-    "SPANS",
-    "STEPS",
-    "EventLog",
-    "MemoryLedger",
-    "Ownership",
-    "RankDied",
-    "RankError",
-    "RankHang",
-    "RunPlan",
-    "batch",
-    "bucket_sweep",
-    "bucket_verdict",
-    "bus_verdict",
-    "busy_in_messages",
-    "busy_in_steps",
-    "busy_now",
-    "bytes_by_role",
-    "collectives_table",
-    "current",
-    "fit_of",
-    "floor_verdict",
-    "gain_verdict",
-    "gathered_table",
-    "growth_verdict",
-    "hidden_verdict",
-    "kept_for_backward",
-    "late_verdict",
-    "link_for",
-    "log_collectives",
-    "message_gains",
-    "message_sweep",
-    "message_verdicts",
-    "modules_table",
-    "parts_verdict",
-    "pay_off_verdict",
-    "prediction_verdict",
-    "readable_fit",
-    "ring_wire_bytes",
-    "run_interleaved",
-    "saved_for_backward",
-    "slices_of",
-    "terminal",
-    "trace_step",
-    "unit_bytes",
-    "units_of",
-    "watch_gathered",
-    "weights_table",
-    "with_group",
-]
+    "COLLECTIVES", "PRELOAD", "SHARDS", "SPANS", "STEPS", "EventLog", "MemoryLedger", "Ownership", "RankDied",
+    "RankError", "RankHang", "RunPlan", "batch", "bucket_sweep", "bucket_verdict", "bus_verdict",
+    "busy_in_messages", "busy_in_steps", "busy_now", "bytes_by_role", "collectives_table", "current", "fit_of",
+    "floor_verdict", "gain_verdict", "gathered_table", "growth_verdict", "hidden_verdict", "kept_for_backward",
+    "late_verdict", "link_for", "log_collectives", "message_gains", "message_sweep", "message_verdicts",
+    "modules_table", "parts_verdict", "pay_off_verdict", "prediction_verdict", "readable_fit", "ring_wire_bytes",
+    "run_interleaved", "saved_for_backward", "slices_of", "terminal", "trace_step", "unit_bytes", "units_of",
+    "watch_gathered", "weights_table", "with_group",
+]  # fmt: skip

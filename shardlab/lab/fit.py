@@ -9,7 +9,8 @@ Nothing is computed: the model is made without memory, and one forward of it is 
 and a type but no numbers. So a model of 7 billion parameters takes seconds on a laptop.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,6 @@ from shardlab.experiment.named_workload import workload_at
 from shardlab.experiment.plan_table import plans_of, row_of, table_of
 from shardlab.experiment.planned import Plan
 from shardlab.experiment.workload import Workload, seeded
-from shardlab.lab.memory import saved_for_backward
 from shardlab.planner.fit import Gpu, rows_that_fit, sending_us
 from shardlab.planner.setup import STRATEGIES
 from shardlab.vocabulary import Role
@@ -236,3 +236,25 @@ def fit_of(strategy: str, tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
             raise ValueError(f"strategy: {strategy!r} is not among {', '.join(table['strategy'])} of {name!r}")
     chosen = [table[table["strategy"] == strategy].assign(strategy=name) for name, table in tables.items()]
     return readable_fit(pd.concat(chosen, ignore_index=True)).rename_axis(None)
+
+
+@contextmanager
+def saved_for_backward(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Collect the tensors that autograd saves for backward inside the ``with`` block; yields the list.
+
+    Each storage is listed once. Parameters and buffers of ``module`` are left out.
+
+    Args:
+        module: the module whose activations are asked for.
+    """
+    seen = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
+    saved: list[Tensor] = []
+
+    def save(tensor: Tensor) -> Tensor:
+        if (key := tensor.untyped_storage()._cdata) not in seen:
+            seen.add(key)
+            saved.append(tensor)  # the list keeps the storage alive, so that no other can get the same key
+        return tensor.detach()  # not the tensor itself: an operation that saves its own output would keep itself alive
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        yield saved

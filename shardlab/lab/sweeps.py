@@ -1,12 +1,16 @@
-"""Sweeps over sizes on real ranks: time of a message by its size, time of a step by the size of its buckets; a link.
+"""Several trainings, a step of each in turn, and sweeps over sizes: of messages, of buckets; a link to emulate.
 
-All sizes take turns, so that a slow moment of the machine does not hit all repetitions of one of them.
+A laptop has slow phases of up to a factor of two. If variants run one after the other, their order decides which looks
+fast; if they are interleaved, the phases affect all alike. Each variant has its own mesh, model, optimizer and records;
+only the ranks are shared.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from time import perf_counter_ns
-from typing import Any
 
 import pandas as pd
 import torch
@@ -14,9 +18,11 @@ import torch
 from shardlab.comm import Communicator
 from shardlab.comm.mesh import Mesh
 from shardlab.experiment.config import CompareConfig
-from shardlab.lab.interleaved import run_interleaved
+from shardlab.experiment.run import RankRun, mesh_of, now_ns, recorded_run, source_of
 from shardlab.launch import RankPool, current
+from shardlab.launch.checks import check_pool
 from shardlab.partition.ring_cost import Link
+from shardlab.trace.store import Records, RunWriter, load_runs, write_manifest
 from shardlab.vocabulary import Phase, SpanKind
 
 Op = Callable[[Communicator, torch.Tensor], object]
@@ -28,6 +34,67 @@ COLUMNS = (
     "run", "source", "rank", "step", "bucket_bytes", "step_us", "exposed_comm_us", "overlap", "wire_bytes",
     "num_messages",
 )  # fmt: skip
+
+
+def run_interleaved(variants: Mapping[str, CompareConfig], pool: RankPool, directory: Path | None = None) -> Records:
+    """Train every variant, one step of each in turn, and record all of them.
+
+    The first step allocates and warms up, so leave it out of timings. Memory is sampled at rest only.
+
+    Args:
+        variants: configurations by the name of their run in the tables. Each has one strategy (not 'single') and the
+            pool's ranks and device, and neither resumes nor saves; all have the same number of steps.
+        pool: the ranks.
+        directory: where the records stay; None uses a temporary directory.
+
+    Raises:
+        ValueError: there are no variants, or one is not as described above.
+        RankError: a rank failed; see ``RankPool.run``.
+    """
+    _check(variants, pool)
+    with ExitStack() as stack:
+        where = directory or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for name, config in variants.items():
+            write_manifest(
+                where / name, {"run": name, "ranks": config.ranks, "config": config.as_dict(config.strategies[0])}
+            )
+        pool.run(_train_interleaved, dict(variants), where, now_ns())
+        return load_runs(where / name for name in variants)
+
+
+def _train_interleaved(rank: int, variants: dict[str, CompareConfig], directory: Path, origin_ns: int) -> None:
+    with ExitStack() as stack:
+        # Every rank makes the meshes and engines in the same order, because making them is collective.
+        turns = [
+            stack.enter_context(_recorded_turn(name, config, directory / name, rank, origin_ns))
+            for name, config in variants.items()
+        ]
+        for step in range(next(iter(variants.values())).steps):
+            for turn in turns:
+                turn.step(step)
+
+
+@contextmanager
+def _recorded_turn(name: str, config: CompareConfig, directory: Path, rank: int, origin_ns: int) -> Iterator[RankRun]:
+    # Each variant has its own mesh, so that its recorder sees its collectives only.
+    with mesh_of(config, config.strategies[0]) as mesh:
+        writer = RunWriter(directory, rank, name, source_of(mesh))
+        with recorded_run(config, config.strategies[0], mesh, writer, origin_ns) as run:
+            yield run
+
+
+def _check(variants: Mapping[str, CompareConfig], pool: RankPool) -> None:
+    if not variants:
+        raise ValueError("variants: none given; at least one is needed")
+    for name, config in variants.items():
+        if len(config.strategies) != 1 or config.strategies == ("single",):
+            raise ValueError(f"variants: {name!r} needs one strategy that runs on all ranks, not {config.strategies}")
+        for field in ("resume", "save_every"):
+            if (given := getattr(config, field)) is not None:
+                raise ValueError(f"variants: {name!r} has {field}={given!r}, but here are no checkpoints; leave it out")
+        check_pool(pool, config.ranks, config.device, by=f"variants[{name!r}]")
+    if len({config.steps for config in variants.values()}) > 1:
+        raise ValueError("variants: different numbers of steps; all need the same, since they are interleaved")
 
 
 def message_sweep(ops: Mapping[str, Op], num_bytes: Sequence[int], pool: RankPool, repeats: int = 10) -> pd.DataFrame:
@@ -58,12 +125,13 @@ def message_sweep(ops: Mapping[str, Op], num_bytes: Sequence[int], pool: RankPoo
     if repeats < 1:
         raise ValueError(f"repeats: {repeats} is below 1")
     times_us = torch.tensor(pool.run(_time_all, dict(ops), list(num_bytes), repeats), dtype=torch.float64)
-    slowest_rank = times_us.amax(dim=0)
-    keys = [(name, size) for name in ops for size in num_bytes]
-    table = pd.DataFrame(keys, columns=["op", "bytes"])
-    table["time_us"] = slowest_rank.amin(dim=-1).flatten().tolist()
-    table["median_us"] = slowest_rank.quantile(0.5, dim=-1).flatten().tolist()
-    return table.assign(group_size=pool.world_size)
+    slowest_rank = times_us.amax(dim=0).flatten(start_dim=1)
+    table = pd.DataFrame([(name, size) for name in ops for size in num_bytes], columns=["op", "bytes"])
+    return table.assign(
+        time_us=slowest_rank.amin(dim=0).numpy(),
+        median_us=slowest_rank.quantile(0.5, dim=0).numpy(),
+        group_size=pool.world_size,
+    )
 
 
 def link_for(config: CompareConfig, pool: RankPool, *, sends_for: float = 0.8, latency: float = 0.005) -> Link:
@@ -98,9 +166,8 @@ def _two_digits(value: float) -> float:
     return float(f"{value:.2g}")
 
 
-def _time_all(rank: int, ops: dict[str, Op], num_bytes: list[int], repeats: int) -> list[Any]:
-    """Microseconds by op, size and repetition, on this rank."""
-    del rank
+def _time_all(_: int, ops: dict[str, Op], num_bytes: list[int], repeats: int) -> list[list[list[float]]]:
+    """Microseconds by repetition, op and size, on this rank."""
     context = current()
     with Mesh({"data": context.world_size}, device=context.device) as mesh:
         tensors = [torch.zeros(size // ELEMENT_BYTES, device=mesh.device) for size in num_bytes]
@@ -108,8 +175,7 @@ def _time_all(rank: int, ops: dict[str, Op], num_bytes: list[int], repeats: int)
             for tensor in tensors:
                 for _ in range(NUM_WARM_UPS):
                     op(mesh.data, tensor)
-        rounds = [[[_time(op, mesh, tensor) for tensor in tensors] for op in ops.values()] for _ in range(repeats)]
-    return torch.tensor(rounds, dtype=torch.float64).permute(1, 2, 0).tolist()
+        return [[[_time(op, mesh, tensor) for tensor in tensors] for op in ops.values()] for _ in range(repeats)]
 
 
 def _time(op: Op, mesh: Mesh, tensor: torch.Tensor) -> float:

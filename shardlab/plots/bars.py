@@ -1,6 +1,6 @@
 """Horizontal stacked bars: one bar per run, one colour per part, a text at the end of each bar."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,7 +8,6 @@ import pandas as pd
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
-from shardlab.analysis.rows import labels_of
 from shardlab.plots.text import byte_scale, format_bytes
 
 GAP = {"color": "rgba(255,255,255,0.45)", "width": 1}
@@ -22,30 +21,59 @@ def gaps(lengths: NDArray[np.float64], whole: float) -> dict[str, Any]:
     return {"color": GAP["color"], "width": np.where(lengths >= NARROW * whole, 1.0, 0.0)}
 
 
-def stacked_bars(figure: go.Figure, rows: pd.DataFrame, part: str, colours: dict[str, str], quantity: str) -> None:
+def shares_of(sizes: pd.Series, wholes: pd.Series) -> list[str]:
+    """Each size as a percentage of its whole; empty where that is 0."""
+    return [f"{size / whole:.0%}" if whole else "" for size, whole in zip(sizes, wholes, strict=True)]
+
+
+def stacked_bars(figure: go.Figure, rows: pd.DataFrame, part: str, colours: Mapping[str, str], quantity: str) -> None:
     """Draw ``rows`` (columns ``label``, the column named ``part``, ``bytes``) into ``figure``.
 
     Parts are stacked in the order of ``colours``; ``quantity`` names the axis, which gets its unit in brackets.
     """
+    rows = rows.assign(bytes=rows["bytes"].astype("float64"))
     totals = rows.groupby("label", sort=False)["bytes"].sum()
     divisor, unit = byte_scale(float(totals.max()))
+    hover = "%{customdata[0]} (%{customdata[1]} B)<br>%{customdata[2]} of the bar"
     for name, colour in colours.items():
         sizes = rows[rows[part] == name].set_index("label")["bytes"].reindex(totals.index).fillna(0.0)
         if (sizes > 0).any():
-            is_seen = float(sizes.max()) >= SEEN * float(totals.max())
-            figure.add_trace(_part(name, colour, sizes, totals, divisor).update(showlegend=is_seen))
-    words = [format_bytes(value) for value in totals]
-    end_with(figure, totals / divisor, words, labels_of(rows), f"{quantity} ({unit})")
+            texts = zip(
+                map(format_bytes, sizes), [f"{size:,.0f}" for size in sizes], shares_of(sizes, totals), strict=True
+            )
+            add_part(figure, name.replace("_", " "), colour, sizes / divisor, (list(map(list, texts)), hover))
+            figure.data[-1].showlegend = bool(sizes.max() >= SEEN * totals.max())
+    end_with(figure, totals / divisor, [format_bytes(value) for value in totals], f"{quantity} ({unit})")
 
 
-def end_with(figure: go.Figure, ends: pd.Series, words: Sequence[str], labels: Sequence[str], quantity: str) -> None:
+def add_part(figure: go.Figure, name: str, colour: str, lengths: pd.Series, texts: tuple[list[list[str]], str]) -> None:
+    """Draw one part of every bar.
+
+    Args:
+        figure: gets a trace.
+        name: of the part.
+        colour: of the part.
+        lengths: by label of the bar.
+        texts: what each bar says on hover, and the template that says it.
+    """
+    figure.add_bar(
+        x=lengths.where(lengths > 0).to_numpy(),  # a bar of length 0 would still draw its outline
+        y=list(lengths.index),
+        orientation="h",
+        name=name,
+        marker={"color": colour, "line": GAP},
+        customdata=texts[0],
+        hovertemplate=f"<b>%{{y}}</b><br>{name}: {texts[1]}<extra></extra>",
+    )
+
+
+def end_with(figure: go.Figure, ends: pd.Series, words: Sequence[str], quantity: str) -> None:
     """Write a text behind each bar and lay the figure out.
 
     Args:
         figure: holds a horizontal bar trace for each part.
-        ends: where each bar ends, by label.
+        ends: where each bar ends, by label, from the top.
         words: the text behind each bar.
-        labels: labels of all bars, from the top.
         quantity: title of the axis, with its unit.
     """
     figure.add_scatter(
@@ -62,19 +90,4 @@ def end_with(figure: go.Figure, ends: pd.Series, words: Sequence[str], labels: S
     figure.update_layout(barmode="stack", height=max(340, 210 + 54 * len(ends)), legend_traceorder="normal")
     figure.update_layout(margin_r=END_TEXT_PX)
     figure.update_xaxes(title_text=quantity, range=[0, 1.02 * float(ends.max()) or 1.0])
-    figure.update_yaxes(categoryorder="array", categoryarray=list(labels), autorange="reversed", showgrid=False)
-
-
-def _part(name: str, colour: str, sizes: pd.Series, totals: pd.Series, divisor: float) -> go.Bar:
-    words = name.replace("_", " ")
-    shares = [f"{size / total:.0%}" if total else "" for size, total in zip(sizes, totals, strict=True)]
-    return go.Bar(
-        x=(sizes / divisor).where(sizes > 0).to_numpy(),  # a bar of length 0 would still draw its outline
-        y=list(totals.index),
-        orientation="h",
-        name=words,
-        marker={"color": colour, "line": GAP},
-        customdata=[[format_bytes(size), f"{size:,.0f}", share] for size, share in zip(sizes, shares, strict=True)],
-        hovertemplate=f"<b>%{{y}}</b><br>{words}: %{{customdata[0]}} (%{{customdata[1]}} B)"
-        "<br>%{customdata[2]} of the bar<extra></extra>",
-    )
+    figure.update_yaxes(categoryorder="array", categoryarray=list(ends.index), autorange="reversed", showgrid=False)

@@ -28,7 +28,7 @@ GRID = "rgba(128,128,128,0.25)"
 EXPOSED = WINE
 HIDDEN = "#8c96a6"
 
-ROLE_COLOURS = {
+ROLE_COLOURS: dict[str, str] = {
     Role.PARAMETER: BLUE,
     Role.GATHERED_PARAMETER: VIOLET,
     Role.GRADIENT: ORANGE,
@@ -42,7 +42,7 @@ ROLE_COLOURS = {
     Role.WORKSPACE: "#805080",
 }
 
-PART_COLOURS = {
+PART_COLOURS: dict[str, str] = {
     ProcessPart.HEAP: "#7a8450",
     ProcessPart.FREE_HEAP: "#96826e",
     ProcessPart.INTERPRETER: "#6b7fae",
@@ -50,7 +50,7 @@ PART_COLOURS = {
     ProcessPart.SHARED_SEGMENTS: "#9a7b9a",
 }
 
-COLLECTIVE_COLOURS = {
+COLLECTIVE_COLOURS: dict[str, str] = {
     Collective.ALL_REDUCE: BLUE,
     Collective.REDUCE_SCATTER: ORANGE,
     Collective.ALL_GATHER: VIOLET,
@@ -65,14 +65,14 @@ COLLECTIVE_COLOURS = {
     Collective.UNKNOWN: "#4c6088",
 }
 
-AXIS_COLOURS = {
+AXIS_COLOURS: dict[str, str] = {
     MeshAxis.DATA: BLUE,
     MeshAxis.SHARD: VIOLET,
     MeshAxis.REPLICA: GREEN,
     MeshAxis.TENSOR: ORANGE,
 }
 
-SPAN_COLOURS = {
+SPAN_COLOURS: dict[str, str] = {
     SpanKind.DATA: "#b08d57",
     SpanKind.FORWARD: "#8c96a6",
     SpanKind.BACKWARD: "#5b6678",

@@ -8,8 +8,7 @@ from shardlab.analysis import memory_over_step as course_of
 from shardlab.analysis.rows import require_columns
 from shardlab.plots.colours import GRID, INK, PALETTE, ROLE_COLOURS
 from shardlab.plots.text import byte_scale, format_bytes, format_us, subtitle
-from shardlab.plots.theme import finish, new_figure, nothing
-from shardlab.plots.thinning import thinned, thinning_note
+from shardlab.plots.theme import finish, new_figure, nothing, thinned, thinning_note
 from shardlab.tables import MEMORY
 from shardlab.vocabulary import Role
 

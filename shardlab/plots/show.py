@@ -1,22 +1,29 @@
-"""Show a figure in a notebook: plotly's JSON for live viewers, a PNG for GitHub, text for everyone else.
+"""Show figures: in a notebook as plotly's JSON for live viewers, a PNG for GitHub, text for everyone else; in a report.
 
 The notebook holds no text/html, no plotly.js and no widget state. A PNG needs a browser, which takes about two seconds
-to start, so it is made only if SHARDLAB_PNG=1, as in the command that builds the notebooks.
+to start, so it is made only if SHARDLAB_PNG=1, as in the command that builds the notebooks. A report is one HTML file:
+lead, tables, figures. It contains plotly.js once and never fetches anything.
 """
 
 import base64
 import io
+import json
 import logging
 import math
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from html import escape
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
 
+from shardlab.plots.text import column_text
 from shardlab.plots.theme import HEIGHT, summary_of
 
 DIGITS = 6
@@ -24,6 +31,62 @@ PLOTLY_MIME = "application/vnd.plotly.v1+json"
 PNG_WIDTH = 900
 PNG_SCALE = 1.0  # with a palette about 12 kB a figure, so a notebook stays far below 500 kB
 PNG_COLOURS = 256  # a figure has a few hundred, nearly all from the edges of letters
+# The browser refuses every request, so a report that is opened years later shows what it shows today.
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
+)
+STYLE = """
+:root {
+  color-scheme: light dark;
+  --paper: #ffffff; --ink: #1d2127; --soft: #59616c; --line: #d9dde3; --band: #f5f6f8;
+}
+@media (prefers-color-scheme: dark) {
+  :root { --paper: #111315; --ink: #e8eaed; --soft: #a3abb6; --line: #32373e; --band: #1a1d21; }
+}
+* { box-sizing: border-box; }
+body {
+  margin: 0; background: var(--paper); color: var(--ink);
+  font: 17px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, "DejaVu Sans", sans-serif;
+}
+main { max-width: max(1160px, min(94vw, 1800px)); margin: 0 auto; padding: 3rem 1.5rem 4rem; }
+h1 { font-size: 2.1rem; line-height: 1.2; letter-spacing: -0.015em; margin: 0 0 .6rem; }
+h2 { font-size: 1.3rem; line-height: 1.3; margin: 0; }
+.lead { font-size: 1.12rem; color: var(--soft); max-width: 46rem; margin: 0; }
+.note { color: var(--soft); font-size: .92rem; margin: .1rem 0 0; }
+section { margin-top: 3.2rem; }
+.wide { overflow-x: auto; margin-top: 2.4rem; }
+table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
+/* A table wider than the page scrolls; its caption stays. */
+caption {
+  text-align: left; color: var(--soft); padding-bottom: .7rem; font-size: .95rem;
+  position: sticky; left: 0; max-width: min(64rem, 100vw - 3rem);
+}
+th, td { padding: .5rem .5rem; text-align: left; vertical-align: bottom; border-bottom: 1px solid var(--line); }
+thead th { font-weight: 600; line-height: 1.25; border-bottom: 2px solid var(--ink); border-top: 2px solid var(--ink); }
+thead small { font-weight: 400; color: var(--soft); font-size: .85em; }
+tbody tr:last-child > * { border-bottom: 2px solid var(--ink); }
+tbody tr:nth-child(even) > * { background: var(--band); }
+tbody th { font-weight: 600; white-space: nowrap; }
+.number { text-align: right; white-space: nowrap; }
+thead .number { white-space: normal; }
+figure { margin: .8rem 0 0; }
+.plot { width: 100%; }
+figcaption { color: var(--ink); font-size: .95rem; border-top: 1px solid var(--line); padding-top: .6rem; }
+figcaption span { color: var(--soft); }
+/* The grey of the figures suits any background; here the background is known, so the text can have more contrast. */
+.plot g[class$="tick"] text, .plot text[class$="title"], .plot .legendtext, .plot .annotation-text,
+.plot .textpoint text, .plot .bartext-outside {
+  fill: var(--ink) !important;
+}
+@media (max-width: 640px) { main { padding: 1.6rem 1rem; } h1 { font-size: 1.6rem; } body { font-size: 16px; } }
+@media print { main { max-width: none; } section { break-inside: avoid; } }
+"""
+TITLE_PX = 68
+SCRIPT = """
+const figures = JSON.parse(document.getElementById("figures").textContent);
+const config = {responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"]};
+figures.forEach((figure, place) => Plotly.newPlot(`figure-${place}`, figure.data, figure.layout, config));
+"""
 
 
 def plain_json(figure: go.Figure) -> dict[str, Any]:
@@ -117,3 +180,100 @@ def _with_few_colours(image: bytes) -> bytes:
     few = Image.open(io.BytesIO(image)).quantize(PNG_COLOURS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
     few.save(smaller := io.BytesIO(), "PNG", optimize=True)
     return smaller.getvalue()
+
+
+def report_page(title: str, lead: str, tables: Mapping[str, pd.DataFrame], figures: Mapping[str, go.Figure]) -> str:
+    """The whole page as text.
+
+    Args:
+        title: heading of the page.
+        lead: one or two sentences below it.
+        tables: caption -> table; tables come first. Column names include their unit, for example 'step (ms)'; numbers
+            are aligned right, missing values are a dash. The index is not shown.
+        figures: caption -> figure. The figure's title becomes a heading, its summary the accessible name.
+
+    Returns:
+        A complete HTML document of about 5 MB, nearly all of it plotly.js.
+    """
+    sections = [_table(caption, table) for caption, table in tables.items()]
+    sections += [_figure(place, caption, figure) for place, (caption, figure) in enumerate(figures.items())]
+    data = json.dumps([_drawn(figure) for figure in figures.values()], separators=(",", ":"), allow_nan=False)
+    # '</script>' in a name would end the element; to a JSON parser '<\/' is the same string
+    safe = data.replace("</", "<\\/").replace("<!--", "<\\u0021--")
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en">',
+            '<head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            f"<title>{escape(title)}</title>",
+            f"<style>{STYLE}</style></head>",
+            "<body><main>",
+            f'<header><h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p></header>',
+            *sections,
+            "</main>",
+            f'<script type="application/json" id="figures">{safe}</script>',
+            f"<script>{get_plotlyjs() if figures else ''}</script>" if figures else "",
+            f"<script>{SCRIPT}</script>" if figures else "",
+            "</body></html>",
+        ]
+    )
+
+
+def _drawn(figure: go.Figure) -> dict[str, object]:
+    """The figure without its title, which becomes a heading of the page, and without the space of the title."""
+    content = plain_json(figure)
+    layout = content["layout"]
+    layout.pop("title", None)
+    margin = layout.get("margin", {})
+    top = margin.get("t", 0) - TITLE_PX  # what a figure needs above the plot besides its title, for slanted names
+    layout["margin"] = {**margin, "t": max(top, 48 if "annotations" in layout else 16)}
+    layout["height"] = (layout.get("height") or HEIGHT) - 56
+    return content
+
+
+def _figure(place: int, caption: str, figure: go.Figure) -> str:
+    summary = summary_of(figure)
+    heading = figure.layout.title.text or caption
+    note = figure.layout.title.subtitle.text
+    height = (figure.layout.height or HEIGHT) - 56
+    return (
+        f"<section><h2>{escape(heading)}</h2>{f'<p class=note>{escape(note)}</p>' if note else ''}"
+        f'<figure><div class="plot" id="figure-{place}" role="img" aria-label="{escape(summary)}" '
+        f'style="height:{height}px"></div>'
+        f"<noscript><p>The figure needs JavaScript.</p></noscript>"
+        f"<figcaption>{escape(caption)} <span>{_unbroken(escape(summary))}</span></figcaption></figure></section>"
+    )
+
+
+def _table(caption: str, table: pd.DataFrame) -> str:
+    numeric = {name: pd.api.types.is_numeric_dtype(table[name]) for name in table.columns}
+    shown = pd.DataFrame({name: column_text(table[name]) for name in table.columns})
+    head = "".join(f'<th scope="col"{_side(numeric[name])}>{_header(str(name))}</th>' for name in table.columns)
+    rows = []
+    for values in shown.itertuples(index=False, name=None):
+        first, *rest = zip(table.columns, values, strict=True)
+        cells = f'<th scope="row"{_side(numeric[first[0]])}>{escape(first[1])}</th>'
+        cells += "".join(f"<td{_side(numeric[name])}>{escape(value)}</td>" for name, value in rest)
+        rows.append(f"<tr>{cells}</tr>")
+    return (
+        f'<section class="wide"><table><caption>{escape(caption)}</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></section>"
+    )
+
+
+def _header(name: str) -> str:
+    """'step (ms)' with its unit lighter and on its own line."""
+    text, bracket, unit = name.partition(" (")
+    return f"{escape(text)}<br><small>{escape(unit.removesuffix(')'))}</small>" if bracket else escape(text)
+
+
+def _side(is_number: bool) -> str:
+    return ' class="number"' if is_number else ""
+
+
+def _unbroken(text: str) -> str:
+    """The text with a non-breaking space between each number and its unit."""
+    return re.sub(r"(?<=\d) (?=(?:%|[kMGT]?B\b|[mµ]?s\b))", "&nbsp;", text)

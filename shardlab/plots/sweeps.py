@@ -1,5 +1,7 @@
 """Measurements over a range of sizes: time of a message, step time by bucket size, throughput by batch size."""
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
@@ -37,16 +39,25 @@ def message_times(messages: pd.DataFrame) -> go.Figure:
     if not (messages[["bytes", "time_us", "fitted_us"]] > 0).all(axis=None):
         raise ValueError("messages: bytes, time_us and fitted_us must be above 0 for logarithmic axes")
     figure = new_figure(MESSAGES, joined(emulated_note(messages), READ_AS))
-    ops = [str(op) for op in messages["op"].drop_duplicates()]
-    colours = run_colours(ops) | {str(op): colour for op, colour in COLLECTIVE_COLOURS.items()}
-    for place, op in enumerate(ops):
-        rows = messages[messages["op"] == op].sort_values("bytes", kind="stable")
+    curves = _by(messages, "op", "bytes")
+    colours = run_colours(curves) | COLLECTIVE_COLOURS
+    for place, (op, rows) in enumerate(curves.items()):
         _draw_messages(figure, op, (colours[op], SYMBOLS[place % len(SYMBOLS)]), rows)
     sizes = log_axis(messages["bytes"].tolist(), lambda size: tick(format_bytes(size)))
     times = log_axis([*messages["time_us"], *messages["fitted_us"]], lambda time: tick(format_us(time)))
     figure.update_xaxes(title_text="size of a message", **sizes)
     figure.update_yaxes(title_text="time of a message", **times)
-    return finish(figure, _message_summary(messages, ops))
+    parts = []
+    for op, rows in curves.items():
+        ends = rows.iloc[[0, -1]].to_dict("records")
+        words = [f"{format_us(row['time_us'])} for {format_bytes(row['bytes'])}" for row in ends]
+        parts.append(f"{op} {' and '.join(words)}")
+    return finish(figure, f"Time of a message: {listing(parts)}.")
+
+
+def _by(table: pd.DataFrame, name: str, size: str) -> dict[str, pd.DataFrame]:
+    """The rows of each name in order of their size."""
+    return {str(key): rows.sort_values(size, kind="stable") for key, rows in table.groupby(name, sort=False)}
 
 
 def _draw_messages(figure: go.Figure, op: str, style: tuple[str, str], rows: pd.DataFrame) -> None:
@@ -80,18 +91,6 @@ def _draw_messages(figure: go.Figure, op: str, style: tuple[str, str], rows: pd.
     )  # fmt: skip
 
 
-def _message_summary(messages: pd.DataFrame, ops: list[str]) -> str:
-    parts = []
-    for op in ops:
-        rows = messages[messages["op"] == op].sort_values("bytes", kind="stable")
-        small, large = rows.iloc[0], rows.iloc[-1]
-        parts.append(
-            f"{op} {format_us(small['time_us'])} for {format_bytes(small['bytes'])}"
-            f" and {format_us(large['time_us'])} for {format_bytes(large['bytes'])}"
-        )
-    return f"Time of a message: {listing(parts)}."
-
-
 def bucket_curve(buckets: pd.DataFrame) -> go.Figure:
     """Two panels over the bucket size, time of a step and exposed communication; a ring marks the best size.
 
@@ -112,16 +111,18 @@ def bucket_curve(buckets: pd.DataFrame) -> go.Figure:
     middle = "medians" if len(table) < len(buckets) else ""
     words = joined(emulated_note(buckets), middle, "the ring marks the shortest step")
     figure.update_layout(title_subtitle_text=words)
+    curves = _by(table, "run", "bucket_bytes")
     runs = [str(run) for run in buckets["run"].drop_duplicates()]
+    best = {run: curves[run].sort_values("step_us", kind="stable").iloc[0] for run in runs}
     for place, (run, colour) in enumerate(run_colours(runs).items()):
-        rows = table[table["run"] == run]
         for panel, column in ((1, "step_us"), (2, "exposed_comm_us")):
-            figure.add_trace(_line(rows, column, run, (colour, SYMBOLS[place % len(SYMBOLS)])), row=panel, col=1)
-        _ring(figure, rows, colour)
-    sizes = sorted(table["bucket_bytes"].unique())
-    sizes = sizes[:: 1 + len(sizes) // 10]
+            style = (colour, SYMBOLS[place % len(SYMBOLS)])
+            figure.add_trace(_line(curves[run], column, run, style), row=panel, col=1)
+        _ring(figure, best[run], colour)
+    tried = sorted(table["bucket_bytes"].unique())
+    sizes = tried[:: 1 + len(tried) // 10]
     figure.update_xaxes(type="log", tickvals=sizes, ticktext=[tick(format_bytes(size)) for size in sizes])
-    return finish(figure, _bucket_summary(table, runs))
+    return finish(figure, _bucket_summary(best, tried[0], tried[-1]))
 
 
 def _panels() -> go.Figure:
@@ -151,8 +152,7 @@ def _line(rows: pd.DataFrame, column: str, run: str, style: tuple[str, str]) -> 
     )  # fmt: skip
 
 
-def _ring(figure: go.Figure, rows: pd.DataFrame, colour: str) -> None:
-    best = rows.sort_values("step_us", kind="stable").iloc[0]
+def _ring(figure: go.Figure, best: "pd.Series[Any]", colour: str) -> None:
     figure.add_scatter(
         x=[best["bucket_bytes"]],
         y=[best["step_us"] / 1e3],
@@ -166,17 +166,13 @@ def _ring(figure: go.Figure, rows: pd.DataFrame, colour: str) -> None:
     )
 
 
-def _bucket_summary(table: pd.DataFrame, runs: list[str]) -> str:
-    parts = []
-    for run in runs:
-        rows = table[table["run"] == run]
-        best = rows.sort_values("step_us", kind="stable").iloc[0]
-        parts.append(
-            f"{run} is fastest with buckets of {format_bytes(best['bucket_bytes'])}: "
-            f"{format_us(best['step_us'])} a step, {format_us(best['exposed_comm_us'])} exposed"
-        )
-    low, high = table["bucket_bytes"].min(), table["bucket_bytes"].max()
-    return f"{'; '.join(parts)}. Sizes from {format_bytes(low)} to {format_bytes(high)}."
+def _bucket_summary(best: "dict[str, pd.Series[Any]]", smallest: float, largest: float) -> str:
+    parts = [
+        f"{run} is fastest with buckets of {format_bytes(row['bucket_bytes'])}: "
+        f"{format_us(row['step_us'])} a step, {format_us(row['exposed_comm_us'])} exposed"
+        for run, row in best.items()
+    ]
+    return f"{'; '.join(parts)}. Sizes from {format_bytes(smallest)} to {format_bytes(largest)}."
 
 
 def throughput(table: pd.DataFrame) -> go.Figure:
@@ -195,17 +191,25 @@ def throughput(table: pd.DataFrame) -> go.Figure:
     if not (table[["rows", "tokens_per_s"]] > 0).all(axis=None):
         raise ValueError("table: rows and tokens_per_s must be above 0 for logarithmic axes")
     figure = new_figure(THROUGHPUT, joined(emulated_note(table), "marks: measured; lines: predicted"))
-    runs = [str(run) for run in table["run"].drop_duplicates()]
-    for place, (run, colour) in enumerate(run_colours(runs).items()):
-        for is_line in (True, False):
-            rows = table[(table["run"] == run) & ((table["source"] == PREDICTED) == is_line)].sort_values("rows")
-            if len(rows):
-                figure.add_trace(_trace(rows, run, colour, None if is_line else SYMBOLS[place % len(SYMBOLS)]))
-    sizes = sorted(table.loc[table["source"] != PREDICTED, "rows"].unique()) or sorted(table["rows"].unique())
+    is_line = table["source"] == PREDICTED
+    lines, marks = (_by(rows, "run", "rows") for rows in (table[is_line], table[~is_line]))
+    for place, (run, colour) in enumerate(run_colours(map(str, table["run"])).items()):
+        for curves, symbol in ((lines, None), (marks, SYMBOLS[place % len(SYMBOLS)])):
+            if run in curves:
+                figure.add_trace(_trace(curves[run], run, colour, symbol))
+    sizes = sorted((table if is_line.all() else table[~is_line])["rows"].unique())
     figure.update_xaxes(type="log", title_text="rows of a rank in a step (logarithmic)", tickvals=sizes, ticktext=sizes)
     speeds = log_axis(table["tokens_per_s"].tolist(), lambda speed: tick(format_count(speed)))
     figure.update_yaxes(title_text="tokens a second, all ranks", **speeds)
-    return finish(figure, _throughput_summary(table, runs))
+    parts = []
+    for run in dict.fromkeys(map(str, table["run"])):
+        if run in marks:
+            first, last = marks[run].iloc[[0, -1]].to_dict("records")
+            parts.append(
+                f"{run} {format_count(first['tokens_per_s'])} with {first['rows']:g} rows a rank and "
+                f"{format_count(last['tokens_per_s'])} with {last['rows']:g}"
+            )
+    return finish(figure, f"Tokens a second: {listing(parts)}.")
 
 
 def _trace(rows: pd.DataFrame, run: str, colour: str, symbol: str | None) -> go.Scatter:
@@ -224,17 +228,3 @@ def _trace(rows: pd.DataFrame, run: str, colour: str, symbol: str | None) -> go.
         "marker": {"color": colour, "symbol": symbol, "size": 11}
     }  # fmt: skip
     return trace.update(style)
-
-
-def _throughput_summary(table: pd.DataFrame, runs: list[str]) -> str:
-    measured = table[table["source"] != PREDICTED]
-    parts = []
-    for run in runs:
-        rows = measured[measured["run"] == run].sort_values("rows")
-        if len(rows):
-            first, last = rows.iloc[0], rows.iloc[-1]
-            parts.append(
-                f"{run} {format_count(first['tokens_per_s'])} with {first['rows']:g} rows a rank and "
-                f"{format_count(last['tokens_per_s'])} with {last['rows']:g}"
-            )
-    return f"Tokens a second: {listing(parts)}."

@@ -153,6 +153,11 @@ def emulated_note(frame: pd.DataFrame) -> str:
     return SOURCE_NOTES["emulated"]
 
 
+def byte_listing(sizes: pd.Series) -> str:
+    """'zero1 1.00 MB and zero2 500 kB', of sizes by label."""
+    return listing([f"{label} {format_bytes(size)}" for label, size in sizes.items()])
+
+
 def listing(parts: list[str]) -> str:
     """'a, b and c'."""
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}" if parts else "none"

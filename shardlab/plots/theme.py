@@ -1,16 +1,23 @@
-"""The look of every figure: transparent background, grey text that reads on light and dark, sizes for a projector."""
+"""The look of every figure: transparent background, grey text that reads on light and dark, sizes for a projector.
+
+And what every curve does: logarithmic axes with readable ticks, fewer points than there are steps.
+"""
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
+from numpy.typing import ArrayLike, NDArray
 
 from shardlab.plots.colours import GRID, INK, PALETTE
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 HEIGHT = 440
 ROOM = 1.35  # factor beyond the outermost values of a logarithmic axis
+MAX_POINTS = 2000  # of a curve
 MANY_DECADES = 5  # with more, only powers of ten get labels
 
 _AXIS = {
@@ -96,3 +103,29 @@ def log_axis(values: Sequence[float], words: Callable[[float], str]) -> dict[str
         "type": "log", "range": [math.log10(low), math.log10(high)], "tickvals": ticks,
         "ticktext": [words(tick) for tick in ticks],
     }  # fmt: skip
+
+
+def thinned(values: ArrayLike, limit: int = MAX_POINTS) -> NDArray[np.intp]:
+    """Positions to draw, ascending: all of them, or the lowest and the highest of each of ``limit / 2`` stretches.
+
+    Both ends and the highest point are always among them: the point that matters in a figure of memory.
+
+    Args:
+        values: the heights of the curve, in the order of drawing; finite.
+        limit: the approximate number of points to draw.
+    """
+    heights = np.asarray(values, dtype=np.float64)
+    if len(heights) <= limit:
+        return np.arange(len(heights))
+    edges = np.linspace(0, len(heights), limit // 2 + 1).astype(np.intp)
+    extremes = [
+        begin + place
+        for begin, end in pairwise(edges)
+        for place in (int(np.argmin(heights[begin:end])), int(np.argmax(heights[begin:end])))
+    ]
+    return np.unique(np.asarray([0, *extremes, len(heights) - 1], dtype=np.intp))
+
+
+def thinning_note(num_given: int, num_drawn: int, what: str) -> str:
+    """A note that the figure does not draw everything; empty if it does."""
+    return f"{num_given:,} {what} drawn as {num_drawn:,}" if num_drawn < num_given else ""

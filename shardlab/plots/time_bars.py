@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from shardlab.analysis.overlap import PARTS, hidden_by_run
 from shardlab.analysis.rows import labelled, labels_of, require_columns
-from shardlab.plots.bars import GAP, end_with
+from shardlab.plots.bars import add_part, end_with, shares_of
 from shardlab.plots.colours import EXPOSED, HIDDEN, SAND, SPAN_COLOURS, run_colours
 from shardlab.plots.text import averaged, format_percent, format_us, listing, subtitle
 from shardlab.plots.theme import finish, new_figure, nothing
@@ -119,28 +119,13 @@ def step_parts(split: pd.DataFrame) -> go.Figure:
     communicating = rows[rows["moving_us"] + rows["waiting_us"] > 0]  # the link matters only to these
     figure = new_figure(PARTS_TITLE, subtitle(communicating, averaged(rows, "mean")))
     for column, (name, colour) in STYLE.items():
-        _bar(figure, name, colour, means[column], means["step_us"])
-    words = [format_us(value) for value in means["step_us"]]
-    end_with(figure, means["step_us"] / 1e3, words, labels_of(rows), "time of a step (ms)")
+        words = [
+            [format_us(us), share]
+            for us, share in zip(means[column], shares_of(means[column], means["step_us"]), strict=True)
+        ]
+        add_part(figure, name, colour, means[column] / 1e3, (words, "%{customdata[0]}<br>%{customdata[1]} of the step"))
+    end_with(figure, means["step_us"] / 1e3, [format_us(us) for us in means["step_us"]], "time of a step (ms)")
     return finish(figure, _parts_summary(means))
-
-
-def _bar(figure: go.Figure, name: str, colour: str, times_us: pd.Series, wholes_us: pd.Series | None = None) -> None:
-    """One part of every run's bar; the hover gives its share of ``wholes_us``, if given."""
-    texts = [[format_us(value)] for value in times_us]
-    if wholes_us is not None:
-        shares = [f"{part / whole:.0%}" if whole else "" for part, whole in zip(times_us, wholes_us, strict=True)]
-        texts = [[*text, share] for text, share in zip(texts, shares, strict=True)]
-    share_line = "" if wholes_us is None else "<br>%{customdata[1]} of the step"
-    figure.add_bar(
-        x=(times_us / 1e3).where(times_us > 0).to_numpy(),  # a bar of length 0 would still draw its outline
-        y=list(times_us.index),
-        orientation="h",
-        name=name,
-        marker={"color": colour, "line": GAP},
-        customdata=texts,
-        hovertemplate=f"<b>%{{y}}</b><br>{name}: %{{customdata[0]}}{share_line}<extra></extra>",
-    )
 
 
 def _parts_summary(means: pd.DataFrame) -> str:
@@ -171,11 +156,13 @@ def overlap_bars(overlap_table: pd.DataFrame) -> go.Figure:
         return nothing(OVERLAP_TITLE, "no steps recorded")
     medians = hidden_by_run(overlap_table)
     figure = new_figure(OVERLAP_TITLE, subtitle(rows, f"{averaged(rows, 'median')}; overlap at the end of the bar"))
-    _bar(figure, "exposed", EXPOSED, medians["exposed_us"])
-    _bar(figure, "hidden behind compute", HIDDEN, medians["both_us"])
-    words = [_hidden(row["overlap"], row["comm_us"]) for row in medians.to_dict("records")]
-    ends_ms = (medians["exposed_us"] + medians["both_us"]) / 1e3
-    end_with(figure, ends_ms, words, labels_of(rows), "time per rank and step (ms)")
+    for column, name, colour in (
+        ("exposed_us", "exposed", EXPOSED), ("both_us", "hidden behind compute", HIDDEN),
+    ):  # fmt: skip
+        words = [[format_us(us)] for us in medians[column]]
+        add_part(figure, name, colour, medians[column] / 1e3, (words, "%{customdata[0]}"))
+    hidden = [_hidden(row["overlap"], row["comm_us"]) for row in medians.to_dict("records")]
+    end_with(figure, (medians["exposed_us"] + medians["both_us"]) / 1e3, hidden, "time per rank and step (ms)")
     return finish(figure, _overlap_summary(medians))
 
 

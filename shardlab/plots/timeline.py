@@ -16,8 +16,7 @@ from shardlab.analysis.overlap import hidden_by_rank
 from shardlab.analysis.rows import one_step_of_run
 from shardlab.plots.colours import COLLECTIVE_COLOURS, EXPOSED, GREY, GRID, SPAN_COLOURS
 from shardlab.plots.text import format_bytes, format_percent, format_us, subtitle
-from shardlab.plots.theme import finish, new_figure, nothing
-from shardlab.plots.thinning import drawn_levels, thinning_note
+from shardlab.plots.theme import finish, new_figure, nothing, thinning_note
 from shardlab.plots.timeline_bars import (
     COMPUTE,
     Tracks,
@@ -26,6 +25,7 @@ from shardlab.plots.timeline_bars import (
     describe_queue,
     describe_span,
     describe_wait,
+    drawn_levels,
     grouped,
     kind_in_words,
     lay_out,

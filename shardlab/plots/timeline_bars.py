@@ -2,6 +2,10 @@
 
 Each rank has a track for compute and one for the communication on each axis of the mesh. Collectives of one axis that
 are in flight at the same time get rows below each other in its track.
+
+A span of the whole model contains those of its blocks, which contain those of their layers. The level drawn is the
+outermost at which there are at least two units: the blocks. Surrounding spans stay visible as a pale background, so
+that time in the model but in no unit shows too.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,14 +17,15 @@ import pandas as pd
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
+from shardlab.analysis.intervals import concurrent_rows
 from shardlab.plots.bars import gaps
 from shardlab.plots.colours import readable_on
 from shardlab.plots.text import format_bytes, format_us
-from shardlab.plots.thinning import MAX_BARS, bar_groups
-from shardlab.vocabulary import SpanKind
+from shardlab.vocabulary import WHOLE_MODEL, SpanKind
 
 COMPUTE = "compute"
 MAX_ROWS = 6
+MAX_BARS = 1000
 RANK_GAP = 0.35
 MAX_NAMED = 200  # with more bars none is wide enough for its name
 Row = Mapping[str, Any]
@@ -68,24 +73,13 @@ def lay_out(collectives: pd.DataFrame, spans: pd.DataFrame) -> tuple[Tracks, NDA
         mine = [axis for axis in axes if (here & (collectives["axis"] == axis).to_numpy(dtype=np.bool_)).any()]
         for track in ([COMPUTE] if has_compute else []) + mine:
             where = np.flatnonzero(here & (collectives["axis"] == track).to_numpy(dtype=np.bool_))
-            rows = concurrent_rows(collectives.iloc[where]) if track != COMPUTE else np.zeros(0, dtype=np.intp)
-            count = int(rows.max()) + 1 if len(rows) else 1
+            rows = concurrent_rows(collectives[["start_us", "end_us"]].iloc[where], MAX_ROWS)
+            count = int(rows.max(initial=0)) + 1
             places[where] = y + rows
             positions[rank, track] = [y + row for row in range(count)]
             y, num_rows = y + count, num_rows + count
         y += RANK_GAP
     return Tracks(positions, num_rows), places
-
-
-def concurrent_rows(collectives: pd.DataFrame) -> NDArray[np.intp]:
-    """The first free row for each collective in order of start; beyond MAX_ROWS they share the last row."""
-    starts = collectives["start_us"].to_numpy(dtype=np.float64)
-    ends = collectives["end_us"].to_numpy(dtype=np.float64)
-    rows, free_from = np.zeros(len(starts), dtype=np.intp), [-np.inf] * MAX_ROWS
-    for index in np.argsort(starts, kind="stable"):
-        row = next((row for row in range(MAX_ROWS) if free_from[row] <= starts[index]), MAX_ROWS - 1)
-        rows[index], free_from[row] = row, max(free_from[row], ends[index])
-    return rows
 
 
 def grouped(rows: pd.DataFrame, what: str, describe: Describe, extent: tuple[float, float]) -> pd.DataFrame:
@@ -202,3 +196,61 @@ def _sent(row: Row) -> str:
 
 def _length(row: Row, start: str, end: str) -> str:
     return format_us(float(row[end]) - float(row[start]))
+
+
+def drawn_levels(spans: pd.DataFrame) -> pd.DataFrame:
+    """The spans to draw, with a column ``ground``: True for spans that only surround the level that is drawn.
+
+    Args:
+        spans: rows of table ``spans`` of one step; the level is chosen for each kind, over all ranks.
+    """
+    kept = []
+    for _, kind_rows in spans.groupby("kind", sort=False):
+        parts = [_with_depth(rows) for _, rows in kind_rows.groupby("rank", sort=False)]
+        rows = pd.concat(parts)
+        level = _level(rows)
+        solid = (rows["depth"] == level) | ((rows["depth"] < level) & rows["leaf"])
+        kept.append(rows[rows["depth"] <= level].assign(ground=~solid[rows["depth"] <= level]))
+    return pd.concat(kept) if kept else spans.assign(depth=0, leaf=True, ground=False)
+
+
+def bar_groups(start: NDArray[np.float64], end: NDArray[np.float64], window: float) -> NDArray[np.intp]:
+    """The group of each bar: beyond MAX_BARS bars, those narrower than a column of the screen share one per column.
+
+    Args:
+        start: beginning of each bar.
+        end: end of each bar.
+        window: width of the whole figure, in the same unit.
+    """
+    own = np.arange(len(start))
+    if len(start) <= MAX_BARS or window <= 0:
+        return own
+    column = np.floor(start / (window / MAX_BARS)).astype(np.intp)
+    short = (end - start) < window / MAX_BARS
+    keys = np.where(short, -1 - column + column.min(), own)
+    return np.unique(keys, return_inverse=True)[1].astype(np.intp)
+
+
+def _with_depth(rows: pd.DataFrame) -> pd.DataFrame:
+    """One rank's spans of one kind with ``depth`` (number of surrounding spans) and ``leaf`` (contains no span)."""
+    # If two spans begin and end together, the whole model surrounds a unit, and a unit surrounds its parts.
+    parts = rows["unit"].astype(str).where(rows["unit"] != WHOLE_MODEL, "")
+    rows = rows.assign(depth=parts.str.count(r"\.") + (parts != ""))
+    rows = rows.sort_values(["start_us", "end_us", "depth"], ascending=[True, False, True], kind="stable")
+    ends = rows["end_us"].to_numpy(dtype=np.float64)
+    depth = np.zeros(len(rows), dtype=np.intp)
+    around: list[float] = []
+    for index, (start, end) in enumerate(zip(rows["start_us"].to_numpy(dtype=np.float64), ends, strict=True)):
+        while around and (around[-1] <= start or around[-1] < end):
+            around.pop()
+        depth[index] = len(around)
+        around.append(end)
+    leaf = np.append(depth[1:] <= depth[:-1], True) if len(rows) else np.zeros(0, dtype=np.bool_)
+    return rows.assign(depth=depth, leaf=leaf)
+
+
+def _level(rows: pd.DataFrame) -> int:
+    """The outermost depth with two or more units; 0 if every depth has only one."""
+    units = rows.groupby("depth")["unit"].nunique()
+    wide = units[units >= 2]
+    return int(wide.index.min()) if len(wide) else 0

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from shardlab.analysis import wire_bytes
 from shardlab.analysis.matching import with_group
-from shardlab.analysis.rows import labelled, one_run, one_step
+from shardlab.analysis.rows import labelled, labels_of, one_run, one_step
 from shardlab.plots.bars import stacked_bars
 from shardlab.plots.colours import COLLECTIVE_COLOURS, INK
-from shardlab.plots.text import averaged, byte_scale, format_bytes, listing, subtitle
+from shardlab.plots.text import averaged, byte_listing, byte_scale, format_bytes, subtitle
 from shardlab.plots.theme import finish, new_figure, nothing
 from shardlab.tables import COLLECTIVES
 from shardlab.vocabulary import Collective
@@ -39,37 +39,30 @@ def wire_volume(collectives: pd.DataFrame, runs: Sequence[str] | None = None) ->
     """
     COLLECTIVES.check(collectives)
     rows = labelled(collectives[collectives["step"] >= 0])
-    sent = _per_rank_and_step(rows)
-    order = [*dict.fromkeys([*(runs or []), *sent["label"]])]
+    order = [*dict.fromkeys([*(runs or []), *labels_of(rows)])]
     if not order:
         return nothing(VOLUME, "no communication recorded")
     silent = pd.DataFrame({"label": order, "op": "", "bytes": 0.0})
-    bars = pd.concat([silent, sent], ignore_index=True) if len(sent) else silent
+    bars = pd.concat([silent, _per_rank_and_step(rows)], ignore_index=True) if len(rows) else silent
     unknown = int(rows["wire_bytes"].isna().sum())
     left_out = f"without {unknown} whose bytes are not known" if unknown else ""
     words = (averaged(rows, "mean"), "by the ring formula", left_out)
     figure = new_figure(VOLUME, subtitle(rows, ", ".join(part for part in words if part)))
-    stacked_bars(figure, bars, "op", {str(op): colour for op, colour in COLLECTIVE_COLOURS.items()}, "bytes sent")
+    stacked_bars(figure, bars, "op", COLLECTIVE_COLOURS, "bytes sent")
     return finish(figure, _volume_summary(bars, left_out))
 
 
 def _per_rank_and_step(rows: pd.DataFrame) -> pd.DataFrame:
     """Columns label, op, bytes: the sum over a run divided by its number of (rank, step) pairs."""
-    if rows.empty:
-        return pd.DataFrame({"label": [], "op": [], "bytes": []})
     sums = labelled(wire_bytes(rows.drop(columns="label")))
-    pairs = rows.groupby("label", sort=False)[["rank", "step"]].apply(lambda pair: len(pair.drop_duplicates()))
     sent = sums.groupby(["label", "op"])["wire_bytes"].sum().reset_index(name="bytes")
-    return sent.assign(bytes=sent["bytes"] / sent["label"].map(pairs)).sort_values(
-        "label", key=lambda label: label.map({name: place for place, name in enumerate(pairs.index)}), kind="stable"
-    )
+    pairs = rows.drop_duplicates(["label", "rank", "step"]).groupby("label").size()
+    return sent.assign(bytes=sent["bytes"] / sent["label"].map(pairs))
 
 
 def _volume_summary(bars: pd.DataFrame, left_out: str) -> str:
     totals = bars.groupby("label", sort=False)["bytes"].sum()
-    parts = [f"{label} {format_bytes(value)}" for label, value in totals.items()]
-    head = f"{VOLUME} ({left_out})" if left_out else VOLUME
-    return f"{head}: {listing(parts)}."
+    return f"{VOLUME}{f' ({left_out})' if left_out else ''}: {byte_listing(totals)}."
 
 
 def traffic_matrix(
@@ -123,12 +116,12 @@ def bytes_between(grouped: pd.DataFrame) -> NDArray[np.float64]:
         ValueError: there is a send, whose receiver a record does not name.
     """
     grouped = grouped[~grouped["op"].isin([str(op) for op in SILENT])]
-    if (grouped["op"] == str(Collective.SEND)).any():
+    if (grouped["op"] == Collective.SEND).any():
         raise ValueError("collectives: a send does not record its receiver, so the matrix is unknown; leave out 'send'")
     members = {group: [int(rank) for rank in str(group).split(",")] for group in grouped["group"].unique()}
     size = 1 + max([*grouped["rank"], *(rank for ranks in members.values() for rank in ranks)], default=0)
     sent = np.zeros((size, size))
-    sums = grouped.groupby(["group", "rank", grouped["op"] == str(Collective.ALL_TO_ALL)])["wire_bytes"].sum()
+    sums = grouped.groupby(["group", "rank", grouped["op"] == Collective.ALL_TO_ALL])["wire_bytes"].sum()
     for key, num_bytes in sums.items():
         group, rank, to_all = cast("tuple[str, int, bool]", key)
         for other in (others := _receivers(members[group], rank, to_all=to_all)):

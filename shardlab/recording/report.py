@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from shardlab.analysis.memory import at_rest
+from shardlab.analysis.held_bytes import at_rest
 from shardlab.analysis.timed import timed_steps
 from shardlab.experiment.directory import write_page
 from shardlab.experiment.report import explaining_tables, memory_figures, middle_step, time_figures

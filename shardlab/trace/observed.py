@@ -6,7 +6,7 @@ from math import isnan, nan
 from operator import attrgetter
 from typing import Any
 
-from shardlab.analysis.memory import PROCESS, WHOLE_STEP
+from shardlab.analysis.held_bytes import PROCESS, WHOLE_STEP
 from shardlab.comm import CollectiveEvent
 from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.trace.clock import Clock, Mark

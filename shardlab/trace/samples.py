@@ -2,7 +2,7 @@
 
 import torch
 
-from shardlab.analysis.memory import PEAK, REST
+from shardlab.analysis.held_bytes import PEAK, REST
 from shardlab.trace.known_tensors import with_unattributed
 from shardlab.trace.memory_by_role import ByRole, LiveTensors, MemoryLedger, Moment, bytes_by_role
 from shardlab.trace.observed import Row, memory_rows, process_rows, unit_place

@@ -27,7 +27,7 @@ from typing import Any
 
 import pandas as pd
 
-from shardlab.analysis.memory import WHOLE_STEP
+from shardlab.analysis.held_bytes import WHOLE_STEP
 from shardlab.analysis.rows import one_run, one_step
 from shardlab.plots.text import format_bytes
 from shardlab.trace.store import Records

@@ -16,7 +16,7 @@ from shardlab.experiment.comparison import configured
 from shardlab.launch import RankPool
 from shardlab.plots import collective_timeline
 from shardlab.plots.colours import INK
-from shardlab.plots.memory import held_by_rank
+from shardlab.plots.memory_bars import held_by_rank
 from shardlab.plots.text import format_us
 from shardlab.trace.store import Records
 from shardlab.widgets.panel import Message, Panel, Picture

@@ -10,10 +10,8 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from shardlab.bench import PAIRS, BenchConfig, BenchRow, Contender, Workload, bench
-from shardlab.bench.rounds import RankTimes, sessions
-from shardlab.bench.rounds import _turn as built
-from shardlab.bench.run import row_of
+from shardlab.bench import PAIRS, BenchConfig, BenchRow, Contender, RankTimes, Workload, bench, row_of, sessions
+from shardlab.bench import _turn as built
 from shardlab.cli import app
 from shardlab.cli.bench import _table as table_of
 
@@ -196,7 +194,7 @@ def test_the_command_refuses_before_a_rank_starts(arguments, message):
 
 
 def test_the_command_writes_its_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr("shardlab.bench.config.WORKLOADS", {"latency": replace(TINY, name="latency")})
+    monkeypatch.setattr("shardlab.bench.WORKLOADS", {"latency": replace(TINY, name="latency")})
     path = tmp_path / "bench.json"
     arguments = ["bench", "--rounds", "2", "--workloads", "latency", "--pairs", "bucketed", "--device", "cpu"]
     result = CliRunner().invoke(app, [*arguments, "--json", str(path)])

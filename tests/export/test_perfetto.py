@@ -7,8 +7,8 @@ from collections import Counter
 import pandas as pd
 import pytest
 
+from shardlab.analysis.intervals import concurrent_rows
 from shardlab.export import perfetto_trace, write_perfetto
-from shardlab.export.perfetto import tracks_of
 from shardlab.tables import TABLES
 from shardlab.trace.store import Records
 from tests.export.records import hand_made, joined
@@ -75,7 +75,7 @@ def test_a_real_run_is_valid_and_whole(comparison, strategy):
 
 def test_tracks_separate_what_overlaps():
     times = pd.DataFrame([(0, 10), (2, 4), (3, 12), (4, 5), (10, 11)]).to_numpy(dtype="float64")
-    assert tracks_of(times).tolist() == [0, 1, 2, 1, 0]
+    assert concurrent_rows(times).tolist() == [0, 1, 2, 1, 0]
 
 
 def test_files_are_written_plain_or_compressed(tmp_path):

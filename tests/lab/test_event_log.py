@@ -3,7 +3,7 @@
 import torch
 
 from shardlab.comm.mesh import Mesh
-from shardlab.lab.event_log import Row, collectives_table, log_collectives
+from shardlab.lab.small_records import Row, collectives_table, log_collectives
 from shardlab.partition.ring_cost import ring_wire_bytes
 from tests.conftest import Pools
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from shardlab import Mesh, Workload, build_engine
 from shardlab.cli import app
 from shardlab.lab import RunPlan, fit_of, kept_for_backward, readable_fit, saved_for_backward, terminal
-from shardlab.lab.memory import watch_gathered
+from shardlab.lab.model_tables import watch_gathered
 from shardlab.models import GPT, GPTConfig, next_token_loss
 from shardlab.partition.ring_cost import Link
 from shardlab.planner import Gpu, Setup, described, gathered_at_once, predicted_collectives, predicted_memory

@@ -10,8 +10,7 @@ import torch
 
 from shardlab.experiment import CompareConfig
 from shardlab.lab import sweeps
-from shardlab.lab.interleaved import run_interleaved
-from shardlab.lab.sweeps import bucket_sweep, link_for
+from shardlab.lab.sweeps import bucket_sweep, link_for, run_interleaved
 from shardlab.models import build_model
 from shardlab.partition.ring_cost import ring_wire_bytes
 from tests.conftest import Pools

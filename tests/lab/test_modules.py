@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from shardlab.analysis.modules import NO_MODULE, ROOT
+from shardlab.analysis.held_bytes import NO_MODULE, ROOT
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
-from shardlab.lab.modules import modules_table
+from shardlab.lab.model_tables import modules_table
 from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 

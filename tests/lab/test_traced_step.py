@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlab import Mesh, build_engine
 from shardlab.analysis import memory_over_step, peak
-from shardlab.lab.traced_step import trace_step
+from shardlab.lab.small_records import trace_step
 from shardlab.models import GPT, GPTConfig, next_token
 from shardlab.vocabulary import Role, SpanKind
 

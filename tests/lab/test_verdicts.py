@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from shardlab.analysis import overlap
-from shardlab.lab.verdicts import (
+from shardlab.lab.notebook_verdicts import (
     ALIKE,
     bucket_verdict,
     bus_verdict,

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from shardlab.lab.memory import saved_for_backward
-from shardlab.lab.weights import weights_table
+from shardlab.lab.fit import saved_for_backward
+from shardlab.lab.model_tables import weights_table
 from shardlab.models import GPT, GPTConfig
 from shardlab.partition.slices import even_slice, parts_slice
 

@@ -2,11 +2,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from shardlab.analysis.intervals import concurrent_rows
 from shardlab.plots import collective_timeline, summary_of
 from shardlab.plots.colours import COLLECTIVE_COLOURS, SPAN_COLOURS
 from shardlab.plots.show import plain_json
-from shardlab.plots.thinning import drawn_levels
-from shardlab.plots.timeline_bars import concurrent_rows
+from shardlab.plots.timeline_bars import drawn_levels
 from shardlab.tables import COLLECTIVES, SPANS
 from tests.plots.sample_records import NUM_BLOCKS, NUM_RANKS
 
@@ -93,8 +93,9 @@ def test_a_prediction_of_the_same_run_stays_apart(records):
 
 
 def test_concurrent_collectives_get_rows_below_each_other():
-    rows = pd.DataFrame({"start_us": [0.0, 1.0, 2.0, 10.0], "end_us": [10.0, 3.0, 4.0, 12.0]})
-    assert concurrent_rows(rows).tolist() == [0, 1, 2, 0]
+    times = [(0, 10), (1, 3), (2, 4), (10, 12)]
+    assert concurrent_rows(times).tolist() == [0, 1, 2, 0]
+    assert concurrent_rows(times, most=2).tolist() == [0, 1, 1, 0]
 
 
 def units_drawn(rows):

@@ -1,20 +1,22 @@
-"""Memory of a run: at rest, at the peak of a step, through a step, in torch's CUDA allocator, and in the process."""
+"""Bytes that ranks hold: at rest, at the peak of a step, through a step, in torch's allocator, in all; by module."""
 
 import pandas as pd
 
 from shardlab.analysis.rows import one_run
-from shardlab.tables import MEMORY
+from shardlab.tables import MEMORY, SHARDS
 from shardlab.vocabulary import Role
 
 RUN = ["run", "source"]
-MOMENT = [*RUN, "rank", "step", "time_us"]
+RANK = [*RUN, "rank"]
+MOMENT = [*RANK, "step", "time_us"]
 REST, PEAK, PROCESS = "rest", "peak", "process"
-WHOLE_STEP = (
-    REST,
-    PEAK,
-    PROCESS,
-)  # what ``where`` says of samples that stand for a step; in all others it names a unit
+WHOLE_STEP = (REST, PEAK, PROCESS)  # ``where`` of samples that stand for a step; in all others it names a unit
 LIBRARIES, ROUNDING, FRAGMENTED, CACHED = "library workspaces", "rounding", "fragmentation", "cached"
+COLUMN_OF: dict[str, str] = {
+    Role.PARAMETER: "parameter_bytes", Role.GRADIENT: "gradient_bytes", Role.OPTIMIZER_STATE: "optimizer_bytes",
+    Role.MASTER_WEIGHT: "optimizer_bytes", Role.OFFLOADED: "offloaded_bytes",
+}  # fmt: skip
+ROOT, NO_MODULE = "(root)", "(of no one module)"
 
 
 def at_rest(memory: pd.DataFrame) -> pd.DataFrame:
@@ -53,12 +55,12 @@ def peak(memory: pd.DataFrame) -> pd.DataFrame:
     """
     MEMORY.check(memory)
     rows = memory[memory["where"] == PEAK]
-    moments = _on_device(rows).groupby([*RUN, "rank", "step"], sort=False)["bytes"].sum().reset_index()
-    highest = moments.loc[moments.groupby(RUN, sort=False)["bytes"].idxmax(), [*RUN, "rank", "step"]]
-    chosen = rows.merge(highest, on=[*RUN, "rank", "step"])
+    moments = _on_device(rows).groupby([*RANK, "step"], sort=False)["bytes"].sum().reset_index()
+    highest = moments.loc[moments.groupby(RUN, sort=False)["bytes"].idxmax(), [*RANK, "step"]]
+    chosen = rows.merge(highest, on=[*RANK, "step"])
     chosen = chosen.groupby([*MOMENT, "phase", "role"], sort=False, dropna=False)["bytes"].max().reset_index()
     found = chosen.merge(_units(memory), on=MOMENT, how="left")
-    return found[[*RUN, "rank", "step", "unit", "phase", "role", "bytes"]]
+    return found[[*RANK, "step", "unit", "phase", "role", "bytes"]]
 
 
 def memory_over_step(
@@ -142,7 +144,7 @@ def allocator_items(memory: pd.DataFrame) -> pd.DataFrame:
         fullest = own[own["rank"] == own.loc[own["reserved_bytes"] == most, "rank"].min()]
         place = {"run": run, "source": source, "rank": fullest["rank"].iloc[0], "step": fullest["step"].iloc[0]}
         items += [place | {"item": item, "bytes": num_bytes} for item, num_bytes in _items(fullest).items()]
-    return pd.DataFrame(items, columns=[*RUN, "rank", "step", "item", "bytes"])
+    return pd.DataFrame(items, columns=[*RANK, "step", "item", "bytes"])
 
 
 def process_items(memory: pd.DataFrame) -> pd.DataFrame:
@@ -161,16 +163,16 @@ def process_items(memory: pd.DataFrame) -> pd.DataFrame:
         ValueError: a column is missing.
     """
     MEMORY.check(memory)
-    moment = [*RUN, "rank", "step"]
+    moment = [*RANK, "step"]
     known = memory.loc[memory["where"] == PROCESS, moment].drop_duplicates()
     rows = memory[memory["where"].isin((REST, PROCESS))].merge(known, on=moment)
     rows = rows[rows["step"] == rows.groupby(RUN)["step"].transform("max")]
-    most = rows.groupby([*RUN, "rank"], sort=False)["resident_bytes"].max().reset_index()
-    most = most.loc[most.groupby(RUN, sort=False)["resident_bytes"].idxmax(), [*RUN, "rank"]]
-    chosen = rows.merge(most, on=[*RUN, "rank"])
+    most = rows.groupby(RANK, sort=False)["resident_bytes"].max().reset_index()
+    most = most.loc[most.groupby(RUN, sort=False)["resident_bytes"].idxmax(), RANK]
+    chosen = rows.merge(most, on=RANK)
     chosen = chosen.assign(resident_bytes=chosen.groupby(RUN)["resident_bytes"].transform("max"))
     held = chosen[chosen["bytes"] != 0].rename(columns={"role": "item"})
-    return held[[*RUN, "rank", "step", "item", "bytes", "resident_bytes"]].reset_index(drop=True)
+    return held[[*RANK, "step", "item", "bytes", "resident_bytes"]].reset_index(drop=True)
 
 
 def _items(rows: pd.DataFrame) -> dict[str, int]:
@@ -188,3 +190,70 @@ def _items(rows: pd.DataFrame) -> dict[str, int]:
         CACHED: reserved - allocated - fragmented,
     }
     return {role: num_bytes for role, num_bytes in held.items() if num_bytes} | beside
+
+
+def module_bytes(shards: pd.DataFrame, held: pd.DataFrame, depth: int | None = None) -> pd.DataFrame:
+    """What each rank holds of each module, at rest: after a step, while gradients are held.
+
+    Args:
+        shards: table ``shards``.
+        held: bytes of every role on these ranks, all together: columns ``run``, ``source``, ``rank``, ``role`` and
+            ``bytes``, such as ``held_at_rest`` gives.
+        depth: how many parts of a module's name count, for example 2 for ``blocks.3``; None for the modules that have
+            the parameters.
+
+    Returns:
+        One row per run, rank and module, in the order of the parameters, and one for what belongs to no one module:
+        buffers, step counters, flat buffers and their padding, and what no engine names. ``parameter_bytes``,
+        ``gradient_bytes``, ``optimizer_bytes`` (with master weights), ``offloaded_bytes`` (of these three, what is in
+        host memory and so not in their columns), ``other_bytes`` and ``bytes``, all of them; so the bytes of a rank add
+        up to what it holds.
+
+    Raises:
+        ValueError: a column is missing, or ``depth`` is below 1.
+    """
+    SHARDS.check(shards)
+    if depth is not None and depth < 1:
+        raise ValueError(f"depth: {depth} is below 1")
+    last = shards[shards["step"] == shards.groupby(RANK)["step"].transform("max")]
+    named = _by_column(last.assign(module=[_module_of(str(name), depth) for name in last["parameter"]]))
+    whole = _by_column(held.assign(module=NO_MODULE))
+    named = _with_offloaded(named, whole.droplevel("module"))
+    rest = whole - named.groupby(RANK).sum().reindex(whole.droplevel("module").index).to_numpy()
+    table = pd.concat([named, rest.fillna(whole)])
+    return table.assign(bytes=table.sum(axis=1)).astype("int64").reset_index()
+
+
+def _with_offloaded(named: pd.DataFrame, whole: pd.DataFrame) -> pd.DataFrame:
+    """Move the pieces that a rank does not hold in their own role to the offloaded bytes.
+
+    Table ``shards`` says what a piece is, and ``memory`` where it is: there an offloaded one has no other role.
+    """
+    pieces = named.groupby(RANK).sum()
+    is_offloaded = (pieces > whole.reindex(pieces.index)).reindex(named.droplevel("module").index).to_numpy()
+    moved = named.where(is_offloaded, 0).sum(axis=1)
+    return named.mask(is_offloaded, 0).assign(offloaded_bytes=moved)
+
+
+def held_at_rest(memory: pd.DataFrame) -> pd.DataFrame:
+    """The bytes of every role on each rank after the last step in which they were sampled.
+
+    Args:
+        memory: table ``memory``.
+    """
+    rows = memory[memory["where"] == REST]
+    last = rows["step"] == rows.groupby(RANK)["step"].transform("max")
+    return rows.loc[last, [*RANK, "role", "bytes"]]
+
+
+def _by_column(rows: pd.DataFrame) -> pd.DataFrame:
+    columns = rows["role"].astype(str).map(lambda role: COLUMN_OF.get(role, "other_bytes"))
+    sums = rows.assign(column=columns).groupby([*RANK, "module", "column"], sort=False)["bytes"].sum()
+    table = sums.unstack(fill_value=0).reindex(
+        columns=[*dict.fromkeys(COLUMN_OF.values()), "other_bytes"], fill_value=0
+    )
+    return table.rename_axis(columns=None).astype("int64")
+
+
+def _module_of(parameter: str, depth: int | None) -> str:
+    return ".".join(parameter.split(".")[:-1][:depth]) or ROOT

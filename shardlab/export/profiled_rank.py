@@ -1,20 +1,109 @@
-"""The communication of a profiled rank: kernels and gloo's tasks, each with the call that issued it."""
+"""What a profiled rank did: its compute, and its communication with the call that issued it.
 
-from collections.abc import Iterator, Mapping, Sequence
+Compute is kernels if there is a GPU, else the outermost operators of its threads; communication is kernels and gloo's
+tasks. The kind of work follows from what is open on the thread that issues it: optimizer inside ``Optimizer.step``,
+backward inside a node of autograd, data inside a data loader, and otherwise forward.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+import numpy as np
+
+from shardlab.analysis.intervals import Intervals, merge
 from shardlab.export.kineto import RankTrace, Slice, collective_of, communicates, count, dtype_of, function_of
-from shardlab.export.profiler_compute import KERNEL, Kinds, Launches, issues
 from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.partition.torch_gloo import moved_bytes
-from shardlab.vocabulary import Collective, MeshAxis, SpanKind
+from shardlab.vocabulary import Collective, MeshAxis, Phase, SpanKind
 
-COPY = "gpu_memcpy"
+KERNEL, COPY = "kernel", "gpu_memcpy"
+LAUNCHES = ("cuda_runtime", "cuda_driver")
+# Operators that only contain others: the work is inside.
+WRAPPERS = ("autograd::engine::", "torch::autograd::")
+COMMUNICATION = ("c10d::", "c10d_functional::", "_c10d_functional::", "record_param_comms")
 # Operators whose shapes are those of one rank's chunk, not of the whole buffer.
 REDUCE_SCATTER_OF_LIST = "c10d::reduce_scatter_"
 OF_LISTS = ("c10d::allgather_", REDUCE_SCATTER_OF_LIST, "c10d::gather_", "c10d::scatter_")
+PHASES = {
+    SpanKind.OPTIMIZER: Phase.STEP,
+    SpanKind.BACKWARD: Phase.BACKWARD,
+    SpanKind.DATA: Phase.DATA,
+    SpanKind.FORWARD: Phase.FORWARD,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A stretch of compute, which the host issued at ``issued_us``."""
+
+    unit: str
+    kind: SpanKind
+    start_us: float
+    end_us: float
+    issued_us: float
+
+
+class Kinds:
+    """The kind of work that a thread does at a time."""
+
+    def __init__(self, trace: RankTrace) -> None:
+        marks = {
+            SpanKind.OPTIMIZER: [one for one in trace.slices if one.name.startswith("Optimizer.step")],
+            SpanKind.BACKWARD: [one for one in trace.slices if one.name.startswith("autograd::engine::evaluate")],
+            SpanKind.DATA: [one for one in trace.slices if one.name.startswith("enumerate(DataLoader)")],
+        }
+        self._marks = {kind: _by_thread(slices) for kind, slices in marks.items()}
+
+    def at(self, thread: tuple[str, str], time_us: float) -> SpanKind:
+        """The kind of work that ``thread`` does at ``time_us``."""
+        for kind, threads in self._marks.items():
+            times = threads.get(thread)
+            if times is not None:
+                place = int(np.searchsorted(times[:, 0], time_us, side="right")) - 1
+                if place >= 0 and time_us <= times[place, 1]:
+                    return kind
+        return SpanKind.FORWARD
+
+
+def launched(trace: RankTrace, kernels: Iterable[Slice]) -> list[tuple[Slice, Slice]]:
+    """Each kernel and the call of the host that launched it: itself if that is not in the trace."""
+    calls = {one.args["correlation"]: one for one in trace.of(*LAUNCHES) if "correlation" in one.args}
+    return [(kernel, calls.get(kernel.args.get("correlation"), kernel)) for kernel in kernels]
+
+
+def compute(trace: RankTrace) -> Iterator[Work]:
+    """All work of a rank except communication."""
+    kinds, kernels = Kinds(trace), trace.of(KERNEL)
+    works = launched(trace, (one for one in kernels if not communicates(one)))
+    for one, asked in works if kernels else ((one, one) for one in _operators(trace)):
+        yield Work(one.name, kinds.at(asked.thread, asked.start_us), one.start_us, one.end_us, asked.start_us)
+
+
+def _operators(trace: RankTrace) -> Iterator[Slice]:
+    """The outermost operators of each thread, without wrappers and communication."""
+    covered: dict[tuple[str, str], float] = {}
+    for one in trace.of("cpu_op"):
+        if one.thread in trace.communication_threads or one.start_us < covered.get(one.thread, -np.inf):
+            continue
+        is_communication = one.name.startswith(COMMUNICATION)
+        if is_communication or not (one.name.startswith(WRAPPERS) or "::" not in one.name):
+            covered[one.thread] = one.end_us
+            if not is_communication:
+                yield one
+
+
+def issues(trace: RankTrace) -> list[Slice]:
+    """The calls with which the host issued collectives."""
+    return [one for one in trace.of("cpu_op") if one.name.startswith("c10d::") and collective_of(one.name)]
+
+
+def _by_thread(slices: Iterable[Slice]) -> dict[tuple[str, str], Intervals]:
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for one in slices:
+        found.setdefault(one.thread, []).append((one.start_us, one.end_us))
+    return {thread: merge(times) for thread, times in found.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +144,11 @@ def communication(trace: RankTrace) -> list[Moved]:
 
 
 def _of_device(trace: RankTrace) -> Iterator[Moved]:
-    kinds, launches = Kinds(trace), Launches(trace)
-    for kernel in (one for one in trace.of(KERNEL, COPY) if communicates(one)):
+    kinds = Kinds(trace)
+    for kernel, asked in launched(trace, [one for one in trace.of(KERNEL, COPY) if communicates(one)]):
         called, name = str(kernel.args.get("Collective name", "")), function_of(kernel.name)
         op = collective_of(called) or collective_of(name) or Collective.UNKNOWN
         tag = str(kernel.args.get("Tag") or (called if op is not Collective.UNKNOWN else "") or name)
-        asked = launches.of(kernel)
         sizes = [count(kernel.args[key], key) for key in ("In msg nelems", "Out msg nelems") if key in kernel.args]
         group = kernel.args.get("Group size")
         yield _moved(
@@ -78,10 +166,10 @@ def _of_gloo(trace: RankTrace) -> Iterator[Moved]:
         ran = replace(tasks[0], end_us=max(task.end_us for task in tasks))
         asked = call or ran
         op = collective_of(asked.name) or Collective.UNKNOWN
-        numel = None if call is None else _numel(call, group_size)
+        types = ran.args.get("Input type") or [""]
         yield _moved(
-            op, asked.name, ran, asked, "gloo", kinds, dtype=_first_type(ran), numel=numel, group_size=group_size,
-            axis=MeshAxis.DATA,
+            op, asked.name, ran, asked, "gloo", kinds, dtype=str(types[0]), group_size=group_size, axis=MeshAxis.DATA,
+            numel=None if call is None else _numel(call, group_size),
         )  # fmt: skip
 
 
@@ -91,7 +179,9 @@ def _calls_and_tasks(trace: RankTrace) -> list[tuple[Slice | None, list[Slice]]]
     A task whose call is not in the trace stands alone.
     """
     found: list[tuple[Slice | None, list[Slice]]] = []
-    left: list[tuple[Slice, list[Slice], int]] = [(call, [], _num_tasks(call, trace)) for call in issues(trace)]
+    # gloo runs one all-reduce for each chunk of a reduce-scatter of a list.
+    numbers = {REDUCE_SCATTER_OF_LIST: trace.num_ranks}
+    left: list[tuple[Slice, list[Slice], int]] = [(call, [], numbers.get(call.name, 1)) for call in issues(trace)]
     for task in trace.slices:
         if not task.name.startswith("gloo:"):
             continue
@@ -107,11 +197,6 @@ def _calls_and_tasks(trace: RankTrace) -> list[tuple[Slice | None, list[Slice]]]
         if len(tasks) == number:
             left.remove(mine)
     return found
-
-
-def _num_tasks(call: Slice, trace: RankTrace) -> int:
-    """gloo runs one all-reduce for each chunk of a reduce-scatter of a list."""
-    return trace.num_ranks if call.name == REDUCE_SCATTER_OF_LIST else 1
 
 
 def _moved(
@@ -151,11 +236,6 @@ def _size(dims: Sequence[Any]) -> int:
         return 0
     shapes = dims if isinstance(dims[0], list) else [dims]
     return sum(prod(count(dim, "Input Dims") for dim in shape) for shape in shapes if shape)
-
-
-def _first_type(task: Slice) -> str:
-    types = task.args.get("Input type") or [""]
-    return str(types[0])
 
 
 def _axis(args: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from shardlab.analysis import at_rest, peak, process_items
 from shardlab.analysis.rows import labelled, labels_of, require_columns
 from shardlab.plots.bars import stacked_bars
 from shardlab.plots.colours import INK, PART_COLOURS, ROLE_COLOURS
-from shardlab.plots.text import SOURCE_NOTES, byte_scale, format_bytes, joined, listing, subtitle
+from shardlab.plots.text import SOURCE_NOTES, byte_listing, byte_scale, format_bytes, joined, listing, subtitle
 from shardlab.plots.theme import finish, new_figure, nothing
 from shardlab.tables import MEMORY
 from shardlab.vocabulary import Role
@@ -43,9 +43,8 @@ def memory_by_role(memory: pd.DataFrame, where: str = "rest", rank: int | None =
     held = labelled((at_rest if where == "rest" else peak)(rows))
     if held.empty:
         return nothing(TITLES[where], "memory was not traced")
-    held = held.assign(bytes=held["bytes"].astype("float64"))
     figure = new_figure(TITLES[where], subtitle(held, NOTES[where] if rank is None else f"rank {rank}"))
-    stacked_bars(figure, held, "role", {str(role): colour for role, colour in ROLE_COLOURS.items()}, "live bytes")
+    stacked_bars(figure, held, "role", ROLE_COLOURS, "live bytes")
     places = _places(held) if where == "peak" else {}
     if places:  # below the name of the run: the unit and the phase of the peak
         words = [f"{label}<br><span style='font-size:12px'>{places.get(label, '')}</span>" for label in labels_of(held)]
@@ -65,9 +64,8 @@ def _summary(held: pd.DataFrame, where: str, places: dict[str, str]) -> str:
         f"{label} {format_bytes(value)}" + (f" (in {places[str(label)]})" if label in places else "")
         for label, value in totals.items()
     ]
-    shares = held[held["role"] == str(Role.OPTIMIZER_STATE)].set_index("label")["bytes"]
-    state = [f"{label} {format_bytes(value)}" for label, value in shares.items()]
-    tail = f" Of this, optimizer state: {listing(state)}." if state else ""
+    state = held[held["role"] == Role.OPTIMIZER_STATE].set_index("label")["bytes"]
+    tail = f" Of this, optimizer state: {byte_listing(state)}." if len(state) else ""
     return f"{TITLES[where]} per rank: {listing(parts)}.{tail}"
 
 
@@ -82,24 +80,21 @@ def held_by_rank(ranks: pd.DataFrame, *, most_bytes: float | None = None, moment
     Raises:
         ValueError: the column ``rank`` is missing, or every role.
     """
-    roles = [str(role) for role in ROLE_COLOURS if str(role) in ranks.columns]
+    roles = [role for role in ROLE_COLOURS if role in ranks.columns]
     if "rank" not in ranks.columns or not roles:
-        raise ValueError(f"ranks: missing columns; needs rank and at least one of {', '.join(map(str, ROLE_COLOURS))}")
+        raise ValueError(f"ranks: missing columns; needs rank and at least one of {', '.join(ROLE_COLOURS)}")
     known = ranks.dropna(subset=roles)
     if known.empty:
         return nothing(BY_RANK, "memory was not recorded")
     rows = known.melt(id_vars="rank", value_vars=roles, var_name="role", value_name="bytes")
-    rows = rows.assign(label="rank " + rows["rank"].astype(str), bytes=rows["bytes"].astype("float64"))
-    rows = rows.sort_values("rank", kind="stable")
+    rows = rows.assign(label="rank " + rows["rank"].astype(str)).sort_values("rank", kind="stable")
     figure = new_figure(BY_RANK, moment)
-    stacked_bars(figure, rows, "role", {str(role): colour for role, colour in ROLE_COLOURS.items()}, "live bytes")
+    stacked_bars(figure, rows, "role", ROLE_COLOURS, "live bytes")
     totals = rows.groupby("label", sort=False)["bytes"].sum()
     if most_bytes is not None:
-        divisor, _ = byte_scale(float(totals.max()))
-        figure.update_xaxes(range=[0, 1.02 * most_bytes / divisor])
+        figure.update_xaxes(range=[0, 1.02 * most_bytes / byte_scale(float(totals.max()))[0]])
     figure.update_layout(height=max(300, 190 + 40 * len(totals)))
-    words = listing([f"{label} {format_bytes(value)}" for label, value in totals.items()])
-    return finish(figure, f"{BY_RANK}{f' ({moment})' if moment else ''}: {words}.")
+    return finish(figure, f"{BY_RANK}{f' ({moment})' if moment else ''}: {byte_listing(totals)}.")
 
 
 def memory_on_gpu(plans: pd.DataFrame, memory_bytes: float, rows: int = 1) -> go.Figure:
@@ -121,21 +116,19 @@ def memory_on_gpu(plans: pd.DataFrame, memory_bytes: float, rows: int = 1) -> go
     if memory_bytes <= 0 or rows < 1:
         raise ValueError(f"memory_bytes, rows: {memory_bytes:g} and {rows} were given; both must be above 0")
     held = plans.assign(row_bytes=rows * plans["row_bytes"]).rename(columns=ON_GPU_COLUMNS)
-    roles = [str(role) for role in ON_GPU_COLUMNS.values()]
+    roles = list(ON_GPU_COLUMNS.values())
     bars = held.melt("strategy", roles, var_name="role", value_name="bytes").rename(columns={"strategy": "label"})
     words = f"activations of {rows} row{'' if rows == 1 else 's'}; dashed: {format_bytes(memory_bytes)}"
     figure = new_figure(ON_GPU, joined(SOURCE_NOTES["predicted"], words))
-    stacked_bars(figure, bars, "role", {role: ROLE_COLOURS[Role(role)] for role in roles}, "bytes")
+    stacked_bars(figure, bars, "role", {role: ROLE_COLOURS[role] for role in roles}, "bytes")
     totals = bars.groupby("label", sort=False)["bytes"].sum()
     divisor, _ = byte_scale(float(totals.max()))
     figure.add_vline(x=memory_bytes / divisor, line={"color": INK, "width": 2, "dash": "dash"})
     figure.update_xaxes(range=[0, 1.04 * max(float(totals.max()), memory_bytes) / divisor])
     fit = [str(label) for label in totals.index[totals <= memory_bytes]]
-    return finish(figure, f"{ON_GPU}, {format_bytes(memory_bytes)}: {_totals(totals)}. It suffices for {listing(fit)}.")
-
-
-def _totals(totals: pd.Series) -> str:
-    return listing([f"{label} {format_bytes(value)}" for label, value in totals.items()])
+    return finish(
+        figure, f"{ON_GPU}, {format_bytes(memory_bytes)}: {byte_listing(totals)}. It suffices for {listing(fit)}."
+    )
 
 
 def held_by_process(memory: pd.DataFrame) -> go.Figure:
@@ -153,10 +146,8 @@ def held_by_process(memory: pd.DataFrame) -> go.Figure:
     held = labelled(process_items(memory))
     if held.empty:
         return nothing(PROCESS, "only recorded on a CPU, on Linux with GNU's malloc")
-    held = held.assign(bytes=held["bytes"].astype("float64"))
     figure = new_figure(PROCESS, subtitle(held, "on the rank that holds most; tensors, then what torch does not own"))
-    colours = {str(item): colour for item, colour in [*ROLE_COLOURS.items(), *PART_COLOURS.items()]}
-    stacked_bars(figure, held, "item", colours, "bytes")
+    stacked_bars(figure, held, "item", ROLE_COLOURS | PART_COLOURS, "bytes")
     return finish(figure, _process_summary(held))
 
 

@@ -142,25 +142,28 @@ def bucket_verdict(sweep: pd.DataFrame) -> str:
         sweep: columns ``bucket_bytes`` and ``step_us``; medians by size are compared.
     """
     steps = sweep.groupby("bucket_bytes")["step_us"].median().sort_index()
-    best, smallest, largest = (int(str(size)) for size in (steps.idxmin(), steps.index[0], steps.index[-1]))
-    ends = [
+    best = int(str(steps.idxmin()))
+    words = f"Buckets of {_size(best)} were best, {format_us(steps[best])} a step"
+    if len(steps) == 1:
+        return f"{words.replace('were best', 'took')}; no other size was tried."
+    smallest, largest = int(str(steps.index[0])), int(str(steps.index[-1]))
+    ends = {"the smallest": smallest, "the largest": largest}
+    near = min(ends, key=lambda name: float(steps[ends[name]]))
+    if max(steps.iloc[0], steps.iloc[-1]) <= ALIKE * steps[best]:
+        why = "Both ends are within a tenth of it: here the size hardly matters."
+    elif best == smallest:
+        why = "It is the smallest: here latency cost less than a late start of the first bucket."
+    elif best == largest:
+        why = "It is the largest: here further messages cost more than overlap saved."
+    elif steps[ends[near]] <= ALIKE * steps[best]:
+        why = f"It lies in between, but {near} is within a tenth of it."
+    else:
+        why = "It lies in between: smaller buckets pay latency, larger ones start late."
+    others = [
         f"{_size(size)} took {format_us(steps[size])}, {steps[size] / steps[best]:.2f} times as long"
         for size in (smallest, largest) if size != best
     ]  # fmt: skip
-    where = {smallest: "the smallest", largest: "the largest"}.get(best)
-    why = {
-        None: "It lies in between: smaller buckets pay latency, larger ones start late.",
-        "the smallest": "It is the smallest: here latency cost less than a late start of the first bucket.",
-        "the largest": "It is the largest: here further messages cost more than overlap saved.",
-    }[where]
-    near = {smallest: "the smallest", largest: "the largest"}[min(smallest, largest, key=lambda size: steps[size])]
-    if where is None and min(steps.iloc[0], steps.iloc[-1]) <= ALIKE * steps[best]:
-        why = f"It lies in between, but {near} is within a tenth of it."
-    if max(steps.iloc[0], steps.iloc[-1]) <= ALIKE * steps[best]:
-        why = "Both ends are within a tenth of it: here the size hardly matters."
-    if len(steps) == 1:
-        return f"Buckets of {_size(best)} took {format_us(steps[best])} a step; no other size was tried."
-    return f"Buckets of {_size(best)} were best, {format_us(steps[best])} a step; {', '.join(ends)}. {why}"
+    return f"{words}; {', '.join(others)}. {why}"
 
 
 def message_gains(collectives: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:

@@ -1,0 +1,112 @@
+"""Code lines have a budget: those of each strategy with all that it pulls in, of each room, and of the whole package.
+
+A code line has code on it: blank lines, comments and docstrings do not count. Who takes lines out lowers the budget;
+who needs more raises it and says why, in a comment beside the number.
+"""
+
+import ast
+import io
+import tokenize
+from collections import Counter
+from functools import cache
+from math import ceil
+
+from tests.test_architecture import PACKAGE, STRATEGY_FILES, closure, modules, room
+
+SLACK, FEW = 0.01, 3  # a budget lies at most one percent, or so few lines, above what stands
+# Each with the files that it imports, also for the type checker; without packages' __init__ and guards.
+CLOSURES = {
+    "single": 3140, "ddp": 3190, "bucketed": 3670, "zero1": 4570, "zero2": 4610, "zero3": 4700, "fsdp.engine": 5550,
+}  # fmt: skip
+ROOMS = {
+    "__init__": 111, "__main__": 2, "analysis": 920, "bench": 264, "cli": 910, "comm": 2580, "data_sets": 168,
+    "engines": 7300, "exercises": 2180, "experiment": 2620, "export": 710, "faults": 650, "field_types": 19,
+    "installed": 14, "lab": 660, "launch": 1720, "meta_device": 34, "models": 187, "partition": 565, "planner": 950,
+    "plots": 2120, "recording": 750, "tables": 116, "tensor_parallel": 1640, "trace": 1230, "units": 206,
+    "vocabulary": 82, "widgets": 1510,
+}  # fmt: skip
+WHOLE = 30_160
+
+NO_CODE = {
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
+    tokenize.ENCODING,
+}  # fmt: skip
+
+
+def code_lines(text: str) -> int:
+    """Lines with code, docstrings of attributes left out too."""
+    docs: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docs.update(range(node.lineno, node.end_lineno + 1))
+    code: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in NO_CODE:
+            code.update(range(token.start[0], token.end[0] + 1))
+    return len(code - docs)
+
+
+@cache
+def sizes() -> dict[str, int]:
+    found = {}
+    for module in modules():
+        path = PACKAGE.parent.joinpath(*module.split(".")).with_suffix(".py")
+        found[module] = code_lines(path.read_text())
+    return found
+
+
+def in_closure(strategy: str) -> int:
+    start = f"shardlab.engines.{strategy}"
+    files = {start, *closure(start)}
+    return sum(sizes()[name] for name in files if not name.endswith("__init__") and "guards" not in name.split("."))
+
+
+def wrong(what: str, stands: dict[str, int], budgets: dict[str, int]) -> list[str]:
+    """One line for each number that has to change, and what to do about it."""
+    said = []
+    for name in sorted({*stands, *budgets}):
+        if name not in budgets:
+            said.append(f'{what} {name} has no budget: add "{name}": {stands[name]}')
+        elif name not in stands:
+            said.append(f"{what} {name} is gone: take its budget out")
+        elif stands[name] > budgets[name]:
+            said.append(
+                f"{what} {name} has {stands[name]} code lines, and its budget is {budgets[name]}: take lines out, or "
+                "raise the budget and say why beside it"
+            )
+        elif budgets[name] > stands[name] + max(FEW, ceil(SLACK * stands[name])):
+            said.append(f'{what} {name} has only {stands[name]} code lines: lower its budget, "{name}": {stands[name]}')
+    return said
+
+
+def test_nothing_is_over_its_budget_and_no_budget_is_left_above_what_stands() -> None:
+    rooms = Counter[str]()
+    for module, lines in sizes().items():
+        rooms[room(module)] += lines
+    assert not [
+        *wrong("strategy", {name: in_closure(name) for name in STRATEGY_FILES}, CLOSURES),
+        *wrong("room", rooms, ROOMS),
+        *wrong("package", {"shardlab": rooms.total()}, {"shardlab": WHOLE}),
+    ]
+
+
+def test_only_code_is_counted() -> None:
+    text = '''"""Head."""
+
+import a  # why
+
+# alone
+class B:
+    """Doc."""
+
+    c = """one
+    two"""
+    """Of c."""
+'''
+    assert code_lines(text) == 4
+    assert wrong("room", {"a": 11, "b": 9, "new": 1}, {"a": 10, "b": 20, "old": 1}) == [
+        "room a has 11 code lines, and its budget is 10: take lines out, or raise the budget and say why beside it",
+        'room b has only 9 code lines: lower its budget, "b": 9',
+        'room new has no budget: add "new": 1',
+        "room old is gone: take its budget out",
+    ]
