@@ -63,8 +63,8 @@ class Mesh(BaseMesh):
             raise ValueError(f"link: {link!r} is given; a Link or text such as 10Gbps,50us is needed")
         if Process.timeout is not None and not dist.is_initialized():
             raise RuntimeError(
-                "Mesh: dist.destroy_process_group() has destroyed the default group of this rank, which the pool has made "
-                "and destroys itself; leave that call out, or call pool.restart() after it"
+                "Mesh: dist.destroy_process_group() has destroyed the default group of this rank, which the pool has "
+                "made and destroys itself; leave that call out, or call pool.restart() after it"
             )
         check_transport(dist.get_backend() if dist.is_initialized() else "", transport, link)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
