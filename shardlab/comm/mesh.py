@@ -47,6 +47,7 @@ class Mesh(BaseMesh):
     Raises:
         ValueError: sizes that do not multiply to the number of ranks; unknown, repeated or unsorted ranks; ranks that
             ask for different meshes; a transport that these ranks cannot use.
+        RuntimeError: the default group of a pool's rank has been destroyed.
     """
 
     def __init__(

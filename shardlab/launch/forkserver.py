@@ -16,7 +16,9 @@ from contextlib import contextmanager
 from multiprocessing import util
 from multiprocessing.context import ForkServerContext
 from types import ModuleType
+from typing import Any
 
+_SPAWN_IN_THIS_SESSION = util.spawnv_passfds
 _ALWAYS = ("torch", "shardlab.launch.worker", "shardlab.launch.left_folders")
 # Without preloading, each rank would import these when it builds an optimizer or a table: 0.5 to 2 s of CPU time.
 # The forkserver preloads them if the parent uses them too; if not, its first start takes only the import of torch.
@@ -68,14 +70,14 @@ def hidden_main() -> Iterator[None]:
 @contextmanager
 def _own_session() -> Iterator[None]:
     # Multiprocessing has no public way to say in which session its helpers run.
-    before, util.spawnv_passfds = util.spawnv_passfds, _spawn
+    util.spawnv_passfds = _spawn
     try:
         yield
     finally:
-        util.spawnv_passfds = before
+        util.spawnv_passfds = _SPAWN_IN_THIS_SESSION
 
 
-def _spawn(path: bytes | str, args: Sequence[str], passfds: Sequence[int]) -> int:
+def _spawn(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
     process = subprocess.Popen(args, executable=path, pass_fds=passfds, start_new_session=True)
     process.returncode = 0  # multiprocessing waits for it, and subprocess is not to
     return process.pid

@@ -75,14 +75,14 @@ def hold(life: Connection) -> None:
 
 
 def _let_children_be_forked() -> None:
-    """Have workers of a data loader started as a plain process on Linux starts them, whose children these are like.
+    """Have this rank's children, such as workers of a data loader, be forks, as in a plain process on Linux.
 
-    Multiprocessing gives a process the way it was started itself. A new interpreter lacks what a cell has defined and
-    needs seconds for its imports, and the semaphores of its queues have names, which stay when this rank is killed.
+    By default they would start as the rank itself has, in a new interpreter. That lacks what a cell has defined and
+    needs seconds for its imports, and its semaphores have names, which stay in /dev/shm when the rank is killed.
     """
     if sys.platform.startswith("linux"):
         multiprocessing.set_start_method("fork", force=True)
-    # A rank takes SIGTERM for its parent's; its children end by it at once.
+    # A rank saves what it holds when SIGTERM comes; its children end at once, as those of a plain process.
     os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
 
 

@@ -120,6 +120,7 @@ def _reseed() -> None:
 
 def _end_now(signum: int, frame: FrameType | None) -> None:
     _end_soon(signum, frame)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a data loader's handler takes the end of its workers for an error
     raise _EndedByParent
 
 
