@@ -49,6 +49,7 @@ class Mesh(BaseMesh):
     Raises:
         ValueError: sizes that do not multiply to the number of ranks; unknown, repeated or unsorted ranks; ranks that
             ask for different meshes; a transport that these ranks cannot use.
+        RuntimeError: the default group of a pool's rank has been destroyed.
     """
 
     def __init__(
@@ -63,6 +64,11 @@ class Mesh(BaseMesh):
         link = Link.parse(link) if isinstance(link, str) else link
         if not isinstance(link, Link | None):
             raise ValueError(f"link: {link!r} is given; a Link or text such as 10Gbps,50us is needed")
+        if Process.timeout is not None and not dist.is_initialized():
+            raise RuntimeError(
+                "Mesh: dist.destroy_process_group() has destroyed the default group of this rank, which the pool has "
+                "made and destroys itself; leave that call out, or call pool.restart() after it"
+            )
         check_transport(dist.get_backend() if dist.is_initialized() else "", transport, link)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         super().__init__(axes, range(world_size) if ranks is None else ranks, device)
@@ -157,7 +163,8 @@ def _retire_with(comm: Communicator, group: dist.ProcessGroup, transport: Transp
 
 def _end(group: dist.ProcessGroup, transport: Transport) -> None:
     transport.close()
-    dist.destroy_process_group(group)
+    if dist.is_initialized():  # who destroys the default group destroys all others with it
+        dist.destroy_process_group(group)
 
 
 def _check(axes: dict[str, int], ranks: tuple[int, ...], world_size: int) -> None:

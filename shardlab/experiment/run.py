@@ -188,6 +188,8 @@ def recorded_run(
         # Left in reverse order: the recorder still sees the engine close, and the writer closes last.
         stack.enter_context(contextlib.closing(writer))
         recorder = Recorder(writer, clock_for(mesh.device), origin_ns, device=mesh.device)
+        # Run and recorder hold each other, and a loader that is freed with a cycle waits 5 s for each of its workers.
+        stack.callback(setattr, recorder, "live_tensors", dict)
         stack.enter_context(mesh.observed_by(recorder))
         engine = stack.enter_context(_engine(config, strategy, mesh))
         for hook in watch_units(engine.module, recorder, config.wrap_policy):

@@ -143,10 +143,11 @@ class Workload:
 
     def initialiser(self, seed: int) -> InitFn:
         """``init_fn`` with a seed for each module, so that values do not depend on the order in which they are made."""
+        init_fn = self.init_fn  # an engine that keeps this is not to keep the data
 
         def initialise(name: str, module: nn.Module) -> None:
             with seeded(f"{seed}/{name}"):
-                self.init_fn(name, module)
+                init_fn(name, module)
 
         return initialise
 

@@ -23,7 +23,7 @@ class RankContext:
         device: where this rank's tensors belong.
         placement: devices and backend of all ranks.
         board: this rank's slot of the hang board, an observer for communicators; None under torchrun.
-        emit: send a progress message to the parent's ``on_message`` while the function runs.
+        emit: send a progress message to the parent's ``on_message`` while the function runs; not from a child process.
     """
 
     rank: int

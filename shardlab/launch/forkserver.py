@@ -1,19 +1,24 @@
 """The process all ranks are forked from: it has imported torch once, so that a rank is up in hundredths of a second.
 
 It is Python's own forkserver: one small process per parent, free of CUDA and of threads, which ends with its parent.
+
+It and Python's resource tracker have a session of their own. What a terminal or Jupyter sends to the parent's process
+group is not for them: they outlive the parent by a moment, to remove what it has left.
 """
 
 import multiprocessing
 import multiprocessing.forkserver
-import multiprocessing.resource_tracker
-import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import util
 from multiprocessing.context import ForkServerContext
 from types import ModuleType
+from typing import Any
 
+_SPAWN_IN_THIS_SESSION = util.spawnv_passfds
 _ALWAYS = ("torch", "shardlab.launch.worker", "shardlab.launch.left_folders")
 # Without preloading, each rank would import these when it builds an optimizer or a table: 0.5 to 2 s of CPU time.
 # The forkserver preloads them if the parent uses them too; if not, its first start takes only the import of torch.
@@ -34,9 +39,8 @@ def context(preload: Sequence[str] = ()) -> ForkServerContext:
     forkserver = multiprocessing.get_context("forkserver")
     shared = (name for known, names in _IF_PARENT_HAS.items() if known in sys.modules for name in names)
     forkserver.set_forkserver_preload(list(dict.fromkeys((*_ALWAYS, *shared, *preload))))
-    multiprocessing.resource_tracker.ensure_running()  # now: its start would unblock SIGINT inside the block below
-    # Started here, where Ctrl-C is blocked, and not at the first process, which would start it unprotected.
-    with hidden_main(), _sigint_blocked():
+    # Started here, and not at the first process, which would start it in this process's group.
+    with hidden_main(), _own_session():
         try:
             multiprocessing.forkserver.ensure_running()
         except OSError as error:
@@ -64,10 +68,16 @@ def hidden_main() -> Iterator[None]:
 
 
 @contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    # The mask is inherited: a Ctrl-C while the forkserver still imports torch would end it with a traceback.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+def _own_session() -> Iterator[None]:
+    # Multiprocessing has no public way to say in which session its helpers run.
+    util.spawnv_passfds = _spawn
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        util.spawnv_passfds = _SPAWN_IN_THIS_SESSION
+
+
+def _spawn(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
+    process = subprocess.Popen(args, executable=path, pass_fds=passfds, start_new_session=True)
+    process.returncode = 0  # multiprocessing waits for it, and subprocess is not to
+    return process.pid

@@ -1,13 +1,14 @@
 """What makes a process a rank: it ends with its parent, has its own session and output, and keeps its freed memory.
 
 A rank never outlives its parent, whatever ends the parent, and its own children end with it. Each rank holds the read
-end of a pipe whose only write end is in the parent; the kernel closes that with the process. Three things watch it,
-and each covers a case that the others cannot:
+end of a pipe whose only write end is in the parent; the kernel closes that with the process. Two things watch it, and
+each covers a case that the other cannot:
 
 - the kernel itself (Linux): end of file on the pipe sends SIGKILL to the rank's process group, also to ranks that are
-  stopped or that hold the interpreter lock in a long call;
-- the parent-death signal (Linux), which fires if the forkserver, the rank's parent by birth, is killed;
-- the rank's watcher thread, which works everywhere.
+  stopped or that hold the interpreter lock in a long call, and to children whose rank is dead;
+- the rank's watcher thread, which works everywhere, and sees the forkserver end, the rank's parent by birth.
+
+Both end the whole group. A signal to the rank alone, as the parent-death signal is, would leave its children.
 
 A training step frees its gradients, activations and temporaries, and soon allocates them again. By default glibc
 returns large freed blocks to the kernel at once, and the kernel zeroes every page again when it is next touched. On CPU
@@ -18,13 +19,14 @@ call ends. This costs only resident memory; live bytes, which the memory tables 
 import ctypes
 import faulthandler
 import fcntl
+import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Mapping
+from functools import partial
 from multiprocessing.connection import Connection
 
-_PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _NEVER = 2**31 - 1
 _LARGEST = 32 * 1024**2  # glibc takes no more: a larger block comes from the kernel each time
@@ -43,8 +45,7 @@ def isolate(output: Connection, life: Connection, environ: Mapping[str, str]) ->
     """
     os.setsid()
     hold(life)  # after setsid: the signal goes to the process group that this process then leads
-    # The forkserver was started with it blocked, and a fork inherits the mask.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    _let_children_be_forked()
     for fd in (1, 2):
         os.dup2(output.fileno(), fd)
     output.close()
@@ -69,9 +70,20 @@ def hold(life: Connection) -> None:
     fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
     # Set O_ASYNC last: from here on the signal may arrive, and it must already be SIGKILL to the whole group.
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if life.poll():  # the parent went before any of this was in place
         cut()
+
+
+def _let_children_be_forked() -> None:
+    """Have this rank's children, such as workers of a data loader, be forks, as in a plain process on Linux.
+
+    By default they would start as the rank itself has, in a new interpreter. That lacks what a cell has defined and
+    needs seconds for its imports, and its semaphores have names, which stay in /dev/shm when the rank is killed.
+    """
+    if sys.platform.startswith("linux"):
+        multiprocessing.set_start_method("fork", force=True)
+    # A rank saves what it holds when SIGTERM comes; its children end at once, as those of a plain process.
+    os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
 
 
 def cut() -> None:

@@ -6,6 +6,7 @@ file, a ``helpers.py`` beside the notebook): a warm rank then always runs the co
 rank first imported it. Installed packages and shardlab itself go by name.
 """
 
+import copy
 import functools
 import importlib
 import io
@@ -21,6 +22,7 @@ from typing import Any
 
 import cloudpickle
 import torch
+from torch.utils.data import DataLoader
 
 from shardlab.installed import PACKAGE
 
@@ -134,6 +136,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(value, torch.Tensor) and _travels_as_a_copy(value):
             host = value.detach().cpu().requires_grad_(value.requires_grad)
             return host.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if _torch_pickles(host) else _as_bytes(host)
+        if isinstance(value, DataLoader) and getattr(value, "_iterator", None) is not None:
+            idle = copy.copy(value)
+            idle._iterator = None  # persistent workers are children of this process; the other side starts its own
+            return idle.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if isinstance(value, CodeType):
             # Since 3.1.3 cloudpickle leaves out the file: tracebacks, and the lines of collectives, would name none.
             return _code_of_file, (value.co_filename, *self.dispatch_table[CodeType](value))

@@ -4,6 +4,7 @@ This file knows processes and pipes, nothing of results: ``collector.py`` waits 
 processes where these have ended.
 """
 
+import fcntl
 import os
 import secrets
 import shutil
@@ -14,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.util import register_after_fork
 from pathlib import Path
 from time import monotonic
 
@@ -47,13 +49,19 @@ class StartOptions:
 
 @dataclass(frozen=True)
 class RankProcess:
-    """The parent's side of one rank."""
+    """The parent's side of one rank.
+
+    Attributes:
+        life: when its last copy closes, the kernel ends the rank and the processes that it started.
+        held: this side's copy of the descriptor that the kernel watches for that: the rank may die before its children.
+    """
 
     rank: int
     process: ForkServerProcess
     control: Connection
     output: RankOutput
     life: Connection
+    held: int
 
     def send_signal(self, signum: int) -> None:
         """Signal the rank and the processes it started, if it still runs."""
@@ -75,6 +83,7 @@ class RankProcess:
         self.output.finish()
         self.output.close()
         self.control.close()
+        os.close(self.held)
 
 
 class RankProcesses:
@@ -149,6 +158,8 @@ class RankProcesses:
     def _note_children(self) -> None:
         """Remember the ranks' child processes: once a rank has ended, nothing shows whose children they were."""
         for rank in self.ranks:
+            if not rank.process.is_alive():  # its number may be another's by now
+                continue
             with suppress(psutil.NoSuchProcess):
                 self._children.update(psutil.Process(rank.process.pid).children(recursive=True))
 
@@ -187,7 +198,10 @@ class RankProcesses:
         )
         process = context.Process(target=worker.main, args=(rank_config,), name=f"shardlab-rank-{rank}")
         process.start()
+        # As high: a process that is killed closes its descriptors from the lowest on, and this must be open after life.
+        held = fcntl.fcntl(rank_life.fileno(), fcntl.F_DUPFD_CLOEXEC, life.fileno())
+        register_after_fork(life, Connection.close)  # a pool of this process's own may outlive it
         # A pipe reports its end only when all copies of the other side are closed, this process' included.
         for theirs in (rank_control, rank_output, rank_life):
             theirs.close()
-        return RankProcess(rank, process, control, RankOutput(rank, output), life)
+        return RankProcess(rank, process, control, RankOutput(rank, output), life, held)

@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -11,7 +12,7 @@ from pathlib import Path
 from threading import Lock, Thread, main_thread
 from time import perf_counter_ns, sleep
 from types import FrameType
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -68,6 +69,7 @@ class _Control:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._lock = Lock()
+        self._pid = os.getpid()
 
     def receive(self) -> object:
         return self._pipe.recv()
@@ -77,6 +79,8 @@ class _Control:
             self._pipe.send(message)
 
     def emit(self, message: object) -> None:
+        if os.getpid() != self._pid:  # whose messages would come between the parts of the rank's
+            raise RuntimeError("emit: this process is a child of a rank; emit in the rank what the child returns to it")
         self.send(Note(pack(message, "the message")))
 
 
@@ -116,6 +120,7 @@ def _reseed() -> None:
 
 def _end_now(signum: int, frame: FrameType | None) -> None:
     _end_soon(signum, frame)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a data loader's handler takes the end of its workers for an error
     raise _EndedByParent
 
 
@@ -124,8 +129,8 @@ def _end_soon(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
 
 
 def _watch(life: Connection, board: BoardWriter) -> None:
-    stack = StackWatch(main_thread().ident or 0)
-    while not life.poll(_LOOK_EVERY_S):
+    stack, forkserver_pid = StackWatch(main_thread().ident or 0), os.getppid()
+    while not life.poll(_LOOK_EVERY_S) and os.getppid() == forkserver_pid:
         board.seen(stack.look())
     isolation.cut()
 
@@ -205,8 +210,27 @@ def _answer(rank: int, task: Task, board: BoardWriter) -> Answer | Failure:
 
 def _call(rank: int, call: Payload) -> Payload:
     fn, args, kwargs = unpack(call)
-    result = fn(rank, *args, **kwargs)
+    pid = os.getpid()
+    try:
+        result = fn(rank, *args, **kwargs)
+    finally:
+        if os.getpid() != pid:
+            _end_fork(sys.exception())
     return pack(result, f"the result of rank {rank}")
+
+
+def _end_fork(error: BaseException | None) -> NoReturn:
+    """End a child that ``os.fork`` has made in a call and that leaves it: the rank answers, and takes the next call."""
+    match error:
+        case None:
+            status = 0
+        case SystemExit(code=int() | None as code):
+            status = code or 0
+        case _:
+            traceback.print_exception(error)
+            status = 1
+    isolation.flush_output()
+    os._exit(status)
 
 
 def _failure(rank: int, error: BaseException) -> Failure:

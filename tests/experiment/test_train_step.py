@@ -1,14 +1,18 @@
 """``TrainStep`` against plain torch: accumulation, clipping, scheduling, and what it reports."""
 
 import math
+import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
-from shardlab.experiment import TrainStep
+from shardlab.experiment import CompareConfig, TrainStep, Workload
+from shardlab.experiment.run import now_ns, recorded_run
+from shardlab.trace.store import RunWriter
 
 MICRO_BATCHES = 3
 
@@ -109,3 +113,15 @@ def test_the_loss_is_the_mean_over_ranks_and_micro_batches(pools):
     norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
     assert first[0] == pytest.approx((float(loss.detach()), float(norm)), abs=1e-12)
     assert len(first) == 2
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_a_loader_ends_with_its_run_and_not_with_a_cycle(tmp_path, strategy):
+    """In which its workers would not hear of it, and torch waits 5 s for each."""
+    loader = DataLoader(TensorDataset(*rows(0)), batch_size=2)
+    config = CompareConfig(workload=Workload(model, loader, mse), strategies=(strategy,), ranks=1)
+    with recorded_run(config, strategy, Mesh.alone(), RunWriter(tmp_path, 0, strategy, "measured"), now_ns()) as run:
+        run.step(0)
+    held = [weakref.ref(run._batches), weakref.ref(loader)]
+    del run, config, loader
+    assert [one() for one in held] == [None, None]

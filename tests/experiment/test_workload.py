@@ -388,7 +388,10 @@ def test_a_run_goes_on_from_its_checkpoints_with_the_losses_of_one_long_run(pool
 
 
 def test_batches_of_a_loader_are_the_same_when_more_ranks_go_on(pools, tmp_path):
-    batches = DataLoader(Labelled(), batch_size=7, drop_last=True)
+    class OfACell(Labelled):
+        """Which no other interpreter can import: the workers are forks of the ranks."""
+
+    batches = DataLoader(OfACell(), batch_size=7, drop_last=True, num_workers=1)
     trained, options = Workload(Residual, batches, keyword_loss), {"strategies": ("single", "fsdp")}
     long = compare(trained, tmp_path / "long", ranks=2, steps=5, pool=pools(2), **options)
     compare(trained, tmp_path / "first", ranks=2, steps=2, save_every=2, pool=pools(2), **options)

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import multiprocessing
 import os
 import random
 import sys
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.signed import all_gather_bytes
@@ -145,6 +147,50 @@ def test_large_arguments_and_results(pools):
     big = torch.arange(4_000_000, dtype=torch.float32)
     for rank, result in enumerate(pools(2).run(lambda rank, x: x + rank, big)):
         assert torch.equal(result, big + rank)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_loader_with_workers_reads_what_a_cell_defines(pools, used):
+    class Points(Dataset):
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, place):
+            return place, current().rank
+
+    def pairs(rank, loader):
+        assert multiprocessing.Lock()._semlock.name is None, "what has a name stays in /dev/shm when the rank is killed"
+        loader = loader or DataLoader(Points(), 2, num_workers=2, collate_fn=lambda samples: list(samples))
+        return [sample for batch in loader for sample in batch]
+
+    loader = DataLoader(range(6), 2, num_workers=1, persistent_workers=True, collate_fn=lambda batch: list(batch))
+    assert list(loader) == [[0, 1], [2, 3], [4, 5]]
+    expected = [list(range(6))] * 2 if used else [[(place, rank) for place in range(6)] for rank in range(2)]
+    assert pools(2).run(pairs, loader if used else None) == expected
+
+
+def test_child_of_a_fork_neither_answers_nor_takes_a_call(pools):
+    def fork(rank, leave):
+        pid = os.fork()
+        return leave() if pid == 0 else os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    leaves = {lambda: "child": 0, lambda: sys.exit(3): 3, lambda: 1 / 0: 1, lambda: current().emit(1): 1}
+    for leave, status in leaves.items():
+        assert pools(2).run(fork, leave) == [status] * 2
+        assert [pools(2).run(lambda rank: os.getpid()) for _ in range(2)] == [list(pools(2).pids)] * 2
+
+
+def test_after_the_group_is_destroyed_calls_go_on_and_a_mesh_says_why_not():
+    def destroy(rank):
+        Mesh({"data": 2})
+        dist.destroy_process_group()
+
+    with RankPool(2, device="cpu") as pool:
+        pool.run(destroy)
+        assert pool.run(lambda rank: rank) == [0, 1]
+        with pytest.raises(RankError, match=r"RuntimeError: Mesh: dist\.destroy_process_group\(\) has destroyed"):
+            pool.run(destroy)
+        pool.run(destroy)
 
 
 def test_launch_passes_arguments():

@@ -1,5 +1,6 @@
 """No process, pipe or file of ours stays behind, whatever ends the parent."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -115,11 +116,16 @@ def start_busy_script(start_script):
     return script
 
 
-def test_parent_killed(start_script):
+@pytest.mark.parametrize("first", ["parent", "forkserver", "rank"])
+def test_parent_killed(start_script, first):
     script = start_busy_script(start_script)
     family = descendants(script.pid)
     assert len(family) == 10  # forkserver, resource tracker, four ranks, their four children
-    script.kill()
+    [server] = [one for one in family if one.ppid() == script.pid and one.children()]
+    if first == "forkserver":  # as when a signal to a process group, or the OOM killer, comes to it first
+        server.kill()
+    elif first == "rank":
+        next(one for one in server.children() if one.status() == psutil.STATUS_SLEEPING).kill()
     script.wait()
     assert gone_within(family, 5)
 
@@ -138,10 +144,14 @@ def test_interrupted_from_the_terminal(start_script):
 
 def test_forkserver_killed(start_script):
     text = """
-        import time
+        import multiprocessing, subprocess, time
         from shardlab.launch import RankPool
+        def start_children(rank):
+            # The first a fork, as a worker of a data loader is, the second another program.
+            multiprocessing.Process(target=time.sleep, args=(600,)).start()
+            subprocess.Popen(["sleep", "600"])
         with RankPool(2, device="cpu") as pool:
-            pool.start()
+            pool.run(start_children)
             print("ready", flush=True)
             time.sleep(2.5)
             print(pool.run(lambda rank: rank))
@@ -149,7 +159,8 @@ def test_forkserver_killed(start_script):
     script = start_script(textwrap.dedent(text))
     wait_for_line(script, "ready")
     [server] = [one for one in descendants(script.pid) if one.ppid() == script.pid and one.children()]
-    ranks = server.children()
+    ranks = server.children(recursive=True)
+    assert len(ranks) == 6
     server.kill()
     assert gone_within(ranks, 2)
     output, _ = script.communicate(timeout=20)
@@ -249,16 +260,39 @@ def test_what_ranks_have_started_ends_with_them(fails):
     assert gone_within(children, 5)
 
 
-def test_a_parent_that_is_ended_by_sigterm_leaves_no_folder(start_script, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("end", "signum"), [(os.kill, signal.SIGTERM), (os.killpg, signal.SIGKILL)])
+def test_a_parent_that_is_ended_by_a_signal_leaves_no_folder(start_script, tmp_path, monkeypatch, end, signum):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     script = "import time\nfrom shardlab.launch import RankPool\npool = RankPool(1, device='cpu')\npool.start()\n"
     process = start_script(script + "print('up', flush=True)\ntime.sleep(60)\n")
     wait_for_line(process, "up")
     assert list(tmp_path.glob("shardlab-*"))
     started = descendants(process.pid)
-    process.terminate()
+    # At shutdown ipykernel ends all of its group, and waits for those that ignore it until Jupyter ends the kernel.
+    assert process.pid not in {os.getpgid(one.pid) for one in started}
+    end(process.pid, signum)  # at restart Jupyter sends it to the group
     assert gone_within(started, 10)
     assert not list(tmp_path.glob("shardlab-*"))
+
+
+def test_a_child_of_the_parents_own_keeps_no_rank(start_script):
+    text = """
+        import multiprocessing, time
+        from shardlab.launch import RankPool
+        pool = RankPool(1, device="cpu")
+        pool.start()
+        multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
+        print("up", pool.pids[0], flush=True)
+        time.sleep(60)
+    """
+    process = start_script(textwrap.dedent(text))
+    rank = psutil.Process(int(wait_for_line(process, "up")[-1].split()[1]))
+    family = descendants(process.pid)
+    process.kill()
+    assert gone_within([rank], 10)
+    for one in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
 
 
 def test_a_path_too_long_for_a_socket_is_named(tmp_path, monkeypatch):
