@@ -38,9 +38,8 @@ _OF_STUB = _OF_PARAMETER - {"__get__"} | {
     "register_post_accumulate_grad_hook", "__hash__",
 }  # fmt: skip
 _HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
-_COPIES = frozenset({"__deepcopy__", "__reduce_ex__", "__copy__"})
 _WRITES = frozenset({"__set__", "__setitem__"})
-_READS = frozenset({"__get__", "detach", "clone", "numpy", "tolist", "item", "__array__"})
+_READS = frozenset({"__get__", "detach", "clone", "numpy", "tolist", "item", "__array__", "__reduce_ex__"})
 _OF_GRADIENT = frozenset({"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "untyped_storage"})
 _VIEWS = (Tensor.T, Tensor.mT, Tensor.H, Tensor.mH)
 _MOVES = (Tensor.data.__set__, torch._has_compatible_shallow_copy_type)  # type: ignore[attr-defined]
@@ -56,8 +55,6 @@ def sharded_parameter(name: str, use: str = "") -> str:
     """
     if use in _HOOKS:
         advice = "register its hooks before the engine is built"
-    elif use in _COPIES:
-        advice = "copy the module inside 'with engine.full_params():', or save engine.full_state_dict()"
     elif use in _CONVERT:
         advice = (
             "convert the module before the engine is built, or leave it as it is and compute in fewer bits with "
@@ -69,7 +66,10 @@ def sharded_parameter(name: str, use: str = "") -> str:
             "use engine.load_full_state_dict(state)"
         )
     elif use in _READS:
-        advice = "read it inside 'with engine.full_params():', or from engine.full_state_dict(), which returns copies"
+        advice = (
+            "read or copy it, or its module, inside 'with engine.full_params():' (to write, with keep_changes=True), "
+            "or take engine.full_state_dict(), which returns copies"
+        )
     else:
         advice = (
             "in a forward, compute with it in the module that holds it, called inside engine(...), or choose larger "
@@ -241,6 +241,11 @@ class ParameterSites:
         ]
         self._placeholder = PlaceholderParameter.of(name, param)
 
+    @property
+    def owners(self) -> list[nn.Module]:
+        """The modules that have it."""
+        return [owner for owner, _ in self._sites]
+
     def check(self) -> None:
         """Find out whether the user has put another parameter into the module.
 
@@ -272,6 +277,19 @@ class ParameterSites:
             # What the user has put there stays: closing the engine must not take it away.
             if owner._parameters.get(attribute) is self._param or owner._parameters.get(attribute) is self._placeholder:
                 owner._parameters[attribute] = value
+
+
+def refuse_loading(module: nn.Module, *_: Any) -> None:
+    """A hook before a module loads a state dict.
+
+    Raises:
+        RuntimeError: its parameters are sharded.
+    """
+    if any(isinstance(param, PlaceholderParameter) for param in module._parameters.values()):
+        raise RuntimeError(
+            f"load_state_dict: parameters of the {type(module).__name__} are sharded: this rank holds only its shards; "
+            "write engine.load_full_state_dict(state), or load inside 'with engine.full_params(keep_changes=True):'"
+        )
 
 
 def sites_of(module: nn.Module, params: Mapping[str, nn.Parameter]) -> dict[str, ParameterSites]:

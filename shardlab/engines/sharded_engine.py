@@ -14,8 +14,8 @@ from typing_extensions import override
 from shardlab.engines.checks import check_not_scripted
 from shardlab.engines.held_parameters import let_go_all, reshard_all
 from shardlab.engines.holdings import Division, Holding
-from shardlab.engines.hooks import untraced
-from shardlab.engines.placeholder import PlaceholderGradients
+from shardlab.engines.hooks import ModuleHook, untraced
+from shardlab.engines.placeholder import PlaceholderGradients, refuse_loading
 from shardlab.engines.precision import MixedPrecision
 from shardlab.engines.saved_tensors import saved_by_reference
 from shardlab.engines.sharded_bucket import ShardedBucket
@@ -248,6 +248,8 @@ class ShardedEngine(MixedPrecision):
     def close(self) -> None:
         """As the base."""
         super().close()
+        for hook in self._load_hooks:
+            hook.remove()
         if self._placeholders is not None:
             self._placeholders.close()
 
@@ -262,6 +264,13 @@ class ShardedEngine(MixedPrecision):
         finally:
             for site in sites:
                 site.put_placeholder()
+
+    @override
+    def _watch_params(self) -> None:
+        super()._watch_params()
+        # Torch would say for each parameter alone that it is sharded, and load the buffers.
+        owners = {owner: None for bucket in self.buckets for site in bucket.sites.values() for owner in site.owners}
+        self._load_hooks = [owner.register_load_state_dict_pre_hook(ModuleHook(refuse_loading)) for owner in owners]
 
     @property
     @override
