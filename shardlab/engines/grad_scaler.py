@@ -5,9 +5,10 @@
     scaler.unscale_(engine)               # before clipping
     stepped = scaler.step(engine)
 
-The scale doubles after 2000 good steps and halves after an overflow. An overflow may show only in one rank's pieces, so
-the ranks agree: if any has an inf or a nan, every rank skips the step. ``step()`` changes the scale at once, as torch's
-``update()`` does, so each engine has a scaler of its own.
+Takes what ``torch.amp.GradScaler`` takes, with an engine in the place of an optimizer. The scale doubles after 2000
+good steps and halves after an overflow. An overflow may show only in one rank's pieces, so the ranks agree: if any has
+an inf or a nan, every rank skips the step. ``step()`` changes the scale at once, so each engine has a scaler of its
+own, and ``update()`` may follow or not.
 Source: Micikevicius et al., arXiv 1710.03740, section 3.2.
 """
 
@@ -24,30 +25,59 @@ class GradScaler:
     """A dynamic loss scale, the same on every rank.
 
     Args:
-        scale: the first scale, greater than 0.
-        growth: factor after ``interval`` good steps, greater than 1.
-        backoff: factor after an overflow, between 0 and 1.
-        interval: good steps before the scale grows, at least 1.
+        device: as torch's takes it; gradients are looked at where they are.
+        init_scale: the first scale, greater than 0.
+        growth_factor: factor after ``growth_interval`` good steps, greater than 1.
+        backoff_factor: factor after an overflow, between 0 and 1.
+        growth_interval: good steps in a row before the scale grows, at least 1.
+        enabled: False scales nothing and steps always.
     """
 
-    def __init__(self, scale: float = 65536.0, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000) -> None:
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 65536.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
         for field, value, right in (
-            ("scale", scale, scale > 0),
-            ("growth", growth, growth > 1),
-            ("backoff", backoff, 0 < backoff < 1),
-            ("interval", interval, interval >= 1),
+            ("device", device, isinstance(device, str | torch.device)),
+            ("init_scale", init_scale, init_scale > 0),
+            ("growth_factor", growth_factor, growth_factor > 1),
+            ("backoff_factor", backoff_factor, 0 < backoff_factor < 1),
+            ("growth_interval", growth_interval, growth_interval >= 1),
         ):
             if not right:
-                raise ValueError(f"{field}: {value} is out of range")
-        self.current_scale, self.growth, self.backoff, self.interval = scale, growth, backoff, interval
-        self.num_good_steps = 0
+                raise ValueError(
+                    f"{field}: {value!r} is out of range; write, for example, GradScaler(init_scale=1024.0)"
+                )
+        self.current_scale, self.enabled = init_scale if enabled else 1.0, enabled
+        self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
+        self.num_good_steps = 0  # in a row, since the scale has grown
         self._overflow: bool | None = None  # in the gradients that have been unscaled
         self._engine: weakref.ref[Engine] | None = None  # whose gradients these are
         self._num_backwards = 0  # of the engine, when they were unscaled
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """The scaled loss, to call backward on."""
-        return loss * self.current_scale
+    def scale(self, outputs: Any) -> Any:
+        """The scaled loss, to call backward on; or several, in a list or tuple."""
+        if isinstance(outputs, list | tuple):
+            return type(outputs)(self.scale(output) for output in outputs)
+        return outputs * self.current_scale if self.enabled else outputs
+
+    def get_scale(self) -> float:
+        """The scale of now."""
+        return self.current_scale
+
+    def is_enabled(self) -> bool:
+        """Whether it scales."""
+        return self.enabled
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Set another scale; without one nothing is left to do, since ``step()`` has changed it."""
+        if new_scale is not None and self.enabled:
+            self.current_scale = float(new_scale)
 
     def unscale_(self, engine: Engine) -> bool:
         """Divide the gradients by the scale, and find out over all ranks whether any is inf or nan.
@@ -62,6 +92,8 @@ class GradScaler:
             ValueError: the scaler has unscaled gradients of another engine.
             RuntimeError: these gradients are unscaled already.
         """
+        if not self.enabled:
+            return True
         self._check(engine)
         if self._is_unscaled(engine):
             raise RuntimeError(
@@ -88,18 +120,21 @@ class GradScaler:
         Raises:
             ValueError: the scaler has unscaled gradients of another engine.
         """
+        if not self.enabled:
+            engine.step()
+            return True
         if not self._is_unscaled(engine):
             self.unscale_(engine)
         # Forgotten at once, or the next step would take this answer for its own and leave its gradients scaled.
         overflow, self._overflow = bool(self._overflow), None
         if overflow:
-            self.current_scale *= self.backoff
+            self.current_scale *= self.backoff_factor
             self.num_good_steps = 0
             return False
         engine.step()
         self.num_good_steps += 1
-        if self.num_good_steps % self.interval == 0:
-            self.current_scale *= self.growth
+        if self.num_good_steps >= self.growth_interval:
+            self.current_scale, self.num_good_steps = self.current_scale * self.growth_factor, 0
         return True
 
     def _is_unscaled(self, engine: Engine) -> bool:
@@ -116,9 +151,32 @@ class GradScaler:
         self._engine = weakref.ref(engine)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint saves."""
-        return {"scale": self.current_scale, "num_good_steps": self.num_good_steps}
+        """What a checkpoint saves: torch's own keys; nothing if it is not enabled."""
+        if not self.enabled:
+            return {}
+        return {
+            "scale": self.current_scale,
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": self.num_good_steps,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint."""
-        self.current_scale, self.num_good_steps = float(state["scale"]), int(state["num_good_steps"])
+        """Continue from a checkpoint, or from the state of a scaler of torch's.
+
+        Raises:
+            RuntimeError: the state is empty, as that of one that was not enabled.
+        """
+        if not self.enabled:
+            return
+        if not state:
+            raise RuntimeError(
+                "scaler: the state is empty, as that of one with enabled=False; leave it out of the load"
+            )
+        self.current_scale = float(state["scale"])
+        self.growth_factor = float(state.get("growth_factor", self.growth_factor))
+        self.backoff_factor = float(state.get("backoff_factor", self.backoff_factor))
+        self.growth_interval = int(state.get("growth_interval", self.growth_interval))
+        # Older checkpoints have the number of good steps since the last overflow.
+        self.num_good_steps = int(state.get("_growth_tracker", state.get("num_good_steps", 0) % self.growth_interval))

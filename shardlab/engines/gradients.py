@@ -17,7 +17,8 @@ any, also failed      ``zero_grad()``                                           
 
 A backward that raises leaves its rank with part of the gradients, and perhaps other ranks waiting for the rest. Nothing
 is sent at that moment, since the other ranks may have raised too. ``zero_grad()``, called on all ranks, completes the
-collectives that have begun and drops their results.
+collectives that have begun and drops their results. A rank that has not raised learns of it by what the others send
+then (on a GPU it does not), and raises at the end of the same backward.
 """
 
 import contextlib
@@ -30,8 +31,10 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from shardlab.comm.communicator import Communicator
+from shardlab.engines.agreement import number_among
 from shardlab.engines.backward_watch import BackwardWatch
 from shardlab.engines.step_tensors import StepTensors
+from shardlab.engines.unused_params import failed, failed_rank
 from shardlab.partition.slices import TensorSlice
 
 _CHANGED_SUM = (
@@ -77,6 +80,7 @@ class Gradients:
         self._began_in_sync: bool | None = None
         self._are_means = False  # the gradients, over the data axes
         self._has_failed = False  # a backward outside no_sync() raised, and zero_grad() has not been called since
+        self._failed_elsewhere = ""  # likewise on another rank, whose part these means lack: what to say
         self._trained: set[nn.Parameter] = set()  # when the last backward began, or was refused
         self._were_trainable: set[nn.Parameter] = set()  # in a backward since zero_grad(); may be frozen by now
         # Gradients that the user may not change in place, and their versions: what no_sync() has left, means of slices.
@@ -139,6 +143,8 @@ class Gradients:
             self._are_means = True
             self._forget_guarded()
             self.guard_slices()
+            if self.num_data_ranks > 1:
+                self._refuse_fillers()
 
     def guard_slices(self) -> None:
         """From now on refuse changes in place of the means of slices; code that may change them calls this after it.
@@ -162,6 +168,7 @@ class Gradients:
                 parameters too, by momentum and weight decay. Pending reductions are finished first: collective.
         """
         self._notice_failure()
+        self._failed_elsewhere = ""
         self._guarded.clear()  # what was changed in them is dropped
         # Before anything is cleared: other ranks may be waiting in collectives of the backward that raised here.
         if self._has_failed:
@@ -309,6 +316,18 @@ class Gradients:
                 "gradients: the last backward raised an exception and left them incomplete; call engine.zero_grad() on "
                 "all ranks before the next forward"
             )
+        if self._failed_elsewhere:
+            raise RuntimeError(self._failed_elsewhere)
+
+    def _refuse_fillers(self) -> None:
+        """Refuse means without the part of a rank whose backward has raised, and which has called ``zero_grad()``."""
+        rank = failed_rank(tensor.grad for _, tensor in self._step_tensors.items())
+        if rank is not None:
+            self._failed_elsewhere = (
+                f"gradients: the backward of data rank {rank} raised an exception, so these means are incomplete; call "
+                "engine.zero_grad() on all ranks, and leave out this step"
+            )
+            raise RuntimeError(self._failed_elsewhere)
 
     def _complete_failed_backward(self) -> None:
         """Join the collectives that the other ranks have begun since this rank's backward raised.
@@ -347,9 +366,8 @@ class Gradients:
     def _filler(self, name: str) -> Tensor:
         """A gradient of NaN; where it is only read, of one element for all, since memory may be what has run out."""
         param = self.params[name]
-        if self._mean_is_at_piece(name):
-            return torch.full((), torch.nan, dtype=param.dtype, device=param.device).expand(param.shape)
-        return torch.full_like(param, torch.nan)
+        filler = failed(number_among(self.data_comms)[0], param.dtype, param.device).expand(param.shape)
+        return filler if self._mean_is_at_piece(name) else torch.empty_like(param).copy_(filler)
 
     def _mean_is_at_piece(self, name: str) -> bool:
         """Whether the mean is not ``param.grad``, but the gradient of the piece that this rank steps."""

@@ -88,6 +88,12 @@ def fitting_optimizer(make: OptimizerFn, stepped: Stepped, cut: Cut) -> torch.op
                 raise _chosen_among_pieces(cut, f"; with pieces it raises {type(error).__name__}: {error}") from error
         if cut.goes_through and (kind := _made_of_whole(make, stepped)) is not None:
             raise _cuts_through(kind, by_rows=cut.by_rows) from error
+        if (frozen := _refused_for_frozen(make, stepped)) is not None:
+            raise ValueError(
+                f"optimizer_fn: {error} ({type(error).__name__}); it is given frozen parameters too, such as "
+                f"{frozen!r}, since they may be unfrozen later; leave them out with tensors.where(lambda name: "
+                "model.get_parameter(name).requires_grad)"
+            ) from error
         raise
     check_optimizer(optimizer, stepped.tensors)
     if cut.num_ranks > 1:
@@ -288,6 +294,19 @@ def _made_of_whole(make: OptimizerFn, stepped: Stepped) -> str | None:
         return type(make(_whole(stepped, torch.device("meta")))).__name__
     except Exception:  # then the pieces are not the reason
         return None
+
+
+def _refused_for_frozen(make: OptimizerFn, stepped: Stepped) -> str | None:
+    """A frozen parameter, if ``make`` takes whole ones without those that are frozen; else None."""
+    whole = _whole(stepped, torch.device("meta"))
+    frozen = [name for name, tensor in whole.items() if not tensor.requires_grad]
+    if not frozen:
+        return None
+    try:
+        make(whole.where(lambda name: name not in frozen))
+    except Exception:  # then they are not the reason
+        return None
+    return frozen[0]
 
 
 def _whole(stepped: Stepped, device: torch.device) -> StepTensors:

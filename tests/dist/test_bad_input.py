@@ -89,12 +89,10 @@ def never_gathered(rank, setup):
         with engine_of(setup, model, mesh) as engine:
             x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", 0, 0, 2))
             loss = cases.loss_of(engine(x), y)
-            for use in (
-                lambda: loss + sum(param.square().sum() for param in model.parameters()),
-                lambda: setattr(model[0].weight, "grad", torch.zeros(16, 7).double()),
-            ):
-                with pytest.raises(RuntimeError, match=r"parameter '0\.weight' is sharded.*engine\.full_params\(\)"):
-                    use()
+            with pytest.raises(RuntimeError, match=r"parameter '0\.weight' is sharded.*engine\.full_params\(\)"):
+                loss + sum(param.square().sum() for param in model.parameters())
+            with pytest.raises(RuntimeError, match=r"gradient of '0\.weight'.*engine\.step_tensors\(\)"):
+                model[0].weight.grad = torch.zeros(16, 7).double()
             engine.backward(loss)
             engine.step()
             return engine.num_steps
@@ -119,6 +117,36 @@ def test_a_hybrid_group_that_does_not_divide_the_ranks(pools):
 def muon(tensors):
     weights = tensors.where(lambda name: name.endswith("weight"))
     return torch.optim.Muon(weights, lr=1e-2)
+
+
+def with_frozen_biases(rank, strategy, options):
+    """Muon takes matrices alone, and all that trains are matrices."""
+    model = cases.build("MLP")
+    for layer in (model[0], model[2], model[4]):
+        layer.bias.requires_grad_(False)
+    with Mesh({"data": 2}) as mesh:
+        with pytest.raises(
+            ValueError, match=r"optimizer_fn: .*frozen parameters too, such as '0\.bias'.*tensors\.where"
+        ):
+            build_engine(strategy, model, lambda tensors: torch.optim.Muon(tensors, lr=1e-2), mesh, **options)
+
+        def trainable(tensors):
+            return torch.optim.Muon(tensors.where(lambda name: model.get_parameter(name).requires_grad), lr=1e-2)
+
+        with build_engine(strategy, model, trainable, mesh, **options) as engine:
+            before = engine.full_state_dict()
+            x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", 0, 0, 2))
+            engine.backward(cases.loss_of(engine(x), y))
+            engine.step()
+            after = engine.full_state_dict()
+    return {name: not torch.equal(value, before[name]) for name, value in after.items()}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "fsdp"])
+def test_an_optimizer_that_does_not_take_what_is_frozen_is_told_how_to_leave_it_out(pools, strategy):
+    options = {} if strategy == "ddp" else {"partition": "balanced"}
+    for changed in pools(2).run(with_frozen_biases, strategy, options):
+        assert all(trains == name.endswith("weight") for name, trains in changed.items())
 
 
 class Lamb(torch.optim.Optimizer):
@@ -236,7 +264,7 @@ def step_in_float16(rank, scaled):
         x, y = (cases.own_rows(part, rank).float() for part in cases.rows("MLP", 0, 0, 2))
         loss = cases.loss_of(engine(x), y)
         if scaled:
-            scaler = GradScaler(8.0)
+            scaler = GradScaler(init_scale=8.0)
             engine.backward(scaler.scale(loss))
             scaler.step(engine)
         else:

@@ -300,7 +300,7 @@ def test_a_full_state_takes_few_messages(pools):
 def with_scheduler(rank, setup, num_ranks, directory, milestones, load):
     with Mesh({"data": num_ranks}) as mesh, build(setup, "MLP", mesh, seed=rank) as engine:
         scheduler = torch.optim.lr_scheduler.MultiStepLR(engine.optimizer, milestones, gamma=0.1)
-        scaler = GradScaler(8.0)
+        scaler = GradScaler(init_scale=8.0)
         if load:
             engine.load(directory, scheduler=scheduler, scaler=scaler)
             train(engine, "MLP", range(3, 6), scheduler)

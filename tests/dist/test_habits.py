@@ -861,7 +861,7 @@ AFTER_MEANS = {
     "step": lambda engine: engine.step(),
     "backward": lambda engine: engine.backward(loss_of_step(engine, 1)),
     "plain backward": lambda engine: loss_of_step(engine, 1).backward(),
-    "scaled step": lambda engine: GradScaler(1.0).step(engine),
+    "scaled step": lambda engine: GradScaler(init_scale=1.0).step(engine),
     "clip": lambda engine: engine.clip_grad_norm_(1.0),
 }
 
@@ -946,7 +946,7 @@ ALLOWED = {
     "zeros by hand after a step": (zeroed_by_hand, zeroed_by_hand_alone),
     "a step that changes them": (stepped_first, stepped_first_alone),
     "unscaled": (
-        lambda engine: GradScaler(2.0).unscale_(engine),
+        lambda engine: GradScaler(init_scale=2.0).unscale_(engine),
         lambda model, _: [p.grad.div_(2) for p in model.parameters()],
     ),
 }

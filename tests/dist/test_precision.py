@@ -1,5 +1,6 @@
 """Mixed precision against a hand-written single process that rounds at the same places, and the loss scale."""
 
+import inspect
 import warnings
 
 import pytest
@@ -13,6 +14,7 @@ from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 from tests.comm.test_communicator import Log
 from tests.dist import cases
+from tests.dist.every_engine import assert_states
 from tests.dist.test_engines import adamw
 from tests.dist.test_fsdp import Blocks
 
@@ -123,7 +125,7 @@ def test_float16_without_a_scaler_warns(pools):
 def overflow(rank, strategy, options):
     scales, steps = [], []
     with Mesh({"data": 2}) as mesh, build_engine(strategy, build(), adamw, mesh, **options) as engine:
-        scaler = GradScaler(scale=4.0, interval=2)
+        scaler = GradScaler(init_scale=4.0, growth_interval=2)
         for step in range(6):
             x, y = rows(rank, 2, step)
             loss = cases.loss_of(engine(x), y)
@@ -148,9 +150,52 @@ def test_an_overflow_on_one_rank_makes_all_skip(pools):
             assert all(bool(torch.isfinite(value).all()) for value in state.values())
 
 
+def torchs_loop(scaler, step_of, losses, scales):
+    """What a loop with ``torch.amp.GradScaler`` writes; the scale after each step, and whether it was skipped."""
+    for loss_of in losses:
+        before = scaler.get_scale()
+        loss = loss_of()
+        scaler.scale([loss])[0].backward()
+        scaler.unscale_(step_of)
+        scaler.step(step_of)
+        scaler.update()
+        step_of.zero_grad()
+        scales.append((scaler.get_scale(), before > scaler.get_scale()))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_a_loop_with_torchs_scaler_runs_with_ours(strategy, enabled):
+    takes, wanted = (
+        {p.name: p.default for p in inspect.signature(kind).parameters.values()}
+        for kind in (GradScaler, torch.amp.GradScaler)
+    )
+    assert list(takes.items()) == list(wanted.items())
+    arguments = {"device": "cpu", "init_scale": 8.0, "growth_factor": 4.0, "growth_interval": 2, "enabled": enabled}
+    factors = [1.0, 1.0, torch.inf, 1.0, 1.0, 1.0] if enabled else [1.0] * 3
+    x = torch.ones(2, 7, dtype=torch.float64)
+    model, plain = build().double(), build().double()
+    optimizer, theirs, ours = adamw(plain.parameters()), [], []
+    torchs, scaler = torch.amp.GradScaler(**arguments), GradScaler(**arguments)
+    torchs_loop(torchs, optimizer, [lambda f=f: plain(x).sum() * f for f in factors], theirs)
+    with build_engine(strategy, model, adamw) as engine:
+        torchs_loop(scaler, engine, [lambda f=f: engine(x).sum() * f for f in factors], ours)
+        state = engine.full_state_dict()
+    assert ours == theirs
+    assert scaler.state_dict() == torchs.state_dict()
+    assert_states([state], plain.state_dict())
+    if enabled:
+        torchs.load_state_dict(scaler.state_dict())
+        scaler.load_state_dict({"scale": 2.0, "num_good_steps": 5})  # of an older checkpoint
+        scaler.update(16.0)
+        assert (scaler.get_scale(), scaler.is_enabled()) == (16.0, True)
+        assert scaler.state_dict()["_growth_tracker"] == 1
+
+
 def test_wrong_arguments_name_the_field():
-    for arguments, field in (({"scale": 0.0}, "scale"), ({"backoff": 1.0}, "backoff"), ({"interval": 0}, "interval")):
+    wrong = {"init_scale": 0.0, "growth_factor": 1.0, "backoff_factor": 1.0, "growth_interval": 0, "device": 8.0}
+    for field, value in wrong.items():
         with pytest.raises(ValueError, match=field):
-            GradScaler(**arguments)
+            GradScaler(**{field: value})
     with pytest.raises(ValueError, match="precision: compute"):
         Precision(compute=torch.int32)

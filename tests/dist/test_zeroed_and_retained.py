@@ -124,9 +124,7 @@ def zeroed_after_an_error(rank, key, num_ranks):
             hook.remove()
             if rank == num_ranks - 1:
                 hidden[0].register_hook(lambda _: 1 / 0)
-                with pytest.raises(ZeroDivisionError):
-                    engine.backward(loss)
-            else:
+            with pytest.raises((ZeroDivisionError, RuntimeError), match="division by zero|rank 1 "):
                 engine.backward(loss)
             engine.zero_grad(set_to_none=False)
             engine.backward(cases.loss_of(engine(x), y))

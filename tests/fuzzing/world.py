@@ -65,7 +65,7 @@ class Ours:
         self.module_spec, self.optimizer_spec = module, optimizer
         self.losses: list[Tensor] = []
         self.kept: Seen = {}
-        self.scaler = GradScaler(scale=8.0)
+        self.scaler = GradScaler(init_scale=8.0)
         self.begin(spec, mesh, seed=None)
 
     @property
@@ -97,7 +97,7 @@ class Ours:
         if was_member and before is not None:
             before.close()
         elif self.is_member:
-            self.scaler = GradScaler(scale=scale)
+            self.scaler = GradScaler(init_scale=scale)
 
     def _optimizer_of(self, tensors: StepTensors) -> torch.optim.Optimizer:
         return self.optimizer_spec.build(list(tensors.items()))

@@ -42,6 +42,7 @@ from shardlab.engines.fsdp.schedule import Schedule
 from shardlab.engines.fsdp.sharding import ShardingOptions, build_units
 from shardlab.engines.fsdp.unit import Unit, UnitBucket
 from shardlab.engines.optimizer_fit import parse_partition
+from shardlab.engines.placeholder import StubbedParameter, sharded_parameter
 from shardlab.engines.precision import Precision, parse_precision
 from shardlab.engines.saved_tensors import saved_by_reference
 from shardlab.engines.step_tensors import OptimizerFn
@@ -172,6 +173,9 @@ class FSDP(OffloadedEngine):
     @override
     def _on_gradient(self, param: nn.Parameter) -> None:
         super()._on_gradient(param)
+        if isinstance(param, StubbedParameter) and param.grad is not None and bool(param.grad.isnan().any()):
+            # C++ has computed with its stub, from an input that needs no gradient.
+            raise RuntimeError(sharded_parameter(self._name_of(param)))
         # Before it is noted, which may reshard the unit and send others.
         if self._sync and self._schedule.comes_too_late(param):
             raise second_gradient(self._name_of(param))
