@@ -16,16 +16,17 @@ from tests.test_architecture import PACKAGE, STRATEGY_FILES, closure, modules, r
 SLACK, FEW = 0.01, 3  # a budget lies at most one percent, or so few lines, above what stands
 # Each with the files that it imports, also for the type checker; without packages' __init__ and guards.
 CLOSURES = {
-    "single": 3140, "ddp": 3190, "bucketed": 3670, "zero1": 4570, "zero2": 4610, "zero3": 4700, "fsdp.engine": 5550,
+    "single": 3215, "ddp": 3235, "bucketed": 3723, "zero1": 4707, "zero2": 4741, "zero3": 4837, "fsdp.engine": 5688,
 }  # fmt: skip
 ROOMS = {
-    "__init__": 111, "__main__": 2, "analysis": 920, "bench": 264, "cli": 910, "comm": 2580, "data_sets": 168,
-    "engines": 7300, "exercises": 2180, "experiment": 2620, "export": 710, "faults": 650, "field_types": 19,
-    "installed": 14, "lab": 660, "launch": 1720, "meta_device": 34, "models": 187, "partition": 565, "planner": 950,
-    "plots": 2120, "recording": 750, "tables": 116, "tensor_parallel": 1640, "trace": 1230, "units": 206,
-    "vocabulary": 82, "widgets": 1510,
+    "__init__": 111, "__main__": 2, "analysis": 946, "bench": 264, "cli": 941, "comm": 2670, "data_sets": 168,
+    "engines": 7536, "exercises": 2263, "experiment": 2848, "export": 707, "faults": 661, "field_types": 19,
+    "guards": 304, "installed": 14, "lab": 665, "launch": 1773, "meta_device": 34, "models": 187, "partition": 562,
+    "planner": 958, "plots": 2121, "recording": 775, "strategies": 1737, "tables": 117, "tensor_parallel": 1661,
+    "testing": 196, "trace": 1312, "units": 206, "vocabulary": 82, "widgets": 1525,
 }  # fmt: skip
-WHOLE = 30_160
+# With strategies, guards and testing, which stand beside engines until its strategies are parts too.
+WHOLE = 33_365
 
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
