@@ -4,7 +4,6 @@ This file knows processes and pipes, nothing of results: ``collector.py`` waits 
 processes where these have ended.
 """
 
-import fcntl
 import os
 import secrets
 import shutil
@@ -53,7 +52,8 @@ class RankProcess:
 
     Attributes:
         life: when its last copy closes, the kernel ends the rank and the processes that it started.
-        held: this side's copy of the descriptor that the kernel watches for that: the rank may die before its children.
+        rank_life: the end that the kernel watches for that; open here too, since a rank may die before its children. Of
+            a process that is killed Linux releases it after ``life``, whose number is higher.
     """
 
     rank: int
@@ -61,7 +61,7 @@ class RankProcess:
     control: Connection
     output: RankOutput
     life: Connection
-    held: int
+    rank_life: Connection
 
     def send_signal(self, signum: int) -> None:
         """Signal the rank and the processes it started, if it still runs."""
@@ -83,7 +83,7 @@ class RankProcess:
         self.output.finish()
         self.output.close()
         self.control.close()
-        os.close(self.held)
+        self.rank_life.close()
 
 
 class RankProcesses:
@@ -198,10 +198,8 @@ class RankProcesses:
         )
         process = context.Process(target=worker.main, args=(rank_config,), name=f"shardlab-rank-{rank}")
         process.start()
-        # As high: a process that is killed closes its descriptors from the lowest on, and this must be open after life.
-        held = fcntl.fcntl(rank_life.fileno(), fcntl.F_DUPFD_CLOEXEC, life.fileno())
-        register_after_fork(life, Connection.close)  # a pool of this process's own may outlive it
+        register_after_fork(life, Connection.close)  # a child of this process may outlive it
         # A pipe reports its end only when all copies of the other side are closed, this process' included.
-        for theirs in (rank_control, rank_output, rank_life):
+        for theirs in (rank_control, rank_output):
             theirs.close()
-        return RankProcess(rank, process, control, RankOutput(rank, output), life, held)
+        return RankProcess(rank, process, control, RankOutput(rank, output), life, rank_life)
