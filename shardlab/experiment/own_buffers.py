@@ -7,11 +7,10 @@ not among them: its statistics do not change the loss of training, and the layer
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shardlab.experiment.same_data import checksum
+from shardlab.experiment.same_data import checksum, is_plain
 
 Sums = Mapping[int, Mapping[str, int]]
 _NAMED = 3  # buffers, in a sentence
@@ -22,7 +21,7 @@ def sums_of(module: nn.Module) -> dict[str, int]:
     modules = ((name, each) for name, each in module.named_modules() if not isinstance(each, _BatchNorm))
     buffers = (pair for name, each in modules for pair in each.named_buffers(name, recurse=False))
     own = ((name, getattr(buffer, "_local_tensor", buffer)) for name, buffer in buffers)
-    return {name: checksum(buffer.cpu()[None]) for name, buffer in own if buffer.layout is torch.strided}
+    return {name: checksum(buffer.cpu()[None]) for name, buffer in own if not buffer.is_meta and is_plain(buffer)}
 
 
 def first_that_differ(by_rank: Sequence[Sums], num_tensor_ranks: int) -> str:

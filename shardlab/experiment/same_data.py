@@ -75,8 +75,14 @@ def _step(batch: int, manifest: Mapping[str, Any]) -> int:
     return batch // int(manifest["config"].get("accumulation", 1))
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its elements lie in its own memory, as those of sparse, nested and wrapped tensors do not."""
+    is_wrapper = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return not is_wrapper and not tensor.is_nested and tensor.layout is torch.strided
+
+
 def _has_rows(tensor: Tensor) -> bool:
-    return tensor.is_cpu and not tensor.is_nested and tensor.layout is torch.strided and tensor.dim() > 0
+    return tensor.is_cpu and is_plain(tensor) and tensor.dim() > 0
 
 
 def _rows(tensor: Tensor) -> Any:

@@ -115,8 +115,9 @@ def differs_by_rank(records: Records) -> list[str]:
     manifests: list[Mapping[str, Any]] = list(records.manifests.values())
     layers = ((manifest.get("workload") or {}).get("differs_by_rank", []) for manifest in manifests)
     drew = any(manifest.get("drew_random_numbers") for manifest in manifests)
-    buffers = "" if _as_single(records) else said_of(manifests)
-    return [*next(layers, []), *([DRAWS] if drew else []), *([buffers] if buffers else [])]
+    buffers = said_of(manifests)
+    matters = bool(buffers) and not _as_single(records)
+    return [*next(layers, []), *([DRAWS] if drew else []), *([buffers] if matters else [])]
 
 
 def _as_single(records: Records) -> bool:
