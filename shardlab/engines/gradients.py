@@ -324,8 +324,8 @@ class Gradients:
         rank = failed_rank(tensor.grad for _, tensor in self._step_tensors.items())
         if rank is not None:
             self._failed_elsewhere = (
-                f"gradients: the backward of data rank {rank} raised an exception, so these means are incomplete; call "
-                "engine.zero_grad() on all ranks, and leave out this step"
+                f"gradients: data rank {rank} raised an exception before its part was sent, so these means are "
+                "incomplete; call engine.zero_grad() on all ranks, and leave out this step"
             )
             raise RuntimeError(self._failed_elsewhere)
 

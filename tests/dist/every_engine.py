@@ -64,6 +64,11 @@ def assert_states(results: Iterable[Mapping[str, Tensor]], expected: Mapping[str
             torch.testing.assert_close(found[name], value, atol=1e-10, rtol=0, msg=lambda m: f"{name}: {m}")  # noqa: B023
 
 
+def told_of(rank: int) -> str:
+    """What the other ranks are told where one has raised before its part of the gradients was sent."""
+    return rf"rank {rank} .*engine\.zero_grad\(\)"
+
+
 @contextlib.contextmanager
 def engine_of(
     key: str,

@@ -157,6 +157,32 @@ def test_a_penalty_on_weights_is_computed_inside_full_params(pools, key, num_ran
         assert_states(pools(num_ranks).run(penalised, key, num_ranks, is_after), model.state_dict())
 
 
+def held_by_hand(rank, key, num_ranks):
+    """What is computed with a unit that was gathered by hand is refused once that is resharded, and nothing else."""
+    with engine_of(key, num_ranks, cases.build("MLP"), "sgd", wrap=nn.Linear) as engine:
+        x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", 0, 0, num_ranks))
+        for is_penalised in (True, False):
+            loss = cases.loss_of(engine(x), y)
+            engine.unshard("0")
+            size = engine.module[0].weight.abs().sum()
+            engine.reshard("0")
+            if is_penalised:
+                with pytest.raises(RuntimeError, match=r"modified by an inplace operation|'0.weight'"):
+                    engine.backward(loss + size)
+                engine.zero_grad()
+            else:
+                engine.backward(loss)
+        engine.step()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("key", [key for key in ENGINES if key.startswith("fsdp") and "hybrid" not in key])
+def test_a_graph_of_a_unit_gathered_by_hand_ends_with_that(pools, key):
+    for num_ranks in (2, 3):
+        expected = cases.reference("MLP", "sgd", num_ranks, steps=1).state
+        assert_states(pools(num_ranks).run(held_by_hand, key, num_ranks), expected)
+
+
 def kept_outside(rank, key, num_ranks):
     """Uses of a parameter that was kept from before the engine: all would give NaN, or be lost."""
     model = cases.build("MLP")

@@ -41,6 +41,7 @@ from shardlab.engines.fsdp.offloaded_engine import OffloadedEngine
 from shardlab.engines.fsdp.schedule import Schedule
 from shardlab.engines.fsdp.sharding import ShardingOptions, build_units
 from shardlab.engines.fsdp.unit import Unit, UnitBucket
+from shardlab.engines.held_parameters import end_holds_by_hand
 from shardlab.engines.optimizer_fit import parse_partition
 from shardlab.engines.placeholder import StubbedParameter, sharded_parameter
 from shardlab.engines.precision import Precision, parse_precision
@@ -147,15 +148,16 @@ class FSDP(OffloadedEngine):
         held = self._unit(unit)
         held.unshard()
         # Only once it is there: a gather that raised must not leave the unit held.
-        held.set_held(True)
+        for bucket in held.buckets:
+            bucket.held_by_hand = True
         self._put_placeholders()
 
     def reshard(self, unit: str) -> None:
-        """Reshard a unit that was gathered by hand."""
-        held = self._unit(unit)
-        # First, since a unit that is held is not resharded.
-        held.set_held(False)
-        held.reshard()
+        """Reshard a unit that was gathered by hand.
+
+        A backward through what you have computed with its parameters yourself is refused from then on, by torch.
+        """
+        end_holds_by_hand(self._unit(unit).buckets)
         self._put_placeholders()
 
     @override
