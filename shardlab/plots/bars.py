@@ -1,6 +1,6 @@
 """Horizontal stacked bars: one bar per run, one colour per part, a text at the end of each bar."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,15 +38,15 @@ def stacked_bars(figure: go.Figure, rows: pd.DataFrame, part: str, colours: Mapp
     for name, colour in colours.items():
         sizes = rows[rows[part] == name].set_index("label")["bytes"].reindex(totals.index).fillna(0.0)
         if (sizes > 0).any():
-            texts = zip(
-                map(format_bytes, sizes), [f"{size:,.0f}" for size in sizes], shares_of(sizes, totals), strict=True
-            )
-            add_part(figure, name.replace("_", " "), colour, sizes / divisor, (list(map(list, texts)), hover))
+            texts = zip(map(format_bytes, sizes), map("{:,.0f}".format, sizes), shares_of(sizes, totals), strict=True)
+            add_part(figure, name.replace("_", " "), colour, sizes / divisor, texts, hover)
             figure.data[-1].showlegend = bool(sizes.max() >= SEEN * totals.max())
     end_with(figure, totals / divisor, [format_bytes(value) for value in totals], f"{quantity} ({unit})")
 
 
-def add_part(figure: go.Figure, name: str, colour: str, lengths: pd.Series, texts: tuple[list[list[str]], str]) -> None:
+def add_part(
+    figure: go.Figure, name: str, colour: str, lengths: pd.Series, texts: Iterable[tuple[str, ...]], hover: str
+) -> None:
     """Draw one part of every bar.
 
     Args:
@@ -54,7 +54,8 @@ def add_part(figure: go.Figure, name: str, colour: str, lengths: pd.Series, text
         name: of the part.
         colour: of the part.
         lengths: by label of the bar.
-        texts: what each bar says on hover, and the template that says it.
+        texts: of each bar.
+        hover: what it says of them.
     """
     figure.add_bar(
         x=lengths.where(lengths > 0).to_numpy(),  # a bar of length 0 would still draw its outline
@@ -62,8 +63,8 @@ def add_part(figure: go.Figure, name: str, colour: str, lengths: pd.Series, text
         orientation="h",
         name=name,
         marker={"color": colour, "line": GAP},
-        customdata=texts[0],
-        hovertemplate=f"<b>%{{y}}</b><br>{name}: {texts[1]}<extra></extra>",
+        customdata=[list(words) for words in texts],
+        hovertemplate=f"<b>%{{y}}</b><br>{name}: {hover}<extra></extra>",
     )
 
 

@@ -119,11 +119,9 @@ def step_parts(split: pd.DataFrame) -> go.Figure:
     communicating = rows[rows["moving_us"] + rows["waiting_us"] > 0]  # the link matters only to these
     figure = new_figure(PARTS_TITLE, subtitle(communicating, averaged(rows, "mean")))
     for column, (name, colour) in STYLE.items():
-        words = [
-            [format_us(us), share]
-            for us, share in zip(means[column], shares_of(means[column], means["step_us"]), strict=True)
-        ]
-        add_part(figure, name, colour, means[column] / 1e3, (words, "%{customdata[0]}<br>%{customdata[1]} of the step"))
+        texts = zip(map(format_us, means[column]), shares_of(means[column], means["step_us"]), strict=True)
+        hover = "%{customdata[0]}<br>%{customdata[1]} of the step"
+        add_part(figure, name, colour, means[column] / 1e3, texts, hover)
     end_with(figure, means["step_us"] / 1e3, [format_us(us) for us in means["step_us"]], "time of a step (ms)")
     return finish(figure, _parts_summary(means))
 
@@ -156,11 +154,10 @@ def overlap_bars(overlap_table: pd.DataFrame) -> go.Figure:
         return nothing(OVERLAP_TITLE, "no steps recorded")
     medians = hidden_by_run(overlap_table)
     figure = new_figure(OVERLAP_TITLE, subtitle(rows, f"{averaged(rows, 'median')}; overlap at the end of the bar"))
-    for column, name, colour in (
-        ("exposed_us", "exposed", EXPOSED), ("both_us", "hidden behind compute", HIDDEN),
-    ):  # fmt: skip
-        words = [[format_us(us)] for us in medians[column]]
-        add_part(figure, name, colour, medians[column] / 1e3, (words, "%{customdata[0]}"))
+    parts = (("exposed_us", "exposed", EXPOSED), ("both_us", "hidden behind compute", HIDDEN))
+    for column, name, colour in parts:
+        texts = zip(map(format_us, medians[column]), strict=True)
+        add_part(figure, name, colour, medians[column] / 1e3, texts, "%{customdata[0]}")
     hidden = [_hidden(row["overlap"], row["comm_us"]) for row in medians.to_dict("records")]
     end_with(figure, (medians["exposed_us"] + medians["both_us"]) / 1e3, hidden, "time per rank and step (ms)")
     return finish(figure, _overlap_summary(medians))
