@@ -92,7 +92,7 @@ class PlainTorch(User):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
-    def full_params(self, *, keep_changes: bool = False) -> contextlib.AbstractContextManager[nn.Module]:  # noqa: ARG002
+    def full_params(self, *, keep_changes: bool = False) -> contextlib.AbstractContextManager[nn.Module]:
         return contextlib.nullcontext(self.module)
 
     def tensors(self, wanted: Callable[[str], bool] = lambda _: True) -> list[Tensor]:
@@ -176,6 +176,7 @@ class Story:
     model: str | Callable[[], nn.Module] = "MLP"
     optimizer: OptimizerFn = sgd
     dtype: torch.dtype = torch.float64
+    num_ranks: int = 2
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -213,9 +214,10 @@ class Stories(dict[str, Story]):
         return test_story
 
 
-def tell_ranks(rank: int, key: str, story: Story, directory: Path) -> tuple[Any, dict[str, Tensor], int]:  # noqa: ARG001
+def tell_ranks(rank: int, key: str, story: Story, directory: Path) -> tuple[Any, dict[str, Tensor], int]:
     options = {name: value for name, value in story.options.items() if name != "wrap" or key.startswith("fsdp")}
-    with engine_of(key, current().world_size, story.build(), optimizer_fn=story.optimizer, **options) as engine:
+    num_ranks = 1 if key == "single" else current().world_size
+    with engine_of(key, num_ranks, story.build(), optimizer_fn=story.optimizer, **options) as engine:
         user = OnRanks(engine, story.refused, directory)
         user.kind = story.kind
         returned = story.tell(user)
@@ -229,9 +231,12 @@ def in_one_process(story: Story, num_ranks: int) -> tuple[Any, dict[str, Tensor]
     return returned, user.full_state_dict()
 
 
-def check(pools: Any, story: Story, key: str, directory: Path, num_ranks: int = 2) -> None:
+def check(pools: Any, story: Story, key: str, directory: Path) -> None:
     """Tell a story to ranks and, if there is something to compare, to one process."""
-    returned, states, refused = zip(*pools(num_ranks).run(tell_ranks, key, story, directory / "c"), strict=True)
+    num_ranks = 4 if "hybrid" in key else 1 if key == "single" else story.num_ranks
+    args = (key, story, directory / "c")
+    results = [tell_ranks(0, *args)] if num_ranks == 1 else pools(num_ranks).run(tell_ranks, *args)
+    returned, states, refused = zip(*results, strict=True)
     assert any(refused) is bool(story.refused)
     if story.instead is None:
         return

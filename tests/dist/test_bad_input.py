@@ -91,7 +91,7 @@ def columns_of_one_tensor():
     return model
 
 
-def refused_models(rank, key):  # noqa: ARG001
+def refused_models(rank, key):
     said = []
     for make, told in MODELS.items():
         words, keys = told if isinstance(told, tuple) else (told, KINDS)
@@ -113,7 +113,7 @@ def test_models_that_no_engine_can_train_alike(pools, key):
     assert first == second
 
 
-def other_states(rank, key):  # noqa: ARG001
+def other_states(rank, key):
     other = cases.build("Uneven").state_dict()
     shape = {**cases.build("MLP", seed=3).state_dict(), "0.weight": torch.zeros(3, 3)}
     with engine_of(key, 2, cases.build("MLP"), optimizer_fn=adamw) as engine:
@@ -173,7 +173,7 @@ def test_what_is_no_model_and_no_mesh_is_refused_by_name():
             Mesh(axes)
 
 
-def misuse(rank):  # noqa: ARG001
+def misuse(rank):
     fields = []
     with Mesh({"data": 2}) as mesh, build_engine("bucketed", cases.build("MLP"), adamw, mesh) as engine:
         for call in (

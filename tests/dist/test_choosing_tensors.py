@@ -120,7 +120,7 @@ WAYS = {
 }
 
 
-def chosen(rank, key, names, options):  # noqa: ARG001
+def chosen(rank, key, names, options):
     """The words of a refusal, or the sizes of the groups."""
     found = {}
     for name in names:
@@ -159,7 +159,7 @@ def test_whole_pieces_have_dims_and_no_size(pools):
             assert "optimizer_fn: it groups tensors by their shape or size" in found["iterators"]
 
 
-def from_meta(rank):  # noqa: ARG001
+def from_meta(rank):
     """Parameters that the engine allocates are those of the model."""
     for way in ("identity", "write"):
         model = nn.Sequential(nn.Linear(6, 6, device="meta"), nn.Linear(6, 6, device="meta"))
@@ -176,7 +176,7 @@ def test_parameters_that_are_allocated_by_the_engine_are_those_of_the_model(pool
     pools(2).run(from_meta)
 
 
-def grouped_and_scheduled(rank, key):  # noqa: ARG001
+def grouped_and_scheduled(rank, key):
     made = []
 
     def make(tensors):
@@ -241,7 +241,7 @@ def picking(tensors):
     return optimizer
 
 
-def with_effects(rank, key):  # noqa: ARG001
+def with_effects(rank, key):
     """One call where all tensors are in one group; and trials leave nothing at the parameters, and draw nothing."""
     calls, before = [], cases.build("MLP").state_dict()
     for make in (Halves, picking):
@@ -288,7 +288,7 @@ def fails_with_pieces(tensors):
     return sgd(tensors)
 
 
-def raises_it(rank, key):  # noqa: ARG001
+def raises_it(rank, key):
     for make, words in (
         (lacks_memory, "^(?!optimizer_fn).*no room for the state"),
         (fails_with_pieces, "optimizer_fn: .*with pieces it raises LookupError: 16 elements were"),
@@ -304,7 +304,7 @@ def test_another_error_of_the_function_is_told(pools, key):
     pools(2).run(raises_it, key)
 
 
-def sizes_of_state(rank):  # noqa: ARG001
+def sizes_of_state(rank):
     sizes = []
 
     def make(tensors):
@@ -336,7 +336,7 @@ def adam(fused):
     return lambda tensors: torch.optim.AdamW(tensors, lr=0.1, fused=fused)
 
 
-def fused_steps(rank, key, fused):  # noqa: ARG001
+def fused_steps(rank, key, fused):
     """What steps send where a part of the model is frozen; and where the user sets gradients at the frozen pieces."""
     log = Log()
     with engine_of(key, 2, cases.build("Frozen"), optimizer_fn=adam(fused)) as engine:

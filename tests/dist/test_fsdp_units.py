@@ -12,7 +12,7 @@ from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.units import wrapped_modules
 from shardlab.vocabulary import Role
 from tests.comm.test_communicator import Log
-from tests.dist.every_engine import adamw, assert_states, engine_of, momentum, one_step, plain_steps
+from tests.dist.every_engine import adamw, assert_states, engine_of, momentum, plain_steps
 from tests.dist.nasty import Block
 from tests.dist.test_fsdp import Blocks, build, seeded, three_steps
 from tests.units.look_alikes import GPT2, Residual

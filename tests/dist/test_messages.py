@@ -51,7 +51,7 @@ class Divisible(Blocks):
         self.leave = torch.nn.Linear(12, 12)
 
 
-def wire_and_rest(rank, key, axes):  # noqa: ARG001
+def wire_and_rest(rank, key, axes):
     log, (strategy, options) = Log(), ALL[key]
     options = {name: value for name, value in options.items() if name != "bucket_bytes"}
     with Mesh(axes) as mesh:
@@ -193,7 +193,7 @@ def test_gradients_are_views_of_one_lasting_bucket(pools):
     assert pools(2).run(views) == [1, 1]
 
 
-def lines_of_collectives(rank):  # noqa: ARG001
+def lines_of_collectives(rank):
     log, lines = Log(), {}
     for strategy in (*STRATEGIES, "fsdp"):
         with Mesh({"data": 2}) as mesh, mesh.observed_by(log):
@@ -313,7 +313,7 @@ def live(engine):
     }
 
 
-def a_hundred_steps(rank, key):  # noqa: ARG001
+def a_hundred_steps(rank, key):
     held = gc.get_objects()  # so that an earlier test's leftovers cannot go in the middle of this one
     counts = []
     with engine_of(key, 2, build(), optimizer_fn=adamw) as engine:

@@ -114,7 +114,7 @@ def replaced(make):
     return states
 
 
-def replaced_on_ranks(rank):  # noqa: ARG001
+def replaced_on_ranks(rank):
     with Mesh({"data": 2}) as mesh:
         options = {"comm": mesh.data, "lr": 0.1, "momentum": 0.9}
         return replaced(lambda model: ShardedOptimizer(model.parameters(), torch.optim.SGD, **options))
@@ -125,7 +125,7 @@ def test_it_steps_what_was_replaced(pools):
     assert_states(pools(2).run(replaced_on_ranks), expected)
 
 
-def goes_on(rank):  # noqa: ARG001
+def goes_on(rank):
     def made(mesh):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).double()
@@ -159,7 +159,7 @@ def test_it_goes_on_with_the_state_it_loads(pools):
     assert pools(2).run(goes_on) == [(True, True)] * 2
 
 
-def groups(rank):  # noqa: ARG001
+def groups(rank):
     with Mesh({"data": 2}) as mesh:
         one, two = nn.Linear(3, 3), nn.Linear(3, 3)
         made = [{"params": one.named_parameters()}, {"params": two.named_parameters(), "lr": 0.5}]

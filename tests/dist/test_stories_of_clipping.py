@@ -1,6 +1,5 @@
 """Who clips: the engine, or torch where that is right; else a refusal that says what to write instead."""
 
-import contextlib
 
 import pytest
 import torch

@@ -120,11 +120,6 @@ def frozen_after_it_and_cleared(user):
         user.train(0)
 
 
-def turned(user, trained):
-    user.module.blocks[0].requires_grad_(not trained)
-    user.train(0)
-
-
 class FailsWithAFrozenBlock(FailsSomewhere):
     def __init__(self):
         super().__init__()

@@ -19,7 +19,7 @@ pytestmark = [
 ]
 STORIES = Stories()
 story = STORIES.story
-ON = (*KINDS, "fsdp-shard_grad_op", "fsdp-no_shard")
+ON = (*KINDS, "fsdp-shard_grad_op")  # what stays gathered after forward
 
 
 class Deep(nn.Module):
@@ -48,10 +48,10 @@ def stepped(user):
     user.zero_grad()
 
 
-deep = functools.partial(story, model=Deep, optimizer=momentum, on=ON)
+deep = functools.partial(story, model=Deep, optimizer=momentum)
 
 
-@deep()
+@deep(on=ON)
 def evaluate_before_the_step(user):
     """Evaluation, an early exit and a forward that no backward follows, between backward and step."""
     outputs = []
@@ -110,7 +110,7 @@ def frozen_between_micro_batches(user):
     stepped(user)
 
 
-@deep()
+@deep(on=ON)
 def frozen_between_forward_and_backward(user):
     """Autograd calls the hooks of what was frozen meanwhile, and accumulates nothing."""
     for step, names in enumerate((["blocks.1"], ["leave", "enter"], [])):
@@ -122,7 +122,7 @@ def frozen_between_forward_and_backward(user):
         user.module.requires_grad_(True)
 
 
-@deep()
+@deep(on=ON)
 def plain_backwards(user):
     """``loss.backward()`` of two forwards, of their sum, and one more before ``zero_grad()``."""
     first, second = user.loss(0), of_depth(user, 1, 2)
@@ -488,7 +488,7 @@ INSIDE = {
     "a_tangent": (Tangent, lambda user: None),
 }
 for name, (kind, prepare) in INSIDE.items():
-    for wrap in ("auto", "root", nn.Linear):
+    for wrap in ("auto", "root" if kind is Nested else nn.Linear):
 
         @story(name=f"inside_forward_{name}_{getattr(wrap, '__name__', wrap)}", model=kind, instead=rank_by_rank,
                on=KINDS if wrap == "auto" else ("fsdp",), options={"wrap": wrap})  # fmt: skip

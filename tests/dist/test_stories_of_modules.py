@@ -23,7 +23,7 @@ from tests.dist.test_stories_of_forwards import Deep
 
 STORIES = Stories()
 story = STORIES.story
-ON = (*KINDS, "ddp", "zero2", "fsdp-dim0", "fsdp-shard_grad_op", "fsdp-no_shard")
+ON = (*KINDS, "ddp", "fsdp-no_shard")
 
 
 # One engine's at a time.
@@ -80,7 +80,7 @@ def test_a_module_belongs_to_one_engine(pools, key):
     assert "its parameter 'weight' is also in a module that an engine wraps" in sharing
 
 
-def peers_round_about(rank, key):  # noqa: ARG001
+def peers_round_about(rank, key):
     outer = Outer()
     with engine_of(key, 2, outer, optimizer_fn=sgd) as engine:
         for other in ("bucketed", *PEERS):
@@ -98,7 +98,7 @@ def test_a_module_of_torch_s_engine_belongs_to_it(pools, key):
     assert all(pools(2).run(peers_round_about, key))
 
 
-def left_behind(rank):  # noqa: ARG001
+def left_behind(rank):
     """An engine that was never closed and is gone; and copies of what an engine has."""
     with Mesh({"data": 2}) as mesh:
         outer = Outer()
@@ -125,7 +125,7 @@ def test_neither_a_copy_nor_what_a_lost_engine_leaves_belongs_to_one(pools):
     assert pools(2).run(left_behind) == [0, 0]
 
 
-def left_open(rank, key):  # noqa: ARG001
+def left_open(rank, key):
     mesh, model = Mesh({"data": 2}), cases.build("MLP")
     engine = build_engine(key, model, adamw, mesh)
     one_step(engine)
@@ -138,7 +138,7 @@ def left_open(rank, key):  # noqa: ARG001
     return kept, [reference() is None for reference in gone]
 
 
-def forward_alone(rank, key):  # noqa: ARG001
+def forward_alone(rank, key):
     model = nn.Sequential(nn.Linear(7, 8), nn.Tanh(), nn.Linear(8, 5)).double()
     saved = []
     model[1].register_forward_hook(lambda *args: saved.append(weakref.ref(args[-1])))

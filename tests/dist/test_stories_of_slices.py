@@ -63,7 +63,7 @@ CLIPS = (
 )
 
 
-def clipped_too_early(rank, strategy):  # noqa: ARG001
+def clipped_too_early(rank, strategy):
     with slices_trained_by(strategy) as engine:
         if strategy != "single":
             with engine.no_sync():
@@ -147,7 +147,7 @@ ALLOWED = {
 }
 
 
-def changed(rank, strategy):  # noqa: ARG001
+def changed(rank, strategy):
     states = {}
     for way, (change, _) in ALLOWED.items():
         with slices_trained_by(strategy) as engine:
@@ -174,7 +174,7 @@ def test_what_may_be_done_to_gradients_of_slices(pools, strategy):
         assert_states([states[way] for states in results], model.state_dict())
 
 
-def whole_ones_clipped(rank, strategy):  # noqa: ARG001
+def whole_ones_clipped(rank, strategy):
     with slices_trained_by(strategy) as engine:
         engine.backward(loss_of_step(engine, 0))
         norm = clip_grad_norm_([param for name, param in engine.params.items() if name not in engine.slices], 1e-3)
@@ -196,7 +196,7 @@ def quiet_plain_backward(engine):
         loss_of_step(engine, 1).backward()
 
 
-def changed_on_one_data_rank(rank, strategy):  # noqa: ARG001
+def changed_on_one_data_rank(rank, strategy):
     with slices_trained_by(strategy, num_data_ranks=2) as engine:
         for then in (AFTER_MEANS[1], AFTER_MEANS[2], quiet_plain_backward):
             engine.backward(loss_of_step(engine, 0))
