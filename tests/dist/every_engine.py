@@ -118,7 +118,10 @@ def engine_of(
     """The engine of ``key`` over the ranks of the pool it is called in; ``optimizer`` is one of ``cases``."""
     strategy, options = ALL[key]
     make = optimizer_fn or cases.OPTIMIZERS[optimizer]
-    with Mesh(axes_of(key, num_ranks)) as mesh, build_engine(strategy, model, make, mesh, **{**options, **more}) as engine:
+    with (
+        Mesh(axes_of(key, num_ranks)) as mesh,
+        build_engine(strategy, model, make, mesh, **{**options, **more}) as engine,
+    ):
         yield engine
 
 

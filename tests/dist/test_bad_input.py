@@ -251,7 +251,10 @@ def test_a_scaler_belongs_to_one_engine_and_unscales_once(pools):
 
 
 def norm_with_a_nan(rank, transport):
-    with Mesh({"data": 2}, transport=transport) as mesh, build_engine("zero1", cases.build("MLP"), adamw, mesh) as engine:
+    with (
+        Mesh({"data": 2}, transport=transport) as mesh,
+        build_engine("zero1", cases.build("MLP"), adamw, mesh) as engine,
+    ):
         engine.backward(engine(cases.own_rows(cases.rows("MLP", 0, 0, 2)[0], rank)).sum())
         if rank == 1:
             next(tensor for tensor in engine.step_tensors() if tensor.grad is not None).grad.view(-1)[0] = torch.nan

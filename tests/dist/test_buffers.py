@@ -11,7 +11,7 @@ from tests.comm.test_communicator import Log
 from tests.dist import cases
 from tests.dist.every_engine import ALL, KINDS, PEERS, engine_of, momentum
 
-KEYS = (*KINDS, "ddp", "fsdp-shard_grad_op", "fsdp-no_shard")
+KEYS = (*KINDS, "fsdp-no_shard")
 NO_CHECKPOINT = ("torch_zero1", "torch_fsdp2")
 
 

@@ -76,7 +76,9 @@ class Reads(torch.optim.SGD):
 
     def __init__(self, tensors):
         super().__init__(two_groups(lambda one: hasattr(one, "no_decay"))(tensors).param_groups, lr=0.1)
-        self.scales = [1 / float(one.abs().mean()) for group in self.param_groups for one in group["params"] if len(one)]
+        self.scales = [
+            1 / float(one.abs().mean()) for group in self.param_groups for one in group["params"] if len(one)
+        ]
 
 
 def of_a_schedule(tensors):
@@ -91,7 +93,9 @@ def rates(tensors):
 
 
 def betas(tensors):
-    return torch.optim.Adam([{"params": [one], "betas": (0.5 if one.dim() > 1 else 0.9, 0.9)} for one in tensors], lr=0.1)
+    return torch.optim.Adam(
+        [{"params": [one], "betas": (0.5 if one.dim() > 1 else 0.9, 0.9)} for one in tensors], lr=0.1
+    )
 
 
 def after_a_write(tensors):

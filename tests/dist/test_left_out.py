@@ -128,7 +128,8 @@ def backward_of_two(rank, num_ranks):
         return engine.full_state_dict()
 
 
-def test_a_plain_backward_through_two_outputs(pools, num_ranks=3):
+def test_a_plain_backward_through_two_outputs(pools):
+    num_ranks = 3
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Recomputed().double()
@@ -225,9 +226,7 @@ def around_full_params(rank, num_ranks, setup, how):
     options = SETUPS[setup] | {"precision": Precision(compute=torch.float32, reduce=torch.float64)}
     with (
         Mesh({"data": num_ranks}) as mesh,
-        build_engine(
-            setup.split()[0], built(), sgd, mesh, **options
-        ) as engine,
+        build_engine(setup.split()[0], built(), sgd, mesh, **options) as engine,
     ):
         for _ in range(2):
             loss = loss_on(rank, engine)
@@ -242,9 +241,8 @@ def around_full_params(rank, num_ranks, setup, how):
         return engine.full_state_dict()
 
 
-@pytest.mark.parametrize("how", ["engine", "plain"])
 @pytest.mark.parametrize("setup", SETUPS)
-def test_a_backward_through_forwards_before_and_after_full_params(pools, setup, how):
+def test_a_backward_through_forwards_before_and_after_full_params(pools, setup):
     module, num_ranks = built(), 3
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for _ in range(2):
@@ -253,7 +251,8 @@ def test_a_backward_through_forwards_before_and_after_full_params(pools, setup, 
             num_ranks
         ).backward()
         optimizer.step()
-    assert_states(pools(num_ranks).run(around_full_params, num_ranks, setup, how), module.state_dict(), 1e-4)
+    for how in ("engine", "plain"):
+        assert_states(pools(num_ranks).run(around_full_params, num_ranks, setup, how), module.state_dict(), 1e-4)
 
 
 class Passed(nn.Module):
@@ -297,7 +296,8 @@ def passed(rank, num_ranks):
         return engine.full_state_dict()
 
 
-def test_a_frozen_unit_whose_output_is_the_models_too(pools, num_ranks=3):
+def test_a_frozen_unit_whose_output_is_the_models_too(pools):
+    num_ranks = 3
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Passed().double()
@@ -339,7 +339,8 @@ def frozen_before_backward(rank, num_ranks, frozen):
 
 
 @pytest.mark.parametrize("frozen", ["branches", "branches.1"])
-def test_a_branch_that_some_ranks_use_is_frozen_before_backward(pools, frozen, num_ranks=3):
+def test_a_branch_that_some_ranks_use_is_frozen_before_backward(pools, frozen):
+    num_ranks = 3
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Branches().double()

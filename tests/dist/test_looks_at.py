@@ -262,7 +262,9 @@ class Declared(TwoSteps):
 
 def test_methods_beside_step_are_named_since_nobody_tries_them():
     to_step = stepped()
-    with pytest.warns(UserWarning, match=r"of TwoSteps only step\(\) was tried on pieces, and not first_step; .* say so"):
+    with pytest.warns(
+        UserWarning, match=r"of TwoSteps only step\(\) was tried on pieces, and not first_step; .* say so"
+    ):
         fitting_optimizer(TwoSteps, to_step, Cut(Partition.ELEMENTS, num_ranks=2))
     for silent, cut in (
         (Declared, Cut(Partition.ELEMENTS, num_ranks=2)),

@@ -388,9 +388,10 @@ class OnceMoreInACheckpoint(torch.nn.Module):
 
 def tied_over_a_checkpoint(rank, num_ranks, strategy, precision):
     x = torch.linspace(-1, 1, 8 * num_ranks).view(-1, 4)
-    with Mesh({"data": num_ranks}) as mesh, build_engine(
-        strategy, OnceMoreInACheckpoint().double(), adamw, mesh, precision=precision
-    ) as engine:
+    with (
+        Mesh({"data": num_ranks}) as mesh,
+        build_engine(strategy, OnceMoreInACheckpoint().double(), adamw, mesh, precision=precision) as engine,
+    ):
         for step in range(3):
             loss = engine(x[2 * rank : 2 * rank + 2] + step).square().sum()
             engine.full_state_dict()  # in another dtype: the parameters get new nodes for their gradients in autograd

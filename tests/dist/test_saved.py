@@ -226,7 +226,8 @@ def assert_outcomes(results, expected):
 
 
 @pytest.mark.parametrize("setup", BY_REFERENCE)
-def test_overwriting_what_is_saved_is_refused_where_torch_refuses(pools, setup, num_ranks=3):
+def test_overwriting_what_is_saved_is_refused_where_torch_refuses(pools, setup):
+    num_ranks = 3
     todo = [(between, "write_nothing", False) for between in BETWEEN]
     todo += [("relu in place", after, False) for after in AFTER]
     expected = [plain_outcome(between, after, num_ranks) for between, after, _ in todo]
@@ -273,7 +274,7 @@ class Spectral(nn.Module):
         return (waves.real * minus).view(-1, 2, 3) + self.bias
 
 
-@story(model=Spectral, on=KEYS, optimizer=momentum, num_ranks=3)
+@story(model=Spectral, on=KEYS, optimizer=cases.OPTIMIZERS["sgd"], num_ranks=3)
 def complex_views_of_parameters(user):
     for step in range(3):
         x, _ = user.rows(step)

@@ -1,6 +1,5 @@
 """Who clips: the engine, or torch where that is right; else a refusal that says what to write instead."""
 
-
 import pytest
 import torch
 from torch import nn
@@ -177,7 +176,9 @@ def torch_clips_behind_a_forward_without_backward(user):
     user.train(1)
 
 
-@story(on=SHARDED, refused="engine.clip_grad_norm_|set or cleared at the parameter", instead=lambda user: user.train(0, 1))
+@story(
+    on=SHARDED, refused="engine.clip_grad_norm_|set or cleared at the parameter", instead=lambda user: user.train(0, 1)
+)
 def torch_clips_while_parameters_are_held(user):
     user.go_back(0)
     with user.full_params() as model:

@@ -102,7 +102,12 @@ def a_rank_whose_backward_went_well_gets_no_mean_without_the_others_part(user):
     user.train(0)
 
 
-@story(model=FailsSomewhere, on=(*KINDS, "fsdp-shard_grad_op"), instead=lambda user: user.train(0, 0, 0), optimizer=momentum)
+@story(
+    model=FailsSomewhere,
+    on=(*KINDS, "fsdp-shard_grad_op"),
+    instead=lambda user: user.train(0, 0, 0),
+    optimizer=momentum,
+)
 def frozen_after_it_and_cleared(user):
     """Means are there, a backward raises, parameters are looked at, one is frozen, and gradients are cleared."""
     user.train(0)
@@ -163,7 +168,12 @@ for kind in (FailsSomewhere, FailsWithAFrozenBlock):
         what_it_owes_is_that_of_its_beginning(user, tries_again=True)
 
 
-@story(model=FailsSomewhere, on=(*KINDS, "fsdp-dim0", "fsdp-shard_grad_op", "fsdp-no_shard"), instead=train_0, optimizer=adamw)
+@story(
+    model=FailsSomewhere,
+    on=(*KINDS, "fsdp-dim0", "fsdp-shard_grad_op", "fsdp-no_shard"),
+    instead=train_0,
+    optimizer=adamw,
+)
 def nothing_stays_gathered(user):
     with pytest.raises(RuntimeError, match="mat1"):
         user(torch.ones(2, 3).double())

@@ -303,7 +303,9 @@ class InsideAndOutside(Deep):
         return self.leave(inner(checkpoint(inner, torch.tanh(x), use_reentrant=True)))
 
 
-@story(model=InsideAndOutside, on=WHOLE, refused=r"gradient of .*: it comes in parts.*use_reentrant=False", instead=None)
+@story(
+    model=InsideAndOutside, on=WHOLE, refused=r"gradient of .*: it comes in parts.*use_reentrant=False", instead=None
+)
 def a_part_of_a_gradient_comes_after_the_rest_was_sent(user):
     loss = user.loss(0)
     with user.refused():

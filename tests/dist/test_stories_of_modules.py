@@ -51,7 +51,13 @@ def wrapped_round_about(rank, key):
     outer = Outer()
     sharing = shares_a_parameter(outer)
     before = {name: value.clone() for name, value in sharing.state_dict().items()}
-    for first, second in ((outer, outer), (outer, outer.body), (outer.body, outer), (outer, outer.body[2]), (outer, sharing)):
+    for first, second in (
+        (outer, outer),
+        (outer, outer.body),
+        (outer.body, outer),
+        (outer, outer.body[2]),
+        (outer, sharing),
+    ):
         with engine_of(key, 2, first, optimizer_fn=sgd) as engine:
             kinds = [type(param) for param in second.parameters()]
             for other in ("zero1", "fsdp"):
@@ -203,7 +209,12 @@ def a_copy_is_a_plain_module_of_its_own(user):
     return found
 
 
-@story(model=sequential, on=(*SHARDED, "fsdp-no_shard"), refused=r"is sharded.*full_params\(\)", instead=lambda user: user.train(0))
+@story(
+    model=sequential,
+    on=(*SHARDED, "fsdp-no_shard"),
+    refused=r"is sharded.*full_params\(\)",
+    instead=lambda user: user.train(0),
+)
 def what_is_released_is_not_copied(user):
     for way in (copy.deepcopy, saved_and_loaded):
         with user.refused():
@@ -358,7 +369,12 @@ def in_16_bits(user):
 
 for bits, options in (("64", {}), ("16", {"precision": Precision(torch.bfloat16)})):
 
-    @story(name=f"changed_after_closing_in_{bits}_bits", on=KINDS if bits == "64" else PIECES, options=options, instead=None)
+    @story(
+        name=f"changed_after_closing_in_{bits}_bits",
+        on=KINDS if bits == "64" else PIECES,
+        options=options,
+        instead=None,
+    )
     def what_is_changed_after_closing_is_nobodys_business(user):
         model = user.module
         with user.full_params(keep_changes=True):

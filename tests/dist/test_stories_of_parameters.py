@@ -431,7 +431,10 @@ for way in (other_parameter, parametrized):
                 user.go_back(1)
 
 
-@story(refused=r"^model: '2' of the MLP is being replaced.*engine\.close\(\)|^model: 'bias' of the Linear is being", instead=None)
+@story(
+    refused=r"^model: '2' of the MLP is being replaced.*engine\.close\(\)|^model: 'bias' of the Linear is being",
+    instead=None,
+)
 def a_submodule_is_replaced(user):
     model = user.module
     for name, value in (("2", nn.Linear(16, 16)), ("2", None), ("2", nn.Tanh())):

@@ -90,34 +90,16 @@ def the_optimizer_has_no_hooks(user):
 # Hooks of the optimizer that write.
 
 
-@story()
-def clamped_by_a_hook(user):
-    user.optimizer.register_step_post_hook(lambda optimizer, *_: clamp(optimizer))
-    twice(user)
-
-
-@story(on=NOT_STEPPED_IN_PIECES)  # where pieces are gathered, what is written through .data after that is seen by nobody
+@story(on=NOT_STEPPED_IN_PIECES)
 def clamped_through_data_by_a_hook(user):
+    """Where pieces are gathered, what is written through ``.data`` after that is seen by nobody."""
+
     def clamp_data(optimizer, *_):
         for group in optimizer.param_groups:
             for tensor in group["params"]:
                 tensor.data.clamp_(-0.1, 0.1)
 
     user.optimizer.register_step_post_hook(clamp_data)
-    twice(user)
-
-
-@story()
-def clamped_out_of_reach_by_a_hook(user):
-    """In place, but no value changes."""
-
-    @torch.no_grad()
-    def clamp_far(optimizer, *_):
-        for group in optimizer.param_groups:
-            for tensor in group["params"]:
-                tensor.clamp_(-100.0, 100.0)
-
-    user.optimizer.register_step_post_hook(clamp_far)
     twice(user)
 
 
@@ -134,19 +116,29 @@ def written_by_one_rank_in_a_hook(user):
     twice(user)
 
 
+@torch.no_grad()
+def clamp_far(optimizer):
+    """In place, but no value changes."""
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            tensor.clamp_(-100.0, 100.0)
+
+
+@torch.no_grad()
+def clamp_some(optimizer):
+    """A rank that holds nothing of a parameter has no gradient there."""
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            if tensor.grad is not None:
+                tensor.clamp_(-0.1, 0.1)
+
+
 @story()
-def clamped_where_there_is_a_gradient(user):
-    """A rank that holds nothing of a parameter has none there."""
-
-    @torch.no_grad()
-    def clamp_some(optimizer, *_):
-        for group in optimizer.param_groups:
-            for tensor in group["params"]:
-                if tensor.grad is not None:
-                    tensor.clamp_(-0.1, 0.1)
-
-    user.optimizer.register_step_post_hook(clamp_some)
-    twice(user)
+def clamped_by_a_hook(user):
+    for change in (clamp_far, clamp, clamp_some):
+        hook = user.optimizer.register_step_post_hook(lambda optimizer, *_, change=change: change(optimizer))
+        twice(user)
+        hook.remove()
 
 
 @story(on=(*KINDS, "fsdp-no_shard"))

@@ -110,7 +110,14 @@ for told, not_on in (
 ):
     for number, (kind, options) in enumerate(MODELS.items()):
         # By turns: each story on every engine, with one of the models.
-        story(name=f"{told.__name__}_{kind}", model=kind, options=options, optimizer=momentum, on=ON[number::2], num_ranks=3)(told)
+        story(
+            name=f"{told.__name__}_{kind}",
+            model=kind,
+            options=options,
+            optimizer=momentum,
+            on=ON[number::2],
+            num_ranks=3,
+        )(told)
     peers = tuple(key for key in PEERS if key not in not_on)
     story(name=f"{told.__name__}_of_torch", model="SmallGPT", optimizer=momentum, on=peers)(told)
 
