@@ -62,7 +62,8 @@ def differing_by_rank(comm: Communicator, device: torch.device | None = None) ->
 @contextlib.contextmanager
 def generators_seeded(seed: int = 0) -> Iterator[None]:
     """Inside, Python, NumPy and torch (CPU) draw from ``seed``; afterwards they go on as if nobody had drawn."""
-    before = generator_states()
+    # The tensor itself: made anew from bytes, under torch's fake tensors, it would have no values.
+    in_torch, in_python, in_numpy = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
     # Not torch.manual_seed, which seeds CUDA too.
@@ -70,7 +71,9 @@ def generators_seeded(seed: int = 0) -> Iterator[None]:
     try:
         yield
     finally:
-        set_generator_states(before)
+        torch.default_generator.set_state(in_torch)
+        random.setstate(in_python)
+        np.random.set_state(in_numpy)
 
 
 def generator_states() -> bytes:
