@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from shardlab.comm.trees import tensors_in
-from shardlab.engines.hooks import untraced
+from shardlab.engines.hooks import gradient_node, untraced
 
 _OUTSIDE = -1  # torch's answer while no backward runs
 
@@ -73,6 +72,7 @@ class BackwardWatch:
             self._hooks.append(param.register_post_accumulate_grad_hook(self._gradient_hook))
             param.requires_grad_(not frozen)
 
+    @untraced
     def run_hooks_last(self) -> None:
         """Let the user's hooks see gradients first: ours may send them, or put them elsewhere."""
         for param in self._params.values():
@@ -156,7 +156,7 @@ class BackwardWatch:
         missing = [
             param
             for param in params
-            if param.requires_grad and not torch._C._will_engine_execute_node(get_gradient_edge(param).node)
+            if param.requires_grad and not torch._C._will_engine_execute_node(gradient_node(param))
         ]
         if not missing:  # as a rule; the walk below takes time
             return []
@@ -233,7 +233,7 @@ class BackwardWatch:
         trainable = [param for param in self._params.values() if param.requires_grad]
         # Private: there is no public way to ask which nodes a backward will run.
         try:
-            if any(torch._C._will_engine_execute_node(get_gradient_edge(param).node) for param in trainable):
+            if any(torch._C._will_engine_execute_node(gradient_node(param)) for param in trainable):
                 return True
             node = torch._C._current_autograd_node()
             # No in torch.autograd.grad, also where it was asked for the tensor with the hook and runs nothing below it.

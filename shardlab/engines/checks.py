@@ -314,12 +314,3 @@ def second_gradient(name: str) -> RuntimeError:
         "checkpointing, write checkpoint(..., use_reentrant=False); with a precision, where a graph is retained over "
         "full_params() or a state dict, write engine.backward(loss, retain_graph=True)"
     )
-
-
-def sharded_gradient(name: str) -> str:
-    """The error text for code that uses ``.grad`` of the module's parameter ``name`` where gradients are sharded."""
-    return (
-        f"gradient of {name!r}: this rank holds only a piece of it, the '.grad' of engine.step_tensors(); write "
-        "engine.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm), "
-        "engine.zero_grad() to clear gradients, and engine.full_gradients() to read them whole"
-    )

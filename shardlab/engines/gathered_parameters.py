@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from enum import Enum, auto
 from functools import cached_property
-from math import nan, prod
+from math import nan
 from weakref import WeakValueDictionary
 
 import torch
@@ -32,7 +32,7 @@ from shardlab.engines.tensor_layout import TensorLayout
 from shardlab.partition.chunks import Layout
 from shardlab.vocabulary import Role
 
-# By the address of a storage: the bucket whose gathered parameters are there. It keeps no bucket in memory.
+# By the address of a storage: the bucket whose gathered parameters, or stubs, are there. It keeps no bucket in memory.
 _GATHERED: WeakValueDictionary[int, "GatheredParameters"] = WeakValueDictionary()
 
 
@@ -116,14 +116,12 @@ class GatheredParameters:
 
         Args:
             as_stored: in the shard's dtype, not the compute dtype.
-            checked: raise if the user has put another parameter into the module, or has written into one that is
-                resharded; if False, leave the former there, and the latter is lost.
+            checked: raise if the user has put another parameter into the module; if False, leave it there.
         """
         if checked and self.state is not BucketState.UNSHARDED:
             # Before anything of this bucket is gathered, or a refusal would leave a part of it.
             for site in map(self.sites.__getitem__, self.params):
                 site.check()
-            self._check_stubs()
         self.start_unshard(as_stored=as_stored)
         if self.state is BucketState.GATHERING:
             assert self._gathering is not None
@@ -133,8 +131,8 @@ class GatheredParameters:
             self._gathering = None
             self._show({name: self._tensors.read(name, buffer) for name in self.params})
             for name, param in self.params.items():
-                param.data = self.full[name]  # the same parameter object, with its hooks and its version
                 self.sites[name].put_parameter()
+                param.data = self.full[name]  # the same parameter object, with its hooks and its version
             self._versions = self._versions_now()
             self.state = BucketState.UNSHARDED
 
@@ -145,13 +143,12 @@ class GatheredParameters:
             self._gathering[1].wait()  # a transport may still write into the buffer
             self._gathering = None
         if self.state is BucketState.UNSHARDED:
-            self._stub_elements.fill_(self._stub_value)  # again: the user may have written into them
+            self._versions = self._versions_now()
             for name, param in self.params.items():
-                self.sites[name].put_placeholder()
                 param.data = self._stubs[name]
+                self.sites[name].put_placeholder()
             # Our last references: from here on only a view that the user has kept can hold the memory.
             self._show({})
-            self._versions = self._versions_now()
         self.state = BucketState.SHARDED
 
     def name_at(self, place: int) -> str | None:
@@ -177,39 +174,19 @@ class GatheredParameters:
         """What a freed parameter has as its data, since autograd may ask for the shape.
 
         It has the dtype of what is gathered: with another dtype a parameter gets a new node for its gradients in
-        autograd. One element serves all parameters that have several, since torch refuses most writes into many that
-        are one. NaN, so that code which kept a parameter from before the engine does not compute with numbers.
+        autograd. NaN, so that what computes with it all the same (C++, which is not refused) shows it.
         """
-        shared, *others = self._stub_elements.unbind()
-        # A single element can be written to, so each has its own.
-        own = {name: others.pop() if prod(site.shape) == 1 else shared for name, site in self.sites.items()}
-        return {name: own[name].expand(site.shape) for name, site in self.sites.items()}
+        value = nan if self.compute_dtype.is_floating_point else 0
+        elements = torch.full((len(self.sites),), value, dtype=self.compute_dtype, device=self.device)
+        _GATHERED[elements.untyped_storage().data_ptr()] = self
+        return {
+            name: element.expand(site.shape)
+            for (name, site), element in zip(self.sites.items(), elements.unbind(), strict=True)
+        }
 
-    @cached_property
-    def _stub_elements(self) -> Tensor:
-        """What stubs repeat: an element for all parameters, and one for each that has a single element."""
-        num_single = sum(prod(site.shape) == 1 for site in self.sites.values())
-        return torch.empty(1 + num_single, dtype=self.compute_dtype, device=self.device)
-
-    @property
-    def _stub_value(self) -> float:
-        return nan if self.compute_dtype.is_floating_point else 0
-
-    def _check_stubs(self) -> None:
-        """Refuse what was written into a parameter that someone has kept from before the engine.
-
-        Raises:
-            RuntimeError: it was written to or replaced while it was resharded. The next call does not say so again.
-        """
-        known, self._versions = self._versions, self._versions_now()
-        for name, param in self.params.items():
-            # By the address alone: before each gather more would take time, and other data lies elsewhere.
-            if self._versions[name] != known[name] or param.data_ptr() != self._stubs[name].data_ptr():
-                param.data = self._stubs[name]
-                raise RuntimeError(
-                    f"parameter {name!r}: it was written to or replaced while it was sharded, which does not change "
-                    "the shards; write inside 'with engine.full_params(keep_changes=True):'"
-                )
+    def stub_at(self, place: int) -> str | None:
+        """The parameter of this bucket whose stub lies at a place in memory."""
+        return next((name for name, stub in self._stubs.items() if place_of(stub) == place), None)
 
     # Steps that FSDP's buckets override, and helpers.
 

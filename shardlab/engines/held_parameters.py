@@ -37,6 +37,11 @@ def let_go_all(buckets: "Iterable[HeldParameters]") -> None:
     _of_all(bucket.let_go for bucket in buckets)
 
 
+def end_holds_by_hand(buckets: "Iterable[HeldParameters]") -> None:
+    """End the holds by hand of all, and only then raise what the first of them refused."""
+    _of_all(bucket.end_hold_by_hand for bucket in buckets)
+
+
 def _of_all(calls: Iterable[Callable[[], None]]) -> None:
     refusal = None
     for call in calls:
@@ -54,6 +59,7 @@ class HeldParameters(GatheredParameters):
     # Defaults of the class, so that no constructor is needed.
     held_by_hand = False  # gathered by the user, who will reshard it
     num_holders = 0  # open full_params(), which show parameters in their stored dtype
+    num_ends_by_hand = 0  # of holds by hand
     _piece_versions: Mapping[str, int] = MappingProxyType({})  # of the pieces, when their values were last known
     _seen: list[tuple[int, int]] | None = None  # of the pieces, when nothing was left to follow
     _shows_copy = False  # of a whole shard, in a full_params() whose changes are lost
@@ -97,6 +103,20 @@ class HeldParameters(GatheredParameters):
                 f"parameter {changed[0]!r}: it was written to while it was gathered, which does not change the shards; "
                 "write inside 'with engine.full_params(keep_changes=True):', or use a buffer for what forward changes"
             )
+
+    def end_hold_by_hand(self) -> None:
+        """Reshard what the user has gathered, and refuse backwards through what plain code has saved of it since.
+
+        Such a graph, as of a penalty on weights, has the parameter itself, and would read its stub.
+        """
+        self.held_by_hand = False
+        self.num_ends_by_hand += 1  # what is saved by reference stays right
+        self.values_changed(self.params)
+        self.reshard()
+
+    def version_of(self, name: str) -> int:
+        """Raised when the values change."""
+        return self.params[name]._version - self.num_ends_by_hand
 
     def hold(self, *, as_copy: bool) -> None:
         """Gather the full parameters in their stored dtype, and keep them until ``let_go``.

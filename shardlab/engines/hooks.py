@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import torch
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -65,6 +66,12 @@ def in_plain_mode(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return run
+
+
+def gradient_node(param: nn.Parameter) -> Any:
+    """Autograd's node that accumulates the gradients of a parameter, also while that is sharded."""
+    with torch._C.DisableTorchFunctionSubclass():  # torch views the parameter to find out
+        return get_gradient_edge(param).node
 
 
 class ModuleHook:

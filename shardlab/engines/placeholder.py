@@ -3,7 +3,9 @@
 A parameter that is sharded and not gathered has no data on this rank. Three tensors stand for it then. The module has a
 placeholder, which answers for shape, dtype, device and name, and refuses every computation with an error that names the
 parameter. The parameter itself stays in ``engine.params``, since hooks and autograd's version are on it;
-its data is a stub, one NaN expanded to the whole shape. The optimizer steps the piece that this rank keeps.
+its data is a stub, one NaN expanded to the whole shape. So that nobody computes with that who has kept the parameter
+elsewhere (in a list, a closure, a partial), it is a ``StubbedParameter`` meanwhile, which refuses the same. The
+optimizer steps the piece that this rank keeps.
 
 Where parameters are whole and their mean gradients are in pieces, ``param.grad`` would be None. Code that reads it,
 such as ``torch.nn.utils.clip_grad_norm_``, would silently do nothing. So ``param.grad`` is a placeholder too. It holds
@@ -11,17 +13,17 @@ no memory, and is removed before autograd accumulates into ``param.grad``. If ot
 torch means "clear this gradient", ``check`` raises.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from typing_extensions import override
 
 from shardlab.comm.trees import map_tensors
-from shardlab.engines.checks import sharded_gradient
+from shardlab.engines.hooks import gradient_node
 from shardlab.vocabulary import dtype_name
 
 _OF_PARAMETER = frozenset(
@@ -31,50 +33,87 @@ _OF_PARAMETER = frozenset(
 # silently computed with as memory without values: torch multiplies by it, and indexes with it.
 _AS_GATHERED = (Tensor.device, Tensor.is_cpu, Tensor.is_cuda, Tensor.is_meta, Tensor.dtype, Tensor.requires_grad)
 _FREEZES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]  # a bool in torch's stubs
+_OF_STUB = _OF_PARAMETER - {"__get__"} | {
+    "data_ptr", "untyped_storage", "storage_offset", "is_contiguous", "get_device", "register_hook",
+    "register_post_accumulate_grad_hook", "__hash__",
+}  # fmt: skip
+_HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
+_WRITES = frozenset({"__set__", "__setitem__"})
+_READS = frozenset({"__get__", "detach", "clone", "numpy", "tolist", "item", "__array__", "__reduce_ex__"})
 _OF_GRADIENT = frozenset({"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "untyped_storage"})
 _VIEWS = (Tensor.T, Tensor.mT, Tensor.H, Tensor.mH)
 _MOVES = (Tensor.data.__set__, torch._has_compatible_shallow_copy_type)  # type: ignore[attr-defined]
 _CONVERT = frozenset({"to", "float", "double", "half", "bfloat16", "cpu", "cuda"})  # as module.to() does to gradients
 
 
-class PlaceholderParameter(nn.Parameter):
-    """A parameter of which this rank holds only a shard.
+def sharded_parameter(name: str, use: str = "") -> str:
+    """What to write instead where a sharded parameter is used.
 
-    Attributes:
-        refusal: the error text.
-        refused_gradient: the error text for code that uses ``.grad``, which this parameter never has.
+    Args:
+        name: the parameter's.
+        use: the function of torch that it was given to, if it has an advice of its own.
     """
+    if use in _HOOKS:
+        advice = "register its hooks before the engine is built"
+    elif use in _CONVERT:
+        advice = (
+            "convert the module before the engine is built, or leave it as it is and compute in fewer bits with "
+            "precision='bf16'; its values are there inside 'with engine.full_params():'"
+        )
+    elif use in _WRITES or (use.endswith("_") and not use.startswith("__")):
+        advice = (
+            "write inside 'with engine.full_params(keep_changes=True):', into parameters asked of the module there, or "
+            "use engine.load_full_state_dict(state)"
+        )
+    elif use in _READS:
+        advice = (
+            "read or copy it, or its module, inside 'with engine.full_params():' (to write, with keep_changes=True), "
+            "or take engine.full_state_dict(), which returns copies"
+        )
+    else:
+        advice = (
+            "in a forward, compute with it in the module that holds it, called inside engine(...), or choose larger "
+            "FSDP units, as wrap='root', also for engine.call(function, ...); elsewhere, as for a penalty on weights "
+            "(after engine(...)), compute inside 'with engine.full_params():' with parameters asked of the module "
+            "there; a weight used both inside and outside activation checkpointing needs use_reentrant=False there"
+        )
+    return f"parameter {name!r} is sharded: this rank holds only its shard; {advice}"
+
+
+def sharded_gradient(name: str) -> str:
+    """The error text for code that uses ``.grad`` of the module's parameter ``name`` where gradients are sharded."""
+    return (
+        f"gradient of {name!r}: this rank holds only a piece of it, the '.grad' of engine.step_tensors(); to clip by "
+        "the norm, write engine.clip_grad_norm_(max_norm); what changes each element by itself, as "
+        "torch.nn.utils.clip_grad_value_ or added noise does, takes engine.step_tensors() instead of "
+        "model.parameters(); engine.zero_grad() clears gradients, and engine.full_gradients() returns them whole"
+    )
+
+
+class PlaceholderParameter(nn.Parameter):
+    """A parameter of which this rank holds only a shard."""
 
     # What it stands for, which is frozen and unfrozen with it. Tensor parallelism, which cannot import this class,
     # looks for an attribute of this name, so it must be one that no parameter of a user's has.
     _shardlab_param: nn.Parameter
-    refusal: str
-    refused_gradient: str
+    _shardlab_name: str
 
     @classmethod
     def of(cls, name: str, param: nn.Parameter) -> "PlaceholderParameter":
         """The placeholder of ``param``, with its shape, dtype and requires_grad."""
         made: PlaceholderParameter = cls(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
-        made._shardlab_param = param
-        made.refusal = (
-            f"parameter {name!r} is sharded: this rank holds only its shard; compute inside engine(...) or "
-            "engine.call(function, ...), or inside 'with engine.full_params():' with parameters asked of the module "
-            "there; engine.full_state_dict() returns copies; where one module reads another's parameters, choose "
-            "larger FSDP units, such as wrap='root'; a weight used both inside and outside activation checkpointing "
-            "needs use_reentrant=False there"
-        )
-        made.refused_gradient = sharded_gradient(name)
+        made._shardlab_param, made._shardlab_name = param, name
         return made
 
     @property  # type: ignore[explicit-override]  # mypy misses @override on a property with a setter
     @override
     def grad(self) -> NoReturn:
         """Always refused: torch's clipping would take None for "has no gradient" and clip nothing."""
-        raise RuntimeError(self.refused_gradient)
+        raise RuntimeError(sharded_gradient(self._shardlab_name))
 
     @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        raise RuntimeError(self.refused_gradient if value is None else self.refusal)
+    def grad(self, _: Tensor | None) -> None:
+        raise RuntimeError(sharded_gradient(self._shardlab_name))
 
     @classmethod
     @override
@@ -95,15 +134,69 @@ class PlaceholderParameter(nn.Parameter):
             # Getters of attributes are all called __get__, and .data, .T and others return what can be computed with.
             if not isinstance(answer, Tensor):
                 return answer
-        # Functions such as torch.autograd.grad() take them in lists too.
-        given = (*args, *(kwargs or {}).values())
-        values = (value for some in given for value in (some if isinstance(some, list | tuple) else (some,)))
-        used = next((value for value in values if isinstance(value, PlaceholderParameter)), None)
-        raise RuntimeError(used.refusal if used is not None else "a sharded parameter was used")
+        raise _refusal(func, (*args, *(kwargs or {}).values()))
 
     @override
     def __repr__(self) -> str:  # type: ignore[override]
         return f"sharded parameter {tuple(self.shape)}"
+
+
+class StubbedParameter(nn.Parameter):
+    """What a parameter is while its data is a stub: the same object, which refuses to be computed with."""
+
+    _shardlab_name: str
+    _plain: type[nn.Parameter]
+
+    @staticmethod
+    def hide(param: nn.Parameter, name: str) -> None:
+        """Let a parameter refuse."""
+        if not isinstance(param, StubbedParameter):
+            param.__class__ = _stubbed(type(param))
+        param._shardlab_name = name  # type: ignore[attr-defined]
+
+    @staticmethod
+    def show(param: nn.Parameter) -> None:
+        """Let it be again what it was."""
+        if isinstance(param, StubbedParameter):
+            del param._shardlab_name  # or a copy would have it
+            param.__class__ = param._plain  # type: ignore[assignment]
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Let all be asked and set but the data; refuse everything else."""
+        of = getattr(func, "__self__", None)
+        if func in _FREEZES or getattr(func, "__name__", "") in _OF_STUB or (of is Tensor.grad):
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if getattr(func, "__name__", "") == "__get__":
+            answer = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+            if not isinstance(answer, Tensor):
+                return answer
+        raise _refusal(func, (*args, *(kwargs or {}).values()))
+
+    @override
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"sharded parameter {tuple(self.shape)}"
+
+
+@functools.cache
+def _stubbed(kind: type[nn.Parameter]) -> type[StubbedParameter]:
+    """A class of stubs of parameters of this class, which may be the user's."""
+    return type(kind.__name__, (StubbedParameter, kind), {"_plain": kind})
+
+
+def _refusal(func: Callable[..., Any], given: Iterable[Any]) -> RuntimeError:
+    # Functions such as torch.autograd.grad() take them in lists too.
+    values = (value for some in given for value in (some if isinstance(some, list | tuple) else (some,)))
+    used = next((value for value in values if isinstance(value, PlaceholderParameter | StubbedParameter)), None)
+    if used is None:
+        return RuntimeError("a sharded parameter was used")
+    use = getattr(func, "__name__", "")
+    if use in ("__get__", "__set__") and getattr(func, "__self__", None) is not Tensor.data:
+        use = ""
+    return RuntimeError(sharded_parameter(used._shardlab_name, use))
 
 
 def is_at(param: Tensor, view: Tensor) -> bool:
@@ -148,6 +241,11 @@ class ParameterSites:
         ]
         self._placeholder = PlaceholderParameter.of(name, param)
 
+    @property
+    def owners(self) -> list[nn.Module]:
+        """The modules that have it."""
+        return [owner for owner, _ in self._sites]
+
     def check(self) -> None:
         """Find out whether the user has put another parameter into the module.
 
@@ -165,11 +263,13 @@ class ParameterSites:
                 )
 
     def put_parameter(self) -> None:
-        """Put the parameter itself into the module."""
+        """Put the parameter itself into the module, to be computed with wherever it is."""
+        StubbedParameter.show(self._param)
         self._put(self._param)
 
     def put_placeholder(self) -> None:
-        """Put the placeholder into the module."""
+        """Put the placeholder into the module; where the parameter is kept elsewhere, it refuses too."""
+        StubbedParameter.hide(self._param, self._name)
         self._put(self._placeholder)
 
     def _put(self, value: nn.Parameter) -> None:
@@ -177,6 +277,19 @@ class ParameterSites:
             # What the user has put there stays: closing the engine must not take it away.
             if owner._parameters.get(attribute) is self._param or owner._parameters.get(attribute) is self._placeholder:
                 owner._parameters[attribute] = value
+
+
+def refuse_loading(module: nn.Module, *_: Any) -> None:
+    """A hook before a module loads a state dict.
+
+    Raises:
+        RuntimeError: its parameters are sharded.
+    """
+    if any(isinstance(param, PlaceholderParameter) for param in module._parameters.values()):
+        raise RuntimeError(
+            f"load_state_dict: parameters of the {type(module).__name__} are sharded: this rank holds only its shards; "
+            "write engine.load_full_state_dict(state), or load inside 'with engine.full_params(keep_changes=True):'"
+        )
 
 
 def sites_of(module: nn.Module, params: Mapping[str, nn.Parameter]) -> dict[str, ParameterSites]:
@@ -300,7 +413,7 @@ def _accumulates_into(param: nn.Parameter) -> bool:
     try:
         # Private: there is no public way to ask. The answer itself does not count, since the parameter may have another
         # node by now; but torch has none where torch.autograd.grad was called for this very parameter.
-        torch._C._will_engine_execute_node(get_gradient_edge(param).node)
+        torch._C._will_engine_execute_node(gradient_node(param))
     except RuntimeError:
         return False
     return True

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shardlab.engines.gathered_parameters import gathered_at, place_of
+from shardlab.engines.placeholder import sharded_parameter
 from shardlab.engines.sharded_bucket import ShardedBucket
 
 
@@ -42,8 +43,12 @@ def saved_by_reference(buckets: Sequence[ShardedBucket]) -> Iterator[None]:
     """Inside, autograd saves gathered parameters of ``buckets`` by reference.
 
     Backward raises a RuntimeError for a tensor that has changed since, as it does without this.
+
+    Raises:
+        RuntimeError: at the end, if something was computed with the stub of a parameter that is not gathered.
     """
     own = set(buckets)
+    of_stubs: list[str] = []
 
     def pack(saved: Tensor) -> _Kept | _Reference:
         address = _address(saved)
@@ -52,8 +57,11 @@ def saved_by_reference(buckets: Sequence[ShardedBucket]) -> Iterator[None]:
             # In a flat layout all parameters of a bucket share a storage: the place in it tells them apart.
             name = bucket.name_at(place_of(saved))
             # share_memory() may have moved the parameter, and something else lies where it was.
-            if name is not None and _address(bucket.full[name]) == address:
+            if name is not None and _address(bucket.full[name]) == address and not bucket.is_held_as_stored:
                 return _reference(saved, bucket, name)
+            if (name := bucket.stub_at(place_of(saved))) is not None:
+                of_stubs.append(name)  # by C++, which asks nothing of Python, and would lose the text of an error here
+        # (In another dtype than that to compute in they are kept as they are.)
         # Not ``saved`` itself: an operation that saves its own output would hold itself, and a graph that never runs
         # backward would keep its activations for ever. A detached tensor shares the version.
         return _Kept(saved.detach(), saved._version)
@@ -61,13 +69,16 @@ def saved_by_reference(buckets: Sequence[ShardedBucket]) -> Iterator[None]:
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             yield
+        if of_stubs:
+            raise RuntimeError(sharded_parameter(of_stubs[0]))
     except RuntimeError as error:
         if "support saved tensor hooks" not in str(error):
             raise
         raise RuntimeError(
             "torch.func: its grad, vjp, jacrev and hessian do not run inside a forward whose parameters are sharded, "
-            "since what they save cannot be resharded; write torch.autograd.grad(..., create_graph=True), or use "
-            "strategy 'zero2', whose parameters are whole"
+            "since what they save cannot be resharded; write torch.autograd.grad(..., create_graph=True), use strategy "
+            "'zero2', whose parameters are whole, or call them under torch.no_grad() inside 'with "
+            "engine.full_params():'"
         ) from error
 
 
@@ -90,7 +101,7 @@ def _unpack(packed: _Kept | _Reference) -> Tensor:
         packed.bucket.take_assigned()
         packed.bucket.follow_pieces()
     # Before the gather: the versions are the same on all ranks, so all refuse and none waits in it.
-    if packed.bucket.params[packed.name]._version != packed.version:
+    if packed.bucket.version_of(packed.name) != packed.version:
         raise _changed(packed)
     # Not resharded here: the node that asked is about to compute with it. The engine reshards when backward has ended,
     # and after ``torch.autograd.grad``, whose end nobody sees, at the next forward or step.
@@ -102,7 +113,7 @@ def _unpack(packed: _Kept | _Reference) -> Tensor:
 
 def _reference(saved: Tensor, bucket: ShardedBucket, name: str) -> _Reference:
     offset_bytes = place_of(saved) - place_of(bucket.full[name])
-    version, conj_neg = bucket.params[name]._version, (saved.is_conj(), saved.is_neg())
+    version, conj_neg = bucket.version_of(name), (saved.is_conj(), saved.is_neg())
     return _Reference(bucket, name, version, saved.dtype, saved.size(), saved.stride(), offset_bytes, *conj_neg)
 
 

@@ -14,8 +14,10 @@ from typing_extensions import override
 from shardlab.engines.checks import check_not_scripted
 from shardlab.engines.held_parameters import let_go_all, reshard_all
 from shardlab.engines.holdings import Division, Holding
-from shardlab.engines.placeholder import PlaceholderGradients
+from shardlab.engines.hooks import ModuleHook, untraced
+from shardlab.engines.placeholder import PlaceholderGradients, refuse_loading
 from shardlab.engines.precision import MixedPrecision
+from shardlab.engines.saved_tensors import saved_by_reference
 from shardlab.engines.sharded_bucket import ShardedBucket
 from shardlab.engines.state import Stateful
 from shardlab.engines.step_tensors import StepTensors, tensors_of
@@ -37,6 +39,7 @@ class ShardedEngine(MixedPrecision):
         self._put_placeholders()  # some units stay gathered until a backward, which may not come
         return output
 
+    @untraced
     def _put_placeholders(self) -> None:
         """Put placeholders at ``param.grad``, where torch's clipping would find None.
 
@@ -161,7 +164,9 @@ class ShardedEngine(MixedPrecision):
                 ``replicate_below``), the block sees copies, or with ``keep_changes`` the parameters themselves, so that
                 an error takes nothing back. Every rank must write the same values; nothing checks that.
         """
-        with self._full(keep_changes=keep_changes, as_copies=not keep_changes) as module:
+        # A graph made inside, as of a penalty on weights, must not save what is resharded behind it.
+        saving = saved_by_reference(self.buckets) if torch.is_grad_enabled() else contextlib.nullcontext()
+        with self._full(keep_changes=keep_changes, as_copies=not keep_changes) as module, saving:
             yield module
 
     @contextlib.contextmanager
@@ -243,6 +248,8 @@ class ShardedEngine(MixedPrecision):
     def close(self) -> None:
         """As the base."""
         super().close()
+        for hook in self._load_hooks:
+            hook.remove()
         if self._placeholders is not None:
             self._placeholders.close()
 
@@ -257,6 +264,13 @@ class ShardedEngine(MixedPrecision):
         finally:
             for site in sites:
                 site.put_placeholder()
+
+    @override
+    def _watch_params(self) -> None:
+        super()._watch_params()
+        # Torch would say for each parameter alone that it is sharded, and load the buffers.
+        owners = {owner: None for bucket in self.buckets for site in bucket.sites.values() for owner in site.owners}
+        self._load_hooks = [owner.register_load_state_dict_pre_hook(ModuleHook(refuse_loading)) for owner in owners]
 
     @property
     @override

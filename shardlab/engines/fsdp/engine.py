@@ -41,7 +41,9 @@ from shardlab.engines.fsdp.offloaded_engine import OffloadedEngine
 from shardlab.engines.fsdp.schedule import Schedule
 from shardlab.engines.fsdp.sharding import ShardingOptions, build_units
 from shardlab.engines.fsdp.unit import Unit, UnitBucket
+from shardlab.engines.held_parameters import end_holds_by_hand
 from shardlab.engines.optimizer_fit import parse_partition
+from shardlab.engines.placeholder import StubbedParameter, sharded_parameter
 from shardlab.engines.precision import Precision, parse_precision
 from shardlab.engines.saved_tensors import saved_by_reference
 from shardlab.engines.step_tensors import OptimizerFn
@@ -146,15 +148,16 @@ class FSDP(OffloadedEngine):
         held = self._unit(unit)
         held.unshard()
         # Only once it is there: a gather that raised must not leave the unit held.
-        held.set_held(True)
+        for bucket in held.buckets:
+            bucket.held_by_hand = True
         self._put_placeholders()
 
     def reshard(self, unit: str) -> None:
-        """Reshard a unit that was gathered by hand."""
-        held = self._unit(unit)
-        # First, since a unit that is held is not resharded.
-        held.set_held(False)
-        held.reshard()
+        """Reshard a unit that was gathered by hand.
+
+        A backward through what you have computed with its parameters yourself is refused from then on, by torch.
+        """
+        end_holds_by_hand(self._unit(unit).buckets)
         self._put_placeholders()
 
     @override
@@ -172,6 +175,9 @@ class FSDP(OffloadedEngine):
     @override
     def _on_gradient(self, param: nn.Parameter) -> None:
         super()._on_gradient(param)
+        if isinstance(param, StubbedParameter) and param.grad is not None and bool(param.grad.isnan().any()):
+            # C++ has computed with its stub, from an input that needs no gradient.
+            raise RuntimeError(sharded_parameter(self._name_of(param)))
         # Before it is noted, which may reshard the unit and send others.
         if self._sync and self._schedule.comes_too_late(param):
             raise second_gradient(self._name_of(param))

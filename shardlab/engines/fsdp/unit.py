@@ -80,11 +80,6 @@ class Unit:
             if bucket.state is BucketState.GATHERING:
                 bucket.reshard()
 
-    def set_held(self, held: bool) -> None:
-        """Set whether the user gathered it by hand, so that nothing reshards it."""
-        for bucket in self.buckets:
-            bucket.held_by_hand = held
-
     def start_reduce(self, is_due: Callable[[nn.Parameter], bool]) -> None:
         """Begin to reduce the gradients; buckets where none is due are skipped, such as frozen ones."""
         for bucket in self.buckets:
