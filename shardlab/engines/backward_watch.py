@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from shardlab.comm.trees import tensors_in
-from shardlab.engines.hooks import gradient_node, untraced
+from shardlab.engines.hooks import gradient_node, unrefused, untraced
 
 _OUTSIDE = -1  # torch's answer while no backward runs
 
@@ -73,6 +73,7 @@ class BackwardWatch:
             param.requires_grad_(not frozen)
 
     @untraced
+    @unrefused
     def run_hooks_last(self) -> None:
         """Let the user's hooks see gradients first: ours may send them, or put them elsewhere."""
         for param in self._params.values():
@@ -143,6 +144,7 @@ class BackwardWatch:
         # Only if an earlier graph is alive: to look for such parameters in each backward takes time.
         self._may_have_two_dtypes = self._may_have_two_dtypes or len(self._to_run) > 0
 
+    @unrefused
     def unreached(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Those of ``params`` that the current backward gives no gradient, as this rank's graph says.
 

@@ -114,10 +114,6 @@ class HeldParameters(GatheredParameters):
         self.values_changed(self.params)
         self.reshard()
 
-    def version_of(self, name: str) -> int:
-        """Raised when the values change."""
-        return self.params[name]._version - self.num_ends_by_hand
-
     def hold(self, *, as_copy: bool) -> None:
         """Gather the full parameters in their stored dtype, and keep them until ``let_go``.
 

@@ -68,10 +68,21 @@ def in_plain_mode(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def unrefused(function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap ``function`` so that sharded parameters answer it as plain ones do, without being asked whether they may."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    return run
+
+
+@unrefused
 def gradient_node(param: nn.Parameter) -> Any:
-    """Autograd's node that accumulates the gradients of a parameter, also while that is sharded."""
-    with torch._C.DisableTorchFunctionSubclass():  # torch views the parameter to find out
-        return get_gradient_edge(param).node
+    """Autograd's node that accumulates the gradients of a parameter; torch views it to find out."""
+    return get_gradient_edge(param).node
 
 
 class ModuleHook:

@@ -13,6 +13,8 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import nn
 
+from shardlab.engines.hooks import unrefused
+
 
 class Reducible(Protocol):
     """What a queue needs of its members."""
@@ -54,6 +56,7 @@ class ReductionQueue(Generic[Member]):
         self._in_parts: set[Member] = set()
         self._sent: set[Member] = set()
 
+    @unrefused
     def begin(self) -> None:
         """A backward begins: expect a gradient from every parameter that is trainable now."""
         # Start over in each backward: the previous one may have raised halfway, or sent nothing inside no_sync().

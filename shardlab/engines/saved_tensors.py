@@ -30,6 +30,7 @@ class _Reference(NamedTuple):
     bucket: ShardedBucket
     name: str
     version: int  # of the parameter
+    num_ends: int  # of holds by hand, which raise the version and change nothing
     dtype: torch.dtype  # another than the parameter's where this is view_as_complex() of it
     size: torch.Size
     stride: tuple[int, ...]
@@ -101,7 +102,8 @@ def _unpack(packed: _Kept | _Reference) -> Tensor:
         packed.bucket.take_assigned()
         packed.bucket.follow_pieces()
     # Before the gather: the versions are the same on all ranks, so all refuse and none waits in it.
-    if packed.bucket.version_of(packed.name) != packed.version:
+    ended_since = packed.bucket.num_ends_by_hand - packed.num_ends
+    if packed.bucket.params[packed.name]._version - ended_since != packed.version:
         raise _changed(packed)
     # Not resharded here: the node that asked is about to compute with it. The engine reshards when backward has ended,
     # and after ``torch.autograd.grad``, whose end nobody sees, at the next forward or step.
@@ -113,8 +115,18 @@ def _unpack(packed: _Kept | _Reference) -> Tensor:
 
 def _reference(saved: Tensor, bucket: ShardedBucket, name: str) -> _Reference:
     offset_bytes = place_of(saved) - place_of(bucket.full[name])
-    version, conj_neg = bucket.version_of(name), (saved.is_conj(), saved.is_neg())
-    return _Reference(bucket, name, version, saved.dtype, saved.size(), saved.stride(), offset_bytes, *conj_neg)
+    version, conj_neg = bucket.params[name]._version, (saved.is_conj(), saved.is_neg())
+    return _Reference(
+        bucket,
+        name,
+        version,
+        bucket.num_ends_by_hand,
+        saved.dtype,
+        saved.size(),
+        saved.stride(),
+        offset_bytes,
+        *conj_neg,
+    )
 
 
 def _view_of(full: Tensor, saved: _Reference) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from shardlab.comm.events import Pending
 from shardlab.engines.held_parameters import HeldParameters
 from shardlab.engines.holdings import Holding
+from shardlab.engines.hooks import unrefused
 from shardlab.engines.placeholder import PlaceholderGradient
 from shardlab.engines.unused_params import mark_all_used, nobody_used
 from shardlab.partition.chunks import first_elements
@@ -27,6 +28,7 @@ class ShardedBucket(HeldParameters):
     _reducing: tuple[Tensor, Tensor, Pending] | None = None
     _unused: Set[str] = frozenset()
 
+    @unrefused
     def start_reduce(self) -> None:
         """Begin to sum over the ranks the gradients that have accumulated in the parameters."""
         buffer = torch.empty(self.layout.padded_numel, dtype=self._reduce_dtype, device=self.device)

@@ -14,7 +14,7 @@ from typing_extensions import override
 from shardlab.engines.checks import check_not_scripted
 from shardlab.engines.held_parameters import let_go_all, reshard_all
 from shardlab.engines.holdings import Division, Holding
-from shardlab.engines.hooks import ModuleHook, untraced
+from shardlab.engines.hooks import ModuleHook, unrefused, untraced
 from shardlab.engines.placeholder import PlaceholderGradients, refuse_loading
 from shardlab.engines.precision import MixedPrecision
 from shardlab.engines.saved_tensors import saved_by_reference
@@ -40,6 +40,7 @@ class ShardedEngine(MixedPrecision):
         return output
 
     @untraced
+    @unrefused
     def _put_placeholders(self) -> None:
         """Put placeholders at ``param.grad``, where torch's clipping would find None.
 
@@ -57,6 +58,7 @@ class ShardedEngine(MixedPrecision):
             self._placeholders = self._placeholders or PlaceholderGradients(self.params)
             self._placeholders.place(names)
 
+    @unrefused
     def _take_placeholders_away(self, *, checked: bool = True) -> None:
         if self._placeholders is not None:
             if checked:
