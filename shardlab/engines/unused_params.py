@@ -93,7 +93,8 @@ def failed(rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def failed_rank(reduced: Iterable[Tensor | None]) -> int | None:
     """The rank whose backward has raised, as the first elements of reduced tensors say; on a GPU nothing is read."""
     for tensor in reduced:
-        if tensor is None or not tensor.numel() or tensor.device.type != "cpu" or tensor.dtype not in _NAN:
+        # (A distributed tensor of torch's would gather to be read.)
+        if type(tensor) is not Tensor or not tensor.numel() or not tensor.is_cpu or tensor.dtype not in _NAN:
             continue
         first = tensor[(slice(0, 1),) * tensor.dim()].reshape(1)
         of_size, _, place = _NAN[tensor.dtype]
