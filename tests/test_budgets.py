@@ -16,17 +16,17 @@ from tests.test_architecture import PACKAGE, STRATEGY_FILES, closure, modules, r
 SLACK, FEW = 0.01, 3  # a budget lies at most one percent, or so few lines, above what stands
 # Each with the files that it imports, also for the type checker; without packages' __init__ and guards.
 CLOSURES = {
-    "single": 3217, "ddp": 3237, "bucketed": 3725, "zero1": 4629, "zero2": 4663, "zero3": 4753, "fsdp.engine": 5601,
+    "single": 3223, "ddp": 3243, "bucketed": 3733, "zero1": 4717, "zero2": 4751, "zero3": 4869, "fsdp.engine": 5719,
 }  # fmt: skip
 ROOMS = {
     "__init__": 111, "__main__": 2, "analysis": 946, "bench": 264, "cli": 941, "comm": 2670, "data_sets": 168,
-    "engines": 7451, "exercises": 2263, "experiment": 2851, "export": 707, "faults": 661, "field_types": 19,
+    "engines": 7567, "exercises": 2263, "experiment": 2851, "export": 707, "faults": 661, "field_types": 19,
     "guards": 304, "installed": 14, "lab": 665, "launch": 1771, "meta_device": 34, "models": 187, "partition": 562,
     "planner": 958, "plots": 2118, "recording": 775, "strategies": 1737, "tables": 117, "tensor_parallel": 1663,
     "testing": 196, "trace": 1312, "units": 206, "vocabulary": 82, "widgets": 1525,
 }  # fmt: skip
 # With strategies, guards and testing, which stand beside engines until its strategies are parts too.
-WHOLE = 33_280
+WHOLE = 33_396
 
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,

@@ -98,10 +98,6 @@ class Peer(Engine):
         """Nothing, for the same reason."""
 
     @override
-    def _refuse_fillers(self) -> None:
-        """Nothing: torch's engines send none, and to look at a distributed tensor is to gather it."""
-
-    @override
     def _watch_params(self) -> None:
         """No hooks: torch's engines have their own."""
 
