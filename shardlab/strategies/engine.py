@@ -34,7 +34,7 @@ from shardlab.engines.agreement import check_alike, number_among
 from shardlab.engines.checks import check_model, check_optimizer_fn, check_types, tensor_axis
 from shardlab.engines.clip_and_step import Axes, clip_
 from shardlab.engines.holdings import Division, Holding, Holdings
-from shardlab.engines.hooks import forward_is, untraced
+from shardlab.engines.hooks import forward_is, unrefused, untraced
 from shardlab.engines.state import EngineState, Stateful
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors
 from shardlab.partition.slices import slices_of
@@ -277,6 +277,7 @@ class Engine(Holdings, EngineState):
         """Whoever may change the means calls this after it."""
         self._ask("means")
 
+    @unrefused
     def close(self) -> None:
         """Give the module back, so that it trains alone again. A second call does nothing.
 

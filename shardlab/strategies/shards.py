@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending
 from shardlab.engines.holdings import Division, Holding
-from shardlab.engines.hooks import in_plain_mode
+from shardlab.engines.hooks import in_plain_mode, unrefused
 from shardlab.engines.offload import Offload, copy_to_host, in_host_memory
 from shardlab.engines.tensor_layout import TensorLayout
 from shardlab.engines.unused_params import mark_all_used, nobody_used
@@ -158,6 +158,7 @@ class Shards:
             tag = f"parameters of {self.name}"
             self._gathering = buffer, self.comm.all_gather(buffer, chunk, bounds=self.layout.bounds, tag=tag)
 
+    @unrefused
     @in_plain_mode
     def show(self) -> None:
         """Wait for the gather, and let the parameters show the values."""
@@ -174,6 +175,7 @@ class Shards:
         for tell in self.watchers:
             tell(True)
 
+    @unrefused
     @in_plain_mode
     def hide(self) -> None:
         """Free what is gathered; a gather that nobody used is waited for first."""
@@ -195,6 +197,7 @@ class Shards:
 
     # Gradients.
 
+    @unrefused
     def reduce(self) -> None:
         """Begin to sum over the ranks the gradients that have accumulated in the parameters."""
         buffer = torch.empty(self.layout.padded_numel, dtype=self.sum_dtype, device=self.device)

@@ -61,7 +61,7 @@ STORIES = {
     "torch's clipping inside no_sync": Story(
         WHOLE + PIECES + SHARDED, "changed in place after a backward", _torch_clip_of_sums
     ),
-    "data replaced": Story(PIECES + SHARDED, "its data was replaced", _replaces_data),
+    "data replaced": Story(PIECES, "its data was replaced", _replaces_data),
     "piece written": Story(PIECES, "was written to, and nobody has gathered it", _writes_piece),
     "gradient cleared": Story(PIECES + SHARDED, "set or cleared at the parameter", _clears_gradient),
     "piece frozen": Story(PIECES + SHARDED, "frozen or thawed", _freezes_piece),
