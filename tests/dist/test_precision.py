@@ -14,8 +14,7 @@ from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 from tests.comm.test_communicator import Log
 from tests.dist import cases
-from tests.dist.every_engine import assert_states
-from tests.dist.test_engines import adamw
+from tests.dist.every_engine import adamw, assert_states
 from tests.dist.test_fsdp import Blocks
 
 DTYPES = (torch.bfloat16, torch.float16)
