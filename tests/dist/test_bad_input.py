@@ -228,7 +228,7 @@ def test_another_module_on_a_rank_is_named_on_all(pools, transport):
 def scaled(rank):
     with Mesh({"data": 2}) as mesh:
         one, two = (build_engine("zero1", cases.build("MLP"), adamw, mesh) for _ in range(2))
-        scaler, x = GradScaler(scale=4.0), cases.own_rows(cases.rows("MLP", 0, 0, 2)[0], rank)
+        scaler, x = GradScaler(init_scale=4.0), cases.own_rows(cases.rows("MLP", 0, 0, 2)[0], rank)
         one.backward(scaler.scale(one(x).sum()))
         assert scaler.unscale_(one)
         with pytest.raises(RuntimeError, match="call it once a step"):

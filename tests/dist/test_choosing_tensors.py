@@ -9,7 +9,7 @@ from torch import nn
 from shardlab.engines.step_tensors import StepTensors
 from tests.comm.test_communicator import Log
 from tests.dist import cases
-from tests.dist.every_engine import KINDS, PIECES, assert_states, backward, engine_of, own_batch, sgd
+from tests.dist.every_engine import KINDS, PIECES, assert_states, backward, engine_of, one_step, own_batch, sgd
 from tests.dist.telling import StepTensorsAlone
 
 UNLIKE = "or by identity, class or attributes"
@@ -306,6 +306,32 @@ def raises_it(rank, key):
 @pytest.mark.parametrize("key", ["zero1", "fsdp"])
 def test_another_error_of_the_function_is_told(pools, key):
     pools(2).run(raises_it, key)
+
+
+def with_frozen_biases(rank, key):
+    """Muon takes matrices alone, and all that trains are matrices."""
+    model = cases.build("MLP")
+    for layer in (model[0], model[2], model[4]):
+        layer.bias.requires_grad_(False)
+    words = r"optimizer_fn: .*frozen parameters too, such as '0\.bias'.*tensors\.where"
+    options = {} if key == "ddp" else {"partition": "balanced"}
+    with pytest.raises(ValueError, match=words):
+        with engine_of(key, 2, model, optimizer_fn=lambda tensors: torch.optim.Muon(tensors, lr=1e-2), **options):
+            pass
+
+    def trainable(tensors):
+        return torch.optim.Muon(tensors.where(lambda name: model.get_parameter(name).requires_grad), lr=1e-2)
+
+    with engine_of(key, 2, model, optimizer_fn=trainable, **options) as engine:
+        before = engine.full_state_dict()
+        one_step(engine)
+        return {name: not torch.equal(value, before[name]) for name, value in engine.full_state_dict().items()}
+
+
+def test_an_optimizer_that_does_not_take_what_is_frozen_is_told_how_to_leave_it_out(pools):
+    for key in ("ddp", *PIECES):
+        for changed in pools(2).run(with_frozen_biases, key):
+            assert all(trains == name.endswith("weight") for name, trains in changed.items())
 
 
 def sizes_of_state(rank):

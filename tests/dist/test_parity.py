@@ -6,6 +6,7 @@ from math import inf
 import pytest
 import torch
 
+from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from tests.dist import cases
 from tests.dist.every_engine import ALL, OTHER_CUTS, assert_states, engine_of, options_of, own_batch
@@ -100,7 +101,8 @@ class WithoutElements(torch.nn.Linear):
 def largest_beside_nothing(rank):
     norms = []
     with Mesh({"data": 2}) as mesh:
-        for strategy, options in [*MAIN.values(), ("torch_ddp", {}), ("torch_zero1", {})]:
+        for key in (*MAIN, "torch_ddp", "torch_zero1"):
+            strategy, options = ALL[key]
             torch.manual_seed(0)
             with build_engine(strategy, WithoutElements(), torch.optim.Adam, mesh, **options) as engine:
                 engine.backward(engine(torch.ones(2, 3)).square().mean())
