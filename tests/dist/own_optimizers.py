@@ -153,7 +153,7 @@ class Clears(torch.optim.SGD):
 
 
 class WithoutHooks(torch.optim.Optimizer):
-    """As wrappers are often written: without ``Optimizer.__init__``, so without torch's hooks, and no copy can be tried."""
+    """As wrappers are often written: without ``Optimizer.__init__``, so without torch's hooks, and not to be copied."""
 
     shardlab_looks_at = "element"
 

@@ -1,4 +1,4 @@
-"""Buffers and extra state that forward makes different on every rank: which of them a state dict and a checkpoint have."""
+"""Buffers and extra state that forward makes different on each rank: which of them state dicts and checkpoints have."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a unit of FSDP is: every kind of ``wrap``, built from the meta device, by hand, and where ranks use other ones."""
+"""What a unit of FSDP is: every kind of ``wrap``, from the meta device, by hand, and where ranks use other ones."""
 
 import pytest
 import torch

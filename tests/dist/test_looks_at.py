@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardlab.engines.optimizer_trial import LooksAt, Stepped, flat_pieces, looks_at, pieces_along
 from shardlab.engines.optimizer_fit import Cut, check_sliced, fitting_optimizer
+from shardlab.engines.optimizer_trial import LooksAt, Stepped, flat_pieces, looks_at, pieces_along
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.partition.slices import TensorSlice
 from shardlab.vocabulary import Partition

@@ -174,7 +174,7 @@ def backwards_add_to_means(user):
     user.go_back(1)
     penalty = torch.autograd.grad(user.loss(1), list(user.module.first.parameters()))
     user.step()
-    assert all(part.shape == param.shape for part, param in zip(penalty, user.module.first.parameters()))
+    assert all(part.shape == param.shape for part, param in zip(penalty, user.module.first.parameters(), strict=True))
 
 
 class Idle(nn.Module):

@@ -75,7 +75,7 @@ def what_was_assigned_is_there_after_a_refused_load(user):
     user.train(0)
     clamped(user.module)
     if user.rank is not None:
-        with pytest.raises(ValueError, match="checkpoint|directory"):
+        with pytest.raises(ValueError, match=r"checkpoint|directory"):
             user.load(user.directory)
     user.train(1)
 
@@ -337,7 +337,9 @@ def the_module_is_converted(user):
         user.step()
 
 
-@story(on=("bucketed",), refused=r"parameter '.*': it was float64 .* is \w+ now; convert the module before", instead=None)
+@story(
+    on=("bucketed",), refused=r"parameter '.*': it was float64 .* is \w+ now; convert the module before", instead=None
+)
 def the_module_of_gradients_in_buckets_is_converted(user):
     for dtype in (torch.float32, torch.bfloat16):
         user.module.to(dtype)

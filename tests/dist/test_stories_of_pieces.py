@@ -347,7 +347,8 @@ def a_backward_through_pieces_that_were_written(user):
 
 
 @story(on=PIECES, instead=None,
-       refused=r"write model\.get_parameter\('.*'\)\.requires_grad_\(False\)|optimizer\.state\[engine\.step_tensors\(\)")  # fmt: skip
+       refused=r"write model\.get_parameter\('.*'\)\.requires_grad_\(False\)"
+       r"|optimizer\.state\[engine\.step_tensors\(\)")  # fmt: skip
 def pieces_are_treated_as_parameters(user):
     user.go_back(0)
     piece = user.optimizer.param_groups[0]["params"][0]

@@ -157,8 +157,8 @@ class Coder(nn.Module):
         raise KeyError(float((self.scale.sum() + x.sum() * 0).detach()))
 
 
-@story(model=Coder, on=("single", *KINDS, "zero2", "fsdp-shard_grad_op", "fsdp-offload-all", "fsdp-hybrid"), num_ranks=3,
-       optimizer=momentum)  # fmt: skip
+@story(model=Coder, on=("single", *KINDS, "zero2", "fsdp-shard_grad_op", "fsdp-offload-all", "fsdp-hybrid"),
+       num_ranks=3, optimizer=momentum)  # fmt: skip
 def methods_beside_forward_are_called(user):
     model, made = user.module, []
     with pytest.raises(KeyError, match=r"1\.5"):

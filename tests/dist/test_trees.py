@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from shardlab.engines.precision import cast_floating
 from shardlab.comm.trees import map_tensors, tensors_in
+from shardlab.engines.precision import cast_floating
 
 
 def ones():
