@@ -89,6 +89,25 @@ def test_plain_backward_and_communicating_micro_batches_and_norm_types(pools, en
         assert_equal(pools(3).run(train, engine, kind, "sgd", steps=3, **how), expected)
 
 
+def in_float32(rank):
+    states = {}
+    for key in MAIN:
+        with engine_of(key, 3, cases.build("MLP").float(), "sgd") as engine:
+            for step in range(2):
+                x, y = (part.float() for part in own_batch(engine, "MLP", step))
+                engine.backward(cases.loss_of(engine(x), y))
+                engine.step()
+                engine.zero_grad()
+            states[key] = engine.full_state_dict()
+    return states
+
+
+def test_float32_equals_one_process(pools):
+    expected = {name: value.float() for name, value in cases.reference("MLP", "sgd", 3, steps=2).state.items()}
+    for states in pools(3).run(in_float32):
+        assert_states(states.values(), expected, atol=1e-5)
+
+
 class WithoutElements(torch.nn.Linear):
     def __init__(self):
         super().__init__(3, 2)
