@@ -21,7 +21,10 @@ def train(rank, key, kind, optimizer, steps=5, micro_batches=1, clip=None, norm_
     num_ranks = torch.distributed.get_world_size()
     result = cases.Result()
     # Ranks that start different must end equal.
-    with engine_of(key, num_ranks, cases.build(kind, seed=rank), optimizer, **options_of(key, kind)) as engine:
+    model = cases.build(kind, seed=rank)
+    for buffer in model.buffers():
+        buffer.add_(rank)
+    with engine_of(key, num_ranks, model, optimizer, **options_of(key, kind)) as engine:
         for step in range(steps):
             total = 0.0
             for micro_batch in range(micro_batches):

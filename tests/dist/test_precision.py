@@ -121,16 +121,17 @@ def test_float16_without_a_scaler_warns(pools):
     assert pools(2).run(steps_without_a_scaler, "bf16") == [[], []]
 
 
-def overflow(rank, strategy, options):
+def overflow(rank, strategy, options, in_a_piece):
     scales, steps = [], []
     with Mesh({"data": 2}) as mesh, build_engine(strategy, build(), adamw, mesh, **options) as engine:
         scaler = GradScaler(init_scale=4.0, growth_interval=2)
         for step in range(6):
             x, y = rows(rank, 2, step)
             loss = cases.loss_of(engine(x), y)
-            if step == 3 and rank == 1:
-                loss = loss * float("inf")  # on one rank alone
-            engine.backward(scaler.scale(loss))
+            overflows = step == 3 and rank == 1  # on one rank alone
+            engine.backward(scaler.scale(loss * float("inf") if overflows and not in_a_piece else loss))
+            if overflows and in_a_piece:  # of which the others have nothing
+                next(piece.grad for piece in engine.step_tensors() if piece.grad is not None).view(-1)[0] = torch.inf
             scaler.unscale_(engine)
             engine.clip_grad_norm_(1.0)
             steps.append(scaler.step(engine))
@@ -140,8 +141,9 @@ def overflow(rank, strategy, options):
 
 
 def test_an_overflow_on_one_rank_makes_all_skip(pools):
-    for strategy, options in (("fsdp", {"precision": "fp16"}), ("zero1", {}), ("bucketed", {})):
-        results = pools(2).run(overflow, strategy, options)
+    half = {"precision": "fp16"}
+    for args in (("fsdp", half, False), ("fsdp", half, True), ("zero1", {}, True), ("bucketed", {}, False)):
+        results = pools(2).run(overflow, *args)
         for steps, scales, num_steps, state in results:
             assert steps == [True, True, True, False, True, True]
             assert scales == [4.0, 8.0, 8.0, 4.0, 4.0, 8.0]
