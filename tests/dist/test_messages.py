@@ -21,7 +21,7 @@ from shardlab.vocabulary import Collective, Role
 from tests.comm.test_communicator import Log
 from tests.dist import cases, nasty
 from tests.dist.every_engine import ALL, KINDS, adamw, axes_of, backward, engine_of, one_step, own_batch
-from tests.dist.test_fsdp import Blocks, build
+from tests.dist.test_fsdp import Blocks, build, half_frozen
 from tests.dist.test_stories_of_modules import hooks_of
 
 STRATEGIES = ("ddp", "bucketed", "zero1", "zero2", "zero3")
@@ -152,6 +152,22 @@ def test_buckets_leave_during_backward(pools):
     for before_last_gradient, total, num_buckets in pools(2).run(overlap_order):
         assert total == num_buckets
         assert 0 < before_last_gradient < total
+
+
+def gradients_of_half(rank):
+    sent = {}
+    for key in STRATEGIES:
+        log = Log()
+        with engine_of(key, 2, half_frozen(), optimizer_fn=adamw) as engine, engine.mesh.observed_by(log):
+            one_step(engine)
+        sent[key] = sum(event.numel for event in log.events if event.tag.startswith("gradient"))
+    return sent
+
+
+def test_gradients_of_frozen_parameters_are_not_sent(pools):
+    trained = sum(param.numel() for param in half_frozen().parameters() if param.requires_grad)
+    for sent in pools(2).run(gradients_of_half):
+        assert all(trained <= numel <= trained + 8 for numel in sent.values()), (sent, trained)  # with padding
 
 
 def accumulate(rank, strategy):
