@@ -88,4 +88,10 @@ def build_engine(
     allowed = engine_options(name)
     if unknown := sorted(set(options) - set(allowed)):
         raise ValueError(f"options: {name!r} takes {', '.join(allowed) or 'none'}, not {', '.join(unknown)}")
-    return STRATEGIES[name](model, optimizer_fn, mesh, **options)
+    if name.startswith("torch_"):
+        return STRATEGIES[name](model, optimizer_fn, mesh, **options)
+    from shardlab import strategies
+    from shardlab.guards import Guards
+
+    kind = getattr(strategies, STRATEGIES[name].__name__)
+    return strategies.Engine(model, optimizer_fn, mesh, kind(**options), Guards())

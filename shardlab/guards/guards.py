@@ -54,6 +54,7 @@ class Guards:
         self._place(moment, engine)
         if self._claim is not None:
             self._claim._is_stepping = moment == "step"
+            self._claim._is_installing = moment == "install"
             self._claim._depth = 0
         if moment in _CHANGED:
             self._remember(moment, engine)

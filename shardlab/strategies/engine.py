@@ -40,6 +40,7 @@ from shardlab.engines.step_tensors import OptimizerFn, StepTensors
 from shardlab.partition.slices import slices_of
 from shardlab.strategies.gradients import Gradients
 from shardlab.strategies.precision import cast_floating
+from shardlab.strategies.shards import Unit
 from shardlab.strategies.strategy import Given, Strategy
 from shardlab.vocabulary import Role
 
@@ -495,7 +496,27 @@ class Engine(Holdings, EngineState):
     @override
     def install_optimizer_state(self, state: dict[str, Any]) -> None:
         """Load a state dict of the optimizer over this rank's ``step_tensors()``."""
+        self._ask("install")
         self.optimizer.load_state_dict(state)
+        self._ask("installed")
+
+    def unshard(self, unit: str) -> None:
+        """Gather a unit of FSDP by hand and keep it until ``reshard(unit)``; collective.
+
+        Raises:
+            ValueError: there is no unit with that name; the message lists the units.
+        """
+        self._unit(unit).hold()
+
+    def reshard(self, unit: str) -> None:
+        """Reshard a unit that was gathered by hand."""
+        self._unit(unit).let_go()
+
+    def _unit(self, name: str) -> Unit:
+        units = {one.name: one for one in getattr(self.strategy, "units", ())}
+        if name not in units:
+            raise ValueError(f"unit: {name!r} is not one of {', '.join(units) or 'none'}")
+        return units[name]
 
     def mean_over_ranks(self, value: Tensor, *, tag: str) -> Tensor:
         """The mean of a tensor over all data ranks, computed in place; blocking."""

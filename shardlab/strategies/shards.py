@@ -349,6 +349,16 @@ class Unit:
             for one in self.shards:
                 one.hide()
 
+    def hold(self) -> None:
+        """Gather, and keep it until ``let_go()``: nothing reshards it meanwhile."""
+        self.gather()
+        self.num_holders += 1  # only once it is there: a gather that raised must not leave it held
+
+    def let_go(self) -> None:
+        """End a ``hold()``."""
+        self.num_holders = max(0, self.num_holders - 1)
+        self.reshard()
+
     def drop_gather(self) -> None:
         """Drop a prefetch that was not used."""
         if self.state is State.GATHERING:
