@@ -55,7 +55,7 @@ class Watch(Protocol):
 
 
 @final
-class Engine(Holdings, EngineState):
+class Engine(AnyEngine):
     """A strategy around a plain module.
 
     Args:
@@ -78,20 +78,10 @@ class Engine(Holdings, EngineState):
         strategy: Strategy,
         guards: Watch | None = None,
     ) -> None:
-        check_types(model, mesh)
-        check_optimizer_fn(optimizer_fn)
-        self.module, self.mesh = model, BaseMesh.alone() if mesh is None else mesh
+        super().__init__(model, optimizer_fn, mesh, strategy.axes)
         self.strategy, self.name, self._guards = strategy, strategy.name, guards
-        self.data_comms = strategy.axes(self.mesh)
-        self.comm = self.data_comms[-1]
-        self.slices = slices_of(model)
         self.tensor_comm = tensor_axis(self.mesh, model, self.slices)
-        self.params: dict[str, nn.Parameter] = dict(model.named_parameters())
-        self.num_steps = self.num_backwards = 0
-        self.own_checkpoints: dict[Path, tuple[int, int]] = {}
-        self.loss_is_scaled = self._is_closed = False
         self.gradients = Gradients.NONE
-        self._sync = True  # not inside no_sync()
         self._due: set[nn.Parameter] = set()  # trained in a backward since zero_grad(); may be frozen by now
         self._refusal: Exception | None = None  # of a guard, until the next flag
         self._running = False  # a backward
@@ -125,19 +115,6 @@ class Engine(Holdings, EngineState):
         self._follow(output)
         return output
 
-    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run ``function(*args, **kwargs)`` as if it were the module's forward: ``engine.call(model.encode, x)``.
-
-        ``function`` is a method of the module other than ``forward``, or any function that computes with the module or
-        calls it. Parameters are gathered, hooks run and ``backward`` works as with ``engine(x)``. FSDP gathers the
-        root's parameters around it, and those of any other unit only around that unit's own forward.
-
-        Raises:
-            ValueError: ``function`` cannot be called.
-        """
-        with forward_is(self.module, function):
-            return self(*args, **kwargs)
-
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Gradients of ``loss``, averaged over the data axes unless inside ``no_sync()``.
 
@@ -159,15 +136,6 @@ class Engine(Holdings, EngineState):
                 self._fail(error)
             raise
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside, backward only accumulates on this rank; the next backward outside communicates the sum."""
-        before, self._sync = self._sync, False
-        try:
-            yield
-        finally:
-            self._sync = before
-
     @override
     def finish_gradients(self) -> None:
         """Return when the gradients are means over the data axes; collective where some are still local sums.
@@ -184,21 +152,10 @@ class Engine(Holdings, EngineState):
             self._agree()
             self._ask("means")
 
+    @override
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradients so that their global norm is at most ``max_norm``.
-
-        Args:
-            max_norm: greater than 0.
-            norm_type: 1, 2 or inf.
-
-        Returns:
-            The norm before clipping, 0-d, equal on all ranks.
-        """
-        self.finish_gradients()
-        tensors: dict[Axes, list[Tensor]] = {}
-        for name, axes in self.spread_over().items():
-            tensors.setdefault(axes, []).append(self._step_tensors.by_name(name))
-        norm = clip_(tensors, max_norm, norm_type, self.mesh.device)
+        """As the base."""
+        norm = super().clip_grad_norm_(max_norm, norm_type)
         self._ask("means")
         return norm
 
@@ -298,21 +255,6 @@ class Engine(Holdings, EngineState):
         self.strategy.close()
         self._ask("closed")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, exc_type: object, *exc: object) -> None:
-        # No gather after an error: the other ranks may never join it.
-        if exc_type is None or not self.strategy.keeps_pieces:
-            self.close()
-
-    @override
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "Engine: an engine is not copied or pickled, since its hooks and communicators belong to this process; "
-            "copy engine.full_state_dict() or, inside 'with engine.full_params():', the module"
-        )
-
     # What a backward is, and who raises.
 
     def _watch(self, param: nn.Parameter) -> list[RemovableHandle]:
@@ -396,11 +338,7 @@ class Engine(Holdings, EngineState):
 
     def _begin_verb(self) -> None:
         """Find out whether a plain ``loss.backward()`` raised: it is still open, and autograd does not run."""
-        if self._is_closed:
-            raise RuntimeError(
-                f"engine: {self.name} was closed, by close() or by the end of its 'with' block, and its module is "
-                "plain; build another engine, or use the module itself"
-            )
+        self._refuse_closed()
         if self._running and torch._C._current_graph_task_id() == _OUTSIDE:
             self._fail(RuntimeError("loss.backward() raised"))
 
@@ -444,23 +382,6 @@ class Engine(Holdings, EngineState):
 
     # What Holdings and EngineState ask for.
 
-    @property
-    def num_data_ranks(self) -> int:
-        """The number of ranks that gradients are averaged over, each with its own rows."""
-        return prod(comm.num_ranks for comm in self.data_comms)
-
-    @property
-    @override
-    def data_rank(self) -> int:
-        """This rank's number among those that gradients are averaged over, from 0."""
-        return number_among(self.data_comms)[0]
-
-    @property
-    @override
-    def comms(self) -> tuple[Communicator, ...]:
-        """All axes whose ranks train this model together: the data axes, outer first, then the tensor axis."""
-        return self.data_comms if self.tensor_comm is None else (*self.data_comms, self.tensor_comm)
-
     @override
     def divisions(self) -> list[Division]:
         """How the parameters are divided, bucket by bucket."""
@@ -471,27 +392,12 @@ class Engine(Holdings, EngineState):
         """Every long-lived tensor of the engine; a storage that comes in several roles counts in the first."""
         yield from self.strategy.holdings()
         yield from super()._state_holdings()
-        yield from (Holding(Role.OTHER, buffer) for buffer in self.module.buffers())
+        yield from self._buffer_holdings()
 
     @property
     @override
     def _keeps_pieces(self) -> bool:
         return self.strategy.keeps_pieces
-
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate of the first parameter group; setting it sets that of all groups."""
-        return float(self.optimizer.param_groups[0]["lr"])
-
-    @learning_rate.setter
-    def learning_rate(self, value: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = value
-
-    @override
-    def stepping(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, ``step_tensors()`` are on the device of the optimizer's state."""
-        return contextlib.nullcontext()
 
     @override
     def install_optimizer_state(self, state: dict[str, Any]) -> None:
@@ -518,12 +424,6 @@ class Engine(Holdings, EngineState):
             raise ValueError(f"unit: {name!r} is not one of {', '.join(units) or 'none'}")
         return units[name]
 
-    def mean_over_ranks(self, value: Tensor, *, tag: str) -> Tensor:
-        """The mean of a tensor over all data ranks, computed in place; blocking."""
-        for comm in self.data_comms:
-            comm.all_reduce(value, tag=tag).wait()
-        return value.div_(self.num_data_ranks)
-
     def _equalise(self, tensors: list[Tensor]) -> None:
         # Inner axis first, on all ranks: then the first rank of an outer axis sends on what it has just received.
         for comm in reversed(self.data_comms):
@@ -531,10 +431,9 @@ class Engine(Holdings, EngineState):
 
     def _equalise_all(self) -> None:
         """Give all data ranks the model of the first; what is no slice, that of the first tensor rank."""
-        named = [*self.params.items(), *self.module.named_buffers()]
         # Before anything is laid out, since all ranks must cut their shards from the same model.
-        check_alike(self.data_comms, self.mesh.device, named)
-        self._equalise([tensor for _, tensor in named if not tensor.is_meta])
+        named = self._named_tensors()
+        self._equalise([tensor for _, tensor in named])
         if self.tensor_comm is not None:
-            whole = [tensor for name, tensor in named if name not in self.slices and not tensor.is_meta]
+            whole = [tensor for name, tensor in named if name not in self.slices]
             broadcast_coalesced(self.tensor_comm, whole, tag="whole parameters and buffers from tensor rank 0")

@@ -68,12 +68,6 @@ class DTensorPeer(Peer):
         """Always refused: a piece may be many ranges; use ``shard_map()``."""
         self._refuse_ranges("resident_params")
 
-    @override
-    def _tensor_axis(self) -> None:
-        """Torch cuts the model itself."""
-        if self.slices:
-            raise ValueError(f"model: parallelize_module has already sliced it; give {self.name!r} a whole one")
-
     def _refuse_ranges(self, method: str) -> NoReturn:
         raise NotImplementedError(f"{method}: a piece of strategy {self.name!r} may be many ranges; use shard_map()")
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 from shardlab.comm import BaseMesh
 from shardlab.engines.holdings import Holding
 from shardlab.engines.peers.base import Peer
-from shardlab.engines.step_tensors import OptimizerFn, StepTensors
+from shardlab.engines.step_tensors import OptimizerFn
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.vocabulary import Collective, Role
 
@@ -100,7 +100,7 @@ class TorchDDP(Peer):
         """Nothing to do: DDP broadcasts them itself."""
 
     @override
-    def _prepare(self) -> StepTensors:
+    def _prepare(self) -> None:
         self._ddp = DistributedDataParallel(
             self.module,
             process_group=self._group,
@@ -108,15 +108,13 @@ class TorchDDP(Peer):
             bucket_cap_mb=self.bucket_bytes / 1024**2,
             find_unused_parameters=self.find_unused_parameters,
         )
-        return super()._prepare()
 
     @override
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._ddp(*args, **kwargs)
 
     @override
-    def _reduce_gradients(self) -> None:
-        super()._reduce_gradients()
+    def _means_are_there(self) -> None:
         for param in self.params.values():
             if param.grad is not None:
                 self._buckets.add(param.grad.untyped_storage())

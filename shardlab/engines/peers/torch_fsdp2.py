@@ -16,7 +16,7 @@ from typing_extensions import override
 from shardlab.comm import BaseMesh
 from shardlab.engines.holdings import Holding
 from shardlab.engines.peers.dtensor_peer import DTensorPeer
-from shardlab.engines.step_tensors import OptimizerFn, StepTensors
+from shardlab.engines.step_tensors import OptimizerFn
 from shardlab.units.policy import AUTO, WrapPolicy, wrapped_modules
 from shardlab.vocabulary import Collective, Role
 
@@ -109,7 +109,7 @@ class TorchFSDP2(DTensorPeer):
         super().close()
 
     @override
-    def _prepare(self) -> StepTensors:
+    def _prepare(self) -> None:
         from torch.distributed.fsdp import fully_shard
 
         from shardlab.engines.peers.dtensors import device_mesh
@@ -124,7 +124,6 @@ class TorchFSDP2(DTensorPeer):
         # Into the same dict, for what else holds it would keep a whole plain model alive.
         self.params.update(self.module.named_parameters())
         self._first_forward = {unit: unit.register_forward_pre_hook(self._keep_gathered) for unit in self._units}
-        return super()._prepare()
 
     def _keep_gathered(self, unit: nn.Module, _: Any) -> None:
         """Note a unit's gathered parameters in its first forward: after torch's hook they are plain tensors."""

@@ -17,7 +17,7 @@ from typing_extensions import override
 from shardlab.comm import BaseMesh, broadcast_coalesced
 from shardlab.engines.checks import check_types
 from shardlab.engines.peers.dtensor_peer import DTensorPeer
-from shardlab.engines.step_tensors import OptimizerFn, StepTensors
+from shardlab.engines.step_tensors import OptimizerFn
 from shardlab.vocabulary import Collective, MeshAxis, class_of
 
 STYLES = ("column", "row")
@@ -81,7 +81,7 @@ class TorchTP(DTensorPeer):
         broadcast_coalesced(self.mesh[MeshAxis.TENSOR], tensors, tag=tag)
 
     @override
-    def _prepare(self) -> StepTensors:
+    def _prepare(self) -> None:
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
         from shardlab.engines.peers.dtensors import device_mesh
@@ -95,7 +95,6 @@ class TorchTP(DTensorPeer):
         # Read again: where layers are cut, distributed parameters have taken the place of the plain ones.
         # Into the same dict, for what else holds it would keep a whole plain model alive.
         self.params.update(self.module.named_parameters())
-        return super()._prepare()
 
     @override
     def _make_optimizer(self, optimizer_fn: OptimizerFn) -> torch.optim.Optimizer:
