@@ -27,7 +27,7 @@ import torch
 
 from shardlab.comm import CollectiveEvent
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import Engine, StepTensors, build_engine, engine_options
+from shardlab.engines import AnyEngine, StepTensors, build_engine, engine_options
 from shardlab.engines.peers import TorchDDP
 from shardlab.field_types import check_types
 from shardlab.launch import RankPool, current
@@ -364,7 +364,7 @@ def sessions(rounds: int) -> Iterator[list[tuple[str, ...]]]:
 class Turn:
     """One engine with its model, optimizer and batch."""
 
-    def __init__(self, engine: Engine, workload: Workload) -> None:
+    def __init__(self, engine: AnyEngine, workload: Workload) -> None:
         self._engine, self._device = engine, engine.mesh.device
         generator = torch.Generator().manual_seed(engine.data_rank)
         tokens = torch.randint(0, 256, (workload.rows, workload.seq_len + 1), generator=generator).to(self._device)

@@ -14,7 +14,7 @@ from shardlab.comm import BaseMesh
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.agreement import check_alike, number_among
 from shardlab.engines.checks import check_optimizer_fn, check_types
-from shardlab.engines.clip_and_step import Axes, clip_
+from shardlab.engines.clip import Axes, clip_
 from shardlab.engines.holdings import Holding, Holdings
 from shardlab.engines.hooks import forward_is
 from shardlab.engines.state import EngineState

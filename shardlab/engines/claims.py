@@ -49,9 +49,6 @@ class Claimant(StepsPieces, Protocol):
     @property
     def module(self) -> nn.Module: ...  # noqa: D102
     def zero_grad(self, set_to_none: bool = True) -> None: ...  # noqa: D102
-    def before_others_step(self, optimizer: torch.optim.Optimizer, *, inside: bool) -> None: ...  # noqa: D102
-    def before_optimizer_step(self) -> None: ...  # noqa: D102
-    def after_optimizer_step(self) -> None: ...  # noqa: D102
     def spread_over(self) -> dict[str, tuple[Communicator, ...]]: ...  # noqa: D102
 
 
@@ -118,21 +115,27 @@ class Claim:
         engine: the owner, with its module.
         params: the module's.
         optimizer: the engine's.
+        before_others_step: told of every other optimizer that is about to step outside of the engine's own step.
     """
 
-    def __init__(self, engine: Claimant, params: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        engine: Claimant,
+        params: Iterable[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        before_others_step: Callable[[torch.optim.Optimizer], None] | None = None,
+    ) -> None:
         self._mark = EngineReference(engine)
         self._module, self._optimizer = engine.module, optimizer
-        self._params = tuple(params)
-        self._is_stepping = False
-        self._depth = 0  # of the optimizer's step: one that calls its base class's step runs all hooks twice
-        self._is_installing = False
-        watching = _watch_steps(self)
-        self._last = watching[1] if watching else None  # of the hooks before a step
-        self._hooks = [*watching, *_mark_states(self), _watch_others(self)]
+        self._params, self._before_others_step = tuple(params), before_others_step
+        self.is_stepping = False
+        self.is_installing = False
+        self._hooks = [*_watch_steps(self), *_mark_states(self)]
+        if before_others_step is not None:
+            self._hooks.append(_watch_others(self))
         # Modules without parameters stay unmarked: two models may share an activation.
         claimed = [module for module in self._module.modules() if next(module.parameters(), None) is not None]
-        # Of the module too, which may have others in their place by now (``placeholder.py``).
+        # Of the module too, which may have others in their place by now (torch's own engines).
         for thing in (*claimed, *self._params, *self._module.parameters()):
             object.__setattr__(thing, _CLAIM, self._mark)
         # Gradient hooks refer to the engine weakly. So the module keeps it alive, for users who keep only the module.
@@ -144,21 +147,20 @@ class Claim:
     def stepping(self) -> Iterator[None]:
         """Inside, ``optimizer.step()`` is the engine's own call."""
         # Also taken back after a step that raised, or the user could step past the engine from then on.
-        self._is_stepping, self._depth = True, 0
+        self.is_stepping = True
         try:
-            self._watch_pre_hooks()
             yield
         finally:
-            self._is_stepping = False
+            self.is_stepping = False
 
     @contextlib.contextmanager
     def installing(self) -> Iterator[None]:
         """Inside, ``optimizer.load_state_dict()`` is the engine's own call."""
-        self._is_installing = True
+        self.is_installing = True
         try:
             yield
         finally:
-            self._is_installing = False
+            self.is_installing = False
 
     def check_step(self, *_: Any) -> None:
         """Refuse a step that the engine has not called.
@@ -166,26 +168,11 @@ class Claim:
         Raises:
             RuntimeError: outside ``stepping()``, while the engine lives.
         """
-        if not self._is_stepping and self._mark.engine is not None:
+        if not self.is_stepping and self._mark.engine is not None:
             raise RuntimeError(
                 "engine.optimizer.step(): it would step this rank's tensors, perhaps before gradients are averaged, "
                 "and gather nothing; write engine.step(), or scaler.step(engine) with shardlab.engines.GradScaler"
             )
-        self._depth += 1
-
-    def tell_before_step(self, *_: Any) -> None:
-        """Tell the engine that all hooks before the optimizer's step have run."""
-        # At the outermost beginning, as in ``tell_after_step``.
-        if self._is_stepping and self._depth == 1 and self._mark.engine is not None:
-            self._mark.engine.before_optimizer_step()
-
-    def tell_after_step(self, *_: Any) -> None:
-        """Tell the engine that its optimizer has stepped."""
-        self._depth -= 1
-        # At the outermost end: torch may run the hooks for a base class's step too, depending on which optimizers this
-        # process has made before, so perhaps not on every rank.
-        if self._is_stepping and self._depth == 0 and self._mark.engine is not None:
-            self._mark.engine.after_optimizer_step()
 
     def check_state(self, _: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Refuse state that was saved for other pieces.
@@ -194,7 +181,7 @@ class Claim:
             ValueError: it is another rank's, or that of a plain optimizer.
         """
         engine = self._mark.engine
-        if engine is not None and not self._is_installing and state.get(PIECES) != pieces_of(engine):
+        if engine is not None and not self.is_installing and state.get(PIECES) != pieces_of(engine):
             raise ValueError(
                 "engine.optimizer.load_state_dict: this rank steps pieces of the parameters, and the state is not of "
                 "these pieces; write engine.load_full_optimizer_state_dict(state), with a plain optimizer's state or "
@@ -202,20 +189,10 @@ class Claim:
             )
 
     def check_others(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Tell the engine of a step of any optimizer but its own."""
-        engine = self._mark.engine
-        if engine is not None and optimizer is not self._optimizer:
-            engine.before_others_step(optimizer, inside=self._is_stepping)
-
-    def _watch_pre_hooks(self) -> None:
-        """Let what tells the engine run behind the hooks that users have registered since."""
-        if self._last is None:
-            if self._mark.engine is not None:
-                self._mark.engine.before_optimizer_step()
-            return
-        # Private: torch runs hooks in the order in which they were registered, and has no other.
-        hooks = self._optimizer._optimizer_step_pre_hooks
-        hooks[self._last.id] = hooks.pop(self._last.id)
+        """Tell of a step of any optimizer but the engine's own."""
+        if self._mark.engine is not None and optimizer is not self._optimizer and not self.is_stepping:
+            assert self._before_others_step is not None
+            self._before_others_step(optimizer)
 
     def release(self) -> None:
         """Free everything for other engines."""
@@ -261,17 +238,11 @@ def pieces_of(engine: StepsPieces) -> dict[str, Any]:
 
 
 def _watch_steps(claim: Claim) -> list[RemovableHandle]:
-    optimizer = claim._optimizer
     try:
-        hooks = [optimizer.register_step_pre_hook(_weakly(tell)) for tell in (claim.check_step, claim.tell_before_step)]
-        hooks.append(optimizer.register_step_post_hook(_weakly(claim.tell_after_step)))
+        return [claim._optimizer.register_step_pre_hook(_weakly(claim.check_step))]
     except AttributeError:
         # A wrapper around another optimizer that never called Optimizer.__init__ has no hooks and is not watched.
         return []
-    # First: hooks that the optimizer's own constructor has registered must find the stepped model too.
-    ordered = optimizer._optimizer_step_post_hooks
-    ordered.update({number: ordered.pop(number) for number in list(ordered) if number != hooks[-1].id})
-    return hooks
 
 
 def _mark_states(claim: Claim) -> list[RemovableHandle]:

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from shardlab.data_sets import load_text
-from shardlab.engines import STRATEGIES, engine_options
-from shardlab.engines.fsdp import LAYOUTS, SHARDINGS
+from shardlab.engines import STRATEGIES, Strategy, engine_options
 from shardlab.engines.offload import OFFLOADS
-from shardlab.engines.optimizer_fit import parse_partition
 from shardlab.engines.peers import TorchFSDP2
 from shardlab.engines.precision import parse_precision
+from shardlab.engines.sharding import LAYOUTS, SHARDINGS
 from shardlab.experiment.builtin import builtin
 from shardlab.experiment.named_workload import workload_at
 from shardlab.experiment.options import CompareOptions
@@ -26,8 +25,8 @@ from shardlab.experiment.workload import Workload
 from shardlab.field_types import check_types
 from shardlab.launch.checks import check_ranks
 from shardlab.models import MODELS, GPTConfig
+from shardlab.partition.chunks import parse_partition
 from shardlab.partition.ring_cost import Link
-from shardlab.strategies import Strategy
 from shardlab.units import AUTO, WrapPolicy, parse_wrap, wrap_text, wrapped_modules
 from shardlab.vocabulary import class_of, dtype_name
 

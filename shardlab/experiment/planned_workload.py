@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm.trees import map_tensors, tensors_in
-from shardlab.engines.backward_watch import may_nest, nodes_below
 from shardlab.engines.holdings import of_state
-from shardlab.engines.optimizer_fit import without_values
 from shardlab.engines.step_tensors import StepTensors, groups_of
 from shardlab.experiment.batches import batches_of, divide, rows_of
 from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.graphs import may_nest, nodes_below, without_values
 from shardlab.experiment.workload import Workload, seeded
 from shardlab.planner import PlannedModel, described
 from shardlab.planner.setup import SGD, Optimizer

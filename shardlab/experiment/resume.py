@@ -43,8 +43,8 @@ def check_resume(options: CompareOptions, rows: int | None) -> None:
     if options.save_every is not None or options.resume is not None:
         field = "resume" if options.save_every is None else "save_every"
         for name in options.strategies:
-            if name in STRATEGIES and STRATEGIES[name].no_checkpoints:
-                raise ValueError(f"{field}: strategy {name!r} {STRATEGIES[name].no_checkpoints}; leave it out")
+            if why := getattr(STRATEGIES.get(name), "no_checkpoints", ""):
+                raise ValueError(f"{field}: strategy {name!r} {why}; leave it out")
     if options.resume is not None:
         for name in options.strategies:
             _check_one(options, checkpoint_directory(Path(options.resume), name), name, said_of(options, rows))

@@ -4,26 +4,29 @@ Delete this room and every right program still trains, bit for bit the same. Wha
 refuse in the same verb: the engine keeps the refusal until its next flag.
 """
 
-import torch
-from torch import nn
+import warnings
+from collections.abc import Callable
 
-from shardlab.comm.communicator import Communicator
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from shardlab.engines.agreement import all_or_none
 from shardlab.engines.checks import check_not_scripted, check_optimizer, check_others_step
 from shardlab.engines.claims import Claim, check_free
-from shardlab.engines.placeholder import ParameterSites, PlaceholderGradient, sites_of
-from shardlab.engines.step_tensors import guard_groups
-from shardlab.guards.optimizers import check_optimizer_fits
+from shardlab.engines.engine import Engine
+from shardlab.engines.shards import Shards
+from shardlab.engines.step_tensors import OptimizerFn, guard_groups
+from shardlab.guards.optimizers import Cut, fitting_optimizer
+from shardlab.guards.placeholder import PlaceholderGradient, StubbedParameter, refuse_loading
 from shardlab.guards.rules import RULES, Rule, Where
 from shardlab.guards.snapshot import Mark, mark
-from shardlab.strategies.engine import Engine
-from shardlab.strategies.shards import Shards
 from shardlab.vocabulary import Partition
 
 _DATA, _GRADIENTS = ("place", "version", "trains"), ("gradient", "gradient_version")
 # What the engine itself, autograd or the optimizer has just changed: to be remembered as it is now.
 _CHANGED = {
     "built": _DATA + _GRADIENTS, "local": _DATA + _GRADIENTS, "means": _GRADIENTS, "zero_grad": _GRADIENTS,
-    "forwarded": _DATA, "stepped": _DATA, "left full": _DATA,
+    "forwarded": _DATA, "stepped": _DATA, "failed": _DATA + _GRADIENTS, "left full": _DATA,
 }  # fmt: skip
 
 
@@ -35,6 +38,8 @@ class Guards:
         self._claim: Claim | None = None
         self._placeholders: dict[str, PlaceholderGradient] = {}
         self._num_stepped = 0
+        self._shown: list[Callable[[bool], None]] = []  # to be told when the parameters are plain again
+        self._hooks: list[RemovableHandle] = []
 
     def ask(self, moment: str, engine: Engine) -> None:
         """Refuse what must not be at this moment; then remember what is.
@@ -51,11 +56,16 @@ class Guards:
         refusal = None if moment in ("built", "closed") else self._first_broken(moment, engine)
         if moment == "step" and refusal is None:
             self._check_groups(engine)
+            if engine.strategy.precision.compute is torch.float16 and not engine.loss_is_scaled:
+                warnings.warn(
+                    "precision: float16 without a GradScaler loses gradients below 6e-8; use engine.backward("
+                    "scaler.scale(loss)) and scaler.step(engine), or precision='bf16'",
+                    stacklevel=4,
+                )
         self._place(moment, engine)
         if self._claim is not None:
-            self._claim._is_stepping = moment == "step"
-            self._claim._is_installing = moment == "install"
-            self._claim._depth = 0
+            self._claim.is_stepping = moment == "step"
+            self._claim.is_installing = moment == "install"
         if moment in _CHANGED:
             self._remember(moment, engine)
         if moment == "closed":
@@ -63,37 +73,56 @@ class Guards:
         if refusal is not None:
             raise refusal
 
-    def _build(self, engine: Engine) -> None:
-        check_optimizer(engine.optimizer, engine.step_tensors())
-        strategy, pieces = engine.strategy, engine.sharded_over
-        check_optimizer_fits(
-            engine.optimizer, getattr(strategy, "partition", Partition.ELEMENTS),
-            is_cut=pieces is not None and pieces.num_ranks > 1,
+    def optimizer(self, make: OptimizerFn, engine: Engine) -> torch.optim.Optimizer:
+        """What a user's function builds over the engine's tensors.
+
+        Raises:
+            ValueError: it does not fit them; on all ranks.
+        """
+        over = engine.sharded_over
+        cut = Cut(
+            getattr(engine.strategy, "partition", Partition.ELEMENTS),
+            is_spread=over is not None,
             is_sliced=any(one.num_ranks > 1 for one in engine.slices.values()),
-        )  # fmt: skip
+        )
+
+        def build() -> torch.optim.Optimizer:
+            return fitting_optimizer(make, engine.step_tensors(), engine.params, cut)
+
+        # Pieces differ by rank, so one rank may refuse its own while another accepts.
+        return build() if over is None else all_or_none(engine.comms, engine.mesh.device, build)
+
+    def _build(self, engine: Engine) -> None:
+        strategy = engine.strategy
         self._num_stepped = _count(engine)
         self._is_rounded = strategy.keeps_pieces
         self._is_sharded = hasattr(strategy, "units")
         if self._is_sharded:
             check_not_scripted(engine.module)
-            self._sites = sites_of(engine.module, engine.params)
             for unit in strategy.units:  # type: ignore[attr-defined]
                 for shards in unit.shards:
                     self._watch(shards)
+            modules = [module for module in engine.module.modules() if module._parameters]
+            self._hooks = [module.register_load_state_dict_pre_hook(refuse_loading) for module in modules]
         if strategy.steps_pieces:
             guard_groups(engine.optimizer, engine.step_tensors())
-        self._claim = Claim(_Owner(engine), engine.params.values(), engine.optimizer)
+        self._claim = Claim(
+            engine, engine.params.values(), engine.optimizer, lambda other: self._before_others_step(other, engine)
+        )
 
     def _watch(self, shards: Shards) -> None:
-        """Put placeholders in the place of parameters while they are sharded."""
-        sites: list[ParameterSites] = [self._sites[name] for name in shards.params]
+        """Let parameters refuse to be used while they are sharded."""
 
         def show(is_shown: bool) -> None:
-            for site in sites:
-                site.put_parameter() if is_shown else site.put_placeholder()
+            for name, param in shards.params.items():
+                if is_shown:
+                    StubbedParameter.show(param)
+                else:
+                    StubbedParameter.hide(param, name)
 
         shards.watchers.append(show)
         show(False)
+        self._shown.append(show)
 
     def _first_broken(self, moment: str, engine: Engine) -> RuntimeError | None:
         for rule in RULES:
@@ -129,6 +158,12 @@ class Guards:
         return rule.where is not Where.SLICED or (name in engine.slices and engine.slices[name].num_ranks > 1)
 
     def _check_groups(self, engine: Engine) -> None:
+        for name, tensor in engine.step_tensors().items():
+            if tensor is not engine.params[name] and engine.params[name] in engine.optimizer.state:
+                raise RuntimeError(
+                    f"engine.optimizer.state: it has an entry for the module's {name!r}, of which the optimizer steps "
+                    f"a piece; write engine.optimizer.state[engine.step_tensors().by_name({name!r})]"
+                )
         if _count(engine) != self._num_stepped:
             # A group was added: of a tensor that the engine does not know, nobody averages the gradients.
             check_optimizer(engine.optimizer, engine.step_tensors())
@@ -161,61 +196,22 @@ class Guards:
                 now = mark(tensor)
                 known[name] = known.get(name, now)._replace(**{field: getattr(now, field) for field in fields})
 
+    @staticmethod
+    def _before_others_step(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
+        several = engine.num_data_ranks > 1
+        check_others_step(
+            optimizer, engine.params, engine.step_tensors(), engine.name,
+            is_early=several and engine._running, is_behind=several and engine.gradients.are_local,
+        )  # fmt: skip
+
     def _release(self) -> None:
         if self._claim is not None:
             self._claim.release()
             self._claim = None
-        if self._is_sharded:
-            for site in self._sites.values():
-                site.put_parameter()
-
-
-class _Owner:
-    """An engine, as a ``Claim`` asks it; all else is the engine's own."""
-
-    replaces_params = False
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._engine, name)
-
-    @property
-    def name(self) -> str:
-        return self._engine.name
-
-    @property
-    def module(self) -> nn.Module:
-        return self._engine.module
-
-    @property
-    def tensor_comm(self) -> Communicator | None:
-        return self._engine.tensor_comm
-
-    def owned(self) -> dict[str, tuple[int, int]]:
-        return self._engine.owned()
-
-    def spread_over(self) -> dict[str, tuple[Communicator, ...]]:
-        return self._engine.spread_over()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._engine.zero_grad(set_to_none)
-
-    def before_others_step(self, optimizer: torch.optim.Optimizer, *, inside: bool) -> None:
-        engine = self._engine
-        if not inside:
-            several = engine.num_data_ranks > 1
-            check_others_step(
-                optimizer, engine.params, engine.step_tensors(), engine.name,
-                is_early=several and engine._running, is_behind=several and engine.gradients.are_local,
-            )  # fmt: skip
-
-    def before_optimizer_step(self) -> None:
-        pass
-
-    def after_optimizer_step(self) -> None:
-        pass
+        for show in self._shown:
+            show(True)
+        for hook in self._hooks:
+            hook.remove()
 
 
 def _count(engine: Engine) -> int:

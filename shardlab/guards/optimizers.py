@@ -12,13 +12,20 @@ Torch's own are known. Any other says so itself, in its class or on the instance
 "tensor" or "model"; one that looks at whole tensors needs no word where the partition keeps them whole.
 """
 
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from typing import NamedTuple
 
 import torch
+from torch import Tensor, nn
 
+from shardlab.engines.checks import check_optimizer
+from shardlab.engines.hooks import unrefused
+from shardlab.engines.step_tensors import OptimizerFn, StepTensors, groups_of
 from shardlab.vocabulary import Partition
 
 DECLARATION = "shardlab_looks_at"
+_WHOLE = f"use one of {', '.join(other for other in Partition if other is not Partition.ELEMENTS)}"
 
 
 class LooksAt(StrEnum):
@@ -58,37 +65,110 @@ def looks_at(optimizer: torch.optim.Optimizer) -> LooksAt | None:
     return LooksAt(declared)
 
 
-def check_optimizer_fits(
-    optimizer: torch.optim.Optimizer, partition: Partition, *, is_cut: bool, is_sliced: bool
-) -> None:
-    """Refuse an optimizer whose step would depend on what other ranks have.
+class Cut(NamedTuple):
+    """How parameters are divided.
+
+    Attributes:
+        partition: 'elements' cuts parameters, the others give whole ones to ranks.
+        is_spread: whether several ranks share them.
+        is_sliced: whether some are slices of tensor parallelism.
+    """
+
+    partition: Partition
+    is_spread: bool
+    is_sliced: bool
+
+    @property
+    def goes_through(self) -> bool:
+        """Whether ranks have parts of a parameter."""
+        return self.is_sliced or (self.is_spread and self.partition is Partition.ELEMENTS)
+
+
+def fitting_optimizer(
+    make: OptimizerFn, tensors: StepTensors, params: Mapping[str, nn.Parameter], cut: Cut
+) -> torch.optim.Optimizer:
+    """The optimizer that a user's function builds, if it fits how parameters are divided.
 
     Args:
-        optimizer: new.
-        partition: of the parameters.
-        is_cut: whether several ranks share the parameters.
-        is_sliced: whether some are slices of tensor parallelism.
+        make: the user's function; called again only to find out why it has failed.
+        tensors: what the optimizer is to step.
+        params: of the module, by name.
+        cut: of the parameters.
 
     Raises:
-        ValueError: it looks at more than this rank has, or nobody has said what it looks at.
+        ValueError: its steps would depend on what other ranks have, nobody has said what they depend on, or the
+            function has chosen tensors by what pieces do not have.
+        Exception: otherwise whatever ``make`` raises.
     """
-    if not (is_cut or is_sliced):
-        return
+    try:
+        with tensors.choosing() as choice:
+            optimizer = make(tensors)
+    except Exception as error:
+        if (advice := _why_it_failed(make, tensors, params, cut)) is not None:
+            raise ValueError(f"optimizer_fn: {error} ({type(error).__name__}); {advice}") from error
+        raise
+    check_optimizer(optimizer, tensors)
+    if cut.is_spread or cut.is_sliced:
+        _check_fits(optimizer, cut)
+        groups = [group.names for group in groups_of(optimizer, tensors)]
+        if not choice.is_by_name(groups) and groups != [tensors.names] and not _is_by_dims(groups, tensors, cut):
+            raise ValueError(
+                "optimizer_fn: it groups tensors by their shape or size, or by identity, class or attributes, and this "
+                "rank's are pieces, perhaps empty ones, which share none of these with the module's parameters; choose "
+                "by name with tensors.where(lambda name: ...)"
+            )
+    return optimizer
+
+
+def _why_it_failed(make: OptimizerFn, tensors: StepTensors, params: Mapping[str, nn.Parameter], cut: Cut) -> str | None:
+    if cut.goes_through and _takes(make, StepTensors({name: _without_memory(params[name]) for name in params})):
+        return "it takes whole tensors, and 'elements' cuts through them; " + _WHOLE
+    frozen = [name for name, tensor in tensors.items() if not tensor.requires_grad]
+    if frozen and _takes(make, tensors.where(lambda name: name not in frozen)):
+        return (
+            f"it is given frozen parameters too, such as {frozen[0]!r}, since they may be unfrozen later; leave them "
+            "out with tensors.where(lambda name: model.get_parameter(name).requires_grad)"
+        )
+    return None
+
+
+def _takes(make: OptimizerFn, tensors: StepTensors) -> bool:
+    try:
+        make(tensors)
+    except Exception:  # a user's class may raise anything
+        return False
+    return True
+
+
+@unrefused
+def _without_memory(param: nn.Parameter) -> Tensor:
+    return torch.zeros((), dtype=param.dtype).expand(param.shape).requires_grad_(param.requires_grad)
+
+
+def _is_by_dims(groups: Sequence[Sequence[str]], tensors: StepTensors, cut: Cut) -> bool:
+    """Whether tensors of as many dims are in one group: then whole parameters would be grouped alike."""
+    if cut.is_spread and cut.partition is Partition.ELEMENTS:  # pieces are flat
+        return False
+    dims: dict[int, set[int]] = {}
+    for number, names in enumerate(groups):
+        for name in names:
+            dims.setdefault(tensors.by_name(name).dim(), set()).add(number)
+    left_out = {tensors.by_name(name).dim() for name in set(tensors.names).difference(*groups)}
+    return all(len(numbers) == 1 for numbers in dims.values()) and left_out.isdisjoint(dims)
+
+
+def _check_fits(optimizer: torch.optim.Optimizer, cut: Cut) -> None:
     kind, found = type(optimizer).__name__, looks_at(optimizer)
-    goes_through = is_sliced or partition is Partition.ELEMENTS
     if found is LooksAt.MODEL:
         raise ValueError(f"optimizer: {kind} looks at the whole model, so it cannot be sharded; use bucketed or ddp")
-    if found is LooksAt.TENSOR and is_sliced:
+    if found is LooksAt.TENSOR and cut.is_sliced:
         raise ValueError(
             f"optimizer: {kind} looks at more than one element at a time, and the model's parameters are slices over "
             "the tensor axis; use an optimizer that steps element by element, such as AdamW"
         )
-    if found is LooksAt.TENSOR and goes_through:
-        allowed = ", ".join(other for other in Partition if other is not Partition.ELEMENTS)
-        raise ValueError(
-            f"partition: {kind} looks at whole tensors, and 'elements' cuts through them; use one of {allowed}"
-        )
-    if found is None and goes_through:
+    if found is LooksAt.TENSOR and cut.goes_through:
+        raise ValueError(f"partition: {kind} looks at whole tensors, and 'elements' cuts through them; {_WHOLE}")
+    if found is None and cut.goes_through:
         raise ValueError(
             f"optimizer: {kind} is none of torch's own, and this rank steps pieces of the parameters; say in its class "
             f"what a step of one element looks at: {DECLARATION} = 'element', 'tensor' or 'model'; for 'tensor' use a "

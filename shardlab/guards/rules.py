@@ -8,7 +8,7 @@ rows.
 from enum import Enum
 from typing import NamedTuple
 
-from shardlab.strategies.gradients import Gradients
+from shardlab.engines.gradients import Gradients
 
 
 class Where(Enum):

@@ -19,8 +19,9 @@ hybrid_shard      as full_shard over S ranks, then an all-reduce of the       3P
 
 Of M micro-batches only the last sends gradients; each gathers its parameters. After the last gradients, and once more
 before the optimizer steps, one number over each data axis says whether a rank refuses to go on. A group of one rank
-sends nothing and has no rows. For a tensor-parallel model this file covers the data axes, and norms over the tensor axis; ``tensor`` covers
-the rest. Not listed: what is sent before the first step, and the mean of the loss, which the training step sends.
+sends nothing and has no rows. For a tensor-parallel model this file covers the data axes, and norms over the tensor
+axis; ``tensor`` covers the rest. Not listed: what is sent before the first step, and the mean of the loss, which the
+training step sends.
 Source: Rajbhandari et al., arXiv 1910.02054, section 7; Zhao et al., arXiv 2304.11277, section 3.2.
 """
 

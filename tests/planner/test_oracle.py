@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from shardlab.engines.buckets import build_buckets
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
-from shardlab.engines.buckets import build_buckets
 from shardlab.engines.precision import PRECISIONS
 from shardlab.planner import ADAM, SGD, SGD_MOMENTUM, Setup, described, predicted_collectives, predicted_memory
 from shardlab.planner.groups import groups_of

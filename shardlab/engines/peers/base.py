@@ -135,15 +135,6 @@ class Peer(AnyEngine):
         with self._claim.installing():
             self.optimizer.load_state_dict(state)
 
-    def before_others_step(self, optimizer: torch.optim.Optimizer, *, inside: bool) -> None:
-        """Nothing: where another optimizer may step is torch's business."""
-
-    def before_optimizer_step(self) -> None:
-        """Nothing."""
-
-    def after_optimizer_step(self) -> None:
-        """Nothing."""
-
     @abstractmethod
     def _prepare(self) -> None:
         """Build torch's engine around the module."""

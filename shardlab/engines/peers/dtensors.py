@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from shardlab.engines.clip_and_step import NORM_TYPES
+from shardlab.engines.clip import NORM_TYPES
 
 
 def device_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:

@@ -34,10 +34,10 @@ from shardlab.comm.events import Pending
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.hooks import in_plain_mode, unrefused
 from shardlab.engines.offload import Offload, copy_to_host, in_host_memory
+from shardlab.engines.precision import Precision
 from shardlab.engines.tensor_layout import TensorLayout
 from shardlab.engines.unused_params import mark_all_used, nobody_used
 from shardlab.partition.chunks import Layout, first_elements
-from shardlab.strategies.precision import Precision
 from shardlab.vocabulary import Role
 
 

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from shardlab.comm import BaseMesh
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.holdings import Division, Holding
-from shardlab.strategies.precision import Precision
+from shardlab.engines.precision import Precision
 from shardlab.vocabulary import MeshAxis, Role
 
 

@@ -42,13 +42,13 @@ from shardlab.comm.communicator import Communicator
 from shardlab.comm.trees import map_tensors, tensors_in
 from shardlab.engines.hooks import ModuleHook
 from shardlab.engines.offload import OFFLOADS
-from shardlab.engines.optimizer_fit import parse_partition
+from shardlab.engines.precision import Precision, cast_floating, parse_precision
+from shardlab.engines.sharded import Sharded
+from shardlab.engines.sharding import ShardingOptions, build_units
+from shardlab.engines.shards import State, Unit
+from shardlab.engines.strategy import Given, LaidOut
 from shardlab.meta_device import InitFn, reset_parameters
-from shardlab.strategies.precision import Precision, cast_floating, parse_precision
-from shardlab.strategies.sharded import Sharded
-from shardlab.strategies.sharding import ShardingOptions, build_units
-from shardlab.strategies.shards import State, Unit
-from shardlab.strategies.strategy import Given, LaidOut
+from shardlab.partition.chunks import parse_partition
 from shardlab.units.policy import AUTO, ROOT, WrapPolicy
 from shardlab.vocabulary import Partition
 

@@ -5,7 +5,7 @@ without another pass (with a ``precision``, sums are divided after the cast to t
 then has no ``.grad``, so that autograd cannot write into what is being sent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import torch
@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from shardlab.comm.events import Pending
 from shardlab.engines.unused_params import mark_all_used, write_unused
+from shardlab.partition.buckets import plan_buckets
 from shardlab.partition.chunks import first_elements
-from shardlab.partition.flat import FlatLayout
+from shardlab.partition.flat import FlatLayout, ParamSpec
+from shardlab.vocabulary import Partition
 
 
 class Bucket:
@@ -129,3 +131,26 @@ def _strides(param: nn.Parameter) -> tuple[int, ...]:
             return contiguous(param.shape)
         expected *= size
     return param.stride()
+
+
+def bucket_layouts(
+    params: Mapping[str, nn.Parameter], num_ranks: int, capacity_bytes: int, partition: Partition
+) -> tuple[FlatLayout, ...]:
+    """Which parameters are in which bucket, and where; the same on every rank: only their order and sizes matter.
+
+    Parameters that are frozen now get separate buckets, which cost nothing until they are unfrozen.
+
+    Args:
+        params: parameters by name, in the module's order.
+        num_ranks: number of chunks of each bucket; 1 if nothing is sharded.
+        capacity_bytes: bytes of a full bucket.
+        partition: how a bucket's elements are divided over the ranks.
+
+    Raises:
+        ValueError: a capacity below 1.
+    """
+    if capacity_bytes < 1:
+        raise ValueError(f"bucket_bytes: {capacity_bytes} is below 1; give the capacity of a bucket in bytes")
+    specs = [ParamSpec(name, tuple(param.shape), param.element_size()) for name, param in params.items()]
+    keys = [(param.dtype, param.device, param.requires_grad) for param in params.values()]
+    return plan_buckets(specs, keys, num_ranks, capacity_bytes, partition)

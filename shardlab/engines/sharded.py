@@ -7,9 +7,9 @@ from typing_extensions import override
 
 from shardlab.engines.holdings import Holding
 from shardlab.engines.offload import OFFLOADS, wait_for_copies
-from shardlab.strategies.saved import saved_by_reference
-from shardlab.strategies.shards import Shards, Unit
-from shardlab.strategies.strategy import Given, LaidOut, Strategy
+from shardlab.engines.saved import saved_by_reference
+from shardlab.engines.shards import Shards, Unit
+from shardlab.engines.strategy import Given, LaidOut, Strategy
 from shardlab.vocabulary import Role
 
 
@@ -52,6 +52,15 @@ class Sharded(Strategy):
             )
         for unit in self.units:
             unit.reshard()  # what was kept for a backward that did not come, or left by torch.autograd.grad
+        with self.visiting():
+            try:
+                yield
+            finally:
+                self.loaded()
+
+    @contextlib.contextmanager
+    def visiting(self) -> Iterator[None]:
+        """Inside, shards in host memory whose optimizer state is on the device are on it too."""
         if self.offload.gradients_and_state:
             wait_for_copies(self.device)  # the host is about to write what a gather may still be reading
         visiting = [one for one in self._unit_of_shards if one.visits]
@@ -64,7 +73,6 @@ class Sharded(Strategy):
                 one.leave()
             if visiting:
                 wait_for_copies(self.device)
-            self.loaded()
 
     @override
     def loaded(self) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardlab.strategies.shards import Shards
+from shardlab.engines.shards import Shards
 
 
 class _Kept(NamedTuple):

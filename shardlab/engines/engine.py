@@ -16,9 +16,8 @@ refuse on one rank alone: the refusal is kept until the next flag, and this rank
 
 import contextlib
 from collections.abc import Callable, Iterator
-from math import prod
 from pathlib import Path
-from typing import Any, Protocol, Self, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -27,22 +26,18 @@ from typing_extensions import override
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.coalesced import broadcast_coalesced
-from shardlab.comm.communicator import Communicator
 from shardlab.comm.transports.base import MismatchError
 from shardlab.comm.trees import tensors_in
-from shardlab.engines.agreement import check_alike, number_among
-from shardlab.engines.checks import check_model, check_optimizer_fn, check_types, tensor_axis
-from shardlab.engines.clip_and_step import Axes, clip_
-from shardlab.engines.holdings import Division, Holding, Holdings
-from shardlab.engines.hooks import forward_is, unrefused, untraced
-from shardlab.engines.state import EngineState, Stateful
+from shardlab.engines.any_engine import AnyEngine
+from shardlab.engines.checks import check_model, tensor_axis
+from shardlab.engines.gradients import Gradients
+from shardlab.engines.holdings import Division, Holding
+from shardlab.engines.hooks import unrefused, untraced
+from shardlab.engines.precision import advise, cast_buffers, cast_floating
+from shardlab.engines.shards import Unit
+from shardlab.engines.state import Stateful
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors
-from shardlab.partition.slices import slices_of
-from shardlab.strategies.gradients import Gradients
-from shardlab.strategies.precision import cast_floating
-from shardlab.strategies.shards import Unit
-from shardlab.strategies.strategy import Given, Strategy
-from shardlab.vocabulary import Role
+from shardlab.engines.strategy import Given, Strategy
 
 _OUTSIDE = -1  # torch's answer while no backward runs
 
@@ -52,6 +47,9 @@ class Watch(Protocol):
 
     def ask(self, moment: str, engine: "Engine") -> None:
         """Raise what must not be; called at each of the engine's verbs."""
+
+    def optimizer(self, make: OptimizerFn, engine: "Engine") -> torch.optim.Optimizer:
+        """What ``make`` builds over the engine's tensors, if it fits them."""
 
 
 @final
@@ -64,7 +62,8 @@ class Engine(AnyEngine):
         mesh: gradients are averaged over its data axes; None for this process alone. A tensor-parallel model also
             needs the axis ``tensor`` that it was parallelized over.
         strategy: one that no engine has yet.
-        guards: what users must not do is refused; None for the bare engine, which trains right programs alike.
+        guards: what users must not do is refused, on all ranks; False for the bare engine, which trains right programs
+            alike.
 
     Raises:
         ValueError: the module has no parameters, the mesh lacks an axis, or the optimizer does not fit.
@@ -76,10 +75,12 @@ class Engine(AnyEngine):
         optimizer_fn: OptimizerFn,
         mesh: BaseMesh | None,
         strategy: Strategy,
-        guards: Watch | None = None,
+        *,
+        guards: bool = True,
     ) -> None:
         super().__init__(model, optimizer_fn, mesh, strategy.axes)
-        self.strategy, self.name, self._guards = strategy, strategy.name, guards
+        self.strategy, self.name = strategy, strategy.name
+        self._guards = _new_guards() if guards else None
         self.tensor_comm = tensor_axis(self.mesh, model, self.slices)
         self.gradients = Gradients.NONE
         self._due: set[nn.Parameter] = set()  # trained in a backward since zero_grad(); may be frozen by now
@@ -95,26 +96,39 @@ class Engine(AnyEngine):
         )
         self._ask("model")
         self._equalise_all()
+        cast_buffers(model, strategy.precision)
         given = Given(model, self.params, self.data_comms, self.mesh.device, self._is_due, self._wake, self._equalise)
         laid_out = strategy.lay_out(given)
         self._divisions = laid_out.divisions
         self._step_tensors = StepTensors(laid_out.stepped, are_parts=self.sharded_over is not None or bool(self.slices))
-        self.optimizer = optimizer_fn(self._step_tensors)
+        tensors = self._step_tensors
+        try:
+            watch = self._guards
+            self.optimizer = optimizer_fn(tensors) if watch is None else watch.optimizer(optimizer_fn, self)
+        except Exception:
+            self._give_back()  # this may gather: with guards all ranks have raised, so all of them join
+            raise
         self._hooks = [hook for param in self.params.values() for hook in self._watch(param)]
         self._ask("built")
 
+    @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
         self._begin_verb()
         self._ask("forward")
         args, kwargs = cast_floating((args, kwargs), self.strategy.precision.compute)
-        with self.strategy.forward():
-            output = self.module(*args, **kwargs)
+        try:
+            with self.strategy.forward():
+                output = self.module(*args, **kwargs)
+        except RuntimeError as error:
+            advise(error, self.strategy.precision, self.module)
+            raise
         output = cast_floating(output, self.strategy.precision.output)
         self._ask("forwarded")  # what the strategy has put in the place of parameters is no user's write
         self._follow(output)
         return output
 
+    @override
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Gradients of ``loss``, averaged over the data axes unless inside ``no_sync()``.
 
@@ -159,6 +173,7 @@ class Engine(AnyEngine):
         self._ask("means")
         return norm
 
+    @override
     def step(self) -> None:
         """One optimizer step; afterwards all ranks train on with the same model."""
         self._begin_verb()
@@ -231,11 +246,12 @@ class Engine(AnyEngine):
         self._ask("stepped")
         return extra
 
+    @override
     def guard_slices(self) -> None:
         """Whoever may change the means calls this after it."""
         self._ask("means")
 
-    @unrefused
+    @override
     def close(self) -> None:
         """Give the module back, so that it trains alone again. A second call does nothing.
 
@@ -244,16 +260,21 @@ class Engine(AnyEngine):
         if self._is_closed:
             return
         self.zero_grad()
-        if self.strategy.steps_pieces:
-            with self.full_params():
-                values = [param.detach().clone() for param in self.params.values()]
-            for param, value in zip(self.params.values(), values, strict=True):
-                param.data = value  # its own memory: what it was a view of may be freed
+        self._give_back()
         self._is_closed = True
         for hook in self._hooks:
             hook.remove()
-        self.strategy.close()
         self._ask("closed")
+
+    @unrefused
+    def _give_back(self) -> None:
+        """Put into the module what plain training needs."""
+        if self.strategy.steps_pieces:
+            with self.strategy.full(keep_changes=False):
+                values = [param.detach().clone() for param in self.params.values()]
+            for param, value in zip(self.params.values(), values, strict=True):
+                param.data = value  # its own memory: what it was a view of may be freed
+        self.strategy.close()
 
     # What a backward is, and who raises.
 
@@ -335,6 +356,7 @@ class Engine(AnyEngine):
             self.strategy.reduce_rest()
             with contextlib.suppress(RuntimeError):
                 self._agree(RuntimeError(f"{type(error).__name__}: {error}"))
+        self._ask("failed")  # what the strategy has resharded is no user's change
 
     def _begin_verb(self) -> None:
         """Find out whether a plain ``loss.backward()`` raised: it is still open, and autograd does not run."""
@@ -400,10 +422,19 @@ class Engine(AnyEngine):
         return self.strategy.keeps_pieces
 
     @override
+    def stepping(self) -> contextlib.AbstractContextManager[None]:
+        """As the base."""
+        visiting: Callable[[], contextlib.AbstractContextManager[None]] | None
+        visiting = getattr(self.strategy, "visiting", None)  # where shards are in host memory between steps
+        return contextlib.nullcontext() if visiting is None else visiting()
+
+    @override
     def install_optimizer_state(self, state: dict[str, Any]) -> None:
         """Load a state dict of the optimizer over this rank's ``step_tensors()``."""
         self._ask("install")
-        self.optimizer.load_state_dict(state)
+        # Torch moves the state to the device of the tensors; inside, those are where they are stepped.
+        with self.stepping():
+            self.optimizer.load_state_dict(state)
         self._ask("installed")
 
     def unshard(self, unit: str) -> None:
@@ -419,7 +450,7 @@ class Engine(AnyEngine):
         self._unit(unit).let_go()
 
     def _unit(self, name: str) -> Unit:
-        units = {one.name: one for one in getattr(self.strategy, "units", ())}
+        units: dict[str, Unit] = {one.name: one for one in getattr(self.strategy, "units", ())}
         if name not in units:
             raise ValueError(f"unit: {name!r} is not one of {', '.join(units) or 'none'}")
         return units[name]
@@ -437,3 +468,9 @@ class Engine(AnyEngine):
         if self.tensor_comm is not None:
             whole = [tensor for name, tensor in named if name not in self.slices]
             broadcast_coalesced(self.tensor_comm, whole, tag="whole parameters and buffers from tensor rank 0")
+
+
+def _new_guards() -> Watch:
+    from shardlab.guards import Guards  # here, so that you can read the engine without them
+
+    return Guards()
