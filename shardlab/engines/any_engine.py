@@ -20,7 +20,7 @@ from shardlab.engines.hooks import forward_is
 from shardlab.engines.state import EngineState
 from shardlab.engines.step_tensors import OptimizerFn
 from shardlab.partition.slices import slices_of
-from shardlab.vocabulary import Role
+from shardlab.vocabulary import MeshAxis, Role
 
 
 class AnyEngine(Holdings, EngineState):
@@ -41,12 +41,12 @@ class AnyEngine(Holdings, EngineState):
         model: nn.Module,
         optimizer_fn: OptimizerFn,
         mesh: BaseMesh | None,
-        axes: Callable[[BaseMesh], Sequence[Communicator]],
+        axes: Sequence[MeshAxis],
     ) -> None:
         check_types(model, mesh)
         check_optimizer_fn(optimizer_fn)
         self.module, self.mesh = model, BaseMesh.alone() if mesh is None else mesh
-        self.data_comms = tuple(axes(self.mesh))
+        self.data_comms = tuple(self.mesh[axis] for axis in axes)
         self.comm = self.data_comms[-1]  # the innermost, over which strategies that shard do so
         self.slices = slices_of(model)  # of a tensor-parallel model, by parameter name
         self.tensor_comm: Communicator | None = None

@@ -85,6 +85,7 @@ class Engine(AnyEngine):
         self.gradients = Gradients.NONE
         self._due: set[nn.Parameter] = set()  # trained in a backward since zero_grad(); may be frozen by now
         self._refusal: Exception | None = None  # of a guard, until the next flag
+        self._flag: tuple[Exception | None, Callable[[], float]] | None = None  # sent and not read
         self._running = False  # a backward
         self._open = contextlib.ExitStack()  # the strategy's part of it
         check_model(
@@ -99,7 +100,7 @@ class Engine(AnyEngine):
         cast_buffers(model, strategy.precision)
         given = Given(model, self.params, self.data_comms, self.mesh.device, self._is_due, self._wake, self._equalise)
         laid_out = strategy.lay_out(given)
-        self._divisions = laid_out.divisions
+        self._divisions, self._hooks = laid_out.divisions, list(laid_out.hooks)
         self._step_tensors = StepTensors(laid_out.stepped, are_parts=self.sharded_over is not None or bool(self.slices))
         tensors = self._step_tensors
         try:
@@ -108,7 +109,7 @@ class Engine(AnyEngine):
         except Exception:
             self._give_back()  # this may gather: with guards all ranks have raised, so all of them join
             raise
-        self._hooks = [hook for param in self.params.values() for hook in self._watch(param)]
+        self._hooks += [hook for param in self.params.values() for hook in self._watch(param)]
         self._ask("built")
 
     @override
@@ -159,6 +160,7 @@ class Engine(AnyEngine):
         """
         self._begin_verb()
         self._refuse_failed()
+        self._read_flag()
         if self.gradients is not Gradients.MEANS:
             self._ask("reduce")
             self.strategy.reduce_rest()
@@ -181,6 +183,7 @@ class Engine(AnyEngine):
         self.finish_gradients()
         if self._guards is not None:
             self._agree()
+        self._read_flag()
         with self.strategy.stepping():
             self.optimizer.step()
         self.num_steps += 1
@@ -205,6 +208,7 @@ class Engine(AnyEngine):
         for tensor in (*self.params.values(), *self._step_tensors):
             tensor.grad = None
         self.strategy.drop()
+        self._flag = None
         self._due.clear()
         self.gradients = Gradients.NONE
 
@@ -242,7 +246,8 @@ class Engine(AnyEngine):
         """As the base."""
         self._begin_verb()
         extra = super().load(directory, **objects)
-        self.strategy.loaded()
+        with self.strategy.stepping(loads=True):
+            pass  # each rank has loaded its own pieces
         self._ask("stepped")
         return extra
 
@@ -262,8 +267,6 @@ class Engine(AnyEngine):
         self.zero_grad()
         self._give_back()
         self._is_closed = True
-        for hook in self._hooks:
-            hook.remove()
         self._ask("closed")
 
     @unrefused
@@ -274,7 +277,8 @@ class Engine(AnyEngine):
                 values = [param.detach().clone() for param in self.params.values()]
             for param, value in zip(self.params.values(), values, strict=True):
                 param.data = value  # its own memory: what it was a view of may be freed
-        self.strategy.close()
+        for hook in self._hooks:
+            hook.remove()
 
     # What a backward is, and who raises.
 
@@ -373,17 +377,22 @@ class Engine(AnyEngine):
     def _agree(self, raised: Exception | None = None) -> None:
         """Raise on all ranks what one of them has to raise; one number over each data axis."""
         raised, self._refusal = raised or self._refusal, None
-        if self.num_data_ranks > 1:
-            # The largest number of a rank that raises, from 1: so all of them can name it.
-            flag = torch.zeros(1, device=self.mesh.device)
-            if raised is not None:
-                flag.fill_(self.data_rank + 1)
-            for comm in self.data_comms:
-                comm.all_reduce(flag, reduction="max", tag="whether a rank refuses").wait()
-            number = int(flag.item())
-        else:
-            number = int(raised is not None)
-        if number:
+        if raised is None and self.num_data_ranks == 1:
+            return
+        # The largest number of a rank that raises, from 1: so all of them can name it.
+        flag = torch.full((1,), 0.0 if raised is None else self.data_rank + 1.0, device=self.mesh.device)
+        for comm in self.data_comms:
+            comm.all_reduce(flag, reduction="max", tag="whether a rank refuses").wait()
+        self._flag = raised, read_later(flag)
+        # On a GPU the host would wait for the whole backward: there the next verb that needs the means reads it.
+        if raised is not None or not flag.is_cuda:
+            self._read_flag()
+
+    def _read_flag(self) -> None:
+        if self._flag is None:
+            return
+        (raised, read), self._flag = self._flag, None
+        if number := int(read()):
             self.gradients = Gradients.FAILED
             raise raised or RuntimeError(
                 f"rank {number - 1} raised, so all do, and its own error says why; call engine.zero_grad() on all ranks"
@@ -468,6 +477,21 @@ class Engine(AnyEngine):
         if self.tensor_comm is not None:
             whole = [tensor for name, tensor in named if name not in self.slices]
             broadcast_coalesced(self.tensor_comm, whole, tag="whole parameters and buffers from tensor rank 0")
+
+
+def read_later(number: Tensor) -> Callable[[], float]:
+    """How to read a number, [1], so that the host waits for what is before it on the device and for nothing else."""
+    if not number.is_cuda:
+        return number.item
+    host, copied = torch.empty(number.shape, dtype=number.dtype, pin_memory=True), torch.cuda.Event()
+    host.copy_(number, non_blocking=True)
+    copied.record()
+
+    def read() -> float:
+        copied.synchronize()
+        return float(host.item())
+
+    return read
 
 
 def _new_guards() -> Watch:

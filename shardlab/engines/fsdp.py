@@ -30,6 +30,7 @@ make it part of a larger unit with ``wrap``. Source: Zhao et al., arXiv 2304.112
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -37,8 +38,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from shardlab.comm import BaseMesh
-from shardlab.comm.communicator import Communicator
 from shardlab.comm.trees import map_tensors, tensors_in
 from shardlab.engines.hooks import ModuleHook
 from shardlab.engines.offload import OFFLOADS
@@ -114,7 +113,7 @@ class FSDP(Sharded):
             replicate_below, init_fn or reset_parameters,
         )  # fmt: skip
         self.partition, self.precision, self.offload = self.options.partition, self.options.precision, OFFLOADS[offload]
-        self._prefetch = prefetch
+        self.axes, self._prefetch = self.options.axes, prefetch
         self._pass: Pass | None = None  # the forward under way
         self._is_taped = False
         self._reshards = True  # after their forward, in this pass
@@ -129,11 +128,6 @@ class FSDP(Sharded):
         self._root_stays = 0
 
     @override
-    def axes(self, mesh: BaseMesh) -> tuple[Communicator, ...]:
-        """Those that ``sharding`` names."""
-        return self.options.axes(mesh)
-
-    @override
     def make_units(self, given: Given) -> list[Unit]:
         """By ``wrap``; each is allocated, if need be, and sharded before the next."""
         return build_units(given, self.options, self.at)
@@ -145,8 +139,7 @@ class FSDP(Sharded):
         self._root = next((unit for unit in self.units if unit.name == ROOT), None)
         self._guess = list(self.units)  # the order of a forward
         self._depth = dict.fromkeys(self.units, 0)
-        self._hooks = [hook for unit in self.units for hook in self._watch(unit)]
-        return laid_out
+        return replace(laid_out, hooks=[hook for unit in self.units for hook in self._watch(unit)])
 
     def _watch(self, unit: Unit) -> list[RemovableHandle]:
         module, dtype = unit.module, self.precision.compute
@@ -163,12 +156,6 @@ class FSDP(Sharded):
             module.register_forward_pre_hook(ModuleHook(before), prepend=True, with_kwargs=True),
             module.register_forward_hook(after, always_call=True),
         ]
-
-    @override
-    def close(self) -> None:
-        """As the base."""
-        for hook in self._hooks:
-            hook.remove()
 
     # Forward: gather, reshard, and write the tape.
 
@@ -348,8 +335,8 @@ class FSDP(Sharded):
 
     @contextlib.contextmanager
     @override
-    def stepping(self) -> Iterator[None]:
+    def stepping(self, *, loads: bool = False) -> Iterator[None]:
         """As the base."""
-        with super().stepping():
+        with super().stepping(loads=loads):
             self._waiting = []  # their graphs have saved values that this step replaces
             yield

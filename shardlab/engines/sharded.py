@@ -44,7 +44,7 @@ class Sharded(Strategy):
 
     @contextlib.contextmanager
     @override
-    def stepping(self) -> Iterator[None]:
+    def stepping(self, *, loads: bool = False) -> Iterator[None]:
         """As the base; no gather, since each rank steps what it keeps."""
         if any(unit.num_holders for unit in self.units):
             raise RuntimeError(
@@ -55,8 +55,9 @@ class Sharded(Strategy):
         with self.visiting():
             try:
                 yield
-            finally:
-                self.loaded()
+            finally:  # what a graph has saved by reference is not this any more
+                for one in self._unit_of_shards:
+                    one.version += 1
 
     @contextlib.contextmanager
     def visiting(self) -> Iterator[None]:
@@ -73,12 +74,6 @@ class Sharded(Strategy):
                 one.leave()
             if visiting:
                 wait_for_copies(self.device)
-
-    @override
-    def loaded(self) -> None:
-        """As the base: what a graph has saved by reference is not this any more."""
-        for one in self._unit_of_shards:
-            one.version += 1
 
     @override
     def reduce_rest(self) -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from shardlab import vocabulary
-from shardlab.comm import BaseMesh, Communicator
+from shardlab.comm import Communicator
 from shardlab.engines.agreement import all_or_none
 from shardlab.engines.offload import OFFLOADS, check_host_memory
 from shardlab.engines.precision import Precision
@@ -42,8 +42,8 @@ class Sharding(NamedTuple):
         reshards_after_forward: whether full parameters are freed between forward and backward.
     """
 
-    shard_axis: str | None
-    replica_axis: str | None
+    shard_axis: MeshAxis | None
+    replica_axis: MeshAxis | None
     reshards_after_forward: bool
 
 
@@ -97,10 +97,11 @@ class ShardingOptions:
                 "rows; use layout='flat', or partition='elements'"
             )
 
-    def axes(self, mesh: BaseMesh) -> tuple[Communicator, ...]:
+    @property
+    def axes(self) -> tuple[MeshAxis, ...]:
         """The axes that gradients are averaged over, outer first."""
         row = SHARDINGS[self.sharding]
-        return tuple(mesh[axis] for axis in (row.replica_axis, row.shard_axis) if axis is not None)
+        return tuple(axis for axis in (row.replica_axis, row.shard_axis) if axis is not None)
 
     @property
     def reshards_after_forward(self) -> bool:

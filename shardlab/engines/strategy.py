@@ -23,7 +23,7 @@ parameters train, what forward ran), and never on what this rank's rows have use
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import prod
@@ -31,8 +31,8 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from shardlab.comm import BaseMesh
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.precision import Precision
@@ -70,10 +70,12 @@ class LaidOut:
     Attributes:
         stepped: what this rank's optimizer steps, by the name of the parameter, in the module's order.
         divisions: which rank has which elements, bucket by bucket; empty where all ranks have all.
+        hooks: what was put on the module; the engine removes them when it is closed.
     """
 
     stepped: Mapping[str, Tensor]
     divisions: list[Division] = field(default_factory=list)
+    hooks: Sequence[RemovableHandle] = ()
 
 
 class Strategy:
@@ -88,10 +90,8 @@ class Strategy:
     """Whether parameters may be on the meta device, to be allocated by ``lay_out``."""
     keeps_pieces = False
     """Whether what this rank keeps between steps are those pieces alone, and no whole parameters."""
-
-    def axes(self, mesh: BaseMesh) -> tuple[Communicator, ...]:
-        """The axes of the mesh to average over, outer first; parameters are divided over the last."""
-        return (mesh[MeshAxis.DATA],)
+    axes: tuple[MeshAxis, ...] = (MeshAxis.DATA,)
+    """Those of the mesh to average over, outer first; parameters are divided over the last."""
 
     def lay_out(self, given: Given) -> LaidOut:
         """Take the model: divide, move, allocate. Called once, with equal parameters on all ranks."""
@@ -114,8 +114,12 @@ class Strategy:
     def reduce_rest(self) -> None:
         """Send what has not been sent, and make means of all gradients; after backwards, also where there was none."""
 
-    def stepping(self) -> AbstractContextManager[None]:
-        """Inside, the optimizer steps what ``lay_out`` returned; at the end all ranks have the stepped model."""
+    def stepping(self, *, loads: bool = False) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Inside, the optimizer steps what ``lay_out`` returned; at the end all ranks have the stepped model.
+
+        Args:
+            loads: it is no step: a checkpoint has been written into all that this rank keeps, frozen or not.
+        """
         return contextlib.nullcontext()
 
     def drop(self) -> None:
@@ -124,12 +128,6 @@ class Strategy:
     def full(self, *, keep_changes: bool) -> AbstractContextManager[None]:  # noqa: ARG002
         """Inside, the module has its full parameters, as they are stored; with ``keep_changes`` writes stay."""
         return contextlib.nullcontext()
-
-    def loaded(self) -> None:
-        """Other values have been written into what this rank keeps between steps."""
-
-    def close(self) -> None:
-        """Remove what was put on the module."""
 
     def holdings(self) -> Iterator[Holding]:
         """Every long-lived tensor of parameters and gradients; a storage with two roles counts in the first."""

@@ -142,16 +142,11 @@ class ZeRO1(Bucketed):
 
     @contextlib.contextmanager
     @override
-    def stepping(self) -> Iterator[None]:
+    def stepping(self, *, loads: bool = False) -> Iterator[None]:
         """As the base; at the end the pieces of all ranks are gathered."""
         yield
         # By what is due, which all ranks know: one that stepped nothing of a bucket must join its gather too.
-        self._gather([bucket for bucket in self.buckets if any(map(self.is_due, bucket.params))])
-
-    @override
-    def loaded(self) -> None:
-        """Each rank has loaded its own pieces: gather all."""
-        self._gather(self.buckets)
+        self._gather([bucket for bucket in self.buckets if loads or any(map(self.is_due, bucket.params))])
 
     def _gather(self, buckets: list[Bucket]) -> None:
         # All are issued, in the order of the buckets on every rank, before the first is waited for.

@@ -64,5 +64,5 @@ def _loss(model: Any, rows: Tensor) -> Tensor:
     return loss
 
 
-def _options(strategy: str) -> dict[str, int]:
+def _options(strategy: str) -> dict[str, Any]:
     return {"bucket_bytes": _BUCKET_BYTES} if "bucket_bytes" in engine_options(strategy) else {}

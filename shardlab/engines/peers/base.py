@@ -58,7 +58,7 @@ class Peer(AnyEngine):
         if mesh is None:
             raise ValueError(f"mesh: {self.name!r} needs one, over all ranks of a RankPool, launch or torchrun")
         check_free(model)
-        super().__init__(model, optimizer_fn, mesh, lambda given: (given[MeshAxis.DATA],))
+        super().__init__(model, optimizer_fn, mesh, (MeshAxis.DATA,))
         if self.slices:
             raise ValueError(f"model: parallelize_module has already sliced it; give {self.name!r} a whole one")
         self._occasion = "setup"
