@@ -14,6 +14,7 @@ from shardlab.engines.ddp import DDP
 from shardlab.engines.engine import Engine
 from shardlab.engines.fsdp import FSDP
 from shardlab.engines.grad_scaler import GradScaler
+from shardlab.engines.guards import Guards
 from shardlab.engines.holdings import ShardRow
 from shardlab.engines.peers import TorchDDP, TorchFSDP2, TorchTP, TorchZeRO1
 from shardlab.engines.peers.base import Peer
@@ -27,9 +28,10 @@ from shardlab.engines.zero1 import ZeRO1
 from shardlab.engines.zero2 import ZeRO2
 from shardlab.engines.zero3 import ZeRO3
 
-# Set here and not imported by the engines, so that training code does not depend on checkpoints. This file runs before
-# any import from the package.
+# Set here and not imported by the engines, so that training code depends neither on checkpoints nor on guards. This file
+# runs before any import from the package.
 EngineState.checkpointer = checkpoint
+Engine.new_guards = Guards
 
 __all__ = [
     "DDP",

@@ -17,7 +17,7 @@ refuse on one rank alone: the refusal is kept until the next flag, and this rank
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, ClassVar, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -34,16 +34,16 @@ from shardlab.engines.gradients import Gradients
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.hooks import unrefused, untraced
 from shardlab.engines.precision import advise, cast_buffers, cast_floating
-from shardlab.engines.shards import Unit
 from shardlab.engines.state import Stateful
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors
 from shardlab.engines.strategy import Given, Strategy
+from shardlab.vocabulary import FLAG, TOLD, Role
 
 _OUTSIDE = -1  # torch's answer while no backward runs
 
 
 class Watch(Protocol):
-    """What an engine asks of guards, see ``shardlab.guards``."""
+    """What an engine asks of guards, see ``shardlab.engines.guards``."""
 
     def ask(self, moment: str, engine: "Engine") -> None:
         """Raise what must not be; called at each of the engine's verbs."""
@@ -69,6 +69,9 @@ class Engine(AnyEngine):
         ValueError: the module has no parameters, the mesh lacks an axis, or the optimizer does not fit.
     """
 
+    new_guards: ClassVar[Callable[[], Watch]]
+    """Set by ``shardlab.engines``, so that you can read the engine, and train with it, without guards."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -80,7 +83,7 @@ class Engine(AnyEngine):
     ) -> None:
         super().__init__(model, optimizer_fn, mesh, strategy.axes)
         self.strategy, self.name = strategy, strategy.name
-        self._guards = _new_guards() if guards else None
+        self._guards = self.new_guards() if guards else None
         self.tensor_comm = tensor_axis(self.mesh, model, self.slices)
         self.gradients = Gradients.NONE
         self._due: set[nn.Parameter] = set()  # trained in a backward since zero_grad(); may be frozen by now
@@ -178,9 +181,8 @@ class Engine(AnyEngine):
     @override
     def step(self) -> None:
         """One optimizer step; afterwards all ranks train on with the same model."""
-        self._begin_verb()
-        self._ask("step")
         self.finish_gradients()
+        self._ask("step")
         if self._guards is not None:
             self._agree()
         self._read_flag()
@@ -203,6 +205,7 @@ class Engine(AnyEngine):
             for tensor in self._step_tensors:
                 if tensor.grad is not None:
                     tensor.grad.zero_()
+            self._ask("means")
             return
         self._ask("zero_grad")
         for tensor in (*self.params.values(), *self._step_tensors):
@@ -382,7 +385,7 @@ class Engine(AnyEngine):
         # The largest number of a rank that raises, from 1: so all of them can name it.
         flag = torch.full((1,), 0.0 if raised is None else self.data_rank + 1.0, device=self.mesh.device)
         for comm in self.data_comms:
-            comm.all_reduce(flag, reduction="max", tag="whether a rank refuses").wait()
+            comm.all_reduce(flag, reduction="max", tag=FLAG).wait()
         self._flag = raised, read_later(flag)
         # On a GPU the host would wait for the whole backward: there the next verb that needs the means reads it.
         if raised is not None or not flag.is_cuda:
@@ -395,7 +398,7 @@ class Engine(AnyEngine):
         if number := int(read()):
             self.gradients = Gradients.FAILED
             raise raised or RuntimeError(
-                f"rank {number - 1} raised, so all do, and its own error says why; call engine.zero_grad() on all ranks"
+                f"rank {number - 1} {TOLD}, and its own error says why; call engine.zero_grad() on all ranks"
             )
 
     def _ask(self, moment: str) -> None:
@@ -422,7 +425,10 @@ class Engine(AnyEngine):
     def holdings(self) -> Iterator[Holding]:
         """Every long-lived tensor of the engine; a storage that comes in several roles counts in the first."""
         yield from self.strategy.holdings()
-        yield from super()._state_holdings()
+        for state in super()._state_holdings():
+            if state.role is Role.OPTIMIZER_STATE and self.strategy.state_role is not Role.OPTIMIZER_STATE:
+                yield Holding(self.strategy.state_role, state.tensor)  # first, so that its bytes count there
+            yield state
         yield from self._buffer_holdings()
 
     @property
@@ -458,8 +464,8 @@ class Engine(AnyEngine):
         """Reshard a unit that was gathered by hand."""
         self._unit(unit).let_go()
 
-    def _unit(self, name: str) -> Unit:
-        units: dict[str, Unit] = {one.name: one for one in getattr(self.strategy, "units", ())}
+    def _unit(self, name: str) -> Any:
+        units = {one.name: one for one in getattr(self.strategy, "units", ())}  # of a strategy that shards
         if name not in units:
             raise ValueError(f"unit: {name!r} is not one of {', '.join(units) or 'none'}")
         return units[name]
@@ -492,9 +498,3 @@ def read_later(number: Tensor) -> Callable[[], float]:
         return float(host.item())
 
     return read
-
-
-def _new_guards() -> Watch:
-    from shardlab.guards import Guards  # here, so that you can read the engine without them
-
-    return Guards()

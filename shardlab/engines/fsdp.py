@@ -49,7 +49,7 @@ from shardlab.engines.strategy import Given, LaidOut
 from shardlab.meta_device import InitFn, reset_parameters
 from shardlab.partition.chunks import parse_partition
 from shardlab.units.policy import AUTO, ROOT, WrapPolicy
-from shardlab.vocabulary import Partition
+from shardlab.vocabulary import Partition, Role
 
 
 class Act(NamedTuple):
@@ -114,6 +114,7 @@ class FSDP(Sharded):
         )  # fmt: skip
         self.partition, self.precision, self.offload = self.options.partition, self.options.precision, OFFLOADS[offload]
         self.axes, self._prefetch = self.options.axes, prefetch
+        self.state_role = Role.OFFLOADED if self.offload.gradients_and_state else Role.OPTIMIZER_STATE
         self._pass: Pass | None = None  # the forward under way
         self._is_taped = False
         self._reshards = True  # after their forward, in this pass

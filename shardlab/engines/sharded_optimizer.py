@@ -19,13 +19,13 @@ from typing_extensions import override
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.agreement import all_or_none
 from shardlab.engines.checks import check_separate
-from shardlab.engines.claims import PIECES
+from shardlab.engines.guards.claims import PIECES
+from shardlab.engines.guards.optimizers import Cut, fitting_optimizer
+from shardlab.engines.guards.snapshot import Mark, mark
 from shardlab.engines.holdings import owned_in, owners_in
 from shardlab.engines.step_tensors import StepTensors, guard_groups, is_clipping
 from shardlab.engines.strategy import Given
 from shardlab.engines.zero1 import ZeRO1
-from shardlab.guards.optimizers import Cut, fitting_optimizer
-from shardlab.guards.snapshot import Mark, mark
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.vocabulary import Partition
 
@@ -75,7 +75,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return optimizer_cls(self._groups_of(tensors), **defaults)
 
         cut = Cut(self._zero.partition, is_spread=comm.num_ranks > 1, is_sliced=False)
-        self.inner = all_or_none((comm,), device, lambda: fitting_optimizer(make, self._tensors, self._named, cut))
+        shapes = {name: tuple(param.shape) for name, param in self._named.items()}
+        self.inner = all_or_none((comm,), device, lambda: fitting_optimizer(make, self._tensors, shapes, cut))
         guard_groups(self.inner, _Pieces(laid_out.stepped))
         self._share()
         self._remember()

@@ -90,6 +90,8 @@ class Strategy:
     """Whether parameters may be on the meta device, to be allocated by ``lay_out``."""
     keeps_pieces = False
     """Whether what this rank keeps between steps are those pieces alone, and no whole parameters."""
+    state_role = Role.OPTIMIZER_STATE
+    """What the optimizer's state counts as: offloaded, where it stays in host memory."""
     axes: tuple[MeshAxis, ...] = (MeshAxis.DATA,)
     """Those of the mesh to average over, outer first; parameters are divided over the last."""
 

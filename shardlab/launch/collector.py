@@ -13,12 +13,14 @@ from shardlab.launch.hang_board import BoardRow, CallState, describe, mismatch
 from shardlab.launch.messages import Answer, Failure, Note, Payload, unpack
 from shardlab.launch.processes import RankProcess, RankProcesses
 from shardlab.launch.silence import Silence, is_stopped, stack_of, state_of
+from shardlab.vocabulary import TOLD
 
 _LOOK_EVERY_S = 0.1
 _GRACE_S = 0.3
 _CAUSE_GRACE_S = 1.0
-# What gloo and NCCL report on the surviving ranks when one rank is gone: an effect of the failure, not its cause.
+# What gloo, NCCL and engines report on the other ranks when one rank fails: an effect of the failure, not its cause.
 _AFTERMATH = (
+    TOLD,
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",

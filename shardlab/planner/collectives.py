@@ -36,7 +36,7 @@ from shardlab.planner.groups import ROOT, Group, backward_order, groups_of
 from shardlab.planner.model import ITEMSIZES, PlannedModel
 from shardlab.planner.setup import Setup
 from shardlab.tables import COLLECTIVES
-from shardlab.vocabulary import Collective, MeshAxis, Phase
+from shardlab.vocabulary import FLAG, Collective, MeshAxis, Phase
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class _Step:
     def flag(self, phase: Phase) -> Iterator[Call]:
         """Whether a rank refuses: the engine asks its axes outer first."""
         for axis, size in self.data_axes[::-1]:
-            yield Call(Collective.ALL_REDUCE, axis, "whether a rank refuses", phase, "float32", 4, 1, size)
+            yield Call(Collective.ALL_REDUCE, axis, FLAG, phase, "float32", 4, 1, size)
 
     def clip(self) -> Iterator[Call]:
         """The norm of sharded gradients; before it, for a gradient scaler, one scalar per axis for the inf check."""

@@ -116,8 +116,7 @@ def _in_other_dtypes(group: Group, setup: Setup, shard: int) -> dict[Role, int]:
     if (computed := setup.dtype_in_compute(group.dtype)) != group.dtype:
         held = {Role.PARAMETER: numel * ITEMSIZES[computed], Role.MASTER_WEIGHT: chunk}
     if (reduced := setup.dtype_in_reduction(group.dtype)) != group.dtype and setup.strategy == "zero1":
-        means = chunk if any(group.stepped(shard)) else 0
-        held[Role.GRADIENT] = group.trainable * numel * ITEMSIZES[reduced] + means
+        held[Role.GRADIENT] = group.trainable * (numel * ITEMSIZES[reduced] + chunk)
     return held
 
 

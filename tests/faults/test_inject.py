@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import STRATEGIES, build_engine, check_agreement
+from shardlab.engines import STRATEGIES, build_engine
 from shardlab.experiment import compare, load_comparison
 from shardlab.experiment.verdicts import verdict, verdicts
 from shardlab.faults import (
@@ -87,8 +87,6 @@ def skips(rank, phase):
                 one_step(engine, rank, step=step)
                 engine.zero_grad()
         left = {"backward", "step"} & vars(engine).keys()
-        with pytest.raises(RuntimeError, match="agreement: ranks differ"):
-            check_agreement(engine)
         return engine.num_backwards, engine.num_steps, left
 
 

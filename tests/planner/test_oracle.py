@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from shardlab.engines.buckets import build_buckets
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
+from shardlab.engines.bucket import bucket_layouts
 from shardlab.engines.precision import PRECISIONS
 from shardlab.planner import ADAM, SGD, SGD_MOMENTUM, Setup, described, predicted_collectives, predicted_memory
 from shardlab.planner.groups import groups_of
@@ -220,10 +220,11 @@ def test_buckets_are_the_engines_buckets(partition):
     for kind in cases.MODELS:
         model = cases.build(kind)
         setup = Setup("zero1", 3, bucket_bytes=BUCKET_BYTES, partition=partition)
-        buckets = build_buckets(dict(model.named_parameters()), 3, BUCKET_BYTES, partition)
+        params = dict(model.named_parameters())
+        layouts = bucket_layouts(params, 3, BUCKET_BYTES, partition)
         groups = groups_of(described(model), setup)
-        assert [group.layout for group in groups] == [bucket.layout for bucket in buckets]
-        assert [tuple(group.params) for group in groups] == [bucket.names for bucket in buckets]
+        assert [group.layout for group in groups] == list(layouts)
+        assert [tuple(group.params) for group in groups] == [layout.names for layout in layouts]
         assert [group.trainable for group in groups] == [
-            any(param.requires_grad for param in bucket.params) for bucket in buckets
+            any(params[name].requires_grad for name in layout.names) for layout in layouts
         ]

@@ -9,7 +9,6 @@ from torch.nn import functional
 from torch.utils.weak import TensorWeakRef
 
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import Single
 from shardlab.models import GPT, GPTConfig
 from shardlab.tensor_parallel import (
     Column,
@@ -226,7 +225,7 @@ def wrong_order(rank):
     with Mesh({"tensor": 2}) as mesh:
         model, plan = gpt(), gpt_plan(config())
         with (
-            Single(model, lambda tensors: torch.optim.SGD(tensors, lr=0.1)),
+            build_engine("single", model, lambda tensors: torch.optim.SGD(tensors, lr=0.1)),
             pytest.raises(ValueError, match="wrapped by an engine; call parallelize_module first"),
         ):
             parallelize_module(model, plan, mesh["tensor"])

@@ -12,15 +12,13 @@ Torch's own are known. Any other says so itself, in its class or on the instance
 "tensor" or "model"; one that looks at whole tensors needs no word where the partition keeps them whole.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
 
 from shardlab.engines.checks import check_optimizer
-from shardlab.engines.hooks import unrefused
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors, groups_of
 from shardlab.vocabulary import Partition
 
@@ -85,14 +83,15 @@ class Cut(NamedTuple):
 
 
 def fitting_optimizer(
-    make: OptimizerFn, tensors: StepTensors, params: Mapping[str, nn.Parameter], cut: Cut
+    make: OptimizerFn, tensors: StepTensors, shapes: Mapping[str, tuple[int, ...]], cut: Cut
 ) -> torch.optim.Optimizer:
     """The optimizer that a user's function builds, if it fits how parameters are divided.
 
     Args:
-        make: the user's function; called again only to find out why it has failed.
+        make: the user's function; called again, with stand-ins of the whole shapes, where it looks at single tensors,
+            to find out whether it would make the same groups, and where it fails, to find out why.
         tensors: what the optimizer is to step.
-        params: of the module, by name.
+        shapes: of the whole model's parameters, by name.
         cut: of the parameters.
 
     Raises:
@@ -104,24 +103,34 @@ def fitting_optimizer(
         with tensors.choosing() as choice:
             optimizer = make(tensors)
     except Exception as error:
-        if (advice := _why_it_failed(make, tensors, params, cut)) is not None:
+        if (advice := _why_it_failed(make, tensors, shapes, cut)) is not None:
             raise ValueError(f"optimizer_fn: {error} ({type(error).__name__}); {advice}") from error
         raise
     check_optimizer(optimizer, tensors)
-    if cut.is_spread or cut.is_sliced:
-        _check_fits(optimizer, cut)
-        groups = [group.names for group in groups_of(optimizer, tensors)]
-        if not choice.is_by_name(groups) and groups != [tensors.names] and not _is_by_dims(groups, tensors, cut):
-            raise ValueError(
-                "optimizer_fn: it groups tensors by their shape or size, or by identity, class or attributes, and this "
-                "rank's are pieces, perhaps empty ones, which share none of these with the module's parameters; choose "
-                "by name with tensors.where(lambda name: ...)"
-            )
-    return optimizer
+    if not (cut.is_spread or cut.is_sliced):
+        return optimizer
+    _check_fits(optimizer, cut)
+    groups = groups_of(optimizer, tensors)
+    if choice.is_by_name([group.names for group in groups]):
+        return optimizer
+    whole = _whole(tensors, shapes)
+    try:
+        are_alike = groups_of(make(whole), whole) == groups
+    except Exception:  # a user's function may raise anything
+        are_alike = False
+    if not are_alike:
+        raise ValueError(
+            "optimizer_fn: it groups tensors by their shape or size, or by identity, class or attributes, and this "
+            "rank's are pieces, perhaps empty ones, which share none of these with the module's parameters; choose "
+            "by name with tensors.where(lambda name: ...)"
+        )
+    return make(tensors)  # again, so that whatever the user's function keeps is of the optimizer that steps
 
 
-def _why_it_failed(make: OptimizerFn, tensors: StepTensors, params: Mapping[str, nn.Parameter], cut: Cut) -> str | None:
-    if cut.goes_through and _takes(make, StepTensors({name: _without_memory(params[name]) for name in params})):
+def _why_it_failed(
+    make: OptimizerFn, tensors: StepTensors, shapes: Mapping[str, tuple[int, ...]], cut: Cut
+) -> str | None:
+    if cut.goes_through and _takes(make, _whole(tensors, shapes)):
         return "it takes whole tensors, and 'elements' cuts through them; " + _WHOLE
     frozen = [name for name, tensor in tensors.items() if not tensor.requires_grad]
     if frozen and _takes(make, tensors.where(lambda name: name not in frozen)):
@@ -140,21 +149,12 @@ def _takes(make: OptimizerFn, tensors: StepTensors) -> bool:
     return True
 
 
-@unrefused
-def _without_memory(param: nn.Parameter) -> Tensor:
-    return torch.zeros((), dtype=param.dtype).expand(param.shape).requires_grad_(param.requires_grad)
-
-
-def _is_by_dims(groups: Sequence[Sequence[str]], tensors: StepTensors, cut: Cut) -> bool:
-    """Whether tensors of as many dims are in one group: then whole parameters would be grouped alike."""
-    if cut.is_spread and cut.partition is Partition.ELEMENTS:  # pieces are flat
-        return False
-    dims: dict[int, set[int]] = {}
-    for number, names in enumerate(groups):
-        for name in names:
-            dims.setdefault(tensors.by_name(name).dim(), set()).add(number)
-    left_out = {tensors.by_name(name).dim() for name in set(tensors.names).difference(*groups)}
-    return all(len(numbers) == 1 for numbers in dims.values()) and left_out.isdisjoint(dims)
+def _whole(tensors: StepTensors, shapes: Mapping[str, tuple[int, ...]]) -> StepTensors:
+    """Of as many elements as the model's parameters, without their memory: one element each, expanded."""
+    return StepTensors({
+        name: tensor.new_zeros(()).detach().expand(shapes[name]).requires_grad_(tensor.requires_grad)
+        for name, tensor in tensors.items()
+    })  # fmt: skip
 
 
 def _check_fits(optimizer: torch.optim.Optimizer, cut: Cut) -> None:

@@ -12,14 +12,14 @@ from torch.utils.hooks import RemovableHandle
 
 from shardlab.engines.agreement import all_or_none
 from shardlab.engines.checks import check_not_scripted, check_optimizer, check_others_step
-from shardlab.engines.claims import Claim, check_free
 from shardlab.engines.engine import Engine
+from shardlab.engines.guards.claims import Claim, check_free
+from shardlab.engines.guards.optimizers import Cut, fitting_optimizer
+from shardlab.engines.guards.placeholder import PlaceholderGradient, StubbedParameter, refuse_loading
+from shardlab.engines.guards.rules import RULES, Rule, Where
+from shardlab.engines.guards.snapshot import Mark, mark
 from shardlab.engines.shards import Shards
 from shardlab.engines.step_tensors import OptimizerFn, guard_groups
-from shardlab.guards.optimizers import Cut, fitting_optimizer
-from shardlab.guards.placeholder import PlaceholderGradient, StubbedParameter, refuse_loading
-from shardlab.guards.rules import RULES, Rule, Where
-from shardlab.guards.snapshot import Mark, mark
 from shardlab.vocabulary import Partition
 
 _DATA, _GRADIENTS = ("place", "version", "trains"), ("gradient", "gradient_version")
@@ -86,8 +86,11 @@ class Guards:
             is_sliced=any(one.num_ranks > 1 for one in engine.slices.values()),
         )
 
+        shapes = {name: tuple(param.shape) for name, param in engine.params.items()}
+        shapes |= {name: one.full_shape for name, one in engine.slices.items() if name in shapes}
+
         def build() -> torch.optim.Optimizer:
-            return fitting_optimizer(make, engine.step_tensors(), engine.params, cut)
+            return fitting_optimizer(make, engine.step_tensors(), shapes, cut)
 
         # Pieces differ by rank, so one rank may refuse its own while another accepts.
         return build() if over is None else all_or_none(engine.comms, engine.mesh.device, build)
