@@ -28,10 +28,10 @@ from shardlab.engines.zero1 import ZeRO1
 from shardlab.engines.zero2 import ZeRO2
 from shardlab.engines.zero3 import ZeRO3
 
-# Set here and not imported by the engines, so that training code depends neither on checkpoints nor on guards. This file
-# runs before any import from the package.
+# Set here and not imported by the engines, so that training code depends neither on checkpoints nor on guards. This
+# file runs before any import from the package.
 EngineState.checkpointer = checkpoint
-Engine.new_guards = Guards
+Engine.guard_class = Guards
 
 __all__ = [
     "DDP",

@@ -69,7 +69,7 @@ class Engine(AnyEngine):
         ValueError: the module has no parameters, the mesh lacks an axis, or the optimizer does not fit.
     """
 
-    new_guards: ClassVar[Callable[[], Watch]]
+    guard_class: ClassVar[type[Watch]]
     """Set by ``shardlab.engines``, so that you can read the engine, and train with it, without guards."""
 
     def __init__(
@@ -83,7 +83,7 @@ class Engine(AnyEngine):
     ) -> None:
         super().__init__(model, optimizer_fn, mesh, strategy.axes)
         self.strategy, self.name = strategy, strategy.name
-        self._guards = self.new_guards() if guards else None
+        self._guards = self.guard_class() if guards else None
         self.tensor_comm = tensor_axis(self.mesh, model, self.slices)
         self.gradients = Gradients.NONE
         self._due: set[nn.Parameter] = set()  # trained in a backward since zero_grad(); may be frozen by now
