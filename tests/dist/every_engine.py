@@ -1,4 +1,8 @@
-"""Every strategy with every option that changes where things are, on a mesh of a given number of ranks."""
+"""Every configuration of an engine that the tests know, by name, and what all of them share.
+
+Stories of what users do are told once for each kind of mechanism (``KINDS``): they ask how the module, its gradients
+and its optimizer behave, which depends on where parameters are whole and what is stepped. Numbers are compared on all.
+"""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -7,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import Engine, build_engine
-from shardlab.engines import OptimizerFn
+from shardlab.engines import Engine, OptimizerFn, build_engine
 from tests.dist import cases
 
 ENGINES = {
@@ -31,24 +34,42 @@ ENGINES = {
     "fsdp-hybrid": ("fsdp", {"sharding": "hybrid_shard"}),
     "fsdp-hybrid-dim0": ("fsdp", {"sharding": "hybrid_shard", "layout": "dim0", "replicate_below": 20}),
 }
-PEERS = {
-    "torch_ddp": ("torch_ddp", {}),
-    "torch_zero1": ("torch_zero1", {}),
-    "torch_fsdp2": ("torch_fsdp2", {}),
+# The same code, cut in other ways: for parity, nasty modules and checkpoints.
+OTHER_CUTS = {
+    "bucketed-one": ("bucketed", {}),
+    "zero1-one": ("zero1", {}),
+    "zero1-round_robin": ("zero1", {"partition": "round_robin"}),
+    "zero1-contiguous": ("zero1", {"partition": "contiguous"}),
+    "zero2-balanced": ("zero2", {"partition": "balanced", "bucket_bytes": 512}),
+    "zero3-one": ("zero3", {}),
+    "zero3-balanced": ("zero3", {"partition": "balanced", "bucket_bytes": 512}),
+    "fsdp-shard_grad_op-flat": ("fsdp", {"sharding": "shard_grad_op", "prefetch": 0}),
+    "fsdp-balanced": ("fsdp", {"partition": "balanced"}),
+    "fsdp-no_shard-root": ("fsdp", {"sharding": "no_shard", "wrap": "root"}),
 }
-ALL = {"single": ("single", {}), **ENGINES, **PEERS}
-PLACES = [
-    ("single", 1),
-    *((key, size) for key in ENGINES for size in ((4,) if "hybrid" in key else (2, 3))),
-    *((key, 2) for key in PEERS),
-]
+PEERS = {name: (name, {}) for name in ("torch_ddp", "torch_zero1", "torch_fsdp2")}
+ALL = {"single": ("single", {}), **ENGINES, **OTHER_CUTS, **PEERS}
+
+# One engine of each kind: whole; whole, stepped in pieces; sharded at once; sharded in units.
+KINDS = ("bucketed", "zero1", "zero3", "fsdp")
+WHOLE, SHARDED = KINDS[:2], KINDS[2:]
+PIECES = KINDS[1:]  # the optimizer steps pieces of parameters
+
+# Numbers: an odd number of ranks divides little, and groups need four.
+PLACES = [("single", 1), *((key, 4 if "hybrid" in key else 3) for key in ENGINES), *((key, 2) for key in PEERS)]
+OUR_PLACES = [place for place in PLACES if place[0] not in PEERS]
+
+
+def num_ranks_of(key: str) -> int:
+    """The fewest on which it is what its name says."""
+    return 4 if "hybrid" in key else 2
 
 
 def kinds_of(key: str, num_ranks: int) -> tuple[str, ...]:
     """The models of ``cases`` to try there: each once, and what is used by some ranks only by every engine."""
     if key in PEERS:
         return ("MLP", "SmallGPT")  # torch's engines have limits of their own with the others
-    return {1: ("Unused", "Tied"), 2: ("Tied",), 3: ("Uneven", "Unused"), 4: ("SmallGPT", "Unused")}[num_ranks]
+    return {1: ("Unused", "Tied"), 3: ("Uneven", "Unused", "Tied"), 4: ("SmallGPT", "Unused")}[num_ranks]
 
 
 def options_of(key: str, kind: str) -> dict[str, str]:
@@ -56,12 +77,32 @@ def options_of(key: str, kind: str) -> dict[str, str]:
     return {"wrap": "root"} if kind == "Unused" and key.startswith("fsdp") else {}
 
 
-def assert_states(results: Iterable[Mapping[str, Tensor]], expected: Mapping[str, Tensor]) -> None:
-    """Each result has the tensors expected, to 1e-10."""
+def sgd(tensors: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """It forgives no gradient that is off by a factor."""
+    return torch.optim.SGD(tensors, lr=0.1)
+
+
+def momentum(tensors: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """It also remembers what should not have been stepped."""
+    return torch.optim.SGD(tensors, lr=0.1, momentum=0.9)
+
+
+def adamw(tensors: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """With state of two kinds: of each element, and a counter."""
+    return torch.optim.AdamW(tensors, lr=1e-2)
+
+
+def assert_states(results: Iterable[Mapping[str, Tensor]], expected: Mapping[str, Tensor], atol: float = 1e-10) -> None:
+    """Each result has the tensors expected."""
     for found in results:
         assert found.keys() == expected.keys()
         for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, atol=1e-10, rtol=0, msg=lambda m: f"{name}: {m}")  # noqa: B023
+            torch.testing.assert_close(found[name], value, atol=atol, rtol=0, msg=lambda m: f"{name}: {m}")  # noqa: B023
+
+
+def axes_of(key: str, num_ranks: int) -> dict[str, int]:
+    """The mesh's."""
+    return {"replica": 2, "shard": num_ranks // 2} if "hybrid" in key else {"data": num_ranks}
 
 
 def told_of(rank: int) -> str:
@@ -81,11 +122,42 @@ def engine_of(
 ) -> Iterator[Engine]:
     """The engine of ``key`` over the ranks of the pool it is called in; ``optimizer`` is one of ``cases``."""
     strategy, options = ALL[key]
-    axes = {"replica": 2, "shard": 2} if "hybrid" in key else {"data": num_ranks}
+    make = optimizer_fn or cases.OPTIMIZERS[optimizer]
     with (
-        Mesh(axes) as mesh,
-        build_engine(
-            strategy, model, optimizer_fn or cases.OPTIMIZERS[optimizer], mesh, **{**options, **more}
-        ) as engine,
+        Mesh(axes_of(key, num_ranks)) as mesh,
+        build_engine(strategy, model, make, mesh, **{**options, **more}) as engine,
     ):
         yield engine
+
+
+def own_batch(engine: Engine, kind: str = "MLP", step: int = 0, micro_batch: int = 0) -> tuple[Tensor, ...]:
+    """This rank's rows of a global batch."""
+    batch = cases.rows(kind, step, micro_batch, engine.num_data_ranks)
+    return tuple(cases.own_rows(part, engine.data_rank) for part in batch)
+
+
+def backward(engine: Engine, kind: str = "MLP", step: int = 0, micro_batch: int = 0) -> Tensor:
+    """Forward and backward over this rank's rows."""
+    x, y = own_batch(engine, kind, step, micro_batch)
+    loss = cases.loss_of(engine(x), y)
+    engine.backward(loss)
+    return loss.detach()
+
+
+def one_step(engine: Engine, kind: str = "MLP", step: int = 0) -> None:
+    """Backward and step; gradients stay."""
+    backward(engine, kind, step)
+    engine.step()
+
+
+def plain_steps(
+    model: nn.Module, optimizer_fn: OptimizerFn, num_ranks: int, *steps: int, kind: str = "MLP"
+) -> dict[str, Tensor]:
+    """The state of a plain module after plain torch's steps on the rows of all ranks."""
+    optimizer = optimizer_fn(list(model.parameters()))
+    for step in steps:
+        optimizer.zero_grad()
+        x, y = cases.rows(kind, step, 0, num_ranks)
+        cases.loss_of(model(x), y).backward()
+        optimizer.step()
+    return model.state_dict()

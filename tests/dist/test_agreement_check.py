@@ -12,7 +12,7 @@ from shardlab.engines.agreement_check import Did, _sum_of_bits, did, disagreemen
 from shardlab.faults import SkippedCall, inject
 from shardlab.tensor_parallel import Column, OnSequence, Row, Scatter, parallelize_module
 from tests.dist import cases
-from tests.dist.test_engines import adamw, one_step
+from tests.dist.every_engine import adamw, one_step
 
 WRONG = {
     "skips a backward": r"differ in backwards \(2 on most ranks, 1 on rank 1\);",
@@ -31,13 +31,13 @@ def trains(rank, strategy, wrong, options=None):
         build_engine(strategy, cases.build("MLP"), adamw, mesh, **(options or {})) as engine,
         inject(engine, *FAULTS.get(wrong, [])),
     ):
-        one_step(engine, rank)
+        one_step(engine)
         engine.zero_grad()
         check_agreement(engine)
         if wrong == "another rate" and rank == 1:
             engine.optimizer.param_groups[0]["lr"] = 0.5
         if wrong is not None:
-            one_step(engine, rank, step=1)
+            one_step(engine, step=1)
             engine.zero_grad()
         if wrong == "writes" and rank == 1:
             next(iter(engine.step_tensors())).data[0] += 1

@@ -1,106 +1,138 @@
 """What a user can get wrong: a clear error on every rank, no hang, and the ranks can go on.
 
-Partitions and options are in test_engines and test_fsdp, checkpoints in test_checkpoint.
+Options of FSDP are in test_fsdp_units, optimizers in test_whole_tensor and test_choosing_tensors, checkpoints in
+test_checkpoint, and what is done wrong later in the stories.
 """
-
-import warnings
 
 import pytest
 import torch
+from torch import nn
 
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import STRATEGIES, GradScaler, ShardedOptimizer, build_engine
+from shardlab.engines import STRATEGIES, GradScaler, build_engine
 from shardlab.launch import RankError
 from tests.dist import cases
-from tests.dist.test_engines import adamw, one_step
-from tests.dist.test_in_flight import SETUPS
-
-RELEASED = ("zero3", "fsdp", "fsdp-dim0")
+from tests.dist.every_engine import KINDS, PIECES, SHARDED, adamw, assert_states, engine_of, one_step, plain_steps, sgd
 
 
-def engine_of(setup, model, mesh, optimizer_fn=adamw):
-    strategy, options = SETUPS[setup]
-    return build_engine(strategy, model, optimizer_fn, mesh, **options)
+def rewriting_embedding():
+    return nn.Sequential(nn.Embedding(11, 4, max_norm=0.1), nn.Linear(4, 5)).double()
 
 
-def wrap_twice(rank, setup):
-    with Mesh({"data": 2}) as mesh:
-        model = cases.build("MLP")
-        with engine_of(setup, model, mesh) as engine:
-            with pytest.raises(ValueError, match="model: it is wrapped by an engine already") as caught:
-                engine_of("bucketed", model, mesh)
-            one_step(engine, rank)
-        with engine_of("bucketed", model, mesh) as engine:
-            one_step(engine, rank)
-    return str(caught.value)
+def two_layers():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
 
 
-@pytest.mark.parametrize("setup", SETUPS)
-def test_wrapping_twice_is_refused_and_after_close_it_is_not(pools, setup):
-    first, second = pools(2).run(wrap_twice, setup)
+def shared():
+    model = two_layers()
+    model[1].weight.data = model[0].weight.data
+    return model
+
+
+def transposed():
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5)).double()
+    model[1].weight.data = model[0].weight.data.t()
+    return model
+
+
+def of_a_buffer():
+    model = two_layers()
+    model.register_buffer("kept", model[0].weight.detach())
+    return model
+
+
+def of_a_transposed_buffer():
+    model = two_layers()
+    model.register_buffer("target", model[0].weight.detach().t())
+    return model
+
+
+def of_an_attribute():
+    model = two_layers()
+    model.kept, model[1].own = model[0].weight.t(), torch.ones(3)
+    return model
+
+
+def expanded_buffer():
+    model = two_layers()
+    model.register_buffer("mask", torch.ones(1).expand(3))
+    return model
+
+
+def scripted():
+    return nn.Sequential(torch.jit.script(nn.Linear(5, 7)), nn.Linear(7, 5))
+
+
+# By model: words, and who refuses.
+MODELS = {
+    rewriting_embedding: (r"model: '0' has max_norm=0\.1", KINDS),
+    expanded_buffer: ("model: elements of buffer 'mask' share their memory", KINDS),
+    lambda: nn.LazyLinear(3): "model: 'weight' has no shape yet; run one forward",
+    nn.Tanh: "model: it has no parameters",
+    **dict.fromkeys(
+        (shared, transposed, of_a_buffer, of_a_transposed_buffer, of_an_attribute),
+        ("^model: .*two tensors over the same memory; tie them", (*PIECES, "fsdp-no_shard")),
+    ),
+    scripted: ("'0' is a RecursiveScriptModule", SHARDED),
+}
+
+
+def buffers_of_one_memory():
+    model, base = two_layers(), torch.ones(4, 4)
+    model.register_buffer("mask", base[:2])
+    model.register_buffer("same", base[:3])
+    return model
+
+
+def columns_of_one_tensor():
+    model, whole = nn.Module(), torch.randn(8, 16).double()
+    model.q, model.k = nn.Parameter(whole[:, :8]), nn.Parameter(whole[:, 8:])
+    model.register_buffer("mask", torch.zeros(3, 3))
+    return model
+
+
+def refused_models(rank, key):
+    said = []
+    for make, told in MODELS.items():
+        words, keys = told if isinstance(told, tuple) else (told, KINDS)
+        if key not in keys:
+            continue
+        with pytest.raises(ValueError, match=words) as caught, engine_of(key, 2, make(), optimizer_fn=sgd):
+            pass
+        said.append(str(caught.value))
+    for make in (buffers_of_one_memory, columns_of_one_tensor):
+        with engine_of(key, 2, make(), optimizer_fn=sgd):
+            pass
+    return said
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("key", [*KINDS, "fsdp-no_shard"])
+def test_models_that_no_engine_can_train_alike(pools, key):
+    first, second = pools(2).run(refused_models, key)
     assert first == second
 
 
-def rewriting_embedding(rank, setup):
-    model = torch.nn.Sequential(torch.nn.Embedding(11, 4, max_norm=0.1), torch.nn.Linear(4, 5)).double()
-    with Mesh({"data": 2}) as mesh:
-        with pytest.raises(ValueError, match=r"model: '0' has max_norm=0\.1") as caught:
-            engine_of(setup, model, mesh)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("setup", SETUPS)
-def test_an_embedding_that_each_rank_would_rewrite_otherwise_is_refused(pools, setup):
-    first, second = pools(2).run(rewriting_embedding, setup)
-    assert first == second
-
-
-def other_states(rank, setup):
+def other_states(rank, key):
     other = cases.build("Uneven").state_dict()
     shape = {**cases.build("MLP", seed=3).state_dict(), "0.weight": torch.zeros(3, 3)}
-    with Mesh({"data": 2}) as mesh, engine_of(setup, cases.build("MLP"), mesh) as engine:
+    with engine_of(key, 2, cases.build("MLP"), optimizer_fn=adamw) as engine:
         before = engine.full_state_dict()
-        with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "0\.weight"'):
-            engine.load_full_state_dict(other)
-        with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
-            engine.load_full_state_dict(shape)
-        assert all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items())
+        for state, words in (
+            (other, r'Missing key\(s\) in state_dict: "0\.weight"'),
+            (shape, r"size mismatch for 0\.weight"),
+        ):
+            with pytest.raises(RuntimeError, match=words):
+                engine.load_full_state_dict(state)
+            assert_states([engine.full_state_dict()], before)
         engine.load_full_state_dict(cases.build("MLP", seed=5).state_dict())
-        one_step(engine, rank)
+        one_step(engine)
         return engine.full_state_dict()
 
 
-@pytest.mark.parametrize("setup", SETUPS)
-def test_a_state_dict_of_another_model_is_named_and_the_right_one_loads_after_it(pools, setup):
-    model = cases.build("MLP", seed=5)
-    optimizer = adamw(list(model.parameters()))
-    x, y = cases.rows("MLP", 0, 0, 2)
-    cases.loss_of(model(x), y).backward()
-    optimizer.step()
-    for state in pools(2).run(other_states, setup):
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
-
-
-def never_gathered(rank, setup):
-    """A penalty on the weights outside forward, and a gradient set by hand, where the parameters are not there."""
-    with Mesh({"data": 2}) as mesh:
-        model = cases.build("MLP")
-        with engine_of(setup, model, mesh) as engine:
-            x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", 0, 0, 2))
-            loss = cases.loss_of(engine(x), y)
-            with pytest.raises(RuntimeError, match=r"parameter '0\.weight' is sharded.*engine\.full_params\(\)"):
-                loss + sum(param.square().sum() for param in model.parameters())
-            with pytest.raises(RuntimeError, match=r"gradient of '0\.weight'.*engine\.step_tensors\(\)"):
-                model[0].weight.grad = torch.zeros(16, 7).double()
-            engine.backward(loss)
-            engine.step()
-            return engine.num_steps
-
-
-@pytest.mark.parametrize("setup", RELEASED)
-def test_parameters_that_are_not_gathered_are_named(pools, setup):
-    assert pools(2).run(never_gathered, setup) == [1, 1]
+@pytest.mark.parametrize("key", [*KINDS, "fsdp-no_shard"])
+def test_a_state_dict_of_another_model_is_named_and_the_right_one_loads_after_it(pools, key):
+    assert_states(pools(2).run(other_states, key), plain_steps(cases.build("MLP", seed=5), adamw, 2, 0))
 
 
 def bad_mesh(rank):
@@ -114,222 +146,121 @@ def test_a_hybrid_group_that_does_not_divide_the_ranks(pools):
     assert pools(4).run(bad_mesh) == [0, 1, 2, 3]
 
 
-def muon(tensors):
-    weights = tensors.where(lambda name: name.endswith("weight"))
-    return torch.optim.Muon(weights, lr=1e-2)
-
-
-def with_frozen_biases(rank, strategy, options):
-    """Muon takes matrices alone, and all that trains are matrices."""
-    model = cases.build("MLP")
-    for layer in (model[0], model[2], model[4]):
-        layer.bias.requires_grad_(False)
-    with Mesh({"data": 2}) as mesh:
-        with pytest.raises(
-            ValueError, match=r"optimizer_fn: .*frozen parameters too, such as '0\.bias'.*tensors\.where"
-        ):
-            build_engine(strategy, model, lambda tensors: torch.optim.Muon(tensors, lr=1e-2), mesh, **options)
-
-        def trainable(tensors):
-            return torch.optim.Muon(tensors.where(lambda name: model.get_parameter(name).requires_grad), lr=1e-2)
-
-        with build_engine(strategy, model, trainable, mesh, **options) as engine:
-            before = engine.full_state_dict()
-            x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", 0, 0, 2))
-            engine.backward(cases.loss_of(engine(x), y))
-            engine.step()
-            after = engine.full_state_dict()
-    return {name: not torch.equal(value, before[name]) for name, value in after.items()}
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "fsdp"])
-def test_an_optimizer_that_does_not_take_what_is_frozen_is_told_how_to_leave_it_out(pools, strategy):
-    options = {} if strategy == "ddp" else {"partition": "balanced"}
-    for changed in pools(2).run(with_frozen_biases, strategy, options):
-        assert all(trains == name.endswith("weight") for name, trains in changed.items())
-
-
-class Lamb(torch.optim.Optimizer):
-    """Layer-wise scaling of Adam's step by the norm of the whole weight: You et al., arXiv 1904.00962, algorithm 2."""
-
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None or param.numel() == 0:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
-                state["exp_avg"].lerp_(param.grad, 0.1)
-                state["exp_avg_sq"].lerp_(param.grad.square(), 0.01)
-                update = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-6)
-                param.sub_(update, alpha=float(group["lr"] * param.norm() / update.norm().clamp_min(1e-12)))
-
-
-WHOLE_TENSOR = {"Lamb": lambda tensors: Lamb(tensors, lr=1e-2), "Muon": muon}
-SLICED = {
-    "zero1": ("zero1", {}),
-    "zero2": ("zero2", {}),
-    "zero3": ("zero3", {}),
-    "fsdp": ("fsdp", {}),
-    "fsdp-dim0": ("fsdp", {"layout": "dim0"}),
-}
-
-
-def refused(rank, kind):
-    messages = []
-    with Mesh({"data": 2}) as mesh:
-        for strategy, options in SLICED.values():
-            with pytest.raises(ValueError) as caught:  # noqa: PT011
-                build_engine(strategy, cases.build("MLP"), WHOLE_TENSOR[kind], mesh, **options)
-            messages.append(str(caught.value))
-        weights = [(name, param) for name, param in cases.build("MLP").named_parameters() if name.endswith("weight")]
-        with pytest.raises(ValueError) as caught:  # noqa: PT011
-            ShardedOptimizer(weights, {"Lamb": Lamb, "Muon": torch.optim.Muon}[kind], comm=mesh.data, lr=1e-2)
-        messages.append(str(caught.value))
-    return messages
-
-
-@pytest.mark.parametrize("kind", WHOLE_TENSOR)
-def test_slices_refuse_optimizers_of_whole_tensors_and_name_the_partition(pools, kind):
-    first, second = pools(2).run(refused, kind)
-    assert first == second
-    for message in first:
-        assert message.startswith(f"partition: {kind} looks at whole tensors"), message
-        assert "balanced" in message
-
-
-def without_sharding(rank, kind):
-    options = {"sharding": "no_shard"}
-    with (
-        Mesh({"data": 2}) as mesh,
-        build_engine("fsdp", cases.build("MLP"), WHOLE_TENSOR[kind], mesh, **options) as engine,
-    ):
-        one_step(engine, rank)
-        return engine.full_state_dict()
-
-
-@pytest.mark.parametrize("kind", WHOLE_TENSOR)
-def test_no_shard_takes_whole_tensor_optimizers(pools, kind):
-    model = cases.build("MLP")
-    names = [name for name, _ in model.named_parameters() if kind == "Lamb" or name.endswith("weight")]
-    kinds = {"Lamb": Lamb, "Muon": torch.optim.Muon}
-    optimizer = kinds[kind]([model.get_parameter(name) for name in names], lr=1e-2)
-    x, y = cases.rows("MLP", 0, 0, 2)
-    cases.loss_of(model(x), y).backward()
-    optimizer.step()
-    for state in pools(2).run(without_sharding, kind):
-        for name, value in model.state_dict().items():
-            # Muon computes in bfloat16, which magnifies the last bit of a sum.
-            torch.testing.assert_close(state[name], value, atol=1e-8 if kind == "Muon" else 1e-10, rtol=0)
-
-
-def with_lamb(rank, strategy, partition, num_ranks):
-    with (
-        Mesh({"data": num_ranks}) as mesh,
-        build_engine(strategy, cases.build("MLP"), WHOLE_TENSOR["Lamb"], mesh, partition=partition) as engine,
-    ):
-        for step in range(4):
-            one_step(engine, rank, step=step)
-            engine.zero_grad()
-        return engine.full_state_dict()
-
-
-@pytest.mark.parametrize("partition", ["round_robin", "contiguous", "balanced"])
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
-def test_lamb_is_exact_with_whole_parameters(pools, strategy, partition):
-    model = cases.build("MLP")
-    optimizer = Lamb(list(model.parameters()), lr=1e-2)
-    for step in range(4):
-        x, y = cases.rows("MLP", step, 0, 3)
-        cases.loss_of(model(x), y).backward()
-        optimizer.step()
-        model.zero_grad()
-    for state in pools(3).run(with_lamb, strategy, partition, 3):
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
-
-
-def step_in_float16(rank, scaled):
-    with (
-        Mesh({"data": 2}) as mesh,
-        build_engine("fsdp", cases.build("MLP").float(), adamw, mesh, precision="fp16") as engine,
-        warnings.catch_warnings(record=True) as caught,
-    ):
-        warnings.simplefilter("always")
-        x, y = (cases.own_rows(part, rank).float() for part in cases.rows("MLP", 0, 0, 2))
-        loss = cases.loss_of(engine(x), y)
-        if scaled:
-            scaler = GradScaler(init_scale=8.0)
-            engine.backward(scaler.scale(loss))
-            scaler.step(engine)
-        else:
-            engine.backward(loss)
-            engine.step()
-        return [(warning.category.__name__, str(warning.message), warning.filename) for warning in caught]
-
-
-def test_float16_warns_at_the_user_s_line_unless_a_scaler_is_used(pools):
-    for warned in pools(2).run(step_in_float16, False):
-        ((kind, text, file),) = warned
-        assert kind == "UserWarning"
-        assert text.startswith("precision: float16 without a GradScaler")
-        assert file == __file__, "it points at the user's line"
-    assert pools(2).run(step_in_float16, True) == [[], []]
-
-
-@pytest.mark.parametrize(
-    ("optimizer_fn", "words"),
-    [
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_what_makes_no_right_optimizer_is_refused(strategy):
+    for make, words in (
         (lambda model: adamw(list(model.parameters())), "optimizer_fn: a function of the tensors to step is needed"),
         (lambda _: lambda tensors: len(tensors), "optimizer_fn: it returned an int"),
         (lambda model: lambda _: adamw(list(model.parameters())), "optimizer_fn: its optimizer steps 6 tensors"),
-    ],
-    ids=["an optimizer", "a number", "other tensors"],
-)
-@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
-def test_what_makes_no_right_optimizer_is_refused(strategy, optimizer_fn, words):
-    model = cases.build("MLP")
-    with pytest.raises(ValueError, match=words):
-        build_engine(strategy, model, optimizer_fn(model), None)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_is_no_model_and_no_mesh_is_refused_by_name(strategy):
-    for model, mesh, words in (
-        (None, None, "model: None was given; give an nn.Module"),
-        (torch.nn.Linear(2, 2), "x", "mesh: 'x' was given; give a Mesh"),
-        (torch.nn.Linear(2, 2), {"data": 1}, "mesh: {'data': 1} was given"),
+        (lambda _: torch.optim.LBFGS, r"^optimizer: LBFGS.step\(\) needs a closure"),
     ):
+        model = cases.build("MLP")
         with pytest.raises(ValueError, match=words):
-            build_engine(strategy, model, adamw, mesh)
+            build_engine(strategy, model, make(model), None)
 
 
-def test_sizes_of_axes_are_whole_numbers_by_name():
+def test_what_is_no_model_and_no_mesh_is_refused_by_name():
+    for strategy in STRATEGIES:
+        for model, mesh, words in (
+            (None, None, "model: None was given; give an nn.Module"),
+            (nn.Linear(2, 2), "x", "mesh: 'x' was given; give a Mesh"),
+            (nn.Linear(2, 2), {"data": 1}, "mesh: {'data': 1} was given"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                build_engine(strategy, model, adamw, mesh)
     for axes, words in (("x", "axes: 'x' was given"), ({"data": 1.5}, "axes: .* whole number of ranks")):
         with pytest.raises(ValueError, match=words):
             Mesh(axes)
 
 
+def misuse(rank):
+    fields = []
+    with Mesh({"data": 2}) as mesh, build_engine("bucketed", cases.build("MLP"), adamw, mesh) as engine:
+        for call in (
+            lambda: build_engine("zero7", cases.build("MLP"), adamw, mesh),
+            lambda: build_engine("ddp", cases.build("MLP"), adamw, mesh, bucket_bytes=1),
+            lambda: build_engine("bucketed", cases.build("MLP"), adamw, mesh, bucket_bytes=0),
+            lambda: build_engine("zero1", cases.build("MLP"), adamw, mesh, partition="thirds"),
+            lambda: build_engine("single", cases.build("MLP"), adamw, mesh),
+            lambda: build_engine("bucketed", cases.build("MLP"), adamw, precision="bf16"),
+            lambda: build_engine("zero3", cases.build("MLP"), adamw, precision="int8"),
+            lambda: engine.clip_grad_norm_(1.0, norm_type=3.0),
+            lambda: engine.clip_grad_norm_(0.0),
+        ):
+            with pytest.raises(ValueError) as caught:  # noqa: PT011
+                call()
+            fields.append(str(caught.value).partition(":")[0])
+    return fields
+
+
+def test_misuse_names_the_field(pools):
+    expected = [
+        "strategy", "options", "bucket_bytes", "partition", "mesh", "options", "precision", "norm_type", "max_norm",
+    ]  # fmt: skip
+    assert pools(2).run(misuse) == [expected] * 2
+
+
 def other_module(rank, strategy, transport):
-    """Rank 1 alone has a wider layer, rank 2 another dtype in a buffer behind it."""
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3 if rank == 1 else 2))
+    """Rank 1 alone has a wider layer, rank 2 another dtype in a buffer behind it; then they freeze other parts."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3 if rank == 1 else 2))
     model.register_buffer("seen", torch.zeros(1, dtype=torch.int32 if rank == 2 else torch.int64))
+    frozen = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(4)))
+    frozen[1 + rank].requires_grad_(False)
+    said = []
     with Mesh({"data": 3}, transport=transport) as mesh:
-        try:
-            build_engine(strategy, model, adamw, mesh)
-        except ValueError as error:
-            return str(error)
-    return "built"
+        for made in (model, frozen):
+            with pytest.raises(ValueError, match="model: ") as caught:
+                build_engine(strategy, made, adamw, mesh)
+            said.append(str(caught.value))
+    return said
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
-@pytest.mark.parametrize("strategy", ["ddp", "bucketed", "zero3", "fsdp"])
-def test_another_module_on_a_rank_is_named_on_all(pools, strategy, transport):
-    expected = "model: where rank 0 has 1.weight [2, 4] float32, rank 1 has 1.weight [3, 4] float32; build the same"
-    for said in pools(3).run(other_module, strategy, transport):
-        assert said.startswith(expected)
+def test_another_module_on_a_rank_is_named_on_all(pools, transport):
+    for strategy in KINDS:
+        for other, frozen in pools(3).run(other_module, strategy, transport):
+            assert other.startswith(
+                "model: where rank 0 has 1.weight [2, 4] float32, rank 1 has 1.weight [3, 4] float32; build the same"
+            )
+            assert "1.weight [3, 3] float32 frozen, rank 1 has 1.w" in frozen
+
+
+def scaled(rank):
+    with Mesh({"data": 2}) as mesh:
+        one, two = (build_engine("zero1", cases.build("MLP"), adamw, mesh) for _ in range(2))
+        scaler, x = GradScaler(init_scale=4.0), cases.own_rows(cases.rows("MLP", 0, 0, 2)[0], rank)
+        one.backward(scaler.scale(one(x).sum()))
+        assert scaler.unscale_(one)
+        with pytest.raises(RuntimeError, match="call it once a step"):
+            scaler.unscale_(one)
+        for use in (scaler.unscale_, scaler.step):
+            with pytest.raises(ValueError, match="make a GradScaler for each engine"):
+                use(two)
+        assert scaler.step(one)
+        one.zero_grad()
+        # A loop that looks itself and goes on: the next step is unscaled anew.
+        one.backward(scaler.scale(one(x).sum()) * torch.inf)
+        assert not scaler.unscale_(one)
+        one.zero_grad()
+        one.backward(scaler.scale(one(x).sum()))
+        return scaler.step(one)
+
+
+def test_a_scaler_belongs_to_one_engine_and_unscales_once(pools):
+    assert pools(2).run(scaled) == [True, True]
+
+
+def norm_with_a_nan(rank, transport):
+    with (
+        Mesh({"data": 2}, transport=transport) as mesh,
+        build_engine("zero1", cases.build("MLP"), adamw, mesh) as engine,
+    ):
+        engine.backward(engine(cases.own_rows(cases.rows("MLP", 0, 0, 2)[0], rank)).sum())
+        if rank == 1:
+            next(tensor for tensor in engine.step_tensors() if tensor.grad is not None).grad.view(-1)[0] = torch.nan
+        return float(engine.clip_grad_norm_(1.0, torch.inf))
+
+
+def test_the_largest_element_of_a_gradient_with_nan_is_nan(pools):
+    for transport in ("gloo", "shared_memory"):
+        assert all(norm != norm for norm in pools(2).run(norm_with_a_nan, transport))

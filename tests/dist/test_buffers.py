@@ -1,4 +1,4 @@
-"""Buffers and extra state that forward makes different on every rank: which of them a state dict and a checkpoint have."""
+"""Buffers and extra state that forward makes different on each rank: which of them state dicts and checkpoints have."""
 
 import pytest
 import torch
@@ -9,10 +9,9 @@ from shardlab.engines import build_engine
 from shardlab.launch import current
 from tests.comm.test_communicator import Log
 from tests.dist import cases
-from tests.dist.test_habits import OURS_AND_TORCH_S, engine_of
-from tests.dist.test_in_flight import SETUPS
+from tests.dist.every_engine import ALL, KINDS, PEERS, engine_of, momentum
 
-WORLD_SIZES = (2, 3, 4)
+KEYS = (*KINDS, "fsdp-no_shard")
 NO_CHECKPOINT = ("torch_zero1", "torch_fsdp2")
 
 
@@ -58,13 +57,13 @@ def with_an_unused_one(rank, strategy):
     model = nn.Linear(4, 4)
     model.register_buffer("unused", torch.empty(3, device="meta"))
     log = Log()
-    with Mesh({"data": 2}) as mesh, mesh.observed_by(log), engine_of(strategy, model, mesh) as engine:
+    with engine_of(strategy, 2, model, optimizer_fn=momentum) as engine, engine.mesh.observed_by(log):
         engine.backward(engine(torch.ones(2, 4)).sum())
         engine.step()
         return [event.numel for event in log.events]
 
 
-@pytest.mark.parametrize("strategy", SETUPS)
+@pytest.mark.parametrize("strategy", KEYS)
 def test_a_buffer_without_memory_that_forward_does_not_use_is_left_alone(pools, strategy):
     for numels in pools(2).run(with_an_unused_one, strategy):
         assert numels
@@ -89,35 +88,32 @@ def same(one, other):
 
 
 def remembered(rank, setup, directory):
-    num_ranks = current().world_size
-    with Mesh({"data": num_ranks}) as mesh:
-        model = build(seed=rank)
-        with engine_of(setup, model, mesh) as engine:
-            for step in range(3):
-                x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", step, 0, num_ranks))
-                engine.backward(cases.loss_of(engine(x), y))
-                engine.step()
-                engine.zero_grad()
-            before = own_state(model)
-            state = engine.full_state_dict()
-            same(own_state(model), before)
-            assert all(value.data_ptr() != model.get_buffer(name).data_ptr() for name, value in state.items()
-                       if name in dict(model.named_buffers()) and value.numel())  # fmt: skip
-            again = engine.full_state_dict()
-            if setup not in NO_CHECKPOINT:
-                engine.save(directory)
-        loaded = None
+    num_ranks, model = current().world_size, build(seed=rank)
+    with engine_of(setup, num_ranks, model, optimizer_fn=momentum) as engine:
+        for step in range(3):
+            x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", step, 0, num_ranks))
+            engine.backward(cases.loss_of(engine(x), y))
+            engine.step()
+            engine.zero_grad()
+        before, state = own_state(model), engine.full_state_dict()
+        same(own_state(model), before)
+        buffers = dict(model.named_buffers())
+        assert all(value.data_ptr() != buffers[name].data_ptr() for name, value in state.items()
+                   if name in buffers and value.numel())  # fmt: skip
+        again = engine.full_state_dict()
         if setup not in NO_CHECKPOINT:
-            with engine_of(setup, build(seed=7), mesh) as engine:
-                engine.load(directory)
-                loaded = engine.full_state_dict()
-                mine = own_state(engine.module)
-                same({name: mine[name] for name in mine if name in loaded}, {n: loaded[n] for n in mine if n in loaded})
+            engine.save(directory)
+    loaded = None
+    if setup not in NO_CHECKPOINT:
+        with engine_of(setup, num_ranks, build(seed=7), optimizer_fn=momentum) as engine:
+            engine.load(directory)
+            loaded = engine.full_state_dict()
+            mine = own_state(engine.module)
+            same({name: mine[name] for name in mine if name in loaded}, {n: loaded[n] for n in mine if n in loaded})
     return before, state, again, loaded
 
 
-@pytest.mark.parametrize("num_ranks", WORLD_SIZES)
-@pytest.mark.parametrize("setup", OURS_AND_TORCH_S)
+@pytest.mark.parametrize(("setup", "num_ranks"), [*((key, 3) for key in KEYS), *((key, 2) for key in PEERS)])
 def test_a_full_state_dict_is_the_first_rank_s_everywhere_and_what_load_restores(pools, tmp_path, setup, num_ranks):
     results = pools(num_ranks).run(remembered, setup, tmp_path)
     of_first, expected, _, _ = results[0]
@@ -136,14 +132,14 @@ def test_a_full_state_dict_is_the_first_rank_s_everywhere_and_what_load_restores
     build().load_state_dict(expected, strict=True)
 
 
-def sent_for_it(rank, setup, kind):  # noqa: ARG001
+def sent_for_it(rank, setup, kind):
     log = Log()
-    with Mesh({"data": 2}) as mesh, engine_of(setup, cases.build(kind), mesh) as engine, mesh.observed_by(log):
+    with engine_of(setup, 2, cases.build(kind), optimizer_fn=momentum) as engine, engine.mesh.observed_by(log):
         engine.full_state_dict()
     return [(str(event.op), event.num_bytes) for event in log.events if not event.tag.startswith("parameters")]
 
 
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("setup", KEYS)
 def test_only_buffers_are_sent(pools, setup):
     for events in pools(2).run(sent_for_it, setup, "MLP"):
         assert events == []
@@ -156,7 +152,7 @@ class Unpicklable(nn.Linear):
         return lambda: None
 
 
-def unpicklable(rank):  # noqa: ARG001
+def unpicklable(rank):
     with (
         Mesh({"data": 2}) as mesh,
         build_engine("bucketed", Unpicklable(3, 3), cases.OPTIMIZERS["sgd"], mesh) as engine,
@@ -171,25 +167,11 @@ def test_extra_state_that_cannot_be_sent_is_refused_on_every_rank(pools):
     assert first == second
 
 
-def alone(rank, setup):  # noqa: ARG001
-    strategy, options = SETUPS[setup]
-    with build_engine(strategy, build(), cases.OPTIMIZERS["sgd"], None, **options) as engine:
-        return engine.full_state_dict()
-
-
-@pytest.mark.parametrize("setup", SETUPS)
-def test_one_process_alone_has_its_own(setup):
-    with build_engine("single", build(), cases.OPTIMIZERS["sgd"]) as engine:
-        same(alone(0, setup), engine.full_state_dict())
-
-
-def expanded(rank, strategy):
-    model = nn.Linear(3, 3)
-    model.register_buffer("mask", torch.ones(1).expand(3))
-    with pytest.raises(ValueError, match="model: elements of buffer 'mask' share their memory"), Mesh({"data": 2}) as mesh:
-        build_engine(strategy, model, lambda tensors: torch.optim.SGD(tensors, lr=0.1), mesh)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
-def test_an_expanded_buffer_is_named(pools, strategy):
-    pools(2).run(expanded, strategy)
+@pytest.mark.parametrize("key", KEYS)
+def test_one_process_alone_has_its_own(key):
+    strategy, options = ALL[key]
+    with (
+        build_engine("single", build(), momentum) as single,
+        build_engine(strategy, build(), momentum, None, **options) as engine,
+    ):
+        same(engine.full_state_dict(), single.full_state_dict())

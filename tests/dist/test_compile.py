@@ -8,8 +8,8 @@ from shardlab.engines import build_engine
 from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 from tests.dist import cases
-from tests.dist.test_engines import adamw
-from tests.dist.test_fsdp import Blocks, assert_states, batch, build, reference
+from tests.dist.every_engine import adamw, assert_states, own_batch, plain_steps
+from tests.dist.test_fsdp import build
 
 SETUPS = {
     **{name: (name, {}) for name in ("ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")},
@@ -38,11 +38,11 @@ def module_wrapped(model, backend):
     return torch.compile(model, backend=backend)
 
 
-def steps(engine, call, rank, num_ranks):
+def steps(engine, call):
     """Three of them; the most bytes gathered between forward and backward."""
     most = 0
     for step in range(3):
-        x, y = batch(rank, num_ranks, step)
+        x, y = own_batch(engine, step=step)
         loss = cases.loss_of(call(x), y)
         most = max(most, bytes_by_role(engine.live_tensors()).get(Role.GATHERED_PARAMETER, 0))
         engine.backward(loss)
@@ -64,7 +64,7 @@ def compiled(rank, setup, num_ranks, compile_it, backend, when):
             if when == "after":
                 compile_it(model, backend)
             call = torch.compile(engine, backend=backend) if when == "engine" else engine
-            most = steps(engine, call, rank, num_ranks)
+            most = steps(engine, call)
             state = {name.replace("_orig_mod.", ""): value for name, value in engine.full_state_dict().items()}
             return state, most, torch._dynamo.utils.counters["stats"]["unique_graphs"]
     finally:
@@ -84,7 +84,7 @@ CASES = {
 
 @pytest.mark.parametrize("setup", SETUPS)
 def test_compiled_equals_one_process_that_is_not(pools, setup):
-    expected = reference(Blocks, 2, 3)
+    expected = plain_steps(build(), adamw, 2, 0, 1, 2)
     # Where parameters are whole there is nothing to trace but the module.
     chosen = list(CASES.items())[:: 1 if setup in ("zero3", "fsdp") else 3]
     for name, case in chosen:
@@ -104,7 +104,7 @@ def two_models(rank, setup, num_ranks):
             states = []
             for _ in range(2):
                 with build_engine(strategy, build(), adamw, mesh, **options) as engine:
-                    steps(engine, torch.compile(engine, backend="eager"), rank, num_ranks)
+                    steps(engine, torch.compile(engine, backend="eager"))
                     states.append(engine.full_state_dict())
             return states
     finally:
@@ -113,6 +113,6 @@ def two_models(rank, setup, num_ranks):
 
 @pytest.mark.parametrize("setup", ["zero3", "fsdp", "fsdp-no_shard"])
 def test_a_second_compiled_model_trains_as_the_first(pools, setup):
-    expected = reference(Blocks, 2, 3)
+    expected = plain_steps(build(), adamw, 2, 0, 1, 2)
     for states in pools(2).run(two_models, setup, 2):
         assert_states(states, expected)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.precision import Precision
+from tests.dist.every_engine import assert_states, engine_of, sgd
 
 
 class Double(torch.autograd.Function):
@@ -59,7 +60,7 @@ def loss_on(rank, module):
 
 def stepped(rank, num_ranks, options, between, how):
     mesh = Mesh({"data": num_ranks})
-    with mesh, build_engine("fsdp", built(), lambda params: torch.optim.SGD(params, lr=0.1), mesh, **options) as engine:
+    with mesh, build_engine("fsdp", built(), sgd, mesh, **options) as engine:
         for _ in range(2):
             loss = loss_on(rank, engine)
             if between:
@@ -89,16 +90,13 @@ def expected(num_ranks, dtype):
 
 
 @pytest.mark.parametrize("how", ["engine", "plain"])
-@pytest.mark.parametrize("between", [False, True])
-@pytest.mark.parametrize("compute", [torch.float64, torch.float32])
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_equals_one_process(pools, num_ranks, compute, between, how):
+@pytest.mark.parametrize(("compute", "num_ranks"), [(torch.float64, 3), (torch.float32, 4)])
+def test_equals_one_process(pools, num_ranks, compute, how):
     precision = Precision(compute, torch.float64, torch.float64)
-    for wrap in ("auto", "root"):
+    for wrap, between in (("auto", False), ("auto", True), ("root", True)):
         options = {"wrap": wrap, "precision": precision}
-        for state in pools(num_ranks).run(stepped, num_ranks, options, between, how):
-            for name, value in expected(num_ranks, compute).items():
-                torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+        results = pools(num_ranks).run(stepped, num_ranks, options, between, how)
+        assert_states(results, expected(num_ranks, compute))
 
 
 class Recomputed(nn.Module):
@@ -123,15 +121,15 @@ def backward_of_two(rank, num_ranks):
         torch.manual_seed(0)
         model = Recomputed().double()
     mesh = Mesh({"data": num_ranks})
-    with mesh, build_engine("fsdp", model, lambda params: torch.optim.SGD(params, lr=0.1), mesh) as engine:
+    with mesh, build_engine("fsdp", model, sgd, mesh) as engine:
         x = torch.ones(2, 4, dtype=torch.float64) * (rank + 1)
         (engine(x, 3).square().sum() + engine(x, 1).square().sum()).backward()
         engine.step()
         return engine.full_state_dict()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_plain_backward_through_two_outputs(pools, num_ranks):
+def test_a_plain_backward_through_two_outputs(pools):
+    num_ranks = 3
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Recomputed().double()
@@ -139,9 +137,7 @@ def test_a_plain_backward_through_two_outputs(pools, num_ranks):
         x = torch.ones(2, 4, dtype=torch.float64) * (rank + 1)
         ((model(x, 3).square().sum() + model(x, 1).square().sum()) / num_ranks).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    for state in pools(num_ranks).run(backward_of_two, num_ranks):
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+    assert_states(pools(num_ranks).run(backward_of_two, num_ranks), model.state_dict())
 
 
 class Choosing(nn.Module):
@@ -186,7 +182,7 @@ def after_a_failure(rank, num_ranks, kept):
         held.extend([output] if kept == "output" and rank == 1 else [])
         return output
 
-    with mesh, build_engine("fsdp", chain(), lambda params: torch.optim.SGD(params, lr=0.1), mesh) as engine:
+    with mesh, build_engine("fsdp", chain(), sgd, mesh) as engine:
         first, last = loss_on(rank, forward), loss_on(rank, engine)
         held.extend([first] if kept == "loss" and rank == 1 else [])
         last.register_hook(refuse)
@@ -205,18 +201,15 @@ def after_a_failure(rank, num_ranks, kept):
         return engine.full_state_dict()
 
 
-@pytest.mark.parametrize("kept", ["loss", "output", "nothing"])
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_what_a_rank_has_kept_of_other_forwards_changes_no_plain_backward(pools, num_ranks, kept):
+@pytest.mark.parametrize(("kept", "num_ranks"), [("loss", 2), ("output", 3), ("nothing", 4)])
+def test_what_a_rank_has_kept_of_other_forwards_changes_no_plain_backward(pools, kept, num_ranks):
     model = chain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         optimizer.zero_grad()
         (sum(loss_on(rank, model) for rank in range(num_ranks)) / num_ranks).backward()
         optimizer.step()
-    for state in pools(num_ranks).run(after_a_failure, num_ranks, kept):
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+    assert_states(pools(num_ranks).run(after_a_failure, num_ranks, kept), model.state_dict())
 
 
 SETUPS = {
@@ -233,9 +226,7 @@ def around_full_params(rank, num_ranks, setup, how):
     options = SETUPS[setup] | {"precision": Precision(compute=torch.float32, reduce=torch.float64)}
     with (
         Mesh({"data": num_ranks}) as mesh,
-        build_engine(
-            setup.split()[0], built(), lambda params: torch.optim.SGD(params, lr=0.1), mesh, **options
-        ) as engine,
+        build_engine(setup.split()[0], built(), sgd, mesh, **options) as engine,
     ):
         for _ in range(2):
             loss = loss_on(rank, engine)
@@ -250,11 +241,9 @@ def around_full_params(rank, num_ranks, setup, how):
         return engine.full_state_dict()
 
 
-@pytest.mark.parametrize("how", ["engine", "plain"])
 @pytest.mark.parametrize("setup", SETUPS)
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_backward_through_forwards_before_and_after_full_params(pools, num_ranks, setup, how):
-    module = built()
+def test_a_backward_through_forwards_before_and_after_full_params(pools, setup):
+    module, num_ranks = built(), 3
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for _ in range(2):
         optimizer.zero_grad()
@@ -262,9 +251,8 @@ def test_a_backward_through_forwards_before_and_after_full_params(pools, num_ran
             num_ranks
         ).backward()
         optimizer.step()
-    for state in pools(num_ranks).run(around_full_params, num_ranks, setup, how):
-        for name, tensor in module.state_dict().items():
-            torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5)
+    for how in ("engine", "plain"):
+        assert_states(pools(num_ranks).run(around_full_params, num_ranks, setup, how), module.state_dict(), 1e-4)
 
 
 class Passed(nn.Module):
@@ -302,22 +290,20 @@ def of_both_outputs(rank, num_ranks, module):
 def passed(rank, num_ranks):
     torch.manual_seed(0)
     mesh = Mesh({"data": num_ranks})
-    with mesh, build_engine("fsdp", Passed().double(), lambda params: torch.optim.SGD(params, lr=0.1), mesh) as engine:
+    with mesh, build_engine("fsdp", Passed().double(), sgd, mesh) as engine:
         engine.backward(num_ranks * of_both_outputs(rank, num_ranks, engine))
         engine.step()
         return engine.full_state_dict()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_frozen_unit_whose_output_is_the_models_too(pools, num_ranks):
+def test_a_frozen_unit_whose_output_is_the_models_too(pools):
+    num_ranks = 3
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Passed().double()
     sum(of_both_outputs(rank, num_ranks, model) for rank in range(num_ranks)).backward()
     torch.optim.SGD([model.enter.weight, model.enter.bias], lr=0.1).step()
-    for state in pools(num_ranks).run(passed, num_ranks):
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+    assert_states(pools(num_ranks).run(passed, num_ranks), model.state_dict())
 
 
 class Branches(nn.Module):
@@ -344,7 +330,6 @@ def frozen_before_backward(rank, num_ranks, frozen):
         Mesh({"data": num_ranks}),
         {"sharding": "no_shard", "wrap": lambda _, module: isinstance(module, nn.Linear)},
     )
-    sgd = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
     with mesh, build_engine("fsdp", Branches().double(), sgd, mesh, **options) as engine:
         loss = num_ranks * of_a_branch(rank, num_ranks, engine)
         engine.module.get_submodule(frozen).requires_grad_(False)
@@ -354,8 +339,8 @@ def frozen_before_backward(rank, num_ranks, frozen):
 
 
 @pytest.mark.parametrize("frozen", ["branches", "branches.1"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_branch_that_some_ranks_use_is_frozen_before_backward(pools, num_ranks, frozen):
+def test_a_branch_that_some_ranks_use_is_frozen_before_backward(pools, frozen):
+    num_ranks = 3
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Branches().double()
@@ -363,6 +348,85 @@ def test_a_branch_that_some_ranks_use_is_frozen_before_backward(pools, num_ranks
     model.get_submodule(frozen).requires_grad_(False)
     loss.backward()
     torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1).step()
-    for state in pools(num_ranks).run(frozen_before_backward, num_ranks, frozen):
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)
+    assert_states(pools(num_ranks).run(frozen_before_backward, num_ranks, frozen), model.state_dict())
+
+
+class MaySkip(nn.Module):
+    """A block that runs on every rank, and of which a rank may use nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x, skips):
+        return x if skips else x + torch.tanh(self.inner(x))
+
+
+class WithAdapter(MaySkip):
+    """As an adapter on a frozen layer, which the others' gradients go through."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x, skips):
+        return super().forward(self.frozen(x), skips)
+
+
+class SkipsBlocks(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(7, 8), nn.Linear(8, 5)
+        self.blocks = nn.ModuleList([kind() for _ in range(4)])
+
+    def forward(self, x, skipped):
+        x = self.enter(x)
+        for index, block in enumerate(self.blocks):
+            x = block(x, index in skipped)
+        return self.leave(x)
+
+
+def skipping(kind):
+    torch.manual_seed(0)
+    return SkipsBlocks(kind).double()
+
+
+SKIPPED = [((1,), ()), ((0,), (3,)), ((0, 1, 2, 3), (2,)), ((3,), (3,)), ((), (0, 3))]
+
+
+def rows_of_rank(rank):
+    return torch.linspace(-1, 1, 14, dtype=torch.float64).view(2, 7) * (1 + rank)
+
+
+def steps_that_skip(rank, options, kind, how, accumulates):
+    with engine_of("fsdp", 2, skipping(kind), optimizer_fn=sgd, wrap=[kind], **options) as engine:
+        for by_rank in SKIPPED:
+            x = rows_of_rank(rank)
+            if accumulates:
+                with engine.no_sync():
+                    engine.backward(engine(x * 2, by_rank[1 - rank]).square().mean())
+            loss = engine(x, by_rank[rank]).square().mean()
+            engine.backward(loss) if how == "engine" else loss.backward()
+            engine.step()
+            engine.zero_grad()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("kind", [MaySkip, WithAdapter])
+@pytest.mark.parametrize(
+    "options", [{}, {"prefetch": 0}, {"prefetch": 3}, {"sharding": "shard_grad_op"}, {"sharding": "no_shard"}], ids=str
+)
+def test_a_rank_may_use_nothing_of_a_unit_that_runs(pools, options, kind):
+    for accumulates in (False, True):
+        plain = skipping(kind)
+        optimizer = sgd(list(plain.parameters()))
+        for by_rank in SKIPPED:
+            for rank in range(2):
+                x = rows_of_rank(rank)
+                if accumulates:
+                    (plain(x * 2, by_rank[1 - rank]).square().mean() / 2).backward()
+                (plain(x, by_rank[rank]).square().mean() / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for how in ("engine", "plain"):
+            assert_states(pools(2).run(steps_that_skip, options, kind, how, accumulates), plain.state_dict())

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardlab.engines.optimizer_trial import LooksAt, Stepped, flat_pieces, looks_at, pieces_along
 from shardlab.engines.optimizer_fit import Cut, check_sliced, fitting_optimizer
+from shardlab.engines.optimizer_trial import LooksAt, Stepped, flat_pieces, looks_at, pieces_along
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.partition.slices import TensorSlice
 from shardlab.vocabulary import Partition
@@ -81,10 +81,10 @@ def tried(make, *cuts, shapes=SHAPES):
     return found
 
 
-@pytest.mark.parametrize("kind", ELEMENTWISE)
-def test_steps_of_elements(kind):
-    for cuts in ((FLAT,), (ROWS, COLUMNS), ()):
-        assert tried(ELEMENTWISE[kind], *cuts) is ELEMENT
+def test_steps_of_elements():
+    for kind, make in ELEMENTWISE.items():
+        for cuts in ((FLAT,), (ROWS, COLUMNS), ()):
+            assert tried(make, *cuts) is ELEMENT, kind
 
 
 @pytest.mark.parametrize("kind", [*own.TENSOR.values(), optim.Adafactor], ids=lambda kind: kind.__name__)
@@ -92,6 +92,11 @@ def test_steps_of_tensors(kind):
     for cut in (FLAT, ROWS, COLUMNS):
         assert tried(kind, cut) is TENSOR
     assert tried(kind) is ELEMENT  # whole parameters are enough
+
+
+def test_an_optimizer_that_projects():
+    for cut in (FLAT, ROWS):
+        assert tried(own.Projects, cut) is TENSOR
 
 
 def test_matrices_only():
@@ -195,11 +200,10 @@ CANNOT = {
 }
 
 
-@pytest.mark.parametrize("kind", CANNOT)
-def test_what_cannot_be_tried_is_refused_with_what_to_write(kind):
-    make, reason = CANNOT[kind]
-    with pytest.raises(ValueError, match=rf"(?s)^optimizer: \w+ cannot be tried .*{reason}.*shardlab_looks_at = "):
-        tried(make, FLAT)
+def test_what_cannot_be_tried_is_refused_with_what_to_write():
+    for make, reason in CANNOT.values():
+        with pytest.raises(ValueError, match=rf"(?s)^optimizer: \w+ cannot be tried .*{reason}.*shardlab_looks_at = "):
+            tried(make, FLAT)
 
 
 class CallsItsBase(optim.SGD):
@@ -258,7 +262,9 @@ class Declared(TwoSteps):
 
 def test_methods_beside_step_are_named_since_nobody_tries_them():
     to_step = stepped()
-    with pytest.warns(UserWarning, match=r"of TwoSteps only step\(\) was tried on pieces, and not first_step; .* say so"):
+    with pytest.warns(
+        UserWarning, match=r"of TwoSteps only step\(\) was tried on pieces, and not first_step; .* say so"
+    ):
         fitting_optimizer(TwoSteps, to_step, Cut(Partition.ELEMENTS, num_ranks=2))
     for silent, cut in (
         (Declared, Cut(Partition.ELEMENTS, num_ranks=2)),

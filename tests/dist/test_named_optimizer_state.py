@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.dist import cases
-from tests.dist.every_engine import PEERS, PLACES, assert_states, engine_of, kinds_of, options_of
+from tests.dist.every_engine import OUR_PLACES, assert_states, engine_of, kinds_of, one_step, options_of
+from tests.dist.telling import StepTensorsAlone
 
 
 def in_groups(tensors):
@@ -19,10 +20,8 @@ def in_groups(tensors):
     )
 
 
-def step(engine, rank, kind, number, num_ranks):
-    x, y = (cases.own_rows(part, rank) for part in cases.rows(kind, number, 0, num_ranks))
-    engine.backward(cases.loss_of(engine(x), y))
-    engine.step()
+def step(engine, kind, number):
+    one_step(engine, kind, number)
     engine.zero_grad()
 
 
@@ -32,32 +31,22 @@ def handed_on(rank, key, kind, num_ranks):
     with engine_of(key, num_ranks, cases.build(kind, seed=rank), **more) as engine:
         before = engine.named_optimizer_state()
         for number in range(2):
-            step(engine, rank, kind, number, num_ranks)
+            step(engine, kind, number)
         parameters, state = engine.full_state_dict(), engine.named_optimizer_state()
     more["optimizer_fn"] = lambda tensors: torch.optim.AdamW(tensors, lr=1e-2, eps=1e-3)
     with engine_of(key, num_ranks, cases.build(kind), **more) as engine:
         engine.load_full_state_dict(parameters)
         engine.load_named_optimizer_state(state)
         lr = engine.learning_rate
-        step(engine, rank, kind, 2, num_ranks)
+        step(engine, kind, 2)
         return before, state, lr, engine.full_state_dict()
 
 
-class Plain:
-    """What ``where`` needs, of a plain model."""
-
-    def __init__(self, model):
-        self.params = dict(model.named_parameters())
-
-    def where(self, wanted):
-        return [param for name, param in self.params.items() if wanted(name)]
-
-
-@pytest.mark.parametrize(("key", "num_ranks"), [place for place in PLACES if place[0] not in PEERS])
+@pytest.mark.parametrize(("key", "num_ranks"), OUR_PLACES)
 def test_it_is_that_of_one_process_and_goes_on_elsewhere(pools, key, num_ranks):
     for kind in kinds_of(key, num_ranks):
         model = cases.build(kind)
-        optimizer = in_groups(Plain(model))
+        optimizer = in_groups(StepTensorsAlone(model))
 
         def train(number, optim):
             x, y = cases.rows(kind, number, 0, num_ranks)  # noqa: B023
@@ -87,7 +76,7 @@ def test_it_is_that_of_one_process_and_goes_on_elsewhere(pools, key, num_ranks):
 
 def partly(rank):
     with engine_of("zero2", 2, cases.build("MLP"), "adamw") as engine:
-        step(engine, rank, "MLP", 0, 2)
+        step(engine, "MLP", 0)
         state = engine.named_optimizer_state()
         with pytest.raises(ValueError, match="state: 'head' is no parameter of this engine's optimizer"):
             engine.load_named_optimizer_state({**state, "head": {}})

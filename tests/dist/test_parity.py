@@ -1,5 +1,6 @@
 """Every engine equals one process on the concatenated batch, in float64 to 1e-10, at 1, 2, 3 and 4 ranks."""
 
+import contextlib
 from math import inf
 
 import pytest
@@ -8,67 +9,40 @@ import torch
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from tests.dist import cases
+from tests.dist.every_engine import ALL, OTHER_CUTS, assert_states, engine_of, options_of, own_batch
 
-# Every model at every world size.
-MAIN = {
-    "ddp": ("ddp", {}),
-    "bucketed": ("bucketed", {"bucket_bytes": 256}),
-    "zero1": ("zero1", {}),
-    "zero2": ("zero2", {"bucket_bytes": 256}),
-    "zero3": ("zero3", {}),
-    "fsdp": ("fsdp", {}),
-    "fsdp-dim0": ("fsdp", {"layout": "dim0", "prefetch": 2}),
-}
-# The same code with other options: the nastier models, at 3 ranks.
-MORE = {
-    "bucketed-one": ("bucketed", {}),
-    "zero1-small": ("zero1", {"bucket_bytes": 256}),
-    "zero1-balanced": ("zero1", {"partition": "balanced", "bucket_bytes": 512}),
-    "zero1-round_robin": ("zero1", {"partition": "round_robin"}),
-    "zero1-contiguous": ("zero1", {"partition": "contiguous"}),
-    "zero2-balanced": ("zero2", {"partition": "balanced", "bucket_bytes": 512}),
-    "zero3-small": ("zero3", {"bucket_bytes": 256}),
-    "zero3-balanced": ("zero3", {"partition": "balanced", "bucket_bytes": 512}),
-    "fsdp-shard_grad_op": ("fsdp", {"sharding": "shard_grad_op", "prefetch": 0}),
-    "fsdp-balanced": ("fsdp", {"partition": "balanced"}),
-    "fsdp-no_shard": ("fsdp", {"sharding": "no_shard", "wrap": "root"}),
-}
-ENGINES = {**MAIN, **MORE}
+# Every model at every world size, and the same code with other options: the nastier models, at 3 ranks.
+MAIN = ("ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp", "fsdp-dim0")
+MORE = (*OTHER_CUTS, "zero1-balanced")
 WORLD_SIZES = (2, 3, 4)
 
 
-def train(rank, engine_key, kind, optimizer, steps=5, micro_batches=1, clip=None, norm_type=2.0, plain_backward=False):
-    strategy, options = ENGINES[engine_key]
-    if strategy == "fsdp" and kind == "Unused":
-        options = {**options, "wrap": "root"}  # a unit that only some ranks run cannot be gathered by all
+def train(rank, key, kind, optimizer, steps=5, micro_batches=1, clip=None, norm_type=2.0, plain_backward=False):
     num_ranks = torch.distributed.get_world_size()
     result = cases.Result()
-    with Mesh({"data": num_ranks}) as mesh:
-        # Ranks that start different must end equal.
-        model = cases.build(kind, seed=rank)
-        with build_engine(strategy, model, cases.OPTIMIZERS[optimizer], mesh, **options) as engine:
-            for step in range(steps):
-                total = 0.0
-                for micro_batch in range(micro_batches):
-                    x, y = (cases.own_rows(part, rank) for part in cases.rows(kind, step, micro_batch, num_ranks))
-                    last = micro_batch == micro_batches - 1
-                    if last or plain_backward:
-                        loss = cases.loss_of(engine(x), y) / micro_batches
-                        loss.backward() if plain_backward else engine.backward(loss)
-                    else:
-                        with engine.no_sync():
-                            loss = cases.loss_of(engine(x), y) / micro_batches
-                            engine.backward(loss)
-                    total += float(loss.detach())
-                if clip is not None:
-                    result.norms.append(float(engine.clip_grad_norm_(clip, norm_type)))
-                engine.step()
-                engine.zero_grad()
-                mean = torch.tensor(total, dtype=torch.float64)
-                mesh.data.all_reduce(mean).wait()
-                result.losses.append(float(mean) / num_ranks)
-            assert engine.num_steps == steps
-            result.state = engine.full_state_dict()
+    # Ranks that start different must end equal.
+    model = cases.build(kind, seed=rank)
+    for buffer in model.buffers():
+        buffer.add_(rank)
+    with engine_of(key, num_ranks, model, optimizer, **options_of(key, kind)) as engine:
+        for step in range(steps):
+            total = 0.0
+            for micro_batch in range(micro_batches):
+                x, y = own_batch(engine, kind, step, micro_batch)
+                is_last = micro_batch == micro_batches - 1
+                with contextlib.nullcontext() if is_last or plain_backward else engine.no_sync():
+                    loss = cases.loss_of(engine(x), y) / micro_batches
+                    loss.backward() if plain_backward else engine.backward(loss)
+                total += float(loss.detach())
+            if clip is not None:
+                result.norms.append(float(engine.clip_grad_norm_(clip, norm_type)))
+            engine.step()
+            engine.zero_grad()
+            mean = torch.tensor(total, dtype=torch.float64)
+            engine.mesh.data.all_reduce(mean).wait()
+            result.losses.append(float(mean) / num_ranks)
+        assert engine.num_steps == steps
+        result.state = engine.full_state_dict()
     return result
 
 
@@ -76,9 +50,7 @@ def assert_equal(results, expected):
     for rank, result in enumerate(results):
         assert result.losses == pytest.approx(expected.losses, abs=1e-10), f"losses of rank {rank}"
         assert result.norms == pytest.approx(expected.norms, abs=1e-10), f"norms of rank {rank}"
-        assert result.state.keys() == expected.state.keys()
-        for name, value in expected.state.items():
-            torch.testing.assert_close(result.state[name], value, atol=1e-10, rtol=0, msg=lambda m: f"{name}: {m}")  # noqa: B023
+    assert_states([result.state for result in results], expected.state)
 
 
 @pytest.mark.parametrize("num_ranks", WORLD_SIZES)
@@ -91,15 +63,18 @@ def test_equals_one_process(pools, engine, num_ranks):
 
 @pytest.mark.parametrize("engine", MORE)
 def test_other_options_equal_one_process(pools, engine):
-    for kind, optimizer in (("Uneven", "adamw"), ("Unused", "adamw"), ("Tied", "sgd")):
-        assert_equal(pools(3).run(train, engine, kind, optimizer), cases.reference(kind, optimizer, 3))
+    for kind, optimizer, how in (
+        ("Uneven", "adamw", {}),
+        ("Tied", "sgd", {}),
+        ("Unused", "adam_large_eps", {"micro_batches": 3, "clip": 0.05}),
+    ):
+        expected = cases.reference(kind, optimizer, 3, **how)
+        assert_equal(pools(3).run(train, engine, kind, optimizer, **how), expected)
 
 
-@pytest.mark.parametrize(
-    ("engine", "num_ranks"),
-    [*((engine, size) for engine in MAIN for size in (2, 4)), *((engine, 3) for engine in MORE)],
-)
-def test_accumulation_and_clipping_equal_one_process(pools, engine, num_ranks):
+@pytest.mark.parametrize("engine", MAIN)
+def test_accumulation_and_clipping_equal_one_process(pools, engine):
+    num_ranks = 4
     for kind in ("Unused", "SmallGPT"):
         expected = cases.reference(kind, "adam_large_eps", num_ranks, steps=3, micro_batches=3, clip=0.05)
         assert max(expected.norms) > 0.05, "the clip must bite, or the test shows nothing"
@@ -107,22 +82,33 @@ def test_accumulation_and_clipping_equal_one_process(pools, engine, num_ranks):
         assert_equal(results, expected)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_plain_backward_and_communicating_micro_batches(pools, engine):
-    """``loss.backward()`` for every micro-batch, each outside ``no_sync``: what is pending is finished in between."""
-    for kind in ("Unused", "SmallGPT"):
-        expected = cases.reference(kind, "sgd", 3, steps=3, micro_batches=2)
-        results = pools(3).run(train, engine, kind, "sgd", steps=3, micro_batches=2, plain_backward=True)
-        assert_equal(results, expected)
-
-
 @pytest.mark.parametrize("engine", MAIN)
-def test_norm_types(pools, engine):
-    for norm_type in (1.0, 2.0, inf):
-        expected = cases.reference("Unused", "sgd", 3, steps=3, clip=0.05, norm_type=norm_type)
-        results = pools(3).run(train, engine, "Unused", "sgd", steps=3, clip=0.05, norm_type=norm_type)
+def test_plain_backward_and_communicating_micro_batches_and_norm_types(pools, engine):
+    """``loss.backward()`` for every micro-batch, each outside ``no_sync``: what is pending is finished in between."""
+    for kind, norm_type in (("SmallGPT", 2.0), ("Unused", 1.0), ("Unused", inf)):
+        expected = cases.reference(kind, "sgd", 3, steps=3, micro_batches=2, clip=0.05, norm_type=norm_type)
+        how = {"micro_batches": 2, "plain_backward": True, "clip": 0.05, "norm_type": norm_type}
         assert max(expected.norms) > 0.05
-        assert_equal(results, expected)
+        assert_equal(pools(3).run(train, engine, kind, "sgd", steps=3, **how), expected)
+
+
+def in_float32(rank):
+    states = {}
+    for key in MAIN:
+        with engine_of(key, 3, cases.build("MLP").float(), "sgd") as engine:
+            for step in range(2):
+                x, y = (part.float() for part in own_batch(engine, "MLP", step))
+                engine.backward(cases.loss_of(engine(x), y))
+                engine.step()
+                engine.zero_grad()
+            states[key] = engine.full_state_dict()
+    return states
+
+
+def test_float32_equals_one_process(pools):
+    expected = {name: value.float() for name, value in cases.reference("MLP", "sgd", 3, steps=2).state.items()}
+    for states in pools(3).run(in_float32):
+        assert_states(states.values(), expected, atol=1e-5)
 
 
 class WithoutElements(torch.nn.Linear):
@@ -137,7 +123,8 @@ class WithoutElements(torch.nn.Linear):
 def largest_beside_nothing(rank):
     norms = []
     with Mesh({"data": 2}) as mesh:
-        for strategy, options in [*MAIN.values(), ("torch_ddp", {}), ("torch_zero1", {})]:
+        for key in (*MAIN, "torch_ddp", "torch_zero1"):
+            strategy, options = ALL[key]
             torch.manual_seed(0)
             with build_engine(strategy, WithoutElements(), torch.optim.Adam, mesh, **options) as engine:
                 engine.backward(engine(torch.ones(2, 3)).square().mean())
@@ -150,9 +137,9 @@ def test_the_largest_gradient_beside_a_parameter_without_elements_is_equal(pools
         assert norms == pytest.approx([norms[0]] * len(norms))
 
 
-@pytest.mark.parametrize("engine", ["single", *ENGINES])
+@pytest.mark.parametrize("engine", ["single", *MAIN])
 def test_one_rank_is_plain_torch_bit_for_bit(engine):
-    strategy, options = ENGINES.get(engine, (engine, {}))
+    strategy, options = ALL[engine]
     for kind in cases.MODELS:
         if kind == "NonContiguous" and strategy.startswith(("zero", "fsdp")):
             continue  # its parameters become contiguous, for which the matrix product sums in another order

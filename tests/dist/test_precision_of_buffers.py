@@ -8,8 +8,8 @@ from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.precision import Precision
 from tests.dist import cases
-from tests.dist.test_engines import adamw
-from tests.dist.test_fsdp import Block
+from tests.dist.every_engine import adamw
+from tests.dist.nasty import Block
 
 
 class Promotes(nn.Module):

@@ -10,23 +10,21 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from shardlab.comm.mesh import Mesh
-from shardlab.engines import build_engine
-from shardlab.engines.saved_tensors import _Kept
 from tests.dist import cases
-from tests.dist.test_fsdp import Blocks, assert_states, build
+from tests.dist.every_engine import KINDS, assert_states, engine_of, momentum, own_batch
+from tests.dist.telling import Stories
+from tests.dist.test_fsdp import Blocks, build
 
 REFUSAL = "modified by an inplace operation"
-SETUPS = {
-    **{name: (name, {}) for name in ("ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")},
-    **{f"fsdp-{sharding}": ("fsdp", {"sharding": sharding}) for sharding in ("shard_grad_op", "no_shard")},
-    "fsdp-dim0": ("fsdp", {"layout": "dim0"}),
-}
-BY_REFERENCE = [setup for setup in SETUPS if setup.startswith(("zero3", "fsdp"))]
-
-
-def sgd(tensors):
-    return torch.optim.SGD(tensors, lr=1e-2, momentum=0.9)
+# Where parameters are gathered, their saved values are references.
+BY_REFERENCE = ("zero3", "fsdp", "fsdp-dim0", "fsdp-shard_grad_op", "fsdp-no_shard")
+KEYS = ("ddp", "bucketed", "zero1", "zero2", *BY_REFERENCE)
+STORIES = Stories()
+story = STORIES.story
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*(Sparse|nested tensor).*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+]
 
 
 class Calls(nn.Module):
@@ -191,7 +189,7 @@ def outcome(forward, backward, x, y, after, state):
 def plain_outcome(between, after, num_ranks):
     model = build(Calls)
     model.between = BETWEEN[between]
-    optimizer = sgd(list(model.parameters()))
+    optimizer = momentum(list(model.parameters()))
 
     def state():
         optimizer.step()
@@ -201,22 +199,21 @@ def plain_outcome(between, after, num_ranks):
     return outcome(model, torch.Tensor.backward, x.clone(), y, AFTER[after], state)
 
 
-def outcomes(rank, setup, num_ranks, todo):
-    strategy, options = SETUPS[setup]
+def outcomes(rank, key, num_ranks, todo):
     found = []
-    with Mesh({"data": num_ranks}) as mesh:
-        for between, after, checkpointed in todo:
-            model = build(Calls)
-            model.between = BETWEEN[between]
-            engine = build_engine(strategy, model, sgd, mesh, **options)
+    for between, after, checkpointed in todo:
+        model = build(Calls)
+        model.between = BETWEEN[between]
+        with engine_of(key, num_ranks, model, optimizer_fn=momentum) as engine:
             forward = partial(checkpoint, engine, use_reentrant=False) if checkpointed else engine
 
             def state(engine=engine):
                 engine.step()
                 return engine.full_state_dict()
 
-            x, y = (cases.own_rows(part, rank).clone() for part in cases.rows("MLP", 0, 0, num_ranks))
+            x, y = (part.clone() for part in own_batch(engine))
             found.append(outcome(forward, engine.backward, x, y, AFTER[after], state))
+            engine.zero_grad()
     return found
 
 
@@ -228,9 +225,9 @@ def assert_outcomes(results, expected):
                 assert_states([one], other)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("setup", BY_REFERENCE)
-def test_overwriting_what_is_saved_is_refused_where_torch_refuses(pools, setup, num_ranks):
+def test_overwriting_what_is_saved_is_refused_where_torch_refuses(pools, setup):
+    num_ranks = 3
     todo = [(between, "write_nothing", False) for between in BETWEEN]
     todo += [("relu in place", after, False) for after in AFTER]
     expected = [plain_outcome(between, after, num_ranks) for between, after, _ in todo]
@@ -253,13 +250,10 @@ def test_overwriting_what_is_saved_is_refused_where_torch_refuses(pools, setup, 
         "relu in place",
     ]
     assert_outcomes(pools(num_ranks).run(outcomes, setup, num_ranks, todo), expected)
-
-
-@pytest.mark.parametrize("setup", BY_REFERENCE)
-def test_round_the_engine_a_checkpoint_changes_nothing(pools, setup):
+    # Round the engine a checkpoint changes nothing.
     todo = [(between, "write_nothing", True) for between in ("tanh", "relu in place", "written_after_a_checkpoint")]
-    expected = [plain_outcome(between, after, 2) for between, after, _ in todo]
-    assert_outcomes(pools(2).run(outcomes, setup, 2, todo), expected)
+    expected = [plain_outcome(between, after, num_ranks) for between, after, _ in todo]
+    assert_outcomes(pools(num_ranks).run(outcomes, setup, num_ranks, todo), expected)
 
 
 class Spectral(nn.Module):
@@ -280,28 +274,13 @@ class Spectral(nn.Module):
         return (waves.real * minus).view(-1, 2, 3) + self.bias
 
 
-def spectral(rank, setup, num_ranks):
-    strategy, options = SETUPS[setup]
-    with Mesh({"data": num_ranks}) as mesh:
-        engine = build_engine(strategy, Spectral().double(), sgd, mesh, **options)
-        x = torch.linspace(-1, 1, 36, dtype=torch.float64).view(6, 6).tensor_split(num_ranks)[rank]
-        for _ in range(3):
-            engine.backward(engine(x).square().mean())
-            engine.step()
-            engine.zero_grad()
-        return engine.full_state_dict()
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("setup", SETUPS)
-def test_complex_views_of_parameters_have_the_gradients_of_one_process(pools, setup, num_ranks):
-    model = Spectral().double()
-    optimizer = sgd(model.parameters())
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.linspace(-1, 1, 36, dtype=torch.float64).view(6, 6)).square().mean().backward()
-        optimizer.step()
-    assert_states(pools(num_ranks).run(spectral, setup, num_ranks), model.state_dict())
+@story(model=Spectral, on=KEYS, optimizer=cases.OPTIMIZERS["sgd"], num_ranks=3)
+def complex_views_of_parameters(user):
+    for step in range(3):
+        x, _ = user.rows(step)
+        user.backward(user(x[:, :6]).square().mean())
+        user.step()
+        user.zero_grad()
 
 
 def by_step(engine, x, y, directory):
@@ -345,20 +324,17 @@ CHANGES = {
 }
 
 
-def changed_between(rank, setup, num_ranks, directory):
-    strategy, options = SETUPS[setup]
-    refused = {}
-    with Mesh({"data": num_ranks}) as mesh:
-        model = build(Calls)
-        model.between = torch.sigmoid
-        engine = build_engine(strategy, model, sgd, mesh, **options)
+def changed_between(rank, key, num_ranks, directory):
+    refused, model = {}, build(Calls)
+    model.between = torch.sigmoid
+    with engine_of(key, num_ranks, model, optimizer_fn=momentum) as engine:
         initial = engine.full_state_dict()
         engine.save(directory)
-        x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", 0, 0, num_ranks))
+        x, y = own_batch(engine)
         for name, change in CHANGES.items():
-            if name in ("by_hand", "by_nothing") and setup not in BY_REFERENCE:
+            if name in ("by_hand", "by_nothing") and key not in BY_REFERENCE:
                 continue  # parameters are whole, so torch itself sees what is written and what is needed
-            if name == "by_fused_step" and setup in ("ddp", "bucketed"):
+            if name == "by_fused_step" and key in ("ddp", "bucketed"):
                 continue  # torch steps the parameters themselves, and refuses nothing
             loss = cases.loss_of(engine(x), y)
             change(engine, x, y, directory)
@@ -377,12 +353,11 @@ def changed_between(rank, setup, num_ranks, directory):
         return refused, engine.full_state_dict()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("setup", SETUPS)
-def test_a_parameter_that_changes_between_forward_and_backward_is_refused(pools, setup, num_ranks, tmp_path):
+@pytest.mark.parametrize("key", KEYS)
+def test_a_parameter_that_changes_between_forward_and_backward_is_refused(pools, key, tmp_path):
     """On every rank, also one that holds nothing of a unit; afterwards training goes on."""
-    expected = plain_outcome("sigmoid", "write_nothing", num_ranks)
-    for refused, state in pools(num_ranks).run(changed_between, setup, num_ranks, tmp_path):
+    expected = plain_outcome("sigmoid", "write_nothing", 4)
+    for refused, state in pools(4).run(changed_between, key, 4, tmp_path):
         assert refused == {name: name != "by_nothing" for name in refused}
         assert {"by_step", "by_loading", "by_loading_a_state"} <= refused.keys()
         assert_states([state], expected)
@@ -399,34 +374,17 @@ class NeedsNoWeight(nn.Module):
         return x[:, :5] + self.weight
 
 
-def unneeded_change(rank, setup):
-    strategy, options = SETUPS[setup]
-    with Mesh({"data": 2}) as mesh, build_engine(strategy, NeedsNoWeight().double(), sgd, mesh, **options) as engine:
-        x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", 0, 0, 2))
-        losses = [cases.loss_of(engine(x), y) for _ in range(2)]
-        for loss in losses:
-            engine.backward(loss)
-            engine.step()
-            engine.zero_grad()
-        return engine.full_state_dict()
-
-
-@pytest.mark.parametrize("setup", SETUPS)
-def test_a_change_of_what_backward_does_not_need_is_right(pools, setup):
-    model = NeedsNoWeight().double()
-    optimizer = sgd(list(model.parameters()))
-    x, y = cases.rows("MLP", 0, 0, 2)
-    losses = [cases.loss_of(model(x), y) for _ in range(2)]
+@story(model=NeedsNoWeight, on=(*KINDS, *BY_REFERENCE[2:]), optimizer=momentum)
+def what_backward_does_not_need_is_changed(user):
+    losses = [user.loss(0) for _ in range(2)]
     for loss in losses:
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_states(pools(2).run(unneeded_change, setup), model.state_dict())
+        user.backward(loss)
+        user.step()
+        user.zero_grad()
 
 
 def abandoned(rank, setup):
     """Whether outputs that were saved are gone when nobody holds the graph, without the garbage collector."""
-    strategy, options = SETUPS[setup]
     kept = []
 
     def remember(_, __, output):
@@ -435,7 +393,7 @@ def abandoned(rank, setup):
     gc.collect()
     gc.disable()
     try:
-        with Mesh({"data": 2}) as mesh, build_engine(strategy, build(Blocks), sgd, mesh, **options) as engine:
+        with engine_of(setup, 2, build(Blocks), optimizer_fn=momentum) as engine:
             hooks = [module.register_forward_hook(remember) for module in engine.module.modules()]
             output = engine(cases.own_rows(cases.rows("MLP", 0, 0, 2)[0], rank))
             for hook in hooks:
@@ -478,60 +436,16 @@ UNUSUAL = {
 }
 
 
-def calls(way):
-    model = build(Calls)
-    model.between = UNUSUAL[way]
-    return model
+for way in UNUSUAL:
 
+    def unusual(way=way):
+        model = Calls()
+        model.between = UNUSUAL[way]
+        return model
 
-def unusual(rank, setup, way):
-    strategy, options = SETUPS[setup]
-    with Mesh({"data": 2}) as mesh, build_engine(strategy, calls(way), sgd, mesh, **options) as engine:
-        x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", 0, 0, 2))
-        for _ in range(2):
-            engine.backward(cases.loss_of(engine(x), y))
-            engine.step()
-            engine.zero_grad()
-        return engine.full_state_dict()
-
-
-@pytest.mark.filterwarnings("ignore:.*(Sparse|nested tensor).*:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-@pytest.mark.parametrize("way", UNUSUAL)
-@pytest.mark.parametrize("setup", SETUPS)
-def test_tensors_without_memory_of_the_usual_kind_are_saved(pools, setup, way):
-    model = calls(way)
-    optimizer = sgd(list(model.parameters()))
-    x, y = cases.rows("MLP", 0, 0, 2)
-    for _ in range(2):
-        cases.loss_of(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_states(pools(2).run(unusual, setup, way), model.state_dict())
-
-
-def transformed(rank, setup):
-    strategy, options = SETUPS[setup]
-    model = build(Calls)
-    model.between = torch.func.grad(lambda hidden: hidden.square().sum())
-    with Mesh({"data": 2}) as mesh, build_engine(strategy, model, sgd, mesh, **options) as engine:
-        x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", 0, 0, 2))
-        with pytest.raises(RuntimeError, match=r"^torch.func: .*write torch.autograd.grad\(.*create_graph=True\)"):
-            engine(x)
-        model.between = torch.tanh
-        engine.backward(cases.loss_of(engine(x), y))
-        engine.step()
-        return engine.full_state_dict()
-
-
-@pytest.mark.parametrize("setup", BY_REFERENCE)
-def test_a_transform_whose_saved_tensors_nobody_may_replace_is_refused(pools, setup):
-    model = build(Calls)
-    model.between = torch.tanh
-    x, y = cases.rows("MLP", 0, 0, 2)
-    cases.loss_of(model(x), y).backward()
-    sgd(list(model.parameters())).step()
-    assert_states(pools(2).run(transformed, setup), model.state_dict())
+    @story(name=way, model=unusual, on=("zero1", "zero3", "fsdp", "fsdp-no_shard"), optimizer=momentum)
+    def tensors_without_memory_of_the_usual_kind_are_saved(user):
+        user.train(0, 0)
 
 
 # Whose memory a saved tensor is in.
@@ -551,19 +465,11 @@ class EmptyAmongOthers(nn.Module):
         return self.last(torch.tanh(x @ self.first) + x[:, :2] @ self.first[2:4])
 
 
-def empty_among_others(rank, setup):
-    """The gradients, how many gathered parameters the graph has kept, and whether a change of the first is refused."""
-    strategy, options = SETUPS[setup]
-    x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", 0, 0, 2))
-    with Mesh({"data": 2}) as mesh, build_engine(strategy, build(EmptyAmongOthers), sgd, mesh, **options) as engine:
-        gathered = set()
-        engine.module.last.register_forward_hook(
-            lambda *_: gathered.update(param.untyped_storage().data_ptr() for param in engine.params.values())
-        )
-        loss = cases.loss_of(engine(x), y)
-        kept = [saved.tensor.untyped_storage().data_ptr() for saved in gc.get_objects() if type(saved) is _Kept]
-        num_kept = len(gathered.intersection(kept) - {0})
-        engine.backward(loss)
+def empty_among_others(rank, key):
+    """The gradients; a change of the first is refused."""
+    with engine_of(key, 2, build(EmptyAmongOthers), optimizer_fn=momentum) as engine:
+        x, y = own_batch(engine)
+        engine.backward(cases.loss_of(engine(x), y))
         gradients = engine.full_gradients()
         engine.zero_grad()
         loss = cases.loss_of(engine(x), y)
@@ -571,19 +477,18 @@ def empty_among_others(rank, setup):
             engine.step_tensors().by_name("first").mul_(3)
         with pytest.raises(RuntimeError, match=f"{REFUSAL}|has changed between forward and backward"):
             engine.backward(loss)
-        return gradients, num_kept
+        return gradients
 
 
-@pytest.mark.parametrize("setup", BY_REFERENCE)
-def test_a_parameter_without_elements_hides_no_other(pools, setup):
+@pytest.mark.parametrize("key", BY_REFERENCE)
+def test_a_parameter_without_elements_hides_no_other(pools, key):
     """Both begin where the bucket begins: the weight was booked under the empty one's name, and its changes unseen."""
     model = build(EmptyAmongOthers)
     x, y = cases.rows("MLP", 0, 0, 2)
     cases.loss_of(model(x), y).backward()
     expected = {name: param.grad for name, param in model.named_parameters() if param.numel()}
-    for gradients, num_kept in pools(2).run(empty_among_others, setup):
+    for gradients in pools(2).run(empty_among_others, key):
         assert_states([{name: gradients[name] for name in expected}], expected)
-        assert num_kept == 0
 
 
 class OnlyThePrompt(EmptyAmongOthers):
@@ -591,27 +496,22 @@ class OnlyThePrompt(EmptyAmongOthers):
         return torch.cat([self.enter(x), x @ self.prompt.t()], dim=1)
 
 
-def first_is_changed(rank, setup):
-    strategy, options = SETUPS[setup]
-    with Mesh({"data": 2}) as mesh, build_engine(strategy, build(OnlyThePrompt), sgd, mesh, **options) as engine:
-        loss = engine(torch.ones(2, 7, dtype=torch.float64, requires_grad=True)).sum()
-        with torch.no_grad():
-            engine.step_tensors().by_name("first").mul_(3)
-        engine.backward(loss)
-        return engine.full_gradients()["enter.bias"]
-
-
-@pytest.mark.parametrize("setup", BY_REFERENCE)
-def test_a_parameter_without_elements_is_not_taken_for_another(pools, setup):
+@story(model=OnlyThePrompt, on=BY_REFERENCE, instead=None)
+def the_first_is_changed_where_the_empty_one_is_needed(user):
     """It began where the first of its unit does: a change of that, which the backward does not need, was refused."""
-    for gradient in pools(2).run(first_is_changed, setup):
-        assert torch.equal(gradient, torch.full((9,), 2.0, dtype=torch.float64))
+    loss = user(torch.ones(2, 7, dtype=torch.float64, requires_grad=True)).sum()
+    with torch.no_grad():
+        user.step_tensors().by_name("first").mul_(3)
+    user.backward(loss)
+    assert torch.equal(user.full_gradients()["enter.bias"], torch.full((9,), 2.0, dtype=torch.float64))
+
+
+test_stories = STORIES.told()
 
 
 def moved(rank, setup):
     """Gradients through tensors that lie where gathered parameters did, and what they are, as numbers."""
-    strategy, options = SETUPS[setup]
-    with Mesh({"data": 2}) as mesh, build_engine(strategy, build(Blocks), sgd, mesh, **options) as engine:
+    with engine_of(setup, 2, build(Blocks), optimizer_fn=momentum) as engine:
         found, expected = [], []
         with engine.full_params() as module:
             before = {param.untyped_storage() for param in module.parameters()}

@@ -109,7 +109,12 @@ def test_a_second_derivative_is_refused(pools):
 def refused(rank):
     log, messages = Log(), []
     with Mesh({"data": 2}) as mesh, mesh.observed_by(log):
-        for x, weight, bias in (((2, 4), (3, 5), (3,)), ((2, 5), (3, 5), (6,)), ((), (3, 5), (3,)), ((2, 5), (3,), (3,))):
+        for x, weight, bias in (
+            ((2, 4), (3, 5), (3,)),
+            ((2, 5), (3, 5), (6,)),
+            ((), (3, 5), (3,)),
+            ((2, 5), (3,), (3,)),
+        ):
             with pytest.raises(ValueError, match="is given") as error:
                 sharded_linear(torch.ones(x), torch.ones(weight), torch.ones(bias), mesh.data)
             messages.append(str(error.value))

@@ -1,6 +1,5 @@
 """What is kept between steps and runs where a rank's piece is small, a container holds tensors, or ranks differ."""
 
-import pickle
 from collections import deque
 
 import pytest
@@ -8,12 +7,10 @@ import torch
 from torch import nn
 
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import GradScaler, build_engine
+from shardlab.engines import build_engine
 from shardlab.engines.checkpoint.shards import is_counter
-from shardlab.engines.sharded_optimizer import ShardedOptimizer
 from tests.dist import cases
-from tests.dist.every_engine import ENGINES, engine_of
-from tests.dist.test_engines import adamw
+from tests.dist.every_engine import KINDS, PIECES, adamw, assert_states, engine_of, one_step
 
 
 class Kept(torch.optim.Optimizer):
@@ -74,14 +71,13 @@ def saved(rank, strategy, kept, directory):
         return state, expected, again.full_state_dict()
 
 
-@pytest.mark.parametrize("kept", ["counter", "signed step"])
-@pytest.mark.parametrize("strategy", ["zero1", "zero3", "fsdp"])
-def test_small_state_comes_back(pools, tmp_path, strategy, kept):
-    for state, expected, again in pools(2).run(saved, strategy, kept, tmp_path / "saved"):
-        if kept == "counter":
-            assert [state["state"][number]["updates"].tolist() for number in (0, 1)] == [[2.0], [2.0]]
-        for name, value in expected.items():
-            torch.testing.assert_close(again[name], value, atol=1e-10, rtol=0)
+@pytest.mark.parametrize("strategy", PIECES)
+def test_small_state_comes_back(pools, tmp_path, strategy):
+    for kept in ("counter", "signed step"):
+        for state, expected, again in pools(2).run(saved, strategy, kept, tmp_path / kept):
+            if kept == "counter":
+                assert [state["state"][number]["updates"].tolist() for number in (0, 1)] == [[2.0], [2.0]]
+            assert_states([again], expected)
 
 
 def test_what_is_a_counter():
@@ -105,15 +101,15 @@ def refused(rank, strategy, kept, how, directory, options):
         return None
 
 
-@pytest.mark.parametrize("how", ["save", "full state"])
-@pytest.mark.parametrize("kept", ["tensors", "stacked"])
-@pytest.mark.parametrize("strategy", ["zero1", "zero3", "fsdp"])
+@pytest.mark.parametrize(("kept", "how"), [("tensors", "save"), ("stacked", "full state")])
+@pytest.mark.parametrize("strategy", PIECES)
 def test_state_that_cannot_be_put_together_is_refused(pools, tmp_path, strategy, kept, how):
     """Before, the first rank's part was taken for the whole."""
     for message in pools(2).run(refused, strategy, kept, how, tmp_path / "saved", {}):
         assert "cannot be made from it; use an optimizer whose state has the shape" in message
     whole = {"wrap": "root"} if strategy == "fsdp" else {}
-    assert pools(2).run(refused, strategy, kept, how, tmp_path / "whole", {"partition": "balanced", **whole}) == [None] * 2
+    options = {"partition": "balanced", **whole}
+    assert pools(2).run(refused, strategy, kept, how, tmp_path / "whole", options) == [None] * 2
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
@@ -159,107 +155,6 @@ def with_shared_buffers(rank, directory):
 
 def test_buffers_that_share_memory_are_saved(pools, tmp_path):
     assert pools(2).run(with_shared_buffers, tmp_path / "saved") == [torch.ones(3, 3).tolist()] * 2
-
-
-def sharded_optimizer(rank, directory):
-    def made(mesh):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).double()
-        return model, ShardedOptimizer(model.parameters(), torch.optim.AdamW, comm=mesh.data, lr=0.1)
-
-    def train(model, optimizer, steps):
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        for _ in range(steps):
-            model(torch.ones(2, 3, dtype=torch.float64)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-
-    with Mesh({"data": 2}) as mesh:
-        model, optimizer = made(mesh)
-        train(model, optimizer, 2)
-        written = pickle.dumps((model.state_dict(), optimizer.state_dict()))
-        train(model, optimizer, 2)
-        other, again = made(mesh)
-        weights, state = pickle.loads(written)
-        other.load_state_dict(weights)
-        again.load_state_dict(state)
-        train(other, again, 2)
-        with pytest.raises(ValueError, match="the state is not of these pieces"):
-            again.load_state_dict({**state, "shardlab_pieces": {}})
-        same = all(torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True))
-        return same, optimizer.param_groups[0]["lr"] == again.inner.param_groups[0]["lr"]
-
-
-def test_a_sharded_optimizer_goes_on_with_the_state_it_loads(pools, tmp_path):
-    assert pools(2).run(sharded_optimizer, tmp_path) == [(True, True)] * 2
-
-
-def names_that_repeat(rank):
-    with Mesh({"data": 2}) as mesh:
-        one, two = nn.Linear(3, 3), nn.Linear(3, 3)
-        groups = [{"params": one.named_parameters()}, {"params": two.named_parameters(), "lr": 0.5}]
-        optimizer = ShardedOptimizer(groups, torch.optim.SGD, comm=mesh.data, lr=0.1)
-        before = [param.detach().clone() for param in (one.weight, two.weight)]
-        (one(torch.ones(3)).sum() + two(torch.ones(3)).sum()).backward()
-        optimizer.step()
-        moved = [old - param.detach() for old, param in zip(before, (one.weight, two.weight), strict=True)]
-        return [round(float(each.mean()), 6) for each in moved]
-
-
-def test_groups_may_name_their_parameters_alike(pools):
-    assert pools(2).run(names_that_repeat) == [[0.1, 0.5]] * 2
-
-
-def scaled(rank):
-    with Mesh({"data": 2}) as mesh:
-        one, two = (build_engine("zero1", cases.build("MLP"), adamw, mesh) for _ in range(2))
-        scaler, x = GradScaler(init_scale=4.0), cases.own_rows(cases.rows("MLP", 0, 0, 2)[0], rank)
-        one.backward(scaler.scale(one(x).sum()))
-        assert scaler.unscale_(one)
-        with pytest.raises(RuntimeError, match="call it once a step"):
-            scaler.unscale_(one)
-        with pytest.raises(ValueError, match="make a GradScaler for each engine"):
-            scaler.unscale_(two)
-        with pytest.raises(ValueError, match="make a GradScaler for each engine"):
-            scaler.step(two)
-        assert scaler.step(one)
-        one.zero_grad()
-        # A loop that looks itself and goes on: the next step is unscaled anew.
-        one.backward(scaler.scale(one(x).sum()) * torch.inf)
-        assert not scaler.unscale_(one)
-        one.zero_grad()
-        one.backward(scaler.scale(one(x).sum()))
-        return scaler.step(one)
-
-
-def test_a_scaler_belongs_to_one_engine_and_unscales_once(pools):
-    assert pools(2).run(scaled) == [True, True]
-
-
-def frozen_apart(rank, strategy):
-    model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3)))
-    model[1 + rank].requires_grad_(False)
-    with Mesh({"data": 2}) as mesh, pytest.raises(ValueError, match=r"1.weight \[3, 3\] float32 frozen, rank 1 has 1.w"):
-        build_engine(strategy, model, adamw, mesh)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp"])
-def test_ranks_that_freeze_other_parameters_are_refused(pools, strategy):
-    pools(2).run(frozen_apart, strategy)
-
-
-def norm_with_a_nan(rank, transport):
-    with Mesh({"data": 2}, transport=transport) as mesh, build_engine("zero1", cases.build("MLP"), adamw, mesh) as engine:
-        engine.backward(engine(cases.own_rows(cases.rows("MLP", 0, 0, 2)[0], rank)).sum())
-        if rank == 1:
-            next(tensor for tensor in engine.step_tensors() if tensor.grad is not None).grad.view(-1)[0] = torch.nan
-        return float(engine.clip_grad_norm_(1.0, torch.inf))
-
-
-@pytest.mark.parametrize("transport", ["gloo", "shared_memory"])
-def test_the_largest_element_of_a_gradient_with_nan_is_nan(pools, transport):
-    assert all(norm != norm for norm in pools(2).run(norm_with_a_nan, transport))
 
 
 def fused_and_transposed(rank, directory):
@@ -312,32 +207,13 @@ class CountsBeside(torch.optim.SGD):
 
 def beside_the_parameters(rank, key, kind, directory):
     with engine_of(key, 2, cases.build("MLP"), optimizer_fn=lambda tensors: kind(tensors, lr=0.1)) as engine:
-        x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", 0, 0, 2))
-        engine.backward(cases.loss_of(engine(x), y))
-        engine.step()
+        one_step(engine)
         for save in (lambda: engine.save(directory), engine.full_optimizer_state_dict):
             with pytest.raises(ValueError, match=r"optimizer: Counts.* keeps '\w+' beside the state of its parameters"):
                 save()
 
 
 @pytest.mark.parametrize("kind", [CountsForAll, CountsBeside])
-@pytest.mark.parametrize("key", ["ddp", "zero2", "zero3", "fsdp"])
+@pytest.mark.parametrize("key", KINDS)
 def test_state_that_belongs_to_no_parameter_is_not_lost_unseen(pools, tmp_path, key, kind):
     pools(2).run(beside_the_parameters, key, kind, tmp_path / "saved")
-
-
-def closed(rank, key):
-    with engine_of(key, 2, cases.build("MLP"), "sgd") as engine:
-        pass
-    x = cases.own_rows(cases.rows("MLP", 0, 0, 2)[0], rank)
-    for use in (lambda: engine(x), lambda: engine.backward(engine.module(x).sum()), engine.step,
-                lambda: engine.clip_grad_norm_(1.0)):  # fmt: skip
-        with pytest.raises(RuntimeError, match=f"engine: {engine.name} was closed"):
-            use()
-    engine.module(x).sum().backward()
-    torch.optim.SGD(engine.module.parameters(), lr=0.1).step()
-
-
-@pytest.mark.parametrize("key", ENGINES)
-def test_a_closed_engine_is_not_used(pools, key):
-    pools(4 if "hybrid" in key else 2).run(closed, key)

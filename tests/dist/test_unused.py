@@ -9,18 +9,9 @@ from shardlab.engines import build_engine
 from shardlab.engines.precision import Precision
 from shardlab.engines.unused_params import mark_all_used, nobody_used, write_unused
 from shardlab.vocabulary import HostTransport
+from tests.dist.every_engine import ALL, engine_of, sgd
 
-ENGINES = {
-    "ddp": ("ddp", {}),
-    "bucketed": ("bucketed", {}),
-    "zero1": ("zero1", {}),
-    "zero1-whole": ("zero1", {"partition": "balanced"}),
-    "zero2": ("zero2", {}),
-    "zero3": ("zero3", {}),
-    "fsdp": ("fsdp", {}),
-    "fsdp-dim0": ("fsdp", {"layout": "dim0"}),
-    "fsdp-no_shard": ("fsdp", {"sharding": "no_shard"}),
-}
+KEYS = ("ddp", "bucketed", "zero1", "zero1-balanced", "zero2", "zero3", "fsdp", "fsdp-dim0", "fsdp-no_shard")
 # Half of the smallest number of each dtype rounds to zero, with its sign.
 SMALLEST = {torch.float32: 1.4e-45, torch.float64: 5e-324}
 
@@ -59,7 +50,7 @@ def decayed(tensors):
 
 def trained(rank, key, dtype, slopes, precision=None, transport=None, flush=False):
     """The parameters after two steps."""
-    strategy, options = ENGINES[key]
+    strategy, options = ALL[key]
     options = options if precision is None else {**options, "precision": precision}
     if flush:
         assert torch.set_flush_denormal(True)
@@ -87,56 +78,65 @@ def on_first(slope, num_ranks):
     return (slope, *[None] * (num_ranks - 1))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize(("reduce", "slope"), [(torch.float16, -1e-9), (torch.bfloat16, -1e-42)])
 @pytest.mark.parametrize("key", ["fsdp", "fsdp-dim0", "fsdp-no_shard"])
-def test_what_becomes_zero_in_the_dtype_of_the_reduction_is_still_a_gradient(pools, key, reduce, slope, num_ranks):
-    for transport in HostTransport:
-        precision = Precision(reduce=reduce)
-        slopes = on_first(slope, num_ranks)
-        check(pools(num_ranks).run(trained, key, torch.float32, slopes, precision, str(transport)))
+def test_what_becomes_zero_in_the_dtype_of_the_reduction_is_still_a_gradient(pools, key):
+    for precision, slope in (
+        (Precision(reduce=torch.float16), -1e-9),
+        (Precision(reduce=torch.bfloat16), -1e-42),
+        (Precision(compute=torch.bfloat16, reduce=torch.float16), -1e-9),
+    ):
+        for transport in HostTransport:
+            check(pools(3).run(trained, key, torch.float32, on_first(slope, 3), precision, str(transport)))
 
 
-@pytest.mark.parametrize("key", ["fsdp", "fsdp-dim0", "fsdp-no_shard"])
-def test_between_two_16_bit_dtypes(pools, key):
-    precision = Precision(compute=torch.bfloat16, reduce=torch.float16)
-    check(pools(2).run(trained, key, torch.float32, on_first(-1e-9, 2), precision))
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("key", ENGINES)
-def test_the_smallest_negative_number(pools, key, num_ranks):
+@pytest.mark.parametrize("key", KEYS)
+def test_the_smallest_negative_number(pools, key):
     """Where 1/N is multiplied in before the reduction, it becomes -0."""
     for dtype, smallest in SMALLEST.items():
         for transport in HostTransport:
-            slopes = on_first(-smallest, num_ranks)
-            check(pools(num_ranks).run(trained, key, dtype, slopes, None, str(transport)))
+            check(pools(3).run(trained, key, dtype, on_first(-smallest, 3), None, str(transport)))
 
 
-@pytest.mark.parametrize("key", ENGINES)
-def test_gradients_that_cancel(pools, key):
-    for dtype in SMALLEST:
-        check(pools(3).run(trained, key, dtype, (-1e-3, 1e-3, None)))
-
-
-@pytest.mark.parametrize("key", ENGINES)
-def test_sums_whose_tiny_results_are_flushed_to_zero(pools, key):
+@pytest.mark.parametrize("key", KEYS)
+def test_gradients_that_cancel_or_are_flushed_to_zero(pools, key):
     """``torch.set_flush_denormal(True)``: a difference of normal numbers becomes -0."""
     for dtype in SMALLEST:
+        check(pools(3).run(trained, key, dtype, (-1e-3, 1e-3, None)))
         tiny = torch.finfo(dtype).tiny * 8
         check(pools(3).run(trained, key, dtype, (-1.5 * tiny, 1.4375 * tiny, None), None, "shared_memory", True))
 
 
-@pytest.mark.parametrize("reduce", [torch.bfloat16, torch.float16])
-def test_flushed_in_16_bits(pools, reduce):
-    tiny = torch.finfo(reduce).tiny * 8
-    slopes = (-1.5 * tiny, 1.4375 * tiny, None)
-    check(pools(3).run(trained, "fsdp", torch.float32, slopes, Precision(reduce=reduce), "shared_memory", True))
+def test_flushed_in_16_bits(pools):
+    for reduce in (torch.bfloat16, torch.float16):
+        tiny = torch.finfo(reduce).tiny * 8
+        slopes = (-1.5 * tiny, 1.4375 * tiny, None)
+        check(pools(3).run(trained, "fsdp", torch.float32, slopes, Precision(reduce=reduce), "shared_memory", True))
+
+
+def too_small_to_divide(rank, key):
+    """Rank 1 alone uses the parameter, with a gradient that vanishes when it is divided by 2."""
+    with engine_of(key, 2, nn.Linear(1, 1, bias=False).double(), optimizer_fn=sgd) as engine:
+        if rank == 1:
+            engine.backward((engine(torch.ones(1, 1, dtype=torch.float64)) * -SMALLEST[torch.float64]).sum())
+        else:
+            engine.finish_gradients()
+        return [tensor.grad is not None for tensor in engine.step_tensors() if tensor.numel()]
+
+
+@pytest.mark.parametrize("key", ["ddp", "bucketed", "zero1", "zero2"])
+def test_a_gradient_too_small_to_divide_is_still_a_gradient(pools, key):
+    seen = [has_gradient for found in pools(2).run(too_small_to_divide, key) for has_gradient in found]
+    assert seen
+    assert all(seen)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("flush", [False, True])
-def test_marking_changes_nothing_but_the_sign_of_zero(dtype, flush):
+def test_marking_changes_nothing_but_the_sign_of_zero(dtype):
+    for flush in (False, True):
+        is_marked(dtype, flush)
+
+
+def is_marked(dtype, flush):
     smallest = torch.finfo(dtype).smallest_normal
     values = [-0.0, 0.0, -1.0, 3.0, float("inf"), float("nan"), -smallest]
     buffer = torch.tensor(values, dtype=dtype)

@@ -78,6 +78,16 @@ class DecaysMatrices(Plain):
         return param.grad + 0.1 * param if param.dim() > 1 else param.grad
 
 
+class Projects(Plain):
+    """Projects its update where the gradient is nearly at right angles to the weight, as SGDP does."""
+
+    def update(self, param, state):
+        along = param / param.norm().clamp(min=1e-12)
+        if torch.nn.functional.cosine_similarity(param.grad.flatten(), param.flatten(), 0).abs() >= 1e-3:
+            return param.grad
+        return 2 * param.grad - along * (along * param.grad).sum()
+
+
 class Clipped(Plain):
     """Clips the norm of all gradients within its step, unless ``max_norm`` is None."""
 

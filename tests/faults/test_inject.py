@@ -25,7 +25,7 @@ from shardlab.faults.kinds import PHASES, AtLayer
 from shardlab.faults.program import STEPS, train, workload
 from shardlab.launch import RankDied, RankError
 from tests.dist import cases
-from tests.dist.test_engines import adamw, one_step
+from tests.dist.every_engine import adamw, one_step
 
 
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES.keys() - {"single", "torch_tp"}))
@@ -63,7 +63,7 @@ def looks(rank):
         Look.engine = engine
         with inject(engine, *faults):
             for step in range(3):
-                one_step(engine, rank, step=step)
+                one_step(engine, step=step)
                 engine.zero_grad()
                 with torch.no_grad():
                     engine(torch.ones(2, 7, dtype=torch.float64))  # an evaluation is no step
@@ -84,7 +84,7 @@ def skips(rank, phase):
     with Mesh({"data": 2}) as mesh, build_engine("bucketed", cases.build("MLP"), adamw, mesh) as engine:
         with inject(engine, SkippedCall(1, 1, phase)):
             for step in range(2):
-                one_step(engine, rank, step=step)
+                one_step(engine, step=step)
                 engine.zero_grad()
         left = {"backward", "step"} & vars(engine).keys()
         return engine.num_backwards, engine.num_steps, left

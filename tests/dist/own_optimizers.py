@@ -1,0 +1,175 @@
+"""Optimizers as users write them: they assign, keep what they were given, raise, look, and go on after their base."""
+
+import torch
+
+
+class Assigns(torch.optim.SGD):
+    """Puts new tensors in the place of what it steps."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr=lr)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data = param.data - group["lr"] * param.grad.data
+
+
+class HeavyBall(Assigns):
+    """Keeps the weights of the step before, and no copy of them."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    last, before = param.data, self.state[param].get("before", param.data)
+                    param.data = last - group["lr"] * param.grad.data + 0.5 * (last - before)
+                    self.state[param]["before"] = last
+
+
+class Extrapolates(torch.optim.Optimizer):
+    """Keeps the gradient of the step before, and no copy of it."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    last = self.state[param].get("last", param.grad)
+                    param.sub_(1.5 * param.grad - 0.5 * last, alpha=group["lr"])
+                    self.state[param]["last"] = param.grad
+
+
+class Steps(torch.optim.Optimizer):
+    """Plain descent, in a class that calls no other's step."""
+
+    after = None
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"])
+        if self.after is not None:
+            self.after(self)
+
+
+class StepsAndMore(Steps):
+    """Goes on after its base class's step; torch runs hooks at the end of both, if there has been a plain one."""
+
+    def step(self, closure=None):
+        after, self.after = self.after, None
+        super().step(closure)
+        self.after = after
+        if after is not None:
+            after(self)
+
+
+def steps_and_more(tensors):
+    Steps([torch.zeros(1)])  # from here on torch runs the hooks of this class
+    return StepsAndMore(tensors)
+
+
+class Raises(torch.optim.SGD):
+    """Raises after the update, and before hooks that follow it."""
+
+    fails = False
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr=lr)
+
+    def step(self, closure=None):
+        super().step(closure)
+        if self.fails:
+            raise KeyError("after the update")
+
+
+class FusedAndRaises(torch.optim.AdamW):
+    """The same; its kernels write without raising autograd's version counters."""
+
+    fails = False
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr=lr, fused=True)
+
+    def step(self, closure=None):
+        super().step(closure)
+        if self.fails:
+            raise KeyError("after the update")
+
+
+class RaisesFirst(torch.optim.SGD):
+    """Fails once, before anything is stepped."""
+
+    shardlab_looks_at = "element"  # it would fail in the trial that finds this out, too
+    failed = False
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+
+    def step(self, closure=None):
+        if not self.failed:
+            self.failed = True
+            raise ArithmeticError("once")
+        return super().step(closure)
+
+
+class Looks(torch.optim.SGD):
+    """Looks at the model in the middle of its step."""
+
+    look = None
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+
+    def step(self, closure=None):
+        super().step(closure)
+        if self.look is not None:
+            self.look()
+
+
+class Clears(torch.optim.SGD):
+    """Clears its gradients itself."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.zero_grad()
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = None
+
+
+class WithoutHooks(torch.optim.Optimizer):
+    """As wrappers are often written: without ``Optimizer.__init__``, so without torch's hooks, and not to be copied."""
+
+    shardlab_looks_at = "element"
+
+    def __init__(self, params):
+        self.inner = torch.optim.SGD(params, lr=0.1)
+        self.param_groups, self.state, self.defaults = self.inner.param_groups, self.inner.state, self.inner.defaults
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+class Forgetful(torch.optim.SGD):
+    """Passes on only what it knows of a state dict."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1, momentum=0.9)
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})

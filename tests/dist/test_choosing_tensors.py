@@ -1,0 +1,416 @@
+"""How ``optimizer_fn`` chooses among the tensors it is given: by name everywhere, by what pieces have not refused."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from shardlab.engines.step_tensors import StepTensors
+from tests.comm.test_communicator import Log
+from tests.dist import cases
+from tests.dist.every_engine import KINDS, PIECES, assert_states, backward, engine_of, one_step, own_batch, sgd
+from tests.dist.telling import StepTensorsAlone
+
+UNLIKE = "or by identity, class or attributes"
+
+
+class Marked(nn.Parameter):
+    pass
+
+
+def marked():
+    model = cases.build("MLP")
+    for name, param in list(model.named_parameters()):
+        if name.endswith("bias"):
+            param.no_decay = True
+            owner, _, key = name.rpartition(".")
+            setattr(model.get_submodule(owner), key, made := Marked(param.detach()))
+            made.no_decay = True
+    return model
+
+
+def is_bias(name):
+    return name.endswith("bias")
+
+
+def two_groups(wanted):
+    """Of those that are wanted, and the others, with other options."""
+
+    def make(tensors):
+        ours, others = [one for one in tensors if wanted(one)], [one for one in tensors if not wanted(one)]
+        return torch.optim.SGD([{"params": ours, "weight_decay": 0.5}, {"params": others}], lr=0.1)
+
+    return make
+
+
+def by_name(tensors):
+    groups = [{"params": tensors.where(is_bias), "weight_decay": 0.0, "lr": 0.05}]
+    groups.append({"params": tensors.where(lambda name: not is_bias(name)), "weight_decay": 0.5})
+    return torch.optim.AdamW(groups, lr=1e-2, fused=True)
+
+
+def only_one_side(keeps):
+    return lambda tensors: sgd([one for one in tensors if hasattr(one, "no_decay") is keeps])
+
+
+class SplitLater(torch.optim.AdamW):
+    """Takes all tensors, and makes groups of them by their shapes afterwards."""
+
+    def __init__(self, tensors):
+        super().__init__(tensors, lr=0.1)
+        params = self.param_groups[0]["params"]
+        self.param_groups[0]["params"] = [one for one in params if one.ndim > 1]
+        self.add_param_group({"params": [one for one in params if one.ndim < 2], "weight_decay": 0.0})
+
+
+def through_iterators(tensors):
+    def some(wanted):
+        return filter(lambda one: (one.numel() > 200) is wanted, itertools.chain(tensors))
+
+    return torch.optim.AdamW([{"params": some(True)}, {"params": some(False), "weight_decay": 0.0}], lr=0.1)
+
+
+class Reads(torch.optim.SGD):
+    """Reads what it has just been given, which has no values when it is tried."""
+
+    def __init__(self, tensors):
+        super().__init__(two_groups(lambda one: hasattr(one, "no_decay"))(tensors).param_groups, lr=0.1)
+        self.scales = [
+            1 / float(one.abs().mean()) for group in self.param_groups for one in group["params"] if len(one)
+        ]
+
+
+def of_a_schedule(tensors):
+    rate = float(torch.logspace(-3, -1, 5)[2])  # reads a new tensor
+    groups = [{"params": [one for one in tensors if hasattr(one, "no_decay") is has]} for has in (True, False)]
+    groups[0]["weight_decay"] = 0.1
+    return torch.optim.SGD(groups, lr=rate)
+
+
+def rates(tensors):
+    return torch.optim.SGD([{"params": [one], "lr": 0.5 if one.dim() > 1 else 0.1} for one in tensors], lr=0.1)
+
+
+def betas(tensors):
+    return torch.optim.Adam(
+        [{"params": [one], "betas": (0.5 if one.dim() > 1 else 0.9, 0.9)} for one in tensors], lr=0.1
+    )
+
+
+def after_a_write(tensors):
+    with torch.no_grad():
+        torch._foreach_clamp_max_([tensor.mul_(1.0) for tensor in tensors], 1e9)
+    return of_a_schedule(tensors)
+
+
+# By the model that is given: in each, biases are told from weights.
+WAYS = {
+    "identity": lambda model: two_groups(
+        lambda one, known={id(p) for p in model.parameters() if isinstance(p, Marked)}: id(one) in known
+    ),
+    "attribute": lambda model: two_groups(lambda one: getattr(one, "no_decay", False)),
+    "class": lambda model: two_groups(lambda one: isinstance(one, Marked)),
+    "dims": lambda model: two_groups(lambda one: one.dim() <= 1),
+    "only some": lambda model: only_one_side(True),
+    "only others": lambda model: only_one_side(False),
+    "later": lambda model: SplitLater,
+    "iterators": lambda model: through_iterators,
+    "reading": lambda model: Reads,
+    "schedule": lambda model: of_a_schedule,
+    "rates": lambda model: rates,
+    "betas": lambda model: betas,
+    "write": lambda model: after_a_write,
+}
+
+
+def chosen(rank, key, names, options):
+    """The words of a refusal, or the sizes of the groups."""
+    found = {}
+    for name in names:
+        model = marked()
+        try:
+            with engine_of(key, 2, model, optimizer_fn=WAYS[name](model), **options) as engine:
+                found[name] = sorted(len(group["params"]) for group in engine.optimizer.param_groups)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+BY_DIMS = ("dims", "later", "rates", "betas")
+KNOWN_OF = {"zero2-round_robin": BY_DIMS, "fsdp-dim0": BY_DIMS, "fsdp-no_shard": (*BY_DIMS, "iterators")}
+
+
+@pytest.mark.parametrize("key", [*KINDS, "zero2-round_robin", "fsdp-dim0", "fsdp-no_shard"])
+def test_by_what_pieces_do_not_have_is_refused(pools, key):
+    names = [name for name in WAYS if name != "write" or not key.startswith("zero")]  # which writes into the pieces
+    for found in pools(2).run(chosen, key, names, {}):
+        for name, answer in found.items():
+            # Whole parameters and rows have dims; where all are whole they have sizes too.
+            if key == "bucketed" or name in KNOWN_OF.get(key, ()):
+                assert sum(answer) in (3, 6), name
+            else:
+                assert "optimizer_fn: " in answer
+                assert UNLIKE in answer or "could not be tried with the module's parameters" in answer, (name, answer)
+                assert "tensors.where" in answer
+
+
+def test_whole_pieces_have_dims_and_no_size(pools):
+    options = {"partition": "balanced"}
+    for key in PIECES:
+        for found in pools(2).run(chosen, key, ["dims", "iterators"], options):
+            assert found["dims"] == [3, 3]
+            assert "optimizer_fn: it groups tensors by their shape or size" in found["iterators"]
+
+
+def from_meta(rank):
+    """Parameters that the engine allocates are those of the model."""
+    for way in ("identity", "write"):
+        model = nn.Sequential(nn.Linear(6, 6, device="meta"), nn.Linear(6, 6, device="meta"))
+        for param in model[0].parameters():
+            param.no_decay = True
+        known = {id(param) for param in model[0].parameters()}
+        make = two_groups(lambda one, known=known: id(one) in known) if way == "identity" else after_a_write
+        with pytest.raises(ValueError, match=f"optimizer_fn: .*{UNLIKE}.*choose by name"):
+            with engine_of("fsdp", 2, model, optimizer_fn=make):
+                pass
+
+
+def test_parameters_that_are_allocated_by_the_engine_are_those_of_the_model(pools):
+    pools(2).run(from_meta)
+
+
+def grouped_and_scheduled(rank, key):
+    made = []
+
+    def make(tensors):
+        made.append(by_name(tensors))
+        return made[-1]
+
+    with engine_of(key, 2, cases.build("Uneven"), optimizer_fn=make) as engine:
+        assert engine.optimizer is made[-1]
+        scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, step_size=2, gamma=0.5)
+        for step in range(5):
+            backward(engine, "Uneven", step)
+            engine.step()
+            engine.zero_grad()
+            scheduler.step()
+        engine.learning_rate = 0.25
+        assert [group["lr"] for group in engine.optimizer.param_groups] == [0.25, 0.25]
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("key", [*KINDS, "ddp", "zero2", "fsdp-dim0", "fsdp-no_shard"])
+def test_groups_by_name_and_schedulers(pools, key):
+    model = cases.build("Uneven")
+    optimizer = by_name(StepTensorsAlone(model))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    for step in range(5):
+        x, y = cases.rows("Uneven", step, 0, 2)
+        cases.loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    assert_states(pools(2).run(grouped_and_scheduled, key), model.state_dict())
+
+
+# What is done to the tensors on the way.
+
+
+class Halves(torch.optim.SGD):
+    """Changes what it is given when it is built, as an optimizer that normalizes weights does."""
+
+    def __init__(self, tensors):
+        super().__init__(tensors, lr=0.1)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for tensor in group["params"]:
+                    tensor.mul_(0.5)
+
+
+def hooked(tensors):
+    for tensor in tensors:
+        tensor.register_hook(torch.zeros_like)
+        tensor.register_post_accumulate_grad_hook(lambda param: param.data.zero_())
+        tensor.kept, tensor.requires_grad = torch.zeros_like(tensor), True
+    return by_name(tensors)
+
+
+def picking(tensors):
+    drawn = float(torch.rand(1))
+    for tensor in tensors:
+        tensor.grad = torch.ones_like(tensor)
+    optimizer = Halves([{"params": [one for one in tensors if one.requires_grad], "momentum": drawn}])
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)  # which changes the options of its groups
+    return optimizer
+
+
+def with_effects(rank, key):
+    """One call where all tensors are in one group; and trials leave nothing at the parameters, and draw nothing."""
+    calls, before = [], cases.build("MLP").state_dict()
+    for make in (Halves, picking):
+
+        def counted(tensors, make=make):
+            calls.append(make)
+            return make(tensors)
+
+        torch.manual_seed(0)
+        with engine_of(key, 2, cases.build("MLP"), optimizer_fn=counted) as engine:
+            drawn = torch.rand(1)
+            assert make is Halves or key == "bucketed" or all(param.grad is None for param in engine.params.values())
+            engine.zero_grad()
+            engine.step()  # gathers what was written into pieces
+            assert_states([engine.full_state_dict()], {name: value / 2 for name, value in before.items()})
+        torch.manual_seed(0)
+        assert make is Halves or torch.equal(drawn, torch.rand(2)[1:])
+    num_hooks = []
+    for make in (sgd, hooked):
+        with engine_of(key, 2, cases.build("MLP"), optimizer_fn=make) as engine:
+            params = list(engine.params.values())
+            num_hooks.append([len(p._backward_hooks or ()) + len(p._post_accumulate_grad_hooks or ()) for p in params])
+            assert make is sgd or all(hasattr(one, "kept") for one in engine.step_tensors())
+            assert key == "bucketed" or not any(hasattr(param, "kept") for param in params)
+    assert key == "bucketed" or num_hooks[0] == num_hooks[1]
+    return calls.count(Halves)
+
+
+@pytest.mark.parametrize("key", KINDS)
+def test_what_is_done_to_the_tensors_is_done_to_them_alone(pools, key):
+    assert pools(2).run(with_effects, key) == [1, 1]
+
+
+def lacks_memory(tensors):
+    if not next(iter(tensors)).is_meta:
+        raise torch.OutOfMemoryError("no room for the state")
+    return sgd(tensors)
+
+
+def fails_with_pieces(tensors):
+    for one in tensors:
+        if one.numel() != 16:
+            raise LookupError("16 elements were expected")
+    return sgd(tensors)
+
+
+def raises_it(rank, key):
+    for make, words in (
+        (lacks_memory, "^(?!optimizer_fn).*no room for the state"),
+        (fails_with_pieces, "optimizer_fn: .*with pieces it raises LookupError: 16 elements were"),
+        (lambda tensors: torch.optim.AdamW(tensors, lr=-1.0), "Invalid learning rate"),
+    ):
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        with pytest.raises((ValueError, RuntimeError), match=words), engine_of(key, 2, model, optimizer_fn=make):
+            pass
+
+
+@pytest.mark.parametrize("key", ["zero1", "fsdp"])
+def test_another_error_of_the_function_is_told(pools, key):
+    pools(2).run(raises_it, key)
+
+
+def with_frozen_biases(rank, key):
+    """Muon takes matrices alone, and all that trains are matrices."""
+    model = cases.build("MLP")
+    for layer in (model[0], model[2], model[4]):
+        layer.bias.requires_grad_(False)
+    words = r"optimizer_fn: .*frozen parameters too, such as '0\.bias'.*tensors\.where"
+    options = {} if key == "ddp" else {"partition": "balanced"}
+    with pytest.raises(ValueError, match=words):
+        with engine_of(key, 2, model, optimizer_fn=lambda tensors: torch.optim.Muon(tensors, lr=1e-2), **options):
+            pass
+
+    def trainable(tensors):
+        return torch.optim.Muon(tensors.where(lambda name: model.get_parameter(name).requires_grad), lr=1e-2)
+
+    with engine_of(key, 2, model, optimizer_fn=trainable, **options) as engine:
+        before = engine.full_state_dict()
+        one_step(engine)
+        return {name: not torch.equal(value, before[name]) for name, value in engine.full_state_dict().items()}
+
+
+def test_an_optimizer_that_does_not_take_what_is_frozen_is_told_how_to_leave_it_out(pools):
+    for key in ("ddp", *PIECES):
+        for changed in pools(2).run(with_frozen_biases, key):
+            assert all(trains == name.endswith("weight") for name, trains in changed.items())
+
+
+def sizes_of_state(rank):
+    sizes = []
+
+    def make(tensors):
+        groups = [{"params": [one for one in tensors if (one.dim() > 1) is wanted]} for wanted in (True, False)]
+        made = torch.optim.Adagrad(groups, lr=0.1)
+        state = [value for each in made.state.values() for value in each.values() if isinstance(value, torch.Tensor)]
+        sizes.append(sum(value.nbytes for value in state if not value.is_meta))
+        return made
+
+    with engine_of("fsdp", 2, large(), optimizer_fn=make, partition="balanced"):
+        return sizes
+
+
+def large():
+    return nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
+
+
+def test_the_trial_of_groups_makes_no_state_of_the_whole_model(pools):
+    num_bytes = sum(param.nbytes for param in large().parameters())
+    for sizes in pools(2).run(sizes_of_state):
+        assert len(sizes) == 1  # the trial has ended before the constructor's rest
+        assert sizes[0] < num_bytes
+
+
+# Fused kernels, which write unseen by autograd.
+
+
+def adam(fused):
+    return lambda tensors: torch.optim.AdamW(tensors, lr=0.1, fused=fused)
+
+
+def fused_steps(rank, key, fused):
+    """What steps send where a part of the model is frozen; and where the user sets gradients at the frozen pieces."""
+    log = Log()
+    with engine_of(key, 2, cases.build("Frozen"), optimizer_fn=adam(fused)) as engine:
+        for step in range(2):
+            x, y = own_batch(engine, "Frozen", step)
+            engine.backward(cases.loss_of(engine(x), y))
+            with engine.mesh.observed_by(log):
+                engine.step()
+            engine.zero_grad()
+        engine.backward(cases.loss_of(engine(x), y))
+        for name, piece in engine.step_tensors().items():
+            if not engine.params[name].requires_grad:
+                piece.grad = torch.ones_like(piece)
+        engine.step()
+        return [event.tag for event in log.events], engine.full_state_dict()
+
+
+@pytest.mark.parametrize("key", ["zero1", "zero1-balanced", "zero2"])
+def test_a_fused_step_gathers_what_it_has_stepped(pools, key):
+    (tags, state), (other_tags, other) = pools(2).run(fused_steps, key, True)
+    (unfused_tags, unfused), _ = pools(2).run(fused_steps, key, False)
+    assert tags == other_tags == unfused_tags
+    assert_states([state, other], unfused)
+
+
+def test_step_tensors_without_rows_are_tried_too(pools):
+    assert pools(2).run(without_rows) == [[1, 1, 1]] * 2
+
+
+class WithoutRows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.empty, self.bias = nn.Parameter(torch.empty(0, 4)), nn.Parameter(torch.randn(5))
+
+    def forward(self, x):
+        return self.empty.sum() + (self.bias * x).sum()
+
+
+def without_rows(rank):
+    steps = []
+    for key in PIECES:
+        with engine_of(key, 2, WithoutRows(), "adamw") as engine:
+            assert isinstance(engine.step_tensors(), StepTensors)
+            engine.backward(engine(torch.ones(5) * rank))
+            engine.step()
+            steps.append(engine.num_steps)
+    return steps

@@ -1,0 +1,269 @@
+"""Who clips: the engine, or torch where that is right; else a refusal that says what to write instead."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+
+from shardlab.trace.memory_by_role import bytes_by_role
+from shardlab.vocabulary import Role
+from tests.dist import cases
+from tests.dist.every_engine import KINDS, PIECES, SHARDED, WHOLE, momentum, told_of
+from tests.dist.telling import Stories
+
+STORIES = Stories()
+story = STORIES.story
+WORDS = r"write engine\.clip_grad_norm_\(max_norm\)"
+
+
+def clipped(user, tensors_of):
+    norms = []
+    for step in range(3):
+        user.go_back(step)
+        norms.append(clip_grad_norm_(tensors_of(), 0.05))
+        user.step()
+        user.zero_grad()
+    assert min(norms) > 0.05
+    return {str(step): norm for step, norm in enumerate(norms)}
+
+
+@story(model="SmallGPT", on=("ddp", "bucketed", "torch_ddp", "torch_zero1"), optimizer=momentum)
+def torch_clips_parameters_where_they_are_whole(user):
+    return clipped(user, user.module.parameters)
+
+
+@story(model="SmallGPT", on=("ddp", "bucketed", "fsdp-no_shard"), optimizer=momentum)
+def torch_clips_what_is_stepped_where_it_is_whole(user):
+    return clipped(user, user.tensors)
+
+
+def trained_after_a_clip(user):
+    user.go_back(0)
+    user.clip_grad_norm_(1e-3)
+    user.step()
+    user.zero_grad()
+    user.train(1)
+
+
+LOOKS = (
+    lambda model: clip_grad_norm_(model.parameters(), 1.0),
+    lambda model: clip_grad_norm_(list(model.parameters()), 1.0, foreach=True),
+    lambda model: clip_grad_norm_(model[0].parameters(), 1.0),
+    lambda model: clip_grad_value_(model.parameters(), 1.0),
+    lambda model: get_total_norm([p.grad for p in model.parameters() if p.grad is not None]),
+    lambda model: [p.grad.norm() for p in model.parameters() if p.grad is not None],
+    lambda model: [p.grad.div_(2) for p in model.parameters() if p.grad is not None],
+    lambda model: [p.grad.data.mul_(2) for p in model.parameters() if p.grad is not None],
+    lambda model: nn.Module.zero_grad(model, set_to_none=False),
+)
+
+
+@story(on=(*PIECES, "zero2"), refused=r"write engine\.clip_grad_norm_", instead=trained_after_a_clip)
+def a_look_at_gradients_that_lie_in_pieces(user):
+    user.go_back(0)
+    held = bytes_by_role(user.live_tensors())[Role.GRADIENT]
+    for look in LOOKS:
+        with user.refused():
+            look(user.module)
+    tensors = user.step_tensors()
+    groups = [group["params"] for group in user.optimizer.param_groups]
+    for some in (tensors, tensors[:2], tensors.where(lambda name: name.endswith("bias")), *groups):
+        with user.refused():
+            clip_grad_norm_(some, 1.0)
+    numel = sum(param.numel() for param in cases.build("MLP").parameters())
+    assert held <= 8 * (numel // (1 if user.name == "zero1" else user.num_ranks) + 10 * user.num_ranks)
+    trained_after_a_clip(user)
+
+
+LOCAL_CLIPS = (
+    lambda user: clip_grad_norm_(user.module.parameters(), 1e-3),
+    lambda user: clip_grad_value_(user.module.parameters(), 1e-3),
+    lambda user: clip_grad_norm_(user.step_tensors(), 1e-3),
+    lambda user: clip_grad_norm_(user.optimizer.param_groups[0]["params"], 1e-3),
+    lambda user: clip_grad_norm_(user.step_tensors().where(lambda name: "weight" in name), 1e-3),
+)
+THEN = (
+    lambda user: user.step(),
+    lambda user: user.clip_grad_norm_(1.0),
+    lambda user: user.go_back(1),
+    lambda user: user.quietly(1),
+    lambda user: user.loss(1).backward(),
+    lambda user: user.full_gradients(),
+)
+
+
+@story(on=(*KINDS, "zero2", "fsdp-no_shard"), refused=WORDS, instead=lambda user: user.train(0))
+def torch_clips_what_no_sync_has_left(user):
+    for clip in LOCAL_CLIPS:
+        for then in THEN:
+            for after_means in (False, True):
+                if after_means:
+                    user.go_back(0)
+                user.quietly(1)
+                with user.refused():
+                    clip(user)
+                    then(user)
+                user.zero_grad()
+    user.train(0)
+
+
+@story(on=WHOLE, refused="changed in place", instead=lambda user: user.train(0))
+def torch_clips_where_one_rank_alone_has_something(user):
+    if user.rank == 1:
+        user.quietly(0)
+    clip_grad_norm_(user.module.parameters(), 1.0)
+    with user.refused() if user.rank == 1 else pytest.raises(RuntimeError, match=told_of(1)):
+        user.finish_gradients()
+    user.zero_grad()
+    user.train(0)
+
+
+@story(on=WHOLE, refused="changed in place", instead=lambda user: user.train(0))
+def torch_clips_one_rank_s_sums_inside_no_sync(user):
+    """And all communicate before they leave it."""
+    with user.no_sync():
+        user.go_back(0)
+        if user.rank == 0:
+            clip_grad_norm_(user.module.parameters(), 1e-3)
+        with user.refused() if user.rank == 0 else pytest.raises(RuntimeError, match=told_of(0)):
+            user.finish_gradients()
+    user.zero_grad()
+    user.train(0)
+
+
+@story(on=WHOLE, refused=rf"{WORDS}|call engine\.zero_grad\(\)", instead=lambda user: user.train(0))
+def a_plain_backward_that_was_refused_accepts_nothing(user):
+    with user.no_sync():
+        user.go_back(0)
+        clip_grad_norm_(user.module.parameters(), 1e-3)
+        with user.refused():
+            user.loss(1).backward()
+    with user.refused():
+        user.step()
+    user.zero_grad()
+    user.train(0)
+
+
+@story(on=("zero1", "zero2"), dtype=torch.float32, options={"precision": "bf16"}, refused=WORDS, instead=None)
+def torch_clips_sums_that_add_up_in_more_bits(user):
+    """In the bucket: torch's clipping would find none, and clip nothing."""
+    x, y = user.rows(0)
+    for _ in range(2):
+        with user.no_sync():
+            user.backward(cases.loss_of(user(x.float()), y))
+        for clip in LOCAL_CLIPS:
+            with user.refused():
+                clip(user)
+    quiet = float(user.clip_grad_norm_(1.0))
+    user.zero_grad()
+    user.backward(2 * cases.loss_of(user(x.float()), y))
+    assert quiet == pytest.approx(float(user.clip_grad_norm_(1.0)), rel=1e-2)
+
+
+@story(on=SHARDED, refused="engine.clip_grad_norm_", instead=lambda user: user.train(0, 1))
+def torch_clips_behind_a_forward_without_backward(user):
+    """Such as a discriminator's on what is to be improved next."""
+    user.go_back(0)
+    user.loss(1)
+    with user.refused():
+        clip_grad_norm_(user.module.parameters(), 0.01)
+    user.step()
+    user.zero_grad()
+    user.train(1)
+
+
+@story(
+    on=SHARDED, refused="engine.clip_grad_norm_|set or cleared at the parameter", instead=lambda user: user.train(0, 1)
+)
+def torch_clips_while_parameters_are_held(user):
+    user.go_back(0)
+    with user.full_params() as model:
+        for look in (lambda params: clip_grad_norm_(params, 1.0), lambda params: [p.grad * 2 for p in params]):
+            with user.refused():
+                look(model.parameters())
+        user.go_back(1)
+        for param in model.parameters():
+            param.grad = None
+        with user.refused():
+            user.step()
+        user.zero_grad()
+        user.train(0, 1)
+
+
+@story(on=PIECES, refused="engine.clip_grad_norm_|it was set or cleared", instead=lambda user: user.train(0, 1))
+def after_autograd_grad_torch_s_gradients_are_clipped_or_set(user):
+    """It computes gradients and accumulates none."""
+    for is_set in (True, False):
+        with user.full_params() as model:
+            user.go_back(0)
+            params = list(model.parameters())
+            gradients = torch.autograd.grad(user.loss(1), params)
+            if is_set:
+                for param, gradient in zip(params, gradients, strict=True):
+                    param.grad = gradient
+                with user.refused():
+                    user.step()
+            else:
+                with user.refused():
+                    clip_grad_norm_(params, 0.01)
+                user.step()
+        user.zero_grad()
+    user.train(1)
+
+
+class KeepsAList(cases.MLP):
+    """With its parameters in a list that nobody looks into, from before the engine."""
+
+    def __init__(self):
+        super().__init__()
+        self.listed = (list(self.parameters()),)
+
+
+@story(
+    model=KeepsAList,
+    on=PIECES,
+    refused=rf"{WORDS}|it was set or cleared at the parameter",
+    instead=lambda user: user.train(0, 1),
+)
+def a_list_of_parameters_from_before_the_engine_is_clipped_or_cleared(user):
+    (params,) = user.module.listed
+    for is_cleared in (True, False):
+        user.go_back(0)
+        if is_cleared:
+            for param in params:
+                param.grad = None
+            with user.refused():
+                user.step()
+        else:
+            with user.refused():
+                clip_grad_norm_(params, 0.1)
+            user.step()
+        user.zero_grad()
+        assert all(param.grad is None for param in params)
+    user.train(1)
+    user.close()
+    assert all(param.grad is None for param in params)
+
+
+class BeginsWithIntegers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
+        self.second = nn.Parameter(torch.full((4,), 1 / 3, dtype=torch.float64))
+
+    def forward(self):
+        return self.second.square().sum()
+
+
+@story(
+    model=BeginsWithIntegers,
+    on=("ddp", "bucketed"),
+    optimizer=lambda tensors: torch.optim.SGD(tensors.where(lambda name: name == "second"), lr=0.1),
+)
+def the_norm_has_the_widest_dtype(user):
+    user.backward(user())
+    norm = user.clip_grad_norm_(10.0)
+    assert float(norm) == pytest.approx(4 / 3, abs=1e-14)
+
+
+test_stories = STORIES.told()

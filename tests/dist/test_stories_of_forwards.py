@@ -1,0 +1,546 @@
+"""Forwards between the planned moments of a step: evaluations, other depths, frozen parts, derivatives inside them."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
+
+from tests.dist import cases
+from tests.dist.every_engine import KINDS, SHARDED, WHOLE, momentum
+from tests.dist.nasty import Block
+from tests.dist.telling import Stories
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+]
+STORIES = Stories()
+story = STORIES.story
+ON = (*KINDS, "fsdp-shard_grad_op")  # what stays gathered after forward
+
+
+class Deep(nn.Module):
+    """Blocks, of which a forward may use fewer."""
+
+    def __init__(self, num_blocks=3):
+        super().__init__()
+        self.enter = nn.Linear(7, 8)
+        self.blocks = nn.ModuleList([Block() for _ in range(num_blocks)])
+        self.leave = nn.Linear(8, 5)
+
+    def forward(self, x, depth=None):
+        x = self.enter(x)
+        for block in list(self.blocks)[:depth]:
+            x = block(x)
+        return self.leave(x)
+
+
+def of_depth(user, step, depth):
+    x, y = user.rows(step)
+    return cases.loss_of(user(x, depth=depth), y)
+
+
+def stepped(user):
+    user.step()
+    user.zero_grad()
+
+
+deep = functools.partial(story, model=Deep, optimizer=momentum)
+
+
+@deep(on=ON)
+def evaluate_before_the_step(user):
+    """Evaluation, an early exit and a forward that no backward follows, between backward and step."""
+    outputs = []
+    for step in range(3):
+        user.go_back(step)
+        with torch.no_grad():
+            outputs += [user(user.rows(10 + step)[0], depth=depth) for depth in (3, 1)]
+        of_depth(user, 20 + step, 2)
+        stepped(user)
+        with torch.inference_mode():
+            outputs.append(user(user.rows(30 + step)[0]).clone())
+    return outputs
+
+
+@deep()
+def other_depths(user):
+    """Also before the backward of an earlier one."""
+    for step, depth in enumerate([3, 1, 2, 0, 3]):
+        loss = of_depth(user, step, depth)
+        with torch.no_grad():
+            of_depth(user, step, 3 - depth)
+        user.backward(loss)
+        stepped(user)
+
+
+@deep()
+def unused_in_no_sync(user):
+    """A block that the first micro-batch leaves out and the last uses, and the other way round."""
+    for step in range(2):
+        with user.no_sync():
+            user.backward(of_depth(user, step, 1 + step))
+        user.backward(of_depth(user, step, 3 - step))
+        stepped(user)
+
+
+@deep()
+def thawed_between_steps(user):
+    """Frozen, thawed and frozen again, in every moment of a step."""
+    block = user.module.blocks[1]
+    for step in range(4):
+        block.requires_grad_(step % 2 == 1)
+        user.go_back(step)
+        if step == 1:
+            block.requires_grad_(False)  # its gradient is there, and is stepped
+        stepped(user)
+    block.requires_grad_(True)
+
+
+@deep()
+def frozen_between_micro_batches(user):
+    """What has accumulated a gradient is stepped, though it is frozen when the gradients are reduced."""
+    user.quietly(0)
+    user.module.blocks[0].requires_grad_(False)
+    user.module.leave.requires_grad_(False)
+    user.go_back(1)
+    stepped(user)
+
+
+@deep(on=ON)
+def frozen_between_forward_and_backward(user):
+    """Autograd calls the hooks of what was frozen meanwhile, and accumulates nothing."""
+    for step, names in enumerate((["blocks.1"], ["leave", "enter"], [])):
+        loss = user.loss(step)
+        for name in names:
+            user.module.get_submodule(name).requires_grad_(False)
+        user.backward(loss)
+        stepped(user)
+        user.module.requires_grad_(True)
+
+
+@deep(on=ON)
+def plain_backwards(user):
+    """``loss.backward()`` of two forwards, of their sum, and one more before ``zero_grad()``."""
+    first, second = user.loss(0), of_depth(user, 1, 2)
+    first.backward()
+    second.backward()
+    user.step()
+    (user.loss(2) + of_depth(user, 3, 1)).backward()
+    stepped(user)
+    user.loss(4).backward()
+    user.zero_grad()
+    user.loss(5).backward()
+    user.step()
+
+
+@deep()
+def the_gradient_of_the_input_is_penalised(user):
+    """``torch.autograd.grad`` passes through the module and leaves no gradients in it."""
+    x, y = user.rows(0)
+    output = user(x.requires_grad_())
+    torch.autograd.grad(output.square().sum(), x, retain_graph=True)
+    with torch.no_grad():
+        evaluated = user(user.rows(1)[0])
+    user.backward(cases.loss_of(output, y))
+    user.step()
+    return [evaluated]
+
+
+@deep()
+def cleared_between_forward_and_backward(user):
+    for step in range(3):
+        loss = user.loss(step)
+        user.zero_grad()
+        user.backward(loss)
+        stepped(user)
+
+
+@deep()
+def inference_between_forward_and_backward(user):
+    for step, plain in enumerate((False, True, False)):
+        loss = user.loss(step)
+        with torch.inference_mode():
+            user.loss(step + 1)
+        loss.backward() if plain else user.backward(loss)
+        with torch.inference_mode():
+            user.loss(step)
+        stepped(user)
+
+
+@story()
+def inference_before_layers_are_thawed(user):
+    user.module[0].requires_grad_(False)
+    user.train(0)
+    with torch.inference_mode():
+        user.loss(1)
+    user.module[0].requires_grad_(True)
+    user.train(1)
+    with torch.inference_mode(), user.full_params():
+        pass
+    user.train(2)
+
+
+@story(model="Frozen", on=(*KINDS, "fsdp-dim0"))
+def a_frozen_weight_is_thawed_and_another_frozen(user):
+    """And back, in both ways in which people write it."""
+    for step in range(6):
+        user.module.first.weight.requires_grad = step in (2, 3)
+        user.module.last.requires_grad_(step != 3)
+        user.train(step)
+
+
+@story(on=ON, instead=None)
+def a_parameter_says_whether_it_trains_wherever_that_was_changed(user):
+    for at_rest, inside in ((False, True), (True, False), (True, False), (False, True)):
+        user.module[4].weight.requires_grad_(at_rest)
+        with user.full_params() as module:
+            assert module[4].weight.requires_grad is at_rest
+            module[4].weight.requires_grad_(inside)
+        assert user.module[4].weight.requires_grad is inside
+
+
+# Reentrant checkpointing.
+
+
+class CheckpointedBlock(Block):
+    """Reentrant checkpointing of a part of it, and of the same part once more."""
+
+    def forward(self, x):
+        for _ in range(2):
+            x = x + checkpoint(self.inner, torch.tanh(x), use_reentrant=True)
+        return x
+
+
+class Reentrant(Deep):
+    """Such blocks, one of them used twice in a forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([CheckpointedBlock() for _ in range(3)])
+
+    def forward(self, x, depth=None):
+        x = self.enter(x)
+        for block in [*list(self.blocks)[:depth], self.blocks[0]]:
+            x = block(x)
+        return self.leave(x)
+
+
+class TiedReentrant(Deep):
+    """A weight that belongs to the root, and that reentrant checkpointing inside one of the blocks uses too."""
+
+    checkpointed = -1
+
+    def __init__(self):
+        super().__init__()
+        self.enter.requires_grad_(False)
+        self.blocks[self.checkpointed] = CheckpointedBlock()
+        for block in self.blocks:
+            block.inner.weight = self.blocks[0].inner.weight
+
+
+class TiedReentrantFirst(TiedReentrant):
+    """All gradients of the root have come before the block is computed again."""
+
+    checkpointed = 1
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[0] = Block()  # with a weight of its own
+
+
+def two_forwards_one_backward(user):
+    for step in range(2):
+        user.backward(user.loss(2 * step) + user.loss(2 * step + 1))
+        stepped(user)
+
+
+for kind in (Reentrant, TiedReentrant, TiedReentrantFirst):
+    STORIES.story(name=f"{kind.__name__}_two_forwards", model=kind, on=ON)(two_forwards_one_backward)
+STORIES.story(name="Reentrant_plain_backwards", model=Reentrant, on=ON)(plain_backwards)
+
+
+@story(model=Reentrant, on=ON)
+def frozen_between_forwards_of_one_backward(user):
+    """The first gradient may then come from a backward inside the plain one."""
+    for step in range(2):
+        first = user.loss(2 * step)
+        user.module.enter.requires_grad_(False)
+        x, y = user.rows(2 * step + 1)
+        (first + cases.loss_of(user(x.requires_grad_()), y)).backward()
+        stepped(user)
+        user.module.requires_grad_(True)
+
+
+def wrap_layers(name, module):
+    return isinstance(module, Block) or name in ("enter", "leave")
+
+
+@story(model=TiedReentrantFirst, on=("fsdp", "fsdp-shard_grad_op", "fsdp-no_shard"), options={"wrap": wrap_layers},
+       refused=r"inner\.weight' is sharded: .*use_reentrant=False", instead=None)  # fmt: skip
+def a_unit_is_computed_again_when_it_has_been_let_go(user):
+    """Nothing is frozen, and the root has the tied weight alone, whose first part is there before the recomputation."""
+    user.module.requires_grad_(True)
+    with user.refused():
+        user.go_back(0)
+    user.zero_grad()
+    with torch.no_grad():
+        user.loss(1)
+
+
+class InsideAndOutside(Deep):
+    """A weight inside reentrant checkpointing and, later in forward, outside of it."""
+
+    def __init__(self):
+        super().__init__(num_blocks=1)
+
+    def forward(self, x, depth=None):
+        x = self.enter(x)
+        inner = self.blocks[0].inner
+        return self.leave(inner(checkpoint(inner, torch.tanh(x), use_reentrant=True)))
+
+
+@story(model=InsideAndOutside, on=(*WHOLE, "fsdp", "fsdp-no_shard"), options={"wrap": nn.Linear},
+       refused=r"gradient of .*: it comes in parts.*use_reentrant=False", instead=None)  # fmt: skip
+def a_part_of_a_gradient_comes_after_the_rest_was_sent(user):
+    loss = user.loss(0)
+    with user.refused():
+        user.backward(loss)
+    user.zero_grad()
+    user.backward(user.call(user.module.enter, user.rows(0)[0]).sum())
+    user.step()
+
+
+# What forward returns, and who else computes in it.
+
+
+class ReturnsItsScale(Deep):
+    """Forward returns a parameter itself, as contrastive models do with their temperature."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x, depth=None):
+        return {"y": super().forward(x, depth), "scale": self.scale, "bias": [self.leave.bias]}
+
+
+@story(model=ReturnsItsScale, on=ON)
+def a_parameter_that_forward_returns_is_used_in_the_loss(user):
+    for step in range(3):
+        returned = user(user.rows(step)[0])
+        loss = (returned["y"] * returned["scale"].exp() + returned["bias"][0]).square().mean()
+        loss.backward() if step == 1 else user.backward(loss)
+        stepped(user)
+
+
+def pruned():
+    model = cases.build("MLP")
+    for layer in (model[0], model[2]):
+        prune.l1_unstructured(layer, "weight", amount=0.4)
+    return model
+
+
+def normed():
+    model = cases.build("MLP")
+    for layer in (model[0], model[2]):
+        nn.utils.weight_norm(layer)
+    return model
+
+
+for kind in (pruned, normed):
+
+    @story(name=f"hooks_of_layers_that_are_{kind.__name__}", model=kind, options={"wrap": nn.Linear})
+    def hooks_of_layers_compute_weights(user):
+        user.train(0, 1, 2)
+
+
+class Masked(nn.Module):
+    """Makes a mask on the device of its first parameter, whose unit may not be gathered there."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.layers = nn.Linear(7, 6), nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x):
+        mask = torch.ones(6, 6, device=next(self.layers.parameters()).device, dtype=torch.float64).tril()
+        x = self.enter(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x @ mask))
+        return self.head(x)
+
+
+@story(model=Masked)
+def something_is_made_on_the_device_of_a_parameter(user):
+    param = next(user.module.parameters())
+    assert (param.device.type, param.is_cpu, param.is_cuda, param.is_meta, param.get_device()) == (
+        "cpu", True, False, False, -1,
+    )  # fmt: skip
+    user.train(0, 1)
+
+
+class Twice(torch.autograd.Function):
+    """Might run a backward of its own, for all that its kind says."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+class Doubling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = cases.build("MLP")
+
+    def forward(self, x):
+        return Twice.apply(self.body(x))
+
+
+@story(model=Doubling)
+def a_gradient_at_the_output_is_no_backward(user):
+    """Rank 0 alone asks for it."""
+    for step in range(2):
+        x, y = user.rows(step)
+        output = user(x)
+        loss = cases.loss_of(output, y)
+        if user.rank == 0:
+            torch.autograd.grad(loss, output, retain_graph=True)
+        user.backward(loss)
+        stepped(user)
+    assert user.rank is None or user.num_backwards == 2
+
+
+# A backward, and torch.func, inside forward.
+
+
+class Adversarial(nn.Module):
+    """Moves its input along the gradient of a loss of its own, whose backward gives parameters gradients too."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3)), nn.Linear(7, 5)
+        self.scale = 1  # the number of ranks that one process plays, whose means these are
+        self.go_back = torch.Tensor.backward
+
+    def forward(self, x):
+        x = x.detach().clone().requires_grad_()
+        self.go_back(self.body(x).square().sum() / self.scale)
+        return self.head(x + self.scale * x.grad)
+
+
+class Nested(nn.Module):
+    """Its forward runs its own forward on other rows, once without a graph and once with."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 7)), nn.Linear(7, 5)
+        vars(self)["again"] = self  # and not as a module of its own
+
+    def forward(self, x, is_inner=False):
+        if is_inner:
+            return self.head(x)
+        with torch.no_grad():
+            target = self.again(x + 1, True)
+        return self.again(x + self.body(x), True) * (1 + target)
+
+
+class Tangent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7)), nn.Linear(7, 5)
+
+    def forward(self, x):
+        return self.head(torch.func.jvp(self.body, (x,), (torch.ones_like(x),))[1])
+
+
+def rank_by_rank(user):
+    user.module.scale = user.num_ranks
+    for step in range(2):
+        for rank in range(user.num_ranks):
+            user.loss_of_rank(rank, step).backward()
+        stepped(user)
+
+
+def by_the_engine(user):
+    user.module.go_back = user.backward
+
+
+def nested_engine(user):
+    vars(user.module)["again"] = user.engine
+
+
+def nested_call(user):
+    vars(user.module)["again"] = functools.partial(user.call, user.module.forward)
+
+
+INSIDE = {
+    "a_backward": (Adversarial, lambda user: None),
+    "a_backward_of_the_engine": (Adversarial, by_the_engine),
+    "the_engine": (Nested, nested_engine),
+    "a_call": (Nested, nested_call),
+    "a_tangent": (Tangent, lambda user: None),
+}
+for name, (kind, prepare) in INSIDE.items():
+    for wrap in ("auto", "root" if kind is Nested else nn.Linear):
+
+        @story(name=f"inside_forward_{name}_{getattr(wrap, '__name__', wrap)}", model=kind, instead=rank_by_rank,
+               on=KINDS if wrap == "auto" else ("fsdp",), options={"wrap": wrap})  # fmt: skip
+        def inside_forward(user, prepare=prepare):
+            prepare(user)
+            user.train(0, 1)
+
+
+@story(on=WHOLE, instead=lambda user: user.train(0))
+def gradients_of_inputs_by_torch_func(user):
+    x = user.rows(0)[0]
+    found = torch.func.grad(lambda rows: user(rows).sum())(x)
+    (wanted,) = torch.autograd.grad(user(x.requires_grad_()).sum(), x)
+    user.train(0)
+    assert float((found - wanted).abs().max()) < 1e-12
+
+
+class Transforms(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(7, 6), nn.Linear(6, 5)
+        self.between = torch.tanh
+
+    def forward(self, x):
+        return self.last(self.between(self.first(x)))
+
+
+@story(model=Transforms, on=(*SHARDED, "fsdp-no_shard"), instead=lambda user: user.train(0),
+       refused=r"^torch.func: .*write torch.autograd.grad\(.*create_graph=True\)")  # fmt: skip
+def a_transform_whose_saved_tensors_nobody_may_replace(user):
+    user.module.between = torch.func.grad(lambda hidden: hidden.square().sum())
+    with user.refused():
+        user.loss(0)
+    user.module.between = torch.tanh
+    user.train(0)
+
+
+class CallsItself(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.last = nn.Linear(7, 7), nn.Linear(7, 5)
+
+    def forward(self, x, depth=2):
+        if depth:
+            return self(x + torch.tanh(self.inner(x)), depth - 1)
+        return self.last(x)
+
+
+@story(model=CallsItself, options={"wrap": "root"})
+def a_module_calls_itself(user):
+    user.train(0, 1)
+
+
+test_stories = STORIES.told()

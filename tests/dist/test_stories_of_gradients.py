@@ -1,0 +1,372 @@
+"""Gradients that users clear, read, replace, scale and add up, between backward and step, as one process does."""
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from shardlab.engines import build_engine
+from shardlab.engines.precision import Precision
+from shardlab.trace.memory_by_role import bytes_by_role
+from shardlab.vocabulary import Role
+from tests.dist import cases
+from tests.dist.every_engine import KINDS, PIECES, WHOLE, momentum, sgd
+from tests.dist.telling import Stories
+
+STORIES = Stories()
+story = STORIES.story
+
+
+def held(user):
+    """Bytes of gradients."""
+    return 0 if user.rank is None else bytes_by_role(user.live_tensors())[Role.GRADIENT]
+
+
+# How to forget them.
+
+ZEROING = (
+    lambda user, **how: user.zero_grad(**how),
+    lambda user, **how: user.module.zero_grad(**how),
+    lambda user, **how: user.optimizer.zero_grad(**how),
+)
+
+
+@story(model="Uneven", optimizer=momentum, on=(*KINDS, "zero2", "fsdp-no_shard"))
+def every_zero_grad_forgets_all(user):
+    """After a step, after a backward that is not to count, and after one that was not communicated."""
+    for step, zero in enumerate(ZEROING):
+        user.go_back(step, 1)
+        zero(user)
+        user.quietly(step, 2)
+        zero(user)
+        user.quietly(step)
+        user.go_back(step)
+        user.step()
+        zero(user)
+        if user.rank is not None and user.name not in ("bucketed", "zero1"):  # which keep their buckets
+            assert held(user) == 0
+        user.step()  # of nothing
+
+
+@story(model="Uneven", optimizer=momentum, on=(*KINDS, "zero2", "fsdp-no_shard"))
+def every_zero_grad_can_keep_zeros(user):
+    for step, zero in enumerate(ZEROING):
+        user.go_back(step)
+        user.step()
+        zero(user, set_to_none=False)
+        user.step()  # by momentum alone
+        user.quietly(step, 1)
+        zero(user, set_to_none=False)
+
+
+def cleared_by_hand(module):
+    for param in module.parameters():
+        param.grad = None
+
+
+@story(
+    on=PIECES,
+    refused=r"gradient of '0\.\w+'.*write engine\.zero_grad|engine\.zero_gr",
+    instead=lambda user: user.train(1, 2),
+)
+def some_of_them_are_forgotten(user):
+    for zero in (nn.Module.zero_grad, cleared_by_hand):
+        for then in (user.step, lambda: user.go_back(1)):
+            user.go_back(0)
+            with user.refused():
+                zero(user.module[0])
+                then()
+            user.zero_grad()
+    user.train(1, 2)
+
+
+@story(on=(*PIECES, "zero2"), instead=lambda user: user.train(2, 3), refused=r"cleared or replaced.*engine\.zero_grad")
+def sums_are_replaced_while_their_means_lie_elsewhere(user):
+    for make in (lambda param: None, torch.ones_like):
+        user.go_back(0)
+        user.quietly(1)
+        with user.full_params() as module:
+            for param in module.parameters():
+                param.grad = make(param)
+        with user.refused():
+            user.step()
+        user.zero_grad()
+    user.train(2, 3)
+
+
+@story(
+    name="the_same_in_more_bits", on=("zero2",), instead=lambda user: user.train(2, 3),
+    refused=r"cleared or replaced.*engine\.zero_grad", options={"precision": Precision(reduce=torch.float64)},
+)  # fmt: skip
+def in_more_bits(user):
+    sums_are_replaced_while_their_means_lie_elsewhere(user)
+
+
+def cleared_by_rank_1(user):
+    """What that rank has cleared of its sums is not sent."""
+    for step in range(2):
+        for rank in range(user.num_ranks):
+            before = None if (grad := user.module[2].weight.grad) is None else grad.clone()
+            user.loss_of_rank(rank, step).backward()
+            if rank == 1:
+                user.module[2].weight.grad = before
+        user.step()
+        user.zero_grad()
+
+
+@story(on=WHOLE, optimizer=momentum, instead=cleared_by_rank_1)
+def sums_are_cleared_by_one_rank(user):
+    for step in range(2):
+        user.quietly(step)
+        if user.rank == 1:
+            user.module[2].weight.grad = None
+        user.step()
+        user.zero_grad()
+
+
+@story(
+    name="sums_in_more_bits_are_cleared_by_one_rank", on=("zero1",), instead=cleared_by_rank_1,
+    options={"precision": Precision(reduce=torch.float64)}, optimizer=momentum,
+)  # fmt: skip
+def in_the_bucket(user):
+    """There they add up, and a placeholder is what the rank clears."""
+    sums_are_cleared_by_one_rank(user)
+
+
+@story(optimizer=momentum, on=("zero2",), options={"precision": Precision(reduce=torch.float64)})
+def means_and_sums_and_means_after_cleared_sums(user):
+    user.step()  # of nothing, after which there are no means that could stay
+    user.quietly(3)
+    cleared_by_hand(user.module)
+    user.go_back(0)
+    user.quietly(1)
+    user.go_back(2)
+    user.step()
+
+
+@story(on=("zero1", "zero2"), dtype=torch.float32, options={"precision": "bf16"}, instead=None)
+def a_submodule_s_sums_in_more_bits_are_cleared(user):
+    for ranks in ((0, 1), (1,)):
+        x = user.rows(0)[0].float()
+        if user.rank in ranks:
+            with user.no_sync():
+                user.backward(user(x).sum())
+        user.module[0].zero_grad()
+        user.finish_gradients()
+        assert all((gradient is None) is name.startswith("0.") for name, gradient in user.full_gradients().items())
+        user.zero_grad(set_to_none=False)
+        user.zero_grad()
+
+
+# Adding up.
+
+
+@story(model="Unused", on=WHOLE)
+def backwards_add_to_means(user):
+    """By engine.backward, in no_sync, and plain, from a forward before the first."""
+    first, second = user.loss(1), user.loss(1)
+    user.backward(first)
+    second.backward()
+    user.finish_gradients()
+    user.quietly(1)
+    user.go_back(1)
+    penalty = torch.autograd.grad(user.loss(1), list(user.module.first.parameters()))
+    user.step()
+    assert all(part.shape == param.shape for part, param in zip(penalty, user.module.first.parameters(), strict=True))
+
+
+class Idle(nn.Module):
+    """One parameter is never used, so its bucket is complete only when backward has been finished."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.idle = nn.Linear(7, 5), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@story(model=Idle, on=(*KINDS, "zero2"))
+def plain_backwards_add_up_until_they_are_sent(user):
+    for quiet in (False, True):
+        losses = [user.loss(step) for step in range(3)]
+        losses[0].backward()
+        with user.no_sync() if quiet else contextlib.nullcontext():
+            losses[1].backward()
+        losses[2].backward()
+        user.step()
+        user.zero_grad()
+
+
+BY_HAND = {
+    "cleared": lambda grad: None,
+    "replaced": lambda grad: grad * 0.5,
+    "changed": lambda grad: grad.mul_(0.5),
+}
+
+
+@story(optimizer=momentum, on=(*KINDS, "zero2", "fsdp-no_shard"))
+def means_are_changed_by_hand_before_the_next_is_added(user):
+    for change in BY_HAND.values():
+        for name in ("0.weight", "2.bias"):
+            user.go_back(0)
+            for tensor in user.tensors(lambda known, name=name: known == name):
+                if tensor.grad is not None:
+                    tensor.grad = change(tensor.grad)
+            user.go_back(1)
+            user.step()
+            user.zero_grad()
+
+
+@story()
+def gradients_of_two_losses_of_which_the_first_are_kept(user):
+    for step in range(2):
+        user.go_back(step)
+        tensors = user.tensors()
+        first = [tensor.grad for tensor in tensors]
+        user.zero_grad()
+        user.go_back(step + 1)
+        for tensor, gradient in zip(tensors, first, strict=True):
+            if gradient is not None:
+                tensor.grad = tensor.grad + 2 * gradient
+        user.step()
+        user.zero_grad()
+
+
+@story()
+def a_backward_leaves_a_graph(user):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True")  # torch tells it once
+        for quiet in (True, False):
+            with user.no_sync() if quiet else contextlib.nullcontext():
+                user.loss(0, int(quiet)).backward(create_graph=True)
+    user.step()
+
+
+@story(on=("bucketed",), refused="does not require grad", instead=None)
+def the_mean_has_no_graph(user):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True")
+        user.loss(0).backward(create_graph=True)
+    with user.refused():
+        sum(param.grad.square().sum() for param in user.module.parameters()).backward()
+    user.zero_grad()
+
+
+@story(on=WHOLE)
+def sums_are_read_replaced_and_cleared(user):
+    """The user's own doing, which travels as it is."""
+    user.quietly(0)
+    assert float(nn.utils.get_total_norm([param.grad for param in user.module.parameters()])) > 0
+    for name, param in user.module.named_parameters():
+        param.grad = param.grad * 2 if name.endswith("bias") else param.grad
+        param.grad = None if name == "0.weight" else param.grad
+    found = user.full_gradients()
+    assert found["0.weight"] is None
+    user.step()
+    return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+
+@story(on=("ddp", "bucketed"), instead=None)
+def an_expanded_gradient_is_averaged(user):
+    params = list(user.module.parameters())
+    for param, gradient in zip(params, torch.autograd.grad(sum(one.sum() for one in params), params), strict=True):
+        param.grad = gradient * 1.0 if user.rank else gradient
+    user.finish_gradients()
+    assert all(float(param.grad.sum()) == param.numel() for param in params)
+
+
+@story(on=("zero1", "zero2"), dtype=torch.float32, options={"precision": "bf16"}, instead=None)
+def sums_in_the_buckets_that_somebody_looks_at_stay(user):
+    found = []
+    for keeps in (False, True):
+        x, y = (part.float() for part in user.rows(0))
+        kept = []
+        for quiet in (True, True, False):
+            with user.no_sync() if quiet else contextlib.nullcontext():
+                user.backward(cases.loss_of(user(x), y))
+            kept += [tensor.detach() for tensor in user.live_tensors()[Role.GRADIENT]] if keeps else []
+        found.append(user.full_gradients())
+        user.zero_grad()
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+# Hooks of the user's.
+
+
+def halved(param):
+    param.grad.mul_(0.5)
+
+
+@story()
+def hooks_change_gradients(user):
+    """Registered after the engine's own, which take gradients away."""
+    with user.full_params() as model:
+        hooks = [param.register_post_accumulate_grad_hook(halved) for param in model.parameters()]
+    user.train(0, 1)
+    hooks[0].remove()
+    user.train(2)
+
+
+class Box:
+    """Not looked into for tensors."""
+
+    def __init__(self, y):
+        self.y = y
+
+
+class Boxed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = cases.build("MLP")
+
+    def forward(self, x):
+        return Box(self.body(x))
+
+
+@story(model=Boxed, on=WHOLE)
+def hooks_see_the_first_gradient_too_where_it_alone_tells_of_a_backward(user):
+    with user.full_params() as model:
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(halved)
+    x, y = user.rows(0)
+    nn.functional.mse_loss(user(x).y, y).backward()
+    user.step()
+
+
+def one_rank_without_it(user):
+    for rank in range(user.num_ranks):
+        before = None if user.module[2].weight.grad is None else user.module[2].weight.grad.clone()
+        user.loss_of_rank(rank, 0).backward()
+        if rank == 0:
+            user.module[2].weight.grad = before
+    user.step()
+
+
+@story(instead=one_rank_without_it)
+def a_hook_of_one_rank_drops_a_gradient(user):
+    def drop(param):
+        param.grad = None
+
+    with user.full_params() as model:
+        if user.rank == 0:
+            model[2].weight.register_post_accumulate_grad_hook(drop)
+    user.train(0)
+
+
+test_stories = STORIES.told()
+
+
+@pytest.mark.parametrize("strategy", ["single", "zero1", "zero2"])
+def test_one_process_may_clip_what_no_sync_has_left_unless_means_lie_elsewhere(strategy):
+    model = cases.build("MLP")
+    x, y = cases.rows("MLP", 0, 0, 1)
+    with build_engine(strategy, model, sgd) as engine:
+        with engine.no_sync():
+            engine.backward(cases.loss_of(engine(x), y))
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        words = r"write engine\.clip_grad_norm_\(max_norm\)"
+        with contextlib.nullcontext() if strategy == "single" else pytest.raises(RuntimeError, match=words):
+            engine.step()

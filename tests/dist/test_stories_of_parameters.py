@@ -1,0 +1,582 @@
+"""What users write into parameters or put in their place: taken over, or refused with what to write instead."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from shardlab.engines import build_engine
+from shardlab.trace.memory_by_role import bytes_by_role
+from shardlab.vocabulary import Role
+from tests.dist import cases
+from tests.dist.every_engine import KINDS, PIECES, SHARDED, WHOLE, adamw, assert_states, momentum, sgd
+from tests.dist.telling import Stories
+
+STORIES = Stories()
+story = STORIES.story
+WRITTEN = "was written to while it was gathered"
+
+
+# Values, inside full_params(keep_changes=True), or where parameters are whole.
+
+
+def by_data(model):
+    model[0].bias.data = torch.ones(model[0].bias.shape, dtype=torch.float64)
+
+
+def clamped(model):
+    for param in model.parameters():
+        param.data = param.data.clamp(-0.05, 0.05)
+
+
+def there_and_back(model):
+    model.float()
+    model.double()
+
+
+def as_vector(model):
+    vector_to_parameters(parameters_to_vector(model.parameters()).detach() / 2, model.parameters())
+
+
+def swapped(model):
+    """Of one shape; the values of each are still those of before when the first is put."""
+    model[0].bias.data, model[2].bias.data = model[2].bias.data, model[0].bias.data
+
+
+REPLACEMENTS = (by_data, clamped, there_and_back, as_vector, swapped)
+
+
+@story(optimizer=momentum, on=(*KINDS, "fsdp-no_shard"))
+def data_is_replaced_inside_full_params(user):
+    user.train(0)
+    for replace in REPLACEMENTS:
+        with user.full_params(keep_changes=True) as model:
+            replace(model)
+        user.train(1, 2)
+
+
+@story(optimizer=momentum, on=WHOLE)
+def data_is_replaced_where_parameters_are_whole(user):
+    user.train(0)
+    for replace in REPLACEMENTS:
+        replace(user.module)
+        if user.rank is not None:
+            user.save(user.directory)
+            user.load(user.directory)
+        user.train(1)
+        replace(user.module)
+        user.train(2)
+
+
+@story(on=("zero1",))
+def what_was_assigned_is_there_after_a_refused_load(user):
+    user.train(0)
+    clamped(user.module)
+    if user.rank is not None:
+        with pytest.raises(ValueError, match=r"checkpoint|directory"):
+            user.load(user.directory)
+    user.train(1)
+
+
+@story()
+def averaged_weights_are_put_in_and_back(user):
+    """As classes do that keep a moving average: the backup is the memory that was there, and no copy."""
+    with user.full_params() as model:
+        average = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for step, guard in enumerate((torch.no_grad, torch.inference_mode)):
+        user.train(step)
+        with guard():
+            backup = {}
+            with user.full_params(keep_changes=True) as model:
+                for name, param in model.named_parameters():
+                    average[name] = (average[name] + param.data) / 2
+                    backup[name], param.data = param.data, average[name]
+            user.loss(step)
+            with user.full_params(keep_changes=True) as model:
+                for name, param in model.named_parameters():
+                    param.data = backup[name]
+    user.train(2)
+
+
+@story()
+def others_are_trained_meanwhile(user):
+    """A step between taking weights out and putting them back leaves the ones that were taken out alone."""
+    user.train(0)
+    backup = {}
+    with user.full_params(keep_changes=True) as model:
+        for name, param in model.named_parameters():
+            backup[name] = param.data
+            param.data = torch.full_like(param, 0.1)
+    user.train(1)
+    with user.full_params(keep_changes=True) as model:
+        for name, param in model.named_parameters():
+            param.data = backup[name] + param.data
+    user.train(2)
+
+
+@story()
+def weights_get_other_strides(user):
+    user.train(0)
+    with user.full_params(keep_changes=True) as model:
+        for param in model.parameters():
+            param.data = param.data.t().contiguous().t() if param.dim() == 2 else param.data
+    user.train(1, 2)
+
+
+class Square(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(7, 7)
+        self.last = nn.Linear(7, 5)
+
+    def forward(self, x):
+        return self.last(self.one(x))
+
+
+@story(model=Square)
+def a_weight_is_transposed(user):
+    with user.full_params(keep_changes=True) as model:
+        model.one.weight.data = model.one.weight.data.t()
+    user.train(0, 1)
+
+
+class Pictures(nn.Module):
+    """Rows are made into pictures of 3 channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.spread = nn.Linear(7, 27)
+        self.conv = nn.Conv2d(3, 4, 2)
+        self.last = nn.Linear(16, 5)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.conv(self.spread(x).view(-1, 3, 3, 3))).flatten(1))
+
+
+@story(model=Pictures, on=WHOLE)
+def whole_parameters_get_another_memory_format(user):
+    user.module.to(memory_format=torch.channels_last)
+    user.train(0, 1, 2)
+
+
+def stepped_while_held(user):
+    for keeps in (False, True):
+        user.go_back(0)
+        with user.full_params(keep_changes=keeps) as model:
+            if keeps:
+                with torch.no_grad():
+                    model[2].bias.add_(1.0)
+            user.step()
+            inside = {"bias": model[2].bias.detach().clone()}
+            with torch.no_grad():
+                user.loss(0)
+        user.zero_grad()
+    return inside
+
+
+story(optimizer=momentum)(stepped_while_held)
+
+
+@story(optimizer=momentum, on=("fsdp",), instead=stepped_while_held)
+def stepped_while_a_unit_is_held_by_hand_too(user):
+    user.unshard("2")
+    inside = stepped_while_held(user)
+    user.reshard("2")
+    return inside
+
+
+@story(on=(*KINDS, "fsdp-no_shard"), instead=None)
+def changes_are_not_kept(user):
+    for factor in (0.5, 1.0 + (user.rank or 0)):
+        before = user.full_state_dict()
+        with user.full_params() as module, torch.no_grad():
+            for param in module.parameters():
+                param.mul_(factor)
+        holds = 1.0 if user.name == "fsdp" or user.name == "zero3" else factor
+        assert_states([user.full_state_dict()], {name: value * holds for name, value in before.items()})
+
+
+@story(on=(*SHARDED, "fsdp-no_shard"), refused="has changed between forward and backward", instead=None)
+def a_backward_through_values_that_are_lost(user):
+    with user.full_params() as module:
+        with torch.no_grad():
+            for param in module.parameters():
+                param.mul_(2)
+        loss = user.loss(0)
+    with user.refused():
+        user.backward(loss)
+    user.zero_grad()
+
+
+class Writes(cases.MLP):
+    """Forward writes into a parameter, as some normalisations do."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self[0].weight.div_(self[0].weight.norm())
+        return super().forward(x)
+
+
+@story(model=Writes, on=(*WHOLE, "fsdp-no_shard"), options={"wrap": "root"})
+def forward_writes_into_whole_parameters(user):
+    for step in range(2):
+        user.train(step)
+        with torch.inference_mode():
+            user.loss(10 + step)
+
+
+@story(model=Writes, on=(*SHARDED, "fsdp-shard_grad_op"), options={"wrap": "root"},
+       refused=f"parameter '0\\.weight': it {WRITTEN}.*keep_changes=True", instead=lambda user: None)  # fmt: skip
+def forward_writes_into_gathered_parameters(user):
+    with user.refused():
+        user.loss(0)
+        user.full_state_dict()  # shard_grad_op keeps what is gathered until then
+
+
+def halve(module, _):
+    module.weight.data = module.weight.data / 2
+
+
+def convert(module, *_):
+    module.weight.data = module.weight.data.float()
+
+
+@story(on=(*SHARDED, "fsdp-no_shard"), options={"wrap": "root"}, refused=WRITTEN, instead=lambda user: user.train(1))
+def gathered_data_is_replaced(user):
+    for register, change in ((nn.Module.register_forward_pre_hook, halve), (nn.Module.register_forward_hook, convert)):
+        hook = register(user.module[2], change)
+        with user.refused():
+            user.go_back(0)
+        hook.remove()
+        user.zero_grad()
+    user.train(1)
+
+
+@story(on=("fsdp", "fsdp-shard_grad_op"), refused=f"it {WRITTEN}", instead=lambda user: user.train(0, 1))
+def units_that_are_gathered_by_hand_are_written(user):
+    user.train(0)
+    for use in (user.step, user.full_state_dict):
+        for unit in user.units:
+            user.unshard(unit.name)
+        with torch.no_grad():
+            for param in user.module.parameters():
+                param.fill_(0.5)
+        with user.refused():
+            use()
+    user.train(1)
+
+
+class WritesOnce(nn.Module):
+    """Writes into a weight in backward, where it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+        self.last = nn.Linear(7, 5)
+        self.writes = False
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        if self.writes:
+            x.register_hook(self.write)
+        return self.last(x)
+
+    def write(self, gradient):
+        with torch.no_grad():
+            self.layers[0].bias.add_(1)
+            self.layers[2].bias.add_(1)
+        return gradient
+
+
+@story(model=WritesOnce, on=("zero3", "zero3-one"), refused=WRITTEN, instead=lambda user: user.train(0, 0))
+def one_rank_writes_in_backward(user):
+    for goes_on in (False, True):  # with the means that are there all the same
+        user.module.writes = user.rank == 1
+        loss = user.loss(0)
+        with user.refused(here=user.rank == 1):
+            user.backward(loss)
+        user.module.writes = False
+        if not goes_on:
+            user.zero_grad()
+            user.go_back(0)
+        user.step()
+        user.zero_grad()
+
+
+class HasNoElements(nn.Module):
+    """Of the first parameter's bucket the second rank holds nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0))
+        self.weight = nn.Parameter(torch.ones(5, 7))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.mul_(2)
+        return x @ self.weight.T
+
+
+@story(model=HasNoElements, on=("zero3-contiguous",), refused=f"'weight': it {WRITTEN}", instead=lambda user: None)
+def a_rank_without_elements_refuses_what_the_others_refuse(user):
+    with user.refused():
+        user.loss(0)
+
+
+# Dtypes and shapes.
+
+
+@story(on=(*PIECES, "fsdp-no_shard"), refused="its data was replaced by .* convert the module before", instead=None)
+def the_module_is_converted(user):
+    with user.refused():
+        with user.full_params(keep_changes=True) as model:
+            model.float()
+        user.step()
+
+
+@story(
+    on=("bucketed",), refused=r"parameter '.*': it was float64 .* is \w+ now; convert the module before", instead=None
+)
+def the_module_of_gradients_in_buckets_is_converted(user):
+    for dtype in (torch.float32, torch.bfloat16):
+        user.module.to(dtype)
+        x, y = (part.to(dtype) for part in user.rows(0))
+        with user.refused():
+            user.backward(cases.loss_of(user(x), y))
+            user.step()
+        user.zero_grad()
+
+
+@story(on=PIECES, refused="'2.weight': its data was replaced by", instead=None)
+def data_has_another_shape(user):
+    """And nothing is kept by half."""
+    for shape in ((16, 5), (3, 3), (0,)):
+        own = None
+        with user.refused():
+            with user.full_params(keep_changes=True) as model:
+                own = model[2].weight.data
+                model[0].bias.data = torch.full_like(model[0].bias, 9.0)
+                model[2].weight.data = torch.zeros(shape, dtype=torch.float64)
+            user.step()
+        if user.name == "zero1":
+            user.module[2].weight.data = own
+        else:
+            assert float(user.full_state_dict()["0.bias"].max()) < 9.0
+
+
+@story(on=PIECES, dtype=torch.float32, options={"precision": "bf16"}, instead=lambda user: clamped(user.module))
+def rounded_data_is_replaced_inside_full_params(user):
+    assert {param.dtype for param in user.module.parameters()} == {torch.bfloat16}
+    with user.full_params(keep_changes=True):
+        clamped(user.module)
+    user.step()
+
+
+@story(on=PIECES, dtype=torch.float32, options={"precision": "bf16"}, refused="rounded copy|is sharded", instead=None)
+def rounded_data_is_replaced(user):
+    with user.refused():
+        clamped(user.module)
+        user.step()
+
+
+def doubled(model):
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+
+
+def loaded_plainly(model):
+    model.load_state_dict(cases.build("MLP").float().state_dict())
+
+
+@story(on=("zero1", "zero2"), dtype=torch.float32, options={"precision": "bf16"},
+       refused=r"written into in place or replaced.*full_params\(keep_changes=True\)", instead=None)  # fmt: skip
+def rounded_copies_are_written_until_they_are_loaded(user):
+    user.save(user.directory)
+    state = user.full_state_dict()
+    for write in (by_data, doubled, loaded_plainly):
+        for load in (lambda: user.load(user.directory), lambda: user.load_full_state_dict(state)):
+            write(user.module) if write is not by_data else halve(user.module[0], None)
+            for use in (user.full_state_dict, user.step, lambda: user.save(user.directory)):
+                with user.refused():
+                    use()
+            load()
+            assert_states([user.full_state_dict()], state)
+
+
+@story(on=(*SHARDED, "fsdp-no_shard"), options={"precision": "bf16"}, instead=None)
+def a_gradient_is_computed_with_the_rounded_weights_of_the_forward(user):
+    x = user.rows(0)[0].requires_grad_()
+    (plain,) = torch.autograd.grad(user(x).double().square().sum(), x)
+    loss = user(x).double().square().sum()
+    with user.full_params():
+        (held,) = torch.autograd.grad(loss, x)
+    loss = user(x).double().square().sum()
+    user.close()
+    for found in (held, *torch.autograd.grad(loss, x)):
+        torch.testing.assert_close(found, plain)
+
+
+# Other parameters and modules in their place.
+
+
+def other_parameter(model):
+    model[0].weight = nn.Parameter(torch.zeros(model[0].weight.shape).double())
+
+
+def parametrized(model):
+    nn.utils.parametrizations.weight_norm(model[0])
+
+
+for way in (other_parameter, parametrized):
+    for inside in (False, True):
+
+        @story(name=f"{way.__name__}{'_inside_full_params' * inside}", on=SHARDED, instead=None,
+               refused="being replaced, and the engine|was replaced, and the engine|is sharded")  # fmt: skip
+        def an_attribute_is_replaced(user, way=way, inside=inside):
+            user.train(0)
+            with user.refused():
+                with user.full_params(keep_changes=True) if inside else contextlib.nullcontext():
+                    way(user.module)
+                user.go_back(1)
+
+
+@story(
+    refused=r"^model: '2' of the MLP is being replaced.*engine\.close\(\)|^model: 'bias' of the Linear is being",
+    instead=None,
+)
+def a_submodule_is_replaced(user):
+    model = user.module
+    for name, value in (("2", nn.Linear(16, 16)), ("2", None), ("2", nn.Tanh())):
+        with user.refused():
+            setattr(model, name, value)
+    with user.refused():
+        model[0].bias = nn.Parameter(torch.zeros(16))
+    model[1] = nn.Tanh()  # has no parameters
+    model[1].alias = model[0]
+    model[1].alias = model[2]  # another name for what stays
+    holder = nn.ModuleList([model])
+    holder[0] = nn.Tanh()  # is no part of the engine's module
+    model[2] = nn.Sequential(model[2])  # has those of before
+    user.train(0)
+    user.close()
+    model[2] = nn.Linear(16, 16)
+
+
+def gathered(user):
+    return bytes_by_role(user.live_tensors()).get(Role.GATHERED_PARAMETER, 0)
+
+
+@story(on=SHARDED, refused="was replaced", instead=None)
+def an_engine_is_closed_after_such_a_refusal(user):
+    user.train(0)
+    model = user.module
+    model[0]._parameters["weight"] = new = nn.Parameter(torch.zeros(model[0].weight.shape).double())
+    for _ in range(2):
+        with user.refused():
+            user.go_back(1)
+        user.zero_grad()
+    assert gathered(user) == 0
+    user.close()
+    assert model[0].weight is new
+    with build_engine(user.name, model, sgd, user.mesh) as engine:
+        engine.backward(engine(user.rows(0)[0]).sum())
+        engine.step()
+
+
+@story(on=(*SHARDED, "fsdp-no_shard"), refused="was replaced", instead=lambda user: user.train(0))
+def an_attribute_is_replaced_and_put_back(user):
+    owned = user.module[4]._parameters
+    own, other = owned["weight"], nn.Parameter(torch.zeros(owned["weight"].shape).double())
+    owned["weight"] = other
+    for use in (lambda: user.full_params().__enter__(), lambda: user(user.rows(0)[0])):
+        with user.refused():
+            use()
+    owned["weight"] = own
+    if user.name == "fsdp":
+        user.unshard("4")  # which full_params() leaves as it was, and so looks at again
+        with user.refused(), user.full_params():
+            own, owned["weight"] = owned["weight"], other
+        owned["weight"] = own
+        user.reshard("4")
+    user.train(0)
+
+
+# Parameters that are not there.
+
+
+USES = (
+    lambda params, loss: torch.autograd.grad(loss, params),
+    lambda params, loss: torch._foreach_norm(params),
+    lambda params, loss: torch.stack([params[0]]),
+    lambda params, loss: params[0].T,  # of which torch makes numbers out of no memory
+    lambda params, loss: params[0].mT,
+    lambda params, loss: params[0].data,
+    lambda params, loss: params[0].data.clamp_(-1, 1),
+    lambda params, loss: loss + sum(param.square().sum() for param in params),
+    lambda params, loss: setattr(params[0], "grad", torch.zeros(16, 7).double()),
+    lambda params, loss: torch.add(torch.ones(1), other=params[0]),
+)
+
+
+@story(on=SHARDED, instead=lambda user: user.train(0), refused=r"parameter '\d\.\w+' is sharded"
+       r".*engine\.full_params\(\)|gradient of '\d\.\w+'.*engine\.step_tensors\(\)")  # fmt: skip
+def sharded_parameters_are_used_outside_of_forward(user):
+    loss = user.loss(0)
+    for use in USES:
+        with user.refused():
+            use(list(user.module.parameters()), loss)
+    with user.refused() if user.name == "zero3" else contextlib.nullcontext():  # in fsdp it is a unit
+        user.module[0](torch.ones(1, 7).double())
+    user.backward(loss)
+    user.step()
+
+
+class Scaled(nn.Module):
+    """With a single element, as CLIP's ``logit_scale``: one that can be written to where others cannot."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(7, 5), nn.Parameter(torch.tensor(5.0))
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+def assign(param):
+    param.data = torch.ones(param.shape, dtype=param.dtype)
+
+
+@pytest.mark.parametrize(("strategy", "options"), [("zero3", {}), ("fsdp", {}), ("fsdp", {"sharding": "no_shard"})])
+def test_what_is_written_into_a_resharded_parameter_is_refused_and_does_not_stay(strategy, options):
+    """Of a parameter that was kept from before the engine; the write would be lost without a word."""
+    for write in (torch.zero_, lambda param: param.clamp_(max=4.5), assign):
+        model = Scaled().double()
+        kept, x = dict(model.named_parameters()), torch.ones(2, 7, dtype=torch.float64)
+        with build_engine(strategy, model, adamw, **options) as engine:
+            for _ in range(2):
+                engine.backward(engine(x).sum())
+                engine.step()
+                before = engine.full_state_dict()
+                # At once, or at the next verb.
+                with pytest.raises(RuntimeError, match=r"parameter 'scale'.*full_params\(keep_changes=True\)"):
+                    with torch.no_grad():
+                        write(kept["scale"])
+                    engine(x)
+                engine.zero_grad()
+                assert_states([engine.full_state_dict()], before)
+
+
+@pytest.mark.parametrize(("strategy", "options"), [("zero3", {}), ("fsdp", {}), ("fsdp", {"sharding": "no_shard"})])
+def test_memory_that_was_replaced_is_free(strategy, options):
+    with build_engine(strategy, cases.build("MLP"), sgd, **options) as engine:
+        old = [tensor.untyped_storage()._weak_ref() for tensor in engine.live_tensors()[Role.PARAMETER]]
+        with engine.full_params(keep_changes=True) as model:
+            for param in model.parameters():
+                param.data = param.data * 2
+        assert all(torch.UntypedStorage._expired(reference) for reference in old)
+
+
+test_stories = STORIES.told()
