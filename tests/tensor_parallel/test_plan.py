@@ -9,6 +9,7 @@ from torch.nn import functional
 from torch.utils.weak import TensorWeakRef
 
 from shardlab.comm.mesh import Mesh
+from shardlab.engines import build_engine
 from shardlab.models import GPT, GPTConfig
 from shardlab.tensor_parallel import (
     Column,
