@@ -452,6 +452,11 @@ class Engine(AnyEngine):
             self.optimizer.load_state_dict(state)
         self._ask("installed")
 
+    @property
+    def units(self) -> tuple[Any, ...]:
+        """What is gathered together, in the module's order: units of FSDP, buckets of ZeRO-3; else nothing."""
+        return tuple(getattr(self.strategy, "units", ()))
+
     def unshard(self, unit: str) -> None:
         """Gather a unit of FSDP by hand and keep it until ``reshard(unit)``; collective.
 
@@ -465,7 +470,7 @@ class Engine(AnyEngine):
         self._unit(unit).let_go()
 
     def _unit(self, name: str) -> Any:
-        units = {one.name: one for one in getattr(self.strategy, "units", ())}  # of a strategy that shards
+        units = {one.name: one for one in self.units}
         if name not in units:
             raise ValueError(f"unit: {name!r} is not one of {', '.join(units) or 'none'}")
         return units[name]

@@ -47,9 +47,7 @@ def saved_by_reference(at: Mapping[int, tuple[Shards, str]], gather: Callable[[S
     def pack(saved: Tensor) -> _Kept | _Reference:
         found = at.get(_address(saved))
         if found is None:
-            # Not ``saved`` itself: an operation that saves its own output would hold itself, and a graph that never
-            # runs backward would keep its activations for ever. A detached tensor shares the version.
-            return _Kept(saved.detach(), saved._version)
+            return _keep(saved)
         start_bytes = int(saved.storage_offset()) * saved.element_size()
         shards, storage = found
         return _Reference(
@@ -59,9 +57,7 @@ def saved_by_reference(at: Mapping[int, tuple[Shards, str]], gather: Callable[[S
 
     def unpack(packed: _Kept | _Reference) -> Tensor:
         if isinstance(packed, _Kept):
-            if packed.tensor._version != packed.version:
-                raise _overwritten(packed)
-            return packed.tensor
+            return _kept(packed)
         # Before the gather: the versions are the same on all ranks, so all refuse and none waits in it.
         if packed.shards.version != packed.version:
             raise _changed(packed)
@@ -77,8 +73,26 @@ def saved_by_reference(at: Mapping[int, tuple[Shards, str]], gather: Callable[[S
         raise RuntimeError(
             "torch.func: its grad, vjp, jacrev and hessian do not run inside a forward whose parameters are sharded, "
             "since what they save cannot be resharded; write torch.autograd.grad(..., create_graph=True), or use "
-            "strategy 'zero2', whose parameters are whole"
+            "strategy 'zero2', whose parameters are whole, or call them under torch.no_grad() inside 'with "
+            "engine.full_params():'"
         ) from error
+
+
+def kept() -> contextlib.AbstractContextManager[None]:
+    """Inside, autograd keeps what it saves, though a parameter among it shows other data when backward comes."""
+    return torch.autograd.graph.saved_tensors_hooks(_keep, _kept)
+
+
+def _keep(saved: Tensor) -> _Kept:
+    # Not ``saved`` itself: an operation that saves its own output would hold itself, and a graph that never runs
+    # backward would keep its activations for ever. A detached tensor shares the version.
+    return _Kept(saved.detach(), saved._version)
+
+
+def _kept(packed: _Kept) -> Tensor:
+    if packed.tensor._version != packed.version:
+        raise _overwritten(packed)
+    return packed.tensor
 
 
 def _address(saved: Tensor) -> int:

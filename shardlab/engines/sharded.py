@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from shardlab.engines.holdings import Holding
 from shardlab.engines.offload import OFFLOADS, wait_for_copies
-from shardlab.engines.saved import saved_by_reference
+from shardlab.engines.saved import kept, saved_by_reference
 from shardlab.engines.shards import Shards, Unit
 from shardlab.engines.strategy import Given, LaidOut, Strategy
 from shardlab.vocabulary import Role
@@ -103,9 +103,12 @@ class Sharded(Strategy):
                 unit.gather(as_stored=True)
                 unit.num_holders += 1
                 held.append(unit)
-            yield
+            with kept():  # what plain code saves for a backward, which may come when this is sharded again
+                yield
             # Not after an error: half of a change must not reach the shards.
             if keep_changes:
+                for one in self._unit_of_shards:
+                    one.check_replaced()
                 for one in self._unit_of_shards:
                     one.keep()
         finally:

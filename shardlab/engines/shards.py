@@ -35,6 +35,7 @@ from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.hooks import in_plain_mode, unrefused
 from shardlab.engines.offload import Offload, copy_to_host, in_host_memory
 from shardlab.engines.precision import Precision
+from shardlab.engines.strategy import check_replaced
 from shardlab.engines.tensor_layout import TensorLayout
 from shardlab.engines.unused_params import mark_all_used, nobody_used
 from shardlab.partition.chunks import Layout, first_elements
@@ -184,15 +185,20 @@ class Shards:
             self._gathering = None
         for tensor in self.storages.values():
             self._at.pop(tensor.untyped_storage().data_ptr(), None)
+        for tell in self.watchers:
+            tell(False)
         self.full, self.storages = {}, {}
         for name, param in self.params.items():
             param.data = self._stubs[name]
-        for tell in self.watchers:
-            tell(False)
+
+    def check_replaced(self) -> None:
+        """Raise RuntimeError if other data was put in the place of a full parameter that ``keep`` could not take."""
+        for name, param in self.params.items():
+            check_replaced(param, self.full[name], name)
 
     def keep(self) -> None:
-        """Copy what was written into the full parameters into the shard."""
-        self.shard.copy_(self._tensors.cut(self.full))
+        """Copy into the shard what was written into the full parameters, or put there by ``.data =``."""
+        self.shard.copy_(self._tensors.cut({name: param.data for name, param in self.params.items()}))
         self.version += 1
 
     # Gradients.

@@ -36,7 +36,21 @@ from torch.utils.hooks import RemovableHandle
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.precision import Precision
-from shardlab.vocabulary import MeshAxis, Role
+from shardlab.vocabulary import MeshAxis, Role, dtype_name
+
+
+def check_replaced(param: nn.Parameter, view: Tensor, name: str) -> None:
+    """Check what the user has put in the place of ``view`` by ``.data =``.
+
+    Raises:
+        RuntimeError: it has another shape, dtype or device.
+    """
+    if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
+        raise RuntimeError(
+            f"parameter {name!r}: its data was replaced by {tuple(param.shape)} of {dtype_name(param.dtype)} on "
+            f"{param.device}, and the engine keeps {tuple(view.shape)} of {dtype_name(view.dtype)} on {view.device}; "
+            "convert the module before the engine is built"
+        )
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from shardlab.engines.bucketed import Bucketed
 from shardlab.engines.holdings import Holding
 from shardlab.engines.hooks import in_plain_mode
 from shardlab.engines.precision import Precision, parse_precision
-from shardlab.engines.strategy import Given, LaidOut
+from shardlab.engines.strategy import Given, LaidOut, check_replaced
 from shardlab.engines.unused_params import nobody_used
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.partition.chunks import parse_partition
@@ -60,6 +60,7 @@ class ZeRO1(Bucketed):
         self.flat: list[Tensor] = []  # by bucket, all parameters, [padded_numel]
         self.masters: list[Tensor | None] = []  # by bucket, this rank's chunk unrounded; None where nothing is rounded
         self._pieces: dict[str, Tensor] = {}
+        self._num_open = 0  # full_params() blocks
         self._whole: list[Tensor | None] = [None] * len(self.buckets)  # by bucket, all master weights, while shown
         for bucket in self.buckets:
             self._flatten(bucket)
@@ -172,19 +173,37 @@ class ZeRO1(Bucketed):
         ]
         for bucket in shown:
             self._show_masters(bucket)
+        self._num_open += 1
         try:
             yield
             if keep_changes:
-                for bucket, whole in zip(self.buckets, self._whole, strict=True):
-                    master = self.masters[bucket.index]
-                    if master is not None and whole is not None:
-                        master.copy_(whole[bucket.chunk])
-                        # The whole buffer: every rank wrote the same, so there is nothing to gather.
-                        self.flat[bucket.index].copy_(whole)
+                self._keep()
         finally:
+            self._num_open -= 1
             for bucket in shown:
                 self._whole[bucket.index] = None
-                self._show(bucket, self.flat[bucket.index])
+            if not self._num_open:  # by then another block may not keep what was put there by ``.data =``
+                for bucket in self.buckets:
+                    self._show(bucket, self.flat[bucket.index])
+
+    def _keep(self) -> None:
+        """Take over what was written, or put there by ``.data =``; every rank wrote the same, so nothing is sent."""
+        places = [
+            (name, param, view)
+            for bucket, of_bucket in zip(self.buckets, self._whole, strict=True)
+            for whole in (self.flat[bucket.index] if of_bucket is None else of_bucket,)
+            for name, param, view in zip(bucket.layout.names, bucket.params, bucket.slots(whole), strict=True)
+        ]
+        for name, param, view in places:  # of all, before anything is kept
+            check_replaced(param, view, name)
+        for _, param, view in places:
+            if param.data_ptr() != view.data_ptr() or param.stride() != view.stride():
+                view.copy_(param.detach())
+        for bucket, whole in zip(self.buckets, self._whole, strict=True):
+            master = self.masters[bucket.index]
+            if master is not None and whole is not None:
+                master.copy_(whole[bucket.chunk])
+                self.flat[bucket.index].copy_(whole)
 
     @in_plain_mode
     def _show_masters(self, bucket: Bucket) -> None:

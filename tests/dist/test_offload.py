@@ -15,6 +15,7 @@ from shardlab.engines.fsdp import offloaded_engine, unit
 from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 from tests.dist import cases
+from tests.dist.every_engine import shards_of
 
 KINDS = ("MLP", "SmallGPT", "Uneven", "Tied", "Frozen", "FewElements")
 OPTIONS = (
@@ -139,7 +140,7 @@ def held_at_rest(_, options):
         seen = []
         with engine.stepping():
             seen.append(bytes_by_role(engine.live_tensors())[Role.PARAMETER])
-        padded = sum(bucket.layout.padded_numel for bucket in engine.buckets)
+        padded = sum(bucket.layout.padded_numel for bucket in shards_of(engine))
         return built, seen[0], 8 * padded // 2, sum(piece.nbytes for piece in engine.step_tensors())
 
 

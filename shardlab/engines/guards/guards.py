@@ -16,7 +16,7 @@ from shardlab.engines.engine import Engine
 from shardlab.engines.guards.claims import Claim, check_free
 from shardlab.engines.guards.optimizers import Cut, fitting_optimizer
 from shardlab.engines.guards.placeholder import PlaceholderGradient, StubbedParameter, refuse_loading
-from shardlab.engines.guards.rules import RULES, Rule, Where
+from shardlab.engines.guards.rules import LOST, RULES, Rule, Where
 from shardlab.engines.guards.snapshot import Mark, mark
 from shardlab.engines.shards import Shards
 from shardlab.engines.step_tensors import OptimizerFn, guard_groups
@@ -38,6 +38,7 @@ class Guards:
         self._claim: Claim | None = None
         self._placeholders: dict[str, PlaceholderGradient] = {}
         self._num_stepped = 0
+        self._lost = ""  # a sharded parameter whose data was replaced while it was gathered
         self._shown: list[Callable[[bool], None]] = []  # to be told when the parameters are plain again
         self._hooks: list[RemovableHandle] = []
 
@@ -54,6 +55,9 @@ class Guards:
         if moment == "built":
             self._build(engine)
         refusal = None if moment in ("built", "closed") else self._first_broken(moment, engine)
+        if self._lost and moment not in ("left full", "closed"):
+            refusal = RuntimeError(LOST.format(name=self._lost))
+        self._lost = ""
         if moment == "step" and refusal is None:
             self._check_groups(engine)
             if engine.strategy.precision.compute is torch.float16 and not engine.loss_is_scaled:
@@ -120,8 +124,10 @@ class Guards:
             for name, param in shards.params.items():
                 if is_shown:
                     StubbedParameter.show(param)
-                else:
-                    StubbedParameter.hide(param, name)
+                    continue
+                if name in shards.full and param.data_ptr() != shards.full[name].data_ptr():
+                    self._lost = self._lost or name
+                StubbedParameter.hide(param, name)
 
         shards.watchers.append(show)
         show(False)
@@ -146,7 +152,9 @@ class Guards:
             return False
         if rule.change == "gradient_version" and all(comm.num_ranks == 1 for comm in engine.comms):
             return False  # one process alone may change its sums, which are the means
-        if rule.where is Where.PIECES:
+        if rule.where is Where.FLAT and self._is_sharded:
+            return False
+        if rule.where in (Where.PIECES, Where.FLAT):
             # One process alone writes into the parameters themselves, unless these are others.
             return (engine.strategy.steps_pieces and (rule.of, rule.change) != ("piece", "version")) or self._is_spread(
                 engine

@@ -16,6 +16,7 @@ class Where(Enum):
 
     ALL = "all"
     PIECES = "stepped in pieces"  # the mean is elsewhere than at the parameter
+    FLAT = "stepped in pieces, not sharded"  # what is sharded refuses by itself, or when it is resharded
     NOT_IN_PLACE = "sharded or rounded"  # what is written into a parameter does not reach what is stepped
     SHARDED = "sharded"
     SLICED = "sliced by tensor parallelism"
@@ -48,6 +49,10 @@ _LOCAL = frozenset({Gradients.LOCAL, Gradients.MEANS_AND_LOCAL})
 _KEEP = "write inside 'with engine.full_params(keep_changes=True):'"
 _CLIP = "call engine.zero_grad(), and from then on write engine.clip_grad_norm_(max_norm)"
 
+LOST = (
+    "parameter {name!r}: its data was replaced by .data =, by module.to() or the like, and the engine keeps what was "
+    "there; " + _KEEP + ", or convert the module before the engine is built"
+)
 RULES = (
     Rule(
         "piece", "version", frozenset({"forward", "backward", "full", "save"}), Where.PIECES,
@@ -55,9 +60,9 @@ RULES = (
         "engine.step(), on all ranks, or into the parameter, inside 'with engine.full_params(keep_changes=True):'",
     ),
     Rule(
-        "piece", "place", _VERBS, Where.PIECES,
+        "piece", "place", _VERBS | {"stepped"}, Where.PIECES,
         "engine.step_tensors(): the data of the piece of {name!r} was replaced by .data =; write into it in place, "
-        "before engine.step()",
+        "before engine.step(), or in the optimizer's step",
     ),
     Rule(
         "piece", "trains", frozenset({"step"}), Where.PIECES,
@@ -65,9 +70,7 @@ RULES = (
         "model.get_parameter({name!r}).requires_grad_(...), on all ranks",
     ),
     Rule(
-        "parameter", "place", _VERBS, Where.PIECES,
-        "parameter {name!r}: its data was replaced by .data =, by module.to() or the like, and the engine keeps what "
-        "was there; " + _KEEP + ", or convert the module before the engine is built",
+        "parameter", "place", _VERBS, Where.FLAT, LOST,
     ),
     Rule(
         "parameter", "version", _VERBS | {"forwarded"}, Where.NOT_IN_PLACE,
