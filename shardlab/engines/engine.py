@@ -32,7 +32,7 @@ from shardlab.engines.any_engine import AnyEngine
 from shardlab.engines.checks import check_model, tensor_axis
 from shardlab.engines.gradients import Gradients
 from shardlab.engines.holdings import Division, Holding
-from shardlab.engines.hooks import unrefused, untraced
+from shardlab.engines.hooks import gradient_node, unrefused, untraced
 from shardlab.engines.precision import advise, cast_buffers, cast_floating
 from shardlab.engines.state import Stateful
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors
@@ -112,7 +112,8 @@ class Engine(AnyEngine):
         except Exception:
             self._give_back()  # this may gather: with guards all ranks have raised, so all of them join
             raise
-        self._hooks += [hook for param in self.params.values() for hook in self._watch(param)]
+        self._last_hooks = {param: self._watch(param) for param in self.params.values() if param.is_floating_point()}
+        self._hooks += self._last_hooks.values()
         self._ask("built")
 
     @override
@@ -128,6 +129,7 @@ class Engine(AnyEngine):
             advise(error, self.strategy.precision, self.module)
             raise
         output = cast_floating(output, self.strategy.precision.output)
+        self._run_hooks_last()  # a plain backward may show first by the hook of a parameter
         self._ask("forwarded")  # what the strategy has put in the place of parameters is no user's write
         self._follow(output)
         return output
@@ -285,14 +287,20 @@ class Engine(AnyEngine):
 
     # What a backward is, and who raises.
 
-    def _watch(self, param: nn.Parameter) -> list[RemovableHandle]:
-        if not param.is_floating_point():
-            return []
+    def _watch(self, param: nn.Parameter) -> RemovableHandle:
         # A frozen parameter may be unfrozen later, but torch takes the hook only while requires_grad is True.
         trains = param.requires_grad
-        hook = param.requires_grad_(True).register_post_accumulate_grad_hook(self._took)
+        hook: RemovableHandle = param.requires_grad_(True).register_post_accumulate_grad_hook(self._took)
         param.requires_grad_(trains)
-        return [hook]
+        return hook
+
+    def _run_hooks_last(self) -> None:
+        """Behind those that the user has registered since, which may change gradients."""
+        for param, hook in self._last_hooks.items():
+            # Private: torch runs them in the order in which they were registered, and has no other.
+            known = param._post_accumulate_grad_hooks
+            if known and next(reversed(known)) != hook.id:
+                known[hook.id] = known.pop(hook.id)
 
     @untraced
     def _follow(self, output: Any) -> None:
@@ -318,10 +326,12 @@ class Engine(AnyEngine):
 
     def _accumulates(self) -> bool:
         """Whether parameters will get gradients: ``torch.autograd.grad`` calls the same hooks and gives them none."""
-        # Private: there is no public way to ask.
-        if not torch.autograd._is_checkpoint_valid():  # inside torch.autograd.grad
+        nodes = (gradient_node(param) for param in self.params.values() if param.requires_grad)
+        try:
+            # Private: there is no public way to ask.
+            return any(map(torch._C._will_engine_execute_node, nodes))
+        except RuntimeError:  # torch has no answer where torch.autograd.grad was called for this very parameter
             return False
-        return any(param.requires_grad for param in self.params.values())
 
     def _took(self, param: nn.Parameter) -> None:
         if not param.requires_grad:  # frozen after its forward: autograd calls the hook, and has accumulated nothing
@@ -338,6 +348,7 @@ class Engine(AnyEngine):
 
     def _begin(self) -> None:
         self._refuse_failed()
+        self._run_hooks_last()
         self._ask("backward")
         self._due |= {param for param in self.params.values() if param.requires_grad}
         self.num_backwards += 1

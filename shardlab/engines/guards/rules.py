@@ -96,4 +96,10 @@ RULES = (
         "but the mean is in engine.step_tensors(); write engine.zero_grad()",
         gradients=frozenset({Gradients.MEANS}), clears=True,
     ),
+    Rule(
+        "parameter", "gradient", frozenset({"backward", "reduce", "step"}), Where.PIECES,
+        "gradient of {name!r}: what no_sync() has left there was cleared or replaced, and earlier means are in "
+        "engine.step_tensors(); write engine.zero_grad()",
+        gradients=frozenset({Gradients.MEANS_AND_LOCAL}), clears=True,
+    ),
 )  # fmt: skip

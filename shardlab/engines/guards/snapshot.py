@@ -24,8 +24,11 @@ class Mark(NamedTuple):
 
     def changed(self, field: str, now: "Mark") -> bool:
         """Whether a field is another one now."""
-        before, after = getattr(self, field), getattr(now, field)
-        return before is not after if field == "gradient" else before != after
+        if field == "gradient":
+            return self.gradient is not now.gradient
+        if field == "gradient_version" and self.gradient is not now.gradient:
+            return False  # another one: replaced, and not changed in place
+        return bool(getattr(self, field) != getattr(now, field))
 
 
 def mark(tensor: Tensor) -> Mark:
