@@ -89,7 +89,7 @@ class Engine(AnyEngine):
         self._due: set[nn.Parameter] = set()  # trained in a backward since zero_grad(); may be frozen by now
         self._refusal: Exception | None = None  # of a guard, until the next flag
         self._flag: tuple[Exception | None, Callable[[], float]] | None = None  # sent and not read
-        self._running = False  # a backward
+        self._running = self._sends = False  # a backward, and whether it communicates
         self._open = contextlib.ExitStack()  # the strategy's part of it
         check_model(
             model,
@@ -172,6 +172,8 @@ class Engine(AnyEngine):
             self.gradients = Gradients.MEANS
             self._agree()
             self._ask("means")
+        else:
+            self._ask("finish")
 
     @override
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -330,7 +332,8 @@ class Engine(AnyEngine):
         try:
             # Private: there is no public way to ask.
             return any(map(torch._C._will_engine_execute_node, nodes))
-        except RuntimeError:  # torch has no answer where torch.autograd.grad was called for this very parameter
+        except (RuntimeError, AttributeError):
+            # Torch has no answer where torch.autograd.grad was called for this very parameter, nor inside torch.func.
             return False
 
     def _took(self, param: nn.Parameter) -> None:
@@ -352,7 +355,7 @@ class Engine(AnyEngine):
         self._ask("backward")
         self._due |= {param for param in self.params.values() if param.requires_grad}
         self.num_backwards += 1
-        self.gradients, self._running = self.gradients.to_local(), True
+        self.gradients, self._running, self._sends = self.gradients.to_local(), True, self._sync
         self._open.enter_context(self.strategy.backward(sends=self._sync))
 
     def _end(self) -> None:
@@ -370,7 +373,7 @@ class Engine(AnyEngine):
         if isinstance(error, MismatchError):  # ranks are in different collectives: nothing that is sent would match
             return
         self._open.__exit__(type(error), error, error.__traceback__)
-        if self._sync:
+        if self._sends:
             self.strategy.reduce_rest()
             with contextlib.suppress(RuntimeError):
                 self._agree(RuntimeError(f"{type(error).__name__}: {error}"))

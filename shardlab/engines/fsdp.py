@@ -38,7 +38,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from shardlab.comm.trees import map_tensors, tensors_in
+from shardlab.comm.trees import tensors_in
 from shardlab.engines.hooks import ModuleHook
 from shardlab.engines.offload import OFFLOADS
 from shardlab.engines.precision import Precision, cast_floating, parse_precision
@@ -214,10 +214,7 @@ class FSDP(Sharded):
             return output
         self._depth[unit] -= 1
         # Before the reshard: an output that is a parameter is copied while its values are there.
-        output = map_tensors(
-            lambda tensor: tensor.clone() if isinstance(tensor, nn.Parameter) and tensor in self._unit_of else tensor,
-            output,
-        )
+        output = self.without_parameters(output)
         if self._is_taped:
             self._tape_end(unit, self._pass, output)
         if self._reshards and not self._depth[unit] and not (unit is self._root and self._root_stays):
@@ -241,7 +238,7 @@ class FSDP(Sharded):
     @override
     def backward(self, *, sends: bool) -> Iterator[None]:
         """As the base."""
-        self.refuse_held()
+        self.refuse_held(in_forward=self._pass is not None)
         self._is_in_backward, self._sends = True, sends
         # Where several forwards wait, nobody knows yet which of them this backward takes, alone or together: then what
         # is gathered stays to the end, and gradients are sent there.

@@ -2,9 +2,12 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+from torch import nn
 from typing_extensions import override
 
+from shardlab.comm.trees import map_tensors
 from shardlab.engines.holdings import Holding
 from shardlab.engines.offload import OFFLOADS, wait_for_copies
 from shardlab.engines.saved import kept, saved_by_reference
@@ -116,10 +119,20 @@ class Sharded(Strategy):
                 unit.num_holders -= 1
                 unit.reshard()
 
-    def refuse_held(self) -> None:
-        """Refuse to compute with what is held in the dtype in which it is stored."""
-        if any(unit.num_holders for unit in self.units):
-            raise RuntimeError("backward: leave 'with engine.full_params():' first; inside, parameters stay gathered")
+    def without_parameters(self, output: Any) -> Any:
+        """The output of a forward with copies in the place of parameters, which are resharded when it has ended."""
+        return map_tensors(
+            lambda tensor: tensor.clone() if isinstance(tensor, nn.Parameter) and tensor in self._unit_of else tensor,
+            output,
+        )
+
+    def refuse_held(self, *, in_forward: bool = False) -> None:
+        """Refuse a backward whose end would reshard what is still needed, or that would compute with stored values."""
+        if in_forward or any(unit.num_holders for unit in self.units):
+            raise RuntimeError(
+                "backward: it was called inside a forward, inside 'with engine.full_params():', or while a unit is "
+                "held by engine.unshard(); parameters are sharded, so call it afterwards"
+            )
 
     @override
     def holdings(self) -> Iterator[Holding]:

@@ -18,14 +18,16 @@ Source: Rajbhandari et al., arXiv 1910.02054, section 5.3.
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 from typing_extensions import override
 
 from shardlab.engines.bucket import bucket_layouts
+from shardlab.engines.hooks import ModuleHook
 from shardlab.engines.precision import Precision, parse_precision
 from shardlab.engines.sharded import Sharded
 from shardlab.engines.shards import Shards, Unit, Ways
-from shardlab.engines.strategy import Given
+from shardlab.engines.strategy import Given, LaidOut
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.partition.chunks import parse_partition
 from shardlab.vocabulary import Partition
@@ -52,6 +54,14 @@ class ZeRO3(Sharded):
     ) -> None:
         self.bucket_bytes = bucket_bytes
         self.partition, self.precision = parse_partition(partition), parse_precision(precision)
+
+    @override
+    def lay_out(self, given: Given) -> LaidOut:
+        """As the base."""
+        laid_out = super().lay_out(given)
+        # An output that is a parameter is copied while its values are there.
+        hook = ModuleHook(lambda _, __, output: self.without_parameters(output))
+        return replace(laid_out, hooks=[given.module.register_forward_hook(hook)])
 
     @override
     def make_units(self, given: Given) -> list[Unit]:

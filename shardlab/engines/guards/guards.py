@@ -208,6 +208,8 @@ class Guards:
             for name, tensor in tensors.items():
                 now = mark(tensor)
                 known[name] = known.get(name, now)._replace(**{field: getattr(now, field) for field in fields})
+                if moment == "stepped":  # they are spent, and some optimizers change them
+                    known[name] = known[name]._replace(gradient_version=-1)
 
     @staticmethod
     def _before_others_step(optimizer: torch.optim.Optimizer, engine: Engine) -> None:

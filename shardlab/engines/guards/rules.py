@@ -84,7 +84,7 @@ RULES = (
         gradients=_LOCAL, clears=True,
     ),
     Rule(
-        "parameter", "gradient_version", frozenset({"backward", "step"}), Where.SLICED,
+        "parameter", "gradient_version", frozenset({"backward", "finish"}), Where.SLICED,
         "gradient of {name!r}: it was changed in place, and it is a slice: torch's clip_grad_norm_ would scale it by "
         "another norm on each tensor rank; " + _CLIP + ", or assign a new tensor where each element is changed by "
         "itself, as in param.grad = param.grad.clamp(-1, 1)",

@@ -13,7 +13,7 @@ class Mark(NamedTuple):
         version: autograd's counter of writes in place; those through ``.data`` do not count.
         trains: whether it requires a gradient.
         gradient: the object at ``.grad``.
-        gradient_version: its counter; -1 without one.
+        gradient_version: its counter; -1 without one, and where it may change.
     """
 
     place: tuple[Any, ...]
@@ -26,7 +26,7 @@ class Mark(NamedTuple):
         """Whether a field is another one now."""
         if field == "gradient":
             return self.gradient is not now.gradient
-        if field == "gradient_version" and self.gradient is not now.gradient:
+        if field == "gradient_version" and (self.gradient is not now.gradient or self.gradient_version < 0):
             return False  # another one: replaced, and not changed in place
         return bool(getattr(self, field) != getattr(now, field))
 
