@@ -161,6 +161,8 @@ class Guards:
             return (engine.strategy.steps_pieces and (rule.of, rule.change) != ("piece", "version")) or self._is_spread(
                 engine
             )
+        if rule.where is Where.ROUNDED:
+            return self._is_rounded and not self._is_sharded
         return rule.where is not Where.NOT_IN_PLACE or self._is_rounded
 
     def _is_spread(self, engine: Engine) -> bool:
@@ -186,7 +188,7 @@ class Guards:
         """Placeholders at ``.grad`` while the mean is at the piece; away before autograd adds."""
         if not engine.strategy.steps_pieces:
             return
-        if moment == "means":
+        if moment == "means" or (moment == "local" and self._is_rounded and not self._is_sharded):
             for name, param in engine.params.items():
                 if param.requires_grad and param.grad is None:
                     placeholder = self._placeholders.get(name)

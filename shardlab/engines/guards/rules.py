@@ -18,6 +18,7 @@ class Where(Enum):
     PIECES = "stepped in pieces"  # the mean is elsewhere than at the parameter
     FLAT = "stepped in pieces, not sharded"  # what is sharded refuses by itself, or when it is resharded
     NOT_IN_PLACE = "sharded or rounded"  # what is written into a parameter does not reach what is stepped
+    ROUNDED = "rounded, not sharded"  # sums of no_sync() may add up elsewhere than at the parameter, in more bits
     SHARDED = "sharded"
     SLICED = "sliced by tensor parallelism"
 
@@ -101,5 +102,11 @@ RULES = (
         "gradient of {name!r}: what no_sync() has left there was cleared or replaced, and earlier means are in "
         "engine.step_tensors(); write engine.zero_grad()",
         gradients=frozenset({Gradients.MEANS_AND_LOCAL}), clears=True,
+    ),
+    Rule(
+        "parameter", "gradient", frozenset({"backward", "reduce", "step"}), Where.ROUNDED,
+        "gradient of {name!r}: what no_sync() has left was cleared or replaced at the parameter, and it is elsewhere, "
+        "in more bits; write engine.zero_grad()",
+        gradients=frozenset({Gradients.LOCAL}), clears=True,
     ),
 )  # fmt: skip
