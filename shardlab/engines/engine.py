@@ -296,6 +296,7 @@ class Engine(AnyEngine):
         param.requires_grad_(trains)
         return hook
 
+    @untraced
     def _run_hooks_last(self) -> None:
         """Behind those that the user has registered since, which may change gradients."""
         for param, hook in self._last_hooks.items():
@@ -415,6 +416,7 @@ class Engine(AnyEngine):
                 f"rank {number - 1} {TOLD}, and its own error says why; call engine.zero_grad() on all ranks"
             )
 
+    @untraced
     def _ask(self, moment: str) -> None:
         """What a guard refuses is kept, and raised where all ranks meet next."""
         if self._guards is not None:

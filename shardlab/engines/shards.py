@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending
 from shardlab.engines.holdings import Division, Holding
-from shardlab.engines.hooks import in_plain_mode, unrefused
+from shardlab.engines.hooks import in_plain_mode, unrefused, untraced
 from shardlab.engines.offload import Offload, copy_to_host, in_host_memory
 from shardlab.engines.precision import Precision
 from shardlab.engines.strategy import check_replaced
@@ -332,6 +332,7 @@ class Unit:
         self.num_holders = 0  # who keep it gathered
         self.is_as_stored = False  # shown in the shards' dtype, and not in the one to compute in
 
+    @untraced
     def start(self, *, as_stored: bool = False) -> None:
         """Begin to gather, unless that has begun."""
         if self.state is State.SHARDED:
@@ -339,6 +340,7 @@ class Unit:
                 one.gather(as_stored=as_stored)
             self.state, self.is_as_stored = State.GATHERING, as_stored
 
+    @untraced
     def gather(self, *, as_stored: bool = False) -> None:
         """Gather, and let the parameters show their values."""
         self.finish()
@@ -348,6 +350,7 @@ class Unit:
                 one.show()
             self.state = State.GATHERED
 
+    @untraced
     def reshard(self) -> None:
         """Free what is gathered, unless somebody holds it."""
         if self.state in (State.GATHERING, State.GATHERED) and not self.num_holders:
