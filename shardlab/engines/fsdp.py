@@ -127,6 +127,7 @@ class FSDP(Sharded):
         self._reducing: list[Unit] = []  # in the order of sending
         self._depth: dict[Unit, int] = {}  # of calls of a unit, which may call itself
         self._root_stays = 0
+        self._is_other_graph = False  # made inside full_params(), since the last backward
 
     @override
     def make_units(self, given: Given) -> list[Unit]:
@@ -189,6 +190,11 @@ class FSDP(Sharded):
                     unit.reshard()
                 unit.drop_gather()  # the guess was wrong: nothing else would free it
 
+    @override
+    def saw_other_graph(self) -> None:
+        """As the base."""
+        self._is_other_graph = True
+
     def _before(self, unit: Unit) -> None:
         if self._pass is None:
             if not self._is_in_backward and not unit.num_holders:
@@ -242,7 +248,8 @@ class FSDP(Sharded):
         self._is_in_backward, self._sends = True, sends
         # Where several forwards wait, nobody knows yet which of them this backward takes, alone or together: then what
         # is gathered stays to the end, and gradients are sent there.
-        self._keeps = len(self._waiting) != 1
+        # So it does where gradients also come through what was computed inside full_params().
+        self._keeps = len(self._waiting) != 1 or self._is_other_graph
         self._sent = set()
         self._missing = {unit: {param for param in unit.params if param.requires_grad} for unit in self.units}
         try:
@@ -253,7 +260,7 @@ class FSDP(Sharded):
             for one in self._running:
                 self._advance(one, len(one.program))  # after an error too: the others wait in it
             self._waiting = [one for one in self._waiting if one not in self._running]
-            self._running, self._is_in_backward = [], False
+            self._running, self._is_in_backward, self._is_other_graph = [], False, False
             for unit in self.units:
                 unit.reshard()
 

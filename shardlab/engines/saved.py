@@ -78,9 +78,18 @@ def saved_by_reference(at: Mapping[int, tuple[Shards, str]], gather: Callable[[S
         ) from error
 
 
-def kept() -> contextlib.AbstractContextManager[None]:
-    """Inside, autograd keeps what it saves, though a parameter among it shows other data when backward comes."""
-    return torch.autograd.graph.saved_tensors_hooks(_keep, _kept)
+def kept(tell: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+    """Inside, autograd keeps what it saves, though a parameter among it shows other data when backward comes.
+
+    Args:
+        tell: called whenever it saves something.
+    """
+
+    def keep(saved: Tensor) -> _Kept:
+        tell()
+        return _keep(saved)
+
+    return torch.autograd.graph.saved_tensors_hooks(keep, _kept)
 
 
 def _keep(saved: Tensor) -> _Kept:

@@ -106,7 +106,9 @@ class Sharded(Strategy):
                 unit.gather(as_stored=True)
                 unit.num_holders += 1
                 held.append(unit)
-            with kept():  # what plain code saves for a backward, which may come when this is sharded again
+            with kept(
+                self.saw_other_graph
+            ):  # what plain code saves for a backward, which may come when this is sharded again
                 yield
             # Not after an error: half of a change must not reach the shards.
             if keep_changes:
@@ -118,6 +120,9 @@ class Sharded(Strategy):
             for unit in held:
                 unit.num_holders -= 1
                 unit.reshard()
+
+    def saw_other_graph(self) -> None:
+        """Plain code has computed with full parameters, and a backward may come through that."""
 
     def without_parameters(self, output: Any) -> Any:
         """The output of a forward with copies in the place of parameters, which are resharded when it has ended."""

@@ -188,22 +188,27 @@ class ZeRO1(Bucketed):
 
     def _keep(self) -> None:
         """Take over what was written, or put there by ``.data =``; every rank wrote the same, so nothing is sent."""
-        places = [
-            (name, param, view)
-            for bucket, of_bucket in zip(self.buckets, self._whole, strict=True)
-            for whole in (self.flat[bucket.index] if of_bucket is None else of_bucket,)
-            for name, param, view in zip(bucket.layout.names, bucket.params, bucket.slots(whole), strict=True)
-        ]
-        for name, param, view in places:  # of all, before anything is kept
-            check_replaced(param, view, name)
-        for _, param, view in places:
-            if param.data_ptr() != view.data_ptr() or param.stride() != view.stride():
-                view.copy_(param.detach())
-        for bucket, whole in zip(self.buckets, self._whole, strict=True):
-            master = self.masters[bucket.index]
-            if master is not None and whole is not None:
-                master.copy_(whole[bucket.chunk])
-                self.flat[bucket.index].copy_(whole)
+        shown = [flat if whole is None else whole for flat, whole in zip(self.flat, self._whole, strict=True)]
+        for bucket, flat in zip(self.buckets, shown, strict=True):  # of all, before anything is kept
+            for name, param, view in zip(bucket.layout.names, bucket.params, bucket.slots(flat), strict=True):
+                check_replaced(param, view, name)
+        for bucket, flat in zip(self.buckets, shown, strict=True):
+            if any(map(_is_elsewhere, bucket.params, bucket.slots(flat))):
+                # Into other memory: what the user has taken out may be where the values were.
+                flat = bucket.flat(flat.dtype)
+                for view, param in zip(bucket.slots(flat), bucket.params, strict=True):
+                    view.copy_(param.detach())
+            self._store(bucket, flat)
+
+    def _store(self, bucket: Bucket, flat: Tensor) -> None:
+        master = self.masters[bucket.index]
+        if master is not None:
+            master.copy_(flat[bucket.chunk])
+            self.flat[bucket.index].copy_(flat)
+        elif flat is not self.flat[bucket.index]:
+            self.flat[bucket.index] = flat
+            for name in bucket.layout.names:
+                self._pieces[name].data = self._piece(bucket, name).data
 
     @in_plain_mode
     def _show_masters(self, bucket: Bucket) -> None:
@@ -248,6 +253,10 @@ class ZeRO1(Bucketed):
                 yield Holding(Role.GRADIENT, view, name, (0, view.numel()))
         if bucket.means is not None:
             yield Holding(Role.GRADIENT, bucket.means)
+
+
+def _is_elsewhere(param: Tensor, view: Tensor) -> bool:
+    return param.data_ptr() != view.data_ptr() or param.stride() != view.stride()
 
 
 def _parts(bucket: Bucket, chunk: Tensor, names: Mapping[str, object] | set[str]) -> dict[str, Tensor]:

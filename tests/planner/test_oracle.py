@@ -161,7 +161,7 @@ def recorded(rank, case, num_ranks):
     found = {}
     with Mesh(case.axes(num_ranks)) as mesh:
         for kind in case.kinds:
-            log = Log()
+            log = Log(flags=True)
             with case.engine(kind, mesh) as engine:
                 with mesh.observed_by(log):
                     found[kind] = observe(engine, case, kind, log, rank, num_ranks)
@@ -207,7 +207,7 @@ def test_recorded_equals_predicted_in_groups(pools, case):
 @pytest.mark.parametrize("case", [Case("single"), *CASES], ids=str)
 def test_one_rank_holds_everything_and_sends_nothing(case):
     for kind in case.kinds:
-        log = Log()
+        log = Log(flags=True)
         mesh = Mesh.alone()
         with case.engine(kind, mesh) as engine, mesh.observed_by(log):
             [expected] = predicted(kind, case, 1)
