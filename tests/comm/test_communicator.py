@@ -12,6 +12,7 @@ from shardlab.comm.mesh import Mesh
 from shardlab.launch import RankHang, RankPool
 from shardlab.partition.chunks import chunk_bounds
 from shardlab.trace.observed import wire_bytes
+from shardlab.vocabulary import FLAG
 
 WORLD_SIZES = (2, 3, 4)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
