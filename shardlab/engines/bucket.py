@@ -49,13 +49,17 @@ class Bucket:
         self.own = {piece.name: piece for piece in layout.pieces(rank)}
         self.chunk = slice(*layout.chunk(rank))  # of a flat buffer
         self.sum_dtype = sum_dtype or self.params[0].dtype
-        self.adds_up = self.sum_dtype.itemsize > self.params[0].element_size()  # also inside no_sync(), in more bits
         self.buffer: Tensor | None = None  # [padded_numel]
         self.filled: set[int] = set()  # slots with what will be sent
         self.unused: list[int] = []  # slots that this rank sent as unused
         self.pending: Pending | None = None
         self.means: Tensor | None = None  # ZeRO-1 and 2: this rank's chunk of them, [chunk]
         self._looked_at = [place for _, place in first_elements(layout)]  # by some rank, for unused parameters
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether gradients add up here inside ``no_sync()`` too: in more bits than those they are computed in."""
+        return self.sum_dtype.itemsize > self.params[0].element_size()
 
     def flat(self, dtype: torch.dtype) -> Tensor:
         """A new flat tensor, [padded_numel]; of it only the padding is set, to 0."""
