@@ -440,7 +440,9 @@ class Engine(AnyEngine):
     @override
     def holdings(self) -> Iterator[Holding]:
         """Every long-lived tensor of the engine; a storage that comes in several roles counts in the first."""
-        yield from self.strategy.holdings()
+        for one in self.strategy.holdings():
+            if one.name or one.tensor.untyped_storage().nbytes():  # guards leave at .grad what has no memory
+                yield one
         for state in super()._state_holdings():
             if state.role is Role.OPTIMIZER_STATE and self.strategy.state_role is not Role.OPTIMIZER_STATE:
                 yield Holding(self.strategy.state_role, state.tensor)  # first, so that its bytes count there

@@ -171,10 +171,10 @@ class ZeRO1(Bucketed):
             for bucket in self.buckets
             if self.masters[bucket.index] is not None and self._whole[bucket.index] is None
         ]
-        for bucket in shown:
-            self._show_masters(bucket)
         self._num_open += 1
         try:
+            for bucket in shown:
+                self._show_masters(bucket)
             yield
             if keep_changes:
                 self._keep()

@@ -189,19 +189,18 @@ def torch_clips_while_parameters_are_held(user):
 def after_autograd_grad_torch_s_gradients_are_clipped_or_set(user):
     """It computes gradients and accumulates none."""
     for is_set in (True, False):
+        user.go_back(0)
         with user.full_params() as model:
-            user.go_back(0)
             params = list(model.parameters())
             gradients = torch.autograd.grad(user.loss(1), params)
             if is_set:
                 for param, gradient in zip(params, gradients, strict=True):
                     param.grad = gradient
-                with user.refused():
-                    user.step()
             else:
                 with user.refused():
                     clip_grad_norm_(params, 0.01)
-                user.step()
+        with user.refused(here=is_set):
+            user.step()
         user.zero_grad()
     user.train(1)
 

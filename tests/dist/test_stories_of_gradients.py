@@ -1,6 +1,7 @@
 """Gradients that users clear, read, replace, scale and add up, between backward and step, as one process does."""
 
 import contextlib
+import copy
 import warnings
 
 import pytest
@@ -128,7 +129,6 @@ def sums_are_cleared_by_one_rank(user):
 
 @story(optimizer=momentum, on=("zero2",), options={"precision": Precision(reduce=torch.float64)})
 def means_and_sums_and_means_after_cleared_sums(user):
-    user.step()  # of nothing, after which there are no means that could stay
     user.quietly(3)
     cleared_by_hand(user.module)
     user.go_back(0)
@@ -347,14 +347,22 @@ def a_hook_of_one_rank_drops_a_gradient(user):
 test_stories = STORIES.told()
 
 
+@pytest.mark.parametrize("after_means", [False, True])
 @pytest.mark.parametrize("strategy", ["single", "zero1", "zero2"])
-def test_one_process_may_clip_what_no_sync_has_left_unless_means_lie_elsewhere(strategy):
+def test_one_process_may_clip_what_no_sync_has_left_unless_means_lie_elsewhere(strategy, after_means):
     model = cases.build("MLP")
     x, y = cases.rows("MLP", 0, 0, 1)
+    plain = copy.deepcopy(model)
     with build_engine(strategy, model, sgd) as engine:
-        with engine.no_sync():
-            engine.backward(cases.loss_of(engine(x), y))
+        for backward in [engine.backward] * after_means + [engine.no_sync()(engine.backward)]:
+            backward(cases.loss_of(engine(x), y))
+            cases.loss_of(plain(x), y).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        words = r"write engine\.clip_grad_norm_\(max_norm\)"
-        with contextlib.nullcontext() if strategy == "single" else pytest.raises(RuntimeError, match=words):
+        nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
+        if after_means and strategy != "single":
+            with pytest.raises(RuntimeError, match=r"write engine\.clip_grad_norm_\(max_norm\)"):
+                engine.step()
+        else:
             engine.step()
+            for param, alone in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(param, alone - 0.1 * alone.grad, rtol=0, atol=1e-12)

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from shardlab.engines.agreement import all_or_none
 from shardlab.engines.checks import check_not_scripted, check_optimizer, check_others_step
 from shardlab.engines.engine import Engine
+from shardlab.engines.gradients import Gradients
 from shardlab.engines.guards.claims import Claim, check_free
 from shardlab.engines.guards.optimizers import Cut, fitting_optimizer
 from shardlab.engines.guards.placeholder import PlaceholderGradient, StubbedParameter, refuse_loading
@@ -153,7 +154,8 @@ class Guards:
         if rule.gradients and engine.gradients not in rule.gradients:
             return False
         if rule.change == "gradient_version" and all(comm.num_ranks == 1 for comm in engine.comms):
-            return False  # one process alone may change its sums, which are the means
+            # One process alone may change its sums, which are the means; unless earlier ones are elsewhere.
+            return engine.strategy.steps_pieces and engine.gradients is Gradients.MEANS_AND_LOCAL
         if rule.where is Where.FLAT and self._is_sharded:
             return False
         if rule.where in (Where.PIECES, Where.FLAT):
@@ -195,7 +197,7 @@ class Guards:
                     if placeholder is None or placeholder.dtype != param.dtype:
                         placeholder = self._placeholders[name] = PlaceholderGradient.of(name, param)
                     param.grad = placeholder
-        elif moment in ("backward", "reduce", "zero_grad", "full", "closed"):
+        elif moment in ("backward", "reduce", "zero_grad", "closed"):
             for param in engine.params.values():
                 if isinstance(param.grad, PlaceholderGradient):
                     param.grad = None
