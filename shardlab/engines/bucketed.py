@@ -84,7 +84,8 @@ class Bucketed(Strategy):
         if bucket.index < self._num_sent:
             raise RuntimeError(
                 f"gradient of {bucket.layout.names[slot]!r}: it comes in parts, and the first part has already been "
-                "sent; with reentrant activation checkpointing, write checkpoint(..., use_reentrant=False)"
+                "sent; with reentrant activation checkpointing, write checkpoint(..., use_reentrant=False); where "
+                "full_params() came between two forwards, call backward() for each"
             )
         bucket.fill(slot, self.scale)
         self._missing[bucket].discard(param)
@@ -130,7 +131,7 @@ class Bucketed(Strategy):
         nobody = nobody_used({slot: views[slot] for slot in bucket.unused})
         for slot, (param, view) in enumerate(zip(bucket.params, views, strict=True)):
             if slot not in nobody:
-                param.grad = view
+                param.grad = view.data  # with a version of its own
 
     @override
     def drop(self) -> None:

@@ -301,7 +301,8 @@ class FSDP(Sharded):
         if unit in self._sent:
             raise RuntimeError(
                 f"gradient of a parameter of unit {unit.name!r}: it comes in parts, and the first part has already "
-                "been sent; with reentrant activation checkpointing, write checkpoint(..., use_reentrant=False)"
+                "been sent; with reentrant activation checkpointing, write checkpoint(..., use_reentrant=False); where "
+                "full_params() came between two forwards, call backward() for each"
             )
         self._missing[unit].discard(param)
         for one in self._running:

@@ -51,7 +51,7 @@ class Sharded(Strategy):
         """As the base; no gather, since each rank steps what it keeps."""
         if any(unit.num_holders for unit in self.units):
             raise RuntimeError(
-                "step: what full_params() or unshard() holds would be stale; leave it, or reshard(), first"
+                "step, load: what full_params() or unshard() holds would be stale; leave it, or reshard(), first"
             )
         for unit in self.units:
             unit.reshard()  # what was kept for a backward that did not come, or left by torch.autograd.grad
