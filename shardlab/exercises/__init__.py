@@ -18,7 +18,7 @@ and the wanted result. The learner's function gets the communicator and the inpu
 ``Case(traffic=...)`` limits messages and bytes, ``Case(axes=...)`` makes a mesh of several axes, ``hints=`` are given
 one by one, ``attempt=`` says what a rank does with the function; it may return ``Measured``, so that what was held and
 a ``VirtualClock`` are scored too. ``shardlab exercises --grade FOLDER --with FILE`` marks a class by the exercises of a
-file as well. At the ladder's end ``shardlab.exercises.assembled`` trains with engines made of the learner's functions.
+file as well.
 """
 
 from shardlab.exercises.exercise import (
