@@ -232,9 +232,11 @@ class Engine(AnyEngine):
         """
         self._begin_verb()
         self._ask("full")
-        with self.strategy.full(keep_changes=keep_changes):
-            yield self.module
-        self._ask("left full")
+        try:
+            with self.strategy.full(keep_changes=keep_changes):
+                yield self.module
+        finally:
+            self._ask("left full")
 
     @override
     def full_state_dict(self) -> dict[str, Any]:

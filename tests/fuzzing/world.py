@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import Engine, GradScaler
+from shardlab.engines import AnyEngine, GradScaler
 from shardlab.engines.step_tensors import StepTensors
 from tests.fuzzing import modules
 from tests.fuzzing.engines import EngineSpec
@@ -59,7 +59,7 @@ class Ours:
         kept: what ``StateOut`` and ``OptimizerOut`` have kept.
     """
 
-    engine: Engine
+    engine: AnyEngine
 
     def __init__(self, spec: EngineSpec, module: ModuleSpec, optimizer: OptimizerSpec, mesh: Mesh) -> None:
         self.module_spec, self.optimizer_spec = module, optimizer
@@ -280,7 +280,7 @@ class World:
 
 
 @contextlib.contextmanager
-def quiet(engine: Engine, wanted: bool) -> Iterator[None]:
+def quiet(engine: AnyEngine, wanted: bool) -> Iterator[None]:
     """Inside ``no_sync()``, where wanted."""
     with engine.no_sync() if wanted else contextlib.nullcontext():
         yield
