@@ -294,7 +294,9 @@ class Engine(AnyEngine):
     def _watch(self, param: nn.Parameter) -> RemovableHandle:
         # A frozen parameter may be unfrozen later, but torch takes the hook only while requires_grad is True.
         trains = param.requires_grad
-        hook: RemovableHandle = param.requires_grad_(True).register_post_accumulate_grad_hook(self._took)
+        param.requires_grad_(True)
+        self._hooks.append(param.register_hook(self._came))  # of a backward that comes through no output of ours
+        hook = param.register_post_accumulate_grad_hook(self._took)
         param.requires_grad_(trains)
         return hook
 

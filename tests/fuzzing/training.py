@@ -88,7 +88,6 @@ class Backward(Operation):
         finished = self.how == "engine" and not self.quiet
         world.gradients = "means" if finished else "local"
         world.unfinished = not finished and not self.quiet
-        world.has_retained = world.has_retained or (self.retain and self.how == "plain")
         world.gathered = self.how == "plain" or (bool(world.plain.losses) and world.ours.spec.keeps_gathered)
 
 

@@ -223,7 +223,6 @@ class World:
         left_alone: an error on one rank has left the others alone where they gather parameters.
         has_met: two different collectives have met, so that the engine is of no use any more.
         is_plain: the last backward was a plain ``loss.backward()``.
-        has_retained: a plain ``loss.backward(retain_graph=True)`` has kept a graph, which no engine can see.
     """
 
     ours: Ours
@@ -240,7 +239,6 @@ class World:
     left_alone: bool = False
     has_met: bool = False
     is_plain: bool = False
-    has_retained: bool = False
 
     @property
     def rank(self) -> int:

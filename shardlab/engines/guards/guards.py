@@ -68,8 +68,8 @@ class Guards:
                     stacklevel=4,
                 )
         self._place(moment, engine)
-        several = any(comm.num_ranks > 1 for comm in engine.comms)
-        engine.step_tensors().are_behind = several and engine.gradients.are_local
+        is_elsewhere = engine.strategy.steps_pieces or any(comm.num_ranks > 1 for comm in engine.comms)
+        engine.step_tensors().are_behind = is_elsewhere and engine.gradients.are_local
         if self._claim is not None:
             self._claim.is_stepping = moment == "step"
             self._claim.is_installing = moment == "install"
