@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import build_engine, offload
+from shardlab.engines import build_engine, offload, sharded, shards
 from shardlab.engines.checkpoint.directory import latest
 from shardlab.engines.checkpoint.manifest import read_manifest
-from shardlab.engines.fsdp import offloaded_engine, unit
 from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 from tests.dist import cases
@@ -118,8 +117,8 @@ def all_kinds_with_late_copies(rank, axes, options, norm_type):
 
     with (
         mock.patch.object(offload, "copy_to_host", copy_to_host),
-        mock.patch.object(unit, "copy_to_host", copy_to_host),
-        mock.patch.object(offloaded_engine, "wait_for_copies", wait_for_copies),
+        mock.patch.object(shards, "copy_to_host", copy_to_host),
+        mock.patch.object(sharded, "wait_for_copies", wait_for_copies),
     ):
         return all_kinds(rank, axes, options, norm_type), waits
 
