@@ -4,6 +4,7 @@ Delete this room and every right program still trains, bit for bit the same. Wha
 refuse in the same verb: the engine keeps the refusal until its next flag.
 """
 
+import contextlib
 import warnings
 from collections.abc import Callable
 
@@ -17,17 +18,18 @@ from shardlab.engines.gradients import Gradients
 from shardlab.engines.guards.claims import Claim, check_free
 from shardlab.engines.guards.optimizers import Cut, fitting_optimizer
 from shardlab.engines.guards.placeholder import PlaceholderGradient, StubbedParameter, refuse_loading
-from shardlab.engines.guards.rules import LOST, RULES, Rule, Where
+from shardlab.engines.guards.rules import LOST, OPEN, RULES, Rule, Where
 from shardlab.engines.guards.snapshot import Mark, mark
 from shardlab.engines.shards import Shards
 from shardlab.engines.step_tensors import OptimizerFn, guard_groups
 from shardlab.vocabulary import Partition
 
-_DATA, _GRADIENTS = ("place", "version", "trains"), ("gradient", "gradient_version")
+_DATA, _GRADIENTS = ("version", "trains"), ("gradient", "gradient_version")
+_ALL = ("place", *_DATA, *_GRADIENTS)
 # What the engine itself, autograd or the optimizer has just changed: to be remembered as it is now.
 _CHANGED = {
-    "built": _DATA + _GRADIENTS, "local": _DATA + _GRADIENTS, "means": _GRADIENTS, "zero_grad": _GRADIENTS,
-    "forwarded": _DATA, "stepped": _DATA, "failed": _DATA + _GRADIENTS, "left full": _DATA,
+    "built": _ALL, "local": _DATA + _GRADIENTS, "means": _GRADIENTS, "zero_grad": _GRADIENTS,
+    "forwarded": _DATA, "stepped": _DATA, "failed": _DATA + _GRADIENTS, "full": _DATA, "left full": ("place", *_DATA),
 }  # fmt: skip
 
 
@@ -55,7 +57,13 @@ class Guards:
             return
         if moment == "built":
             self._build(engine)
+        if engine.num_open and moment == "left full":
+            return  # an inner block
+        if moment in ("backward", "reduce", "step", "left full"):
+            self._put_back(engine)
         refusal = None if moment in ("built", "closed") else self._first_broken(moment, engine)
+        if engine.num_open and moment in ("backward", "step") and engine.strategy.keeps_pieces:
+            refusal = RuntimeError(OPEN.format(verb=moment))
         if self._lost and moment not in ("left full", "closed"):
             refusal = RuntimeError(LOST.format(name=self._lost))
         self._lost = ""
@@ -138,6 +146,8 @@ class Guards:
 
     def _first_broken(self, moment: str, engine: Engine) -> RuntimeError | None:
         for rule in RULES:
+            if engine.num_open and rule.of == "parameter" and moment in ("forward", "forwarded", "full"):
+                continue  # where they may be changed
             if moment in rule.at and self._counts(rule, engine):
                 tensors = dict(engine.step_tensors().items()) if rule.of == "piece" else engine.params
                 for name, tensor in tensors.items():
@@ -201,6 +211,14 @@ class Guards:
             for param in engine.params.values():
                 if isinstance(param.grad, PlaceholderGradient):
                     param.grad = None
+
+    def _put_back(self, engine: Engine) -> None:
+        """Placeholders that full_params() has taken away, so that the module can be copied."""
+        for name, known in self._marks["parameter"].items():
+            param = engine.params[name]
+            if param.grad is None and isinstance(known.gradient, PlaceholderGradient):
+                with contextlib.suppress(RuntimeError):  # another dtype is shown
+                    param.grad = known.gradient
 
     def _remember(self, moment: str, engine: Engine) -> None:
         kinds: dict[str, dict[str, torch.Tensor]] = {"parameter": dict(engine.params)}

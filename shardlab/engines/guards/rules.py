@@ -54,6 +54,10 @@ LOST = (
     "parameter {name!r}: its data was replaced by .data =, by module.to() or the like, and the engine keeps what was "
     "there; " + _KEEP + ", or convert the module before the engine is built"
 )
+OPEN = (
+    "{verb}: it was called inside 'with engine.full_params():', where parameters are sharded or rounded, and what is shown "
+    "there would be stale; call it afterwards"
+)
 RULES = (
     Rule(
         "piece", "version", frozenset({"forward", "backward", "full", "save"}), Where.PIECES,
@@ -71,10 +75,10 @@ RULES = (
         "model.get_parameter({name!r}).requires_grad_(...), on all ranks",
     ),
     Rule(
-        "parameter", "place", _VERBS, Where.FLAT, LOST,
+        "parameter", "place", _VERBS | {"load"}, Where.FLAT, LOST,
     ),
     Rule(
-        "parameter", "version", _VERBS | {"forwarded"}, Where.NOT_IN_PLACE,
+        "parameter", "version", _VERBS | {"forwarded", "local"}, Where.NOT_IN_PLACE,
         "parameter {name!r}: it was written to, which does not reach what this rank keeps of it; " + _KEEP + ", or use "
         "a buffer for what forward changes",
     ),
