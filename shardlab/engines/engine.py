@@ -127,6 +127,9 @@ class Engine(AnyEngine):
             with self.strategy.forward():
                 output = self.module(*args, **kwargs)
         except RuntimeError as error:
+            refusal, self._refusal = self._refusal, None
+            if refusal is not None:
+                raise refusal from error
             advise(error, self.strategy.precision, self.module)
             raise
         output = cast_floating(output, self.strategy.precision.output)
@@ -148,8 +151,8 @@ class Engine(AnyEngine):
                 failed, and ``zero_grad()`` was not called since.
         """
         self._begin_verb()
-        self._begin()
         try:
+            self._begin()
             loss.backward(retain_graph=retain_graph)
             self._end()
         except BaseException as error:
@@ -256,11 +259,11 @@ class Engine(AnyEngine):
             super().load_full_state_dict(state)
 
     @override
-    def save(self, directory: str | Path, extra: Any = None, **objects: Stateful) -> None:
+    def save(self, directory: str | Path, *, extra: Any = None, **objects: Stateful) -> None:
         """As the base."""
         self._begin_verb()
         self._ask_all("save")
-        super().save(directory, extra, **objects)
+        super().save(directory, extra=extra, **objects)
 
     @override
     def load(self, directory: str | Path, **objects: Stateful) -> Any:

@@ -18,7 +18,7 @@ from shardlab.engines.gradients import Gradients
 from shardlab.engines.guards.claims import Claim, check_free
 from shardlab.engines.guards.optimizers import Cut, fitting_optimizer
 from shardlab.engines.guards.placeholder import PlaceholderGradient, StubbedParameter, refuse_loading
-from shardlab.engines.guards.rules import LOST, OPEN, RULES, Rule, Where
+from shardlab.engines.guards.rules import LOST, OPEN, REPLACED, RULES, Rule, Where
 from shardlab.engines.guards.snapshot import Mark, mark
 from shardlab.engines.shards import Shards
 from shardlab.engines.step_tensors import OptimizerFn, guard_groups
@@ -59,11 +59,13 @@ class Guards:
             self._build(engine)
         if engine.num_open and moment == "left full":
             return  # an inner block
-        if moment in ("backward", "reduce", "step", "left full"):
+        if moment in ("backward", "reduce", "step", "left full") and not engine._running:
             self._put_back(engine)
         refusal = None if moment in ("built", "closed") else self._first_broken(moment, engine)
-        if engine.num_open and moment in ("backward", "step") and engine.strategy.keeps_pieces:
+        if self._is_too_early(moment, engine):
             refusal = RuntimeError(OPEN.format(verb=moment))
+        if moment in ("forward", "step", "full", "save") and (name := self._taken_out(engine)):
+            refusal = RuntimeError(REPLACED.format(name=name))
         if self._lost and moment not in ("left full", "closed"):
             refusal = RuntimeError(LOST.format(name=self._lost))
         self._lost = ""
@@ -113,6 +115,8 @@ class Guards:
     def _build(self, engine: Engine) -> None:
         strategy = engine.strategy
         self._num_stepped = _count(engine)
+        homes = [module._parameters for module in engine.module.modules()]
+        self._homes = [(home, key, param) for home in homes for key, param in home.items()]
         self._is_rounded = strategy.keeps_pieces
         self._is_sharded = hasattr(strategy, "units")
         if self._is_sharded:
@@ -159,6 +163,22 @@ class Guards:
                     ):
                         return RuntimeError(rule.text.format(name=name))
         return None
+
+    @staticmethod
+    def _is_too_early(moment: str, engine: Engine) -> bool:
+        if not engine.num_open or not engine.strategy.keeps_pieces:
+            return False
+        compute = engine.strategy.precision.compute
+        # A forward may read what is shown, unless that has another dtype than its input.
+        is_cast = compute is not None and any(param.dtype != compute for param in engine.params.values())
+        return moment in ("backward", "step") or (moment == "forward" and is_cast)
+
+    def _taken_out(self, engine: Engine) -> str:
+        """The name of a parameter that the module has lost, past the hooks that refuse it: as parametrizations do."""
+        if all(home.get(key) is param for home, key, param in self._homes):
+            return ""
+        left = set(engine.module.parameters())  # under other names, as after pruning
+        return next((name for name, param in engine.params.items() if param not in left), "")
 
     def _counts(self, rule: Rule, engine: Engine) -> bool:
         if rule.gradients and engine.gradients not in rule.gradients:

@@ -55,8 +55,12 @@ LOST = (
     "there; " + _KEEP + ", or convert the module before the engine is built"
 )
 OPEN = (
-    "{verb}: it was called inside 'with engine.full_params():', where parameters are sharded or rounded, and what is shown "
-    "there would be stale; call it afterwards"
+    "{verb}: it was called inside 'with engine.full_params():', where sharded or rounded parameters are shown as they "
+    "are stored; call it afterwards"
+)
+REPLACED = (
+    "parameter {name!r}: it was taken out of the module or replaced, and the engine trains what was there; put it "
+    "back, or engine.close(), change the module, and build another engine"
 )
 RULES = (
     Rule(
