@@ -18,7 +18,7 @@ from typing_extensions import override
 from shardlab.comm.events import Pending
 from shardlab.engines.bucket import Bucket, bucket_layouts
 from shardlab.engines.holdings import Division, Holding
-from shardlab.engines.strategy import Given, LaidOut, Strategy
+from shardlab.engines.strategy import Given, LaidOut, Strategy, check_replaced
 from shardlab.engines.unused_params import nobody_used
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.vocabulary import Partition, Role
@@ -131,6 +131,7 @@ class Bucketed(Strategy):
         nobody = nobody_used({slot: views[slot] for slot in bucket.unused})
         for slot, (param, view) in enumerate(zip(bucket.params, views, strict=True)):
             if slot not in nobody:
+                check_replaced(param, view, bucket.layout.names[slot])
                 param.grad = view.data  # with a version of its own
 
     @override

@@ -90,6 +90,7 @@ class Engine(AnyEngine):
         self._refusal: Exception | None = None  # of a guard, until the next flag
         self._flag: tuple[Exception | None, Callable[[], float]] | None = None  # sent and not read
         self._running = self._sends = False  # a backward, and whether it communicates
+        self.num_open = 0  # full_params() blocks
         self._open = contextlib.ExitStack()  # the strategy's part of it
         check_model(
             model,
@@ -126,6 +127,9 @@ class Engine(AnyEngine):
             with self.strategy.forward():
                 output = self.module(*args, **kwargs)
         except RuntimeError as error:
+            refusal, self._refusal = self._refusal, None
+            if refusal is not None:
+                raise refusal from error
             advise(error, self.strategy.precision, self.module)
             raise
         output = cast_floating(output, self.strategy.precision.output)
@@ -147,8 +151,8 @@ class Engine(AnyEngine):
                 failed, and ``zero_grad()`` was not called since.
         """
         self._begin_verb()
-        self._begin()
         try:
+            self._begin()
             loss.backward(retain_graph=retain_graph)
             self._end()
         except BaseException as error:
@@ -186,10 +190,7 @@ class Engine(AnyEngine):
     def step(self) -> None:
         """One optimizer step; afterwards all ranks train on with the same model."""
         self.finish_gradients()
-        self._ask("step")
-        if self._guards is not None:
-            self._agree()
-        self._read_flag()
+        self._ask_all("step")
         with self.strategy.stepping():
             self.optimizer.step()
         self.num_steps += 1
@@ -231,11 +232,18 @@ class Engine(AnyEngine):
                 without an error; otherwise they are lost. Every rank must write the same values; nothing checks that.
         """
         self._begin_verb()
-        self._ask("full")
+        if self.strategy.keeps_pieces:
+            self._ask_all("full")
+        else:  # nothing is sent, and so nothing is agreed upon before the next flag
+            self._ask("full")
+            if self._refusal is not None:
+                raise self._refusal
+        self.num_open += 1
         try:
             with self.strategy.full(keep_changes=keep_changes):
                 yield self.module
         finally:
+            self.num_open -= 1
             self._ask("left full")
 
     @override
@@ -251,9 +259,17 @@ class Engine(AnyEngine):
             super().load_full_state_dict(state)
 
     @override
+    def save(self, directory: str | Path, *, extra: Any = None, **objects: Stateful) -> None:
+        """As the base."""
+        self._begin_verb()
+        self._ask_all("save")
+        super().save(directory, extra=extra, **objects)
+
+    @override
     def load(self, directory: str | Path, **objects: Stateful) -> Any:
         """As the base."""
         self._begin_verb()
+        self._ask_all("load")
         extra = super().load(directory, **objects)
         with self.strategy.stepping(loads=True):
             pass  # each rank has loaded its own pieces
@@ -430,6 +446,14 @@ class Engine(AnyEngine):
                 if self.num_data_ranks == 1 or moment in ("model", "built"):
                     raise
                 self._refusal = self._refusal or refusal
+
+    def _ask_all(self, moment: str) -> None:
+        """Ask, and raise on all ranks what is refused on one of them."""
+        self._read_flag()
+        self._ask(moment)
+        if self._guards is not None:
+            self._agree()
+        self._read_flag()
 
     def _is_due(self, param: nn.Parameter) -> bool:
         return param.requires_grad or param in self._due

@@ -99,6 +99,7 @@ class Sharded(Strategy):
     def full(self, *, keep_changes: bool) -> Iterator[None]:
         """As the base."""
         held: list[Unit] = []
+        versions = {one: _writes(one) for one in self._unit_of_shards}
         try:
             for unit in self.units:
                 if not unit.is_as_stored:
@@ -120,6 +121,8 @@ class Sharded(Strategy):
             for unit in held:
                 unit.num_holders -= 1
                 unit.reshard()
+            for one, version in versions.items():
+                one.version += _writes(one) != version  # a forward inside may have saved what is lost now
 
     def saw_other_graph(self) -> None:
         """Plain code has computed with full parameters, and a backward may come through that."""
@@ -147,3 +150,8 @@ class Sharded(Strategy):
                 yield Holding(Role.OFFLOADED, one.shard)
         for one in self._unit_of_shards:
             yield from one.holdings()
+
+
+def _writes(shards: Shards) -> int:
+    """How often the parameters have been written to."""
+    return sum(param._version for param in shards.params.values())

@@ -186,6 +186,7 @@ class ZeRO1(Bucketed):
                 for bucket in self.buckets:
                     self._show(bucket, self.flat[bucket.index])
 
+    @in_plain_mode
     def _keep(self) -> None:
         """Take over what was written, or put there by ``.data =``; every rank wrote the same, so nothing is sent."""
         shown = [flat if whole is None else whole for flat, whole in zip(self.flat, self._whole, strict=True)]

@@ -4,6 +4,7 @@ Delete this room and every right program still trains, bit for bit the same. Wha
 refuse in the same verb: the engine keeps the refusal until its next flag.
 """
 
+import contextlib
 import warnings
 from collections.abc import Callable
 
@@ -17,17 +18,18 @@ from shardlab.engines.gradients import Gradients
 from shardlab.engines.guards.claims import Claim, check_free
 from shardlab.engines.guards.optimizers import Cut, fitting_optimizer
 from shardlab.engines.guards.placeholder import PlaceholderGradient, StubbedParameter, refuse_loading
-from shardlab.engines.guards.rules import LOST, RULES, Rule, Where
+from shardlab.engines.guards.rules import LOST, OPEN, REPLACED, RULES, Rule, Where
 from shardlab.engines.guards.snapshot import Mark, mark
 from shardlab.engines.shards import Shards
 from shardlab.engines.step_tensors import OptimizerFn, guard_groups
 from shardlab.vocabulary import Partition
 
-_DATA, _GRADIENTS = ("place", "version", "trains"), ("gradient", "gradient_version")
+_DATA, _GRADIENTS = ("version", "trains"), ("gradient", "gradient_version")
+_ALL = ("place", *_DATA, *_GRADIENTS)
 # What the engine itself, autograd or the optimizer has just changed: to be remembered as it is now.
 _CHANGED = {
-    "built": _DATA + _GRADIENTS, "local": _DATA + _GRADIENTS, "means": _GRADIENTS, "zero_grad": _GRADIENTS,
-    "forwarded": _DATA, "stepped": _DATA, "failed": _DATA + _GRADIENTS, "left full": _DATA,
+    "built": _ALL, "local": _DATA + _GRADIENTS, "means": _GRADIENTS, "zero_grad": _GRADIENTS,
+    "forwarded": _DATA, "stepped": _DATA, "failed": _DATA + _GRADIENTS, "full": _DATA, "left full": ("place", *_DATA),
 }  # fmt: skip
 
 
@@ -55,7 +57,13 @@ class Guards:
             return
         if moment == "built":
             self._build(engine)
+        if engine.num_open and moment == "left full":
+            return  # an inner block
         refusal = None if moment in ("built", "closed") else self._first_broken(moment, engine)
+        if self._is_too_early(moment, engine):
+            refusal = RuntimeError(OPEN.format(verb=moment))
+        if moment in ("forward", "step", "full", "save") and (name := self._taken_out(engine)):
+            refusal = RuntimeError(REPLACED.format(name=name))
         if self._lost and moment not in ("left full", "closed"):
             refusal = RuntimeError(LOST.format(name=self._lost))
         self._lost = ""
@@ -105,6 +113,8 @@ class Guards:
     def _build(self, engine: Engine) -> None:
         strategy = engine.strategy
         self._num_stepped = _count(engine)
+        homes = [module._parameters for module in engine.module.modules()]
+        self._homes = [(home, key, param) for home in homes for key, param in home.items()]
         self._is_rounded = strategy.keeps_pieces
         self._is_sharded = hasattr(strategy, "units")
         if self._is_sharded:
@@ -138,6 +148,8 @@ class Guards:
 
     def _first_broken(self, moment: str, engine: Engine) -> RuntimeError | None:
         for rule in RULES:
+            if engine.num_open and rule.of == "parameter" and moment in ("forward", "forwarded", "full"):
+                continue  # where they may be changed
             if moment in rule.at and self._counts(rule, engine):
                 tensors = dict(engine.step_tensors().items()) if rule.of == "piece" else engine.params
                 for name, tensor in tensors.items():
@@ -149,6 +161,22 @@ class Guards:
                     ):
                         return RuntimeError(rule.text.format(name=name))
         return None
+
+    @staticmethod
+    def _is_too_early(moment: str, engine: Engine) -> bool:
+        if not engine.num_open or not engine.strategy.keeps_pieces:
+            return False
+        compute = engine.strategy.precision.compute
+        # A forward may read what is shown, unless that has another dtype than its input.
+        is_cast = compute is not None and any(param.dtype != compute for param in engine.params.values())
+        return moment in ("backward", "step") or (moment == "forward" and is_cast)
+
+    def _taken_out(self, engine: Engine) -> str:
+        """The name of a parameter that the module has lost, past the hooks that refuse it: as parametrizations do."""
+        if all(home.get(key) is param for home, key, param in self._homes):
+            return ""
+        left = set(engine.module.parameters())  # under other names, as after pruning
+        return next((name for name, param in engine.params.items() if param not in left), "")
 
     def _counts(self, rule: Rule, engine: Engine) -> bool:
         if rule.gradients and engine.gradients not in rule.gradients:

@@ -54,6 +54,14 @@ LOST = (
     "parameter {name!r}: its data was replaced by .data =, by module.to() or the like, and the engine keeps what was "
     "there; " + _KEEP + ", or convert the module before the engine is built"
 )
+OPEN = (
+    "{verb}: it was called inside 'with engine.full_params():', where sharded or rounded parameters are shown as they "
+    "are stored; call it afterwards"
+)
+REPLACED = (
+    "parameter {name!r}: it was taken out of the module or replaced, and the engine trains what was there; put it "
+    "back, or engine.close(), change the module, and build another engine"
+)
 RULES = (
     Rule(
         "piece", "version", frozenset({"forward", "backward", "full", "save"}), Where.PIECES,
@@ -71,10 +79,10 @@ RULES = (
         "model.get_parameter({name!r}).requires_grad_(...), on all ranks",
     ),
     Rule(
-        "parameter", "place", _VERBS, Where.FLAT, LOST,
+        "parameter", "place", _VERBS | {"load"}, Where.FLAT, LOST,
     ),
     Rule(
-        "parameter", "version", _VERBS | {"forwarded"}, Where.NOT_IN_PLACE,
+        "parameter", "version", _VERBS | {"forwarded", "local"}, Where.NOT_IN_PLACE,
         "parameter {name!r}: it was written to, which does not reach what this rank keeps of it; " + _KEEP + ", or use "
         "a buffer for what forward changes",
     ),
