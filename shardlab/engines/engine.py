@@ -15,6 +15,7 @@ refuse on one rank alone: the refusal is kept until the next flag, and this rank
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, final
@@ -187,13 +188,14 @@ class Engine(AnyEngine):
         """One optimizer step; afterwards all ranks train on with the same model."""
         self.finish_gradients()
         self._ask("step")
-        if self._guards is not None:
-            self._agree()
-        self._read_flag()
-        with self.strategy.stepping():
-            self.optimizer.step()
+        self._meet()
+        self._ask("update")
+        try:
+            with self.strategy.stepping():
+                self.optimizer.step()
+        finally:  # an optimizer that raised may have stepped first
+            self._ask("stepped")
         self.num_steps += 1
-        self._ask("stepped")
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -232,9 +234,13 @@ class Engine(AnyEngine):
         """
         self._begin_verb()
         self._ask("full")
-        with self.strategy.full(keep_changes=keep_changes):
-            yield self.module
-        self._ask("left full")
+        self._meet(sends=self.strategy.keeps_pieces)
+        try:
+            with self.strategy.full(keep_changes=keep_changes):
+                self._ask("shown")
+                yield self.module
+        finally:
+            self._ask("left full")
 
     @override
     def full_state_dict(self) -> dict[str, Any]:
@@ -245,8 +251,19 @@ class Engine(AnyEngine):
     @override
     def load_full_state_dict(self, state: Any) -> None:
         """As the base; each rank keeps its shards of it. Collective where parameters are sharded or rounded."""
-        with self.full_params(keep_changes=True):
+        self._begin_verb()
+        self._ask("load")
+        with self.strategy.full(keep_changes=True):
             super().load_full_state_dict(state)
+        self._ask("loaded")
+
+    @override
+    def save(self, directory: str | Path, *, extra: Any = None, **objects: Stateful) -> None:
+        """As the base."""
+        self._begin_verb()
+        self._ask("save")
+        self._meet()
+        super().save(directory, extra=extra, **objects)
 
     @override
     def load(self, directory: str | Path, **objects: Stateful) -> Any:
@@ -255,7 +272,7 @@ class Engine(AnyEngine):
         extra = super().load(directory, **objects)
         with self.strategy.stepping(loads=True):
             pass  # each rank has loaded its own pieces
-        self._ask("stepped")
+        self._ask("loaded")
         return extra
 
     @override
@@ -271,10 +288,12 @@ class Engine(AnyEngine):
         """
         if self._is_closed:
             return
+        self._ask("close")
         self.zero_grad()
         self._give_back()
         self._is_closed = True
         self._ask("closed")
+        self._meet(sends=False)  # what is lost is told when nobody waits for this rank any more
 
     @unrefused
     def _give_back(self) -> None:
@@ -406,6 +425,16 @@ class Engine(AnyEngine):
         if raised is not None or not flag.is_cuda:
             self._read_flag()
 
+    def _meet(self, *, sends: bool = True) -> None:
+        """Raise now what a guard has refused; on all ranks, unless they may not be here (``sends``)."""
+        self._read_flag()
+        if self._guards is not None and sends:
+            self._agree()
+            self._read_flag()
+        elif self._refusal is not None:
+            refusal, self._refusal = self._refusal, None
+            raise refusal
+
     def _read_flag(self) -> None:
         if self._flag is None:
             return
@@ -423,8 +452,10 @@ class Engine(AnyEngine):
             try:
                 self._guards.ask(moment, self)
             except (RuntimeError, ValueError) as refusal:
-                if self.num_data_ranks == 1 or moment in ("model", "built"):
+                if moment in ("model", "built") or (self.num_data_ranks == 1 and moment != "close"):
                     raise
+                if moment == "forward" and not torch.is_grad_enabled():
+                    warnings.warn(str(refusal), stacklevel=3)  # there may be no exchange any more
                 self._refusal = self._refusal or refusal
 
     def _is_due(self, param: nn.Parameter) -> bool:
@@ -465,10 +496,12 @@ class Engine(AnyEngine):
     def install_optimizer_state(self, state: dict[str, Any]) -> None:
         """Load a state dict of the optimizer over this rank's ``step_tensors()``."""
         self._ask("install")
-        # Torch moves the state to the device of the tensors; inside, those are where they are stepped.
-        with self.stepping():
-            self.optimizer.load_state_dict(state)
-        self._ask("installed")
+        try:
+            # Torch moves the state to the device of the tensors; inside, those are where they are stepped.
+            with self.stepping():
+                self.optimizer.load_state_dict(state)
+        finally:
+            self._ask("installed")
 
     @property
     def units(self) -> tuple[Any, ...]:

@@ -4,6 +4,8 @@ Delete this room and every right program still trains, bit for bit the same. Wha
 refuse in the same verb: the engine keeps the refusal until its next flag.
 """
 
+import contextlib
+import functools
 import warnings
 from collections.abc import Callable
 
@@ -16,19 +18,22 @@ from shardlab.engines.engine import Engine
 from shardlab.engines.gradients import Gradients
 from shardlab.engines.guards.claims import Claim, check_free
 from shardlab.engines.guards.optimizers import Cut, fitting_optimizer
-from shardlab.engines.guards.placeholder import PlaceholderGradient, StubbedParameter, refuse_loading
-from shardlab.engines.guards.rules import LOST, RULES, Rule, Where
+from shardlab.engines.guards.placeholder import PlaceholderGradient, SteppedParameter, StubbedParameter, refuse_loading
+from shardlab.engines.guards.rules import HALF_STEPPED, LOST, RULES, Rule, Where
 from shardlab.engines.guards.snapshot import Mark, mark
 from shardlab.engines.shards import Shards
 from shardlab.engines.step_tensors import OptimizerFn, guard_groups
 from shardlab.vocabulary import Partition
 
-_DATA, _GRADIENTS = ("place", "version", "trains"), ("gradient", "gradient_version")
+_DATA, _GRADIENTS = ("version", "trains"), ("gradient", "gradient_version")
+_ALL = ("place", *_DATA)
 # What the engine itself, autograd or the optimizer has just changed: to be remembered as it is now.
 _CHANGED = {
-    "built": _DATA + _GRADIENTS, "local": _DATA + _GRADIENTS, "means": _GRADIENTS, "zero_grad": _GRADIENTS,
-    "forwarded": _DATA, "stepped": _DATA, "failed": _DATA + _GRADIENTS, "left full": _DATA,
+    "built": _ALL + _GRADIENTS, "local": _DATA + _GRADIENTS, "means": _GRADIENTS, "zero_grad": _GRADIENTS,
+    "forwarded": _DATA, "stepped": _DATA, "failed": _DATA + _GRADIENTS, "shown": _ALL, "left full": _ALL,
+    "loaded": _ALL,
 }  # fmt: skip
+_OF_PIECES = frozenset({"built", "stepped", "loaded"})  # the same, of versions of pieces
 
 
 class Guards:
@@ -40,6 +45,10 @@ class Guards:
         self._placeholders: dict[str, PlaceholderGradient] = {}
         self._num_stepped = 0
         self._lost = ""  # a sharded parameter whose data was replaced while it was gathered
+        self._in_step: RuntimeError | None = None  # what hooks of the optimizer have done
+        self._num_shown = 0  # open blocks of full_params()
+        self._has_moved = False  # a piece is elsewhere, for good: what is stepped there reaches nothing
+        self._last_hook: RemovableHandle | None = None  # of those before the optimizer's step
         self._shown: list[Callable[[bool], None]] = []  # to be told when the parameters are plain again
         self._hooks: list[RemovableHandle] = []
 
@@ -55,10 +64,16 @@ class Guards:
             return
         if moment == "built":
             self._build(engine)
+        if moment in ("shown", "left full"):
+            self._num_shown += 1 if moment == "shown" else -1
         refusal = None if moment in ("built", "closed") else self._first_broken(moment, engine)
         if self._lost and moment not in ("left full", "closed"):
             refusal = RuntimeError(LOST.format(name=self._lost))
         self._lost = ""
+        if moment == "stepped":
+            refusal, self._in_step = self._in_step or refusal, None
+            for param in engine.params.values():
+                SteppedParameter.end(param)
         if moment == "step" and refusal is None:
             self._check_groups(engine)
             if engine.strategy.precision.compute is torch.float16 and not engine.loss_is_scaled:
@@ -70,9 +85,11 @@ class Guards:
         self._place(moment, engine)
         several = any(comm.num_ranks > 1 for comm in engine.comms)
         engine.step_tensors().are_behind = several and engine.gradients.are_local
-        if self._claim is not None:
-            self._claim.is_stepping = moment == "step"
+        if self._claim is not None and moment in ("update", "stepped", "install", "installed"):
+            self._claim.is_stepping = moment == "update"
             self._claim.is_installing = moment == "install"
+        if moment == "update":
+            self._run_last(engine)
         if moment in _CHANGED:
             self._remember(moment, engine)
         if moment == "closed":
@@ -113,9 +130,13 @@ class Guards:
                 for shards in unit.shards:
                     self._watch(shards)
             modules = [module for module in engine.module.modules() if module._parameters]
-            self._hooks = [module.register_load_state_dict_pre_hook(refuse_loading) for module in modules]
+            self._hooks += [module.register_load_state_dict_pre_hook(refuse_loading) for module in modules]
         if strategy.steps_pieces:
             guard_groups(engine.optimizer, engine.step_tensors())
+        if self._is_spread(engine):
+            with contextlib.suppress(AttributeError):  # without Optimizer.__init__ it has no hooks
+                self._last_hook = engine.optimizer.register_step_pre_hook(lambda *_: self._begin_update(engine))
+                self._hooks.append(self._last_hook)
         self._claim = Claim(
             engine, engine.params.values(), engine.optimizer, lambda other: self._before_others_step(other, engine)
         )
@@ -138,7 +159,7 @@ class Guards:
 
     def _first_broken(self, moment: str, engine: Engine) -> RuntimeError | None:
         for rule in RULES:
-            if moment in rule.at and self._counts(rule, engine):
+            if self._is_asked(rule, moment) and self._counts(rule, engine):
                 tensors = dict(engine.step_tensors().items()) if rule.of == "piece" else engine.params
                 for name, tensor in tensors.items():
                     before = self._marks[rule.of].get(name)
@@ -147,8 +168,18 @@ class Guards:
                         and before.changed(rule.change, mark(tensor))
                         and self._is_sliced(rule, name, engine)
                     ):
+                        self._has_moved |= (rule.of, rule.change) == ("piece", "place")
                         return RuntimeError(rule.text.format(name=name))
         return None
+
+    def _is_asked(self, rule: Rule, moment: str) -> bool:
+        if moment not in rule.at:
+            return False
+        if rule.of == "piece":
+            is_stepping = self._claim is not None and self._claim.is_stepping
+            return rule.change != "place" or moment == "stepped" or not is_stepping  # they may be on a visit
+        # What is written into full parameters may be kept, and until then it is right to compute with.
+        return rule.change not in ("place", "version") or not self._num_shown or moment in ("step", "update")
 
     def _counts(self, rule: Rule, engine: Engine) -> bool:
         if rule.gradients and engine.gradients not in rule.gradients:
@@ -173,6 +204,25 @@ class Guards:
     @staticmethod
     def _is_sliced(rule: Rule, name: str, engine: Engine) -> bool:
         return rule.where is not Where.SLICED or (name in engine.slices and engine.slices[name].num_ranks > 1)
+
+    def _run_last(self, engine: Engine) -> None:
+        """What the user's hooks before the update read is still the whole model, and what they write is stepped."""
+        if self._last_hook is not None:
+            engine.optimizer._optimizer_step_pre_hooks.move_to_end(self._last_hook.id)  # private: nothing else orders
+        elif self._is_spread(engine):
+            self._begin_update(engine)
+
+    def _begin_update(self, engine: Engine) -> None:
+        if self._claim is None or not self._claim.is_stepping:
+            return
+        self._in_step = self._in_step or self._first_broken("update", engine)
+        for name, param in engine.params.items():
+            SteppedParameter.begin(param, functools.partial(self._tell, name))
+
+    def _tell(self, name: str, writes: bool) -> None:
+        # Where parameters are the memory of the pieces, each rank writes its own, and gets those of the others.
+        if not writes or self._is_rounded:
+            self._in_step = self._in_step or RuntimeError(HALF_STEPPED.format(name=name))
 
     def _check_groups(self, engine: Engine) -> None:
         for name, tensor in engine.step_tensors().items():
@@ -209,6 +259,10 @@ class Guards:
         fields = _CHANGED[moment]
         for kind, tensors in kinds.items():
             known = self._marks.setdefault(kind, {})
+            if kind == "piece":
+                is_known = {"version": moment in _OF_PIECES, "trains": moment in _OF_PIECES}
+                is_known["place"] = moment != "shown" and not self._has_moved
+                fields = tuple(field for field in fields if is_known.get(field, True))
             for name, tensor in tensors.items():
                 now = mark(tensor)
                 known[name] = known.get(name, now)._replace(**{field: getattr(now, field) for field in fields})

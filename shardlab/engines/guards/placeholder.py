@@ -11,13 +11,14 @@ no memory, and is removed before autograd accumulates into ``param.grad``.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+P = TypeVar("P", bound=nn.Parameter)
 _OF_PARAMETER = frozenset(
     {"__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex"}
 )
@@ -92,7 +93,7 @@ class StubbedParameter(nn.Parameter):
     def hide(param: nn.Parameter, name: str) -> None:
         """Let a parameter refuse."""
         if not isinstance(param, StubbedParameter):
-            param.__class__ = _stubbed(type(param))
+            param.__class__ = _made(StubbedParameter, type(param))
         param._shardlab_name = name  # type: ignore[attr-defined]
 
     @staticmethod
@@ -123,21 +124,62 @@ class StubbedParameter(nn.Parameter):
 
 
 @functools.cache
-def _stubbed(kind: type[nn.Parameter]) -> type[StubbedParameter]:
-    """A class of stubs of parameters of this class, which may be the user's."""
-    return type(kind.__name__, (StubbedParameter, kind), {"_plain": kind})
+def _made(base: type[nn.Parameter], kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """A class that is also that of a parameter, which may be the user's."""
+    return type(kind.__name__, (base, kind), {"_plain": kind})
+
+
+class SteppedParameter(nn.Parameter):
+    """What a parameter is while this rank has stepped its piece of it and has not got the others: it tells of uses."""
+
+    _shardlab_tell: Callable[[bool], None] | None = None  # given whether it is written in place, and not read
+    _plain: type[nn.Parameter]
+
+    @staticmethod
+    def begin(param: nn.Parameter, tell: Callable[[bool], None]) -> None:
+        """Let a parameter tell."""
+        if not isinstance(param, SteppedParameter):
+            param.__class__ = _made(SteppedParameter, type(param))
+        param._shardlab_tell = tell  # type: ignore[attr-defined]
+
+    @staticmethod
+    def end(param: nn.Parameter) -> None:
+        """Let it be again what it was."""
+        if isinstance(param, SteppedParameter):
+            del param._shardlab_tell
+            param.__class__ = param._plain  # type: ignore[assignment]
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Do what is asked; tell of what gets or sets values."""
+        name = getattr(func, "__name__", "")
+        with torch._C.DisableTorchFunctionSubclass():
+            answer = func(*args, **(kwargs or {}))
+        is_asked = name in _OF_STUB or (name == "__get__" and not isinstance(answer, Tensor))
+        if not is_asked and func not in _FREEZES and getattr(func, "__self__", None) is not Tensor.grad:
+            for one in _among(args, SteppedParameter):
+                if one._shardlab_tell is not None:
+                    one._shardlab_tell(name.endswith("_") and not name.startswith("__") and one is args[0])
+        return answer
 
 
 def _refusal(func: Callable[..., Any], given: Iterable[Any]) -> RuntimeError:
-    # Functions such as torch.autograd.grad() take them in lists too.
-    values = (value for some in given for value in (some if isinstance(some, list | tuple) else (some,)))
-    used = next((value for value in values if isinstance(value, StubbedParameter)), None)
+    used = next(_among(given, StubbedParameter), None)
     if used is None:
         return RuntimeError("a sharded parameter was used")
     use = getattr(func, "__name__", "")
     if use in ("__get__", "__set__") and getattr(func, "__self__", None) is not Tensor.data:
         use = ""
     return RuntimeError(sharded_parameter(used._shardlab_name, use))
+
+
+def _among(given: Iterable[Any], kind: type[P]) -> Iterator[P]:
+    # Functions such as torch.autograd.grad() take them in lists too.
+    values = (value for some in given for value in (some if isinstance(some, list | tuple) else (some,)))
+    return (value for value in values if isinstance(value, kind))
 
 
 def refuse_loading(module: nn.Module, *_: Any) -> None:
