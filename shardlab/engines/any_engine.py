@@ -124,9 +124,11 @@ class AnyEngine(Holdings, EngineState):
         return self
 
     def __exit__(self, exc_type: object, *exc: object) -> None:
-        # No gather after an error: the other ranks may never join it.
-        if exc_type is None or not self._keeps_pieces:
+        if exc_type is None:
             self.close()
+        elif not self._keeps_pieces:  # no gather after an error: the other ranks may never join it
+            with contextlib.suppress(RuntimeError, ValueError):  # what is refused too
+                self.close()
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:

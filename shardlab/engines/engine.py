@@ -15,6 +15,7 @@ refuse on one rank alone: the refusal is kept until the next flag, and this rank
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, final
@@ -191,10 +192,13 @@ class Engine(AnyEngine):
         """One optimizer step; afterwards all ranks train on with the same model."""
         self.finish_gradients()
         self._ask_all("step")
-        with self.strategy.stepping():
-            self.optimizer.step()
+        self._ask("update")
+        try:
+            with self.strategy.stepping():
+                self.optimizer.step()
+        finally:  # an optimizer that raised may have stepped first
+            self._ask("stepped")
         self.num_steps += 1
-        self._ask("stepped")
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -232,12 +236,7 @@ class Engine(AnyEngine):
                 without an error; otherwise they are lost. Every rank must write the same values; nothing checks that.
         """
         self._begin_verb()
-        if self.strategy.keeps_pieces:
-            self._ask_all("full")
-        else:  # nothing is sent, and so nothing is agreed upon before the next flag
-            self._ask("full")
-            if self._refusal is not None:
-                raise self._refusal
+        self._ask_all("full", sends=self.strategy.keeps_pieces)
         self.num_open += 1
         try:
             with self.strategy.full(keep_changes=keep_changes):
@@ -255,8 +254,11 @@ class Engine(AnyEngine):
     @override
     def load_full_state_dict(self, state: Any) -> None:
         """As the base; each rank keeps its shards of it. Collective where parameters are sharded or rounded."""
-        with self.full_params(keep_changes=True):
+        self._begin_verb()
+        self._ask("load")
+        with self.strategy.full(keep_changes=True):
             super().load_full_state_dict(state)
+        self._ask("loaded")
 
     @override
     def save(self, directory: str | Path, *, extra: Any = None, **objects: Stateful) -> None:
@@ -273,7 +275,7 @@ class Engine(AnyEngine):
         extra = super().load(directory, **objects)
         with self.strategy.stepping(loads=True):
             pass  # each rank has loaded its own pieces
-        self._ask("stepped")
+        self._ask("loaded")
         return extra
 
     @override
@@ -289,10 +291,11 @@ class Engine(AnyEngine):
         """
         if self._is_closed:
             return
+        self._ask("close")
         self.zero_grad()
         self._give_back()
         self._is_closed = True
-        self._ask("closed")
+        self._ask_all("closed", sends=False)  # what is lost is told when nobody waits for this rank any more
 
     @unrefused
     def _give_back(self) -> None:
@@ -312,7 +315,7 @@ class Engine(AnyEngine):
         trains = param.requires_grad
         param.requires_grad_(True)
         self._hooks.append(param.register_hook(self._came))  # of a backward that comes through no output of ours
-        hook = param.register_post_accumulate_grad_hook(self._took)
+        hook: RemovableHandle = param.register_post_accumulate_grad_hook(self._took)
         param.requires_grad_(trains)
         return hook
 
@@ -443,17 +446,22 @@ class Engine(AnyEngine):
             try:
                 self._guards.ask(moment, self)
             except (RuntimeError, ValueError) as refusal:
-                if self.num_data_ranks == 1 or moment in ("model", "built"):
+                if moment in ("model", "built") or (self.num_data_ranks == 1 and moment != "close"):
                     raise
+                if moment == "forward" and not torch.is_grad_enabled():
+                    warnings.warn(str(refusal), stacklevel=3)  # there may be no exchange any more
                 self._refusal = self._refusal or refusal
 
-    def _ask_all(self, moment: str) -> None:
-        """Ask, and raise on all ranks what is refused on one of them."""
+    def _ask_all(self, moment: str, *, sends: bool = True) -> None:
+        """Ask, and raise what is refused: on all ranks, or here alone where others may not be (``sends``)."""
         self._read_flag()
         self._ask(moment)
-        if self._guards is not None:
+        if self._guards is not None and sends:
             self._agree()
-        self._read_flag()
+            self._read_flag()
+        elif self._refusal is not None:
+            refusal, self._refusal = self._refusal, None
+            raise refusal
 
     def _is_due(self, param: nn.Parameter) -> bool:
         return param.requires_grad or param in self._due
@@ -493,10 +501,12 @@ class Engine(AnyEngine):
     def install_optimizer_state(self, state: dict[str, Any]) -> None:
         """Load a state dict of the optimizer over this rank's ``step_tensors()``."""
         self._ask("install")
-        # Torch moves the state to the device of the tensors; inside, those are where they are stepped.
-        with self.stepping():
-            self.optimizer.load_state_dict(state)
-        self._ask("installed")
+        try:
+            # Torch moves the state to the device of the tensors; inside, those are where they are stepped.
+            with self.stepping():
+                self.optimizer.load_state_dict(state)
+        finally:
+            self._ask("installed")
 
     @property
     def units(self) -> tuple[Any, ...]:

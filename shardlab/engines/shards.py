@@ -133,6 +133,10 @@ class Shards:
         return self.layout.num_ranks == 1
 
     @property
+    def _stepped(self) -> Tensor:
+        return self.shard if self._visiting is None else self._visiting
+
+    @property
     def division(self) -> Division:
         """How the parameters are divided."""
         return Division(self.layout, self.comm, self.shard.element_size())
@@ -151,7 +155,7 @@ class Shards:
             return
         buffer = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
         # On the device before it is rounded: the host would round into memory that is not pinned, and wait.
-        chunk = self.shard.to(self.device, non_blocking=True)
+        chunk = self._stepped.to(self.device, non_blocking=True)
         if self.is_whole:
             buffer.copy_(chunk)
             self._gathering = buffer, Pending()
@@ -198,7 +202,7 @@ class Shards:
 
     def keep(self) -> None:
         """Copy into the shard what was written into the full parameters, or put there by ``.data =``."""
-        self.shard.copy_(self._tensors.cut({name: param.data for name, param in self.params.items()}))
+        self._stepped.copy_(self._tensors.cut({name: param.data for name, param in self.params.items()}))
         self.version += 1
 
     # Gradients.

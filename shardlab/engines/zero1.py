@@ -20,7 +20,7 @@ from shardlab.comm.events import Pending, wait_all
 from shardlab.engines.bucket import Bucket
 from shardlab.engines.bucketed import Bucketed
 from shardlab.engines.holdings import Holding
-from shardlab.engines.hooks import in_plain_mode
+from shardlab.engines.hooks import in_plain_mode, unrefused
 from shardlab.engines.precision import Precision, parse_precision
 from shardlab.engines.strategy import Given, LaidOut, check_replaced
 from shardlab.engines.unused_params import nobody_used
@@ -145,10 +145,13 @@ class ZeRO1(Bucketed):
     @override
     def stepping(self, *, loads: bool = False) -> Iterator[None]:
         """As the base; at the end the pieces of all ranks are gathered."""
-        yield
-        # By what is due, which all ranks know: one that stepped nothing of a bucket must join its gather too.
-        self._gather([bucket for bucket in self.buckets if loads or any(map(self.is_due, bucket.params))])
+        try:
+            yield
+        finally:  # an optimizer that raised may have stepped first, and those of other ranks have
+            # By what is due, which all ranks know: one that stepped nothing of a bucket must join its gather too.
+            self._gather([bucket for bucket in self.buckets if loads or any(map(self.is_due, bucket.params))])
 
+    @unrefused
     def _gather(self, buckets: list[Bucket]) -> None:
         # All are issued, in the order of the buckets on every rank, before the first is waited for.
         pending: list[Pending] = []

@@ -4,7 +4,6 @@ Delete this room and every right program still trains, bit for bit the same. Wha
 refuse in the same verb: the engine keeps the refusal until its next flag.
 """
 
-import contextlib
 import warnings
 from collections.abc import Callable
 
@@ -18,19 +17,21 @@ from shardlab.engines.gradients import Gradients
 from shardlab.engines.guards.claims import Claim, check_free
 from shardlab.engines.guards.optimizers import Cut, fitting_optimizer
 from shardlab.engines.guards.placeholder import PlaceholderGradient, StubbedParameter, refuse_loading
-from shardlab.engines.guards.rules import LOST, OPEN, REPLACED, RULES, Rule, Where
+from shardlab.engines.guards.rules import HALF_STEPPED, LOST, OPEN, REPLACED, RULES, Rule, Where
 from shardlab.engines.guards.snapshot import Mark, mark
 from shardlab.engines.shards import Shards
 from shardlab.engines.step_tensors import OptimizerFn, guard_groups
 from shardlab.vocabulary import Partition
 
 _DATA, _GRADIENTS = ("version", "trains"), ("gradient", "gradient_version")
-_ALL = ("place", *_DATA, *_GRADIENTS)
+_ALL = ("place", *_DATA)
 # What the engine itself, autograd or the optimizer has just changed: to be remembered as it is now.
 _CHANGED = {
-    "built": _ALL, "local": _DATA + _GRADIENTS, "means": _GRADIENTS, "zero_grad": _GRADIENTS,
-    "forwarded": _DATA, "stepped": _DATA, "failed": _DATA + _GRADIENTS, "full": _DATA, "left full": ("place", *_DATA),
+    "built": _ALL + _GRADIENTS, "local": _DATA + _GRADIENTS, "means": _GRADIENTS, "zero_grad": _GRADIENTS,
+    "forwarded": _DATA, "stepped": _DATA, "failed": _DATA + _GRADIENTS, "full": _DATA, "left full": _ALL,
+    "loaded": _ALL,
 }  # fmt: skip
+_OF_PIECES = frozenset({"built", "stepped", "loaded"})  # the same, of versions of pieces
 
 
 class Guards:
@@ -42,6 +43,7 @@ class Guards:
         self._placeholders: dict[str, PlaceholderGradient] = {}
         self._num_stepped = 0
         self._lost = ""  # a sharded parameter whose data was replaced while it was gathered
+        self._has_moved = False  # a piece is elsewhere, for good: what is stepped there reaches nothing
         self._shown: list[Callable[[bool], None]] = []  # to be told when the parameters are plain again
         self._hooks: list[RemovableHandle] = []
 
@@ -78,9 +80,15 @@ class Guards:
         self._place(moment, engine)
         is_elsewhere = engine.strategy.steps_pieces or any(comm.num_ranks > 1 for comm in engine.comms)
         engine.step_tensors().are_behind = is_elsewhere and engine.gradients.are_local
-        if self._claim is not None:
-            self._claim.is_stepping = moment == "step"
+        if self._claim is not None and moment in ("update", "stepped", "install", "installed"):
+            self._claim.is_stepping = moment == "update"
             self._claim.is_installing = moment == "install"
+        if moment in ("update", "stepped") and self._is_spread(engine):
+            for name, param in engine.params.items():
+                if moment == "update":
+                    StubbedParameter.hide(param, name, HALF_STEPPED.format(name=name))
+                else:
+                    StubbedParameter.show(param)
         if moment in _CHANGED:
             self._remember(moment, engine)
         if moment == "closed":
@@ -123,7 +131,7 @@ class Guards:
                 for shards in unit.shards:
                     self._watch(shards)
             modules = [module for module in engine.module.modules() if module._parameters]
-            self._hooks = [module.register_load_state_dict_pre_hook(refuse_loading) for module in modules]
+            self._hooks += [module.register_load_state_dict_pre_hook(refuse_loading) for module in modules]
         if strategy.steps_pieces:
             guard_groups(engine.optimizer, engine.step_tensors())
         self._claim = Claim(
@@ -148,9 +156,7 @@ class Guards:
 
     def _first_broken(self, moment: str, engine: Engine) -> RuntimeError | None:
         for rule in RULES:
-            if engine.num_open and rule.of == "parameter" and moment in ("forward", "forwarded", "full"):
-                continue  # where they may be changed
-            if moment in rule.at and self._counts(rule, engine):
+            if self._is_asked(rule, moment, engine) and self._counts(rule, engine):
                 tensors = dict(engine.step_tensors().items()) if rule.of == "piece" else engine.params
                 for name, tensor in tensors.items():
                     before = self._marks[rule.of].get(name)
@@ -159,6 +165,7 @@ class Guards:
                         and before.changed(rule.change, mark(tensor))
                         and self._is_sliced(rule, name, engine)
                     ):
+                        self._has_moved |= (rule.of, rule.change) == ("piece", "place")
                         return RuntimeError(rule.text.format(name=name))
         return None
 
@@ -177,6 +184,15 @@ class Guards:
             return ""
         left = set(engine.module.parameters())  # under other names, as after pruning
         return next((name for name, param in engine.params.items() if param not in left), "")
+
+    def _is_asked(self, rule: Rule, moment: str, engine: Engine) -> bool:
+        if moment not in rule.at:
+            return False
+        if rule.of == "piece":
+            is_stepping = self._claim is not None and self._claim.is_stepping
+            return rule.change != "place" or moment == "stepped" or not is_stepping  # they may be on a visit
+        # What is written into full parameters may be kept, and until then it is right to compute with.
+        return rule.change not in ("place", "version") or not engine.num_open or moment == "step"
 
     def _counts(self, rule: Rule, engine: Engine) -> bool:
         if rule.gradients and engine.gradients not in rule.gradients:
@@ -237,6 +253,10 @@ class Guards:
         fields = _CHANGED[moment]
         for kind, tensors in kinds.items():
             known = self._marks.setdefault(kind, {})
+            if kind == "piece":
+                is_known = {"version": moment in _OF_PIECES, "trains": moment in _OF_PIECES}
+                is_known["place"] = not self._has_moved
+                fields = tuple(field for field in fields if is_known.get(field, True))
             for name, tensor in tensors.items():
                 now = mark(tensor)
                 known[name] = known.get(name, now)._replace(**{field: getattr(now, field) for field in fields})

@@ -86,20 +86,21 @@ class StubbedParameter(nn.Parameter):
     """What a parameter is while its data is a stub: the same object, which refuses to be computed with."""
 
     _shardlab_name: str
+    _shardlab_text: str
     _plain: type[nn.Parameter]
 
     @staticmethod
-    def hide(param: nn.Parameter, name: str) -> None:
-        """Let a parameter refuse."""
+    def hide(param: nn.Parameter, name: str, text: str = "") -> None:
+        """Let a parameter refuse, with the advice for what is sharded or with this ``text``."""
         if not isinstance(param, StubbedParameter):
             param.__class__ = _stubbed(type(param))
-        param._shardlab_name = name  # type: ignore[attr-defined]
+        param._shardlab_name, param._shardlab_text = name, text  # type: ignore[attr-defined]
 
     @staticmethod
     def show(param: nn.Parameter) -> None:
         """Let it be again what it was."""
         if isinstance(param, StubbedParameter):
-            del param._shardlab_name  # or a copy would have it
+            del param._shardlab_name, param._shardlab_text  # or a copy would have them
             param.__class__ = param._plain  # type: ignore[assignment]
 
     @classmethod
@@ -137,7 +138,7 @@ def _refusal(func: Callable[..., Any], given: Iterable[Any]) -> RuntimeError:
     use = getattr(func, "__name__", "")
     if use in ("__get__", "__set__") and getattr(func, "__self__", None) is not Tensor.data:
         use = ""
-    return RuntimeError(sharded_parameter(used._shardlab_name, use))
+    return RuntimeError(used._shardlab_text or sharded_parameter(used._shardlab_name, use))
 
 
 def refuse_loading(module: nn.Module, *_: Any) -> None:

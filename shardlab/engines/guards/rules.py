@@ -33,7 +33,6 @@ class Rule(NamedTuple):
         where: for which strategies.
         text: what the user is told; ``{name}`` is the parameter's.
         gradients: the states of the gradients in which it counts; empty for all.
-        clears: whether ``zero_grad()`` makes up for it.
     """
 
     of: str
@@ -42,17 +41,20 @@ class Rule(NamedTuple):
     where: Where
     text: str
     gradients: frozenset[Gradients] = frozenset()
-    clears: bool = False
 
 
-_VERBS = frozenset({"forward", "backward", "step", "full", "save"})
+_VERBS = frozenset({"forward", "backward", "step", "full", "save", "close"})
 _LOCAL = frozenset({Gradients.LOCAL, Gradients.MEANS_AND_LOCAL})
 _KEEP = "write inside 'with engine.full_params(keep_changes=True):'"
 _CLIP = "call engine.zero_grad(), and from then on write engine.clip_grad_norm_(max_norm)"
 
 LOST = (
     "parameter {name!r}: its data was replaced by .data =, by module.to() or the like, and the engine keeps what was "
-    "there; " + _KEEP + ", or convert the module before the engine is built"
+    "there; " + _KEEP + ", and leave it before engine.step(), or convert the module before the engine is built"
+)
+HALF_STEPPED = (
+    "parameter {name!r}: it was used inside engine.step(), by the optimizer or a hook of it, where other ranks "
+    "have stepped the rest of it; use it before or after engine.step()"
 )
 OPEN = (
     "{verb}: it was called inside 'with engine.full_params():', where sharded or rounded parameters are shown as they "
@@ -64,14 +66,14 @@ REPLACED = (
 )
 RULES = (
     Rule(
-        "piece", "version", frozenset({"forward", "backward", "full", "save"}), Where.PIECES,
-        "engine.step_tensors(): this rank's piece of {name!r} was written to, and nobody has gathered it; write before "
-        "engine.step(), on all ranks, or into the parameter, inside 'with engine.full_params(keep_changes=True):'",
-    ),
-    Rule(
-        "piece", "place", _VERBS | {"stepped"}, Where.PIECES,
+        "piece", "place", _VERBS | {"stepped", "load"}, Where.PIECES,
         "engine.step_tensors(): the data of the piece of {name!r} was replaced by .data =; write into it in place, "
         "before engine.step(), or in the optimizer's step",
+    ),
+    Rule(
+        "piece", "version", frozenset({"forward", "backward", "full", "close"}), Where.PIECES,
+        "engine.step_tensors(): this rank's piece of {name!r} was written to, and nobody has gathered it; write before "
+        "engine.step(), on all ranks, or into the parameter, inside 'with engine.full_params(keep_changes=True):'",
     ),
     Rule(
         "piece", "trains", frozenset({"step"}), Where.PIECES,
@@ -90,31 +92,31 @@ RULES = (
         "parameter", "gradient_version", frozenset({"backward", "reduce", "step"}), Where.ALL,
         "gradient of {name!r}: it was changed in place after a backward inside no_sync(), when it was this rank's own "
         "sum and not yet the mean; " + _CLIP + ", or engine.finish_gradients() before what changes gradients",
-        gradients=_LOCAL, clears=True,
+        gradients=_LOCAL,
     ),
     Rule(
         "parameter", "gradient_version", frozenset({"backward", "finish"}), Where.SLICED,
         "gradient of {name!r}: it was changed in place, and it is a slice: torch's clip_grad_norm_ would scale it by "
         "another norm on each tensor rank; " + _CLIP + ", or assign a new tensor where each element is changed by "
         "itself, as in param.grad = param.grad.clamp(-1, 1)",
-        gradients=frozenset({Gradients.MEANS}), clears=True,
+        gradients=frozenset({Gradients.MEANS}),
     ),
     Rule(
         "parameter", "gradient", frozenset({"backward", "step"}), Where.PIECES,
         "gradient of {name!r}: it was set or cleared at the parameter (by a submodule's zero_grad() or by '.grad ='), "
         "but the mean is in engine.step_tensors(); write engine.zero_grad()",
-        gradients=frozenset({Gradients.MEANS}), clears=True,
+        gradients=frozenset({Gradients.MEANS}),
     ),
     Rule(
         "parameter", "gradient", frozenset({"backward", "reduce", "step"}), Where.PIECES,
         "gradient of {name!r}: what no_sync() has left there was cleared or replaced, and earlier means are in "
         "engine.step_tensors(); write engine.zero_grad()",
-        gradients=frozenset({Gradients.MEANS_AND_LOCAL}), clears=True,
+        gradients=frozenset({Gradients.MEANS_AND_LOCAL}),
     ),
     Rule(
         "parameter", "gradient", frozenset({"backward", "reduce", "step"}), Where.ROUNDED,
         "gradient of {name!r}: what no_sync() has left was cleared or replaced at the parameter, and it is elsewhere, "
         "in more bits; write engine.zero_grad()",
-        gradients=frozenset({Gradients.LOCAL}), clears=True,
+        gradients=frozenset({Gradients.LOCAL}),
     ),
 )  # fmt: skip
