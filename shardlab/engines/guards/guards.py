@@ -4,7 +4,6 @@ Delete this room and every right program still trains, bit for bit the same. Wha
 refuse in the same verb: the engine keeps the refusal until its next flag.
 """
 
-import contextlib
 import warnings
 from collections.abc import Callable
 
@@ -59,8 +58,6 @@ class Guards:
             self._build(engine)
         if engine.num_open and moment == "left full":
             return  # an inner block
-        if moment in ("backward", "reduce", "step", "left full") and not engine._running:
-            self._put_back(engine)
         refusal = None if moment in ("built", "closed") else self._first_broken(moment, engine)
         if self._is_too_early(moment, engine):
             refusal = RuntimeError(OPEN.format(verb=moment))
@@ -231,14 +228,6 @@ class Guards:
             for param in engine.params.values():
                 if isinstance(param.grad, PlaceholderGradient):
                     param.grad = None
-
-    def _put_back(self, engine: Engine) -> None:
-        """Placeholders that full_params() has taken away, so that the module can be copied."""
-        for name, known in self._marks["parameter"].items():
-            param = engine.params[name]
-            if param.grad is None and isinstance(known.gradient, PlaceholderGradient):
-                with contextlib.suppress(RuntimeError):  # another dtype is shown
-                    param.grad = known.gradient
 
     def _remember(self, moment: str, engine: Engine) -> None:
         kinds: dict[str, dict[str, torch.Tensor]] = {"parameter": dict(engine.params)}
