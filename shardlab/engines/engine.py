@@ -33,7 +33,7 @@ from shardlab.engines.any_engine import AnyEngine
 from shardlab.engines.checks import check_model, tensor_axis
 from shardlab.engines.gradients import Gradients
 from shardlab.engines.holdings import Division, Holding
-from shardlab.engines.hooks import gradient_node, unrefused, untraced
+from shardlab.engines.hooks import gradient_node, unrefused, untraced, weakly
 from shardlab.engines.precision import advise, cast_buffers, cast_floating
 from shardlab.engines.state import Stateful
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors
@@ -291,6 +291,8 @@ class Engine(AnyEngine):
         """
         if self._is_closed:
             return
+        if self.num_open:
+            raise RuntimeError("close: it was called inside 'with engine.full_params():'; leave the block first")
         self._ask("close")
         self.zero_grad()
         self._give_back()
@@ -312,10 +314,10 @@ class Engine(AnyEngine):
 
     def _watch(self, param: nn.Parameter) -> RemovableHandle:
         # A frozen parameter may be unfrozen later, but torch takes the hook only while requires_grad is True.
-        trains = param.requires_grad
+        trains, took, came = param.requires_grad, weakly(self._took), weakly(self._came)
         param.requires_grad_(True)
-        self._hooks.append(param.register_hook(self._came))  # of a backward that comes through no output of ours
-        hook: RemovableHandle = param.register_post_accumulate_grad_hook(self._took)
+        self._hooks.append(param.register_hook(came))  # of a backward that comes through no output of ours
+        hook: RemovableHandle = param.register_post_accumulate_grad_hook(took)
         param.requires_grad_(trains)
         return hook
 
@@ -336,12 +338,11 @@ class Engine(AnyEngine):
                 tensor.register_hook(self._came)
 
     def _came(self, _: Tensor) -> None:
-        if not self._is_closed:
-            self._wake()
+        self._wake()
 
     def _wake(self) -> bool:
         """A hook runs in autograd: begin a plain backward unless one runs; whether one does."""
-        if not self._running and self._accumulates():
+        if not self._running and not self._is_closed and self._accumulates():
             self._begin_plain()
         return self._running
 

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from shardlab.comm.communicator import Communicator
-from shardlab.engines.hooks import refuse_replacing
+from shardlab.engines.hooks import refuse_replacing, weakly
 
 _CLAIM = "_shardlab_claim"
 _KEPT = "_shardlab_engine"
@@ -239,7 +239,7 @@ def pieces_of(engine: StepsPieces) -> dict[str, Any]:
 
 def _watch_steps(claim: Claim) -> list[RemovableHandle]:
     try:
-        return [claim._optimizer.register_step_pre_hook(_weakly(claim.check_step))]
+        return [claim._optimizer.register_step_pre_hook(weakly(claim.check_step))]
     except AttributeError:
         # A wrapper around another optimizer that never called Optimizer.__init__ has no hooks and is not watched.
         return []
@@ -254,27 +254,16 @@ def _mark_states(claim: Claim) -> list[RemovableHandle]:
     try:
         return [
             optimizer.register_state_dict_post_hook(lambda _, state: state.update({PIECES: mark})),
-            optimizer.register_load_state_dict_pre_hook(_weakly(claim.check_state)),
+            optimizer.register_load_state_dict_pre_hook(weakly(claim.check_state)),
         ]
     except AttributeError:  # as above
         return []
 
 
 def _watch_others(claim: Claim) -> RemovableHandle:
-    handle: RemovableHandle = register_optimizer_step_pre_hook(_weakly(claim.check_others))
+    handle: RemovableHandle = register_optimizer_step_pre_hook(weakly(claim.check_others))
     weakref.finalize(claim, handle.remove)  # an engine that nobody closes leaves none
     return handle
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A hook that calls a claim's method while the claim lives: an optimizer that outlives its engine steps on."""
-    reference = weakref.WeakMethod(method)
-
-    def hook(*args: Any) -> None:
-        if (known := reference()) is not None:
-            known(*args)
-
-    return hook
 
 
 def engine_of(module: nn.Module) -> Claimant | None:

@@ -29,7 +29,6 @@ _OF_STUB = _OF_PARAMETER - {"__get__"} | {
     "data_ptr", "untyped_storage", "storage_offset", "is_contiguous", "get_device", "register_hook",
     "register_post_accumulate_grad_hook", "__hash__",
 }  # fmt: skip
-_HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
 _WRITES = frozenset({"__set__", "__setitem__"})
 _READS = frozenset({"__get__", "detach", "clone", "numpy", "tolist", "item", "__array__", "__reduce_ex__"})
 _OF_GRADIENT = frozenset({"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "untyped_storage"})
@@ -45,9 +44,7 @@ def sharded_parameter(name: str, use: str = "") -> str:
         name: the parameter's.
         use: the function of torch that it was given to, if it has an advice of its own.
     """
-    if use in _HOOKS:
-        advice = "register its hooks before the engine is built"
-    elif use in _CONVERT:
+    if use in _CONVERT:
         advice = (
             "convert the module before the engine is built, or leave it as it is and compute in fewer bits with "
             "precision='bf16'; its values are there inside 'with engine.full_params():'"
