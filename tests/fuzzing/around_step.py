@@ -47,9 +47,7 @@ class HookedStep(Operation):
     peers: ClassVar[bool] = False
 
     def applies(self, world: World) -> bool:
-        # Of a derived optimizer torch runs hooks halfway through the step too, where pieces are not gathered yet.
-        halfway = world.ours.optimizer_spec.derived and gathers_late(world)
-        return self.what != "raise after" or not halfway
+        return self.what != "raise after" or not gathers_late(world)
 
     def ours(self, world: World) -> Seen:
         engine = world.ours.engine

@@ -9,6 +9,8 @@ from tests.fuzzing.world import World
 DOCUMENTED = (
     r"the layout over ranks is fixed; build a new",
     r"load: leave 'with engine\.full_params\(\):' first",
+    r"backward: it was called inside .*, or while a unit is held",
+    r"step: what full_params\(\) or unshard\(\) holds would be stale",
 )
 """Refusals of operations, wherever they come; others are in ``is_documented``."""
 IN_PARTS = (r"it comes in parts.*use_reentrant=False", r"is sharded: .*use_reentrant=False")
@@ -51,7 +53,7 @@ def refuses_at_once(error: Exception) -> bool:
 
 def refuses_forward(error: Exception) -> bool:
     """Whether it refuses to compute inside ``full_params()``, where parameters do not have the dtype for that."""
-    return "leave 'with engine.full_params():' before engine(...)" in str(error)
+    return "forward: it was called inside 'with engine.full_params():'" in str(error)
 
 
 def has_met(error: Exception) -> bool:
