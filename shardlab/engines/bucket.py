@@ -118,8 +118,8 @@ class Bucket:
 
 def _num_references(tensor: Tensor) -> int:
     """How many tensors share its memory."""
-    # Private: there is no public way to ask.
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    # Private: there is no public way to ask. One reference is that of the storage which is asked.
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -38,6 +38,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from shardlab import vocabulary
+from shardlab.comm.transports.base import MismatchError
 from shardlab.comm.trees import tensors_in
 from shardlab.engines.hooks import ModuleHook
 from shardlab.engines.offload import OFFLOADS
@@ -50,6 +52,18 @@ from shardlab.meta_device import InitFn, reset_parameters
 from shardlab.partition.chunks import parse_partition
 from shardlab.units.policy import AUTO, ROOT, WrapPolicy
 from shardlab.vocabulary import Partition, Role
+
+
+@contextlib.contextmanager
+def _advising() -> Iterator[None]:
+    try:
+        yield
+    except MismatchError as error:
+        error.add_note(
+            "fsdp: all ranks must call the same units in the same order; make one unit of the module that chooses: "
+            "wrap='root', or a wrap that names it"
+        )
+        raise
 
 
 class Act(NamedTuple):
@@ -123,7 +137,9 @@ class FSDP(Sharded):
         self._running: list[Pass] = []  # whose programs this backward runs
         self._is_in_backward = self._sends = self._keeps = False
         self._missing: dict[Unit, set[nn.Parameter]] = {}  # gradients that this backward has still to bring
+        self._gathers = sharding != vocabulary.Sharding.NO_SHARD
         self._sent: set[Unit] = set()  # since the last means
+        self._over: set[Unit] = set()  # of replicated units: those whose gradients are there, in this backward
         self._reducing: list[Unit] = []  # in the order of sending
         self._depth: dict[Unit, int] = {}  # of calls of a unit, which may call itself
         self._root_stays = 0
@@ -169,6 +185,11 @@ class FSDP(Sharded):
             with self.saving_by_reference():
                 yield
             return
+        with _advising(), self._one_pass():
+            yield
+
+    @contextlib.contextmanager
+    def _one_pass(self) -> Iterator[None]:
         self._pass, self._is_taped = Pass(), torch.is_grad_enabled()
         self._reshards = self.options.reshards_after_forward or not self._is_taped
         if self._is_taped and self._is_stale:
@@ -250,7 +271,7 @@ class FSDP(Sharded):
         # is gathered stays to the end, and gradients are sent there.
         # So it does where gradients also come through what was computed inside full_params().
         self._keeps = len(self._waiting) != 1 or self._is_other_graph
-        self._sent = set()
+        self._sent, self._over = set(), set()
         self._missing = {unit: {param for param in unit.params if param.requires_grad} for unit in self.units}
         try:
             if not self._keeps:
@@ -289,10 +310,12 @@ class FSDP(Sharded):
                 for following in ahead[: self._prefetch]:
                     following.start()
             elif is_first and not self._keeps:
-                if self._sends:
+                if not self._sends:
+                    unit.reshard()
+                elif self._gathers:
                     self._reduce(unit)
                 else:
-                    unit.reshard()
+                    self._reduce_in_turn(unit)
 
     @override
     def took(self, param: nn.Parameter, *, sends: bool) -> None:
@@ -314,6 +337,20 @@ class FSDP(Sharded):
     def _is_over(self, unit: Unit) -> bool:
         return not self._missing[unit] and all(param.requires_grad for param in unit.params)
 
+    def _reduce_in_turn(self, unit: Unit) -> None:
+        """Replicated units may be called in another order on each rank: a unit waits for those before it."""
+        self._over.add(unit)
+        for one in self._order():
+            if one not in self._over:
+                return
+            if one not in self._sent:
+                self._reduce(one)
+
+    def _order(self) -> list[Unit]:
+        """In which backward passes units; those that no forward has used behind them, and the root last."""
+        order = dict.fromkeys([*reversed(self._guess if self._gathers else []), *reversed(self.units)])
+        return sorted(order, key=lambda unit: unit is self._root)
+
     def _reduce(self, unit: Unit) -> None:
         for earlier in self._reducing:
             earlier.advance()  # one buffer of a unit at a time, during the backward of the next: bounds the memory
@@ -324,9 +361,7 @@ class FSDP(Sharded):
     @override
     def reduce_rest(self) -> None:
         """As the base."""
-        # In the order in which backward passes units; those that no forward has used behind them, and the root last.
-        order = dict.fromkeys([*reversed(self._guess), *reversed(self.units)])
-        for unit in [*(one for one in order if one is not self._root), *([self._root] if self._root else [])]:
+        for unit in self._order():
             if unit not in self._sent:
                 self._reduce(unit)
         super().reduce_rest()

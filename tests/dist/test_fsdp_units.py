@@ -126,8 +126,8 @@ def from_meta(rank, layout):
         if rank == 1:  # the ranks differ, and must not in the end
             for param in module.parameters(recurse=False):
                 param.zero_()
-        # (A placeholder answers with the device of the parameter that it stands for, and has no memory.)
-        largest.append(sum(one.numel() for one in model.parameters() if type(one) is nn.Parameter and not one.is_meta))
+        # (What is sharded has its shape, in the memory of one element.)
+        largest.append(sum(one.untyped_storage().nbytes() for one in model.parameters() if not one.is_meta))
 
     with torch.device("meta"):
         model = Blocks().double()
@@ -140,12 +140,12 @@ def test_a_model_on_the_meta_device_is_built_unit_by_unit(pools):
     with torch.no_grad():
         for name, module in model.named_modules():
             seeded(name, module)
-    numel = sum(param.numel() for param in model.parameters())
+    num_bytes = sum(param.nbytes for param in model.parameters())
     expected = plain_steps(model, adamw, 2, 0, 1, 2)
     for layout in ("flat", "dim0"):
         results = pools(2).run(from_meta, layout)
         assert_states([state for state, _ in results], expected)
-        assert all(largest < numel / 2 for _, largest in results), "never the whole model at once"
+        assert all(largest < num_bytes / 2 for _, largest in results), "never the whole model at once"
 
 
 def meta_misuse(rank):

@@ -405,8 +405,9 @@ def test_a_step_makes_no_stub_for_what_it_reshards(monkeypatch):
 
 MAP = (
     "from tests.dist import cases\nfrom shardlab.engines.bucket import bucket_layouts\n"
+    "from shardlab.vocabulary import Partition\n"
     "params = dict(cases.build('SmallGPT').named_parameters())\n"
-    "print([one.names for one in bucket_layouts(params, 3, 2000, 'elements')])"
+    "print([one.names for one in bucket_layouts(params, 3, 2000, Partition.ELEMENTS)])"
 )
 
 
