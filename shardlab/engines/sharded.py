@@ -60,7 +60,7 @@ class Sharded(Strategy):
                 yield
             finally:  # what a graph has saved by reference is not this any more
                 for one in self._unit_of_shards:
-                    one.version += 1
+                    one.num_changes += 1
 
     @contextlib.contextmanager
     def visiting(self) -> Iterator[None]:
@@ -122,7 +122,7 @@ class Sharded(Strategy):
                 unit.num_holders -= 1
                 unit.reshard()
             for one, version in versions.items():
-                one.version += _writes(one) != version  # a forward inside may have saved what is lost now
+                one.num_changes += _writes(one) != version  # a forward inside may have saved what is lost now
 
     def saw_other_graph(self) -> None:
         """Plain code has computed with full parameters, and a backward may come through that."""

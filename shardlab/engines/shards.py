@@ -99,7 +99,7 @@ class Shards:
             at,
         )
         self.device = next(iter(self.params.values())).device
-        self.version = 0  # of the values, which a graph may have saved
+        self.num_changes = 0  # but those in place to the pieces
         self._tensors = TensorLayout(layout, comm.rank, {key: tuple(param.shape) for key, param in params.items()})
         shard = self._tensors.cut(self.params)
         self.shard = in_host_memory(shard) if ways.offload.parameters else shard
@@ -131,6 +131,11 @@ class Shards:
     def is_whole(self) -> bool:
         """Whether the shard is all of the parameters."""
         return self.layout.num_ranks == 1
+
+    @property
+    def version(self) -> int:
+        """Of the values, which a graph may have saved."""
+        return self.num_changes + sum(piece._version for piece in self.pieces.values())
 
     @property
     def _stepped(self) -> Tensor:
@@ -203,7 +208,7 @@ class Shards:
     def keep(self) -> None:
         """Copy into the shard what was written into the full parameters, or put there by ``.data =``."""
         self._stepped.copy_(self._tensors.cut({name: param.data for name, param in self.params.items()}))
-        self.version += 1
+        self.num_changes += 1
 
     # Gradients.
 
@@ -292,13 +297,15 @@ class Shards:
         """Copy what has been stepped back; the host must wait before it reads it."""
         if self._visiting is not None:
             copy_to_host(self.shard, self._visiting)
-            self._visiting = None
-            self._point_pieces_at(self.shard)
+            visiting, self._visiting = self._visiting, None
+            self._point_pieces_at(self.shard, visiting)
 
-    def _point_pieces_at(self, shard: Tensor) -> None:
+    def _point_pieces_at(self, shard: Tensor, before: Tensor | None = None) -> None:
         for name, piece in self.pieces.items():
-            # By ``.data``: the optimizer finds its state by these very tensor objects.
-            piece.data = self._tensors.piece_of(name, shard)
+            # One that an optimizer has put elsewhere by ``.data =`` stays there, for guards to find.
+            if before is None or piece.data_ptr() in (0, self._tensors.piece_of(name, before).data_ptr()):
+                # By ``.data``: the optimizer finds its state by these very tensor objects.
+                piece.data = self._tensors.piece_of(name, shard)
 
     def holdings(self) -> Iterator[Holding]:
         """What this rank holds of parameters and gradients."""

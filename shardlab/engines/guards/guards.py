@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
 from shardlab.engines.agreement import all_or_none
@@ -17,10 +18,10 @@ from shardlab.engines.gradients import Gradients
 from shardlab.engines.guards.claims import Claim, check_free
 from shardlab.engines.guards.optimizers import Cut, fitting_optimizer
 from shardlab.engines.guards.placeholder import PlaceholderGradient, StubbedParameter, refuse_loading
-from shardlab.engines.guards.rules import HALF_STEPPED, LOST, OPEN, REPLACED, RULES, Rule, Where
+from shardlab.engines.guards.rules import FROZEN, HALF_STEPPED, LOST, OPEN, REPLACED, RULES, Rule, Where
 from shardlab.engines.guards.snapshot import Mark, mark
 from shardlab.engines.shards import Shards
-from shardlab.engines.step_tensors import OptimizerFn, guard_groups
+from shardlab.engines.step_tensors import OptimizerFn, guard_groups, tensors_of
 from shardlab.vocabulary import Partition
 
 _DATA, _GRADIENTS = ("version", "trains"), ("gradient", "gradient_version")
@@ -31,7 +32,8 @@ _CHANGED = {
     "forwarded": _DATA, "stepped": _DATA, "failed": _DATA + _GRADIENTS, "full": _DATA, "left full": _ALL,
     "loaded": _ALL,
 }  # fmt: skip
-_OF_PIECES = frozenset({"built", "stepped", "loaded"})  # the same, of versions of pieces
+# The same, of versions of what is not gathered anew for each forward.
+_WRITTEN = frozenset({"built", "stepped", "left full", "loaded"})
 
 
 class Guards:
@@ -69,6 +71,8 @@ class Guards:
         if self._lost and moment not in ("left full", "closed"):
             refusal = RuntimeError(LOST.format(name=self._lost))
         self._lost = ""
+        if moment in ("step", "stepped") and self._is_spread(engine):
+            refusal = refusal or self._frozen(moment, engine)
         if moment == "step" and refusal is None:
             self._check_groups(engine)
             if engine.strategy.precision.compute is torch.float16 and not engine.loss_is_scaled:
@@ -185,12 +189,17 @@ class Guards:
         left = set(engine.module.parameters())  # under other names, as after pruning
         return next((name for name, param in engine.params.items() if param not in left), "")
 
+    @property
+    def _is_stepping(self) -> bool:
+        return self._claim is not None and self._claim.is_stepping
+
     def _is_asked(self, rule: Rule, moment: str, engine: Engine) -> bool:
         if moment not in rule.at:
             return False
         if rule.of == "piece":
-            is_stepping = self._claim is not None and self._claim.is_stepping
-            return rule.change != "place" or moment == "stepped" or not is_stepping  # they may be on a visit
+            if rule.where is Where.SHOWN and not engine.num_open and moment != "left full":
+                return False
+            return moment == "stepped" or not self._is_stepping  # they may be on a visit, and are stepped
         # What is written into full parameters may be kept, and until then it is right to compute with.
         return rule.change not in ("place", "version") or not engine.num_open or moment == "step"
 
@@ -202,6 +211,8 @@ class Guards:
             return engine.strategy.steps_pieces and engine.gradients is Gradients.MEANS_AND_LOCAL
         if rule.where is Where.FLAT and self._is_sharded:
             return False
+        if rule.where is Where.SHOWN:
+            return self._is_sharded
         if rule.where in (Where.PIECES, Where.FLAT):
             # One process alone writes into the parameters themselves, unless these are others.
             return (engine.strategy.steps_pieces and (rule.of, rule.change) != ("piece", "version")) or self._is_spread(
@@ -217,6 +228,18 @@ class Guards:
     @staticmethod
     def _is_sliced(rule: Rule, name: str, engine: Engine) -> bool:
         return rule.where is not Where.SLICED or (name in engine.slices and engine.slices[name].num_ranks > 1)
+
+    def _frozen(self, moment: str, engine: Engine) -> RuntimeError | None:
+        """Where a bucket is frozen, nobody gathers what has become of its pieces."""
+        for division in engine.divisions():
+            names = division.layout.names
+            if not any(engine._is_due(engine.params[name]) for name in names):
+                for name in names:
+                    piece = engine.step_tensors().by_name(name)
+                    is_written = self._marks["piece"][name].version != piece._version
+                    if is_written or (moment == "step" and piece.grad is not None):
+                        return RuntimeError(FROZEN.format(name=name))
+        return None
 
     def _check_groups(self, engine: Engine) -> None:
         for name, tensor in engine.step_tensors().items():
@@ -250,13 +273,16 @@ class Guards:
         kinds: dict[str, dict[str, torch.Tensor]] = {"parameter": dict(engine.params)}
         if engine.strategy.steps_pieces:
             kinds["piece"] = dict(engine.step_tensors().items())
-        fields = _CHANGED[moment]
         for kind, tensors in kinds.items():
             known = self._marks.setdefault(kind, {})
+            is_known = {}
             if kind == "piece":
-                is_known = {"version": moment in _OF_PIECES, "trains": moment in _OF_PIECES}
-                is_known["place"] = not self._has_moved
-                fields = tuple(field for field in fields if is_known.get(field, True))
+                is_shown = moment == "full" and self._is_sharded and not engine.num_open
+                is_known["version"] = is_known["trains"] = is_shown or (moment in _WRITTEN and moment != "left full")
+                is_known["place"] = not (self._has_moved or self._is_stepping)
+            elif not self._is_sharded:
+                is_known["version"] = moment in _WRITTEN
+            fields = tuple(field for field in _CHANGED[moment] if is_known.get(field, True))
             for name, tensor in tensors.items():
                 now = mark(tensor)
                 known[name] = known.get(name, now)._replace(**{field: getattr(now, field) for field in fields})
@@ -265,11 +291,13 @@ class Guards:
 
     @staticmethod
     def _before_others_step(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
-        several = engine.num_data_ranks > 1
+        several, pieces = engine.num_data_ranks > 1, engine.step_tensors()
         check_others_step(
-            optimizer, engine.params, engine.step_tensors(), engine.name,
-            is_early=several and engine._running, is_behind=several and engine.gradients.are_local,
+            optimizer, engine.params, pieces, engine.name, is_early=several and engine._running,
+            is_behind=several and engine.gradients.are_local and not engine._running,
         )  # fmt: skip
+        others = tensors_of(optimizer)
+        increment_version([one for one in pieces if one.grad is not None and id(one) in others])  # fused kernels do not
 
     def _release(self) -> None:
         if self._claim is not None:

@@ -19,7 +19,7 @@ class Where(Enum):
     FLAT = "stepped in pieces, not sharded"  # what is sharded refuses by itself, or when it is resharded
     NOT_IN_PLACE = "sharded or rounded"  # what is written into a parameter does not reach what is stepped
     ROUNDED = "rounded, not sharded"  # sums of no_sync() may add up elsewhere than at the parameter, in more bits
-    SHARDED = "sharded"
+    SHOWN = "sharded, inside full_params()"
     SLICED = "sliced by tensor parallelism"
 
 
@@ -56,6 +56,10 @@ HALF_STEPPED = (
     "parameter {name!r}: it was used inside engine.step(), by the optimizer or a hook of it, where other ranks "
     "have stepped the rest of it; use it before or after engine.step()"
 )
+FROZEN = (
+    "engine.step_tensors(): the piece of {name!r} was written to or given a gradient, and the parameter is frozen, so "
+    "that nobody gathers it; " + _KEEP + ", or let it train"
+)
 OPEN = (
     "{verb}: it was called inside 'with engine.full_params():', where sharded or rounded parameters are shown as they "
     "are stored; call it afterwards"
@@ -74,6 +78,11 @@ RULES = (
         "piece", "version", frozenset({"forward", "backward", "full", "close"}), Where.PIECES,
         "engine.step_tensors(): this rank's piece of {name!r} was written to, and nobody has gathered it; write before "
         "engine.step(), on all ranks, or into the parameter, inside 'with engine.full_params(keep_changes=True):'",
+    ),
+    Rule(
+        "piece", "version", frozenset({"forward", "full", "left full"}), Where.SHOWN,
+        "engine.step_tensors(): the piece of {name!r} was written to inside full_params(), which shows what was there "
+        "before; write into the parameter there, with keep_changes=True, or into pieces outside of it",
     ),
     Rule(
         "piece", "trains", frozenset({"step"}), Where.PIECES,
