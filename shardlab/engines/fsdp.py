@@ -266,6 +266,7 @@ class FSDP(Sharded):
     def backward(self, *, sends: bool) -> Iterator[None]:
         """As the base."""
         self.refuse_held(in_forward=self._pass is not None)
+        self.note_writes()
         self._is_in_backward, self._sends = True, sends
         # Where several forwards wait, nobody knows yet which of them this backward takes, alone or together: then what
         # is gathered stays to the end, and gradients are sent there.

@@ -42,6 +42,7 @@ class Sharded(Strategy):
 
     def saving_by_reference(self) -> contextlib.AbstractContextManager[None]:
         """Inside, autograd keeps no gathered parameter in memory."""
+        self.note_writes()
         # What backward asks for is not resharded here: the node that asked is about to compute with it.
         return saved_by_reference(self.at, lambda shards: self._unit_of_shards[shards].gather())
 
@@ -60,7 +61,7 @@ class Sharded(Strategy):
                 yield
             finally:  # what a graph has saved by reference is not this any more
                 for one in self._unit_of_shards:
-                    one.num_changes += 1
+                    one.version += 1
 
     @contextlib.contextmanager
     def visiting(self) -> Iterator[None]:
@@ -122,7 +123,7 @@ class Sharded(Strategy):
                 unit.num_holders -= 1
                 unit.reshard()
             for one, version in versions.items():
-                one.num_changes += _writes(one) != version  # a forward inside may have saved what is lost now
+                one.version += _writes(one) != version  # a forward inside may have saved what is lost now
 
     def saw_other_graph(self) -> None:
         """Plain code has computed with full parameters, and a backward may come through that."""
@@ -133,6 +134,11 @@ class Sharded(Strategy):
             lambda tensor: tensor.clone() if isinstance(tensor, nn.Parameter) and tensor in self._unit_of else tensor,
             output,
         )
+
+    def note_writes(self) -> None:
+        """What a graph has saved is refused in its backward where pieces have been written to since."""
+        for one in self._unit_of_shards:
+            one.note_writes()
 
     def refuse_held(self, *, in_forward: bool = False) -> None:
         """Refuse a backward whose end would reshard what is still needed, or that would compute with stored values."""

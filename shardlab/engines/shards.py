@@ -99,7 +99,8 @@ class Shards:
             at,
         )
         self.device = next(iter(self.params.values())).device
-        self.num_changes = 0  # but those in place to the pieces
+        self.version = 0  # of the values, which a graph may have saved
+        self._seen = 0  # of the pieces' versions, their sum
         self._tensors = TensorLayout(layout, comm.rank, {key: tuple(param.shape) for key, param in params.items()})
         shard = self._tensors.cut(self.params)
         self.shard = in_host_memory(shard) if ways.offload.parameters else shard
@@ -132,10 +133,10 @@ class Shards:
         """Whether the shard is all of the parameters."""
         return self.layout.num_ranks == 1
 
-    @property
-    def version(self) -> int:
-        """Of the values, which a graph may have saved."""
-        return self.num_changes + sum(piece._version for piece in self.pieces.values())
+    def note_writes(self) -> None:
+        """Find out whether pieces were written to; once for each pass, and not for each tensor that is saved."""
+        written = sum(piece._version for piece in self.pieces.values())
+        self.version, self._seen = self.version + (written != self._seen), written
 
     @property
     def _stepped(self) -> Tensor:
@@ -208,7 +209,7 @@ class Shards:
     def keep(self) -> None:
         """Copy into the shard what was written into the full parameters, or put there by ``.data =``."""
         self._stepped.copy_(self._tensors.cut({name: param.data for name, param in self.params.items()}))
-        self.num_changes += 1
+        self.version += 1
 
     # Gradients.
 

@@ -86,6 +86,7 @@ class ZeRO3(Sharded):
     def backward(self, *, sends: bool) -> Iterator[None]:
         """As the base."""
         self.refuse_held()
+        self.note_writes()
         with self._gathered():
             yield
 

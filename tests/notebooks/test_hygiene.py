@@ -15,6 +15,7 @@ PLOTLY = "application/vnd.plotly.v1+json"
 NOT_COMPARED = {"nbval-ignore-output", "nbval-skip"}
 MACHINE_PATH = re.compile(r"(?:/(?:home|Users|root|work|tmp|usr|opt|var|mnt|private)/|[A-Z]:\\)\w")
 
+
 def read(path: Path) -> NotebookNode:
     return nbformat.read(path, as_version=4)
 
