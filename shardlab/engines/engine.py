@@ -271,6 +271,7 @@ class Engine(AnyEngine):
     def load(self, directory: str | Path, **objects: Stateful) -> Any:
         """As the base."""
         self._begin_verb()
+        self._refuse_open("load")
         self._ask_all("load")
         extra = super().load(directory, **objects)
         with self.strategy.stepping(loads=True):
@@ -291,8 +292,7 @@ class Engine(AnyEngine):
         """
         if self._is_closed:
             return
-        if self.num_open:
-            raise RuntimeError("close: it was called inside 'with engine.full_params():'; leave the block first")
+        self._refuse_open("close")
         self._ask("close")
         self.zero_grad()
         self._give_back()
@@ -409,6 +409,10 @@ class Engine(AnyEngine):
         self._refuse_closed()
         if self._running and torch._C._current_graph_task_id() == _OUTSIDE:
             self._fail(RuntimeError("loss.backward() raised"))
+
+    def _refuse_open(self, verb: str) -> None:
+        if self.num_open:
+            raise RuntimeError(f"{verb}: it was called inside 'with engine.full_params():'; leave the block first")
 
     def _refuse_failed(self) -> None:
         if self.gradients is Gradients.FAILED:
