@@ -528,7 +528,9 @@ class Engine(AnyEngine):
 
     def reshard(self, unit: str) -> None:
         """Reshard a unit that was gathered by hand."""
+        self._ask("full")
         self._unit(unit).let_go()
+        self._ask("left full")
 
     def _unit(self, name: str) -> Any:
         units = {one.name: one for one in self.units}

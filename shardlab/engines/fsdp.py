@@ -44,6 +44,7 @@ from shardlab.comm.trees import tensors_in
 from shardlab.engines.hooks import ModuleHook
 from shardlab.engines.offload import OFFLOADS
 from shardlab.engines.precision import Precision, cast_floating, parse_precision
+from shardlab.engines.saved import stub_used
 from shardlab.engines.sharded import Sharded
 from shardlab.engines.sharding import ShardingOptions, build_units
 from shardlab.engines.shards import State, Unit
@@ -328,6 +329,8 @@ class FSDP(Sharded):
                 "been sent; with reentrant activation checkpointing, write checkpoint(..., use_reentrant=False); where "
                 "full_params() came between two forwards, call backward() for each"
             )
+        if unit.state is State.SHARDED and param.grad is not None and bool(param.grad.isnan().any()):
+            raise stub_used(next(name for name, known in self.params.items() if known is param))
         self._missing[unit].discard(param)
         for one in self._running:
             # All gradients are there, so nothing of the unit is needed; unless a part of it is frozen, whose backward

@@ -43,6 +43,7 @@ def saved_by_reference(at: Mapping[int, tuple[Shards, str]], gather: Callable[[S
         at: the shards whose gathered parameters are in a storage, and which of their storages it is, by its address.
         gather: gathers the unit of shards, when backward asks for a parameter of it.
     """
+    of_stubs: list[str] = []
 
     def pack(saved: Tensor) -> _Kept | _Reference:
         found = at.get(_address(saved))
@@ -50,6 +51,9 @@ def saved_by_reference(at: Mapping[int, tuple[Shards, str]], gather: Callable[[S
             return _keep(saved)
         start_bytes = int(saved.storage_offset()) * saved.element_size()
         shards, storage = found
+        if not shards.storages:
+            of_stubs.append(storage)  # not raised here, where C++ calls
+            return _keep(saved)
         return _Reference(
             shards, storage, shards.version, saved.dtype, saved.size(), saved.stride(), start_bytes, saved.is_conj(),
             saved.is_neg(),
@@ -67,6 +71,8 @@ def saved_by_reference(at: Mapping[int, tuple[Shards, str]], gather: Callable[[S
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
+        if of_stubs:
+            raise stub_used(of_stubs[0])
     except RuntimeError as error:
         if "support saved tensor hooks" not in str(error):
             raise
@@ -122,6 +128,15 @@ def _view(storage: Tensor, saved: _Reference) -> Tensor:
     # The bits in which a lazy conjugate and a lazy minus differ from the memory they are views of.
     view = view.conj() if saved.is_conj else view
     return -view if saved.is_neg else view
+
+
+def stub_used(name: str) -> RuntimeError:
+    """The error where C++ has computed with a parameter that is not gathered: it asks nothing of Python."""
+    return RuntimeError(
+        f"parameter {name!r} is sharded: code that bypasses its module, as TorchScript does, has computed with it "
+        "where it is not gathered; choose larger FSDP units, as wrap='root', or compute inside 'with "
+        "engine.full_params():'"
+    )
 
 
 def _overwritten(kept: _Kept) -> RuntimeError:

@@ -28,6 +28,7 @@ from math import nan, prod
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending
@@ -78,7 +79,7 @@ class Shards:
         layout: which rank has which elements.
         comm: the ranks of the layout.
         ways: how they are stored and moved.
-        at: by the address of a storage, whose gathered parameters are there, and which of ``storages``.
+        at: by the address of a storage, whose gathered parameters are there, and which of ``storages``; or whose stub.
     """
 
     def __init__(
@@ -121,10 +122,12 @@ class Shards:
         self._visiting: Tensor | None = None  # the shard, on the device for a step
         self._unused: set[str] = set()
         self._looked_at = first_elements(layout)
-        stub = torch.full(
-            (), nan if self.compute_dtype.is_floating_point else 0, dtype=self.compute_dtype, device=self.device
-        )
-        self._stubs = {key: stub.expand(param.shape) for key, param in params.items()}
+        value = nan if self.compute_dtype.is_floating_point else 0
+        self._stubs = {
+            key: torch.full((), value, dtype=self.compute_dtype, device=self.device).expand(param.shape)
+            for key, param in params.items()
+        }
+        self._at.update({stub.untyped_storage().data_ptr(): (self, key) for key, stub in self._stubs.items()})
         self.watchers: list[Callable[[bool], None]] = []  # told when the parameters are shown, and hidden
         self.hide()
 
@@ -379,6 +382,7 @@ class Unit:
         """End a ``hold()``."""
         self.num_holders = max(0, self.num_holders - 1)
         self.reshard()
+        increment_version(self.params)  # what plain code has saved of them would be read as stubs
 
     def drop_gather(self) -> None:
         """Drop a prefetch that was not used."""

@@ -297,7 +297,7 @@ def gathered_data_is_replaced(user):
 @story(on=("fsdp", "fsdp-shard_grad_op"), refused=f"it {WRITTEN}", instead=lambda user: user.train(0, 1))
 def units_that_are_gathered_by_hand_are_written(user):
     user.train(0)
-    for use in (user.step, lambda: user.save(user.directory), user.full_state_dict):
+    for use in (user.full_state_dict, user.step, lambda: user.save(user.directory)):
         for unit in user.units:
             user.unshard(unit.name)
         with torch.no_grad():
@@ -308,6 +308,9 @@ def units_that_are_gathered_by_hand_are_written(user):
         for unit in user.units:
             user.reshard(unit.name)
         user.zero_grad()
+    with user.refused():  # what reshard() has lost
+        user.go_back(1)
+    user.zero_grad()
     user.train(1)
 
 
@@ -334,7 +337,8 @@ class WritesOnce(nn.Module):
         return gradient
 
 
-@story(model=WritesOnce, on=(*SHARDED, "zero3-one"), refused=f"{WRITTEN}|is sharded|rank 1 raised", instead=lambda user: user.train(0, 0))
+@story(model=WritesOnce, on=(*SHARDED, "zero3-one"), refused=f"{WRITTEN}|is sharded|rank 1 raised",
+       instead=lambda user: user.train(0, 0))  # fmt: skip
 def one_rank_writes_in_backward(user):
     user.train(0)
     user.module.writes = user.rank == 1
@@ -421,6 +425,9 @@ def rounded_data_is_replaced(user):
     with user.refused():
         clamped(user.module)
         user.step()
+    if user.name == "zero1":  # where it is still so
+        with user.refused():
+            user.close()
 
 
 def doubled(model):
