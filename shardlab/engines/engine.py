@@ -216,13 +216,13 @@ class Engine(AnyEngine):
                     tensor.grad.zero_()
             self._ask("means")
             return
-        self._ask("zero_grad")
         for tensor in (*self.params.values(), *self._step_tensors):
             tensor.grad = None
         self.strategy.drop()
         self._flag = None
         self._due.clear()
         self.gradients = Gradients.NONE
+        self._ask("zero_grad")  # last, so that no guard remembers, and keeps, what is cleared
 
     @contextlib.contextmanager
     @override

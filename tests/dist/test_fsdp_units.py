@@ -250,10 +250,3 @@ def test_ranks_that_gather_other_units_of_one_size_are_told(pools):
         with pytest.raises(RankError, match=r"parameters of blocks\.\d.* meets .*parameters of blocks\.\d") as caught:
             pools(3).run(other_units, 3, "shared_memory", {"sharding": sharding})
         assert str(caught.value).count("make one unit of the module that chooses: wrap='root'") == 1
-
-
-def test_units_that_are_gathered_alike_may_be_used_in_another_order(pools):
-    """Both ranks gather them ahead of time."""
-    for transport in ("shared_memory", "gloo"):
-        options = {"sharding": "shard_grad_op", "prefetch": 3}
-        assert_states(pools(2).run(other_units, 2, transport, options), of_branches(2, 1))

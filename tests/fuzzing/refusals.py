@@ -38,7 +38,8 @@ def is_documented(error: Exception, world: World) -> bool:
     if "it was changed in place" in str(error):
         return world.gradients == "changed"
     if _matches(error, IN_PARTS):
-        return any("reentrant" in block.checkpoint for block in world.ours.module_spec.blocks)
+        # Where parameters are rounded a look at the full ones, between two forwards, parts their gradients too.
+        return world.ours.spec.rounds or any("reentrant" in block.checkpoint for block in world.ours.module_spec.blocks)
     if refuses_forward(error):
         return world.ours.spec.rounds
     if _matches(error, (MEET,)):
