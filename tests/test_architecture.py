@@ -41,10 +41,10 @@ MAY_IMPORT["experiment"] = LOWER
 MAY_IMPORT["recording"] = LOWER | {"experiment"}
 MAY_IMPORT["exercises"] = LOWER | {"experiment"}
 MAY_IMPORT["lab"] = LOWER | {"experiment"}
-MAY_IMPORT["faults"] = LOWER | {"experiment"}
+MAY_IMPORT["faults"] = LOWER
 MAY_IMPORT["bench"] = LOWER
 MAY_IMPORT["widgets"] = LOWER | {"experiment", "exercises", "lab"}
-MAY_IMPORT["cli"] = LOWER | {"bench", "exercises", "experiment", "faults", "lab", "recording", "widgets"}
+MAY_IMPORT["cli"] = LOWER | {"bench", "exercises", "experiment", "lab", "recording", "widgets"}
 MAY_IMPORT["__main__"] = {"cli"}
 MAY_IMPORT["__init__"] = LOWER | {"experiment", "recording"}
 

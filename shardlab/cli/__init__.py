@@ -1,4 +1,4 @@
-"""The command line: compare, template, plan, bench, exercises, faults, report, modules, trace, diff and doctor.
+"""The command line: compare, template, plan, bench, exercises, report, modules, trace, diff and doctor.
 
 Exit codes: 0 done; 1 a rank failed, losses differ or are not finite, or a fault was not told; 2 bad input, said in one
 line; 130 interrupted.
@@ -16,7 +16,6 @@ from shardlab.cli.bench import bench
 from shardlab.cli.compare import compare
 from shardlab.cli.console import BAD_INPUT, bad_input, complain
 from shardlab.cli.exercises import exercises
-from shardlab.cli.faults import faults
 from shardlab.cli.modules import modules
 from shardlab.cli.plan import plan
 from shardlab.cli.record import SCRIPT_ARGUMENTS, record
@@ -56,7 +55,7 @@ def template() -> None:
 app.command()(compare)
 app.command()(template)
 app.command(context_settings=SCRIPT_ARGUMENTS)(bad_input()(record))
-for _command in (plan, bench, exercises, faults, report, modules, trace, diff):
+for _command in (plan, bench, exercises, report, modules, trace, diff):
     app.command()(bad_input()(_command))
 
 

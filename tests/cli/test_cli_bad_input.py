@@ -104,7 +104,7 @@ def test_an_unknown_command_likewise(answers):
     code, _, stderr = answers["unknown command"]
     assert (code, len(stderr.splitlines())) == (2, 1)
     assert "'compar'" in stderr
-    commands = "compare, template, record, plan, bench, exercises, faults, report, modules, trace, diff, doctor"
+    commands = "compare, template, record, plan, bench, exercises, report, modules, trace, diff, doctor"
     assert f"Commands: {commands}." in stderr
 
 

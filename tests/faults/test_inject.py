@@ -22,10 +22,10 @@ from shardlab.faults import (
     inject,
 )
 from shardlab.faults.kinds import PHASES, AtLayer
-from shardlab.faults.program import STEPS, train, workload
 from shardlab.launch import RankDied, RankError, RankHang, RankPool
 from tests.dist import cases
 from tests.dist.every_engine import adamw, one_step
+from tests.faults.program import STEPS, train, workload
 
 
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES.keys() - {"single", "torch_tp"}))

@@ -1,4 +1,4 @@
-"""What the matrix breaks: a training loop as users write it, and the same training as a workload for ``compare``."""
+"""What is broken: a training loop as users write it, and the same training as a workload for ``compare``."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,8 +9,7 @@ from torch import Tensor
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine, check_agreement, engine_options
 from shardlab.experiment import Workload
-from shardlab.faults.inject import faulty, inject
-from shardlab.faults.kinds import Fault
+from shardlab.faults import Fault, faulty, inject
 from shardlab.models import MLP
 
 STEPS = 4
