@@ -23,7 +23,7 @@ import psutil
 from shardlab import engines
 from shardlab.experiment import compare
 from shardlab.experiment.comparison import PRELOAD
-from shardlab.experiment.verdicts import verdicts
+from shardlab.experiment.run_verdicts import verdicts
 from shardlab.faults.inject import Happened
 from shardlab.faults.kinds import (
     AtCollective,
