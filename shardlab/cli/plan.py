@@ -14,7 +14,7 @@ from rich.table import Table
 from shardlab.cli.console import count, decimals_of, names_in, unit_of
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.planner.fit import CARDS, Gpu
-from shardlab.planner.model_states import ModelStates, model_states, precision_named
+from shardlab.planner.formulas import ModelStates, model_states, precision_named
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -87,7 +87,7 @@ def _plan_params(params: str, ranks: int, precision: str, gpu: Gpu | None, json:
 def _plan_workload(place: str, ranks: int, strategies: str, options: dict[str, Any], gpu: str, json: bool) -> None:
     from shardlab.experiment import plan as planned  # here, because it imports torch
     from shardlab.experiment.named_workload import workload_at
-    from shardlab.experiment.tensor_plan import shown_plan
+    from shardlab.experiment.tensor import shown_plan
     from shardlab.lab.fit import RunPlan
     from shardlab.planner.setup import STRATEGIES
 

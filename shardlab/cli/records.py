@@ -18,7 +18,7 @@ from shardlab.cli.console import count
 
 if TYPE_CHECKING:
     from shardlab.experiment import CompareConfig, Comparison
-    from shardlab.experiment.difference import Difference
+    from shardlab.experiment.run_verdicts import Difference
 
 ROOMY = 100  # columns of a terminal in which the table gets wider gaps
 DISPENSABLE = ("overlap", "max_loss_difference", "exposed_comm_ms")  # left out in a narrow terminal, in this order
@@ -91,7 +91,7 @@ def diff(
 ) -> None:
     """Compare two comparisons or runs: every number of each strategy, and whether the losses are equal."""
     from shardlab.experiment import load_saved
-    from shardlab.experiment.difference import Difference
+    from shardlab.experiment.run_verdicts import Difference
     from shardlab.recording.report import is_recorded
 
     if is_recorded(first) or is_recorded(second):
@@ -108,7 +108,7 @@ def diff(
 
 def print_result(comparison: "Comparison", config: "CompareConfig", report: Path) -> None:
     """Print the table of a comparison, its verdicts, and the path of its report."""
-    from shardlab.experiment.verdicts import peak_note, verdicts
+    from shardlab.experiment.run_verdicts import peak_note, verdicts
 
     console = Console(highlight=False)
     table, left_out = _result_table(comparison, config, console)
@@ -146,7 +146,7 @@ def _report_recorded(directory: Path, json: bool) -> None:
 def _diff_recorded(first: Path, second: Path, json: bool) -> None:
     """Print the numbers of two runs of which a script has made one or both: their losses are not comparable."""
     from shardlab.experiment import load_saved
-    from shardlab.experiment.difference import differences, pairs_of, readable
+    from shardlab.experiment.summary import differences, pairs_of, readable
     from shardlab.recording.report import is_recorded, load_recorded
 
     one, other = (

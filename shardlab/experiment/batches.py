@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from shardlab.comm.trees import map_tensors, tensors_in
-from shardlab.experiment.same_data import NUM_BATCHES, checksum
+from shardlab.experiment.rank_checks import NUM_BATCHES, checksum
 from shardlab.experiment.workload import Workload, seeded
 from shardlab.tensor_parallel.rng import generator_states, set_generator_states
 

@@ -16,10 +16,9 @@ from shardlab.engines.offload import OFFLOADS
 from shardlab.engines.peers import TorchFSDP2
 from shardlab.engines.precision import parse_precision
 from shardlab.engines.sharding import LAYOUTS, SHARDINGS
-from shardlab.experiment.builtin import builtin
-from shardlab.experiment.named_workload import workload_at
+from shardlab.experiment.directory import check_resume
+from shardlab.experiment.named_workload import builtin, workload_at
 from shardlab.experiment.options import CompareOptions
-from shardlab.experiment.resume import check_resume
 from shardlab.experiment.tensor import TORCH_TP, with_plan
 from shardlab.experiment.workload import Workload
 from shardlab.field_types import check_types

@@ -4,7 +4,6 @@ All of it is found out by trying, on the meta device where that is possible: a s
 graph of the first batch's loss.
 """
 
-import contextlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,14 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm.trees import map_tensors, tensors_in
 from shardlab.engines.holdings import of_state
-from shardlab.engines.step_tensors import StepTensors, groups_of
+from shardlab.engines.step_tensors import StepTensors
 from shardlab.experiment.batches import batches_of, divide, rows_of
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.graphs import may_nest, nodes_below, without_values
 from shardlab.experiment.workload import Workload, seeded
 from shardlab.planner import PlannedModel, described
 from shardlab.planner.setup import SGD, Optimizer
@@ -88,41 +87,23 @@ def optimizer_of(workload: Workload, module: nn.Module) -> dict[str, Optimizer] 
         module: whose parameters; it may be on the meta device.
 
     Raises:
-        ValueError: the optimizer raises an error with the small tensors, or makes other groups of them than of the
-            parameters.
+        ValueError: the optimizer raises an error with the small tensors. If sizes decide which groups it makes, what is
+            planned is that of the small ones.
     """
     params = dict(module.named_parameters())
-    small_params = {name: _small(param) for name, param in params.items()}
-    small = StepTensors(small_params)
+    small = StepTensors({name: _small(param) for name, param in params.items()})
     try:
         optimizer = workload.optimizer(small)
         at_start = {name: kept for name, kept in _kept_by(optimizer, small).items() if kept != SGD}  # SGD keeps nothing
         after_one, after_two = _kept_after_step(optimizer, small), _kept_after_step(optimizer, small)
     except Exception as error:
-        raise _not_by_name(f"it raised {type(error).__name__} ({error}) with") from error
-    groups = _chosen(workload, params)  # None if it looks at values
-    if groups not in (None, _chosen(workload, small_params)):
-        raise _not_by_name("it makes other groups of the parameters than of")
+        raise ValueError(
+            f"optimizer: it raised {type(error).__name__} ({error}) with small tensors of the parameters' names, so "
+            "what it keeps is not planned; choose parameters by name, and let no size, value, class or identity decide"
+        ) from error
     known = {name: replace(kept, from_start=at_start.get(name)) for name, kept in after_one.items() if kept is not None}
     # State that begins later would make the bytes at rest those of a step, and not of the run.
     return known if len(known) == len(params) and after_one == after_two else None
-
-
-def _chosen(workload: Workload, params: dict[str, nn.Parameter]) -> list[list[str]] | None:
-    """The names in each group that the workload's optimizer makes of parameters; None if it raises an error."""
-    tensors = StepTensors(params)
-    with contextlib.ExitStack() as lent, contextlib.suppress(Exception):
-        for param in params.values():
-            lent.enter_context(without_values(param, param.dtype))
-        return [group.names for group in groups_of(workload.optimizer(tensors), tensors)]
-    return None
-
-
-def _not_by_name(what: str) -> ValueError:
-    return ValueError(
-        f"optimizer: {what} small tensors of the parameters' names, so what it keeps cannot be planned; choose "
-        "parameters by name, and let no size, value, class or identity decide"
-    )
 
 
 def _small(param: nn.Parameter) -> nn.Parameter:
@@ -283,3 +264,23 @@ class _UnitWatch:
 
 def _nodes_of(value: Any) -> set[Any]:
     return {tensor.grad_fn for tensor in tensors_in(value) if tensor.grad_fn is not None}
+
+
+def nodes_below(node: Any) -> set[Any]:
+    """The node and all that a backward reaches from it; nothing without a node, or if it is a parameter's own."""
+    seen: set[Any] = set()
+    ahead = [node] if node is not None and node.next_functions else []
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            ahead += [following for following, _ in node.next_functions]
+    return seen
+
+
+def may_nest(node: Any) -> bool:
+    """Whether it may run a backward of its own, as reentrant checkpointing does: any function in Python may."""
+    if not isinstance(node, BackwardCFunction):
+        return False
+    function: Any = node._forward_cls  # type: ignore[attr-defined]
+    return not getattr(function, "runs_no_backward", False)

@@ -21,9 +21,9 @@ from shardlab.analysis.timed import in_timed_steps, timed_steps
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import write_page
+from shardlab.experiment.run_verdicts import transports_of, verdicts
 from shardlab.experiment.saved import config_of
 from shardlab.experiment.summary import PLANNED, readable_summary, reference_of
-from shardlab.experiment.verdicts import transports_of, verdicts
 from shardlab.plots import (
     collective_timeline,
     held_by_process,

@@ -17,10 +17,8 @@ from shardlab.engines import AnyEngine, GradScaler, build_engine, engine_options
 from shardlab.engines.agreement_check import Did, did
 from shardlab.experiment.batches import Share, batches_of, size_of
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.finite import FiniteCheck
-from shardlab.experiment.own_buffers import sums_of
-from shardlab.experiment.resume import checkpoint_directory, said_of
-from shardlab.experiment.same_data import NUM_BATCHES, first_other
+from shardlab.experiment.directory import checkpoint_directory, same_options
+from shardlab.experiment.rank_checks import NUM_BATCHES, FiniteCheck, first_other, sums_of
 from shardlab.experiment.step import StepResult, TrainStep
 from shardlab.experiment.tensor import divided, loss_of
 from shardlab.experiment.workload import seeded
@@ -56,9 +54,9 @@ class RankReport:
         not_finite: the first step in which a number of this rank's own rows was inf or NaN, by what it was.
         did: what the rank had called, and its parameters' checksum, after some of the steps.
         drew: whether a step drew random numbers, as dropout does.
-        batches: checksums of the first ones, see ``same_data``.
+        batches: checksums of the first ones, see ``rank_checks``.
         other_batch: the first of them that is not what the checkpoint it went on from was trained on; None if all are.
-        buffers: checksums after the first steps, and after some of the later ones, see ``own_buffers``.
+        buffers: checksums after the first steps, and after some of the later ones, see ``rank_checks``.
     """
 
     recorder_share: float
@@ -111,7 +109,7 @@ class RankRun:
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint; collective."""
-        extra = said_of(self._config, self._config.resumed_rows)
+        extra = same_options(self._config, self._config.resumed_rows)
         self.engine.save(directory, extra={**extra, self._whose_batches: self.batches}, **self._objects)
 
     def resume(self, directory: Path) -> int:

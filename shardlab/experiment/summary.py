@@ -1,6 +1,6 @@
-"""One row per strategy: what it cost, whether it trained the same model, and how to print that."""
+"""One row per strategy: what it cost, whether it trained the same model, how to print that; two side by side."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -10,7 +10,7 @@ import pandas as pd
 from shardlab.analysis.held_bytes import at_rest
 from shardlab.analysis.in_flight import traced_and_ordinary
 from shardlab.analysis.timed import hidden_share, timed_steps
-from shardlab.experiment.own_buffers import said_of
+from shardlab.experiment.rank_checks import own_buffers_said
 from shardlab.trace.store import Records
 from shardlab.vocabulary import Phase, Role
 
@@ -65,6 +65,31 @@ TERMINAL = {
     "moved_bytes_per_step": ("moved\nMB/step", MB),
 }
 
+QUANTITIES = (
+    "step_ms",
+    "exposed_comm_ms",
+    "overlap",
+    "peak_bytes",
+    "parameter_bytes",
+    "gradient_bytes",
+    "optimizer_bytes",
+    "offloaded_bytes",
+    "other_bytes",
+    "unattributed_bytes",
+    "padding_bytes",
+    "wire_bytes_per_step",
+    "moved_bytes_per_step",
+    "recorder_share",
+    "loss_first",
+    "loss_last",
+)
+Pair = tuple[str, str]
+NAMES = {"loss_first": "first loss", "other_bytes": "other (kB)", "unattributed_bytes": "unattributed (kB)",
+         "padding_bytes": "padding (kB)", "recorder_share": "recording (%)"}  # fmt: skip
+DIVISORS = {
+    "loss_first": 1, "other_bytes": 1e3, "unattributed_bytes": 1e3, "padding_bytes": 1e3, "recorder_share": 0.01,
+}  # fmt: skip
+
 
 def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     """The rows of ``summary.json``.
@@ -115,7 +140,7 @@ def differs_by_rank(records: Records) -> list[str]:
     manifests: list[Mapping[str, Any]] = list(records.manifests.values())
     layers = ((manifest.get("workload") or {}).get("differs_by_rank", []) for manifest in manifests)
     drew = any(manifest.get("drew_random_numbers") for manifest in manifests)
-    buffers = said_of(manifests)
+    buffers = own_buffers_said(manifests)
     matters = bool(buffers) and not _as_single(records)
     return [*next(layers, []), *([DRAWS] if drew else []), *([buffers] if matters else [])]
 
@@ -256,3 +281,81 @@ def _moved(records: Records, run: str, step: int) -> float | None:
 def _number(value: Any, factor: float = 1.0) -> float | None:
     """A float, or None if it is missing (no overlap without communication), inf or NaN."""
     return None if pd.isna(value) or not isfinite(value) else float(value) * factor
+
+
+def readable(table: pd.DataFrame) -> pd.DataFrame:
+    """Rows of ``differences`` in readable units, without quantities that neither run has."""
+    rows = table[table[["first", "second"]].fillna(0).any(axis=1)]
+    labels = {name: label for name, (label, _) in COLUMNS.items()} | NAMES
+    divisor = rows["quantity"].map({name: size for name, (_, size) in COLUMNS.items()} | DIVISORS).astype("float64")
+    shown = {name: rows[name] / divisor for name in ("first", "second", "difference")}
+    return rows.assign(quantity=rows["quantity"].map(labels), **shown)
+
+
+def pairs_of(first: Sequence[str], second: Sequence[str]) -> list[Pair]:
+    """The strategies to compare: those with the same name, or the only one of a run with each of the other.
+
+    Raises:
+        ValueError: they have no strategy in common.
+    """
+    common = [(name, name) for name in first if name in second]
+    if not common and 1 in (len(first), len(second)):
+        return [(name, against) for name in first for against in second]
+    if not common:
+        raise ValueError(f"runs: {', '.join(first)} and {', '.join(second)} have no strategy in common")
+    return common
+
+
+def differences(first: pd.DataFrame, second: pd.DataFrame, pairs: Sequence[Pair]) -> pd.DataFrame:
+    """Every number of two summaries.
+
+    Args:
+        first: rows of ``summary.json``.
+        second: likewise.
+        pairs: see ``pairs_of``.
+
+    Returns:
+        One row per pair and quantity: ``strategy`` (both names where they differ), ``quantity``, ``first``, ``second``,
+        ``difference`` (second - first) and ``ratio`` (second / first); NaN if a summary has no number.
+    """
+    one, other = first.set_index("strategy"), second.set_index("strategy")
+    rows = []
+    for name, against in pairs:
+        for quantity in (name for name in QUANTITIES if name in one.columns and name in other.columns):
+            values = (_number_or_nan(one.at[name, quantity]), _number_or_nan(other.at[against, quantity]))
+            ratio = values[1] / values[0] if values[0] else np.nan
+            strategy = name if name == against else f"{name} / {against}"
+            rows.append((strategy, quantity, *values, values[1] - values[0], ratio))
+    return pd.DataFrame(rows, columns=["strategy", "quantity", "first", "second", "difference", "ratio"])
+
+
+def loss_differences(first: pd.DataFrame, second: pd.DataFrame, pairs: Sequence[Pair]) -> pd.DataFrame:
+    """How far the losses of two runs differ at each step.
+
+    Args:
+        first: table ``steps``.
+        second: likewise.
+        pairs: see ``pairs_of``.
+
+    Returns:
+        One row per pair and step that both have: ``first_run``, ``second_run``, ``step``, ``first``, ``second`` and
+        ``difference``, absolute; inf or NaN if a loss is.
+    """
+    parts = []
+    for name, against in pairs:
+        one, other = (_losses(steps, run) for steps, run in ((first, name), (second, against)))
+        both = pd.concat({"first": one, "second": other}, axis=1, join="inner").reset_index()
+        both.insert(0, "second_run", against)
+        both.insert(0, "first_run", name)
+        parts.append(both.assign(difference=(both["second"] - both["first"]).abs()))
+    return pd.concat(parts, ignore_index=True)
+
+
+def _losses(steps: pd.DataFrame, run: str) -> "pd.Series[float]":
+    """The loss of each step, which is the same on all ranks."""
+    losses: pd.Series[float] = steps[steps["run"] == run].groupby("step")["loss"].first()
+    return losses
+
+
+def _number_or_nan(value: object) -> float:
+    return float("nan") if value is None or pd.isna(value) else float(value)  # type: ignore[call-overload, arg-type]

@@ -33,8 +33,7 @@ import pandas as pd
 
 from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.planner.groups import ROOT, Group, backward_order, groups_of
-from shardlab.planner.model import ITEMSIZES, PlannedModel
-from shardlab.planner.setup import Setup
+from shardlab.planner.setup import ITEMSIZES, PlannedModel, Setup
 from shardlab.tables import COLLECTIVES
 from shardlab.vocabulary import FLAG, Collective, MeshAxis, Phase
 

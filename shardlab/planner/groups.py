@@ -14,8 +14,7 @@ from shardlab.partition.chunks import Piece
 from shardlab.partition.dim0 import Dim0Layout, dim0_layout
 from shardlab.partition.flat import FlatLayout, ParamSpec, aligned_first, flat_layout, owned_layout
 from shardlab.partition.owners import Ownership
-from shardlab.planner.model import PlannedModel, PlannedParam
-from shardlab.planner.setup import Setup
+from shardlab.planner.setup import PlannedModel, PlannedParam, Setup
 from shardlab.vocabulary import LayoutName, Partition
 
 ROOT = "root"

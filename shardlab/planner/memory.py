@@ -29,8 +29,7 @@ from math import nan
 import pandas as pd
 
 from shardlab.planner.groups import Group, groups_of
-from shardlab.planner.model import ITEMSIZES, PlannedModel
-from shardlab.planner.setup import REPLICATED, Optimizer, Setup
+from shardlab.planner.setup import ITEMSIZES, REPLICATED, Optimizer, PlannedModel, Setup
 from shardlab.tables import MEMORY
 from shardlab.vocabulary import Offload, Phase, Role
 

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from shardlab.experiment.options import CompareOptions
-from shardlab.experiment.same_data import others_than
+from shardlab.experiment.rank_checks import others_than
 from shardlab.experiment.saved import fields_of
 from shardlab.experiment.summary import COLUMNS, readable_summary
 from shardlab.vocabulary import MeshAxis

@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 from shardlab.cli import app
 from shardlab.cli.modules import _print as print_modules
 from shardlab.experiment import CompareConfig, compare
-from shardlab.experiment.difference import NAMES, QUANTITIES
-from shardlab.experiment.summary import COLUMNS
+from shardlab.experiment.summary import COLUMNS, NAMES, QUANTITIES
 from shardlab.installed import __version__
 from shardlab.trace.store import FORMAT, RunWriter, load_run, write_manifest
 from tests.export.trace_format import check

@@ -19,9 +19,9 @@ from shardlab.experiment import directory as directory_module
 from shardlab.experiment.comparison import _disagreement
 from shardlab.experiment.report import peak_table
 from shardlab.experiment.run import RankReport
+from shardlab.experiment.run_verdicts import agreement_verdict, busy_verdict, unseen_verdict, verdict, verdicts
 from shardlab.experiment.saved import load_saved
 from shardlab.experiment.summary import summarise
-from shardlab.experiment.verdicts import agreement_verdict, busy_verdict, unseen_verdict, verdict, verdicts
 from shardlab.faults import NaN, faulty
 from shardlab.launch import RankError
 from shardlab.models import build_model

@@ -10,11 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlab import Workload, plan
 from shardlab.experiment import CompareConfig, compare
-from shardlab.experiment.difference import Difference
 from shardlab.experiment.planned import against_plan, plan_runs
 from shardlab.experiment.planned_workload import optimizer_of
+from shardlab.experiment.run_verdicts import Difference, plan_verdict, verdict
 from shardlab.experiment.saved import load_saved
-from shardlab.experiment.verdicts import plan_verdict, verdict
 from tests.conftest import Pools
 from tests.experiment.test_workload import Labelled, Nested, OutOfOrder, Residual, keyword_loss, labelled_loss
 
@@ -147,18 +146,6 @@ def test_an_error_of_the_data_is_the_plans_too() -> None:
 
     with pytest.raises(ValueError, match=r"^data: its first batch, .* raised OSError \(no such file\); plan where"):
         plan(Workload(Residual, unreadable, keyword_loss), ranks=2)
-
-
-def of_large_tensors(tensors):
-    """Momentum for what has more than 60 elements: of the layers' weights, and of no small tensor."""
-    large, small = [t for t in tensors if t.numel() > 60], [t for t in tensors if t.numel() <= 60]
-    return torch.optim.SGD([{"params": large, "momentum": 0.9}, {"params": small, "momentum": 0.0}], lr=0.1)
-
-
-def test_groups_that_sizes_decide_are_not_planned() -> None:
-    workload = Workload(Residual, Labelled(), keyword_loss, of_large_tensors)
-    with pytest.raises(ValueError, match=r"^optimizer: it makes other groups .* let no size, value, class or identity"):
-        optimizer_of(workload, Residual())
 
 
 def of_marked_tensors(tensors):

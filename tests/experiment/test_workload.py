@@ -17,13 +17,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from shardlab import CompareConfig, Workload, compare, plan
 from shardlab.analysis.timed import timed_steps
 from shardlab.experiment.batches import batches_of, divide, rows_of
-from shardlab.experiment.difference import Difference
 from shardlab.experiment.planned import plan_runs
 from shardlab.experiment.planned_workload import optimizer_of
 from shardlab.experiment.report import write_report
+from shardlab.experiment.run_verdicts import Difference, alone_verdict, plan_verdict, resumed_verdict, verdict
 from shardlab.experiment.saved import load_saved
 from shardlab.experiment.summary import summarise
-from shardlab.experiment.verdicts import alone_verdict, plan_verdict, resumed_verdict, verdict
 from shardlab.experiment.workload import seeded
 from shardlab.launch import current
 from shardlab.planner import Optimizer

@@ -8,7 +8,7 @@ import torch
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import STRATEGIES, build_engine
 from shardlab.experiment import compare, load_comparison
-from shardlab.experiment.verdicts import verdict, verdicts
+from shardlab.experiment.run_verdicts import verdict, verdicts
 from shardlab.faults import (
     DeadRank,
     Happened,

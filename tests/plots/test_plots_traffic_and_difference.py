@@ -2,7 +2,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from shardlab.experiment.difference import pairs_of
+from shardlab.experiment.summary import pairs_of
 from shardlab.plots import run_difference, summary_of, traffic_matrix
 from shardlab.plots.colours import STRATEGY_COLOURS
 from shardlab.plots.difference import COSTS

@@ -1,4 +1,6 @@
-"""Memory of the model states from a number of parameters alone: the ZeRO paper's formulas, and its published numbers.
+"""Memory by the papers' formulas: model states from a number of parameters alone, and the activations of a layer.
+
+Model states, with the ZeRO paper's published numbers:
 
 ========  ==========  =========  ===============  =======================
 strategy  parameters  gradients  optimizer state  elements sent per step
@@ -22,6 +24,25 @@ Legend: P parameters, N ranks, b and g bytes of a parameter and a gradient, K by
 (master weight included). Without padding; bytes are whole numbers where P/N makes them so. Source: Rajbhandari et al.,
 arXiv 1910.02054, section 3.1 (mixed-precision Adam), section 5 and figure 1 (memory), section 7 (communication: 2P and
 3P elements, of which a ring of N ranks sends (N - 1)/N).
+
+Bytes of activations a transformer layer keeps for backward, in 16-bit training:
+
+==================================  ===========================================
+layer                               bytes per rank
+==================================  ===========================================
+whole                               s b h (34 + 5 a s / h)
+tensor parallel                     s b h (10 + 24 / t + 5 a s / (h t))
+tensor and sequence parallel        s b h (34 / t + 5 a s / (h t))
+the same, inputs kept whole         s b h (4 + 30 / t + 5 a s / (h t))
+==================================  ===========================================
+
+The term 5 a s / h is the attention matrix with its softmax and dropout; selective recomputation, and attention in one
+kernel that never stores it, drop it. Full recomputation keeps the layer's input only, 2 s b h. The fourth row is
+sequence parallelism that gathers the inputs of attention and MLP once and keeps them, instead of gathering them again
+in backward. Not counted, as in the paper: two numbers a token and LayerNorm.
+
+Legend: s tokens of a sequence, b sequences, h hidden, a heads, t tensor-parallel ranks. Matrices and GELU inputs of 2
+bytes an element, dropout masks of 1. Source: Korthikanti et al., arXiv 2205.05198, table 2.
 """
 
 import json
@@ -163,3 +184,55 @@ def _table_1(paper: dict[str, Any]) -> Iterator[PaperNumber]:
 def _figure_1(figure: dict[str, Any]) -> Iterator[PaperNumber]:
     for strategy, printed in figure["by_strategy"].items():
         yield PaperNumber("figure 1", figure["num_params"], figure["ranks"], strategy, printed, figure["rounding"])
+
+
+RECOMPUTATIONS = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Sizes of a transformer layer; its MLP is four times as wide as its residual."""
+
+    hidden: int
+    num_heads: int
+    seq_len: int
+    micro_batch: int
+
+    def __post_init__(self) -> None:
+        """All sizes must be 1 or more."""
+        for field in ("hidden", "num_heads", "seq_len", "micro_batch"):
+            require_count(field, getattr(self, field), 1)
+
+
+def activation_bytes(
+    layer: Layer,
+    num_ranks: int = 1,
+    *,
+    sequence_parallel: bool = False,
+    regather: bool = True,
+    recompute: str = "none",
+) -> float:
+    """Bytes per layer and rank, a whole number where the sizes divide.
+
+    Args:
+        layer: its sizes.
+        num_ranks: tensor-parallel ranks.
+        sequence_parallel: whether LayerNorm, dropout and the residual are in parts too.
+        regather: with ``sequence_parallel``: the inputs of attention and MLP are kept in parts and gathered again.
+        recompute: 'none', 'selective' (the attention matrix) or 'full' (everything but the layer's input).
+
+    Raises:
+        ValueError: an unknown ``recompute``, or ``num_ranks`` below 1.
+    """
+    require_count("num_ranks", num_ranks, 1)
+    if recompute not in RECOMPUTATIONS:
+        raise ValueError(f"recompute: {recompute!r} is not one of {', '.join(RECOMPUTATIONS)}")
+    sbh = layer.seq_len * layer.micro_batch * layer.hidden
+    outside = Fraction(1, num_ranks if sequence_parallel else 1)  # what heads and features do not divide
+    if recompute == "full":
+        return _number(2 * sbh * outside)
+    inputs = outside if regather else Fraction(1)
+    factor = 6 * outside + 4 * inputs + Fraction(24, num_ranks)
+    if recompute == "none":
+        factor += Fraction(5 * layer.num_heads * layer.seq_len, layer.hidden * num_ranks)
+    return _number(sbh * factor)
