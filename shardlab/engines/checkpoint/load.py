@@ -3,7 +3,7 @@
 A rank reads the element ranges it needs and nothing else (``shard_files`` recuts what was saved). Before the first
 tensor changes, all ranks have checked what the checkpoint must have in common with the engine (names, shapes, dtypes,
 the class of optimizer), and that its files are as they were written; the error names the first difference. For that,
-one rank reads each file: CRC-32 runs at about 1.5 GB/s of a core, and the page cache has the file when it is read again.
+one rank reads each file: CRC-32 runs at 1.5 GB/s of a core, and the page cache has the file when it is read again.
 
 Bytes read per rank for P fp32 parameters with Adam: ZeRO-3 and FSDP 12P/N, ZeRO-1 and ZeRO-2 4P + 8P/N, the others 12P;
 before that 12P/N for the checksums. The wire carries only a few words.
