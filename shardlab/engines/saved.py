@@ -51,9 +51,11 @@ def saved_by_reference(at: Mapping[int, tuple[Shards, str]], gather: Callable[[S
             return _keep(saved)
         start_bytes = int(saved.storage_offset()) * saved.element_size()
         shards, storage = found
-        if not shards.storages:
+        if storage not in shards.storages:
             of_stubs.append(storage)  # not raised here, where C++ calls
             return _keep(saved)
+        if _address(shards.storages[storage]) != _address(saved):
+            return _keep(saved)  # share_memory() has moved the parameters, and what is there now is something else
         return _Reference(
             shards, storage, shards.version, saved.dtype, saved.size(), saved.stride(), start_bytes, saved.is_conj(),
             saved.is_neg(),

@@ -114,6 +114,7 @@ class Shards:
         }
         self.full: dict[str, Tensor] = {}  # while gathered
         self.storages: dict[str, Tensor] = {}  # of these: one for all, or by parameter where each is a copy
+        self._places: dict[int, str] = {}  # the addresses of these
         self.means: Tensor | None = None  # [chunk], whose parts are the .grad of the pieces
         self._gathering: tuple[Tensor, Pending] | None = None
         self._reducing: tuple[Tensor, Tensor, Pending] | None = None  # what is sent, where the sums will be
@@ -182,8 +183,8 @@ class Shards:
         self._gathering = None
         self.full = {name: self._tensors.read(name, buffer) for name in self.params}
         self.storages = dict(self.full) if self._tensors.are_copied else {"": buffer}
-        for key, tensor in self.storages.items():
-            self._at[tensor.untyped_storage().data_ptr()] = self, key
+        self._places = {tensor.untyped_storage().data_ptr(): key for key, tensor in self.storages.items()}
+        self._at.update({place: (self, key) for place, key in self._places.items()})
         for name, full in self.full.items():
             self.params[name].data = full
         for tell in self.watchers:
@@ -196,8 +197,9 @@ class Shards:
         if self._gathering is not None:
             self._gathering[1].wait()  # a transport may still write into the buffer
             self._gathering = None
-        for tensor in self.storages.values():
-            self._at.pop(tensor.untyped_storage().data_ptr(), None)
+        for place in self._places:  # as they were: share_memory() moves a storage
+            self._at.pop(place, None)
+        self._places = {}
         for tell in self.watchers:
             tell(False)
         self.full, self.storages = {}, {}
