@@ -142,6 +142,7 @@ class FSDP(Sharded):
         self._sent: set[Unit] = set()  # since the last means
         self._over: set[Unit] = set()  # of replicated units: those whose gradients are there, in this backward
         self._reducing: list[Unit] = []  # in the order of sending
+        self._asked: list[Unit] = []  # by autograd, where no program runs
         self._depth: dict[Unit, int] = {}  # of calls of a unit, which may call itself
         self._root_stays = 0
         self._is_other_graph = False  # made inside full_params(), since the last backward
@@ -216,6 +217,16 @@ class FSDP(Sharded):
     def saw_other_graph(self) -> None:
         """As the base."""
         self._is_other_graph = True
+
+    @override
+    def gather_saved(self, unit: Unit) -> None:
+        """As the base; where no program runs, as in torch.autograd.grad, only the last two stay gathered."""
+        unit.gather()
+        if not self._is_in_backward and self._pass is None:
+            self._asked = [*(one for one in self._asked if one is not unit), unit]
+            for earlier in self._asked[:-2]:
+                earlier.reshard()
+            del self._asked[:-2]
 
     def _before(self, unit: Unit) -> None:
         if self._pass is None:

@@ -43,8 +43,11 @@ class Sharded(Strategy):
     def saving_by_reference(self) -> contextlib.AbstractContextManager[None]:
         """Inside, autograd keeps no gathered parameter in memory."""
         self.note_writes()
-        # What backward asks for is not resharded here: the node that asked is about to compute with it.
-        return saved_by_reference(self.at, lambda shards: self._unit_of_shards[shards].gather())
+        return saved_by_reference(self.at, lambda shards: self.gather_saved(self._unit_of_shards[shards]))
+
+    def gather_saved(self, unit: Unit) -> None:
+        """A node of autograd asks for what it has saved of a unit, and is about to compute with it."""
+        unit.gather()
 
     @contextlib.contextmanager
     @override
@@ -99,6 +102,11 @@ class Sharded(Strategy):
     @override
     def full(self, *, keep_changes: bool) -> Iterator[None]:
         """As the base."""
+        if rounded := [unit.name for unit in self.units if unit.num_holders and unit.is_rounded]:
+            raise RuntimeError(
+                f"full_params: unit {rounded[0]!r} is held, and its parameters are rounded; call engine.reshard("
+                f"{rounded[0]!r}) first"
+            )
         held: list[Unit] = []
         versions = {one: _writes(one) for one in self._unit_of_shards}
         try:

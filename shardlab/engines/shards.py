@@ -349,6 +349,11 @@ class Unit:
         self.num_holders = 0  # who keep it gathered
         self.is_as_stored = False  # shown in the shards' dtype, and not in the one to compute in
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether what is shown has another dtype than the shards."""
+        return not self.is_as_stored and any(one.compute_dtype != one.shard.dtype for one in self.shards)
+
     @untraced
     def start(self, *, as_stored: bool = False) -> None:
         """Begin to gather, unless that has begun."""

@@ -169,7 +169,7 @@ def _looks(world: World, deep: bool) -> Iterator[str]:
     if not world.ours.is_member:
         return
     yield from local_checks(world)
-    if deep:
+    if deep and not (world.held and world.ours.spec.rounds):  # else it may be refused
         yield from deep_checks(world)
 
 
