@@ -10,7 +10,7 @@ hold a copy of the whole buffer in a reduce-scatter and an all-gather, as torch'
 2.13): that is their ``scratch_bytes``. What they send is in ``partition.torch_gloo``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from time import perf_counter_ns
@@ -23,8 +23,7 @@ from typing_extensions import override
 from shardlab.comm.base_mesh import BaseMesh, groups_along
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import CollectiveEvent, Observer
-from shardlab.comm.group import Process, retire
-from shardlab.comm.script_collectives import bytes_kept
+from shardlab.comm.group import ObservedGroup, Process, retire
 from shardlab.comm.torch_times import GLOO_THREADS, HostTimes, StreamTimes, Times, complete_waits
 from shardlab.comm.trees import tensors_in
 from shardlab.partition.torch_gloo import moved_bytes
@@ -128,6 +127,21 @@ _VERBS = {
     "all_to_all_single": _Verb(Collective.ALL_TO_ALL, lambda _, whole, *__: whole, sizes=3),
     "barrier": _Verb(Collective.BARRIER, lambda *_: ()),
 }
+
+
+def bytes_kept(tensors: Sequence[torch.Tensor], sizes: Sequence[int], group: ObservedGroup) -> int | None:
+    """Bytes of an all-to-all that a rank keeps, since they are for itself; None where it sends all ranks as many.
+
+    Args:
+        tensors: one for each rank, or one whose rows are divided among them.
+        sizes: rows for each rank; empty for equal parts.
+        group: in which it is sent.
+    """
+    if len(tensors) > 1:
+        return tensors[group.rank].nbytes
+    if len(sizes) != group.num_ranks or min(sizes) < 0:  # equal parts, or what torch is about to refuse
+        return None
+    return sum(tensor.nbytes for tensor in tensors) * sizes[group.rank] // max(1, sum(sizes))
 
 
 def _with_verbs(kind: type["TorchGroup"]) -> type["TorchGroup"]:

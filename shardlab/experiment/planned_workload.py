@@ -99,7 +99,7 @@ def optimizer_of(workload: Workload, module: nn.Module) -> dict[str, Optimizer] 
     except Exception as error:
         raise ValueError(
             f"optimizer: it raised {type(error).__name__} ({error}) with small tensors of the parameters' names, so "
-            "what it keeps is not planned; choose parameters by name, and let no size, value, class or identity decide"
+            "what it keeps cannot be planned; choose parameters by name, and let no size, value or identity decide"
         ) from error
     known = {name: replace(kept, from_start=at_start.get(name)) for name, kept in after_one.items() if kept is not None}
     # State that begins later would make the bytes at rest those of a step, and not of the run.

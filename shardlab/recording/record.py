@@ -17,13 +17,13 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode  # no public way to see whether one is active
 
 from shardlab.comm import CollectiveEvent
-from shardlab.comm.script_collectives import TorchCalls
 from shardlab.installed import __version__
 from shardlab.recording.hooks import Hooks
 from shardlab.recording.loop import Loop
 from shardlab.recording.place import Place, claim, origin_ns
+from shardlab.recording.script_collectives import TorchCalls
 from shardlab.recording.script_tensors import ScriptTensors
-from shardlab.recording.tags import BUCKET, Tags
+from shardlab.recording.torch_callers import BUCKET, Tags
 from shardlab.trace.clock import Clock, clock_for
 from shardlab.trace.recorder import ALWAYS_AT_REST, Recorder
 from shardlab.trace.store import RunWriter, write_manifest
@@ -122,7 +122,7 @@ class Recording:
         self._tensors = ScriptTensors()
         self._loop = Loop(self)
         self._hooks = Hooks(self._loop, self._tensors, self._loop)
-        self._tags = Tags(self._loop, self._tensors)
+        self._tags = Tags(lambda: self._loop.step, self._tensors)
         self._calls: TorchCalls | None = None  # while collectives are watched
         self._axes: dict[str, int] = {}
         self._backends: set[str] = set()

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from shardlab.comm.mesh import Mesh
-from shardlab.comm.script_collectives import TorchCalls, bytes_kept
-from shardlab.comm.torch_engine_groups import torch_group
+from shardlab.comm.torch_engine_groups import bytes_kept, torch_group
 from shardlab.engines import build_engine
 from shardlab.partition import torch_gloo
+from shardlab.recording.script_collectives import TorchCalls
 from shardlab.trace.observed import moved_bytes, wire_bytes
 from shardlab.vocabulary import Collective
 

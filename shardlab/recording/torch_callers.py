@@ -1,5 +1,7 @@
-"""How events name what torch itself sends: along which axis, by which backend, and for which part of torch."""
+"""How events name what torch itself sends: for which part of torch and what for, along which axis, by which backend."""
 
+from collections import Counter
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -8,8 +10,10 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from shardlab.comm.group import callers
+from shardlab.recording.script_tensors import ScriptTensors
 from shardlab.vocabulary import Collective, MeshAxis
 
 _TORCH, _SHARDLAB = str(torch.__path__[0]), str(Path(__file__).parent.parent)
@@ -112,3 +116,49 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend that sends tensors of a device's type, for example 'gloo'."""
     # Private: the public get_backend() names only one of a group with a backend for each type of device.
     return str(group._get_backend(device).name())
+
+
+BUCKET = "gradients of bucket"
+USED = "map of used parameters"  # DDP's, with find_unused_parameters
+WORDS = {
+    ("ddp", Collective.ALL_REDUCE): BUCKET,
+    ("ddp", Collective.BROADCAST): "parameters or buffers",
+    ("ddp_buckets", Collective.BROADCAST): "order of the new buckets",
+    ("ddp", Collective.ALL_GATHER): "shapes of parameters",
+    ("fsdp", Collective.ALL_GATHER): "parameters of unit",
+    ("fsdp", Collective.REDUCE_SCATTER): "gradients of unit",
+    ("fsdp", Collective.ALL_REDUCE): "gradients over replicas",
+    ("zero", Collective.BROADCAST): "parameters",
+}
+PARTS = {
+    "ddp": "DDP", "fsdp": "FSDP", "zero": "ZeroRedundancyOptimizer", "dtensor": "DTensor", "autograd": "DTensor",
+    "pipeline": "the pipeline",
+}  # fmt: skip
+
+
+class Tags:
+    """What a collective is for, as far as its caller tells, with its number in the step.
+
+    Args:
+        step: returns the one that runs.
+        tensors: of the script.
+    """
+
+    def __init__(self, step: Callable[[], int], tensors: ScriptTensors) -> None:
+        self._step_now, self._tensors = step, tensors
+        self._counts: Counter[str] = Counter()
+        self._step = step()
+
+    def __call__(self, op: Collective, caller: Caller, tensors: Sequence[Tensor]) -> str:
+        """For example 'gradients of bucket 0'."""
+        if (step := self._step_now()) != self._step:
+            self._step = step
+            self._counts.clear()
+            # Of the step before: DDP may have freed them since, and other storages may have their identities.
+            self._tensors.buckets.clear()
+        name = "ddp" if caller.name == "autograd" and self._tensors.has_ddp else caller.name
+        words = WORDS.get((name, op)) or f"{op} of {PARTS.get(name, 'the script')}"
+        if words == BUCKET and not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
+            words = USED
+        number, self._counts[words] = self._counts[words], self._counts[words] + 1
+        return f"{words} {number}"

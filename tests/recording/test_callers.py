@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 import shardlab
 from shardlab.comm.group import callers
 from shardlab.comm.mesh import Mesh
-from shardlab.comm.torch_names import AUTOGRAD, SCRIPT, caller_of
 from shardlab.engines import build_engine
+from shardlab.recording.torch_callers import AUTOGRAD, SCRIPT, caller_of
 from shardlab.trace.store import load_run
 from tests.autograd_threads import in_a_thread_of_autograd
 

@@ -22,11 +22,12 @@ import torch.distributed as dist
 
 from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.group import ObservedGroup
-from shardlab.comm.torch_names import Caller, axis_of, backend_of, caller_of
+from shardlab.comm.torch_engine_groups import bytes_kept
 from shardlab.comm.torch_times import GLOO_THREADS, FutureTimes, HostTimes, Times, complete_waits
 from shardlab.comm.transports.base import Transport
 from shardlab.comm.trees import tensors_in
 from shardlab.partition.torch_gloo import moved_bytes
+from shardlab.recording.torch_callers import Caller, axis_of, backend_of, caller_of
 from shardlab.vocabulary import Collective
 
 # Private: there is no public way to see the calls that DDP makes from C++.
@@ -243,21 +244,6 @@ def _moved_bytes(sender: _Sender, event: CollectiveEvent, root: int | None) -> f
         sender.backend, event.op, event.num_bytes, group.num_ranks, group.rank, root,
         own_chunk_bytes=event.own_chunk_bytes,
     )  # fmt: skip
-
-
-def bytes_kept(tensors: Sequence[torch.Tensor], sizes: Sequence[int], group: ObservedGroup) -> int | None:
-    """Bytes of an all-to-all that a rank keeps, since they are for itself; None where it sends all ranks as many.
-
-    Args:
-        tensors: one for each rank, or one whose rows are divided among them.
-        sizes: rows for each rank; empty for equal parts.
-        group: in which it is sent.
-    """
-    if len(tensors) > 1:
-        return tensors[group.rank].nbytes
-    if len(sizes) != group.num_ranks or min(sizes) < 0:  # equal parts, or what torch is about to refuse
-        return None
-    return sum(tensor.nbytes for tensor in tensors) * sizes[group.rank] // max(1, sum(sizes))
 
 
 class _Torchs:
