@@ -21,7 +21,7 @@ from shardlab.engines.agreement import all_or_none
 from shardlab.engines.checks import check_separate
 from shardlab.engines.guards.claims import PIECES
 from shardlab.engines.guards.optimizers import Cut, fitting_optimizer
-from shardlab.engines.guards.snapshot import Mark, mark
+from shardlab.engines.guards.snapshot import Snapshot
 from shardlab.engines.holdings import owned_in, owners_in
 from shardlab.engines.step_tensors import StepTensors, guard_groups, is_clipping
 from shardlab.engines.strategy import Given
@@ -79,7 +79,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner = all_or_none((comm,), device, lambda: fitting_optimizer(make, self._tensors, shapes, cut))
         guard_groups(self.inner, _Pieces(laid_out.stepped))
         self._share()
-        self._remember()
+        self._stepped, self._given = Snapshot(laid_out.stepped), Snapshot(self._named)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.inner.step()
         finally:
             self._drop_gradients()
-            self._remember()
+            self._stepped.remember("version")
         self.num_steps += 1
         return loss
 
@@ -177,21 +177,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             step.__exit__(None, None, None)
 
     def _refuse_writes(self) -> None:
-        for name, known in self._known.items():
-            if known.changed("version", mark(self._tensors.by_name(name))):
-                raise RuntimeError(
-                    "optimizer.param_groups: this rank's pieces were written to, and other ranks have not seen it; "
-                    "write into the parameters of the module, the same on all ranks"
-                )
-            if self._places[name].changed("place", mark(self._named[name])):
-                raise RuntimeError(
-                    f"parameter {name!r}: its data was replaced by .data =, by module.to() or the like, and the "
-                    "optimizer steps what was there; write into it in place, or build the optimizer afterwards"
-                )
-
-    def _remember(self) -> None:
-        self._known: dict[str, Mark] = {name: mark(tensor) for name, tensor in self._tensors.items()}
-        self._places: dict[str, Mark] = {name: mark(param) for name, param in self._named.items()}
+        if self._stepped.changed("version"):
+            raise RuntimeError(
+                "optimizer.param_groups: this rank's pieces were written to, and other ranks have not seen it; "
+                "write into the parameters of the module, the same on all ranks"
+            )
+        if moved := self._given.changed("place"):
+            raise RuntimeError(
+                f"parameter {moved[0]!r}: its data was replaced by .data =, by module.to() or the like, and the "
+                "optimizer steps what was there; write into it in place, or build the optimizer afterwards"
+            )
 
     def _take_gradients(self) -> None:
         for name, (start, stop) in self.owned().items():

@@ -19,36 +19,41 @@ from shardlab.engines.guards.claims import Claim, check_free
 from shardlab.engines.guards.optimizers import Cut, fitting_optimizer
 from shardlab.engines.guards.placeholder import PlaceholderGradient, StubbedParameter, refuse_loading
 from shardlab.engines.guards.rules import FROZEN, HALF_STEPPED, LOST, OPEN, REPLACED, RULES, Rule, Where
-from shardlab.engines.guards.snapshot import Mark, mark
+from shardlab.engines.guards.snapshot import Snapshot
+from shardlab.engines.hooks import unrefused
 from shardlab.engines.shards import Shards
 from shardlab.engines.step_tensors import OptimizerFn, guard_groups, tensors_of
 from shardlab.vocabulary import Partition
 
-_DATA, _GRADIENTS = ("version", "trains"), ("gradient", "gradient_version")
-_ALL = ("place", *_DATA)
-# What the engine itself, autograd or the optimizer has just changed: to be remembered as it is now.
-_CHANGED = {
-    "built": _ALL + _GRADIENTS, "local": _DATA + _GRADIENTS, "means": _GRADIENTS, "zero_grad": _GRADIENTS,
-    "forwarded": _DATA, "stepped": _DATA, "failed": _DATA + _GRADIENTS, "full": _DATA, "left full": _ALL,
-    "loaded": _ALL,
-}  # fmt: skip
-# The same, of versions of what is not gathered anew for each forward.
-_WRITTEN = frozenset({"built", "stepped", "left full", "loaded"})
+# After which of the engine's moments what the engine, autograd or the optimizer has changed is remembered as it is.
+_REMEMBERED = {
+    ("parameter", "place"): {"left full", "loaded"},
+    ("parameter", "version"): {"stepped", "left full", "loaded"},
+    ("parameter", "gradient"): {"local", "means", "zero_grad", "failed"},
+    ("parameter", "gradient_version"): {"local", "means", "zero_grad", "failed"},
+    ("piece", "place"): {"left full", "loaded"},
+    ("piece", "version"): {"stepped", "loaded"},
+    ("piece", "trains"): {"stepped", "loaded"},
+}
+# Sharded parameters are gathered anew for each forward.
+_REMEMBERED_OF_SHARDED = {
+    ("parameter", "version"): {"local", "forwarded", "failed", "full"},
+    ("piece", "version"): {"full"},
+}
 
 
 class Guards:
     """Asked by one engine at its verbs."""
 
     def __init__(self) -> None:
-        self._marks: dict[str, dict[str, Mark]] = {}
         self._claim: Claim | None = None
         self._placeholders: dict[str, PlaceholderGradient] = {}
-        self._num_stepped = 0
         self._lost = ""  # a sharded parameter whose data was replaced while it was gathered
         self._has_moved = False  # a piece is elsewhere, for good: what is stepped there reaches nothing
         self._shown: list[Callable[[bool], None]] = []  # to be told when the parameters are plain again
         self._hooks: list[RemovableHandle] = []
 
+    @unrefused
     def ask(self, moment: str, engine: Engine) -> None:
         """Refuse what must not be at this moment; then remember what is.
 
@@ -63,42 +68,31 @@ class Guards:
             self._build(engine)
         if engine.num_open and moment == "left full":
             return  # an inner block
-        refusal = None if moment in ("built", "closed") else self._first_broken(moment, engine)
-        if self._is_too_early(moment, engine):
-            refusal = RuntimeError(OPEN.format(verb=moment))
-        if moment in ("forward", "step", "full", "save") and (name := self._taken_out(engine)):
-            refusal = RuntimeError(REPLACED.format(name=name))
-        if self._lost and moment not in ("left full", "closed"):
-            refusal = RuntimeError(LOST.format(name=self._lost))
-        self._lost = ""
-        if moment in ("step", "stepped") and self._is_spread(engine):
-            refusal = refusal or self._frozen(moment, engine)
-        if moment == "step" and refusal is None:
+        refusal = "" if moment in ("built", "closed") else self._refusal(moment, engine)
+        if moment == "step" and not refusal:
             self._check_groups(engine)
             if engine.strategy.precision.compute is torch.float16 and not engine.loss_is_scaled:
                 warnings.warn(
                     "precision: float16 without a GradScaler loses gradients below 6e-8; use engine.backward("
                     "scaler.scale(loss)) and scaler.step(engine), or precision='bf16'",
-                    stacklevel=4,
+                    stacklevel=5,
                 )
         self._place(moment, engine)
-        is_elsewhere = engine.strategy.steps_pieces or any(comm.num_ranks > 1 for comm in engine.comms)
-        engine.step_tensors().are_behind = is_elsewhere and engine.gradients.are_local
+        engine.step_tensors().are_behind = engine.gradients.are_local and not (self._is_alone and self._is_whole)
         if self._claim is not None and moment in ("update", "stepped", "install", "installed"):
             self._claim.is_stepping = moment == "update"
             self._claim.is_installing = moment == "install"
-        if moment in ("update", "stepped") and self._is_spread(engine):
+        if moment in ("update", "stepped") and Where.SPREAD in self._where:
             for name, param in engine.params.items():
                 if moment == "update":
                     StubbedParameter.hide(param, name, HALF_STEPPED.format(name=name))
                 else:
                     StubbedParameter.show(param)
-        if moment in _CHANGED:
-            self._remember(moment, engine)
+        self._remember(moment, engine)
         if moment == "closed":
             self._release()
-        if refusal is not None:
-            raise refusal
+        if refusal:
+            raise RuntimeError(refusal)
 
     def optimizer(self, make: OptimizerFn, engine: Engine) -> torch.optim.Optimizer:
         """What a user's function builds over the engine's tensors.
@@ -127,9 +121,15 @@ class Guards:
         self._num_stepped = _count(engine)
         homes = [module._parameters for module in engine.module.modules()]
         self._homes = [(home, key, param) for home in homes for key, param in home.items()]
-        self._is_rounded = strategy.keeps_pieces
-        self._is_sharded = hasattr(strategy, "units")
-        if self._is_sharded:
+        self._is_alone = all(comm.num_ranks == 1 for comm in engine.comms)
+        self._is_whole = not strategy.steps_pieces
+        self._where = _where(engine)
+        # Of one process whose gradients are in one place, what changes them changes means.
+        never = "gradient_version" if self._is_alone and self._is_whole else ""
+        self._rules = [rule for rule in RULES if rule.where in self._where and rule.change != never]
+        pieces = dict(engine.step_tensors().items()) if strategy.steps_pieces else {}
+        self._snapshots = {"parameter": Snapshot(engine.params), "piece": Snapshot(pieces)}
+        if Where.SHARDED in self._where:
             check_not_scripted(engine.module)
             for unit in strategy.units:  # type: ignore[attr-defined]
                 for shards in unit.shards:
@@ -158,20 +158,21 @@ class Guards:
         show(False)
         self._shown.append(show)
 
-    def _first_broken(self, moment: str, engine: Engine) -> RuntimeError | None:
-        for rule in RULES:
-            if self._is_asked(rule, moment, engine) and self._counts(rule, engine):
-                tensors = dict(engine.step_tensors().items()) if rule.of == "piece" else engine.params
-                for name, tensor in tensors.items():
-                    before = self._marks[rule.of].get(name)
-                    if (
-                        before is not None
-                        and before.changed(rule.change, mark(tensor))
-                        and self._is_sliced(rule, name, engine)
-                    ):
+    def _refusal(self, moment: str, engine: Engine) -> str:
+        lost, self._lost = self._lost, ""
+        if lost and moment != "left full":
+            return LOST.format(name=lost)
+        if moment in ("forward", "step", "full", "save") and (name := self._taken_out(engine)):
+            return REPLACED.format(name=name)
+        if self._is_too_early(moment, engine):
+            return OPEN.format(verb=moment)
+        for rule in self._rules:
+            if moment in rule.at and self._is_asked(rule, moment, engine):
+                for name in self._snapshots[rule.of].changed(rule.change):
+                    if rule.where is not Where.SLICED or name in engine.slices:
                         self._has_moved |= (rule.of, rule.change) == ("piece", "place")
-                        return RuntimeError(rule.text.format(name=name))
-        return None
+                        return rule.text.format(name=name)
+        return self._frozen(moment, engine) if moment in ("step", "stepped") and Where.SPREAD in self._where else ""
 
     @staticmethod
     def _is_too_early(moment: str, engine: Engine) -> bool:
@@ -189,57 +190,34 @@ class Guards:
         left = set(engine.module.parameters())  # under other names, as after pruning
         return next((name for name, param in engine.params.items() if param not in left), "")
 
-    @property
-    def _is_stepping(self) -> bool:
-        return self._claim is not None and self._claim.is_stepping
-
     def _is_asked(self, rule: Rule, moment: str, engine: Engine) -> bool:
-        if moment not in rule.at:
+        if rule.gradients and engine.gradients not in rule.gradients:
             return False
+        if rule.change == "gradient_version" and self._is_alone:
+            # One process alone may change its sums, which are the means; unless earlier ones are elsewhere.
+            return engine.gradients is Gradients.MEANS_AND_LOCAL
         if rule.of == "piece":
-            if rule.where is Where.SHOWN and not engine.num_open and moment != "left full":
+            if rule.where is Where.SHARDED and not engine.num_open and moment != "left full":
                 return False
             return moment == "stepped" or not self._is_stepping  # they may be on a visit, and are stepped
         # What is written into full parameters may be kept, and until then it is right to compute with.
         return rule.change not in ("place", "version") or not engine.num_open or moment == "step"
 
-    def _counts(self, rule: Rule, engine: Engine) -> bool:
-        if rule.gradients and engine.gradients not in rule.gradients:
-            return False
-        if rule.change == "gradient_version" and all(comm.num_ranks == 1 for comm in engine.comms):
-            # One process alone may change its sums, which are the means; unless earlier ones are elsewhere.
-            return engine.strategy.steps_pieces and engine.gradients is Gradients.MEANS_AND_LOCAL
-        if rule.where is Where.FLAT and self._is_sharded:
-            return False
-        if rule.where is Where.SHOWN:
-            return self._is_sharded
-        if rule.where in (Where.PIECES, Where.FLAT):
-            # One process alone writes into the parameters themselves, unless these are others.
-            return (engine.strategy.steps_pieces and (rule.of, rule.change) != ("piece", "version")) or self._is_spread(
-                engine
-            )
-        if rule.where is Where.ROUNDED:
-            return self._is_rounded and not self._is_sharded
-        return rule.where is not Where.NOT_IN_PLACE or self._is_rounded
+    @property
+    def _is_stepping(self) -> bool:
+        return self._claim is not None and self._claim.is_stepping
 
-    def _is_spread(self, engine: Engine) -> bool:
-        return engine.strategy.steps_pieces and (engine.num_data_ranks > 1 or self._is_rounded) and not self._is_sharded
-
-    @staticmethod
-    def _is_sliced(rule: Rule, name: str, engine: Engine) -> bool:
-        return rule.where is not Where.SLICED or (name in engine.slices and engine.slices[name].num_ranks > 1)
-
-    def _frozen(self, moment: str, engine: Engine) -> RuntimeError | None:
+    def _frozen(self, moment: str, engine: Engine) -> str:
         """Where a bucket is frozen, nobody gathers what has become of its pieces."""
+        written = set(self._snapshots["piece"].changed("version"))
         for division in engine.divisions():
             names = division.layout.names
             if not any(engine._is_due(engine.params[name]) for name in names):
                 for name in names:
-                    piece = engine.step_tensors().by_name(name)
-                    is_written = self._marks["piece"][name].version != piece._version
-                    if is_written or (moment == "step" and piece.grad is not None):
-                        return RuntimeError(FROZEN.format(name=name))
-        return None
+                    has_gradient = moment == "step" and engine.step_tensors().by_name(name).grad is not None
+                    if name in written or has_gradient:
+                        return FROZEN.format(name=name)
+        return ""
 
     def _check_groups(self, engine: Engine) -> None:
         for name, tensor in engine.step_tensors().items():
@@ -257,7 +235,7 @@ class Guards:
         """Placeholders at ``.grad`` while the mean is at the piece; away before autograd adds."""
         if not engine.strategy.steps_pieces:
             return
-        if moment == "means" or (moment == "local" and self._is_rounded and not self._is_sharded):
+        if moment == "means" or (moment == "local" and Where.ROUNDED in self._where):
             for name, param in engine.params.items():
                 if param.requires_grad and param.grad is None:
                     placeholder = self._placeholders.get(name)
@@ -270,24 +248,15 @@ class Guards:
                     param.grad = None
 
     def _remember(self, moment: str, engine: Engine) -> None:
-        kinds: dict[str, dict[str, torch.Tensor]] = {"parameter": dict(engine.params)}
-        if engine.strategy.steps_pieces:
-            kinds["piece"] = dict(engine.step_tensors().items())
-        for kind, tensors in kinds.items():
-            known = self._marks.setdefault(kind, {})
-            is_known = {}
-            if kind == "piece":
-                is_shown = moment == "full" and self._is_sharded and not engine.num_open
-                is_known["version"] = is_known["trains"] = is_shown or (moment in _WRITTEN and moment != "left full")
-                is_known["place"] = not (self._has_moved or self._is_stepping)
-            elif not self._is_sharded:
-                is_known["version"] = moment in _WRITTEN
-            fields = tuple(field for field in _CHANGED[moment] if is_known.get(field, True))
-            for name, tensor in tensors.items():
-                now = mark(tensor)
-                known[name] = known.get(name, now)._replace(**{field: getattr(now, field) for field in fields})
-                if moment == "stepped":  # they are spent, and some optimizers change them
-                    known[name] = known[name]._replace(gradient_version=-1)
+        more = _REMEMBERED_OF_SHARDED if Where.SHARDED in self._where else {}
+        for (kind, field), moments in _REMEMBERED.items():
+            if moment not in moments and moment not in more.get((kind, field), ()):
+                continue
+            if kind == "piece" and (engine.num_open or (field == "place" and (self._has_moved or self._is_stepping))):
+                continue  # not what they were is right
+            self._snapshots[kind].remember(field)
+        if moment == "stepped":  # they are spent, and some optimizers change them
+            self._snapshots["parameter"].forgive_gradients()
 
     @staticmethod
     def _before_others_step(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
@@ -311,3 +280,20 @@ class Guards:
 
 def _count(engine: Engine) -> int:
     return sum(len(group["params"]) for group in engine.optimizer.param_groups)
+
+
+def _where(engine: Engine) -> set[Where]:
+    """Which rules are for an engine."""
+    strategy, is_sharded = engine.strategy, hasattr(engine.strategy, "units")
+    is_spread = strategy.steps_pieces and not is_sharded and (engine.num_data_ranks > 1 or strategy.keeps_pieces)
+    holds = {
+        Where.ALL: True,
+        Where.PIECES: strategy.steps_pieces,
+        Where.FLAT: strategy.steps_pieces and not is_sharded,
+        Where.SPREAD: is_spread,
+        Where.NOT_IN_PLACE: strategy.keeps_pieces,
+        Where.ROUNDED: strategy.keeps_pieces and not is_sharded,
+        Where.SHARDED: is_sharded,
+        Where.SLICED: any(one.num_ranks > 1 for one in engine.slices.values()),
+    }
+    return {where for where, is_so in holds.items() if is_so}

@@ -19,7 +19,8 @@ class Where(Enum):
     FLAT = "stepped in pieces, not sharded"  # what is sharded refuses by itself, or when it is resharded
     NOT_IN_PLACE = "sharded or rounded"  # what is written into a parameter does not reach what is stepped
     ROUNDED = "rounded, not sharded"  # sums of no_sync() may add up elsewhere than at the parameter, in more bits
-    SHOWN = "sharded, inside full_params()"
+    SPREAD = "stepped in pieces, which are gathered after the step"
+    SHARDED = "sharded"
     SLICED = "sliced by tensor parallelism"
 
 
@@ -28,7 +29,7 @@ class Rule(NamedTuple):
 
     Attributes:
         of: 'parameter' or 'piece': which tensors.
-        change: the field of a ``Mark``.
+        change: a field of a ``Snapshot``.
         at: the engine's verbs at which it is looked for.
         where: for which strategies.
         text: what the user is told; ``{name}`` is the parameter's.
@@ -75,12 +76,12 @@ RULES = (
         "before engine.step(), or in the optimizer's step",
     ),
     Rule(
-        "piece", "version", frozenset({"forward", "backward", "full", "close"}), Where.PIECES,
+        "piece", "version", frozenset({"forward", "backward", "full", "close"}), Where.SPREAD,
         "engine.step_tensors(): this rank's piece of {name!r} was written to, and nobody has gathered it; write before "
         "engine.step(), on all ranks, or into the parameter, inside 'with engine.full_params(keep_changes=True):'",
     ),
     Rule(
-        "piece", "version", frozenset({"forward", "full", "left full"}), Where.SHOWN,
+        "piece", "version", frozenset({"forward", "full", "left full"}), Where.SHARDED,
         "engine.step_tensors(): the piece of {name!r} was written to inside full_params(), which shows what was there "
         "before; write into the parameter there, with keep_changes=True, or into pieces outside of it",
     ),

@@ -1,38 +1,53 @@
-"""What can be told of a tensor without reading it: where its data is, and how often it was written to."""
+"""What can be told of tensors without reading them: where their data is, and how often they were written to."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor
 
+# Place: address, shape and strides of the data. Version: autograd's counter of writes in place; those through ``.data``
+# do not count. Of a gradient the object, and beside it its counter.
+_READ: dict[str, Callable[[Tensor], Any]] = {
+    "place": lambda tensor: (tensor.data_ptr() if tensor.numel() else 0, tensor.shape, tensor.stride()),
+    "version": lambda tensor: tensor._version,
+    "trains": lambda tensor: tensor.requires_grad,
+    "gradient": lambda tensor: tensor.grad,
+    "gradient_version": lambda tensor: (tensor.grad, -1 if tensor.grad is None else tensor.grad._version),
+}
+FIELDS = tuple(_READ)
 
-class Mark(NamedTuple):
-    """A tensor, at one moment.
 
-    Attributes:
-        place: address, shape and strides of its data.
-        version: autograd's counter of writes in place; those through ``.data`` do not count.
-        trains: whether it requires a gradient.
-        gradient: the object at ``.grad``.
-        gradient_version: its counter; -1 without one, and where it may change.
+class Snapshot:
+    """Of tensors by name, field by field.
+
+    Args:
+        tensors: by name; their fields are as they are now.
     """
 
-    place: tuple[Any, ...]
-    version: int
-    trains: bool
-    gradient: Tensor | None
-    gradient_version: int
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(tensors)
+        self._known: dict[str, dict[str, Any]] = {}
+        for field in FIELDS:
+            self.remember(field)
 
-    def changed(self, field: str, now: "Mark") -> bool:
-        """Whether a field is another one now."""
-        if field == "gradient":
-            return self.gradient is not now.gradient
-        if field == "gradient_version" and (self.gradient is not now.gradient or self.gradient_version < 0):
-            return False  # another one: replaced, and not changed in place
-        return bool(getattr(self, field) != getattr(now, field))
+    def remember(self, field: str) -> None:
+        """A field is right as it is now."""
+        read = _READ[field]
+        self._known[field] = {name: read(tensor) for name, tensor in self._tensors.items()}
+
+    def forgive_gradients(self) -> None:
+        """Gradients may change in place from here on."""
+        self._known["gradient_version"] = dict.fromkeys(self._tensors, (None, -1))
+
+    def changed(self, field: str) -> list[str]:
+        """The names of tensors of which a field is another one now."""
+        read, known = _READ[field], self._known[field]
+        return [name for name, tensor in self._tensors.items() if _differ(field, known[name], read(tensor))]
 
 
-def mark(tensor: Tensor) -> Mark:
-    """The mark of a tensor as it is now."""
-    gradient = tensor.grad
-    place = (tensor.data_ptr() if tensor.numel() else 0, tensor.shape, tensor.stride())
-    return Mark(place, tensor._version, tensor.requires_grad, gradient, -1 if gradient is None else gradient._version)
+def _differ(field: str, before: Any, now: Any) -> bool:
+    if field == "gradient":
+        return before is not now
+    if field == "gradient_version":  # another object was replaced, and not changed in place
+        return before[0] is now[0] and bool(before[1] != now[1])
+    return bool(before != now)
