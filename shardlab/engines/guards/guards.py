@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 
 import torch
+from torch import nn
 from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
@@ -42,6 +43,7 @@ class Guards:
     def __init__(self) -> None:
         self._marks: dict[str, dict[str, Mark]] = {}
         self._claim: Claim | None = None
+        self._given: dict[str, nn.Parameter] = {}  # the user's own; on the meta device others take their place
         self._placeholders: dict[str, PlaceholderGradient] = {}
         self._num_stepped = 0
         self._lost = ""  # a sharded parameter whose data was replaced while it was gathered
@@ -58,6 +60,7 @@ class Guards:
         """
         if moment == "model":
             check_free(engine.module)
+            self._given = dict(engine.params)
             return
         if moment == "built":
             self._build(engine)
@@ -117,7 +120,7 @@ class Guards:
         shapes |= {name: one.full_shape for name, one in engine.slices.items() if name in shapes}
 
         def build() -> torch.optim.Optimizer:
-            return fitting_optimizer(make, engine.step_tensors(), shapes, cut)
+            return fitting_optimizer(make, engine.step_tensors(), self._given, shapes, cut)
 
         # Pieces differ by rank, so one rank may refuse its own while another accepts.
         return build() if over is None else all_or_none(engine.comms, engine.mesh.device, build)
