@@ -76,7 +76,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         cut = Cut(self._zero.partition, is_spread=comm.num_ranks > 1, is_sliced=False)
         shapes = {name: tuple(param.shape) for name, param in self._named.items()}
-        self.inner = all_or_none((comm,), device, lambda: fitting_optimizer(make, self._tensors, shapes, cut))
+        self.inner = all_or_none(
+            (comm,), device, lambda: fitting_optimizer(make, self._tensors, self._named, shapes, cut)
+        )
         guard_groups(self.inner, _Pieces(laid_out.stepped))
         self._share()
         self._stepped, self._given = Snapshot(laid_out.stepped), Snapshot(self._named)

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 
 import torch
+from torch import nn
 from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
@@ -47,6 +48,7 @@ class Guards:
 
     def __init__(self) -> None:
         self._claim: Claim | None = None
+        self._given: dict[str, nn.Parameter] = {}  # the user's own; on the meta device others take their place
         self._placeholders: dict[str, PlaceholderGradient] = {}
         self._lost = ""  # a sharded parameter whose data was replaced while it was gathered
         self._has_moved = False  # a piece is elsewhere, for good: what is stepped there reaches nothing
@@ -63,6 +65,7 @@ class Guards:
         """
         if moment == "model":
             check_free(engine.module)
+            self._given = dict(engine.params)
             return
         if moment == "built":
             self._build(engine)
@@ -111,7 +114,7 @@ class Guards:
         shapes |= {name: one.full_shape for name, one in engine.slices.items() if name in shapes}
 
         def build() -> torch.optim.Optimizer:
-            return fitting_optimizer(make, engine.step_tensors(), shapes, cut)
+            return fitting_optimizer(make, engine.step_tensors(), self._given, shapes, cut)
 
         # Pieces differ by rank, so one rank may refuse its own while another accepts.
         return build() if over is None else all_or_none(engine.comms, engine.mesh.device, build)
