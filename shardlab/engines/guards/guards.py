@@ -79,7 +79,7 @@ class Guards:
                 warnings.warn(
                     "precision: float16 without a GradScaler loses gradients below 6e-8; use engine.backward("
                     "scaler.scale(loss)) and scaler.step(engine), or precision='bf16'",
-                    stacklevel=4,
+                    stacklevel=7,  # where step() was called
                 )
         self._place(moment, engine)
         is_elsewhere = engine.strategy.steps_pieces or any(comm.num_ranks > 1 for comm in engine.comms)
