@@ -454,7 +454,7 @@ class Engine(AnyEngine):
                 if moment in ("model", "built") or (self.num_data_ranks == 1 and moment != "close"):
                     raise
                 if moment == "forward" and not torch.is_grad_enabled():
-                    warnings.warn(str(refusal), stacklevel=3)  # there may be no exchange any more
+                    warnings.warn(str(refusal), stacklevel=5)  # there may be no exchange any more
                 self._refusal = self._refusal or refusal
 
     def _ask_all(self, moment: str, *, sends: bool = True) -> None:

@@ -347,6 +347,7 @@ class Unit:
         self.params = tuple(param for one in shards for param in one.params.values())
         self.state = State.SHARDED
         self.num_holders = 0  # who keep it gathered
+        self._is_held = False  # by hand
         self.is_as_stored = False  # shown in the shards' dtype, and not in the one to compute in
 
     @property
@@ -383,11 +384,13 @@ class Unit:
     def hold(self) -> None:
         """Gather, and keep it until ``let_go()``: nothing reshards it meanwhile."""
         self.gather()
-        self.num_holders += 1  # only once it is there: a gather that raised must not leave it held
+        self.num_holders += not self._is_held  # only once it is there: a gather that raised must not leave it held
+        self._is_held = True
 
     def let_go(self) -> None:
         """End a ``hold()``."""
-        self.num_holders = max(0, self.num_holders - 1)
+        self.num_holders -= self._is_held
+        self._is_held = False
         self.reshard()
         increment_version(self.params)  # what plain code has saved of them would be read as stubs
 

@@ -9,7 +9,7 @@ from time import monotonic, sleep
 
 import psutil
 import pytest
-from shardlab.experiment.verdicts import verdicts
+from shardlab.experiment.run_verdicts import verdicts
 
 from shardlab.experiment import compare
 from shardlab.experiment.comparison import PRELOAD
