@@ -170,10 +170,7 @@ class Collector:
             return RankDied(first.rank, first.exit_code, self._table(rows), mismatch(rows))
         differ = first.exception_type == MismatchError.__name__
         difference = mismatch(self._processes.board.read()) if differ else ""
-        error = RankError(
-            first.rank, first.exception_type, first.summary, first.traceback_text, difference,
-            users_traceback=first.users_traceback, num_left_out=first.num_left_out,
-        )  # fmt: skip
+        error = RankError(first, difference)
         error.__cause__ = _original(first)
         return error
 
@@ -273,7 +270,7 @@ class Silence:
 
 
 def _is_aftermath(failure: Failure | Death) -> bool:
-    return isinstance(failure, Failure) and any(words in failure.traceback_text for words in _AFTERMATH)
+    return isinstance(failure, Failure) and any(words in failure.texts.whole for words in _AFTERMATH)
 
 
 def _original(failure: Failure) -> BaseException | None:

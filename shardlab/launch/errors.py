@@ -9,9 +9,8 @@ import signal
 import traceback
 from collections.abc import Iterator
 from types import TracebackType
-from typing import NamedTuple
 
-from shardlab.launch.messages import INSTALLED
+from shardlab.launch.messages import INSTALLED, Failure, Texts
 
 SHOWS_ALL = ("SHARDLAB_TRACEBACK", "full")  # of the environment
 
@@ -25,27 +24,16 @@ class RankError(RuntimeError):
         traceback_text: the traceback as that rank saw it, with all frames.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        exception_type: str,
-        summary: str,
-        traceback_text: str,
-        difference: str = "",
-        *,
-        users_traceback: str = "",
-        num_left_out: int = 0,
-    ) -> None:
-        self.rank = rank
-        self.exception_type = exception_type
-        self.traceback_text = traceback_text
-        first_line = f"rank {rank} raised {exception_type}" + (f": {summary}" if summary else "")
-        first_line += f". {difference}" if difference else ""
+    def __init__(self, failure: Failure, difference: str = "") -> None:
+        self.rank, self.exception_type = failure.rank, failure.exception_type
+        self.traceback_text, of_user, num_left_out = failure.texts
+        first_line = f"rank {self.rank} raised {self.exception_type}"
+        first_line += (f": {failure.summary}" if failure.summary else "") + (f". {difference}" if difference else "")
         name, value = SHOWS_ALL
-        shown = traceback_text
+        shown = self.traceback_text
         if num_left_out and os.environ.get(name) != value:
-            shown = f"{users_traceback}({num_left_out} frames of libraries are left out; {name}={value} shows them)"
-        super().__init__(f"{first_line}\n\nTraceback of rank {rank}:\n{shown}".rstrip())
+            shown = f"{of_user}({num_left_out} frames of libraries are left out; {name}={value} shows them)"
+        super().__init__(f"{first_line}\n\nTraceback of rank {self.rank}:\n{shown}".rstrip())
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows in a cell: the lines that led here and the message, without the frames of the pool."""
@@ -62,11 +50,10 @@ class RankDied(RankError):  # noqa: N818 - the word says it: there was no except
     """
 
     def __init__(self, rank: int, exit_code: int | None, table: str, difference: str = "") -> None:
-        super().__init__(rank, "RankDied", "", "")
-        self.exit_code = exit_code
-        self.table = table
+        self.rank, self.exception_type, self.traceback_text = rank, type(self).__name__, ""
+        self.exit_code, self.table = exit_code, table
         first_line = f"rank {rank} died: {describe_exit(exit_code)}" + (f". {difference}" if difference else "")
-        self.args = (f"{first_line}\n\nWhat each rank was in:\n{table}",)
+        RuntimeError.__init__(self, f"{first_line}\n\nWhat each rank was in:\n{table}")
 
 
 class RankHang(RuntimeError):  # noqa: N818 - as above
@@ -96,21 +83,6 @@ def describe_exit(exit_code: int | None) -> str:
     if name == "SIGKILL":
         return "killed by SIGKILL (if nobody sent it: the kernel's out-of-memory killer does; try a smaller model)"
     return f"killed by {name}"
-
-
-class Texts(NamedTuple):
-    """An error's traceback.
-
-    Attributes:
-        whole: every frame.
-        of_user: only the frames of the user's own files and cells. If there are none, it is empty for a ValueError,
-            whose message says what to change, and the same as ``whole`` for other errors, which are not the user's.
-        num_left_out: frames that are only in ``whole``.
-    """
-
-    whole: str
-    of_user: str
-    num_left_out: int
 
 
 def texts_of(error: BaseException, trace: TracebackType | None) -> Texts:

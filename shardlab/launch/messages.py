@@ -16,7 +16,7 @@ import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -68,17 +68,30 @@ class Note:
     message: Payload
 
 
+class Texts(NamedTuple):
+    """An error's traceback.
+
+    Attributes:
+        whole: every frame.
+        of_user: only the frames of the user's own files and cells. If there are none, it is empty for a ValueError,
+            whose message says what to change, and the same as ``whole`` for other errors, which are not the user's.
+        num_left_out: frames that are only in ``whole``.
+    """
+
+    whole: str
+    of_user: str
+    num_left_out: int
+
+
 @dataclass(frozen=True)
 class Failure:
-    """From a rank: an exception. ``time_ns`` orders the failures of several ranks; the texts: see ``tracebacks``."""
+    """From a rank: an exception. ``time_ns`` orders the failures of several ranks."""
 
     rank: int
     time_ns: int
     exception_type: str
     summary: str
-    traceback_text: str
-    users_traceback: str
-    num_left_out: int
+    texts: Texts
     exception: Payload | None
 
 

@@ -234,7 +234,7 @@ def _failure(rank: int, error: BaseException) -> Failure:
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next  # this file's own frames say nothing to the reader
     first_line = str(error).partition("\n")[0]
-    return Failure(rank, time_ns, type(error).__name__, first_line, *texts_of(error, trace), _portable(error))
+    return Failure(rank, time_ns, type(error).__name__, first_line, texts_of(error, trace), _portable(error))
 
 
 def _portable(error: BaseException) -> Payload | None:
