@@ -31,7 +31,8 @@ from shardlab.engines import AnyEngine, StepTensors, build_engine, engine_option
 from shardlab.engines.peers import TorchDDP
 from shardlab.field_types import check_types
 from shardlab.launch import RankPool, current
-from shardlab.launch.checks import check_pool, check_ranks
+from shardlab.launch.placement import check_ranks
+from shardlab.launch.pool import check_pool
 from shardlab.models import GPT, MODELS, GPTConfig, build_model, next_token_loss
 from shardlab.tensor_parallel import gpt_plan, parallelize_module
 from shardlab.trace.memory_by_role import MemoryLedger

@@ -38,22 +38,6 @@ from shardlab.exercises.prediction import Prediction, predict
 from shardlab.exercises.virtual_clock import VirtualClock
 
 __all__ = [
-    "LADDER",
-    "Case",
-    "Exercise",
-    "Measured",
-    "Message",
-    "Prediction",
-    "Report",
-    "Traffic",
-    "Verdict",
-    "VirtualClock",
-    "call",
-    "call_in_place",
-    "call_without_ranks",
-    "check",
-    "find",
-    "hint",
-    "predict",
-    "task",
-]
+    "LADDER", "Case", "Exercise", "Measured", "Message", "Prediction", "Report", "Traffic", "Verdict", "VirtualClock",
+    "call", "call_in_place", "call_without_ranks", "check", "find", "hint", "predict", "task",
+]  # fmt: skip

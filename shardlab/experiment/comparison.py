@@ -39,8 +39,8 @@ from shardlab.experiment.summary import summarise
 from shardlab.experiment.workload import Workload
 from shardlab.installed import __version__
 from shardlab.launch import RankError, RankHang, RankPool, place
-from shardlab.launch.checks import check_pool
 from shardlab.launch.placement import torchrun_env
+from shardlab.launch.pool import check_pool
 from shardlab.trace.clock import Reading, origins_of
 from shardlab.trace.store import Records, load_runs, write_manifest
 from shardlab.vocabulary import MeshAxis, dtype_name

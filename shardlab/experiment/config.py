@@ -22,7 +22,7 @@ from shardlab.experiment.options import CompareOptions
 from shardlab.experiment.tensor import TORCH_TP, with_plan
 from shardlab.experiment.workload import Workload
 from shardlab.field_types import check_types
-from shardlab.launch.checks import check_ranks
+from shardlab.launch.placement import check_ranks
 from shardlab.models import MODELS, GPTConfig
 from shardlab.partition.chunks import parse_partition
 from shardlab.partition.ring_cost import Link

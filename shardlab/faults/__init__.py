@@ -21,21 +21,6 @@ from shardlab.faults.kinds import (
 from shardlab.faults.outcome import Told, outcome, told
 
 __all__ = [
-    "DeadRank",
-    "Fault",
-    "Happened",
-    "LossyLink",
-    "MismatchedCollective",
-    "NaN",
-    "OutOfMemory",
-    "SkippedCall",
-    "SkippedCollective",
-    "SlowLink",
-    "StoppedRank",
-    "Straggler",
-    "Told",
-    "faulty",
-    "inject",
-    "outcome",
-    "told",
-]
+    "DeadRank", "Fault", "Happened", "LossyLink", "MismatchedCollective", "NaN", "OutOfMemory", "SkippedCall",
+    "SkippedCollective", "SlowLink", "StoppedRank", "Straggler", "Told", "faulty", "inject", "outcome", "told",
+]  # fmt: skip

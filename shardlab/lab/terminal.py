@@ -20,15 +20,8 @@ def terminal(command: str, folder: str | Path = ".") -> None:
     """
     own = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     plain = SIZE | {"PATH": own, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        command,
-        shell=True,
-        cwd=folder,
-        env=os.environ | plain,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, shell=True, cwd=folder, env=os.environ | plain, **output)
     lines = (line.rstrip() for line in done.stdout.splitlines())
     sys.stdout.write("\n".join([f"$ {command}", *lines, ""]))
     if done.returncode:

@@ -10,7 +10,6 @@ import multiprocessing
 import multiprocessing.forkserver
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import util
@@ -41,15 +40,7 @@ def context(preload: Sequence[str] = ()) -> ForkServerContext:
     forkserver.set_forkserver_preload(list(dict.fromkeys((*_ALWAYS, *shared, *preload))))
     # Started here, and not at the first process, which would start it in this process's group.
     with hidden_main(), _own_session():
-        try:
-            multiprocessing.forkserver.ensure_running()
-        except OSError as error:
-            if "path too long" not in str(error):
-                raise
-            raise ValueError(
-                f"TMPDIR: {tempfile.gettempdir()} is too long a path for the socket through which ranks are started; "
-                "set it to one of fewer than 70 characters"
-            ) from error
+        multiprocessing.forkserver.ensure_running()
     return forkserver
 
 

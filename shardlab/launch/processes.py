@@ -8,8 +8,8 @@ import os
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -24,26 +24,75 @@ from shardlab.comm.signed import SECRET
 from shardlab.launch import forkserver, worker
 from shardlab.launch.hang_board import Board
 from shardlab.launch.messages import Stop, Task
-from shardlab.launch.output import RankOutput
-from shardlab.launch.placement import Placement
 
 _REAP_S = 2.0
+# A pipe holds 64 KiB unless told otherwise: so much is certain to take all that was written before the call.
+_MAX_BYTES_PER_CALL = 1 << 20
+_CHUNK_BYTES = 1 << 16
 
 
-@dataclass(frozen=True)
-class StartOptions:
-    """How to start the processes of a set of ranks.
+class RankOutput:
+    """Reads one rank's output pipe without waiting and prints its lines as ``[rank 2] ...``."""
 
-    Attributes:
-        group_timeout_s: after this torch gives up a collective by itself.
-        num_threads: torch threads in each rank.
-        preload: modules for the forkserver beside torch.
-    """
+    def __init__(self, rank: int, pipe: Connection) -> None:
+        self._prefix = f"[rank {rank}] "
+        self._pipe = pipe
+        self._unended: list[bytes] = []  # of the last line, whose end has not come
+        self.num_bytes = 0  # that have come
+        self.is_open = True
+        os.set_blocking(pipe.fileno(), False)
 
-    placement: Placement
-    group_timeout_s: float
-    num_threads: int
-    preload: Sequence[str] = ()
+    def fileno(self) -> int:
+        """What ``multiprocessing.connection.wait`` waits on."""
+        return self._pipe.fileno()
+
+    def pump(self) -> None:
+        """Print every whole line that has come; returns at once."""
+        if not self.is_open:
+            return
+        *lines, rest = self._read().split(b"\n")
+        if lines:
+            lines[0] = self._take_unended() + lines[0]
+            self._print(lines)
+        if rest:
+            # Joined only when its end has come: at every read it would be copied whole.
+            self._unended.append(rest)
+
+    def finish(self) -> None:
+        """Print all that has come, also a last line without a newline."""
+        self.pump()
+        if self._unended:
+            self._print([self._take_unended()])
+
+    def close(self) -> None:
+        """Close the pipe."""
+        self.is_open = False
+        self._pipe.close()
+
+    def _take_unended(self) -> bytes:
+        parts, self._unended = self._unended, []
+        return b"".join(parts)
+
+    def _read(self) -> bytes:
+        chunks: list[bytes] = []
+        while sum(map(len, chunks)) < _MAX_BYTES_PER_CALL:
+            try:
+                chunk = os.read(self._pipe.fileno(), _CHUNK_BYTES)
+            except BlockingIOError:
+                break
+            if not chunk:
+                self.is_open = False  # the rank and all that wrote for it are gone
+                break
+            chunks.append(chunk)
+        self.num_bytes += sum(map(len, chunks))
+        return b"".join(chunks)
+
+    def _print(self, lines: list[bytes]) -> None:
+        texts = [line.decode(errors="replace").rstrip("\r") for line in lines]
+        # A progress bar redraws its line after a carriage return: its last state is the line.
+        shown = [f"{self._prefix}{text.rpartition(chr(13))[2]}\n" for text in texts]
+        sys.stdout.write("".join(shown))
+        sys.stdout.flush()
 
 
 @dataclass(frozen=True)
@@ -89,21 +138,21 @@ class RankProcess:
 class RankProcesses:
     """The running ranks. Call ``end`` in every case; if this process dies, the ranks end by themselves."""
 
-    def __init__(self, config: StartOptions) -> None:
+    def __init__(self, options: worker.StartOptions) -> None:
         self._owner_pid = os.getpid()
         # The ranks' own, in their environment, which other users cannot read; unless the user has set one.
         self._environ = {SECRET: secrets.token_hex(), **os.environ}
         self._ended = False
         # If this process is killed, the forkserver removes the folders named after its pid (``left_folders``).
         self.directory = Path(tempfile.mkdtemp(prefix=f"shardlab-{os.getpid()}-"))
-        self.board = Board(self.directory / "board", config.placement.world_size)
+        self.board = Board(self.directory / "board", options.placement.world_size)
         self.ranks: list[RankProcess] = []
         self._children: set[psutil.Process] = set()
         try:
-            context = forkserver.context(config.preload)
+            context = forkserver.context(options.preload)
             with forkserver.hidden_main():
-                for rank in range(config.placement.world_size):
-                    self.ranks.append(self._start_rank(rank, config, context))
+                for rank in range(options.placement.world_size):
+                    self.ranks.append(self._start_rank(rank, options, context))
         except BaseException:
             self.end()  # some may run already, and nobody else knows of them
             raise
@@ -181,20 +230,12 @@ class RankProcesses:
             for output in outputs:
                 output.pump()
 
-    def _start_rank(self, rank: int, config: StartOptions, context: ForkServerContext) -> RankProcess:
+    def _start_rank(self, rank: int, options: worker.StartOptions, context: ForkServerContext) -> RankProcess:
         control, rank_control = context.Pipe()
         output, rank_output = context.Pipe(duplex=False)
         rank_life, life = context.Pipe(duplex=False)
         rank_config = worker.RankConfig(
-            rank=rank,
-            placement=config.placement,
-            directory=self.directory,
-            group_timeout_s=config.group_timeout_s,
-            num_threads=config.num_threads,
-            environ=self._environ,
-            control=rank_control,
-            output=rank_output,
-            life=rank_life,
+            rank, options, self.directory, self._environ, rank_control, rank_output, rank_life
         )
         process = context.Process(target=worker.main, args=(rank_config,), name=f"shardlab-rank-{rank}")
         process.start()

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -12,21 +13,36 @@ from pathlib import Path
 from threading import Lock, Thread, main_thread
 from time import perf_counter_ns, sleep
 from types import FrameType
-from typing import ClassVar, NoReturn
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
 from shardlab.comm import become_rank, end_retired, leave_group
-from shardlab.launch import context, isolation
+from shardlab.launch import isolation
+from shardlab.launch.errors import texts_of
 from shardlab.launch.hang_board import BoardWriter
 from shardlab.launch.messages import Answer, Failure, Note, Payload, Stop, Task, pack, unpack
-from shardlab.launch.placement import Placement
-from shardlab.launch.silence import answer_with_stack
-from shardlab.launch.stack import StackWatch, failed_call
-from shardlab.launch.tracebacks import texts_of
+from shardlab.launch.placement import Placement, RankContext, enter, make_group
+from shardlab.launch.stack import StackWatch, answer_with_stack, failed_call
 
 _LOOK_EVERY_S = 0.2
+
+
+@dataclass(frozen=True)
+class StartOptions:
+    """How to start ranks.
+
+    Attributes:
+        group_timeout_s: after this torch gives up a collective by itself.
+        num_threads: torch threads in each rank.
+        preload: modules for the forkserver beside torch.
+    """
+
+    placement: Placement
+    group_timeout_s: float
+    num_threads: int
+    preload: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -35,7 +51,6 @@ class RankConfig:
 
     Attributes:
         directory: the pool's own; holds the board and the store through which the ranks find each other.
-        group_timeout_s: after this torch gives up a collective by itself.
         environ: the parent's environment as it is now; the forkserver has it as it was when that began.
         control: tasks in, answers out.
         output: what the rank prints.
@@ -43,10 +58,8 @@ class RankConfig:
     """
 
     rank: int
-    placement: Placement
+    options: StartOptions
     directory: Path
-    group_timeout_s: float
-    num_threads: int
     environ: dict[str, str]
     control: Connection
     output: Connection
@@ -144,28 +157,20 @@ def _watch_streams(device: torch.device, board: BoardWriter) -> None:
 
 
 def _join_group(config: RankConfig, board: BoardWriter, control: _Control) -> None:
-    torch.set_num_threads(config.num_threads)
-    placement = config.placement
+    torch.set_num_threads(config.options.num_threads)
+    placement = config.options.placement
     device = torch.device(placement.devices[config.rank])
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # before the group: NCCL takes the current device
     if sys.platform.startswith("linux"):
         # Without it gloo looks up the host's name, which on many laptops and containers fails or takes seconds.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    world_size = placement.world_size
-    timeout = timedelta(seconds=config.group_timeout_s)
     if device.type == "cuda":
         Thread(target=_watch_streams, args=(device, board), daemon=True, name="shardlab-streams").start()
+    context = RankContext(config.rank, placement.world_size, device, placement, board, control.emit)
+    timeout = timedelta(seconds=config.options.group_timeout_s)
     become_rank(device, timeout, board)
-    context.enter(context.RankContext(config.rank, world_size, device, placement, board, control.emit))
-    dist.init_process_group(
-        placement.backend,
-        store=dist.FileStore(str(config.directory / "store"), world_size),  # type: ignore[attr-defined]
-        rank=config.rank,
-        world_size=world_size,
-        timeout=timeout,
-        device_id=device if placement.backend == "nccl" else None,
-    )
+    enter(context)
+    store = dist.FileStore(str(config.directory / "store"), placement.world_size)  # type: ignore[attr-defined]
+    make_group(context, store, timeout)
 
 
 def _serve(rank: int, board: BoardWriter, control: _Control) -> None:
@@ -214,23 +219,12 @@ def _call(rank: int, call: Payload) -> Payload:
     try:
         result = fn(rank, *args, **kwargs)
     finally:
-        if os.getpid() != pid:
-            _end_fork(sys.exception())
+        if os.getpid() != pid:  # a child that os.fork has made in the call: the rank answers, and takes the next one
+            if (error := sys.exception()) is not None:
+                traceback.print_exception(error)
+            isolation.flush_output()
+            os._exit(error is not None)
     return pack(result, f"the result of rank {rank}")
-
-
-def _end_fork(error: BaseException | None) -> NoReturn:
-    """End a child that ``os.fork`` has made in a call and that leaves it: the rank answers, and takes the next call."""
-    match error:
-        case None:
-            status = 0
-        case SystemExit(code=int() | None as code):
-            status = code or 0
-        case _:
-            traceback.print_exception(error)
-            status = 1
-    isolation.flush_output()
-    os._exit(status)
 
 
 def _failure(rank: int, error: BaseException) -> Failure:
@@ -239,14 +233,8 @@ def _failure(rank: int, error: BaseException) -> Failure:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next  # this file's own frames say nothing to the reader
-    return Failure(rank, time_ns, type(error).__name__, _first_line(error), *texts_of(error, trace), _portable(error))
-
-
-def _first_line(error: BaseException) -> str:
-    try:
-        return (str(error).splitlines() or [""])[0]
-    except Exception as failure:  # a ``__str__`` of the user's that raises; the traceback says where
-        return f"(no message: __str__ raised {type(failure).__name__})"
+    first_line = str(error).partition("\n")[0]
+    return Failure(rank, time_ns, type(error).__name__, first_line, texts_of(error, trace), _portable(error))
 
 
 def _portable(error: BaseException) -> Payload | None:

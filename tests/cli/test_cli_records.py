@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shardlab.cli import app
-from shardlab.cli.modules import _print as print_modules
+from shardlab.cli.records import _print_modules as print_modules
 from shardlab.experiment import CompareConfig, compare
 from shardlab.experiment.summary import COLUMNS, NAMES, QUANTITIES
 from shardlab.installed import __version__

@@ -89,8 +89,6 @@ def test_a_link_is_as_slow_as_the_compute(monkeypatch) -> None:
     link = link_for(BASE, None, sends_for=2, latency=0.01)
     assert (link.latency_us, link.bandwidth_gbps) == (1000, 0.04)
     assert link.transfer_us(1e6) == pytest.approx(2 * 100e3)
-    with pytest.raises(ValueError, match="sends_for: 0 was given; it must be above 0"):
-        link_for(BASE, None, sends_for=0)
 
 
 def test_a_link_that_was_found_can_be_emulated(pools: Pools) -> None:
@@ -100,12 +98,12 @@ def test_a_link_that_was_found_can_be_emulated(pools: Pools) -> None:
 
 @pytest.mark.parametrize(
     ("variants", "words"),
-    [({}, "at least one"),
+    [({}, "give one or more"),
      ({"a": replace(BASE, save_every=2)}, "'a' has save_every=2, but here are no checkpoints; leave it out"),
      ({"a": replace(BASE, strategies=("single",), bucket_mib=1.0)}, "'a' needs one strategy"),
      ({"a": replace(BASE, strategies=("ddp", "bucketed"))}, "'a' needs one strategy"),
      ({"a": replace(BASE, ranks=1)}, r"variants\['a'\]\.ranks is 1"),
-     ({"a": BASE, "b": replace(BASE, steps=1)}, "different numbers of steps")],
+     ({"a": BASE, "b": replace(BASE, steps=1)}, "all with the same number of steps")],
 )  # fmt: skip
 def test_variants_that_cannot_take_turns_are_refused(
     pools: Pools, variants: dict[str, CompareConfig], words: str

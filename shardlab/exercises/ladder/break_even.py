@@ -85,15 +85,7 @@ def gains(result: object) -> list[float]:
 
 
 BREAK_EVEN = Exercise(
-    name="scaling.break_even",
-    task=TASK,
-    starter=STARTER,
-    cases=cases,
-    hints=HINTS,
-    notebook="05_why_are_two_slower_than_one",
-    attempt=play,
-    drawn=gains,
-    drawn_words="rows a second of two ranks over one: with these rows, and with a row less",
-    num_references=1,
-    num_wrong=5,
-)
+    "scaling.break_even", TASK, STARTER, cases, HINTS, "05_why_are_two_slower_than_one",
+    attempt=play, drawn=gains, drawn_words="rows a second of two ranks over one: with these rows, and with a row less",
+    num_references=1, num_wrong=5,
+)  # fmt: skip
