@@ -29,7 +29,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardlab.comm.signed import all_gather_bytes
 from shardlab.engines.agreement_check import disagreement
-from shardlab.experiment.batches import fewest_rows
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import claim, new_directory, run_directory
 from shardlab.experiment.planned import against_plan, plans_or_why
@@ -112,19 +111,11 @@ def compare(
 
 
 def prepare(config: CompareConfig, directory: Path, *, overwrite: bool = False) -> None:
-    """Refuse data with fewer rows than ranks, and make the directory.
+    """Make the directory.
 
     Raises:
-        ValueError: a batch has too few rows, or see ``directory.claim``.
+        ValueError: see ``directory.claim``.
     """
-    data, ranks = config.trained, config.data_ranks
-    num_batches = config.steps * config.accumulation
-    fewest = fewest_rows(data.data, num_batches) if data.divides_rows and not data.is_dataset else None
-    if fewest is not None and fewest < ranks and set(config.strategies) != {"single"}:
-        raise ValueError(
-            f"data: its smallest batch has {fewest} rows, too few for {ranks} data ranks; give it at least as many "
-            "(drop_last=True leaves out a short last one), or take fewer ranks"
-        )
     # One process alone: a second could find, or remove, what the first has begun to write.
     if is_reporter():
         claim(directory, overwrite=overwrite, resume=config.resume)

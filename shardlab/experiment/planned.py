@@ -22,7 +22,6 @@ from shardlab.experiment.planned_tensor import PlannedTensorAxis
 from shardlab.experiment.planned_workload import FirstForward, PlannedWorkload
 from shardlab.experiment.workload import Workload
 from shardlab.launch import place
-from shardlab.models import MODELS, GPTConfig
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.planner import (
     PlannedModel,
@@ -33,7 +32,7 @@ from shardlab.planner import (
     predicted_memory,
 )
 from shardlab.planner.setup import STRATEGIES, Optimizer
-from shardlab.planner.tensor import TensorSetup, divided, on_tensor_ranks, predicted_tensor_collectives
+from shardlab.planner.tensor import on_tensor_ranks
 from shardlab.trace.store import Records
 from shardlab.units import units_of
 from shardlab.vocabulary import MeshAxis, Phase, Role, dtype_name
@@ -82,8 +81,7 @@ def plan_runs(config: CompareConfig) -> dict[str, Plan | None]:
     if set(STRATEGIES).isdisjoint(config.strategies):
         return dict.fromkeys(config.strategies)
     known = PlannedWorkload.of(config)
-    is_gpt = config.workload is None and isinstance(MODELS[config.model], GPTConfig)
-    axis = None if config.tp == 1 or is_gpt else PlannedTensorAxis(config, known.module)
+    axis = None if config.tp == 1 else PlannedTensorAxis(config, known.module)
     return {strategy: _plan_run(config, strategy, known, axis) for strategy in config.strategies}
 
 
@@ -105,10 +103,8 @@ def _plan_run(
     if strategy not in STRATEGIES or known.optimizer is None or not _gathers_once(strategy, known.forward):
         return None
     module, model, over_tensor = known.module, known.model, None
-    is_divided = config.tp > 1 and strategy != "single"
-    if is_divided and axis is None:
-        model, over_tensor = divided(model, config.tp), predicted_tensor_collectives(tensor_setup_of(config, strategy))
-    elif is_divided and axis is not None:
+    is_divided = axis is not None and strategy != "single"
+    if axis is not None and is_divided:
         module, model = axis.module, described(axis.module, unused=known.forward.unused)
         over_tensor = axis.collectives(strategy)
     setup = setup_of(config, strategy, module, known.optimizer, known.forward)
@@ -198,19 +194,6 @@ def _units(config: CompareConfig, module: nn.Module, forward: FirstForward) -> d
     units = units_of(module, config.wrap_policy)
     called = None if forward.units is None else [name for name in forward.units if name in units]
     return {"units": units, "called": called, "unreached": forward.unreached}
-
-
-def tensor_setup_of(config: CompareConfig, strategy: str) -> TensorSetup:
-    """The planner's description of the tensor axis as ``compare`` divides a GPT over it."""
-    sizes = MODELS[config.model]
-    assert isinstance(sizes, GPTConfig)
-    precision = parse_precision(config.precision_of(strategy))
-    return TensorSetup(
-        config.tp, sizes.hidden, sizes.num_layers, sizes.vocab_size, config.seq_len,
-        config.global_batch // config.accumulation // config.data_ranks, config.accumulation,
-        sequence_parallel=config.sequence_parallel, gather_logits=False, data_ranks=config.data_ranks,
-        dtype=_name(precision.compute) or config.dtype,
-    )  # fmt: skip
 
 
 def against_plan(run: str, records: Records, plan: Plan | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ The divided model is run without memory (``DryRunRank``), on the batches of the 
 record is compared with. So the messages are those of any plan, in the order in which autograd sends them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -75,8 +75,8 @@ class PlannedTensorAxis:
         casts = precision != Precision()
         # With casts use a separate rank, whose units may get hooks that cast: strategies share the uncast one.
         rank = self._rank(precision) if casts else self._uncast
-        units = self._units(rank.module) if casts and strategy == "fsdp" else ()
-        called = _Called(rank.module, precision, units)
+        units = wrapped_modules(rank.module, self._config.wrap_policy) if casts and strategy == "fsdp" else {}
+        called = _Called(rank.module, precision, units.values())
         workload = self._config.trained
         try:
             return [
@@ -85,14 +85,11 @@ class PlannedTensorAxis:
         except Exception:  # it depends on values, which are missing here; the ranks raise any other error too
             return None
 
-    def _units(self, module: nn.Module) -> tuple[nn.Module, ...]:
-        return tuple(wrapped_modules(module, self._config.wrap_policy).values())
-
 
 class _Called:
     """The module as a loss takes it: inputs and outputs are cast where the engines cast them."""
 
-    def __init__(self, module: nn.Module, precision: Precision, units: tuple[nn.Module, ...]) -> None:
+    def __init__(self, module: nn.Module, precision: Precision, units: Iterable[nn.Module]) -> None:
         self._module, self._precision = module, precision
         for unit in units:
             unit.register_forward_pre_hook(
@@ -116,19 +113,15 @@ def _loss(workload: Workload, model: _Called, batch: Any, rank: DryRunRank) -> T
 def _last_steps(config: CompareConfig) -> Iterator[Iterator[Any]]:
     """The micro-batches of each data rank in the last step."""
     workload, ranks = config.trained, config.data_ranks
-    rows, first = config.global_batch // config.accumulation, (config.steps - 1) * config.accumulation
-    last = slice(first, first + config.accumulation)
+    rows, last = config.global_batch // config.accumulation, config.steps * config.accumulation
+    first = last - config.accumulation
     if workload.divides_rows:
         # Read once, since every rank gets its rows of the same batches.
-        whole = [share.batch for share in _taken(batches_of(workload, 0, 1, config.seed, rows), last)]
+        whole = [share.batch for share in islice(batches_of(workload, 0, 1, config.seed, rows), first, last)]
         yield from ((divide(batch, rank, ranks).batch for batch in whole) for rank in range(ranks))
         return
     for rank in range(ranks):
-        yield (share.batch for share in _taken(batches_of(workload, rank, ranks, config.seed, rows), last))
-
-
-def _taken(batches: Iterator[Any], wanted: slice) -> Iterator[Any]:
-    return islice(batches, wanted.start, wanted.stop)
+        yield (share.batch for share in islice(batches_of(workload, rank, ranks, config.seed, rows), first, last))
 
 
 def _shapes(batch: Any) -> tuple[tuple[torch.Size, torch.dtype], ...]:

@@ -24,22 +24,25 @@ JUDGED_STEPS = 10
 ROUNDED_LOSS_TOLERANCE = 0.05  # 16-bit compute rounds differently
 MB = 1e6
 MOVED = "moved_bytes_per_step"
-COLUMNS = {
-    "strategy": ("strategy", 1),
-    "ranks": ("ranks", 1),
-    "loss_last": ("last loss", 1),
-    "max_loss_difference": ("loss differs", 1),
-    "step_ms": ("step (ms)", 1),
-    "exposed_comm_ms": ("exposed (ms)", 1),
-    "overlap": ("hidden (%)", 0.01),
-    "parameter_bytes": ("parameters (MB)", MB),
-    "gradient_bytes": ("gradients (MB)", MB),
-    "optimizer_bytes": ("optimizer (MB)", MB),
-    "offloaded_bytes": ("offloaded (MB)", MB),
-    "peak_bytes": ("peak (MB)", MB),
-    "wire_bytes_per_step": ("sent (MB/step)", MB),
-    "moved_bytes_per_step": ("moved (MB/step)", MB),
-}
+# Column, its header, its header in a terminal of 80 columns, where the unit stands below, and its divisor.
+_HEADERS: tuple[tuple[str, str, str, float], ...] = (
+    ("strategy", "strategy", "strategy", 1),
+    ("ranks", "ranks", "", 1),
+    ("loss_last", "last loss", "last\nloss", 1),
+    ("max_loss_difference", "loss differs", "loss\ndiffers", 1),
+    ("step_ms", "step (ms)", "step\nms", 1),
+    ("exposed_comm_ms", "exposed (ms)", "exposed\nms", 1),
+    ("overlap", "hidden (%)", "hidden\n%", 0.01),
+    ("parameter_bytes", "parameters (MB)", "params\nMB", MB),
+    ("gradient_bytes", "gradients (MB)", "grads\nMB", MB),
+    ("optimizer_bytes", "optimizer (MB)", "optim\nMB", MB),
+    ("offloaded_bytes", "offloaded (MB)", "host\nMB", MB),
+    ("peak_bytes", "peak (MB)", "peak\nMB", MB),
+    ("wire_bytes_per_step", "sent (MB/step)", "sent\nMB/step", MB),
+    (MOVED, "moved (MB/step)", "moved\nMB/step", MB),
+)
+COLUMNS = {name: (header, divisor) for name, header, _, divisor in _HEADERS}
+TERMINAL = {name: (header, divisor) for name, _, header, divisor in _HEADERS if header}
 PLANNED = {
     "strategy": ("strategy", 1),
     "planned_rest_bytes": ("planned at rest (bytes)", 1),
@@ -48,47 +51,20 @@ PLANNED = {
     "wire_bytes_per_step": ("sent (bytes)", 1),
     "as_planned": ("each role, rank and message as planned", 1),
 }
-# The same for a terminal of 80 columns: the unit stands below the name.
-TERMINAL = {
-    "strategy": ("strategy", 1),
-    "loss_last": ("last\nloss", 1),
-    "max_loss_difference": ("loss\ndiffers", 1),
-    "step_ms": ("step\nms", 1),
-    "exposed_comm_ms": ("exposed\nms", 1),
-    "overlap": ("hidden\n%", 0.01),
-    "parameter_bytes": ("params\nMB", MB),
-    "gradient_bytes": ("grads\nMB", MB),
-    "optimizer_bytes": ("optim\nMB", MB),
-    "offloaded_bytes": ("host\nMB", MB),
-    "peak_bytes": ("peak\nMB", MB),
-    "wire_bytes_per_step": ("sent\nMB/step", MB),
-    "moved_bytes_per_step": ("moved\nMB/step", MB),
-}
-
-QUANTITIES = (
-    "step_ms",
-    "exposed_comm_ms",
-    "overlap",
-    "peak_bytes",
-    "parameter_bytes",
-    "gradient_bytes",
-    "optimizer_bytes",
-    "offloaded_bytes",
-    "other_bytes",
-    "unattributed_bytes",
-    "padding_bytes",
-    "wire_bytes_per_step",
-    "moved_bytes_per_step",
-    "recorder_share",
-    "loss_first",
-    "loss_last",
-)
 Pair = tuple[str, str]
-NAMES = {"loss_first": "first loss", "other_bytes": "other (kB)", "unattributed_bytes": "unattributed (kB)",
-         "padding_bytes": "padding (kB)", "recorder_share": "recording (%)"}  # fmt: skip
-DIVISORS = {
-    "loss_first": 1, "other_bytes": 1e3, "unattributed_bytes": 1e3, "padding_bytes": 1e3, "recorder_share": 0.01,
+# What two summaries are compared by; those without a column above have a header and a divisor here.
+QUANTITIES = (
+    "step_ms", "exposed_comm_ms", "overlap", "peak_bytes", "parameter_bytes", "gradient_bytes", "optimizer_bytes",
+    "offloaded_bytes", "other_bytes", "unattributed_bytes", "padding_bytes", "wire_bytes_per_step", MOVED,
+    "recorder_share", "loss_first", "loss_last",
+)  # fmt: skip
+_ONLY_COMPARED = {
+    "loss_first": ("first loss", 1), "other_bytes": ("other (kB)", 1e3),
+    "unattributed_bytes": ("unattributed (kB)", 1e3), "padding_bytes": ("padding (kB)", 1e3),
+    "recorder_share": ("recording (%)", 0.01),
 }  # fmt: skip
+NAMES = {name: header for name, (header, _) in (COLUMNS | _ONLY_COMPARED).items()}
+_DIVISORS = {name: divisor for name, (_, divisor) in (COLUMNS | _ONLY_COMPARED).items()}
 
 
 def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
@@ -286,10 +262,9 @@ def _number(value: Any, factor: float = 1.0) -> float | None:
 def readable(table: pd.DataFrame) -> pd.DataFrame:
     """Rows of ``differences`` in readable units, without quantities that neither run has."""
     rows = table[table[["first", "second"]].fillna(0).any(axis=1)]
-    labels = {name: label for name, (label, _) in COLUMNS.items()} | NAMES
-    divisor = rows["quantity"].map({name: size for name, (_, size) in COLUMNS.items()} | DIVISORS).astype("float64")
+    divisor = rows["quantity"].map(_DIVISORS).astype("float64")
     shown = {name: rows[name] / divisor for name in ("first", "second", "difference")}
-    return rows.assign(quantity=rows["quantity"].map(labels), **shown)
+    return rows.assign(quantity=rows["quantity"].map(NAMES), **shown)
 
 
 def pairs_of(first: Sequence[str], second: Sequence[str]) -> list[Pair]:

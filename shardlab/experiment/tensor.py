@@ -19,8 +19,8 @@ from shardlab.experiment.batches import batches_of, divide, rows_of
 from shardlab.experiment.named_workload import workload_at
 from shardlab.experiment.options import CompareOptions
 from shardlab.experiment.workload import LossFn, Workload
-from shardlab.tensor_parallel import Plan, Suggestion, parallelize_module, suggest_tp_plan
-from shardlab.tensor_parallel.plan import matched
+from shardlab.tensor_parallel import Suggestion, parallelize_module, suggest_tp_plan
+from shardlab.tensor_parallel.plan import checked
 from shardlab.tensor_parallel.plan_trial import has_room
 from shardlab.tensor_parallel.suggest import check_tp_plan
 from shardlab.vocabulary import MeshAxis
@@ -49,7 +49,10 @@ def with_plan(options: CompareOptions, workload: Workload) -> Workload:
             f"seq_len: {options.seq_len} does not divide over tp={options.tp} ranks, which sequence_parallel needs"
         )
     if isinstance(workload.tp_plan, Mapping):
-        _check_plan(workload.tp_plan, workload.on_meta(), options.tp)
+        try:
+            checked(workload.tp_plan, workload.on_meta(), options.tp)
+        except ValueError as error:
+            raise ValueError(f"tp_{error}" if str(error).startswith("plan: ") else f"tp: {error}") from None
         if options.workload is not None:
             tried_plan(workload, options.tp, options.seed)  # that of a built-in model is known to be right
         return workload
@@ -60,18 +63,6 @@ def with_plan(options: CompareOptions, workload: Workload) -> Workload:
             "give Workload a tp_plan: help(shardlab.tensor_parallel) has the styles"
         )
     return replace(workload, tp_plan=found.plan)
-
-
-def _check_plan(plan: Plan, model: nn.Module, tp: int) -> None:
-    try:
-        styles = matched(plan, model)
-    except ValueError as error:
-        raise ValueError(f"tp_{error}") from None  # it begins with 'plan: '
-    for name, style in styles.items():
-        try:
-            style.check(name, model.get_submodule(name), tp)
-        except ValueError as error:
-            raise ValueError(f"tp: {error}") from None
 
 
 def divided(model: nn.Module, options: CompareOptions, workload: Workload, strategy: str, mesh: BaseMesh) -> nn.Module:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
 from shardlab.analysis.timed import timed_steps
 from shardlab.engines.agreement_check import Did
@@ -250,28 +249,6 @@ def test_overwriting_that_is_cut_off_can_be_done_again(tmp_path, monkeypatch):
     monkeypatch.undo()
     claim(tmp_path, overwrite=True)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("data", "fewest"),
-    [
-        ([torch.zeros(4, 1), torch.zeros(2, 1)], 2),
-        (DataLoader(TensorDataset(torch.zeros(10, 1)), batch_size=4), 2),
-        (DataLoader(TensorDataset(torch.zeros(12, 1)), batch_size=4), 4),
-        (DataLoader(TensorDataset(torch.zeros(10, 1)), batch_size=4, drop_last=True), 4),
-        (DataLoader(TensorDataset(torch.zeros(3, 1)), batch_size=4), 3),
-    ],
-)
-def test_more_ranks_than_rows_are_refused_before_they_start(tmp_path, data, fewest):
-    workload = Workload(lambda: torch.nn.Linear(1, 1), data, lambda model, batch: model(batch).mean())
-    prepare(CompareConfig(workload=workload, ranks=fewest, strategies="fsdp", device="cpu"), tmp_path)
-    with pytest.raises(ValueError, match=f"data: its smallest batch has {fewest} rows, too few for {fewest + 1} data"):
-        prepare(CompareConfig(workload=workload, ranks=fewest + 1, strategies="fsdp", device="cpu"), tmp_path)
-    for few in (
-        {"strategies": "single"},
-        {"strategies": "fsdp", "steps": 1} if fewest == 2 else {"strategies": "single"},
-    ):
-        prepare(CompareConfig(workload=workload, ranks=fewest + 1, device="cpu", **few), tmp_path)
 
 
 def test_a_pool_of_another_size_is_refused(pools, tmp_path):

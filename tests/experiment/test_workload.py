@@ -729,14 +729,6 @@ def test_a_field_that_cannot_be_pickled_is_named(pools, tmp_path):
         compare(workload(loss=lambda model, batch: lock), tmp_path / "run", ranks=2, steps=2, pool=pools(2))
 
 
-def test_a_model_that_needs_a_gpu_to_be_made_is_refused():
-    if torch.cuda.is_available():
-        assert workload(model=lambda: nn.Linear(2, 2).cuda()).build(0) is not None
-        return
-    with pytest.raises(ValueError, match="model: it needs a GPU to be made, and there is none here"):
-        CompareConfig(workload=workload(model=lambda: nn.Linear(2, 2).cuda()), ranks=2)
-
-
 def test_a_loss_that_is_a_sum_is_told(pools, tmp_path):
     def summed(model, batch):
         return model(**batch).loss * len(batch["y"])
