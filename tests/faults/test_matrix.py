@@ -9,10 +9,10 @@ from time import monotonic, sleep
 
 import psutil
 import pytest
-from shardlab.experiment.run_verdicts import verdicts
 
 from shardlab.experiment import compare
 from shardlab.experiment.comparison import PRELOAD
+from shardlab.experiment.run_verdicts import verdicts
 from shardlab.faults import (
     DeadRank,
     Fault,
