@@ -174,7 +174,7 @@ class FSDP(Sharded):
         return [
             # First: before hooks that compute with parameters, such as those of pruning.
             module.register_forward_pre_hook(ModuleHook(before), prepend=True, with_kwargs=True),
-            module.register_forward_hook(after, always_call=True),
+            module.register_forward_hook(after),
         ]
 
     # Forward: gather, reshard, and write the tape.
