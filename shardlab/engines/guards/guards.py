@@ -58,6 +58,8 @@ class Guards:
         """
         if moment == "model":
             check_free(engine.module)
+            if engine.strategy.keeps_pieces:  # sharded: of what is rounded it becomes so later
+                check_not_scripted(engine.module)
             return
         if moment == "built":
             self._build(engine)
@@ -125,12 +127,12 @@ class Guards:
     def _build(self, engine: Engine) -> None:
         strategy = engine.strategy
         self._num_stepped = _count(engine)
-        homes = [module._parameters for module in engine.module.modules()]
-        self._homes = [(home, key, param) for home in homes for key, param in home.items()]
+        homes = [vars(module).get("_parameters") for module in engine.module.modules()]
+        # TorchScript has something else there.
+        self._homes = [(home, *item) for home in homes if isinstance(home, dict) for item in home.items()]
         self._is_rounded = strategy.keeps_pieces
         self._is_sharded = hasattr(strategy, "units")
         if self._is_sharded:
-            check_not_scripted(engine.module)
             for unit in strategy.units:  # type: ignore[attr-defined]
                 for shards in unit.shards:
                     self._watch(shards)
