@@ -20,7 +20,7 @@ from shardlab.experiment.batches import batches_of, divide
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.workload import Workload
 from shardlab.tables import COLLECTIVES
-from shardlab.tensor_parallel.dry_run import DryRunRank
+from shardlab.tensor_parallel.plan_trial import DryRunRank
 from shardlab.trace.observed import wire_bytes
 from shardlab.units import wrapped_modules
 from shardlab.vocabulary import MeshAxis, Phase
