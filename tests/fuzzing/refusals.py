@@ -14,7 +14,7 @@ DOCUMENTED = (
     r"step: what full_params\(\) or unshard\(\) holds would be stale",
 )
 """Refusals of operations, wherever they come; others are in ``is_documented``."""
-IN_PARTS = (r"it comes in parts.*use_reentrant=False", r"is sharded: .*use_reentrant=False")
+IN_PARTS = (r"it comes in parts.*use_reentrant=False", r"parameter .* is sharded: ")
 """Refusals of reentrant checkpointing, which brings a gradient in parts where a weight is used more than once."""
 MEET = r" on rank \d of the group meets "
 """What all ranks are told of whom one has left alone; their communicator is of no use any more."""
