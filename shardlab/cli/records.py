@@ -62,7 +62,7 @@ def record(
     The output, the errors and the exit code are the script's own. Then: shardlab report DIR.
     """
     from shardlab.experiment import is_reporter
-    from shardlab.recording.place import directory_by_date
+    from shardlab.recording.record import directory_by_date
     from shardlab.recording.script import Script
 
     # Called by main, when the command line has been dealt with: what the script raises is no error of an option.

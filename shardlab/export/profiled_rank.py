@@ -98,7 +98,7 @@ def _by_thread(slices: Iterable[Slice]) -> dict[tuple[str, str], Intervals]:
 
 
 def communication(trace: RankTrace) -> list[Row]:
-    """Those of a rank in order of issue, as rows of table ``collectives``; what the trace does not contain is missing."""
+    """Those of a rank in order of issue, as rows of table ``collectives``; what the trace does not say is missing."""
     return sorted([*_of_device(trace), *_of_gloo(trace)], key=lambda row: (row["issue_us"], row["start_us"]))
 
 

@@ -21,28 +21,8 @@ from shardlab.planner.setup import ADAM, SGD, SGD_MOMENTUM, Optimizer, PlannedMo
 from shardlab.planner.tensor import TensorSetup, divided, on_tensor_ranks, predicted_tensor_collectives
 
 __all__ = [
-    "ADAM",
-    "PRECISIONS",
-    "SGD",
-    "SGD_MOMENTUM",
-    "Gpu",
-    "Layer",
-    "ModelStates",
-    "Optimizer",
-    "PaperNumber",
-    "PlannedModel",
-    "PlannedParam",
-    "Precision",
-    "Setup",
-    "TensorSetup",
-    "activation_bytes",
-    "described",
-    "divided",
-    "gathered_at_once",
-    "model_states",
-    "on_tensor_ranks",
-    "predicted_collectives",
-    "predicted_memory",
-    "predicted_tensor_collectives",
-    "zero_paper_numbers",
-]
+    "ADAM", "PRECISIONS", "SGD", "SGD_MOMENTUM", "Gpu", "Layer", "ModelStates", "Optimizer", "PaperNumber",
+    "PlannedModel", "PlannedParam", "Precision", "Setup", "TensorSetup", "activation_bytes", "described", "divided",
+    "gathered_at_once", "model_states", "on_tensor_ranks", "predicted_collectives", "predicted_memory",
+    "predicted_tensor_collectives", "zero_paper_numbers",
+]  # fmt: skip

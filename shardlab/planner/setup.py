@@ -6,7 +6,7 @@ checked: those of the engines, plus what a training step does with them.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.partition.chunks import require_count, require_rank
@@ -226,24 +226,11 @@ def _require_one_of(name: str, value: str, allowed: Sequence[str]) -> None:
         raise ValueError(f"{name}: {str(value)!r} is not one of {', '.join(allowed)}")
 
 
+if TYPE_CHECKING:  # a plan needs no torch, which takes 1.5 s to import
+    from torch import nn
+
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 _FLOATS = {2: "bfloat16", 4: "float32", 8: "float64"}
-
-
-class ModuleLike(Protocol):
-    """A ``torch.nn.Module``, or anything that lists parameters and modules as one does."""
-
-    def named_parameters(self) -> Iterable[tuple[str, Any]]:
-        """Name and parameter, tied weights once."""
-        ...
-
-    def named_modules(self, *, remove_duplicate: bool) -> Iterable[tuple[str, Any]]:
-        """Name and module."""
-        ...
-
-    def buffers(self) -> Iterable[Any]:
-        """Buffers."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -304,7 +291,7 @@ class PlannedModel:
         return sum(param.spec.numel for param in self.params)
 
 
-def described(module: ModuleLike, *, unused: Iterable[str] = ()) -> PlannedModel:
+def described(module: "nn.Module", *, unused: Iterable[str] = ()) -> PlannedModel:
     """Name, shape, dtype and trainability of a module's parameters, and the bytes of its buffers.
 
     Args:

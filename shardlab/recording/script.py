@@ -8,8 +8,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
-from shardlab.recording.place import Place, claim
-from shardlab.recording.record import TRACED_STEP, check_steps, record
+from shardlab.recording.record import TRACED_STEP, Place, check_steps, claim, record
 
 
 @dataclass(frozen=True)
