@@ -7,7 +7,7 @@ public way to have a group of one's own is a registered backend; ``torch_group``
 Issue and, where torch waits through Python, the wait are seen as they happen. Where C++ waits (DDP, at the end of
 backward) ``end_waits`` infers it. ``torch_times`` finds out when a collective began and ended. Torch's gloo groups
 hold a copy of the whole buffer in a reduce-scatter and an all-gather, as torch's own profiler shows (torch 2.11 and
-2.13): that is their ``scratch_bytes``. What they send is in ``partition.torch_gloo``.
+2.13): that is their ``scratch_bytes``. What they send is in ``partition.ring_cost``.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.group import ObservedGroup, Process, retire
 from shardlab.comm.torch_times import GLOO_THREADS, HostTimes, StreamTimes, Times, complete_waits
 from shardlab.comm.trees import tensors_in
-from shardlab.partition.torch_gloo import moved_bytes
+from shardlab.partition.ring_cost import moved_bytes
 from shardlab.vocabulary import Collective
 
 BACKEND = "observed"

@@ -14,8 +14,7 @@ import numpy as np
 
 from shardlab.analysis.intervals import Intervals, merge
 from shardlab.export.kineto import RankTrace, Slice, collective_of, communicates, dtype_of, function_of
-from shardlab.partition.ring_cost import ring_wire_bytes
-from shardlab.partition.torch_gloo import moved_bytes
+from shardlab.partition.ring_cost import moved_bytes, ring_wire_bytes
 from shardlab.vocabulary import Collective, MeshAxis, Phase, SpanKind
 
 Row = dict[str, Any]

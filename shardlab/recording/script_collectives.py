@@ -26,7 +26,7 @@ from shardlab.comm.torch_engine_groups import bytes_kept
 from shardlab.comm.torch_times import GLOO_THREADS, FutureTimes, HostTimes, Times, complete_waits
 from shardlab.comm.transports.base import Transport
 from shardlab.comm.trees import tensors_in
-from shardlab.partition.torch_gloo import moved_bytes
+from shardlab.partition.ring_cost import moved_bytes
 from shardlab.recording.torch_callers import Caller, axis_of, backend_of, caller_of
 from shardlab.vocabulary import Collective
 

@@ -59,7 +59,9 @@ class Places:
                     "both one, or untie them"
                 )
             for name, key in together:
-                if _is_summed(styles.get(name), key):
+                style = styles.get(name)
+                on_part = isinstance(style, Row) and style.sequence_dim is not None and key == "bias"
+                if isinstance(style, OnSequence) or on_part:
                     raise ValueError(
                         f"plan: {key!r} of {name!r} is tied; a tied parameter cannot work on parts of the sequence, "
                         "so untie it"
@@ -120,8 +122,3 @@ def _refuse_replaced(kind: str, *_: object, **__: object) -> NoReturn:
         f"a plain {kind} was called that parallelize_module has replaced; something that torch does not search for "
         "modules still holds it (a list, a closure, an object of your own): read it from the model there"
     )
-
-
-def _is_summed(style: Style | None, key: str) -> bool:
-    on_part = isinstance(style, Row) and style.sequence_dim is not None and key == "bias"
-    return isinstance(style, OnSequence) or on_part

@@ -77,7 +77,7 @@ class PlanTrial:
             self.why_no_values = "it is on the meta device"
         elif not has_room(module, num_ranks):
             self.why_no_values = f"{_numel(module):,} parameters are too many"
-        self.why_no_shapes = self.why_no_training = self.why_unsure = ""
+        self.why_no_training = self.why_unsure = ""
         self._reference: tuple[nn.Module, _Passed] | None = None
 
     @property
@@ -94,16 +94,19 @@ class PlanTrial:
         try:
             with _no_memory():
                 return flow_of(self._copy(_without_memory).eval(), self._run)
-        except Exception as error:
-            self.why_no_shapes = said(error)
+        except Exception:
             if not self.has_values:
                 raise
             return flow_of(self._copy(_random).eval(), self._run)
 
-    def shapes(self, plan: Plan) -> str:
-        """Why a plan fails when it is tried with shapes; empty if it does not."""
-        if self.why_no_shapes:
-            return ""
+    def fails(self, plan: Plan) -> str:
+        """Why a plan fails, tried with values or else with shapes; empty if it does not.
+
+        With ``why_unsure`` it may be right all the same.
+        """
+        return self._values(plan) if self.has_values else self._shapes(plan)
+
+    def _shapes(self, plan: Plan) -> str:
         try:
             with _no_memory():
                 comm = SilentCommunicator(self.num_ranks, 0, MeshAxis.TENSOR)
@@ -112,8 +115,7 @@ class PlanTrial:
             return said(error)
         return ""
 
-    def values(self, plan: Plan) -> str:
-        """Why a plan fails when it is tried with values; empty if it does not. ``why_unsure``: another may be right."""
+    def _values(self, plan: Plan) -> str:
         whole, passed = self._reference = self._reference or self._made_reference()
 
         def differs(comm: Communicator) -> str:

@@ -99,11 +99,14 @@ def own_plan(module: nn.Module) -> dict[str, str] | None:
 
 def own_regions(module: nn.Module, plan: dict[str, str]) -> Iterator[Region]:
     """Those of a model's own plan: what one parent holds belongs together, and what is tied."""
-    groups: dict[str, dict[str, str]] = {}
+    groups: dict[object, dict[str, str]] = {}
     for pattern, word in plan.items():
         for name in matched_names(pattern, module):
-            groups.setdefault(name.rpartition(".")[0], {})[name] = word
-    for group in _tied_together(module, groups):
+            parent, layer = name.rpartition(".")[0], module.get_submodule(name)
+            # Outside of blocks are embeddings and heads, which belong together only if they share a weight.
+            is_block = any(part.isdigit() for part in parent.split("."))
+            groups.setdefault(parent if is_block else id(getattr(layer, "weight", layer)), {})[name] = word
+    for group in groups.values():
         try:
             styles = {name: _own_style(module, name, word) for name, word in group.items()}
         except ValueError as error:
@@ -231,26 +234,6 @@ def _of_vocabulary(module: nn.Module, weight: Tensor) -> Form:
         elif isinstance(layer, nn.Linear) and layer.weight is weight:
             form[name] = Column(gather_output=True)
     return form
-
-
-def _tied_together(module: nn.Module, groups: dict[str, dict[str, str]]) -> Iterator[dict[str, str]]:
-    """Merge groups of one layer that share a weight; outside of blocks each layer is a group of its own."""
-    apart = [
-        group
-        for parent, found in groups.items()
-        for group in (({name: word} for name, word in found.items()) if not _is_block(parent) else (found,))
-    ]
-    by_weight: dict[object, dict[str, str]] = {}
-    for group in apart:
-        weights = [id(getattr(module.get_submodule(name), "weight", None)) for name in group]
-        key = weights[0] if len(weights) == 1 else id(group)
-        by_weight.setdefault(key, {}).update(group)
-    yield from by_weight.values()
-
-
-def _is_block(parent: str) -> bool:
-    """Whether it is not the outermost part of a model, which holds embeddings and heads beside each other."""
-    return any(part.isdigit() for part in parent.split("."))
 
 
 def _own_style(module: nn.Module, name: str, word: Any) -> Style | None:

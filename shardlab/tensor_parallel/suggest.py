@@ -144,14 +144,17 @@ def _decide(trial: PlanTrial, module: nn.Module, regions: list[Region]) -> None:
         for form in list(region.forms):
             if why_not := _unfit(form, module, trial.num_ranks):
                 region.refuse(form, why_not)
-    _refuse_by_shapes(trial, regions)
-    if trial.has_values:
-        _refuse_by_values(trial, regions)
-        return
+    # All together first: mostly every likeliest form holds, and one pass is enough.
+    fails = trial.fails(merged(region.form for region in regions))
     for region in regions:
-        if region.forms and trial.why_no_shapes:
-            region.forms, region.reasons = [], [f"could not be tried: {trial.why_no_shapes}"]
-        elif len(region.forms) > 1:
+        # Without values the one form of several that can be computed is the right one, so each is tried.
+        for form in list(region.forms) if fails or (len(region.forms) > 1 and not trial.has_values) else ():
+            if why_not := trial.fails(form):
+                region.refuse(form, why_not)
+            elif trial.has_values:
+                break
+    for region in regions if not trial.has_values else ():
+        if len(region.forms) > 1:
             region.forms, region.reasons = (
                 [],
                 [
@@ -183,28 +186,6 @@ def _own_dropouts(module: nn.Module, flow: Flow, form: Form, num_ranks: int) -> 
     return styles, whys
 
 
-def _refuse_by_shapes(trial: PlanTrial, regions: list[Region]) -> None:
-    """Every form that cannot be computed; regions with one form are tried together first, which mostly is enough."""
-    clear = [region for region in regions if len(region.forms) == 1]
-    if trial.shapes(merged(region.form for region in clear)):
-        # One of them cannot be computed; tried alone, each says whether it is the one.
-        clear = []
-    for region in regions:
-        for form in list(region.forms) if region not in clear else ():
-            if why_not := trial.shapes(form):
-                region.refuse(form, why_not)
-
-
-def _refuse_by_values(trial: PlanTrial, regions: list[Region]) -> None:
-    """Refuse the forms of each region, one by one, until one computes what the whole module computes."""
-    # All together first: mostly every likeliest form holds, and one pass is enough.
-    if not trial.values(merged(region.form for region in regions)):
-        return
-    for region in regions:
-        while region.forms and (why_not := trial.values(region.form)):
-            region.refuse(region.form, why_not)
-
-
 def _unfit(form: Form, module: nn.Module, num_ranks: int) -> str:
     try:
         checked(form, module, num_ranks)
@@ -217,9 +198,7 @@ def _given(trial: PlanTrial, plan: Plan) -> str:
     """How a plan was tried that the user gives, which is refused only if it fails where the whole module does not."""
     try:
         trial.flow()  # finds whether shapes say anything: they do not if the forward depends on values
-        why_not = trial.shapes(plan)
-        if not why_not and trial.has_values:
-            why_not = trial.values(plan)
+        why_not = trial.fails(plan)
     except Exception as error:
         return f"sizes fit (not tried, for the whole module fails here: {said(error)})"
     if why_not and trial.why_unsure:

@@ -24,8 +24,7 @@ from shardlab.engines import build_engine
 from shardlab.experiment import TrainStep
 from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.trace.clock import HostClock, clock_for
-from shardlab.trace.held_steps import MOST_HELD
-from shardlab.trace.recorder import Recorder
+from shardlab.trace.recorder import MOST_HELD, Recorder
 from shardlab.trace.store import RunWriter, load_run, write_manifest
 from shardlab.vocabulary import FLAG, Collective, HostTransport, Phase, Role, SpanKind
 from tests.trace.training import CPU, MLP, Setting, adamw, mse, train

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from shardlab.comm import BaseMesh
 from shardlab.engines.holdings import Holding
-from shardlab.engines.peers.dtensor_peer import DTensorPeer
+from shardlab.engines.peers.dtensor_peer import DTensorPeer, device_mesh, is_distributed
 from shardlab.engines.step_tensors import OptimizerFn
 from shardlab.units.policy import AUTO, WrapPolicy, wrapped_modules
 from shardlab.vocabulary import Collective, Role
@@ -112,8 +112,6 @@ class TorchFSDP2(DTensorPeer):
     def _prepare(self) -> None:
         from torch.distributed.fsdp import fully_shard
 
-        from shardlab.engines.peers.dtensors import device_mesh
-
         self.check_params(self.params)
         over = device_mesh(self._group, self.mesh.device.type)
         # Inner units before outer ones: each fully_shard takes the parameters that are not yet in a unit.
@@ -127,7 +125,5 @@ class TorchFSDP2(DTensorPeer):
 
     def _keep_gathered(self, unit: nn.Module, _: Any) -> None:
         """Note a unit's gathered parameters in its first forward: after torch's hook they are plain tensors."""
-        from torch.distributed.tensor import DTensor
-
         self._first_forward.pop(unit).remove()
-        self._gathered += [param.detach() for param in unit.parameters() if not isinstance(param, DTensor)]
+        self._gathered += [param.detach() for param in unit.parameters() if not is_distributed(param)]
