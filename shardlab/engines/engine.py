@@ -256,9 +256,11 @@ class Engine(AnyEngine):
         """As the base; each rank keeps its shards of it. Collective where parameters are sharded or rounded."""
         self._begin_verb()
         self._ask("load")
-        with self.strategy.full(keep_changes=True):
-            super().load_full_state_dict(state)
-        self._ask("loaded")
+        try:
+            with self.strategy.full(keep_changes=True):
+                super().load_full_state_dict(state)
+        finally:
+            self._ask("loaded")
 
     @override
     def save(self, directory: str | Path, *, extra: Any = None, **objects: Stateful) -> None:

@@ -66,6 +66,8 @@ class Guards:
         if moment == "model":
             check_free(engine.module)
             self._given = dict(engine.params)
+            if engine.strategy.keeps_pieces:  # sharded: of what is rounded it becomes so later
+                check_not_scripted(engine.module)
             return
         if moment == "built":
             self._build(engine)
@@ -122,8 +124,9 @@ class Guards:
     def _build(self, engine: Engine) -> None:
         strategy = engine.strategy
         self._num_stepped = _count(engine)
-        homes = [module._parameters for module in engine.module.modules()]
-        self._homes = [(home, key, param) for home in homes for key, param in home.items()]
+        homes = [vars(module).get("_parameters") for module in engine.module.modules()]
+        # TorchScript has something else there.
+        self._homes = [(home, *item) for home in homes if isinstance(home, dict) for item in home.items()]
         self._is_alone = all(comm.num_ranks == 1 for comm in engine.comms)
         self._is_whole = not strategy.steps_pieces
         self._where = _where(engine)
@@ -133,7 +136,6 @@ class Guards:
         pieces = dict(engine.step_tensors().items()) if strategy.steps_pieces else {}
         self._snapshots = {"parameter": Snapshot(engine.params), "piece": Snapshot(pieces)}
         if Where.SHARDED in self._where:
-            check_not_scripted(engine.module)
             for unit in strategy.units:  # type: ignore[attr-defined]
                 for shards in unit.shards:
                     self._watch(shards)
