@@ -114,7 +114,9 @@ class Engine(AnyEngine):
         except Exception:
             self._give_back()  # this may gather: with guards all ranks have raised, so all of them join
             raise
-        self._last_hooks = {param: self._watch(param) for param in self.params.values() if param.is_floating_point()}
+        self._last_hooks = {
+            param: self._watch(name, param) for name, param in self.params.items() if param.is_floating_point()
+        }
         self._hooks += self._last_hooks.values()
         self._ask("built")
 
@@ -314,11 +316,11 @@ class Engine(AnyEngine):
 
     # What a backward is, and who raises.
 
-    def _watch(self, param: nn.Parameter) -> RemovableHandle:
+    def _watch(self, name: str, param: nn.Parameter) -> RemovableHandle:
         # A frozen parameter may be unfrozen later, but torch takes the hook only while requires_grad is True.
-        trains, took, came = param.requires_grad, weakly(self._took), weakly(self._came)
+        trains, took, reached = param.requires_grad, weakly(self._took), weakly(self._reached)
         param.requires_grad_(True)
-        self._hooks.append(param.register_hook(came))  # of a backward that comes through no output of ours
+        self._hooks.append(param.register_hook(lambda _: reached(name)))
         hook: RemovableHandle = param.register_post_accumulate_grad_hook(took)
         param.requires_grad_(trains)
         return hook
@@ -341,6 +343,17 @@ class Engine(AnyEngine):
 
     def _came(self, _: Tensor) -> None:
         self._wake()
+
+    def _reached(self, name: str) -> None:
+        """A gradient is about to be added to that of a parameter, perhaps through no output of ours; or only returned."""
+        if self._running or self._is_closed:
+            return
+        try:
+            # Only whether it answers: no is also said of a node that is new, where another dtype was shown since.
+            torch._C._will_engine_execute_node(gradient_node(self.params[name]))
+        except (RuntimeError, AttributeError):  # torch.autograd.grad, see _accumulates
+            return
+        self._begin_plain()
 
     def _wake(self) -> bool:
         """A hook runs in autograd: begin a plain backward unless one runs; whether one does."""
