@@ -8,8 +8,7 @@ import numpy as np
 import pandas as pd
 
 from shardlab.analysis.held_bytes import at_rest
-from shardlab.analysis.in_flight import traced_and_ordinary
-from shardlab.analysis.timed import hidden_share, timed_steps
+from shardlab.analysis.timed import hidden_share, timed_steps, traced_and_ordinary
 from shardlab.experiment.rank_checks import own_buffers_said
 from shardlab.trace.store import Records
 from shardlab.vocabulary import Phase, Role
@@ -76,7 +75,7 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     steps. ``wire_bytes_per_step`` is what the algorithm needs the busiest rank to send in the last step, without the
     reported loss; ``moved_bytes_per_step`` is what the transport of the busiest rank sends for it, null if not known.
     ``in_flight_bytes`` are the most bytes of collectives under way at once in an ordinary step,
-    ``traced_in_flight_bytes`` in the traced one, that of the peak (``analysis.in_flight``); null where there was none.
+    ``traced_in_flight_bytes`` in the traced one, that of the peak (``analysis.timed``); null where there was none.
     ``recorder_share`` is the time of recording over the time of the steps, on the rank where it is largest.
     ``max_loss_difference`` is against ``loss_reference``, and null without one; ``losses_equal`` judges the first
     ``JUDGED_STEPS`` steps that both have, whose largest difference is ``judged_loss_difference``; null if they have no

@@ -22,7 +22,7 @@ from shardlab.engines.sharded import Sharded
 from shardlab.engines.shards import Unit
 from shardlab.experiment.run import shard_rows
 from shardlab.partition.slices import TensorSlice
-from shardlab.plots.weights import COLUMNS, EVERY_RANK
+from shardlab.plots.maps import COLUMNS, EVERY_RANK
 from shardlab.tables import SHARDS
 from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
