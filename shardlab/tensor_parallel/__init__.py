@@ -13,25 +13,8 @@ from shardlab.tensor_parallel.suggest import Suggestion, suggest_tp_plan
 from shardlab.tensor_parallel.vocab_parallel import VocabParallelEmbedding, vocab_parallel_cross_entropy
 
 __all__ = [
-    "Column",
-    "ColumnParallelLinear",
-    "OnSequence",
-    "OwnDropout",
-    "Plan",
-    "Row",
-    "RowParallelLinear",
-    "Scatter",
-    "Style",
-    "Suggestion",
-    "VocabParallelEmbedding",
-    "Vocabulary",
-    "copy",
-    "differing_by_rank",
-    "gpt_plan",
-    "load_state_dict",
-    "merge_state_dict",
-    "parallelize_module",
-    "reduce",
-    "suggest_tp_plan",
+    "Column", "ColumnParallelLinear", "OnSequence", "OwnDropout", "Plan", "Row", "RowParallelLinear", "Scatter",
+    "Style", "Suggestion", "VocabParallelEmbedding", "Vocabulary", "copy", "differing_by_rank", "gpt_plan",
+    "load_state_dict", "merge_state_dict", "parallelize_module", "reduce", "suggest_tp_plan",
     "vocab_parallel_cross_entropy",
-]
+]  # fmt: skip

@@ -12,7 +12,7 @@ Arrow batch per table more. Reading needs no torch.
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -139,8 +139,7 @@ def load_runs(directories: Iterable[Path | str]) -> Records:
     runs = [load_run(directory) for directory in directories]
     if not runs:
         raise ValueError("run: there are no runs to load")
-    names = [field.name for field in fields(Records) if field.name != "manifests"]
-    joined = {name: pd.concat([getattr(run, name) for run in runs], ignore_index=True) for name in names}
+    joined = {name: pd.concat([getattr(run, name) for run in runs], ignore_index=True) for name in TABLES}
     return Records(**joined, manifests={name: known for run in runs for name, known in run.manifests.items()})
 
 
