@@ -27,15 +27,14 @@ from shardlab.exercises.exercise import (
     Measured,
     Message,
     Traffic,
+    VirtualClock,
     call,
     call_in_place,
     call_without_ranks,
 )
-from shardlab.exercises.in_a_cell import check, find, hint, task
+from shardlab.exercises.in_a_cell import Prediction, check, find, hint, predict, task
 from shardlab.exercises.judge import Report, Verdict
 from shardlab.exercises.ladder import LADDER
-from shardlab.exercises.prediction import Prediction, predict
-from shardlab.exercises.virtual_clock import VirtualClock
 
 __all__ = [
     "LADDER", "Case", "Exercise", "Measured", "Message", "Prediction", "Report", "Traffic", "Verdict", "VirtualClock",

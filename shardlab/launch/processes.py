@@ -2,30 +2,51 @@
 
 This file knows processes and pipes, nothing of results: ``collector.py`` waits for answers, and ``pool.py`` starts new
 processes where these have ended.
+
+Ranks are forked from Python's own forkserver, one small process per parent, free of CUDA and of threads, which ends
+with its parent. It has imported torch once, so that a rank is up in hundredths of a second. It and Python's resource
+tracker have a session of their own: what a terminal or Jupyter sends to the parent's process group is not for them,
+since they outlive the parent by a moment, to remove what it has left.
 """
 
+import multiprocessing
+import multiprocessing.forkserver
 import os
 import secrets
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from multiprocessing.util import register_after_fork
 from pathlib import Path
 from time import monotonic
+from types import ModuleType
+from typing import Any
 
 import psutil
 
 from shardlab.comm.signed import SECRET
-from shardlab.launch import forkserver, worker
+from shardlab.launch import worker
 from shardlab.launch.hang_board import Board
 from shardlab.launch.messages import Stop, Task
 
 _REAP_S = 2.0
+_SPAWN_IN_THIS_SESSION = util.spawnv_passfds
+_ALWAYS = ("torch", "shardlab.launch.worker", "shardlab.launch.left_folders")
+# Without preloading, each rank would import these when it builds an optimizer or a table: 0.5 to 2 s of CPU time.
+# The forkserver preloads them if the parent uses them too; if not, its first start takes only the import of torch.
+_IF_PARENT_HAS = {
+    "torch._dynamo": ("torch._dynamo",),
+    "pandas": ("pandas",),
+    "shardlab.engines": ("shardlab.engines", "torch._dynamo"),  # which torch imports with the first optimizer
+    "shardlab.experiment.comparison": ("shardlab.experiment.run", "torch._dynamo"),
+}
 # A pipe holds 64 KiB unless told otherwise: so much is certain to take all that was written before the call.
 _MAX_BYTES_PER_CALL = 1 << 20
 _CHUNK_BYTES = 1 << 16
@@ -149,8 +170,8 @@ class RankProcesses:
         self.ranks: list[RankProcess] = []
         self._children: set[psutil.Process] = set()
         try:
-            context = forkserver.context(options.preload)
-            with forkserver.hidden_main():
+            context = _forkserver(options.preload)
+            with _hidden_main():
                 for rank in range(options.placement.world_size):
                     self.ranks.append(self._start_rank(rank, options, context))
         except BaseException:
@@ -239,8 +260,53 @@ class RankProcesses:
         )
         process = context.Process(target=worker.main, args=(rank_config,), name=f"shardlab-rank-{rank}")
         process.start()
-        register_after_fork(life, Connection.close)  # a child of this process may outlive it
+        util.register_after_fork(life, Connection.close)  # a child of this process may outlive it
         # A pipe reports its end only when all copies of the other side are closed, this process' included.
         for theirs in (rank_control, rank_output):
             theirs.close()
         return RankProcess(rank, process, control, RankOutput(rank, output), life, rank_life)
+
+
+def _forkserver(preload: Sequence[str] = ()) -> ForkServerContext:
+    """Start the forkserver if it does not run yet, without waiting for it.
+
+    Args:
+        preload: more modules for it to import; without effect once it runs.
+    """
+    forkserver = multiprocessing.get_context("forkserver")
+    shared = (name for known, names in _IF_PARENT_HAS.items() if known in sys.modules for name in names)
+    forkserver.set_forkserver_preload(list(dict.fromkeys((*_ALWAYS, *shared, *preload))))
+    # Started here, and not at the first process, which would start it in this process's group.
+    with _hidden_main(), _own_session():
+        multiprocessing.forkserver.ensure_running()
+    return forkserver
+
+
+@contextmanager
+def _hidden_main() -> Iterator[None]:
+    """Give multiprocessing an empty ``__main__``, so that no rank runs the user's script again.
+
+    Functions travel by cloudpickle and need no ``__main__`` on the other side: a script works without a guard.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+@contextmanager
+def _own_session() -> Iterator[None]:
+    # Multiprocessing has no public way to say in which session its helpers run.
+    util.spawnv_passfds = _spawn
+    try:
+        yield
+    finally:
+        util.spawnv_passfds = _SPAWN_IN_THIS_SESSION
+
+
+def _spawn(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
+    process = subprocess.Popen(args, executable=path, pass_fds=passfds, start_new_session=True)
+    process.returncode = 0  # multiprocessing waits for it, and subprocess is not to
+    return process.pid

@@ -13,12 +13,11 @@ import pytest
 import torch
 
 import shardlab.exercises
-from shardlab.exercises import LADDER, Case, Exercise, Measured, Verdict, check, find, hint, task
+from shardlab.exercises import LADDER, Case, Exercise, Measured, Verdict, VirtualClock, check, find, hint, task
 from shardlab.exercises.in_a_cell import progress_path
 from shardlab.exercises.judge import Score, examine, on_rank
 from shardlab.exercises.picture import held, held_table, moved, moved_table
 from shardlab.exercises.values import difference, plain
-from shardlab.exercises.virtual_clock import VirtualClock
 from shardlab.launch import RankPool, current
 from tests.conftest import Pools
 from tests.exercises.right import right_buckets

@@ -3,9 +3,8 @@
 from typing import Any
 
 from shardlab.comm import Communicator
-from shardlab.exercises.exercise import Case, Exercise, Function, Measured
+from shardlab.exercises.exercise import Case, Exercise, Function, Measured, VirtualClock
 from shardlab.exercises.values import whole_number
-from shardlab.exercises.virtual_clock import VirtualClock
 
 Step = tuple[float, float, list[int], float, float]  # us without rows, us a row, bytes, latency, bytes a us
 

@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from shardlab.comm import Communicator
-from shardlab.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic
+from shardlab.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic, VirtualClock
 from shardlab.exercises.values import numbers_in, whole_number
-from shardlab.exercises.virtual_clock import VirtualClock
 from shardlab.vocabulary import Collective
 
 Layers = Sequence[tuple[float, int]]  # microseconds of backward, bytes of gradients

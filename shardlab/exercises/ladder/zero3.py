@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from shardlab.comm import Communicator, Pending
-from shardlab.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic
-from shardlab.exercises.virtual_clock import VirtualClock
+from shardlab.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic, VirtualClock
 from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.vocabulary import Collective
 
