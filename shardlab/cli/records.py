@@ -62,8 +62,7 @@ def record(
     The output, the errors and the exit code are the script's own. Then: shardlab report DIR.
     """
     from shardlab.experiment import is_reporter
-    from shardlab.recording.record import directory_by_date
-    from shardlab.recording.script import Script
+    from shardlab.recording.record import Script, directory_by_date
 
     # Called by main, when the command line has been dealt with: what the script raises is no error of an option.
     prepared = Script(script, tuple(arguments or ()), out or directory_by_date(), overwrite, watch_every)

@@ -18,8 +18,7 @@ from torch import nn
 from shardlab.engines import engine_options
 from shardlab.engines.precision import parse_precision
 from shardlab.experiment.config import CompareConfig, takes
-from shardlab.experiment.planned_tensor import PlannedTensorAxis
-from shardlab.experiment.planned_workload import FirstForward, PlannedWorkload
+from shardlab.experiment.planned_workload import FirstForward, PlannedTensorAxis, PlannedWorkload
 from shardlab.experiment.workload import Workload
 from shardlab.launch import place
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES

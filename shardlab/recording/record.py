@@ -1,8 +1,10 @@
 """``record``: opens a directory, listens while the block runs, and closes the record, also after an error.
 
+``Script`` is a file that is run inside ``record`` as ``python SCRIPT ARGS`` would run it.
 What a rank must know for that it knows without asking the others: its number, the directory, the origin of time.
 """
 
+import builtins
 import contextlib
 import os
 import platform
@@ -10,12 +12,15 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from importlib.machinery import SourceFileLoader
 from math import isnan, nan, prod
 from pathlib import Path
 from time import perf_counter_ns
+from types import ModuleType
 from typing import Any, NamedTuple, Self
 
 import psutil
@@ -350,3 +355,44 @@ def directory_by_date() -> Path:
         return Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
     began = psutil.Process(os.getppid()).create_time()
     return Path("runs") / datetime.fromtimestamp(int(began)).strftime("%Y%m%d-%H%M%S")
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script and where its record goes.
+
+    Args:
+        path: of the script.
+        arguments: its own.
+        directory: new or empty.
+        overwrite: see ``record``.
+        watch_every: likewise.
+
+    Raises:
+        ValueError: there is no such script, the directory is not empty, or ``watch_every`` is no number of steps.
+    """
+
+    path: Path
+    arguments: Sequence[str]
+    directory: Path
+    overwrite: bool
+    watch_every: int
+
+    def __post_init__(self) -> None:
+        """Check before anything runs."""
+        if not self.path.is_file():
+            raise ValueError(f"script: {self.path} is not a file; name a Python script, then its arguments")
+        check_steps(TRACED_STEP, self.watch_every)
+        claim(self.directory, Place.here(), overwrite=self.overwrite)
+
+    def __call__(self) -> None:
+        """Run it as ``__main__``. What it raises, also ``SystemExit``, leaves as it is."""
+        sys.argv = [str(self.path), *self.arguments]
+        sys.path[0] = str(self.path.resolve().parent)  # where ``python SCRIPT`` finds the script's own modules
+        # Not by runpy, which makes ``sys.argv[0]`` what ``__file__`` is; Python makes only the latter absolute.
+        main, file = ModuleType("__main__"), str(self.path.absolute())
+        loader = SourceFileLoader("__main__", file)
+        vars(main).update(__file__=file, __loader__=loader, __builtins__=builtins, __cached__=None)
+        sys.modules["__main__"] = main  # for good: at exit too, scripts pickle what is theirs
+        with record(self.directory, watch_every=self.watch_every, overwrite=self.overwrite):
+            exec(loader.source_to_code(loader.get_data(file), file), vars(main))

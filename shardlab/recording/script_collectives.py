@@ -22,11 +22,10 @@ import torch.distributed as dist
 
 from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.group import ObservedGroup
-from shardlab.comm.torch_engine_groups import bytes_kept
+from shardlab.comm.torch_engine_groups import Verb, announce
 from shardlab.comm.torch_times import GLOO_THREADS, FutureTimes, HostTimes, Times, complete_waits
 from shardlab.comm.transports.base import Transport
 from shardlab.comm.trees import tensors_in
-from shardlab.partition.ring_cost import moved_bytes
 from shardlab.recording.torch_callers import Caller, axis_of, backend_of, caller_of
 from shardlab.vocabulary import Collective
 
@@ -36,33 +35,27 @@ TagOf = Callable[[Collective, Caller, Sequence[torch.Tensor]], str]
 T = TypeVar("T")
 
 
-class _Verb(NamedTuple):
-    op: Collective
-    place: int  # of the whole (unsharded) tensors among the arguments
-    gloo_copies: bool = False  # whether torch's gloo group holds a copy of the whole buffer meanwhile
-    of_parts: bool = False  # the tensors there are one rank's part of the whole
-
-
+# A barrier has a tensor only so that torch can tell the device.
 _VERBS = {
-    "allreduce_": _Verb(Collective.ALL_REDUCE, 0),
-    "allreduce_coalesced_": _Verb(Collective.ALL_REDUCE, 0),
-    "broadcast_": _Verb(Collective.BROADCAST, 0),
-    "reduce_": _Verb(Collective.REDUCE, 0),
-    "allgather_": _Verb(Collective.ALL_GATHER, 0),
-    "allgather_coalesced_": _Verb(Collective.ALL_GATHER, 0),
-    "_allgather_base_": _Verb(Collective.ALL_GATHER, 0, gloo_copies=True),
-    "allgather_into_tensor_coalesced_": _Verb(Collective.ALL_GATHER, 0),
-    "reduce_scatter_": _Verb(Collective.REDUCE_SCATTER, 1),
-    "_reduce_scatter_base_": _Verb(Collective.REDUCE_SCATTER, 1, gloo_copies=True),
-    "reduce_scatter_tensor_coalesced_": _Verb(Collective.REDUCE_SCATTER, 1),
-    "alltoall_": _Verb(Collective.ALL_TO_ALL, 1),
-    "alltoall_base_": _Verb(Collective.ALL_TO_ALL, 1),
-    "gather_": _Verb(Collective.GATHER, 1, of_parts=True),
-    "scatter_": _Verb(Collective.SCATTER, 0, of_parts=True),
-    "send": _Verb(Collective.SEND, 0),
-    "recv_": _Verb(Collective.RECV, 0),
-    "recv_any_source_": _Verb(Collective.RECV, 0),
-    "barrier": _Verb(Collective.BARRIER, 0),
+    "allreduce_": Verb(Collective.ALL_REDUCE, 0),
+    "allreduce_coalesced_": Verb(Collective.ALL_REDUCE, 0),
+    "broadcast_": Verb(Collective.BROADCAST, 0),
+    "reduce_": Verb(Collective.REDUCE, 0),
+    "allgather_": Verb(Collective.ALL_GATHER, 0),
+    "allgather_coalesced_": Verb(Collective.ALL_GATHER, 0),
+    "_allgather_base_": Verb(Collective.ALL_GATHER, 0, gloo_copies=True),
+    "allgather_into_tensor_coalesced_": Verb(Collective.ALL_GATHER, 0),
+    "reduce_scatter_": Verb(Collective.REDUCE_SCATTER, 1),
+    "_reduce_scatter_base_": Verb(Collective.REDUCE_SCATTER, 1, gloo_copies=True),
+    "reduce_scatter_tensor_coalesced_": Verb(Collective.REDUCE_SCATTER, 1),
+    "alltoall_": Verb(Collective.ALL_TO_ALL, 1),
+    "alltoall_base_": Verb(Collective.ALL_TO_ALL, 1),
+    "gather_": Verb(Collective.GATHER, 1, of_parts=True),
+    "scatter_": Verb(Collective.SCATTER, 0, of_parts=True),
+    "send": Verb(Collective.SEND, 0),
+    "recv_": Verb(Collective.RECV, 0),
+    "recv_any_source_": Verb(Collective.RECV, 0),
+    "barrier": Verb(Collective.BARRIER, 0),
 }
 
 
@@ -149,7 +142,7 @@ class TorchCalls:
         for work in [work for work, sent in self._sent.items() if not isnan(sent.event.end_ns)]:
             self._forget(work)
 
-    def _kernel(self, op: Any, verb: _Verb) -> Callable[..., Any]:
+    def _kernel(self, op: Any, verb: Verb) -> Callable[..., Any]:
         names = [argument.name for argument in op._schema.arguments]
         root = names.index("root_rank") if "root_rank" in names else None
         splits = names.index("input_split_sizes") if "input_split_sizes" in names else None
@@ -161,10 +154,11 @@ class TorchCalls:
             sender = self._sender(dist.ProcessGroup.unbox(group), tensors, caller, verb.op)
             if sender is None:
                 return op.redispatch(keys & _BELOW, *args, **kwargs)
-            # A barrier has a tensor only so that torch can tell the device.
             tensors = [] if verb.op is Collective.BARRIER else tensors
-            event = self._announce(sender, verb, tensors, () if splits is None else args[splits], caller)
-            event.torch_moves = _moved_bytes(sender, event, None if root is None else args[root])
+            event = announce(
+                sender.group, verb, tensors, self._tag_of(verb.op, caller, tensors), sender.backend,
+                sizes=() if splits is None else args[splits], root=None if root is None else args[root],
+            )  # fmt: skip
             observers, result = sender.group.observers, None
 
             def send() -> dist.Work | None:
@@ -183,18 +177,6 @@ class TorchCalls:
             return result
 
         return call
-
-    def _announce(
-        self, sender: _Sender, verb: _Verb, tensors: list[torch.Tensor], sizes: Sequence[int], caller: Caller
-    ) -> CollectiveEvent:
-        scratch_bytes = sum(tensor.nbytes for tensor in tensors) if verb.gloo_copies and sender.backend == "gloo" else 0
-        parts = sender.group.num_ranks if verb.of_parts else 1
-        kept = bytes_kept(tensors, sizes, sender.group) if verb.op is Collective.ALL_TO_ALL else None
-        tag = self._tag_of(verb.op, caller, tensors)
-        return sender.group.announce(
-            verb.op, tensors, tag, own_chunk_bytes=kept, scratch_bytes=scratch_bytes, transport=sender.backend,
-            parts=parts,
-        )  # fmt: skip
 
     def _sender(
         self, group: dist.ProcessGroup, tensors: list[torch.Tensor], caller: Caller, op: Collective
@@ -236,14 +218,6 @@ class TorchCalls:
         # A later collective may have its result in the same storage, and is still to be waited for.
         if self._work_of.get(sent.output) is work:
             del self._work_of[sent.output]
-
-
-def _moved_bytes(sender: _Sender, event: CollectiveEvent, root: int | None) -> float:
-    group = sender.group
-    return moved_bytes(
-        sender.backend, event.op, event.num_bytes, group.num_ranks, group.rank, root,
-        own_chunk_bytes=event.own_chunk_bytes,
-    )  # fmt: skip
 
 
 class _Torchs:

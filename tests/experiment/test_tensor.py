@@ -8,7 +8,7 @@ import torch
 
 from shardlab.experiment import CompareConfig, Workload, compare, show_tp_plan
 from shardlab.experiment.planned import plan_runs
-from shardlab.experiment.planned_tensor import PlannedTensorAxis
+from shardlab.experiment.planned_workload import PlannedTensorAxis
 from shardlab.experiment.tensor import shown_plan
 from shardlab.tensor_parallel import Column, Row
 from tests.conftest import Pools
