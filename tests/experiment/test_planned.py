@@ -307,6 +307,8 @@ def test_a_loss_that_calls_the_model_twice_is_not_planned_where_a_call_gathers(p
 class Partial(torch.optim.SGD):
     """Makes one tensor of its state at once, and another in ``step()``."""
 
+    shardlab_looks_at = "element"
+
     def __init__(self, tensors) -> None:
         super().__init__(tensors, lr=0.1)
         for tensor in self.param_groups[0]["params"]:
@@ -344,6 +346,8 @@ def test_state_made_at_once_and_in_steps_is_planned_of_any_parameter(pools: Pool
 
 class Late(torch.optim.SGD):
     """Keeps the gradient of the step before, which the first step does not have."""
+
+    shardlab_looks_at = "element"
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
