@@ -257,7 +257,8 @@ class Guards:
         for (kind, field), moments in _REMEMBERED.items():
             if moment not in moments and moment not in more.get((kind, field), ()):
                 continue
-            if kind == "piece" and (engine.num_open or (field == "place" and (self._has_moved or self._is_stepping))):
+            is_inside = engine.num_open and moment != "stepped"  # a step there, which is right, gathers
+            if kind == "piece" and (is_inside or (field == "place" and (self._has_moved or self._is_stepping))):
                 continue  # not what they were is right
             self._snapshots[kind].remember(field)
         if moment == "stepped":  # they are spent, and some optimizers change them
