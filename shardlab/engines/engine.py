@@ -345,7 +345,7 @@ class Engine(AnyEngine):
         self._wake()
 
     def _reached(self, name: str) -> None:
-        """A gradient is about to be added to that of a parameter, perhaps through no output of ours; or only returned."""
+        """Autograd has come to a parameter, perhaps through no output of ours, to add to its gradient or to return it."""
         if self._running or self._is_closed:
             return
         try:

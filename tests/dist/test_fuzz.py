@@ -10,7 +10,20 @@ from tests.fuzzing.drawn import Menu
 from tests.fuzzing.engines import OURS
 from tests.fuzzing.features import ON
 from tests.fuzzing.modules import build
-from tests.fuzzing.replay import Backward, BlockSpec, Clip, EngineSpec, Evaluate, Forward, ModuleSpec, Scenario, Step
+from tests.fuzzing.replay import (
+    Backward,
+    BlockSpec,
+    Clip,
+    EngineSpec,
+    Evaluate,
+    Forward,
+    FullParams,
+    Hold,
+    ModuleSpec,
+    Scenario,
+    StateOut,
+    Step,
+)
 from tests.fuzzing.run import close_meshes, run_scenario
 from tests.fuzzing.scenarios import scenarios
 from tests.fuzzing.script import script_of
@@ -62,6 +75,25 @@ def test_ranks_may_use_other_parameters_of_a_unit(pools, num_ranks, transport, s
         verdict = run_scenario(pools(num_ranks), scenario)
         assert verdict.kind == "equal", f"\n{script_of(scenario, verdict)}"
     close_meshes(pools(num_ranks))
+
+
+FOUND = {
+    "a plain backward adds to placeholders, through other nodes than the parameters have by then": (
+        EngineSpec("zero1", (("precision", "float32, summed in float64"),)),
+        (Forward(quiet=True), Backward(quiet=True), FullParams(), Forward(), FullParams(), Backward("plain")),
+        "equal",
+    ),
+    "what is held rounded is not what is stored": (
+        EngineSpec("fsdp", (("precision", "float32"),)), (Hold(), StateOut()), "refused",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FOUND)
+def test_what_was_found_stays_mended(pools, what):
+    engine, operations, answer = FOUND[what]
+    assert run_scenario(pools(2), Scenario(ModuleSpec(), engine, operations=operations)).kind == answer
+    close_meshes(pools(2))
 
 
 def _clipped_before_the_reduction(engine):

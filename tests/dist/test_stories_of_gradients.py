@@ -165,6 +165,14 @@ def backwards_add_to_means(user):
     assert all(part.shape == param.shape for part, param in zip(penalty, user.module.first.parameters(), strict=True))
 
 
+@story(on=WHOLE)
+def a_penalty_adds_to_means_by_a_backward_of_its_own(user):
+    """Which comes through no output of the engine."""
+    user.go_back(1)
+    sum(param.square().sum() for param in user.module.parameters()).backward()
+    user.step()
+
+
 class Idle(nn.Module):
     """One parameter is never used, so its bucket is complete only when backward has been finished."""
 
