@@ -51,6 +51,7 @@ class Guards:
         self._given: dict[str, nn.Parameter] = {}  # the user's own; on the meta device others take their place
         self._placeholders: dict[str, PlaceholderGradient] = {}
         self._lost = ""  # a sharded parameter whose data was replaced while it was gathered
+        self._was_written = False  # when a state was to be loaded
         self._has_moved = False  # a piece is elsewhere, for good: what is stepped there reaches nothing
         self._shown: list[Callable[[bool], None]] = []  # to be told when the parameters are plain again
         self._hooks: list[RemovableHandle] = []
@@ -253,6 +254,10 @@ class Guards:
                     param.grad = None
 
     def _remember(self, moment: str, engine: Engine) -> None:
+        if moment == "load":
+            self._was_written = any(one.changed("version") for one in self._snapshots.values())
+        if moment == "not loaded" and not self._was_written:
+            moment = "loaded"  # what the load itself has written is dropped; what was written before is still refused
         more = _REMEMBERED_OF_SHARDED if Where.SHARDED in self._where else {}
         for (kind, field), moments in _REMEMBERED.items():
             if moment not in moments and moment not in more.get((kind, field), ()):
