@@ -186,7 +186,8 @@ def _run(directory: Path, strategy: str | None) -> Path:
         return next(iter(found.values()))
     if strategy not in found:
         names = ", ".join(found)
-        raise ValueError(f"strategy: {strategy or 'none given'}; {directory} holds {names}, name one of them")
+        said = "none given; name" if strategy is None else f"{strategy!r} is not"
+        raise ValueError(f"strategy: {said} one of {names}, the runs in {directory}")
     return found[strategy]
 
 

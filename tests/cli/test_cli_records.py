@@ -68,7 +68,7 @@ def test_bytes_at_rest_by_module(finished, capsys):
     assert "…" not in narrow
     assert narrow.splitlines()[1].split() == ["params", "grads", "optim", "other", "all"]  # nothing is in host memory
     for wrong, message in (
-        (("--strategy", "x"), "strategy: x; "), ((), "strategy: none given; "),
+        (("--strategy", "x"), "strategy: 'x' is not one of "), ((), "strategy: none given; "),
         (("--strategy", "zero1", "--rank", 7), "rank: 7 is not one of 0, 1"),
         (("--strategy", "zero1", "--depth", 0), "depth: 0 is below 1"),
     ):  # fmt: skip
