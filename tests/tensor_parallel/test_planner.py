@@ -60,7 +60,7 @@ def step(engine, comm, micro_batches, clip):
 
 
 def recorded(rank, axes, plan, strategy, options, micro_batches=1, clip=False):
-    log = Log()
+    log = Log(flags=True)
     with Mesh(axes) as mesh:
         model = parallelize_module(build(), gpt_plan(CONFIG, **plan), mesh["tensor"])
         described_model = described(model)
