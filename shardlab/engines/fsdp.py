@@ -38,7 +38,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from shardlab import vocabulary
 from shardlab.comm.transports.base import MismatchError
 from shardlab.comm.trees import tensors_in
 from shardlab.engines.hooks import ModuleHook
@@ -138,9 +137,8 @@ class FSDP(Sharded):
         self._running: list[Pass] = []  # whose programs this backward runs
         self._is_in_backward = self._sends = self._keeps = False
         self._missing: dict[Unit, set[nn.Parameter]] = {}  # gradients that this backward has still to bring
-        self._gathers = sharding != vocabulary.Sharding.NO_SHARD
         self._sent: set[Unit] = set()  # since the last means
-        self._over: set[Unit] = set()  # of replicated units: those whose gradients are there, in this backward
+        self._over: set[Unit] = set()  # of whole units: those whose gradients are there, in this backward
         self._reducing: list[Unit] = []  # in the order of sending
         self._asked: list[Unit] = []  # by autograd, where no program runs
         self._depth: dict[Unit, int] = {}  # of calls of a unit, which may call itself
@@ -323,12 +321,12 @@ class FSDP(Sharded):
                 for following in ahead[: self._prefetch]:
                     following.start()
             elif is_first and not self._keeps:
-                if not self._sends:
+                if not self._sends or unit is self._root:  # which is the last of all to be reduced
                     unit.reshard()
-                elif self._gathers:
-                    self._reduce(unit)
-                else:
+                elif unit.is_whole:
                     self._reduce_in_turn(unit)
+                else:
+                    self._reduce(unit)
 
     @override
     def took(self, param: nn.Parameter, *, sends: bool) -> None:
@@ -353,18 +351,18 @@ class FSDP(Sharded):
         return not self._missing[unit] and all(param.requires_grad for param in unit.params)
 
     def _reduce_in_turn(self, unit: Unit) -> None:
-        """Replicated units may be called in another order on each rank: a unit waits for those before it."""
+        """What all ranks have whole, each may call in another order: it waits for what is before it."""
         self._over.add(unit)
         for one in self._order():
-            if one not in self._over:
+            if one not in self._over | self._sent and any(map(self.is_due, one.params)):
                 return
             if one not in self._sent:
                 self._reduce(one)
 
     def _order(self) -> list[Unit]:
-        """In which backward passes units; those that no forward has used behind them, and the root last."""
-        order = dict.fromkeys([*reversed(self._guess if self._gathers else []), *reversed(self.units)])
-        return sorted(order, key=lambda unit: unit is self._root)
+        """In which backward passes units; behind them what is whole or was not called, and the root last."""
+        gathered = (unit for unit in reversed(self._guess) if not unit.is_whole)
+        return sorted(dict.fromkeys([*gathered, *reversed(self.units)]), key=lambda unit: unit is self._root)
 
     def _reduce(self, unit: Unit) -> None:
         for earlier in self._reducing:

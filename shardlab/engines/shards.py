@@ -351,6 +351,11 @@ class Unit:
         self.is_as_stored = False  # shown in the shards' dtype, and not in the one to compute in
 
     @property
+    def is_whole(self) -> bool:
+        """Whether every rank has all of it."""
+        return all(one.is_whole for one in self.shards)
+
+    @property
     def is_rounded(self) -> bool:
         """Whether what is shown has another dtype than the shards."""
         return not self.is_as_stored and any(one.compute_dtype != one.shard.dtype for one in self.shards)

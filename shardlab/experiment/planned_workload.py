@@ -220,7 +220,7 @@ def _tried(config: CompareConfig, module: nn.Module, batch: Any) -> FirstForward
     unused = tuple(name for name in params if name in trainable and params[name] not in reached)
     # Backward comes to a unit that trains even if the loss does not depend on it: another rank's may.
     frozen = [name for name, own in units_of(module, config.wrap_policy).items() if trainable.isdisjoint(own)]
-    unreached = tuple(name for name in frozen if nodes.isdisjoint(watch.made.get(name, ())))
+    unreached = tuple(name for name in frozen if name not in watch.need_gradients)
     return FirstForward(unused, tuple(watch.called), unreached, num_calls)
 
 
@@ -253,27 +253,21 @@ class _Counted:
 
 
 class _UnitWatch:
-    """Which units are called, in order, and the autograd nodes of what each of them makes."""
+    """Which units are called, in order, and of which an output needs a gradient."""
 
     def __init__(self) -> None:
         self.called: list[str] = []
-        self.made: dict[str, set[Any]] = {}
-        self._given: dict[str, set[Any]] = {}
+        self.need_gradients: set[str] = set()
 
     def hooks_on(self, name: str, unit: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
-        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        def before(*_: Any) -> None:
             self.called.append(name)
-            self._given[name] = _nodes_of((args, kwargs))
 
         def after(_: nn.Module, __: Any, output: Any) -> None:
-            # What a unit only passes on gets its gradient from where it was made.
-            self.made.setdefault(name, set()).update(_nodes_of(output) - self._given[name])
+            if any(tensor.grad_fn is not None for tensor in tensors_in(output)):
+                self.need_gradients.add(name)
 
-        return unit.register_forward_pre_hook(before, with_kwargs=True), unit.register_forward_hook(after)
-
-
-def _nodes_of(value: Any) -> set[Any]:
-    return {tensor.grad_fn for tensor in tensors_in(value) if tensor.grad_fn is not None}
+        return unit.register_forward_pre_hook(before), unit.register_forward_hook(after)
 
 
 def nodes_below(node: Any) -> set[Any]:

@@ -55,8 +55,7 @@ class Setup:
             parameters of no unit are the unit ``root``.
         called: fsdp: names of the units in the order in which forward calls them, each once; None for all, in the
             module's order. Units that no rank's forward calls are not gathered, but reduced.
-        unreached: fsdp: names of the units that backward does not reach, such as frozen ones before all that trains. It
-            gathers them only ahead.
+        unreached: fsdp: names of the units that backward does not reach, such as frozen ones before all that trains.
         layout: fsdp: flat or dim0.
         sharding: fsdp: see ``Sharding``.
         shard_group_size: fsdp, hybrid_shard: ranks that shard among themselves; divides ``num_ranks``.
