@@ -345,7 +345,7 @@ class Engine(AnyEngine):
         self._wake()
 
     def _reached(self, name: str) -> None:
-        """Autograd has come to a parameter, perhaps through no output of ours; it will add to its gradient, or return it."""
+        """Autograd has come to a parameter, perhaps past our outputs, to add to its gradient or to return it."""
         if self._running or self._is_closed:
             return
         try:
