@@ -347,7 +347,7 @@ class Engine(AnyEngine):
         self._wake()
 
     def _reached(self, name: str) -> None:
-        """Autograd came to a parameter, perhaps through no output of ours: to add to its gradient or to return it."""
+        """Autograd has come to a parameter, perhaps past our outputs, to add to its gradient or to return it."""
         if self._running or self._is_closed:
             return
         try:
