@@ -129,7 +129,7 @@ WRONG_PLANS = {
     "a fused projection cut as it does not lie": (
         {"mlp": strangers.FusedGate}, lambda plan: {**plan, "blocks.*.m.gate_up": Column()}, {}, "result is another",
     ),
-    "columns without rows": ({}, without("m.down"), {}, "a and b must have same reduction dim"),
+    "columns without rows": ({}, without("m.down"), {}, "shapes cannot be multiplied"),
     "a loss of parts": ({}, dict, {"tp_loss": twice}, "the result is another one than the whole model's"),
 }  # fmt: skip
 
